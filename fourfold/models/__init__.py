@@ -1,0 +1,1 @@
+"""Single-device models in plain PyTorch, with no word of parallelism."""

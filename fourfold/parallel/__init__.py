@@ -1,0 +1,1 @@
+"""The six-axis grid: layers, sharding, checkpoint metadata, parity and trace."""

@@ -1,0 +1,1 @@
+"""The training job: loop, optimizer, checkpoint, metrics."""
