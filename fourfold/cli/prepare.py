@@ -1,0 +1,62 @@
+"""`fourfold prepare`: text to a corpus on disk."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def prepare(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUTS...",
+            help="Files (.txt, .jsonl, .jsonl.gz, .parquet), folders or globs of them, or python-stdlib.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Prefix of the files to write: OUT.bin, OUT.idx, OUT.json.")],
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH|bytes", help="A tokenizer.json, a folder with one, or bytes.")
+    ] = None,
+    train_tokenizer: Annotated[
+        int | None,
+        typer.Option(metavar="VOCAB", help="Train a byte-level BPE tokenizer of this size on the input instead."),
+    ] = None,
+    text_key: Annotated[str, typer.Option(help="The key, or column, that holds the text.")] = "text",
+    workers: Annotated[
+        int | None, typer.Option(help="Processes; one per core by default. The result is the same.")
+    ] = None,
+    validation_fraction: Annotated[
+        float, typer.Option(help="Share of the documents to hold out into OUT-validation.")
+    ] = 0.0,
+    force: Annotated[bool, typer.Option("--force", help="Build again what is already there.")] = False,
+) -> None:
+    """Tokenise text into a corpus to train on.
+
+    Writes Megatron-LM's indexed format (OUT.bin, OUT.idx) and OUT.json, which says what is in it; the tokenizer is
+    kept beside it as OUT-tokenizer.json. An interrupted run continues where it was when started again.
+
+    Example: fourfold prepare python-stdlib --out data/stdlib --train-tokenizer 4096
+    """
+    from fourfold.data import prepare as data
+
+    summary = data.prepare(
+        inputs,
+        out,
+        tokenizer=tokenizer,
+        train_tokenizer_vocab=train_tokenizer,
+        workers=workers,
+        text_key=text_key,
+        validation_fraction=validation_fraction,
+        force=force,
+    )
+    if summary.reused:
+        typer.echo("Already prepared from the same files in the same way; --force builds it again.")
+    for manifest in filter(None, (summary.train, summary.validation)):
+        typer.echo(
+            f"{manifest.split}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, {manifest.bytes:,} bytes,"
+            f" {manifest.bytes / manifest.tokens:.2f} bytes/token"
+        )
+    typer.echo(f"tokenizer: {summary.train.vocab_size:,} ids, stored as {summary.train.dtype}")
+    typer.echo(f"{summary.seconds:.1f} s: {', '.join(map(str, summary.files))}")

@@ -1,0 +1,27 @@
+"""Write a run back as TOML."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fourfold.config.run import RunConfig
+
+
+def to_toml(run: RunConfig) -> str:
+    """The resolved run as a run file: loading it again gives an equal run."""
+    table = run.model_dump(mode="json", exclude_none=True)
+    sections = {name: value for name, value in table.items() if isinstance(value, dict)}
+    lines = [f"{name} = {_value(value)}" for name, value in table.items() if name not in sections]
+    for name, section in sections.items():
+        lines += ["", f"[{name}]", *(f"{key} = {_value(value)}" for key, value in section.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    # TOML's strings, booleans and numbers are written as JSON's.
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,114 @@
+"""The sizes of a decoder, under Hugging Face's names."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from fourfold.config.strict import Strict
+
+
+class RopeScaling(Strict):
+    """How rotary frequencies are stretched beyond the trained context; the keys are those of Hugging Face's files."""
+
+    rope_type: Literal["linear", "llama3", "yarn"]
+    factor: float = Field(gt=0)
+    original_max_position_embeddings: int | None = Field(None, gt=0)
+    low_freq_factor: float = Field(1.0, gt=0)
+    high_freq_factor: float = Field(4.0, gt=0)
+    beta_fast: float = Field(32.0, gt=0)
+    beta_slow: float = Field(1.0, gt=0)
+    attention_factor: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _needs_original_length(self) -> RopeScaling:
+        if self.rope_type != "linear" and self.original_max_position_embeddings is None:
+            raise ValueError(f"rope_type = '{self.rope_type}' needs original_max_position_embeddings")
+        return self
+
+
+class ModelConfig(Strict):
+    """One decoder: GPT-2/3 and Llama / Mistral / Qwen shapes are settings of the same few keys."""
+
+    preset: str | None = Field(None, description="Start from a preset's sizes; any other key overrides it.")
+    vocab_size: int = Field(gt=0, description="Tokens that the tokenizer knows.")
+    hidden_size: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0)
+    num_key_value_heads: int | None = Field(None, gt=0, description="Default: num_attention_heads.")
+    head_dim: int | None = Field(None, gt=0, description="Default: hidden_size / num_attention_heads.")
+    intermediate_size: int | None = Field(None, gt=0, description="Inner width of the MLP. Default: 4 × hidden_size.")
+    max_position_embeddings: int = Field(2048, gt=0, description="Longest sequence; rows of a learned position table.")
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = Field(1e-5, gt=0)
+    position_embedding: Literal["rope", "learned"] = "rope"
+    rope_theta: float = Field(10000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
+    attention_bias: bool = Field(False, description="Biases of the query, key and value projections.")
+    attention_output_bias: bool = Field(False, description="Bias of the attention's output projection.")
+    mlp_bias: bool = False
+    qk_norm: bool = Field(False, description="RMSNorm over each head of queries and keys (Qwen3).")
+    tie_word_embeddings: bool = False
+    initializer_range: float = Field(0.02, gt=0, description="Standard deviation of initial weights.")
+    pad_vocab_size_to_multiple_of: int = Field(
+        128, gt=0, description="Rows of the embedding and head are padded to this; padding is never predicted."
+    )
+
+    @model_validator(mode="after")
+    def _fill_and_check(self) -> ModelConfig:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size = {self.hidden_size} is not a multiple of num_attention_heads = "
+                    f"{self.num_attention_heads}; give head_dim, or a hidden_size of "
+                    f"{round_to_multiple(self.hidden_size, self.num_attention_heads)}"
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads = {self.num_attention_heads} is not a multiple of num_key_value_heads = "
+                f"{self.num_key_value_heads}; {_divisors_text(self.num_attention_heads)} work"
+            )
+        if self.position_embedding == "rope" and self.head_dim % 2:
+            raise ValueError(f"head_dim = {self.head_dim} is odd, and rotary embeddings turn pairs of channels")
+        if self.position_embedding == "learned" and self.rope_scaling is not None:
+            raise ValueError("rope_scaling has no meaning with position_embedding = 'learned'; remove one of them")
+        return self
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and of the head: independent of the grid, so that checkpoints are too."""
+        multiple = self.pad_vocab_size_to_multiple_of
+        return math.ceil(self.vocab_size / multiple) * multiple
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable parameters, vocabulary padding included, tied weights counted once."""
+        hidden, inner, vocab = self.hidden_size, self.intermediate_size, self.padded_vocab_size
+        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        norm = hidden * (2 if self.norm == "layernorm" else 1)
+        attention = hidden * (queries + 2 * keys) + queries * hidden
+        attention += (queries + 2 * keys) * self.attention_bias + hidden * self.attention_output_bias
+        attention += 2 * self.head_dim * self.qk_norm
+        ups = 2 if self.mlp == "swiglu" else 1
+        mlp = (ups + 1) * hidden * inner + (ups * inner + hidden) * self.mlp_bias
+        embeddings = vocab * hidden * (1 if self.tie_word_embeddings else 2)
+        if self.position_embedding == "learned":
+            embeddings += self.max_position_embeddings * hidden
+        return embeddings + norm + self.num_hidden_layers * (attention + mlp + 2 * norm)
+
+
+def round_to_multiple(number: int, of: int) -> int:
+    """The multiple of ``of`` (at least one) that is nearest to ``number``."""
+    return max(1, round(number / of)) * of
+
+
+def _divisors_text(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

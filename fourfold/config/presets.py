@@ -1,0 +1,97 @@
+"""Named models: published sizes, under the keys of ``ModelConfig``."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from fourfold.errors import UserError
+
+_GPT: dict[str, Any] = {
+    "mlp": "gelu",
+    "norm": "layernorm",
+    "position_embedding": "learned",
+    "attention_bias": True,
+    "attention_output_bias": True,
+    "mlp_bias": True,
+    "tie_word_embeddings": True,
+    "vocab_size": 50257,
+}
+
+_LLAMA3: dict[str, Any] = {
+    "vocab_size": 128256,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+
+def _gpt(layers: int, hidden: int, heads: int, context: int = 2048) -> dict[str, Any]:
+    return {
+        **_GPT,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "max_position_embeddings": context,
+    }
+
+
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, inner: int, **more: Any) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        **more,
+    }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # Small enough for tests and laptops.
+    "gpt-tiny": _gpt(2, 64, 4, 256),
+    "gpt-demo": _gpt(4, 256, 8, 1024),
+    "llama-tiny": _llama(2, 64, 8, 4, 176, vocab_size=257),
+    "llama-12m": _llama(8, 320, 8, 4, 864, vocab_size=4096),
+    # GPT-2 (Radford et al. 2019, table 2).
+    "gpt2": _gpt(12, 768, 12, 1024),
+    "gpt2-medium": _gpt(24, 1024, 16, 1024),
+    "gpt2-large": _gpt(36, 1280, 20, 1024),
+    "gpt2-xl": _gpt(48, 1600, 25, 1024),
+    # AxoNN (Singh et al. 2025, arXiv 2502.08145, table of models).
+    "gpt-5b": _gpt(24, 4096, 32),
+    "gpt-10b": _gpt(32, 5120, 40),
+    "gpt-20b": _gpt(32, 7168, 56),
+    "gpt-40b": _gpt(38, 9216, 72),
+    "gpt-60b": _gpt(56, 9216, 72),
+    "gpt-80b": _gpt(42, 12288, 96),
+    "gpt-160b": _gpt(84, 12288, 96),
+    "gpt-320b": _gpt(96, 16384, 128),
+    "gpt-640b": _gpt(192, 16384, 128),
+    # Frontier (Dash et al. 2023, arXiv 2312.12705, and its code).
+    "frontier-22b": _gpt(48, 6144, 48),
+    "frontier-175b": _gpt(96, 12288, 96),
+    "frontier-1t": _gpt(128, 25600, 128),
+    # Llama 3.1 (Grattafiori et al. 2024, arXiv 2407.21783, table 3).
+    "llama3-8b": _llama(32, 4096, 32, 8, 14336, **_LLAMA3),
+    "llama3-70b": _llama(80, 8192, 64, 8, 28672, **_LLAMA3),
+    "llama3-405b": _llama(126, 16384, 128, 8, 53248, **_LLAMA3),
+}
+
+
+def with_preset(section: dict[str, Any]) -> dict[str, Any]:
+    """Fill a ``[model]`` table from its ``preset``; the table's own keys win. An unknown name raises ``UserError``."""
+    name = section.get("preset")
+    if name is None:
+        return section
+    if name not in PRESETS:
+        near = difflib.get_close_matches(str(name), PRESETS, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PRESETS)}"
+        raise UserError(f"model.preset = '{name}' is not a preset; {hint}")
+    return {**PRESETS[name], **section}

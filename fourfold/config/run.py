@@ -1,0 +1,178 @@
+"""The sections of the run file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from fourfold.config.model import ModelConfig
+from fourfold.config.strict import Strict
+
+AXES = ("pp", "dp", "cp", "z", "y", "x")
+"""The grid's axes, outermost first: x is fastest, so that its groups fall inside a node."""
+
+
+class Corpus(Strict):
+    """One tokenised corpus of a mixture."""
+
+    path: str = Field(description="Prefix of an indexed corpus: PATH.bin and PATH.idx.")
+    weight: float = Field(1.0, gt=0, description="Share of the samples, relative to the other corpora.")
+
+
+class DataConfig(Strict):
+    """What is read. Give `train`, or `source` for text that every machine has."""
+
+    train: list[Corpus] = Field([], description="Corpora made by `fourfold prepare`, or any Megatron .bin/.idx pair.")
+    validation: list[Corpus] = Field([], description="Corpora of the validation loss.")
+    source: Literal["python-stdlib"] | None = Field(
+        None, description="Built-in text, tokenised on first use into `cache_dir`: the standard library's own sources."
+    )
+    tokenizer: str = Field(
+        "bytes", description="'bytes', or the path of a tokenizer.json; with `source`, 'bpe' trains one."
+    )
+    cache_dir: str = Field("data", description="Where a built-in source is tokenised to.")
+    mask_documents: bool = Field(
+        False, description="Attention stays inside a document of the packed sequence, and positions restart there."
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if bool(self.train) == (self.source is not None):
+            raise ValueError("give either data.train (corpora) or data.source (built-in text)")
+        return self
+
+
+class ParallelConfig(Strict):
+    """Sizes of the grid's axes; their product is the number of processes."""
+
+    x: int = Field(1, ge=1, description="Tensor axis: output features of q, k, v, up, gate; the sequence in between.")
+    y: int = Field(1, ge=1, description="Tensor axis: input features of the same; the residual's hidden size.")
+    z: int = Field(1, ge=1, description="Splits the batch and the stored weights (FSDP).")
+    dp: int = Field(1, ge=1, description="Splits the batch; weights are replicated, or sharded by `zero`.")
+    cp: int = Field(1, ge=1, description="Splits the sequence (context parallel).")
+    pp: int = Field(1, ge=1, description="Splits the layers (pipeline).")
+    zero: Literal[0, 1, 2, 3] = Field(
+        0, description="What dp shards too: 1 optimizer states, 2 and gradients, 3 and parameters."
+    )
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.z * self.y * self.x
+
+    @property
+    def batch_ranks(self) -> int:
+        """How many ways the batch is split."""
+        return self.dp * self.z
+
+
+class OverlapConfig(Strict):
+    """Communication behind computation; every part can be switched off, so that its gain can be measured."""
+
+    input_gradients: bool = Field(True, description="OAR: reduce dI of a linear layer while dW is computed.")
+    weight_prefetch: int = Field(
+        1, ge=0, description="OAG: layers whose weights are gathered ahead; 0 gathers them when they are needed."
+    )
+
+
+class TrainingConfig(Strict):
+    micro_batch_size: int = Field(1, gt=0, description="Sequences that one rank runs at once.")
+    global_batch_size: int = Field(gt=0, description="Sequences of one optimizer step, over all ranks.")
+    seq_length: int = Field(gt=0, description="Tokens of a sequence.")
+    train_steps: int = Field(gt=0, description="Optimizer steps of the whole run.")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="Type of weights and activations in the step.")
+    master_weights: Literal["fp32", "bf16"] = Field(
+        "fp32", description="Type of the stored weights and optimizer states; bf16 only with precision = 'bf16'."
+    )
+    reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Type in which gradients are summed over ranks.")
+    compile: bool = Field(False, description="torch.compile each block.")
+    seed: int = Field(0, ge=0, description="Seeds the weights and the order of the samples.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")
+
+    @model_validator(mode="after")
+    def _types_fit(self) -> TrainingConfig:
+        if self.precision == "fp32" and "bf16" in (self.master_weights, self.reduce_dtype):
+            raise ValueError("master_weights and reduce_dtype can be 'bf16' only with training.precision = 'bf16'")
+        return self
+
+
+class ActivationCheckpointConfig(Strict):
+    mode: Literal["none", "selective", "full"] = Field(
+        "none", description="full recomputes whole blocks in the backward, selective only the modules listed."
+    )
+    modules: list[Literal["attention", "mlp", "norms"]] = Field(
+        ["attention"], description="selective: the attention core, the MLP's activation, the norms."
+    )
+
+
+class OptimizerConfig(Strict):
+    """AdamW. Weight decay is applied to matrices, not to norms and biases."""
+
+    lr: float = Field(3e-4, gt=0)
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
+
+    @model_validator(mode="after")
+    def _betas_in_range(self) -> OptimizerConfig:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {list(self.betas)} must both be at least 0 and below 1")
+        return self
+
+
+class SchedulerConfig(Strict):
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
+    decay_style: Literal["cosine", "linear", "wsd", "constant"] = Field(
+        "cosine", description="wsd: constant until the last `decay_ratio` of the run, then linear."
+    )
+    decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps in which the rate falls.")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Final rate relative to optimizer.lr.")
+
+
+class CheckpointConfig(Strict):
+    interval: int = Field(0, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
+    save_last: bool = Field(True, description="Save when the run ends.")
+    keep_latest_k: int = Field(2, ge=0, description="Older checkpoints are removed; 0 keeps all.")
+    async_mode: Literal["disabled", "async"] = Field("disabled", description="async: training goes on while it saves.")
+    resume: str = Field("auto", description="'auto': the newest in the run's folder; 'never'; or a checkpoint's path.")
+
+
+class MetricsConfig(Strict):
+    log_interval: int = Field(10, gt=0, description="Steps between lines when the output is not a terminal.")
+    tensorboard: bool = Field(False, description="Also write TensorBoard events (needs the extra `tensorboard`).")
+
+
+class ValidationConfig(Strict):
+    interval: int = Field(0, ge=0, description="Steps between validations; 0 never validates.")
+    steps: int = Field(8, gt=0, description="Global batches of one validation.")
+
+
+class SampleConfig(Strict):
+    prompt: str | None = Field(None, description="Text to continue when training ends; none: no sample.")
+    max_new_tokens: int = Field(200, gt=0)
+    temperature: float = Field(0.8, ge=0, description="0 takes the likeliest token.")
+
+
+class RunConfig(Strict):
+    """A whole run."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="Folder of the run inside output_dir.")
+    output_dir: str = "runs"
+    model: ModelConfig
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    overlap: OverlapConfig = OverlapConfig()
+    training: TrainingConfig
+    activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lr_scheduler: SchedulerConfig = SchedulerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    validation: ValidationConfig = ValidationConfig()
+    sample: SampleConfig = SampleConfig()
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches that each rank runs before the optimizer steps."""
+        return self.training.global_batch_size // (self.training.micro_batch_size * self.parallel.batch_ranks)

@@ -1,0 +1,89 @@
+"""From the sources that a run file names to the samples that a loader reads."""
+
+import os
+import platform
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from fourfold.data.dataset import Mixture, TokenWindows
+from fourfold.data.files import locked
+from fourfold.data.indexed import IndexedDataset
+from fourfold.data.manifest import read_manifest, validation_prefix
+from fourfold.data.prepare import prepare
+from fourfold.data.sources import PYTHON_STDLIB
+from fourfold.data.tokenizer import load_tokenizer
+from fourfold.errors import UserError
+
+_VALIDATION_FRACTION = 0.02
+
+
+def build_dataset(sources: Sequence[tuple[str | Path, float]], seq_length: int, seed: int) -> Mixture:
+    """The mixture of prepared corpora, given as (prefix, relative weight).
+
+    Raises UserError if a corpus is missing, damaged or too small, a weight is not positive, or the corpora were
+    made with different tokenizers (as far as their manifests tell).
+    """
+    _check_one_tokenizer([prefix for prefix, _ in sources])
+    windows = [
+        (TokenWindows(IndexedDataset(prefix), seq_length, seed + number), weight)
+        for number, (prefix, weight) in enumerate(sources)
+    ]
+    return Mixture(windows, seed)
+
+
+def ensure_builtin(
+    name: str = PYTHON_STDLIB,
+    tokenizer: str | Path | None = None,
+    cache_dir: str | Path = "data",
+    vocab_size: int = 4096,
+) -> str:
+    """The prefix of a built-in corpus in `cache_dir`, prepared first if it is not there; 2 % is held out beside it
+    (see `validation_prefix`).
+
+    `tokenizer`: "bytes", the path of a tokenizer.json, or None to train one of `vocab_size` (otherwise ignored).
+    Any number of processes may call this at once: one prepares, the others wait and find it done.
+
+    Raises UserError for an unknown name, or what `prepare` raises.
+    """
+    if name != PYTHON_STDLIB:
+        raise UserError(f'there is no built-in corpus "{name}"; "{PYTHON_STDLIB}" is the only one')
+    label = f"bpe{vocab_size}" if tokenizer is None else load_tokenizer(tokenizer).fingerprint[:12]
+    stem = f"{name}-{platform.python_version()}-{label}"
+    cache = Path(cache_dir)
+    cache.mkdir(parents=True, exist_ok=True)
+    prefix = cache / stem
+    if not _is_there(prefix):
+        with locked(cache / f"{stem}.lock", wait=True):
+            if not _is_there(prefix):
+                _prepare_into(prefix, name, tokenizer, vocab_size)
+    return str(prefix)
+
+
+def _is_there(prefix: Path) -> bool:
+    return read_manifest(prefix) is not None
+
+
+def _prepare_into(prefix: Path, name: str, tokenizer: str | Path | None, vocab_size: int) -> None:
+    """Prepare in a private folder and move the files, so that even without locks nobody sees half a corpus."""
+    with tempfile.TemporaryDirectory(dir=prefix.parent, prefix=f".{prefix.name}-") as private:
+        summary = prepare(
+            [name],
+            Path(private) / prefix.name,
+            tokenizer=tokenizer,
+            train_tokenizer_vocab=vocab_size if tokenizer is None else None,
+            validation_fraction=_VALIDATION_FRACTION,
+        )
+        last = f"{prefix.name}.json"  # its presence says that all the others are there
+        for path in sorted(summary.files, key=lambda path: path.name == last):
+            os.replace(path, prefix.with_name(path.name))
+
+
+def _check_one_tokenizer(prefixes: Sequence[str | Path]) -> None:
+    known = {str(prefix): manifest for prefix in prefixes if (manifest := read_manifest(prefix)) is not None}
+    if len({manifest.fingerprint for manifest in known.values()}) > 1:
+        made_with = "; ".join(f"{prefix} with {manifest.tokenizer}" for prefix, manifest in known.items())
+        raise UserError(f"the sources were made with different tokenizers ({made_with}); prepare them with one")
+
+
+__all__ = ["build_dataset", "ensure_builtin", "validation_prefix"]

@@ -1,0 +1,134 @@
+"""Numbered samples: a corpus cut into windows and shuffled, and a mixture of such corpora."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fourfold.data.indexed import IndexedDataset
+from fourfold.data.order import hash64, sample_permutation
+from fourfold.data.packing import documents_of
+from fourfold.errors import UserError
+
+BLOCK = 10_000  # samples over which a mixture's proportions are exact
+
+
+@dataclass(frozen=True)
+class Windows:
+    """`tokens`, `documents`: int64 [samples, seq_length + 1]; a document's number counts from 0 in each window."""
+
+    tokens: NDArray[np.int64]
+    documents: NDArray[np.int64]
+
+
+class Samples(Protocol):
+    """Anything with numbered samples, without end: sample n is a pure function of n."""
+
+    seq_length: int
+
+    def read(self, numbers: ArrayLike) -> Windows:
+        """The samples of these numbers (int [B], from 0), in this order."""
+        ...
+
+
+class TokenWindows:
+    """One corpus as windows of `seq_length` + 1 tokens: window i starts at token i·seq_length, so that neighbours
+    share one token and every token but the first is predicted once. A rest shorter than a window is left out.
+
+    Sample n is a window: epoch n // len(self) visits all of them in an order of its own, drawn from `seed`.
+
+    Raises UserError if the corpus has not one window.
+    """
+
+    def __init__(self, corpus: IndexedDataset, seq_length: int, seed: int) -> None:
+        if corpus.tokens <= seq_length:
+            remedy = f"seq_length {corpus.tokens - 1} is the longest that works" if corpus.tokens > 1 else "add text"
+            raise UserError(
+                f"{corpus.prefix}.bin has {corpus.tokens} tokens, fewer than the {seq_length + 1} of one window of"
+                f" seq_length {seq_length}; {remedy}"
+            )
+        self.corpus = corpus
+        self.seq_length = seq_length
+        self.seed = seed
+
+    def __len__(self) -> int:
+        """Windows in one epoch."""
+        return (self.corpus.tokens - 1) // self.seq_length
+
+    def read(self, numbers: ArrayLike) -> Windows:
+        """The samples of these numbers (int [B], from 0), in this order."""
+        epoch, within = np.divmod(np.asarray(numbers, dtype=np.int64), len(self))
+        windows = sample_permutation(within, len(self), self.seed, epoch)
+        length = self.seq_length + 1
+        tokens = np.empty((len(windows), length), dtype=np.int64)
+        document_starts = []
+        for row, window in enumerate(windows.tolist()):
+            start = window * self.seq_length
+            tokens[row] = self.corpus.read(start, length)
+            document_starts.append(self.corpus.document_starts(start, length))
+        return Windows(tokens, documents_of(document_starts, length))
+
+
+class Mixture:
+    """Several sources in fixed proportions: which source gives sample n, and which of its samples, depends on n alone.
+
+    Weights are relative. In every block of 10,000 samples their proportions are exact (to 1 in 10,000), and a
+    seeded arrangement spreads each source evenly over the block, so that any stretch is close to them too. A source
+    that is exhausted starts again in another order.
+
+    Raises UserError for no source, a weight that is not a positive number, or one that rounds to no sample.
+    """
+
+    def __init__(self, sources: Sequence[tuple[Samples, float]], seed: int) -> None:
+        if not sources:
+            raise UserError("a mixture of no sources gives no samples; name at least one source")
+        self.sources = [source for source, _ in sources]
+        self.seq_length = self.sources[0].seq_length
+        assert all(source.seq_length == self.seq_length for source in self.sources), "sources cut to different lengths"
+        self.counts = _share_out([weight for _, weight in sources])
+        self._source, self._rank = _arrange(self.counts, seed)
+
+    def read(self, numbers: ArrayLike) -> Windows:
+        """The samples of these numbers (int [B], from 0), in this order."""
+        block, place = np.divmod(np.asarray(numbers, dtype=np.int64), BLOCK)
+        source = self._source[place]
+        own_number = block * self.counts[source] + self._rank[place]
+        tokens = np.empty((len(place), self.seq_length + 1), dtype=np.int64)
+        documents = np.empty_like(tokens)
+        for index in np.unique(source):
+            rows = np.flatnonzero(source == index)
+            windows = self.sources[index].read(own_number[rows])
+            tokens[rows] = windows.tokens
+            documents[rows] = windows.documents
+        return Windows(tokens, documents)
+
+
+def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
+    """Samples of each source in a block, by largest remainder; their sum is BLOCK."""
+    for index, weight in enumerate(weights):
+        if not (math.isfinite(weight) and weight > 0):
+            raise UserError(f"source {index + 1} of the mixture has weight {weight}; a weight is a positive number")
+    ideal = np.array(weights) / sum(weights) * BLOCK
+    counts = np.floor(ideal).astype(np.int64)
+    by_remainder = np.argsort(counts - ideal, kind="stable")
+    counts[by_remainder[: BLOCK - counts.sum()]] += 1
+    if (counts == 0).any():
+        index = int((counts == 0).argmax())
+        raise UserError(
+            f"source {index + 1} of the mixture has weight {weights[index]} of {sum(weights)} in all, which is no sample"
+            f" in {BLOCK}; raise it or leave the source out"
+        )
+    return counts
+
+
+def _arrange(counts: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[BLOCK] twice: the source at each place of a block, and how many of its samples came before in the block."""
+    source = np.repeat(np.arange(len(counts)), counts)
+    rank = np.concatenate([np.arange(count) for count in counts])
+    # The k-th of c samples falls at random within the k-th c-th part of the block.
+    jitter = hash64(np.arange(BLOCK), seed) / 2.0**64
+    order = np.argsort((rank + jitter) / counts[source], kind="stable")
+    return source[order], rank[order]

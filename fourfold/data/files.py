@@ -1,0 +1,48 @@
+"""Files that appear whole or not at all, and a lock between processes."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fourfold.errors import UserError
+
+_LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+def temporary_name(path: Path) -> Path:
+    """The name beside `path` under which this process writes before it renames."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write `content` to `path` by way of a temporary name, so that no reader ever sees half of it."""
+    temporary = temporary_name(path)
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool) -> Iterator[None]:
+    """Hold an exclusive lock on `path` (created if absent) for the duration of the block.
+
+    The kernel frees the lock when the process dies, so it is never stale. Where the file system knows no locks
+    (some parallel file systems) the block runs without: callers use the lock to save work, not to be correct.
+
+    Raises UserError if `wait` is false and another process holds it.
+    """
+    import fcntl  # POSIX only; the rest of the room should import anywhere
+
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{path} is locked by another process; wait until that one has finished") from error
+        except OSError as error:
+            if error.errno not in _LOCKS_UNSUPPORTED:
+                raise
+        yield

@@ -1,0 +1,248 @@
+"""Megatron-LM's indexed token format: PREFIX.bin holds the tokens, PREFIX.idx where each sequence lies.
+
+Layout of the .idx, little-endian throughout:
+
+    9 bytes   b"MMIDIDX\\0\\0"
+    uint64    version, always 1
+    uint8     code of the token type, see DTYPES
+    uint64    number of sequences, n
+    uint64    number of document boundaries, d (one more than there are documents)
+    int32[n]  tokens in each sequence
+    int64[n]  byte at which each sequence starts in the .bin
+    int64[d]  sequence at which each document starts, then n
+
+A corpus written here has one sequence per document. Multimodal files (n more bytes of modes) are refused.
+"""
+
+import array
+import os
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.data.files import temporary_name, write_whole
+from fourfold.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+
+_HEADER = struct.Struct("<9sQBQQ")
+_CODES = {np.dtype(name): code for code, name in DTYPES.items()}
+_UINT16_VOCABULARY = 65_500  # Megatron's border: below it tokens are uint16
+_LONGEST_SEQUENCE = 2**31 - 1
+_CHECKED_AT_ONCE = 1 << 20  # entries, so that checking a huge index needs little memory
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """The token file of a corpus."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """The index file of a corpus."""
+    return Path(f"{prefix}.idx")
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The type in which Megatron stores tokens of this vocabulary: uint16 when it fits, else int32."""
+    return np.dtype("<u2") if vocab_size < _UINT16_VOCABULARY else np.dtype("<i4")
+
+
+class IndexedDataset:
+    """A corpus on disk, seen as one stream of tokens with known document starts.
+
+    Both files are memory-mapped; opening costs one pass over the index and memory for none of it (unless the
+    sequences do not lie one after the other in the .bin, which Megatron's own tools never produce).
+
+    Attributes: `prefix`; `dtype` of a stored token; `lengths` int32 [sequences], tokens in each; `tokens`,
+    `documents`: how many there are.
+
+    Raises UserError, naming the file, if a file is missing, is no such file, or contradicts the other one.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        self._idx = idx_path(prefix)
+        self._bin = bin_path(prefix)
+        for path in (self._idx, self._bin):
+            if not path.is_file():
+                raise UserError(f"{path} does not exist; `fourfold prepare INPUTS --out {prefix}` makes it")
+        self._map_index()
+        self._bin_bytes = self._bin.stat().st_size
+        self._check_documents()
+        self._contiguous, total_bytes = self._check_sequences()
+        if self._contiguous and total_bytes != self._bin_bytes:
+            self._refuse(f"accounts for {total_bytes} bytes, but {self._bin} has {self._bin_bytes}")
+        self.tokens = total_bytes // self.dtype.itemsize
+        # Where sequence i would start, in bytes, if sequences lay one after the other.
+        self._starts = self._pointers if self._contiguous else self._cumulated_lengths()
+        # A file of length zero cannot be mapped.
+        self._stream = np.memmap(self._bin, dtype=self.dtype, mode="r").view(np.ndarray) if self._bin_bytes else None
+
+    @property
+    def documents(self) -> int:
+        """How many documents there are."""
+        return len(self._boundaries) - 1
+
+    @property
+    def document_offsets(self) -> NDArray[np.int64]:
+        """[documents + 1]: the token at which each document starts in the stream, then the number of tokens."""
+        sequence_starts = np.append(self._starts // self.dtype.itemsize, self.tokens)
+        return sequence_starts[self._boundaries]
+
+    def read(self, start: int, length: int) -> NDArray[np.integer]:
+        """Tokens [start, start + length) of the stream, [length] of the stored type; do not write into it."""
+        assert 0 <= start and 0 <= length and start + length <= self.tokens, (start, length, self.tokens)
+        if length == 0 or self._stream is None:
+            return np.empty(0, dtype=self.dtype)
+        if self._contiguous:
+            return self._stream[start : start + length]
+        return self._gather(start, length)
+
+    def document_starts(self, start: int, length: int) -> NDArray[np.int64]:
+        """Where documents start within tokens [start, start + length), counted from `start`; ascending.
+
+        An empty document starts where the next one does, so a place can occur twice.
+        """
+        itemsize = self.dtype.itemsize
+        first = bisect_left(self._starts, start * itemsize)
+        last = bisect_left(self._starts, (start + length) * itemsize, lo=first)
+        begin = bisect_left(self._boundaries, first)
+        end = bisect_left(self._boundaries, last, lo=begin)
+        return self._starts[self._boundaries[begin:end]] // itemsize - start
+
+    def _gather(self, start: int, length: int) -> NDArray[np.integer]:
+        itemsize = self.dtype.itemsize
+        sequence = bisect_right(self._starts, start * itemsize) - 1
+        skipped = start - int(self._starts[sequence]) // itemsize
+        found: list[NDArray[np.integer]] = []
+        while length > 0:
+            begin = int(self._pointers[sequence]) // itemsize + skipped
+            taken = min(length, int(self.lengths[sequence]) - skipped)
+            found.append(self._stream[begin : begin + taken])
+            length -= taken
+            sequence, skipped = sequence + 1, 0
+        return np.concatenate(found)
+
+    def _map_index(self) -> None:
+        size = self._idx.stat().st_size
+        if size < _HEADER.size:
+            self._refuse(f"has {size} bytes, fewer than the {_HEADER.size} of a header")
+        mapped = np.memmap(self._idx, dtype=np.uint8, mode="r").view(np.ndarray)
+        magic, version, code, sequences, boundaries = _HEADER.unpack(mapped[: _HEADER.size].tobytes())
+        if magic != MAGIC:
+            self._refuse(f"starts with {magic!r} instead of {MAGIC!r}")
+        if version != VERSION:
+            self._refuse(f"has version {version}; only version {VERSION} is known")
+        if code not in DTYPES:
+            self._refuse(f"has the unknown token type {code}; known are 1 to 8")
+        self.dtype = np.dtype(DTYPES[code])
+        if self.dtype.kind == "f":
+            self._refuse(f"stores {self.dtype.name}, which are no tokens")
+        expected = _HEADER.size + 12 * sequences + 8 * boundaries
+        if size == expected + sequences and sequences > 0:
+            self._refuse("is a multimodal index; only text is read")
+        if size != expected:
+            self._refuse(f"has {size} bytes where its header announces {expected}; it is truncated or damaged")
+        lengths_end = _HEADER.size + 4 * sequences
+        pointers_end = lengths_end + 8 * sequences
+        self.lengths = mapped[_HEADER.size : lengths_end].view("<i4")
+        self._pointers = mapped[lengths_end:pointers_end].view("<i8")
+        self._boundaries = mapped[pointers_end:].view("<i8")
+
+    def _check_documents(self) -> None:
+        boundaries = self._boundaries
+        if len(boundaries) == 0 or boundaries[0] != 0 or boundaries[-1] != len(self.lengths):
+            self._refuse(f"has document boundaries that do not run from 0 to its {len(self.lengths)} sequences")
+        for begin in range(0, len(boundaries), _CHECKED_AT_ONCE):
+            if (np.diff(boundaries[begin : begin + _CHECKED_AT_ONCE + 1]) < 0).any():
+                self._refuse("has document boundaries that do not ascend")
+
+    def _check_sequences(self) -> tuple[bool, int]:
+        """Whether sequences lie one after the other from byte 0, and the bytes of all together."""
+        contiguous, total = True, 0
+        for begin in range(0, len(self.lengths), _CHECKED_AT_ONCE):
+            sizes = self.lengths[begin : begin + _CHECKED_AT_ONCE].astype(np.int64) * self.dtype.itemsize
+            pointers = self._pointers[begin : begin + _CHECKED_AT_ONCE]
+            if (sizes < 0).any():
+                self._refuse("has a sequence of negative length")
+            outside = (pointers < 0) | (pointers > self._bin_bytes - sizes) | (pointers % self.dtype.itemsize != 0)
+            if outside.any():
+                sequence = begin + int(outside.argmax())
+                self._refuse(f"places sequence {sequence} outside the {self._bin_bytes} bytes of {self._bin}")
+            contiguous &= bool((pointers == total + sizes.cumsum() - sizes).all())
+            total += int(sizes.sum())
+        return contiguous, total
+
+    def _cumulated_lengths(self) -> NDArray[np.int64]:
+        sizes = self.lengths.astype(np.int64) * self.dtype.itemsize
+        return sizes.cumsum() - sizes
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UserError(f"{self._idx} {what}; prepare the corpus again")
+
+
+class IndexedWriter:
+    """Writes a corpus; both files appear, complete, when the `with` block ends without an exception.
+
+    `vocab_size` chooses the stored type as Megatron does. Every document becomes one sequence.
+    """
+
+    def __init__(self, prefix: str | Path, vocab_size: int) -> None:
+        self.dtype = token_dtype(vocab_size)
+        self._idx = idx_path(prefix)
+        self._bin = bin_path(prefix)
+        self._temporary = temporary_name(self._bin)
+        self._lengths = array.array("i")  # compact: a corpus may have a hundred million documents
+
+    @property
+    def documents(self) -> int:
+        """Documents written so far."""
+        return len(self._lengths)
+
+    def __enter__(self) -> Self:
+        self._file = self._temporary.open("wb")
+        return self
+
+    def add_document(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
+        """Append one document. Raises UserError beyond 2,147,483,647 tokens, which the format cannot count."""
+        tokens = np.asarray(tokens, dtype=np.int64)
+        if len(tokens) > _LONGEST_SEQUENCE:
+            raise UserError(f"{self._bin}: one document has {len(tokens)} tokens, beyond {_LONGEST_SEQUENCE}; split it")
+        self.add_documents(tokens, np.array([len(tokens)]))
+
+    def add_documents(self, tokens: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
+        """Append many documents: their tokens one after the other, and the length of each."""
+        assert int(lengths.sum()) == len(tokens), (int(lengths.sum()), len(tokens))
+        if tokens.dtype != self.dtype:
+            limits = np.iinfo(self.dtype)
+            assert len(tokens) == 0 or (limits.min <= tokens.min() and tokens.max() <= limits.max), self.dtype
+            tokens = tokens.astype(self.dtype)
+        self._file.write(np.ascontiguousarray(tokens).data)
+        self._lengths.frombytes(lengths.astype(np.intc).tobytes())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if kind is not None:
+            self._temporary.unlink(missing_ok=True)
+            return
+        # The index last: where it exists, the tokens do.
+        os.replace(self._temporary, self._bin)
+        write_whole(self._idx, self._index())
+
+    def _index(self) -> bytes:
+        lengths = np.array(self._lengths, dtype="<i4")
+        sizes = lengths.astype("<i8") * self.dtype.itemsize
+        boundaries = np.arange(len(lengths) + 1, dtype="<i8")
+        header = _HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], len(lengths), len(boundaries))
+        pointers = (sizes.cumsum() - sizes).astype("<i8")
+        return b"".join([header, lengths.tobytes(), pointers.tobytes(), boundaries.tobytes()])

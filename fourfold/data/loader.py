@@ -1,0 +1,116 @@
+"""The batch of one rank: this step's micro-batches, a pure function of the step and the rank."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.data.dataset import Samples
+from fourfold.data.masks import LossMask, document_boundary, labels_of
+from fourfold.data.packing import positions_of
+from fourfold.errors import UserError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch, every field int64 [micro_batch_size, seq_length], contiguous.
+
+    `labels`: the token after each, IGNORE_INDEX where the loss does not count it; `positions`: restart at 0 with
+    every document; `documents`: 0, 1, 2 … within each row (attention must not cross them).
+    """
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    documents: NDArray[np.int64]
+
+
+class Loader:
+    """This rank's micro-batches for any optimizer step.
+
+    Step t consists of samples [t·G, (t+1)·G) for global batch size G, whatever the grid; of these, micro-batch m of
+    rank r of `size` takes the `micro_batch_size` that follow t·G + (m·size + r)·micro_batch_size. The step is the
+    only state, so resuming, on this grid or another, is calling `step` with the next number.
+
+    `rank`, `size` count the ranks that split the batch (not those that split a sequence or a layer). With `prefetch`
+    one thread assembles step t + 1 while step t is used; `close` (or the end of a `with` block) ends it.
+
+    Raises UserError if the global batch cannot be shared out evenly.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        seq_length: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int = 0,
+        size: int = 1,
+        masks: Sequence[LossMask] = (document_boundary,),
+        prefetch: bool = False,
+    ) -> None:
+        assert dataset.seq_length == seq_length, (dataset.seq_length, seq_length)
+        assert 0 <= rank < size, (rank, size)
+        self.micro_batches = _micro_batches(global_batch_size, micro_batch_size, size)
+        self.dataset = dataset
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.size = size
+        self.masks = tuple(masks)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="loader") if prefetch else None
+        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+
+    def step(self, step: int) -> list[Batch]:
+        """The micro-batches of optimizer step `step` (from 0), in the order in which they run."""
+        if self._executor is None:
+            return self._assemble(step)
+        ahead, self._ahead = self._ahead, None
+        batches = ahead[1].result() if ahead is not None and ahead[0] == step else self._assemble(step)
+        self._ahead = (step + 1, self._executor.submit(self._assemble, step + 1))
+        return batches
+
+    def sample_numbers(self, step: int) -> NDArray[np.int64]:
+        """[micro-batches, micro_batch_size]: the global numbers of the samples that `step` gives this rank."""
+        micro_batch = np.arange(self.micro_batches)[:, None]
+        first = step * self.global_batch_size + (micro_batch * self.size + self.rank) * self.micro_batch_size
+        return first + np.arange(self.micro_batch_size)
+
+    def close(self) -> None:
+        """End the prefetching thread; without one, do nothing. The loader gives no more prefetched steps."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor = self._ahead = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _assemble(self, step: int) -> list[Batch]:
+        windows = self.dataset.read(self.sample_numbers(step).reshape(-1))
+        labels = labels_of(windows.tokens, windows.documents, self.masks)
+        tokens = np.ascontiguousarray(windows.tokens[:, :-1])
+        documents = np.ascontiguousarray(windows.documents[:, :-1])
+        positions = positions_of(documents)
+        rows = [slice(begin, begin + self.micro_batch_size) for begin in range(0, len(tokens), self.micro_batch_size)]
+        return [Batch(tokens[row], labels[row], positions[row], documents[row]) for row in rows]
+
+
+def _micro_batches(global_batch_size: int, micro_batch_size: int, size: int) -> int:
+    """Micro-batches of each rank in a step."""
+    if global_batch_size < 1 or micro_batch_size < 1:
+        raise UserError(f"batch sizes are at least 1, not {global_batch_size} (global) and {micro_batch_size} (micro)")
+    at_once = size * micro_batch_size
+    count, rest = divmod(global_batch_size, at_once)
+    if rest == 0:
+        return count
+    nearest = at_once * max(1, round(global_batch_size / at_once))
+    raise UserError(
+        f"global_batch_size {global_batch_size} is not a multiple of {at_once} ({size} ranks that split the batch"
+        f" × micro_batch_size {micro_batch_size}); the nearest that works is {nearest}"
+    )

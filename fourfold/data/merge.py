@@ -1,0 +1,63 @@
+"""Put tokenised shards together in input order, and hold out documents for validation on the way."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.data.indexed import IndexedDataset, IndexedWriter
+from fourfold.data.order import hash64
+from fourfold.data.shards import Shard, result
+
+
+@dataclass
+class Split:
+    """One of the corpora that come out: where it lies, and how many documents, tokens and bytes of text it has."""
+
+    prefix: Path
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+
+def merge(
+    shards: Sequence[Shard], folder: Path, vocab_size: int, validation_fraction: float, seed: int
+) -> dict[str, Split]:
+    """Merge the completed shards in `folder` into one corpus there, or into two if `validation_fraction` > 0.
+
+    Returns the splits by name, "train" and perhaps "validation". Which documents are held out depends on their
+    number in the input and on `seed`.
+    """
+    names = ("train", "validation") if validation_fraction > 0 else ("train",)
+    splits = {name: Split(folder / f"merged-{name}") for name in names}
+    with ExitStack() as stack:
+        writers = {name: stack.enter_context(IndexedWriter(split.prefix, vocab_size)) for name, split in splits.items()}
+        seen = 0
+        for shard in shards:
+            corpus, text_bytes = result(shard, folder)
+            offsets = corpus.document_offsets
+            held_out = falls_within(np.arange(seen, seen + corpus.documents), validation_fraction, seed)
+            seen += corpus.documents
+            for begin, end in _runs(held_out):
+                name = "validation" if held_out[begin] else "train"
+                tokens = corpus.read(int(offsets[begin]), int(offsets[end] - offsets[begin]))
+                writers[name].add_documents(tokens, corpus.lengths[begin:end])
+                splits[name].documents += end - begin
+                splits[name].tokens += len(tokens)
+                splits[name].bytes += int(text_bytes[begin:end].sum())
+    return splits
+
+
+def falls_within(numbers: NDArray[np.int64], share: float, seed: int) -> NDArray[np.bool_]:
+    """Whether each document, by its number, is in a seeded random share of all; `share` in [0, 1)."""
+    return hash64(numbers, seed) < np.uint64(share * 2.0**64)
+
+
+def _runs(values: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """[begin, end) of each longest stretch of equal values."""
+    borders = np.flatnonzero(np.diff(values)) + 1
+    edges = [0, *borders.tolist(), len(values)] if len(values) else []
+    yield from zip(edges, edges[1:], strict=False)

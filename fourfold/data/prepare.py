@@ -1,0 +1,237 @@
+"""Text to a corpus on disk: tokenise, keep what is finished, put it together, publish it whole."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fourfold.data.files import locked, write_whole
+from fourfold.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype
+from fourfold.data.manifest import Manifest, manifest_path, read_manifest, validation_prefix, write_manifest
+from fourfold.data.merge import Split, falls_within, merge
+from fourfold.data.progress import Progress
+from fourfold.data.shards import cut, digest
+from fourfold.data.sources import InputFile, list_inputs, read_documents
+from fourfold.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from fourfold.data.workers import available_cores, tokenise_all
+from fourfold.errors import UserError
+
+_TRAINING_BYTES = 1 << 30  # input that a tokenizer is trained on; more changes it little and takes hours
+_TRAINING_SAMPLE_SEED = 0
+
+
+@dataclass(frozen=True)
+class PrepareSummary:
+    """What `prepare` made: the manifests of its splits, all files, the time, and whether it was there already."""
+
+    train: Manifest
+    validation: Manifest | None
+    files: list[Path]
+    seconds: float
+    reused: bool
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Everything that decides the content of a corpus; `tokenizer` is a fingerprint, or what to train."""
+
+    inputs: list[str]
+    files: list[InputFile]
+    text_key: str
+    tokenizer: str
+    validation_fraction: float
+    seed: int
+
+    def digest(self) -> str:
+        return digest([self.tokens_digest(), self.validation_fraction, self.seed])
+
+    def tokens_digest(self) -> str:
+        files = [[file.path, file.size, file.mtime_ns] for file in self.files]
+        return digest([files, self.text_key, self.tokenizer])
+
+
+def prepare(
+    inputs: Iterable[str | Path],
+    output_prefix: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    train_tokenizer_vocab: int | None = None,
+    workers: int | None = None,
+    text_key: str = "text",
+    validation_fraction: float = 0.0,
+    seed: int = 0,
+    force: bool = False,
+) -> PrepareSummary:
+    """Tokenise `inputs` into OUT.bin, OUT.idx and OUT.json, each document followed by the end-of-document token.
+
+    `inputs`: see `list_inputs`. Either `tokenizer` ("bytes" or the path of a tokenizer.json, which is copied to
+    OUT-tokenizer.json) or `train_tokenizer_vocab` (train one of that size on the input, into OUT-tokenizer.json).
+    `workers`: processes, by default one per core; the result does not depend on it. `validation_fraction`: about
+    this share of the documents, chosen by a hash of their number and `seed`, goes to OUT-validation instead.
+
+    An interrupted preparation continues: finished parts lie in OUT.parts until the end. A corpus already made from
+    the same unchanged files in the same way is left as it is, unless `force`; any other one at OUT is replaced.
+    OUT.json is written last: where it is, the corpus is complete.
+
+    Raises UserError for input or options that cannot work, naming the file and line.
+    """
+    began = time.monotonic()
+    request = _check_request(inputs, tokenizer, train_tokenizer_vocab, workers, text_key, validation_fraction, seed)
+    prefix = Path(output_prefix)
+    if not force and (finished := _finished(prefix, request)) is not None:
+        return PrepareSummary(*finished, _files(prefix, *finished), time.monotonic() - began, reused=True)
+    parts = _parts_folder(prefix)
+    with locked(parts / "lock", wait=False):
+        if force:
+            _remove_all_but(parts, set())
+        trained = parts / f"tokenizer-{request.tokens_digest()}.json"
+        if train_tokenizer_vocab is not None and not trained.is_file():
+            _train(request, train_tokenizer_vocab, trained)
+        name = str(trained if tokenizer is None else tokenizer)
+        loaded = load_tokenizer(name)
+        shards = cut(request.files, text_key, name, loaded.fingerprint)
+        _remove_all_but(parts, {trained.stem} | {shard.key for shard in shards})
+        tokenise_all(shards, parts, workers or available_cores())
+        splits = merge(shards, parts, loaded.vocab_size, validation_fraction, seed)
+        _check_filled(splits, request)
+        made = _publish(splits, prefix, request, loaded)
+        shutil.rmtree(parts)
+    return PrepareSummary(*made, _files(prefix, *made), time.monotonic() - began, reused=False)
+
+
+def _check_request(
+    inputs: Iterable[str | Path],
+    tokenizer: str | Path | None,
+    train_tokenizer_vocab: int | None,
+    workers: int | None,
+    text_key: str,
+    validation_fraction: float,
+    seed: int,
+) -> _Request:
+    if (tokenizer is None) == (train_tokenizer_vocab is None):
+        raise UserError('choose one tokenizer: "bytes", the path of a tokenizer.json, or a vocabulary size to train')
+    if workers is not None and workers < 1:
+        raise UserError(f"workers is {workers}; at least 1 process is needed")
+    if not 0 <= validation_fraction < 1:
+        raise UserError(f"validation_fraction is {validation_fraction}; it must be at least 0 and below 1")
+    identity = f"train {train_tokenizer_vocab}" if tokenizer is None else load_tokenizer(tokenizer).fingerprint
+    inputs = [str(item) for item in inputs]
+    return _Request(inputs, list_inputs(inputs), text_key, identity, validation_fraction, seed)
+
+
+def _finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | None] | None:
+    """The manifests of the corpus at `prefix` if it is sound and is what the request would make."""
+    held_out = validation_prefix(prefix)
+    try:
+        train = read_manifest(prefix)
+        if train is None or train.request != request.digest():
+            return None
+        IndexedDataset(prefix)
+        if request.validation_fraction == 0:
+            return train, None
+        IndexedDataset(held_out)
+        validation = read_manifest(held_out)
+    except UserError:  # a damaged corpus is made anew
+        return None
+    return (train, validation) if validation is not None else None
+
+
+def _parts_folder(prefix: Path) -> Path:
+    parts = Path(f"{prefix}.parts")
+    try:
+        parts.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{parts} cannot be made ({error.strerror}); choose another output prefix") from error
+    return parts
+
+
+def _remove_all_but(parts: Path, stems: set[str]) -> None:
+    """Remove what earlier attempts left of other input or another tokenizer, and half-written files."""
+    for path in parts.iterdir():
+        if path.name != "lock" and path.name.split(".")[0] not in stems:
+            path.unlink()
+
+
+def _train(request: _Request, vocab_size: int, path: Path) -> None:
+    """Train a tokenizer on all of a small input, on an even sample of the documents of a large one."""
+    total = sum(file.size for file in request.files)
+    share = _TRAINING_BYTES / max(total, 1)
+
+    def texts(progress: Progress) -> Iterator[str]:
+        number = 0
+        for file in request.files:
+            for text in read_documents(file.path, request.text_key):
+                if share >= 1 or falls_within(np.array([number]), share, _TRAINING_SAMPLE_SEED)[0]:
+                    yield text
+                number += 1
+            progress.advance(file.size)
+
+    with Progress("train tokenizer", total) as progress:
+        train_bpe(texts(progress), vocab_size, path)
+
+
+def _check_filled(splits: dict[str, Split], request: _Request) -> None:
+    documents = sum(split.documents for split in splits.values())
+    if documents == 0:
+        raise UserError(f"{', '.join(request.inputs)}: no document has any text, so there is nothing to prepare")
+    for name, split in splits.items():
+        if split.documents == 0:
+            raise UserError(
+                f"{', '.join(request.inputs)}: validation_fraction {request.validation_fraction} of {documents}"
+                f" documents leaves none for {name}; choose another fraction or seed, or add documents"
+            )
+
+
+def _publish(
+    splits: dict[str, Split], prefix: Path, request: _Request, tokenizer: Tokenizer
+) -> tuple[Manifest, Manifest | None]:
+    """Move the merged corpora to their names. No manifest stands beside a mix of old and new files meanwhile."""
+    _withdraw(prefix)
+    tokenizer_name = "bytes"
+    if not isinstance(tokenizer, ByteTokenizer):
+        tokenizer_name = f"{prefix.name}-tokenizer.json"
+        write_whole(prefix.with_name(tokenizer_name), tokenizer.path.read_bytes())
+    manifests: dict[str, Manifest] = {}
+    for name in reversed(splits):  # train last: its manifest is the sign that all is there
+        split = splits[name]
+        target = prefix if name == "train" else validation_prefix(prefix)
+        os.replace(bin_path(split.prefix), bin_path(target))
+        os.replace(idx_path(split.prefix), idx_path(target))
+        manifests[name] = Manifest(
+            split=name,
+            documents=split.documents,
+            tokens=split.tokens,
+            bytes=split.bytes,
+            tokenizer=tokenizer_name,
+            fingerprint=tokenizer.fingerprint,
+            vocab_size=tokenizer.vocab_size,
+            eod_id=tokenizer.eod_id,
+            dtype=token_dtype(tokenizer.vocab_size).name,
+            inputs=request.inputs,
+            text_key=request.text_key,
+            validation_fraction=request.validation_fraction,
+            seed=request.seed,
+            request=request.digest(),
+        )
+        write_manifest(target, manifests[name])
+    return manifests["train"], manifests.get("validation")
+
+
+def _withdraw(prefix: Path) -> None:
+    """Take back an earlier corpus at `prefix`: its manifests, and the validation split that would be left over."""
+    manifest_path(prefix).unlink(missing_ok=True)
+    held_out = validation_prefix(prefix)
+    if manifest_path(held_out).is_file():  # only what a preparation made, never files of another origin
+        for path in (manifest_path(held_out), idx_path(held_out), bin_path(held_out)):
+            path.unlink(missing_ok=True)
+
+
+def _files(prefix: Path, train: Manifest, validation: Manifest | None) -> list[Path]:
+    """Everything that belongs to a finished corpus."""
+    prefixes = [prefix] if validation is None else [prefix, validation_prefix(prefix)]
+    files = [path(each) for each in prefixes for path in (bin_path, idx_path, manifest_path)]
+    return files if train.tokenizer == "bytes" else [*files, prefix.with_name(train.tokenizer)]

@@ -1,0 +1,134 @@
+"""The unit of tokenising: a few files, or a part of a large one, that one process turns into a corpus of its own."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.data.files import write_whole
+from fourfold.data.indexed import IndexedDataset, IndexedWriter
+from fourfold.data.sources import InputFile, read_documents
+from fourfold.data.tokenizer import Tokenizer, load_tokenizer
+
+_SMALLEST_SHARD = 1 << 20  # bytes
+_MOST_SHARDS = 8192
+_CHARACTERS_AT_ONCE = 1 << 20  # text held while it is encoded
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes [start, stop) of a file; all of it unless it is .jsonl."""
+
+    file: InputFile
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Pieces in input order, and everything else that decides their tokens."""
+
+    pieces: tuple[Piece, ...]
+    text_key: str
+    tokenizer: str
+    fingerprint: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of input on disk."""
+        return sum(piece.stop - piece.start for piece in self.pieces)
+
+    @property
+    def key(self) -> str:
+        """Names the result: equal exactly when input (as size and time of change tell it) and tokenizer are."""
+        return digest([[asdict(piece) for piece in self.pieces], self.text_key, self.fingerprint])
+
+
+def digest(content: object) -> str:
+    """A short hexadecimal digest of anything that JSON can express."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
+
+
+def cut(files: Sequence[InputFile], text_key: str, tokenizer: str, fingerprint: str) -> list[Shard]:
+    """Cut the input into shards of similar size, in input order: small files together, large .jsonl files in parts.
+
+    The sizes depend on the input alone, not on the number of processes, so that a restart finds the same shards.
+    """
+    shard_bytes = _SMALLEST_SHARD
+    while shard_bytes * _MOST_SHARDS < sum(file.size for file in files):
+        shard_bytes *= 2
+    groups: list[list[Piece]] = []
+    room = 0
+    for piece in _pieces(files, shard_bytes):
+        if room <= 0:
+            groups.append([])
+            room = shard_bytes
+        groups[-1].append(piece)
+        room -= piece.stop - piece.start
+    return [Shard(tuple(group), text_key, tokenizer, fingerprint) for group in groups]
+
+
+def tokenise(shard: Shard, folder: Path) -> None:
+    """Write the corpus of one shard into `folder`, and last the mark that it is complete."""
+    tokenizer = _load_once(shard.tokenizer, shard.fingerprint)
+    text_bytes: list[int] = []
+    with IndexedWriter(folder / shard.key, tokenizer.vocab_size) as writer:
+        for texts in _batches(shard):
+            text_bytes.extend(len(text.encode()) for text in texts)
+            for ids in tokenizer.encode_batch(texts):
+                ids.append(tokenizer.eod_id)
+                writer.add_document(ids)
+    buffer = BytesIO()
+    np.save(buffer, np.array(text_bytes, dtype=np.int64), allow_pickle=False)
+    write_whole(_mark(shard, folder), buffer.getvalue())
+
+
+def is_done(shard: Shard, folder: Path) -> bool:
+    """Whether `tokenise` has completed this shard in `folder`."""
+    return _mark(shard, folder).is_file()
+
+
+def result(shard: Shard, folder: Path) -> tuple[IndexedDataset, NDArray[np.int64]]:
+    """The corpus of a completed shard, and the bytes of text in each of its documents."""
+    return IndexedDataset(folder / shard.key), np.load(_mark(shard, folder), allow_pickle=False)
+
+
+def _mark(shard: Shard, folder: Path) -> Path:
+    return folder / f"{shard.key}.npy"
+
+
+def _pieces(files: Sequence[InputFile], most_bytes: int) -> Iterator[Piece]:
+    for file in files:
+        step = most_bytes if file.path.endswith(".jsonl") else max(file.size, 1)
+        for start in range(0, max(file.size, 1), step):
+            yield Piece(file, start, min(start + step, file.size))
+
+
+def _batches(shard: Shard) -> Iterator[list[str]]:
+    texts: list[str] = []
+    characters = 0
+    for piece in shard.pieces:
+        is_part = piece.start > 0 or piece.stop < piece.file.size
+        bounds = (piece.start, piece.stop) if is_part else (0, None)
+        for text in read_documents(piece.file.path, shard.text_key, *bounds):
+            texts.append(text)
+            characters += len(text)
+            if characters >= _CHARACTERS_AT_ONCE:
+                yield texts
+                texts, characters = [], 0
+    if texts:
+        yield texts
+
+
+@lru_cache(maxsize=1)
+def _load_once(name: str, fingerprint: str) -> Tokenizer:
+    """A process tokenises many shards with one tokenizer."""
+    tokenizer = load_tokenizer(name)
+    assert tokenizer.fingerprint == fingerprint, f"{name} changed while it was in use"
+    return tokenizer

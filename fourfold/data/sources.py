@@ -1,0 +1,214 @@
+"""Where documents come from: text, JSON lines and Parquet files, folders of them, Python's own library."""
+
+import glob
+import gzip
+import json
+import sysconfig
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from fourfold.errors import UserError
+
+PYTHON_STDLIB = "python-stdlib"
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+
+_KNOWN = ", ".join(SUFFIXES)
+_STDLIB_LEAST_BYTES = 5_000_000
+_INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
+_TEST_FOLDERS = {"test", "tests", "idle_test"}
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file as it was found: its absolute path, and size and time of change to notice another content."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+
+def list_inputs(inputs: Iterable[str | Path]) -> list[InputFile]:
+    """The files that `inputs` stand for, in the order given, folders and globs in sorted order.
+
+    Each input is a file, a folder (searched recursively, hidden names left out), a glob, or "python-stdlib".
+    Raises UserError for one that does not exist, has an unknown suffix, or holds no file of a known one.
+    """
+    found = [path for item in inputs for path in _expand(str(item))]
+    if not found:
+        raise UserError(f'nothing to prepare; name files ({_KNOWN}), folders, globs, or "{PYTHON_STDLIB}"')
+    files = []
+    for path in found:
+        status = path.stat()
+        files.append(InputFile(str(path.resolve()), status.st_size, status.st_mtime_ns))
+    return files
+
+
+def iter_documents(inputs: Iterable[str | Path], text_key: str = "text") -> Iterator[str]:
+    """Every document of `inputs` in order, as `list_inputs` and `read_documents` give them."""
+    for file in list_inputs(inputs):
+        yield from read_documents(file.path, text_key)
+
+
+def read_documents(path: str | Path, text_key: str = "text", start: int = 0, stop: int | None = None) -> Iterator[str]:
+    """The documents of one file; those without text are left out.
+
+    A .txt file, and a .py file, is one document (a .py that is not UTF-8 is left out). Of .jsonl, .jsonl.gz and
+    .parquet every row is one, under `text_key`. For .jsonl, `start` and `stop` keep the lines that begin at bytes
+    [start, stop), so that several processes can share a large file.
+
+    Raises UserError with the file, and the line if there is one, for what cannot be read.
+    """
+    path = Path(path)
+    try:
+        for text in _reader(path, text_key, start, stop):
+            if text:
+                yield text
+    except (OSError, EOFError, zlib.error) as error:  # not there, not allowed, or a damaged gzip
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _reader(path: Path, text_key: str, start: int, stop: int | None) -> Iterator[str | None]:
+    if path.name.endswith(".jsonl"):
+        return _read_jsonl(path, text_key, start, stop)
+    assert start == 0, path
+    if path.name.endswith(".jsonl.gz"):
+        return _read_jsonl_gz(path, text_key)
+    if path.name.endswith(".parquet"):
+        return _read_parquet(path, text_key)
+    return _read_text(path)
+
+
+def _read_text(path: Path) -> Iterator[str]:
+    try:
+        yield path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if path.suffix == ".py":
+            return
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv") from error
+
+
+def _read_jsonl(path: Path, key: str, start: int, stop: int | None) -> Iterator[str | None]:
+    with path.open("rb") as file:
+        if start > 0:
+            # A line across the border belongs to the part before; a line that begins at `start` is ours.
+            file.seek(start - 1)
+            file.readline()
+        begin = position = file.tell()
+        number = 0
+        while stop is None or position < stop:
+            line = file.readline()
+            if not line:
+                break
+            position += len(line)
+            number += 1
+            try:
+                yield _document(line, key)
+            except ValueError as error:
+                raise UserError(f"{path}, line {_lines_before(path, begin) + number}: {error}") from error
+
+
+def _read_jsonl_gz(path: Path, key: str) -> Iterator[str | None]:
+    with gzip.open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield _document(line, key)
+            except ValueError as error:
+                raise UserError(f"{path}, line {number}: {error}") from error
+
+
+def _document(line: bytes, key: str) -> str | None:
+    """The text in one JSON line; raises ValueError that says what is wrong with it."""
+    if line.isspace():
+        return None
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError("not UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at character {error.pos + 1})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f'a {type(row).__name__} where an object with "{key}" is expected')
+    if key not in row:
+        raise ValueError(f'no key "{key}" among {", ".join(sorted(row)) or "none"}; choose one with text_key')
+    text = row[key]
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f'"{key}" holds a {type(text).__name__}, not text; choose another with text_key')
+    return text and _without_lone_surrogates(text)
+
+
+def _without_lone_surrogates(text: str) -> str:
+    """JSON may escape half a character ("\\ud800"), which no encoding of Unicode can hold."""
+    return text.encode(errors="replace").decode()
+
+
+def _lines_before(path: Path, position: int) -> int:
+    with path.open("rb") as file:
+        count = 0
+        while position > 0:
+            block = file.read(min(position, 1 << 20))
+            position -= len(block)
+            count += block.count(b"\n")
+        return count
+
+
+def _read_parquet(path: Path, key: str) -> Iterator[str | None]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(f"{path} needs pyarrow to be read: pip install fourfold[parquet]") from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if key not in names:
+                raise UserError(f'{path} has no column "{key}" among {", ".join(names)}; choose one with text_key')
+            kind = file.schema_arrow.field(key).type
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise UserError(f'{path}: column "{key}" holds {kind}, not text; choose another with text_key')
+            for batch in file.iter_batches(columns=[key]):
+                yield from batch.column(0).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{path} is no Parquet file: {error}") from error
+
+
+def _expand(item: str) -> list[Path]:
+    if item == PYTHON_STDLIB:
+        return _python_stdlib()
+    path = Path(item)
+    if path.is_dir():
+        found = [file for file in sorted(path.rglob("*")) if _is_input(file) and not _is_hidden(file.relative_to(path))]
+        return found or _nothing_in(item)
+    if path.is_file():
+        if not _is_input(path):
+            raise UserError(f"{item} is of an unknown kind; readable are {_KNOWN}")
+        return [path]
+    if glob.has_magic(item):
+        found = [Path(name) for name in sorted(glob.glob(item, recursive=True)) if _is_input(Path(name))]
+        return found or _nothing_in(item)
+    raise UserError(f'input {item} does not exist; give a file, a folder, a glob, or "{PYTHON_STDLIB}"')
+
+
+def _nothing_in(item: str) -> NoReturn:
+    raise UserError(f"{item} holds no file of a readable kind ({_KNOWN})")
+
+
+def _is_input(path: Path) -> bool:
+    return path.name.endswith(SUFFIXES) and path.is_file()
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _python_stdlib() -> list[Path]:
+    """The sources of the running interpreter's library, its tests only if the rest is small; sorted."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    every = sorted(path for path in root.rglob("*.py") if not _INSTALLED_FOLDERS & set(path.relative_to(root).parts))
+    without_tests = [path for path in every if not _TEST_FOLDERS & set(path.relative_to(root).parts)]
+    if not every:
+        raise UserError(f"the library of this Python ({root}) has no sources; prepare a corpus of your own instead")
+    enough = sum(path.stat().st_size for path in without_tests) >= _STDLIB_LEAST_BYTES
+    return without_tests if enough else every

@@ -1,0 +1,55 @@
+"""Tokenise shards in this process or in several; finished ones are not done again."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+from fourfold.data.progress import Progress
+from fourfold.data.shards import Shard, is_done, tokenise
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def tokenise_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
+    """Complete every shard in `folder`, with at most `workers` processes; one stays in this process.
+
+    Raises UserError for input that cannot be read; the shards completed by then remain.
+    """
+    missing = list({shard.key: shard for shard in shards if not is_done(shard, folder)}.values())
+    workers = min(workers, len(missing))
+    with Progress("tokenise", sum(shard.bytes for shard in missing)) as progress:
+        if workers <= 1:
+            for shard in missing:
+                tokenise(shard, folder)
+                progress.advance(shard.bytes)
+            return
+        # Spawned, not forked: the caller may have threads (torch's, a GPU's) that do not survive a fork.
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
+            running = {pool.submit(tokenise, shard, folder): shard for shard in missing}
+            try:
+                for future in as_completed(running):
+                    future.result()
+                    progress.advance(running[future].bytes)
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core is parallel enough
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker without a traceback of its own
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "runs in workers only"
+    parent.join()
+    os._exit(1)

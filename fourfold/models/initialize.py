@@ -1,0 +1,61 @@
+"""Initial weights as a function of (seed, parameter name, row) alone, so that any slice can be made anywhere.
+
+Every row block of a matrix has its own generator. A process that holds only some rows and columns of a parameter
+makes whole blocks and keeps its part: all grids start from bit-equal weights, and no process needs the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.config.model import ModelConfig
+
+BLOCK_ELEMENTS = 1 << 16
+"""Normal numbers per generator: few enough to waste little, enough to make seeding cheap."""
+
+Slices = tuple[slice, ...]
+
+
+def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Fill every parameter of a single-device model in place."""
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        fill_slice(parameter.data, name, shape, tuple(slice(0, n) for n in shape), config, seed)
+
+
+def fill_slice(out: Tensor, name: str, shape: tuple[int, ...], slices: Slices, config: ModelConfig, seed: int) -> None:
+    """Write the part ``slices`` of the initial value of the parameter ``name``, globally of ``shape``, into ``out``."""
+    if name.endswith("bias"):
+        out.zero_()
+    elif len(shape) == 1:
+        out.fill_(1.0)
+    else:
+        _fill_normal(out, _std(name, config), name, shape, slices, seed)
+
+
+def _std(name: str, config: ModelConfig) -> float:
+    """Projections that write to the residual stream are scaled down with depth (GPT-2, Radford et al. 2019)."""
+    writes_to_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    return config.initializer_range / (math.sqrt(2 * config.num_hidden_layers) if writes_to_residual else 1.0)
+
+
+def _fill_normal(out: Tensor, std: float, name: str, shape: tuple[int, ...], slices: Slices, seed: int) -> None:
+    rows, columns = slices
+    rows_per_block = max(1, BLOCK_ELEMENTS // shape[1])
+    generator = torch.Generator()
+    for block in range(rows.start // rows_per_block, math.ceil(rows.stop / rows_per_block)):
+        first = block * rows_per_block
+        last = min(first + rows_per_block, shape[0])
+        generator.manual_seed(_block_seed(seed, name, block))
+        values = torch.randn(last - first, shape[1], generator=generator).mul_(std)
+        begin, end = max(first, rows.start), min(last, rows.stop)
+        out[begin - rows.start : end - rows.start] = values[begin - first : end - first, columns]
+
+
+def _block_seed(seed: int, name: str, block: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

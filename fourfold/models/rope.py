@@ -1,0 +1,65 @@
+"""Rotary position embeddings, in the half-split layout of Hugging Face, with the usual ways to stretch them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fourfold.config.model import ModelConfig, RopeScaling
+
+
+def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
+    """Angular frequencies [D/2] in float32, and the factor on cos and sin (1 but for yarn).
+
+    Su et al. 2021 (arXiv 2104.09864); llama3: Grattafiori et al. 2024; yarn: Peng et al. 2023 (arXiv 2309.00071).
+    """
+    channels = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
+    frequencies = config.rope_theta ** (-channels / config.head_dim)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies, 1.0
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor, 1.0
+    if scaling.rope_type == "llama3":
+        return _llama3(frequencies, scaling), 1.0
+    attention_factor = scaling.attention_factor
+    if attention_factor is None:
+        attention_factor = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    return _yarn(frequencies, scaling, config), attention_factor
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Long wavelengths are divided by ``factor``, short ones kept, those between blended."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0, 1)
+    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def _yarn(frequencies: Tensor, scaling: RopeScaling, config: ModelConfig) -> Tensor:
+    """Channels that turn more than beta_fast times in the original context are kept, below beta_slow stretched."""
+
+    def channel(turns: float) -> float:
+        length = scaling.original_max_position_embeddings
+        return config.head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low = max(math.floor(channel(scaling.beta_fast)), 0)
+    high = min(math.ceil(channel(scaling.beta_slow)), config.head_dim - 1)
+    ramp = torch.arange(config.head_dim // 2, dtype=torch.float32, device=frequencies.device)
+    stretch = ((ramp - low) / max(high - low, 0.001)).clamp(0, 1)
+    return frequencies / scaling.factor * stretch + frequencies * (1 - stretch)
+
+
+def rope_tables(positions_BS: Tensor, frequencies_d: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, S, 1, D/2] of every position, float32."""
+    angles = (positions_BS[..., None].float() * frequencies_d)[:, :, None]
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def apply_rope(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
+    """Turn channel i against channel i + D/2, in float32."""
+    first, second = x_BSND.float().chunk(2, dim=-1)
+    turned = torch.cat([first * cos_BS1d - second * sin_BS1d, second * cos_BS1d + first * sin_BS1d], dim=-1)
+    return turned.to(x_BSND.dtype)

@@ -1,0 +1,217 @@
+"""A decoder: GPT-2/3 and Llama / Mistral / Qwen in one file of plain, single-device PyTorch.
+
+Shapes: B sequences, S tokens, H hidden, N heads, K key-value heads, D head_dim, F inner width, V padded vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.config.model import ModelConfig
+from fourfold.models.rope import apply_rope, rope_frequencies, rope_tables
+
+IGNORE_INDEX = -100
+"""Label of a position that the loss leaves out."""
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """What every layer's attention needs to know of its tokens.
+
+    cos, sin: rotary tables [B or 1, S, 1, D/2] (none with learned positions); mask: [B, 1, S, S], true where a query
+    may see a key (none: plain causal); first_query: where in the sequence the queries begin, when they are only a part
+    of it.
+    """
+
+    cos_BS1d: Tensor | None = None
+    sin_BS1d: Tensor | None = None
+    mask_B1SS: Tensor | None = None
+    first_query: int = 0
+
+
+class Linears(nn.ModuleDict):
+    """Linear layers that read the same input; their outputs in order."""
+
+    def __init__(self, in_features: int, bias: bool, **out_features: int) -> None:
+        super().__init__({name: nn.Linear(in_features, out, bias=bias) for name, out in out_features.items()})
+
+    def forward(self, x_BSH: Tensor) -> list[Tensor]:
+        return [linear(x_BSH) for linear in self.values()]
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight, in float32 inside (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
+
+
+class AttentionCore(nn.Module):
+    """Queries, keys and values of whole heads → the heads' outputs: norm, rotate, attend."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+
+    def forward(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
+        q_BSND, k_BSKD, v_BSKD = (t.unflatten(-1, (-1, self.head_dim)) for t in (q_BSND, k_BSKD, v_BSKD))
+        if self.q_norm is not None:
+            q_BSND, k_BSKD = self.q_norm(q_BSND), self.k_norm(k_BSKD)
+        queries = slice(context.first_query, context.first_query + q_BSND.shape[1])
+        if context.cos_BS1d is not None:
+            q_BSND = apply_rope(q_BSND, context.cos_BS1d[:, queries], context.sin_BS1d[:, queries])
+            k_BSKD = apply_rope(k_BSKD, context.cos_BS1d, context.sin_BS1d)
+        mask = context.mask_B1SS
+        if mask is not None:
+            mask = mask[:, :, queries]
+        elif q_BSND.shape[1] != k_BSKD.shape[1]:
+            mask = torch.ones(q_BSND.shape[1], k_BSKD.shape[1], dtype=torch.bool, device=q_BSND.device)
+            mask = mask.tril(context.first_query)
+        out_BNSD = F.scaled_dot_product_attention(
+            q_BSND.transpose(1, 2),
+            k_BSKD.transpose(1, 2),
+            v_BSKD.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=k_BSKD.shape[2] != q_BSND.shape[2],
+        )
+        return out_BNSD.transpose(1, 2).flatten(-2)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key-value heads."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.qkv = Linears(config.hidden_size, config.attention_bias, q_proj=queries, k_proj=keys, v_proj=keys)
+        self.core = AttentionCore(config)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_output_bias)
+
+    def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
+        q, k, v = self.qkv(x_BSH)
+        return self.o_proj(self.core(q, k, v, context))
+
+
+class GELU(nn.Module):
+    """GPT-2's activation, the tanh approximation (Hendrycks & Gimpel 2016)."""
+
+    def forward(self, up_BSF: Tensor) -> Tensor:
+        return F.gelu(up_BSF, approximate="tanh")
+
+
+class SwiGLU(nn.Module):
+    """silu(gate) · up (Shazeer 2020, arXiv 2002.05202)."""
+
+    def forward(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
+        return F.silu(gate_BSF) * up_BSF
+
+
+class MLP(nn.Module):
+    """The position-wise network, gated (SwiGLU) or not (GELU)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        inner = config.intermediate_size
+        widths = {"gate_proj": inner, "up_proj": inner} if config.mlp == "swiglu" else {"up_proj": inner}
+        self.up = Linears(config.hidden_size, config.mlp_bias, **widths)
+        self.activation = SwiGLU() if config.mlp == "swiglu" else GELU()
+        self.down_proj = nn.Linear(inner, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        return self.down_proj(self.activation(*self.up(x_BSH)))
+
+
+class Block(nn.Module):
+    """One pre-norm layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        norm = partial(RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm, config.hidden_size, eps=config.norm_eps)
+        self.input_layernorm = norm()
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = norm()
+        self.mlp = MLP(config)
+
+    def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
+        x_BSH = x_BSH + self.self_attn(self.input_layernorm(x_BSH), context)
+        return x_BSH + self.mlp(self.post_attention_layernorm(x_BSH))
+
+
+class LMHead(nn.Module):
+    """Hidden states → logits, or → the sum of the cross-entropies of the labelled positions."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.vocab_size = config.vocab_size
+        self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size))
+
+    def forward(self, x_BSH: Tensor, labels_BS: Tensor | None = None) -> Tensor:
+        logits_BSV = F.linear(x_BSH, self.weight)[..., : self.vocab_size]
+        if labels_BS is None:
+            return logits_BSV
+        return F.cross_entropy(
+            logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+
+
+class Transformer(nn.Module):
+    """The whole decoder. Build it under ``torch.device("meta")`` and fill it with ``initialize``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+        learned = config.position_embedding == "learned"
+        self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        norm = RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
+        self.norm = norm(config.hidden_size, eps=config.norm_eps)
+        self.lm_head = LMHead(config)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor | None = None,
+        positions_BS: Tensor | None = None,
+        documents_BS: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, S, vocab_size], or with labels the sum of the losses of the positions not IGNORE_INDEX.
+
+        positions_BS: each token's position (default 0, 1, 2, …); documents_BS: its document, when attention must not
+        leave it (default: no such limit).
+        """
+        if positions_BS is None:
+            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
+        x_BSH = self.embed_tokens(tokens_BS)
+        if self.embed_positions is not None:
+            x_BSH = x_BSH + self.embed_positions(positions_BS)
+        context = self.attention_context(positions_BS, documents_BS)
+        for layer in self.layers:
+            x_BSH = layer(x_BSH, context)
+        return self.lm_head(self.norm(x_BSH), labels_BS)
+
+    def attention_context(self, positions_BS: Tensor, documents_BS: Tensor | None) -> AttentionContext:
+        """Rotary tables and document mask, made once for all layers."""
+        cos_BS1d = sin_BS1d = mask_B1SS = None
+        if self.config.position_embedding == "rope":
+            frequencies_d, scale = rope_frequencies(self.config, positions_BS.device)
+            cos_BS1d, sin_BS1d = rope_tables(positions_BS, frequencies_d, scale)
+        if documents_BS is not None:
+            same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
+            mask_B1SS = same_BSS.tril()[:, None]
+        return AttentionContext(cos_BS1d, sin_BS1d, mask_B1SS)

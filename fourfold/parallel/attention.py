@@ -1,0 +1,84 @@
+"""Attention between the 4D linears: every rank attends for its own heads, sequences or queries, and repeats nobody."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.config.layout import AttentionSplit
+from fourfold.models.transformer import AttentionContext, AttentionCore
+from fourfold.parallel.communicate import gather
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.linear import OverY
+from fourfold.parallel.norm import HeadNorm
+
+OVER_Y: dict[AttentionSplit, OverY] = {"heads": "features", "batch": "batch", "sequence": "sequence"}
+
+
+class SharedAttentionCore(AttentionCore):
+    """The attention core on this rank's share.
+
+    ``split`` says how y shares the work: "heads" (x·y divides the heads), else "batch" or "sequence" (of the queries),
+    with the heads over x alone. Key-value heads that do not divide like the query heads are gathered, and their
+    gradients summed, over the ranks that share them.
+    """
+
+    def __init__(self, core: AttentionCore, grid: Grid, split: AttentionSplit, heads: int, kv_heads: int) -> None:
+        nn.Module.__init__(self)
+        self.head_dim = core.head_dim
+        self.q_norm = HeadNorm(core.q_norm, grid) if core.q_norm is not None else None
+        self.k_norm = HeadNorm(core.k_norm, grid) if core.k_norm is not None else None
+        self.split, self.x, self.y = split, grid.x, grid.y
+        ranks, rank = grid.x.size, grid.x.rank
+        if split == "heads":
+            ranks, rank = ranks * grid.y.size, rank * grid.y.size + grid.y.rank
+        self.kv_is_local = kv_heads % ranks == 0
+        self.kv_inside_x = kv_heads % grid.x.size == 0
+        heads_here, heads_per_kv = heads // ranks, heads // kv_heads
+        first = rank * heads_here
+        needed = [(first + head) // heads_per_kv for head in range(heads_here)]
+        # Grouped attention wants the same number of queries for every key-value head, in order; else repeat.
+        distinct = sorted(set(needed))
+        regular = all(needed.count(kv) == heads_here // len(distinct) for kv in distinct)
+        self.kv_needed = distinct if regular else needed
+        if self.kv_inside_x:
+            offset = grid.x.rank * (kv_heads // grid.x.size)
+            self.kv_needed = [kv - offset for kv in self.kv_needed]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
+        if self.split == "sequence":
+            context = replace(context, first_query=self.y.rank * q.shape[1])
+            k, v = (gather(t, self.y, 1, "attention: keys and values") for t in (k, v))
+        elif self.split == "batch":
+            context = self._context_of_my_sequences(context, q.shape[0])
+        if not self.kv_is_local:
+            k, v = self._my_kv_heads(k), self._my_kv_heads(v)
+        return super().forward(q, k, v, context)
+
+    def _my_kv_heads(self, kv: Tensor) -> Tensor:
+        """From a slice of the key (or value) features to the whole heads that this rank's queries read."""
+        if self.split == "heads":
+            kv = gather(kv, self.y, 2, "attention: keys and values")
+        if not self.kv_inside_x:
+            kv = gather(kv, self.x, 2, "attention: keys and values")
+        heads = kv.unflatten(-1, (-1, self.head_dim))
+        first, count = self.kv_needed[0], len(self.kv_needed)
+        if self.kv_needed == list(range(first, first + count)):
+            return heads[:, :, first : first + count].flatten(2)
+        return heads[:, :, torch.tensor(self.kv_needed, device=kv.device)].flatten(2)
+
+    def _context_of_my_sequences(self, context: AttentionContext, batch: int) -> AttentionContext:
+        mine = slice(self.y.rank * batch, (self.y.rank + 1) * batch)
+
+        def rows(table: Tensor | None) -> Tensor | None:
+            return table if table is None or table.shape[0] == 1 else table[mine]
+
+        # A batch of one sequence is not split, so that a table of one row always serves every sequence.
+        return replace(
+            context,
+            cos_BS1d=rows(context.cos_BS1d),
+            sin_BS1d=rows(context.sin_BS1d),
+            mask_B1SS=rows(context.mask_B1SS),
+        )

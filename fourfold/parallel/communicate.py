@@ -1,0 +1,129 @@
+"""Every collective that fourfold itself issues goes through here, with the axis and the purpose by name.
+
+The plain functions move data; ``gather`` and ``scatter_sum`` are the same with a gradient. ``start_*`` returns at
+once, so that computation can go on until ``wait``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.parallel.grid import Axis
+
+# torch 2.13 renamed these two; 2.11 has only the long names.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+PURPOSE: ContextVar[str | None] = ContextVar("purpose", default=None)
+"""What the collective being issued is for; the trace reads it."""
+
+
+@contextmanager
+def purpose(text: str) -> Iterator[None]:
+    """Name what the collectives issued inside are for."""
+    token = PURPOSE.set(text)
+    try:
+        yield
+    finally:
+        PURPOSE.reset(token)
+
+
+class Pending(NamedTuple):
+    """A collective on its way."""
+
+    out: Tensor
+    work: dist.Work | None
+    joined_dim: int | None = None
+
+    def wait(self) -> Tensor:
+        """The result; on a GPU this only makes the stream wait."""
+        if self.work is not None:
+            self.work.wait()
+        return self.out if self.joined_dim is None else _join(self.out, self.joined_dim)
+
+
+def start_all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Pending:
+    """Concatenate the parts of all ranks of ``axis`` along ``dim``."""
+    if axis.size == 1:
+        return Pending(part, None)
+    out = part.new_empty((axis.size, *part.shape))
+    with purpose(why):
+        work = _all_gather(out.view(-1), part.contiguous().view(-1), group=axis.group, async_op=True)
+    return Pending(out, work, dim)
+
+
+def start_reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Pending:
+    """Sum over the ranks of ``axis``, and keep this rank's part of ``dim``."""
+    if axis.size == 1:
+        return Pending(partial, None)
+    parts = partial.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
+    out = parts.new_empty(parts.shape[1:])
+    with purpose(why):
+        work = _reduce_scatter(out.view(-1), parts.view(-1), group=axis.group, async_op=True)
+    return Pending(out, work)
+
+
+def start_all_reduce(partial: Tensor, axis: Axis, why: str) -> Pending:
+    """Sum over the ranks of ``axis``. Works in place: the caller gives the tensor away."""
+    if axis.size == 1:
+        return Pending(partial, None)
+    partial = partial.contiguous()
+    with purpose(why):
+        work = dist.all_reduce(partial, group=axis.group, async_op=True)
+    return Pending(partial, work)
+
+
+def all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
+    return start_all_gather(part, axis, dim, why).wait()
+
+
+def reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
+    return start_reduce_scatter(partial, axis, dim, why).wait()
+
+
+def all_reduce(partial: Tensor, axis: Axis, why: str) -> Tensor:
+    return start_all_reduce(partial, axis, why).wait()
+
+
+def _join(parts: Tensor, dim: int) -> Tensor:
+    """[n, …, d, …] → […, n·d, …]; free when ``dim`` is the first that is longer than 1."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
+        ctx.axis, ctx.dim, ctx.why = axis, dim, why
+        return all_gather(part, axis, dim, why)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return reduce_scatter(grad, ctx.axis, ctx.dim, ctx.why), None, None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, partial: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
+        ctx.axis, ctx.dim, ctx.why = axis, dim, why
+        return reduce_scatter(partial, axis, dim, why)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return all_gather(grad, ctx.axis, ctx.dim, ctx.why), None, None, None
+
+
+def gather(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
+    """All-gather forward; backward, the gradients of all ranks are summed and scattered."""
+    return part if axis.size == 1 else _Gather.apply(part, axis, dim, why)
+
+
+def scatter_sum(partial: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
+    """Reduce-scatter forward, all-gather backward."""
+    return partial if axis.size == 1 else _ScatterSum.apply(partial, axis, dim, why)

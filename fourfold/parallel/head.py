@@ -1,0 +1,122 @@
+"""The LM head and its cross-entropy: vocabulary-parallel over x, tokens shared over y, a chunk of logits at a time.
+
+The gradients are computed chunk by chunk beside the loss, so that neither logits nor their gradients of more than one
+chunk ever exist (the idea of Hsu et al. 2024, arXiv 2410.10989).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fourfold.models.transformer import IGNORE_INDEX, LMHead
+from fourfold.parallel.communicate import all_gather, all_reduce, reduce_scatter
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.sharding import Tile, Tiled
+
+CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
+"""Logits that one rank makes at once: what fits a CPU's cache; enough rows for a GPU's matrix units."""
+
+
+class ParallelHead(Tiled):
+    """LM head with the embedding's layout, weight [vocab/x, hidden/y], so that tying costs nothing."""
+
+    def __init__(self, head: LMHead, grid: Grid) -> None:
+        super().__init__()
+        self.vocab_size, self.x, self.y = head.vocab_size, grid.x, grid.y
+        self.add_tile("weight", head.weight, Tile(x=0, y=1), grid)
+
+    def forward(self, x_BTh: Tensor, labels_BS: Tensor | None = None) -> Tensor:
+        """The sum of the losses (the same on all ranks of x and y), or without labels the whole logits."""
+        if labels_BS is None:
+            return self._logits(x_BTh)
+        return vocabulary_parallel_loss(x_BTh, labels_BS, self, self.weight)
+
+    def real_columns(self) -> int:
+        """How many of this rank's rows of the vocabulary are not padding."""
+        rows = self.weight.shape[0]
+        return min(max(self.vocab_size - self.x.rank * rows, 0), rows)
+
+    def _logits(self, x_BTh: Tensor) -> Tensor:
+        x_BSh = all_gather(x_BTh, self.x, 1, "lm_head: tokens")
+        logits_BSv = all_reduce(F.linear(x_BSh, self.weight), self.y, "lm_head: logits")
+        return all_gather(logits_BSv, self.x, 2, "lm_head: logits")[..., : self.vocab_size]
+
+
+@torch.compiler.disable
+def vocabulary_parallel_loss(x_BTh: Tensor, labels_BS: Tensor, head: ParallelHead, weight: Tensor) -> Tensor:
+    return _Loss.apply(x_BTh, weight, labels_BS, head)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_BTh: Tensor, weight: Tensor, labels_BS: Tensor, head: ParallelHead) -> Tensor:
+        x_BSh = all_gather(x_BTh, head.x, 1, "lm_head: tokens")
+        x_Nh, labels_N = x_BSh.flatten(0, 1), labels_BS.flatten()
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        dx_Nh = torch.empty_like(x_Nh) if wants_dx else None
+        dw_vh = torch.zeros_like(weight, dtype=torch.float32) if wants_dw else None
+        loss = torch.zeros((), dtype=torch.float32, device=x_Nh.device)
+        size = chunk_size(x_Nh.shape[0], weight.shape[0], head.y.size, x_Nh.device.type)
+        for begin in range(0, x_Nh.shape[0], size):
+            chunk = slice(begin, min(begin + size, x_Nh.shape[0]))
+            partial_nv = x_Nh[chunk] @ weight.T
+            logits_mv = reduce_scatter(partial_nv, head.y, 0, "lm_head: logits").float()
+            my_labels_m = labels_N[chunk].chunk(head.y.size)[head.y.rank]
+            chunk_loss, dlogits_mv = _cross_entropy(logits_mv, my_labels_m, head, wants_dx or wants_dw)
+            loss += chunk_loss
+            if dlogits_mv is None:
+                continue
+            dlogits_nv = all_gather(dlogits_mv.to(weight.dtype), head.y, 0, "lm_head: logits' gradient")
+            if dx_Nh is not None:
+                torch.mm(dlogits_nv, weight, out=dx_Nh[chunk])
+            if dw_vh is not None:
+                _add_product(dw_vh, dlogits_nv.T, x_Nh[chunk])
+        if dx_Nh is not None:
+            dx_Nh = reduce_scatter(dx_Nh.view_as(x_BSh), head.x, 1, "lm_head: input gradient")
+        ctx.save_for_backward(dx_Nh, None if dw_vh is None else dw_vh.to(weight.dtype))
+        return all_reduce(loss, head.y, "lm_head: loss")
+
+    @staticmethod
+    def backward(ctx, scale: Tensor):
+        dx, dw = ctx.saved_tensors
+        return None if dx is None else dx * scale, None if dw is None else dw * scale, None, None
+
+
+def chunk_size(tokens: int, columns: int, y: int, device_type: str) -> int:
+    """Tokens whose logits are made at once: a multiple of y."""
+    budget = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cuda"])
+    return min(tokens, max(1, budget // columns // y) * y)
+
+
+def _cross_entropy(
+    logits_mv: Tensor, labels_m: Tensor, head: ParallelHead, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Sum of the losses of m tokens whose logits lie over x, and the gradient, written over the logits."""
+    real, rows = head.real_columns(), logits_mv.shape[1]
+    if real < rows:
+        logits_mv[:, real:] = -torch.inf
+    columns_m = labels_m - head.x.rank * rows
+    mine_m = (columns_m >= 0) & (columns_m < rows)
+    columns_m1 = columns_m.masked_fill(~mine_m, 0)[:, None]
+    target_m = logits_mv.gather(1, columns_m1)[:, 0].masked_fill(~mine_m, 0)
+    normalizer_m = logits_mv.logsumexp(1)
+    if head.x.size > 1:
+        both_x2m = all_gather(torch.stack([normalizer_m, target_m])[None], head.x, 0, "lm_head: normalizers")
+        normalizer_m, target_m = both_x2m[:, 0].logsumexp(0), both_x2m[:, 1].sum(0)
+    kept_m = labels_m != IGNORE_INDEX
+    loss = ((normalizer_m - target_m) * kept_m).sum()
+    if not wants_gradient:
+        return loss, None
+    gradient_mv = logits_mv.sub_(normalizer_m[:, None]).exp_()
+    gradient_mv.scatter_add_(1, columns_m1, -mine_m[:, None].to(gradient_mv.dtype))
+    return loss, gradient_mv.mul_(kept_m[:, None])
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, with a float32 total also of bf16 factors."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

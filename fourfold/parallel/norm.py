@@ -1,0 +1,98 @@
+"""RMSNorm and LayerNorm of a hidden state whose channels are spread over y: exact, at one number a token each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.models.transformer import RMSNorm
+from fourfold.parallel.communicate import all_reduce
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.sharding import Tile, Tiled
+
+
+class Norm(Tiled):
+    """Normalises [B, T, H/y] over all of H. Its weights lie over y; their gradients are sums over x's tokens."""
+
+    def __init__(self, norm: RMSNorm | nn.LayerNorm, grid: Grid, name: str) -> None:
+        super().__init__()
+        tile = Tile(y=0, partial_over=("x",))
+        self.centred = isinstance(norm, nn.LayerNorm)
+        self.eps, self.size, self.y, self.name = norm.eps, norm.weight.shape[0], grid.y, name
+        self.add_tile("weight", norm.weight, tile, grid)
+        self.add_tile("bias", norm.bias if self.centred else None, tile, grid)
+
+    def forward(self, x_BTh: Tensor) -> Tensor:
+        return normalize(x_BTh, self, self.weight, self.bias)
+
+
+@torch.compiler.disable
+def normalize(x_BTh: Tensor, layer: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _Normalize.apply(x_BTh, layer, weight, bias)
+
+
+class _Normalize(torch.autograd.Function):
+    """x̂ = (x − mean)/σ (mean = 0 for RMSNorm), out = x̂·w + b; statistics in float32 and finer."""
+
+    @staticmethod
+    def forward(ctx, x_BTh: Tensor, layer: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x = x_BTh.float()
+        if layer.centred:
+            mean, rstd = _moments(x, layer)
+        else:
+            square = all_reduce(x.square().sum(-1, keepdim=True), layer.y, f"{layer.name}: statistics")
+            mean, rstd = None, (square / layer.size + layer.eps).rsqrt()
+        ctx.save_for_backward(x_BTh, mean, rstd, weight)
+        ctx.layer = layer
+        out = _standardize(x, mean, rstd).to(x_BTh.dtype) * weight
+        return out if bias is None else out + bias
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x_BTh, mean, rstd, weight = ctx.saved_tensors
+        layer: Norm = ctx.layer
+        standard = _standardize(x_BTh.float(), mean, rstd)
+        grad = grad.float()
+        d_standard = grad * weight.float()
+        sums = [(d_standard * standard).sum(-1)]
+        if layer.centred:
+            sums.append(d_standard.sum(-1))
+        sums = all_reduce(torch.stack(sums), layer.y, f"{layer.name}: statistics' gradient") / layer.size
+        dx = d_standard - standard * sums[0][..., None]
+        if layer.centred:
+            dx = dx - sums[1][..., None]
+        d_weight = (grad * standard).sum((0, 1)).to(weight.dtype)
+        d_bias = grad.sum((0, 1)).to(weight.dtype) if ctx.needs_input_grad[3] else None
+        return (dx * rstd).to(x_BTh.dtype), None, d_weight, d_bias
+
+
+def _moments(x: Tensor, layer: Norm) -> tuple[Tensor, Tensor]:
+    """Mean and 1/σ over all ranks of y from one all-reduce.
+
+    The local moments are float32; Σx and Σx² are summed as float64, where the difference E[x²] − E[x]² loses nothing.
+    """
+    channels = x.shape[-1]
+    variance, mean = torch.var_mean(x, dim=-1, keepdim=True, correction=0)
+    variance, mean = variance.double(), mean.double()
+    sums = torch.stack([mean * channels, (variance + mean.square()) * channels])
+    mean, square = all_reduce(sums, layer.y, f"{layer.name}: statistics") / layer.size
+    rstd = (square - mean.square() + layer.eps).rsqrt()
+    return mean.float(), rstd.float()
+
+
+def _standardize(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
+    return x * rstd if mean is None else (x - mean) * rstd
+
+
+class HeadNorm(Tiled):
+    """The per-head RMSNorm of queries and keys: each rank has whole heads, and the weights' gradient is its share."""
+
+    def __init__(self, norm: RMSNorm, grid: Grid) -> None:
+        super().__init__()
+        self.norm_forward, self.eps = type(norm).forward, norm.eps
+        self.add_tile("weight", norm.weight, Tile(partial_over=("x", "y")), grid)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm_forward(self, x)
+
+

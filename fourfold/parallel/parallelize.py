@@ -1,0 +1,65 @@
+"""A single-device model onto the grid, on one screen: tensor → recompute → compile → data sharding."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+
+from torch import nn
+
+from fourfold.config.layout import attention_split
+from fourfold.config.run import RunConfig
+from fourfold.models.transformer import Transformer
+from fourfold.parallel.attention import OVER_Y, SharedAttentionCore
+from fourfold.parallel.data_parallel import shard_data_parallel
+from fourfold.parallel.embedding import Embedding
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.head import ParallelHead
+from fourfold.parallel.linear import NormalLinears, TransposedLinear
+from fourfold.parallel.norm import Norm
+from fourfold.parallel.recompute import compile_blocks, recompute
+
+Rules = dict[str, Callable[[str, nn.Module], nn.Module]]
+
+
+def parallelize(model: Transformer, grid: Grid, run: RunConfig) -> Transformer:
+    """Turn a model on the meta device into this process's part of it, still on the meta device."""
+    apply_rules(model, tensor_rules(grid, run))
+    if run.model.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight
+    recompute(model, run.activation_checkpoint)
+    if run.training.compile:
+        compile_blocks(model, run.parallel)
+    shard_data_parallel(model, grid, run)
+    return model
+
+
+def tensor_rules(grid: Grid, run: RunConfig) -> Rules:
+    """How each module of a decoder is laid out over (x, y): the first pattern that matches its name decides."""
+    overlap, model = run.overlap.input_gradients, run.model
+    split = attention_split(model, run.parallel, run.training)
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    head: Rules = {"lm_head": lambda name, m: ParallelHead(m, grid)}
+    if grid.x.size * grid.y.size == 1:
+        return head
+    return {
+        "embed_*": lambda name, m: Embedding(m, grid, name),
+        "layers.*.self_attn.qkv": lambda name, m: NormalLinears(m, grid, OVER_Y[split], overlap, "qkv"),
+        "layers.*.self_attn.core": lambda name, m: SharedAttentionCore(m, grid, split, heads, kv_heads),
+        "layers.*.self_attn.o_proj": lambda name, m: TransposedLinear(m, grid, OVER_Y[split], overlap, "o_proj"),
+        "layers.*.mlp.up": lambda name, m: NormalLinears(m, grid, "replicate", overlap, "up"),
+        "layers.*.mlp.down_proj": lambda name, m: TransposedLinear(m, grid, "replicate", overlap, "down"),
+        "*norm": lambda name, m: Norm(m, grid, "norm"),
+        **head,
+    }
+
+
+def apply_rules(model: nn.Module, rules: Rules, prefix: str = "") -> None:
+    """Replace every module that a rule names; what is replaced is not searched further."""
+    for name, module in list(model.named_children()):
+        full_name = prefix + name
+        pattern = next((p for p in rules if fnmatch.fnmatchcase(full_name, p)), None)
+        if pattern is not None:
+            setattr(model, name, rules[pattern](full_name, module))
+        else:
+            apply_rules(module, rules, full_name + ".")

@@ -1,0 +1,77 @@
+"""Where each parameter lives on the (x, y) plane: the one description from which everything global follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fourfold.parallel.grid import Grid
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a parameter is cut into the tiles that the ranks of one (x, y) plane hold.
+
+    x, y: the dim that the axis splits, or None where its ranks hold the same values. Where both split one dim, x is
+    the outer cut. partial_over: axes over which each rank's gradient is only its share of the sum.
+    """
+
+    x: int | None = None
+    y: int | None = None
+    partial_over: tuple[str, ...] = ()
+
+    def local_shape(self, shape: tuple[int, ...], grid: Grid) -> tuple[int, ...]:
+        """The shape of one rank's tile of a parameter of the global ``shape``."""
+        local = list(shape)
+        for dim, axis in ((self.x, grid.x), (self.y, grid.y)):
+            if dim is not None:
+                assert local[dim] % axis.size == 0, f"{shape} does not divide over {axis.name} = {axis.size}"
+                local[dim] //= axis.size
+        return tuple(local)
+
+    def global_shape(self, local: tuple[int, ...], grid: Grid) -> tuple[int, ...]:
+        """The inverse of ``local_shape``."""
+        shape = list(local)
+        for dim, axis in ((self.x, grid.x), (self.y, grid.y)):
+            if dim is not None:
+                shape[dim] *= axis.size
+        return tuple(shape)
+
+    def slices(self, shape: tuple[int, ...], grid: Grid) -> tuple[slice, ...]:
+        """Which part of the global parameter this rank's tile is."""
+        begin, length = [0] * len(shape), list(shape)
+        for dim, axis in ((self.x, grid.x), (self.y, grid.y)):
+            if dim is not None:
+                length[dim] //= axis.size
+                begin[dim] += axis.rank * length[dim]
+        return tuple(slice(b, b + n) for b, n in zip(begin, length, strict=True))
+
+
+class Tiled(nn.Module):
+    """A module whose parameters are tiles; ``tiles`` says which, by parameter name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiles: dict[str, Tile] = {}
+
+    def add_tile(self, name: str, parameter: nn.Parameter | None, tile: Tile, grid: Grid) -> None:
+        """Register this rank's tile of a (meta) parameter under ``name``; no parameter, no tile."""
+        if parameter is None:
+            self.register_parameter(name, None)
+            return
+        local = torch.empty(tile.local_shape(tuple(parameter.shape), grid), dtype=parameter.dtype, device="meta")
+        self.register_parameter(name, nn.Parameter(local, requires_grad=parameter.requires_grad))
+        self.tiles[name] = tile
+
+
+def tile_table(model: nn.Module) -> dict[str, Tile]:
+    """The tile of every parameter of a model, by its full name; whole parameters have an empty ``Tile``."""
+    table: dict[str, Tile] = {}
+    for prefix, module in model.named_modules():
+        tiles = module.tiles if isinstance(module, Tiled) else {}
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter is not None:
+                table[f"{prefix}.{name}" if prefix else name] = tiles.get(name, Tile())
+    return table

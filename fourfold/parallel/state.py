@@ -1,0 +1,166 @@
+"""The edges of the step, where global metadata exists: materialise, view locally, describe globally, sum and clip.
+
+Inside the step parameters are plain local tensors. FSDP2 keeps them as DTensors on (dp, z) that know nothing of x and
+y, so stock functions on those (``clip_grad_norm_``, ``dcp.save(model.state_dict())``) are silently wrong. Use these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fourfold.config.model import ModelConfig
+from fourfold.config.run import AXES
+from fourfold.models.initialize import fill_slice
+from fourfold.parallel.communicate import all_reduce, purpose
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.sharding import Tile, tile_table
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """This process's part of one parameter: its tile on (x, y), cut further over dp and z by FSDP2.
+
+    local: the plain tensor that the optimizer steps; slices: which part of the global parameter it is; replicas: how
+    many processes hold the same part.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    local: Tensor
+    tile: Tile
+    global_shape: tuple[int, ...]
+    slices: tuple[slice, ...]
+    replicas: int
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The local gradient, fully summed only after ``sum_partial_gradients``."""
+        grad = self.parameter.grad
+        return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def materialize(model: nn.Module, device: torch.device, tied: bool) -> None:
+    """Give a parallelized meta model uninitialised memory on ``device``."""
+    model.to_empty(device=device)
+    if tied:
+        # Materialising visits both modules and parts them.
+        model.lm_head.weight = model.embed_tokens.weight
+
+
+def local_shards(model: nn.Module, grid: Grid) -> list[LocalShard]:
+    """Every parameter as this process holds it, in the model's order; a tied one once."""
+    tiles = tile_table(model)
+    return [_local_shard(name, parameter, tiles[name], grid) for name, parameter in model.named_parameters()]
+
+
+def _local_shard(name: str, parameter: nn.Parameter, tile: Tile, grid: Grid) -> LocalShard:
+    assert isinstance(parameter, DTensor), f"{name} is not sharded by FSDP2"
+    global_shape = tile.global_shape(tuple(parameter.shape), grid)
+    rows, row_offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    begin = tile.slices(global_shape, grid)
+    slices = tuple(
+        slice(cut.start + offset, cut.start + offset + length)
+        for cut, offset, length in zip(begin, row_offset, rows, strict=True)
+    )
+    replicas = grid.axis("cp").size
+    replicas *= grid.x.size if tile.x is None else 1
+    replicas *= grid.y.size if tile.y is None else 1
+    replicas *= grid.axis("dp").size if parameter.device_mesh.ndim == 2 else 1
+    return LocalShard(name, parameter, parameter.to_local().detach(), tile, global_shape, slices, replicas)
+
+
+def initialize_shards(shards: Iterable[LocalShard], config: ModelConfig, seed: int) -> None:
+    """Initial weights that depend on the seed alone: bit-equal on every grid."""
+    for shard in shards:
+        if shard.local.numel():
+            fill_slice(shard.local, shard.name, shard.global_shape, shard.slices, config, seed)
+
+
+def sum_partial_gradients(shards: Iterable[LocalShard], grid: Grid) -> None:
+    """Complete the gradients of norms and biases, of which each rank of x (or y) has the share of its tokens or heads.
+
+    One collective for each set of axes, once a step, on the shards that dp and z have left: sums commute.
+    """
+    by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+    for shard in shards:
+        for_axes = tuple(a for a in ("y", "x") if a in shard.tile.partial_over and grid.axis(a).size > 1)
+        if for_axes and shard.grad is not None:
+            by_axes.setdefault(for_axes, []).append(shard.grad)
+    for axes, grads in sorted(by_axes.items()):
+        flat = torch.cat([grad.flatten() for grad in grads])
+        if flat.numel():
+            flat = all_reduce(flat, grid.flatten(*axes), "gradients of norms and biases")
+        torch._foreach_copy_(
+            grads, [p.view_as(g) for p, g in zip(flat.split([g.numel() for g in grads]), grads, strict=True)]
+        )
+
+
+def clip_gradients(shards: Sequence[LocalShard], max_norm: float) -> Tensor:
+    """Scale all gradients so that their global 2-norm is at most ``max_norm``; returns the norm before.
+
+    Parts that several processes hold are counted once.
+    """
+    grads = [shard.grad for shard in shards if shard.grad is not None]
+    weights = [1.0 / shard.replicas for shard in shards if shard.grad is not None]
+    norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).double()
+    square = (norms.square() * torch.tensor(weights, dtype=torch.float64, device=norms.device)).sum()
+    with purpose("gradient norm"):
+        dist.all_reduce(square)
+    norm = square.sqrt().float()
+    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+class GlobalView:
+    """Describes local shards globally, as checkpoints need it: DTensors on a mesh in which x is the outer cut.
+
+    FSDP2 cuts the first dim of a tile, so the mesh is (x, y, dp, z), and (x, y, dp·z) where dp shards too; only the
+    public ``Shard`` placement is needed. No group is made: the mesh is a description.
+    """
+
+    def __init__(self, grid: Grid, zero: int) -> None:
+        ranks = grid.mesh.mesh.permute([AXES.index(axis) for axis in ("pp", "cp", "x", "y", "dp", "z")])
+        ranks = ranks[grid.axis("pp").rank, grid.axis("cp").rank]
+        self.data_placements: tuple[Replicate | Shard, ...] = (Replicate(), Shard(0))
+        names: tuple[str, ...] = ("x", "y", "dp", "z")
+        if zero:
+            ranks, names, self.data_placements = ranks.flatten(2), ("x", "y", "dp_z"), (Shard(0),)
+        self.mesh = DeviceMesh(grid.device_type, ranks.contiguous(), mesh_dim_names=names, _init_backend=False)
+
+    def of(self, shard: LocalShard, local: Tensor | None = None) -> DTensor:
+        """The parameter, or a tensor of the same shape that belongs to it, as a global tensor that aliases it."""
+        local = shard.local if local is None else local
+        tile = [Replicate() if dim is None else Shard(dim) for dim in (shard.tile.x, shard.tile.y)]
+        shape = torch.Size(shard.global_shape)
+        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        return DTensor.from_local(
+            local, self.mesh, [*tile, *self.data_placements], run_check=False, shape=shape, stride=stride
+        )
+
+
+def gather_full(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> dict[str, Tensor] | None:
+    """Whole tensors by name on rank 0 (None elsewhere), from the part of each that every process holds.
+
+    For tests and small models: everything passes through the memory of rank 0.
+    """
+    mine = [(s.name, s.global_shape, s.slices, t.detach().cpu()) for s, t in zip(shards, tensors, strict=True)]
+    everyone: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, everyone)
+    if everyone is None:
+        return None
+    whole: dict[str, Tensor] = {}
+    for parts in everyone:
+        for name, shape, slices, part in parts:
+            whole.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))[slices] = part
+    return whole

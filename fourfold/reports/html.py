@@ -1,0 +1,63 @@
+"""The skeleton of a report page: one file, everything inline, nothing fetched."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from fourfold.reports.style import CSS, JAVASCRIPT
+from fourfold.training.progress import format_fact
+
+# The browser itself is told to fetch nothing, whatever a run file or a sample may contain.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def page(title: str, subtitle: str, sections: Sequence[str]) -> str:
+    """A whole HTML document around sections that are HTML already; title and subtitle are plain text."""
+    body = "\n".join(sections)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<title>{escape(title)}</title>
+<style>{CSS}</style>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+<p class="subtitle">{escape(subtitle)}</p>
+{body}
+<script>{JAVASCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def facts(values: Mapping[str, str | int | float | None]) -> str:
+    """A table of label and value, as cards."""
+    cards = (f"<div><dt>{escape(k)}</dt><dd>{escape(format_fact(v))}</dd></div>" for k, v in values.items())
+    return f'<dl class="facts">{"".join(cards)}</dl>'
+
+
+def charts(figures: Sequence[str], wide: Sequence[str] = ()) -> str:
+    """Figures in two columns, below those of `wide`, which take both."""
+    full = "".join(f'<div class="wide">{figure}</div>' for figure in wide)
+    return f'<div class="charts">{full}{"".join(figures)}</div>'
+
+
+def text_block(heading: str, text: str, wrap: bool = False) -> str:
+    """A heading and a text as it stands in its file; `wrap` breaks long lines, for prose."""
+    kind = ' class="wrap"' if wrap else ""
+    return f"<h2>{escape(heading)}</h2>\n<pre{kind}>{escape(text)}</pre>"
+
+
+def notice(text: str) -> str:
+    """One sentence that the reader should not miss."""
+    return f'<p class="notice">{escape(text)}</p>'
+
+
+def write_page(path: Path, html: str) -> None:
+    """Write a page by rename: a browser never meets half a file."""
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(html, encoding="utf-8")
+    unfinished.replace(path)

@@ -1,0 +1,122 @@
+"""The page of one training run, made from the files in its folder."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fourfold.errors import UserError
+from fourfold.reports import html
+from fourfold.reports.svg import Series, line_chart
+from fourfold.training.metrics import METRICS_FILE, read_metrics
+
+Record = dict[str, Any]
+
+
+def write_run_report(run_dir: Path) -> Path:
+    """Write `run_dir`/report.html and return its path.
+
+    Reads run.toml and metrics.jsonl and, where they are, sample.txt (generated text) and summary.json (an object of
+    label to text or number). The page is one file without network access. Raises UserError when run.toml or
+    metrics.jsonl is missing, when no step is recorded, and when metrics.jsonl or summary.json cannot be read.
+    """
+    run_dir = Path(run_dir)
+    records = read_metrics(run_dir / METRICS_FILE)
+    if not records:
+        raise UserError(f"{run_dir / METRICS_FILE} holds no step yet: wait for the first one.")
+    run_file = run_dir / "run.toml"
+    if not run_file.is_file():
+        raise UserError(f"{run_file} does not exist: give the folder of a run, in which `fourfold train` puts it.")
+
+    sections = [html.facts(_headline(records)), *_not_finite(records), _curves(records), *_summary(run_dir)]
+    sample = run_dir / "sample.txt"
+    if sample.is_file():
+        sections.append(html.text_block("Sample", _read_text(sample), wrap=True))
+    sections.append(html.text_block("Run file", _read_text(run_file)))
+
+    report = run_dir / "report.html"
+    name = run_dir.resolve().name
+    html.write_page(report, html.page(name, f"fourfold training run, {_steps(len(records))} recorded", sections))
+    return report
+
+
+def _headline(records: Sequence[Record]) -> dict[str, str | int | float | None]:
+    """The numbers that a reader looks for first; n/a where nothing was recorded."""
+    last, speed = records[-1], _numbers(records, "tokens_per_second")
+    memory, validation = _numbers(records, "peak_memory_bytes"), _numbers(records, "validation_loss")
+    utilisation = _numbers(records, "mfu")
+    return {
+        "step": last["step"],
+        "tokens": _number(last, "tokens"),
+        "loss, last step": _number(last, "loss"),
+        "validation loss, last": validation[-1] if validation else None,
+        "tokens/s, median": round(median(speed)) if speed else None,
+        "MFU, median": f"{median(utilisation):.1%}" if utilisation else None,
+        "peak memory": f"{max(memory) / 2**30:.2f} GiB" if memory else None,
+    }
+
+
+def _not_finite(records: Sequence[Record]) -> list[str]:
+    """A notice where the loss was not a number; the curves show those steps as gaps, which may be too thin to see."""
+    steps = [record["step"] for record in records if _number(record, "loss") is None]
+    if not steps:
+        return []
+    return [html.notice(f"The loss was not a finite number at {_steps(len(steps))}, first at step {steps[0]:,}.")]
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step" if count == 1 else f"{count:,} steps"
+
+
+def _curves(records: Sequence[Record]) -> str:
+    train, validation = _series("train", records, "loss"), _series("validation", records, "validation_loss")
+    losses = [train, validation] if validation.x else [train]
+    memory = _series("peak of the fullest device", records, "peak_memory_bytes", unit=2**30)
+    axis = {"x_label": "tokens"}
+    loss = line_chart("Loss", losses, **axis, log_y=True, width=1072, height=320)
+    others = [
+        line_chart("Gradient norm", [_series("before clipping", records, "grad_norm")], **axis, log_y=True),
+        line_chart("Learning rate", [_series("", records, "lr")], **axis, from_zero=True),
+        line_chart(
+            "Throughput, tokens/s", [_series("all devices", records, "tokens_per_second")], **axis, from_zero=True
+        ),
+        line_chart("Memory, GiB", [memory], **axis, from_zero=True),
+    ]
+    return html.charts(others, wide=[loss])
+
+
+def _series(name: str, records: Sequence[Record], key: str, unit: float = 1.0) -> Series:
+    """The values of one key against tokens; null is a gap, a line without the key is no point at all."""
+    points = [(_number(r, "tokens"), _number(r, key)) for r in records if key in r]
+    points = [(x, y) for x, y in points if x is not None]
+    y = [None if y is None else y / unit for _, y in points]
+    return Series(name, [x for x, _ in points], y, dots=len(points) <= 60)
+
+
+def _summary(run_dir: Path) -> list[str]:
+    path = run_dir / "summary.json"
+    if not path.is_file():
+        return []
+    try:
+        summary = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, line {error.lineno} is not JSON: mend or delete the file.") from None
+    if not isinstance(summary, dict) or any(isinstance(value, dict | list) for value in summary.values()):
+        raise UserError(f"{path} is not an object of label to text or number: mend or delete the file.")
+    return ["<h2>Summary</h2>", html.facts(summary)] if summary else []
+
+
+def _read_text(path: Path) -> str:
+    """A text that people wrote or a model generated; what is not UTF-8 in it is shown as �."""
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _number(record: Record, key: str) -> float | None:
+    value = record.get(key)
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _numbers(records: Sequence[Record], key: str) -> list[float]:
+    return [value for record in records if (value := _number(record, key)) is not None]

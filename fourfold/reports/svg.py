@@ -1,0 +1,200 @@
+"""Charts as inline SVG: line charts and stacked bars, coloured by the page's CSS variables (see style.py)."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+
+from fourfold.reports.numbers import downsample, format_number, format_ticks, linear_ticks, log_ticks
+
+COLOURS = 8  # series colours that style.py defines; a ninth series begins again at the first
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 20, 8, 40
+_BUCKETS = 400  # of the thinning: two points for about every other pixel of a wide chart
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart; None in `y` is a gap, `dots` marks each point, for series of few points."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Maps values to pixels along one direction; `log` needs positive values."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high, value = (math.log(v) if self.log else v for v in (self.low, self.high, value))
+        return round(self.start + (value - low) / (high - low) * (self.end - self.start), 1)
+
+    def ticks(self, target: int) -> list[float]:
+        return (log_ticks if self.log else linear_ticks)(self.low, self.high, target)
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    x_label: str,
+    log_y: bool = False,
+    from_zero: bool = False,
+    width: int = 520,
+    height: int = 230,
+) -> str:
+    """An HTML figure with one line per series, a legend, and the values under the pointer.
+
+    `log_y` asks for a logarithmic y axis and is dropped where a value is not positive; `from_zero` lets a linear
+    axis begin at 0. Long series are thinned to the extremes of their neighbourhoods. `width` and `height` are the
+    chart's own pixels; on the page it scales to the room it has.
+    """
+    series = [Series(s.name, *downsample(s.x, s.y, _BUCKETS), s.dots) for s in series]
+    points = [(x, y) for s in series for x, y in zip(s.x, s.y, strict=True) if y is not None]
+    if not points:
+        return _figure(title, [], '<p class="empty">nothing recorded</p>')
+    log_y = log_y and all(y > 0 for _, y in points)
+    x_axis = _Axis(*_spread([x for x, _ in points], margin=0.0), _LEFT, width - _RIGHT)
+    y_range = _spread([y for _, y in points] + [0.0] * (from_zero and not log_y), margin=0.05, log=log_y)
+    y_axis = _Axis(*y_range, height - _BOTTOM, _TOP, log_y)
+
+    lines = "".join(_line(s, index, x_axis, y_axis) for index, s in enumerate(series))
+    readout = json.dumps([_readout_points(s, x_axis, y_axis) for s in series], separators=(",", ":"))
+    marks = "".join(f'<circle class="mark s{index % COLOURS}" r="3.5"/>' for index in range(len(series)))
+    svg = (
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}" data-points="{escape(readout)}" '
+        f'data-x="{escape(x_label)}">'
+        f"{_grid(x_axis, y_axis, width, height, x_label)}{lines}"
+        f'<line class="rule" y1="{_TOP}" y2="{height - _BOTTOM}"/>{marks}</svg>'
+    )
+    return _figure(title + (", log scale" if log_y else ""), [s.name for s in series], svg)
+
+
+def stacked_bars(
+    title: str,
+    bars: Mapping[str, Mapping[str, float]],
+    *,
+    x_label: str = "",
+    width: int = 520,
+) -> str:
+    """An HTML figure with one horizontal bar per entry of `bars`: label to (part to value, none negative).
+
+    Parts of one name share a colour and stand in the order of their first appearance; the total is written at the
+    end of the bar, a part's own value shows under the pointer. The unit belongs in `title` or `x_label`.
+    """
+    parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
+    totals = {label: sum(bar.values()) for label, bar in bars.items()}
+    if not any(totals.values()):
+        return _figure(title, [], '<p class="empty">nothing recorded</p>')
+    left = 16 + 7 * max(map(len, bars))  # about 7 pixels a letter
+    right = 16 + 7 * max(len(format_number(total)) for total in totals.values())
+    bottom = _TOP + 28 * len(bars)
+    axis = _Axis(0.0, max(totals.values()), left, width - right)
+    rows = "".join(_bar(label, bars[label], parts, _TOP + 28 * row, axis) for row, label in enumerate(bars))
+    ticks = axis.ticks(width // 110)
+    labels = "".join(
+        f'<line class="grid" x1="{axis(t)}" x2="{axis(t)}" y1="{_TOP}" y2="{bottom}"/>'
+        f'<text x="{axis(t)}" y="{bottom + 14}" text-anchor="middle">{label}</text>'
+        for t, label in zip(ticks, format_ticks(ticks), strict=True)
+    )
+    height = bottom + (_BOTTOM if x_label else 22)
+    x_title = f'<text x="{(left + width - right) / 2}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>'
+    svg = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">{labels}{x_title}{rows}</svg>'
+    return _figure(title, parts, svg)
+
+
+def _figure(title: str, names: Sequence[str], body: str) -> str:
+    """Caption with legend, then the body; the legend's empty outputs are filled by the hover script."""
+    swatches = (
+        [f'<i class="s{index % COLOURS}"></i>' for index in range(len(names))] if len(names) > 1 else [""] * len(names)
+    )
+    keys = "".join(
+        f'<span class="key">{swatch}{escape(name)} <output></output></span>'
+        for swatch, name in zip(swatches, names, strict=True)
+    )
+    caption = f'<b>{escape(title)}</b><span class="legend"><span class="at"></span>{keys}</span>'
+    return f'<figure class="chart"><figcaption>{caption}</figcaption>{body}</figure>'
+
+
+def _spread(values: Sequence[float], margin: float, log: bool = False) -> tuple[float, float]:
+    """The range of an axis: that of its values with a margin, and never empty."""
+    low, high = min(values), max(values)
+    if log:
+        low, high = math.log(low), math.log(high)
+    if math.isclose(low, high, rel_tol=1e-9, abs_tol=1e-300):
+        pad = (0.5 if log else abs(low) / 2) or 1.0
+        low, high = low - pad, high + pad
+    else:
+        at_zero = low == 0 and not log  # a range that begins at zero keeps its foot there
+        pad = (high - low) * margin
+        low, high = (low if at_zero else low - pad), high + pad
+    return (math.exp(low), math.exp(high)) if log else (low, high)
+
+
+def _grid(x_axis: _Axis, y_axis: _Axis, width: int, height: int, x_label: str) -> str:
+    y_ticks, x_ticks = y_axis.ticks(max(3, height // 45)), x_axis.ticks(width // 110)
+    foot = height - _BOTTOM
+    rows = "".join(
+        f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y_axis(tick)}" y2="{y_axis(tick)}"/>'
+        f'<text x="{_LEFT - 7}" y="{y_axis(tick) + 3.5:.1f}" text-anchor="end">{label}</text>'
+        for tick, label in zip(y_ticks, format_ticks(y_ticks), strict=True)
+    )
+    columns = "".join(
+        f'<text x="{x_axis(tick)}" y="{foot + 16}" text-anchor="middle">{label}</text>'
+        for tick, label in zip(x_ticks, format_ticks(x_ticks), strict=True)
+    )
+    base = f'<line class="axis" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{foot}" y2="{foot}"/>'
+    name = f'<text x="{(_LEFT + width - _RIGHT) / 2}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>'
+    return rows + columns + base + name
+
+
+def _line(series: Series, index: int, x_axis: _Axis, y_axis: _Axis) -> str:
+    """The path of a series, broken at gaps; points without a neighbour are drawn as dots."""
+    paths, dots = [], []
+    points = zip(series.x, series.y, strict=True)
+    for is_gap, run in groupby(points, key=lambda point: point[1] is None):
+        if is_gap:
+            continue
+        pixels = [(x_axis(x), y_axis(y)) for x, y in run]
+        if len(pixels) > 1:
+            paths.append("M" + "L".join(f"{x:g},{y:g}" for x, y in pixels))
+        if len(pixels) == 1 or series.dots:
+            dots += pixels
+    colour = f"s{index % COLOURS}"
+    path = f'<path class="line {colour}" d="{"".join(paths)}"/>' if paths else ""
+    return path + "".join(f'<circle class="dot {colour}" cx="{x:g}" cy="{y:g}" r="2.5"/>' for x, y in dots)
+
+
+def _readout_points(series: Series, x_axis: _Axis, y_axis: _Axis) -> list[tuple[float, float, str, str]]:
+    """Pixel and label of every point, for the hover script: [x, y, x label, y label]."""
+    return [
+        (x_axis(x), y_axis(y), format_number(x, 6), format_number(y, 5))
+        for x, y in zip(series.x, series.y, strict=True)
+        if y is not None
+    ]
+
+
+def _bar(label: str, bar: Mapping[str, float], parts: Sequence[str], top: int, axis: _Axis) -> str:
+    boxes, done = [], 0.0
+    for index, part in enumerate(parts):
+        value = bar.get(part, 0.0)
+        if value == 0:
+            continue
+        begin, end = axis(done), axis(done + value)
+        boxes.append(
+            f'<rect class="part s{index % COLOURS}" x="{begin}" y="{top + 4}" width="{end - begin:.1f}" height="18">'
+            f"<title>{escape(f'{part}: {format_number(value)}')}</title></rect>"
+        )
+        done += value
+    name = f'<text x="{axis.start - 8}" y="{top + 17}" text-anchor="end">{escape(label)}</text>'
+    total = f'<text class="strong" x="{axis(done) + 6:.1f}" y="{top + 17}">{format_number(done)}</text>'
+    return name + "".join(boxes) + total

@@ -1,0 +1,115 @@
+"""Model FLOPs of a decoder, and the peak of the device they are measured against: the two halves of MFU."""
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+FLOP_FORMULA = (
+    "training FLOPs per token = 3 x forward; forward = 2 x matmul parameters (LM head included, embedding lookup "
+    "excluded) + layers x 4 x S x heads x head_dim / 2 (causal attention)"
+)
+FLOP_SOURCE = (
+    "Chowdhery et al., PaLM (2022), appendix B, 6N + 12 x layers x heads x head_dim x S, with two changes: the causal "
+    "half of the attention is counted once (6 in place of 12), and N is the parameters that are multiplied"
+)
+
+
+class FlopCount(NamedTuple):
+    """FLOPs of one token, averaged over a sequence; recomputed activations are not counted."""
+
+    matmul_parameters: int
+    forward: int
+    training: int
+
+
+def flops_per_token(
+    *,
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    intermediate_size: int,
+    gated_mlp: bool,
+    vocab_size: int,
+    seq_length: int,
+) -> FlopCount:
+    """Count the model FLOPs of one token of a decoder by `FLOP_FORMULA` (source: `FLOP_SOURCE`).
+
+    A multiplication and an addition are two FLOPs. Attention is QK^T and PV, 2·S·heads·head_dim each per token when
+    every position sees all S; a causal token sees S/2 on average (exactly (S+1)/2), hence the division by two.
+    Backward is twice the forward: one product for the input gradient, one for the weight gradient. Norms, softmax,
+    rotary embedding and activation functions are left out, as in the source.
+    """
+    attention_projections = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)  # q and output; k and v
+    mlp = hidden_size * intermediate_size * (3 if gated_mlp else 2)
+    matmul_parameters = num_layers * (attention_projections + mlp) + hidden_size * vocab_size
+    causal_attention = num_layers * 4 * seq_length * num_heads * head_dim // 2
+    forward = 2 * matmul_parameters + causal_attention
+    return FlopCount(matmul_parameters, forward, 3 * forward)
+
+
+def model_tflops_per_device(training_flops_per_token: int, tokens_per_second: float, num_devices: int) -> float:
+    """Model TFLOP/s of each device, from the throughput (tokens/s) of all of them together."""
+    return training_flops_per_token * tokens_per_second / num_devices / 1e12
+
+
+class PeakFlops(NamedTuple):
+    """The dense peak of one device as PyTorch sees it, in FLOP/s, and one sentence that says where it is from."""
+
+    flops: float
+    source: str
+
+
+def mfu(tflops_per_device: float, peak: PeakFlops | None) -> float | None:
+    """Model FLOPs utilisation as a fraction of the peak (0.4 is 40 %); None where the peak is unknown."""
+    return None if peak is None else tflops_per_device * 1e12 / peak.flops
+
+
+class _Device(NamedTuple):
+    pattern: str  # of torch.cuda.get_device_name()
+    label: str
+    half: float  # bf16 and fp16, dense
+    tf32: float | None  # dense; None where the hardware has no such mode
+    fp32: float
+    source: str
+
+
+# The first match counts: narrower names stand before wider ones.
+_DEVICES = (
+    _Device(r"\bGH200\b", "NVIDIA GH200", 989e12, 494.5e12, 67e12, "NVIDIA GH200 data sheet"),
+    _Device(r"\bH200 NVL\b", "NVIDIA H200 NVL", 835.5e12, 417.5e12, 60e12, "NVIDIA H200 data sheet"),
+    _Device(r"\bH200\b", "NVIDIA H200 SXM", 989e12, 494.5e12, 67e12, "NVIDIA H200 data sheet"),
+    _Device(r"\bH100 PCIe\b", "NVIDIA H100 PCIe", 756e12, 378e12, 51e12, "NVIDIA H100 data sheet"),
+    _Device(r"\bH100 NVL\b", "NVIDIA H100 NVL", 835.5e12, 417.5e12, 60e12, "NVIDIA H100 data sheet"),
+    _Device(r"\bH100\b.*\bHBM3\b|\bH100[ -]SXM", "NVIDIA H100 SXM", 989e12, 494.5e12, 67e12, "NVIDIA H100 data sheet"),
+    _Device(r"\bA100\b", "NVIDIA A100", 312e12, 156e12, 19.5e12, "NVIDIA A100 data sheet"),
+    _Device(r"\bB200\b", "NVIDIA B200", 2.25e15, 1.125e15, 75e12, "NVIDIA DGX B200 data sheet, an eighth of a node"),
+    _Device(
+        r"\bMI250X\b", "AMD MI250X, one GCD", 191.5e12, None, 47.85e12, "AMD Instinct MI250X data sheet, half a card"
+    ),
+    _Device(r"\bMI300X\b", "AMD MI300X", 1307e12, 653.7e12, 163.4e12, "AMD Instinct MI300X data sheet"),
+)
+
+
+def peak_flops(device_name: str, dtype: "torch.dtype | str", *, tf32: bool = False) -> PeakFlops | None:
+    """Look up the dense (no sparsity) peak of a device for matrix products in `dtype`.
+
+    `device_name` is what `torch.cuda.get_device_name()` says; `dtype` a torch dtype or its name ("bfloat16", "bf16",
+    "float16", "fp16", "float32", "fp32"). `tf32` says that fp32 products may run as TF32, whose peak then counts
+    where the device has that mode. None for a device or dtype that is not in the table, for CPUs, and for MIG slices,
+    which are only a part of the device they are named after: an MFU against a guess would be worse than none.
+    """
+    device = next((d for d in _DEVICES if re.search(d.pattern, device_name, re.IGNORECASE)), None)
+    if device is None or re.search(r"\bMIG\b", device_name):
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name in ("bfloat16", "bf16", "float16", "fp16"):
+        flops, mode = device.half, name
+    elif name in ("float32", "fp32"):
+        flops, mode = (device.tf32, "TF32") if tf32 and device.tf32 is not None else (device.fp32, "fp32")
+    else:
+        return None
+    return PeakFlops(flops, f"{device.label}: {flops / 1e12:g} TFLOP/s dense {mode} ({device.source}).")

@@ -1,0 +1,164 @@
+"""The record of a run: one JSON object a step in metrics.jsonl, and the same numbers for TensorBoard."""
+
+import json
+import math
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from fourfold.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.tensorboard import SummaryWriter
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """What one optimizer step is remembered by; the fields are the keys of metrics.jsonl.
+
+    Global over all ranks, except where a name says otherwise. Numbers that are not finite are written as null, for
+    JSON has no word for them.
+    """
+
+    step: int  # counted from 1
+    loss: float  # mean over the trained tokens, nats per token
+    grad_norm: float | None  # before clipping
+    lr: float
+    tokens: int  # seen since the beginning of the run, masked ones included
+    tokens_per_second: float
+    model_tflops_per_device: float
+    mfu: float | None  # fraction of the peak; None where the peak is unknown
+    peak_memory_bytes: int  # of the fullest device, or of the process on CPU
+    step_seconds: float
+    trained_token_share: float  # tokens that carry loss / all tokens of the step
+    validation_loss: float | None = None  # only on steps that evaluate; absent from the others' lines
+
+    def record(self) -> dict[str, int | float | None]:
+        """The JSON object of this step."""
+        record = {key: _finite_or_none(value) for key, value in asdict(self).items()}
+        if self.validation_loss is None:
+            del record["validation_loss"]
+        return record
+
+
+class MetricsWriter:
+    """Appends steps to `run_dir`/metrics.jsonl, and to TensorBoard events in `run_dir`/tensorboard when asked.
+
+    Every line is flushed, so a crash costs at most the line being written. `resume_step` N continues the record of a
+    run whose checkpoint is of step N: lines of later steps are dropped, for they will be trained and written again
+    (0 starts afresh in a used folder). Without it, a folder that already has a record is refused.
+
+    Raises UserError when TensorBoard is asked for but not installed, when `run_dir` has a record and `resume_step` is
+    not given, and when that record cannot be read.
+    """
+
+    def __init__(self, run_dir: Path, tensorboard: bool, resume_step: int | None = None) -> None:
+        self._path = Path(run_dir) / METRICS_FILE
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_step is None and self._path.exists() and self._path.stat().st_size > 0:
+            raise UserError(f"{self._path} holds the record of an earlier run: resume that run or choose a new folder.")
+        self._tensorboard = _open_tensorboard(self._path.parent / "tensorboard", resume_step) if tensorboard else None
+        if resume_step is not None and self._path.exists():
+            _drop_after(self._path, resume_step)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append one step."""
+        record = metrics.record()
+        self._file.write(_to_line(record))
+        self._file.flush()
+        if self._tensorboard is not None:
+            for key, value in record.items():
+                if key != "step" and value is not None:
+                    self._tensorboard.add_scalar(key, value, metrics.step)
+
+    def close(self) -> None:
+        """Close the files; a second call does nothing."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read a metrics.jsonl: its objects, in the order of the file.
+
+    A last line without an end of line that does not parse was torn by a crash and is left out; so are empty lines.
+    Raises UserError with the line number for any other line that is not a JSON object with an integer "step", and
+    when there is no such file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: give the folder of a run that has trained at least one step.")
+    lines = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.decode())
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            if number == len(lines):
+                break
+            raise UserError(f"{path}, line {number} is not JSON: mend or delete that line.") from None
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise UserError(f'{path}, line {number} is not an object with an integer "step": mend or delete that line.')
+        records.append(record)
+    return records
+
+
+def peak_memory_bytes(device: "torch.device | None" = None) -> int:
+    """The most memory used so far: what PyTorch allocated on a GPU, or the resident size of this process on CPU.
+
+    `device` defaults to the current GPU where there is one. On a GPU the count begins at the last
+    `torch.cuda.reset_peak_memory_stats()`; on CPU at the start of the process.
+    """
+    import torch
+
+    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
+    if on_gpu:
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # POSIX only, so not at the top of a file that reports read too
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
+
+
+def _finite_or_none(value: int | float | None) -> int | float | None:
+    return value if value is None or math.isfinite(value) else None
+
+
+def _to_line(record: dict[str, Any]) -> str:
+    return json.dumps(record) + "\n"
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Rewrite the record without the lines of later steps, by rename, so that no crash can lose it."""
+    kept = [record for record in read_metrics(path) if record["step"] <= step]
+    unfinished = path.with_suffix(".jsonl.tmp")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.writelines(_to_line(record) for record in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def _open_tensorboard(folder: Path, resume_step: int | None) -> "SummaryWriter":
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError(
+            "The run file asks for TensorBoard, which is not installed: pip install 'fourfold[tensorboard]'."
+        ) from error
+    # TensorBoard hides the events from purge_step on that an interrupted run wrote: the same cut as in metrics.jsonl.
+    return SummaryWriter(str(folder), purge_step=None if resume_step is None else resume_step + 1)

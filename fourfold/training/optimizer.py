@@ -1,0 +1,83 @@
+"""AdamW on local shards, and the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fourfold.config.run import OptimizerConfig, SchedulerConfig
+from fourfold.parallel.state import LocalShard
+
+
+class ShardedAdamW:
+    """torch's AdamW over the plain local tensors behind FSDP2's parameters.
+
+    DTensors would dispatch every operation of every step through Python, and compile a sharding strategy on the first.
+    """
+
+    def __init__(self, shards: Sequence[LocalShard], config: OptimizerConfig) -> None:
+        self.shards = list(shards)
+        self.parameters = [nn.Parameter(shard.local, requires_grad=shard.parameter.requires_grad) for shard in shards]
+        decayed = [p for p, s in zip(self.parameters, shards, strict=True) if len(s.global_shape) > 1]
+        others = [p for p, s in zip(self.parameters, shards, strict=True) if len(s.global_shape) == 1]
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+
+    def step(self, lr: float) -> None:
+        """Update the weights with the gradients that the shards hold, and drop those."""
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        for parameter, shard in zip(self.parameters, self.shards, strict=True):
+            # The optimizer must step the memory that FSDP2 gathers from.
+            assert shard.parameter.to_local().data_ptr() == parameter.data_ptr(), f"{shard.name} has moved"
+            # A gradient of another type (a float32 sum for bf16 weights) steps in the weights' type.
+            parameter.grad = None if shard.grad is None else shard.grad.to(parameter.dtype)
+        self.adamw.step()
+        for parameter, shard in zip(self.parameters, self.shards, strict=True):
+            parameter.grad = shard.parameter.grad = None
+
+    def moments(self, index: int) -> dict[str, torch.Tensor]:
+        """First and second moment of shard ``index``, made (zero) where no step has been taken yet."""
+        parameter = self.parameters[index]
+        state = self.adamw.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+        return {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+
+    def set_steps_taken(self, steps: int) -> None:
+        """Adam's bias correction counts steps; after loading moments, say how many they have seen."""
+        for index, parameter in enumerate(self.parameters):
+            self.moments(index)
+            self.adamw.state[parameter]["step"].fill_(steps)
+
+
+def learning_rate(step: int, train_steps: int, peak: float, config: SchedulerConfig) -> float:
+    """The rate of step 0, 1, … : linear warm-up to ``peak``, then the decay to peak · min_lr_ratio at the last."""
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, train_steps - 1 - config.warmup_steps)
+    progress = min(progress, 1.0)
+    if config.decay_style == "wsd":
+        progress = max(0.0, (progress - (1 - config.decay_ratio)) / config.decay_ratio)
+    falling = {
+        "constant": 1.0,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": 1 - progress,
+        "wsd": 1 - progress,
+    }[config.decay_style]
+    floor = config.min_lr_ratio
+    return peak * (1.0 if config.decay_style == "constant" else floor + (1 - floor) * falling)

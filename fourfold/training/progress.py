@@ -1,0 +1,156 @@
+"""What a run shows while it trains: a live display in a terminal, plain lines in a log file."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from fourfold.training.metrics import StepMetrics
+
+Facts = Mapping[str, str | int | float | None]
+
+_ETA_WINDOW = 50  # steps; long enough to hold an evaluation or a checkpoint, short enough to follow a change
+
+
+class Progress:
+    """Shows each step on standard output; construct it on the first rank only.
+
+    In a terminal: a bar with ETA and a line of numbers, redrawn in place. Elsewhere: one line every `log_interval`
+    steps, besides the first, the last, and each step with a validation loss, without control codes; the fields come
+    in torchtitan's order (step, loss, grad_norm, memory, tokens/s, tflops, mfu), then lr and ETA. tokens/s is that of
+    all devices together, tflops that of one. `is_tty` overrides what standard output says of itself.
+    """
+
+    def __init__(self, total_steps: int, total_tokens: int, is_tty: bool | None = None, log_interval: int = 10) -> None:
+        self._total_steps = total_steps
+        self._total_tokens = total_tokens
+        self._log_interval = log_interval
+        self._shown_any = False
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_ETA_WINDOW)
+        self._console: Console | None = None
+        self._live: Live | None = None
+        if sys.stdout.isatty() if is_tty is None else is_tty:
+            self._console = Console(force_terminal=True)
+
+    def start_summary(self, lines: Facts) -> None:
+        """Print the derived numbers (label to value) before the first step."""
+        self._print_facts("Run", lines)
+
+    def end_summary(self, lines: Facts) -> None:
+        """End the live display, if any, and print the results (label to value)."""
+        self.close()
+        self._print_facts("Done", lines)
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Show one finished step."""
+        self._recent.append((metrics.step, time.monotonic()))
+        if self._console is not None:
+            self._redraw(metrics)
+        elif self._is_due(metrics):
+            print(self._plain_line(metrics), flush=True)
+        self._shown_any = True
+
+    def close(self) -> None:
+        """Leave the last state of the live display standing and give the terminal back."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _is_due(self, metrics: StepMetrics) -> bool:
+        scheduled = metrics.step % self._log_interval == 0 or metrics.step == self._total_steps
+        return scheduled or not self._shown_any or metrics.validation_loss is not None
+
+    def _plain_line(self, metrics: StepMetrics) -> str:
+        width = len(str(self._total_steps))
+        fields = [
+            f"step: {metrics.step:>{width}}/{self._total_steps}",
+            f"loss: {metrics.loss:8.5f}",
+            f"grad_norm: {_or_na(metrics.grad_norm, '8.4f')}",
+            f"memory: {_gib(metrics)}",
+            f"tokens/s: {metrics.tokens_per_second:,.0f}",
+            f"tflops: {metrics.model_tflops_per_device:,.2f}",
+            f"mfu: {_or_na(metrics.mfu, '.2%')}",
+            f"lr: {metrics.lr:.3e}",
+            f"eta: {self._eta(metrics)}",
+        ]
+        if metrics.validation_loss is not None:
+            fields.append(f"validation_loss: {metrics.validation_loss:.5f}")
+        return "  ".join(fields)
+
+    def _redraw(self, metrics: StepMetrics) -> None:
+        if self._live is None:
+            self._live = Live(console=self._console, refresh_per_second=4)
+            self._live.start()
+        if metrics.validation_loss is not None:
+            self._live.console.print(f"step {metrics.step}: validation loss {metrics.validation_loss:.5f}")
+        self._live.update(self._live_view(metrics))
+
+    def _live_view(self, metrics: StepMetrics) -> Group:
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(
+            Text(f"step {metrics.step}/{self._total_steps}", style="bold"),
+            ProgressBar(total=self._total_steps, completed=metrics.step, width=24),
+            f"{metrics.step / self._total_steps:.1%}",
+            f"{metrics.tokens:,}/{self._total_tokens:,} tokens",
+            Text(f"ETA {self._eta(metrics)}", style="cyan"),
+        )
+        numbers = (
+            f"loss {metrics.loss:.4f}",
+            f"grad norm {_or_na(metrics.grad_norm, '.3f')}",
+            f"lr {metrics.lr:.2e}",
+            f"{metrics.tokens_per_second:,.0f} tokens/s",
+            f"{metrics.model_tflops_per_device:,.2f} TFLOP/s/device",
+            f"MFU {_or_na(metrics.mfu, '.1%')}",
+            _gib(metrics),
+        )
+        return Group(bar, Text(" · ".join(numbers)))
+
+    def _eta(self, metrics: StepMetrics) -> timedelta:
+        """Time left at the pace of the recent steps, evaluations and checkpoints between them included."""
+        (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
+        pace = (last_time - first_time) / (last_step - first_step) if last_step > first_step else metrics.step_seconds
+        return timedelta(seconds=round(pace * (self._total_steps - metrics.step)))
+
+    def _print_facts(self, title: str, facts: Facts) -> None:
+        if self._console is None:
+            width = max(map(len, facts), default=0)
+            rows = [f"  {label:<{width}}  {format_fact(value)}" for label, value in facts.items()]
+            print("\n".join([title, *rows]), flush=True)
+            return
+        table = Table(title=title, title_justify="left", show_header=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for label, value in facts.items():
+            table.add_row(Text(label), Text(format_fact(value)))
+        self._console.print(table)
+
+
+def format_fact(value: str | int | float | None) -> str:
+    """A value as people read it: thousands set off, six significant digits, n/a for None; strings as they are."""
+    if value is None:
+        return "n/a"
+    if isinstance(value, float):
+        return f"{value:,.6g}"
+    return str(value) if isinstance(value, str | bool) else f"{value:,}"
+
+
+def _or_na(value: float | None, spec: str) -> str:
+    return "n/a" if value is None else format(value, spec)
+
+
+def _gib(metrics: StepMetrics) -> str:
+    return f"{metrics.peak_memory_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,79 @@
+"""What a run prints: plain lines in a fixed order for log files, a live display for people."""
+
+import pytest
+
+from fourfold.training.metrics import StepMetrics
+from fourfold.training.progress import Progress, format_fact
+
+
+def step_metrics(step: int, validation_loss: float | None = None, mfu: float | None = None) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        loss=2.5,
+        grad_norm=1.5,
+        lr=3e-4,
+        tokens=step * 1000,
+        tokens_per_second=12345.6,
+        model_tflops_per_device=42.123,
+        mfu=mfu,
+        peak_memory_bytes=3 * 2**30,
+        step_seconds=2.0,
+        trained_token_share=1.0,
+        validation_loss=validation_loss,
+    )
+
+
+def test_a_plain_line_has_a_fixed_order_and_no_control_codes(capsys):
+    Progress(100, 100_000, is_tty=False).update(step_metrics(1))
+    line = capsys.readouterr().out
+    assert line == (
+        "step:   1/100  loss:  2.50000  grad_norm:   1.5000  memory: 3.00 GiB  tokens/s: 12,346  tflops: 42.12  "
+        "mfu: n/a  lr: 3.000e-04  eta: 0:03:18\n"
+    )
+
+
+def test_plain_lines_come_once_an_interval(capsys):
+    progress = Progress(25, 25_000, is_tty=False, log_interval=10)
+    for step in range(1, 26):
+        progress.update(step_metrics(step, validation_loss=2.0 if step == 17 else None, mfu=0.4))
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(line.split("/")[0].removeprefix("step:")) for line in lines] == [1, 10, 17, 20, 25]
+    assert [line for line in lines if "validation_loss: 2.0" in line] == [lines[2]]
+    assert all("mfu: 40.00%" in line for line in lines)
+
+
+def test_eta_follows_the_clock_and_not_the_step_alone(capsys, monkeypatch):
+    """Ten seconds between steps of two seconds: an evaluation or a checkpoint takes the rest."""
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr("fourfold.training.progress.time.monotonic", lambda: next(clock))
+    progress = Progress(13, 13_000, is_tty=False, log_interval=1)
+    for step in (1, 2, 3):
+        progress.update(step_metrics(step))
+    assert capsys.readouterr().out.splitlines()[-1].endswith("eta: 0:01:40")
+
+
+def test_plain_summaries_are_aligned(capsys):
+    progress = Progress(1, 1, is_tty=False)
+    progress.start_summary({"parameters": 1234567, "peak": None})
+    progress.end_summary({"loss": 2.5})
+    assert capsys.readouterr().out == "Run\n  parameters  1,234,567\n  peak        n/a\nDone\n  loss  2.5\n"
+
+
+def test_the_live_display_shows_the_last_state_and_gives_the_terminal_back(capsys):
+    with Progress(4, 4000, is_tty=True) as progress:
+        progress.start_summary({"grid": "x2 y2 [not markup]"})
+        for step in (1, 2):
+            progress.update(step_metrics(step, validation_loss=2.25 if step == 2 else None))
+        progress.end_summary({"tokens": 2000})
+    out = capsys.readouterr().out
+    assert "[not markup]" in out
+    assert "50.0%" in out
+    assert "MFU n/a" in out
+    assert out.count("\x1b[?25l") == out.count("\x1b[?25h") == 1  # the cursor is hidden and shown again
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "n/a"), (1234567, "1,234,567"), (0.123456789, "0.123457"), ("a", "a"), (True, "True")]
+)
+def test_facts_are_readable(value, text):
+    assert format_fact(value) == text

@@ -1,0 +1,164 @@
+"""The page of a run: complete, escaped, self-contained, for one step and for a hundred thousand."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from fourfold.cli.report import report
+from fourfold.errors import UserError
+from fourfold.reports.run_report import write_run_report
+
+
+def make_run(run_dir, records, **files):
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "run.toml").write_text("[model]\nhidden_size = 64 # <tiny> & fast\n")
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for name, text in files.items():
+        (run_dir / name.replace("_", ".")).write_text(text)
+    return run_dir
+
+
+def record(step, **changes):
+    values = {"loss": 3.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 5000.0, "peak_memory_bytes": 2**31}
+    return {"step": step, "tokens": step * 1000, "mfu": None} | values | changes
+
+
+class Outline(HTMLParser):
+    """Checks that tags are balanced and collects attributes and headings."""
+
+    VOID = ("meta", "line", "circle", "rect", "path")
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open, self.attributes, self.tags = [], [], []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def points(html):
+    """Of every chart, by the title of its figure: the y labels of each series."""
+    titles = re.findall(r"<figcaption><b>(.*?)</b>", html)
+    data = [value for name, value in Outline(html).attributes if name == "data-points"]
+    return {
+        title: [[point[3] for point in line] for line in json.loads(chart)]
+        for title, chart in zip(titles, data, strict=True)
+    }
+
+
+def test_every_curve_is_there(tmp_path):
+    records = [record(1, loss=4.0), record(2, loss=3.5, validation_loss=3.75), record(3, loss=3.25)]
+    path = write_run_report(make_run(tmp_path / "tiny", records))
+    assert path == tmp_path / "tiny" / "report.html"
+    html = path.read_text()
+    curves = points(html)
+    assert curves["Loss, log scale"] == [["4", "3.5", "3.25"], ["3.75"]]
+    assert curves["Gradient norm, log scale"] == [["1"] * 3]
+    assert curves["Learning rate"] == [["1e−3"] * 3]
+    assert curves["Throughput, tokens/s"] == [["5k"] * 3]
+    assert curves["Memory, GiB"] == [["2"] * 3]
+    assert "<h1>tiny</h1>" in html
+    assert "hidden_size = 64 # &lt;tiny&gt; &amp; fast" in html
+    assert not list(path.parent.glob("*.tmp"))
+
+
+def test_the_page_fetches_nothing(tmp_path):
+    html = write_run_report(make_run(tmp_path, [record(1), record(2)])).read_text()
+    assert "://" not in html
+    assert not re.search(r"url\(|@import|import\(|fetch\(", html)
+    names = {name for name, _ in Outline(html).attributes}
+    assert not names & {"src", "href", "xlink:href", "srcset", "action"}
+    assert "default-src 'none'" in html
+
+
+def test_what_users_and_models_wrote_is_escaped(tmp_path):
+    evil = "</pre><script>alert(1)</script>"
+    run_dir = make_run(tmp_path / "<i>&run", [record(1)], sample_txt=evil, summary_json=json.dumps({evil: evil}))
+    (run_dir / "run.toml").write_text(evil)
+    html = write_run_report(run_dir).read_text()
+    assert "alert(1)</script>" not in html
+    assert html.count("&lt;/pre&gt;&lt;script&gt;alert(1)&lt;/script&gt;") == 4
+    assert Outline(html).tags.count("script") == 1
+    assert "<h1>&lt;i&gt;&amp;run</h1>" in html
+
+
+def test_summary_and_sample_are_shown(tmp_path):
+    summary = {"parameters": 1234567, "grid": "x2 y2", "peak": None}
+    run_dir = make_run(tmp_path, [record(1)], sample_txt="Once upon a time", summary_json=json.dumps(summary))
+    html = write_run_report(run_dir).read_text()
+    for text in ("1,234,567", "x2 y2", "Once upon a time", "<h2>Summary</h2>", "<h2>Sample</h2>"):
+        assert text in html
+
+
+def test_one_step_is_enough(tmp_path):
+    html = write_run_report(make_run(tmp_path, [record(1)])).read_text()
+    assert "1 step recorded" in html
+    assert "<h2>Summary</h2>" not in html
+    assert points(html)["Loss, log scale"] == [["3"]]
+
+
+def test_a_long_run_makes_a_small_page_that_keeps_the_spikes(tmp_path):
+    records = [record(step, loss=3 + step % 7 / 100) for step in range(1, 100_001)]
+    records[61_803]["loss"] = 42.5
+    path = write_run_report(make_run(tmp_path, records))
+    assert path.stat().st_size < 500_000
+    losses = points(path.read_text())["Loss, log scale"][0]
+    assert "42.5" in losses
+    assert len(losses) < 1000
+
+
+def test_a_loss_that_is_not_a_number_is_reported(tmp_path):
+    html = write_run_report(make_run(tmp_path, [record(1), record(2, loss=None), record(3)])).read_text()
+    assert "The loss was not a finite number at 1 step, first at step 2." in html
+    assert "not a finite number" not in write_run_report(make_run(tmp_path, [record(1)])).read_text()
+
+
+def test_a_running_run_with_a_torn_line(tmp_path):
+    run_dir = make_run(tmp_path, [record(1), record(2)])
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert "2 steps recorded" in write_run_report(run_dir).read_text()
+
+
+@pytest.mark.parametrize("missing", ["metrics.jsonl", "run.toml"])
+def test_a_folder_that_is_no_run_is_refused(tmp_path, missing):
+    (make_run(tmp_path, [record(1)]) / missing).unlink()
+    with pytest.raises(UserError, match=f"{missing} does not exist"):
+        write_run_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_run_without_a_step_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no step yet"):
+        write_run_report(make_run(tmp_path, []))
+
+
+@pytest.mark.parametrize("text", ["{oops", "[1]", '{"a": {"b": 1}}'])
+def test_a_summary_that_is_no_table_is_refused(tmp_path, text):
+    with pytest.raises(UserError, match=r"summary\.json"):
+        write_run_report(make_run(tmp_path, [record(1)], summary_json=text))
+
+
+def test_the_command_prints_the_path(tmp_path):
+    app = Typer()
+    app.command()(report)
+    run_dir = make_run(tmp_path, [record(1)])
+    result = CliRunner().invoke(app, [str(run_dir)])
+    assert result.exit_code == 0
+    assert result.output.strip() == str(run_dir / "report.html")

@@ -1,0 +1,119 @@
+"""The FLOP formula against arithmetic by hand and against PyTorch's own counter; the table of peaks."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fourfold.training.flops import flops_per_token, mfu, model_tflops_per_device, peak_flops
+
+TINY = {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 3,
+    "intermediate_size": 16,
+    "gated_mlp": True,
+    "vocab_size": 32,
+    "seq_length": 10,
+}
+
+
+def test_a_tiny_decoder_by_hand():
+    # A layer: q 8*12, k and v 8*6 each, output 12*8, three MLP matrices 8*16; the head 8*32.
+    layer = 96 + 48 + 48 + 96 + 3 * 128
+    assert layer == 672
+    matmul_parameters = 2 * 672 + 256
+    attention = 2 * (4 * 10 * 4 * 3 // 2)  # layers x 240
+    count = flops_per_token(**TINY)
+    assert count.matmul_parameters == matmul_parameters == 1600
+    assert count.forward == 2 * 1600 + attention == 3680
+    assert count.training == 11040
+
+
+def test_an_mlp_without_gate_has_two_matrices():
+    gated, plain = flops_per_token(**TINY), flops_per_token(**TINY | {"gated_mlp": False})
+    assert gated.matmul_parameters - plain.matmul_parameters == 2 * 8 * 16
+
+
+def test_agrees_with_palm_up_to_the_causal_half():
+    """PaLM, appendix B: 6N + 12 L H Q T per token; ours counts half of the second term."""
+    count = flops_per_token(**TINY)
+    palm = 6 * count.matmul_parameters + 12 * 2 * 4 * 3 * 10
+    assert palm - count.training == 6 * 2 * 4 * 3 * 10
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_linear_layers_agree_with_the_flop_counter(gated):
+    """The matmul part, forward and backward, on the linear layers of the tiny decoder run one after another."""
+    tokens, hidden, heads_width, kv_width, inner, vocab = 5, 8, 12, 6, 16, 32
+    shapes = [(hidden, heads_width), (hidden, kv_width), (hidden, kv_width), (heads_width, hidden)]
+    shapes += [(hidden, inner)] * (2 if gated else 1) + [(inner, hidden)]
+    shapes = shapes * 2 + [(hidden, vocab)]
+    layers = [nn.Linear(rows, columns, bias=False) for rows, columns in shapes]
+    inputs = [torch.randn(tokens, rows, requires_grad=True) for rows, _ in shapes]
+
+    with FlopCounterMode(display=False) as forward:
+        outputs = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
+    with FlopCounterMode(display=False) as backward:
+        sum(output.sum() for output in outputs).backward()
+
+    count = flops_per_token(**TINY | {"gated_mlp": gated, "seq_length": 0})
+    assert forward.get_total_flops() == tokens * count.forward
+    assert forward.get_total_flops() + backward.get_total_flops() == tokens * count.training
+
+
+def test_attention_is_half_of_what_the_flop_counter_sees_without_a_mask():
+    seq, heads, head_dim = 10, 4, 3
+    q, k, v = (torch.randn(heads, seq, head_dim) for _ in range(3))
+    with FlopCounterMode(display=False) as counter:
+        (q @ k.mT).softmax(-1) @ v
+    without_attention = flops_per_token(**TINY | {"seq_length": 0})
+    attention_per_layer = (flops_per_token(**TINY).forward - without_attention.forward) // 2
+    assert counter.get_total_flops() == 2 * seq * attention_per_layer
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA B200", 2.25e15),
+        ("AMD Instinct MI250X", 191.5e12),
+        ("AMD Instinct MI300X", 1307e12),
+    ],
+)
+def test_peaks_of_known_devices(name, flops):
+    for dtype in (torch.bfloat16, torch.float16, "bf16", "float16"):
+        assert peak_flops(name, dtype).flops == flops
+    assert peak_flops(name, torch.float32).flops < flops / 3
+    assert "TFLOP/s dense bf16" in peak_flops(name, "bf16").source
+
+
+@pytest.mark.parametrize(
+    "name", ["", "cpu", "Intel(R) Xeon(R)", "NVIDIA H20", "NVIDIA H800", "NVIDIA GB200", "NVIDIA H200 MIG 1g.18gb"]
+)
+def test_an_unknown_device_has_no_peak(name):
+    assert peak_flops(name, "bf16") is None
+
+
+def test_an_unknown_dtype_has_no_peak():
+    assert peak_flops("NVIDIA H200", torch.float64) is None
+
+
+def test_tf32_counts_only_when_it_is_on_and_exists():
+    assert peak_flops("NVIDIA A100-SXM4-40GB", "fp32").flops == 19.5e12
+    assert peak_flops("NVIDIA A100-SXM4-40GB", "fp32", tf32=True).flops == 156e12
+    assert peak_flops("AMD Instinct MI250X", "fp32", tf32=True).flops == 47.85e12
+
+
+def test_mfu_is_a_fraction_and_is_not_invented():
+    tflops = model_tflops_per_device(6_000_000_000, 1_000_000, 16)  # 6e15 FLOP/s over 16 devices
+    assert tflops == pytest.approx(375.0)
+    assert mfu(tflops, peak_flops("NVIDIA H200", "bf16")) == pytest.approx(375 / 989)
+    assert mfu(tflops, None) is None
