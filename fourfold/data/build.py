@@ -9,7 +9,7 @@ from pathlib import Path
 from fourfold.data.dataset import Mixture, TokenWindows
 from fourfold.data.files import locked
 from fourfold.data.indexed import IndexedDataset
-from fourfold.data.manifest import read_manifest, validation_prefix
+from fourfold.data.manifest import read_manifest
 from fourfold.data.prepare import prepare
 from fourfold.data.sources import PYTHON_STDLIB
 from fourfold.data.tokenizer import load_tokenizer
@@ -39,7 +39,7 @@ def ensure_builtin(
     vocab_size: int = 4096,
 ) -> str:
     """The prefix of a built-in corpus in `cache_dir`, prepared first if it is not there; 2 % is held out beside it
-    (see `validation_prefix`).
+    (`manifest.validation_prefix` names it).
 
     `tokenizer`: "bytes", the path of a tokenizer.json, or None to train one of `vocab_size` (otherwise ignored).
     Any number of processes may call this at once: one prepares, the others wait and find it done.
@@ -84,6 +84,3 @@ def _check_one_tokenizer(prefixes: Sequence[str | Path]) -> None:
     if len({manifest.fingerprint for manifest in known.values()}) > 1:
         made_with = "; ".join(f"{prefix} with {manifest.tokenizer}" for prefix, manifest in known.items())
         raise UserError(f"the sources were made with different tokenizers ({made_with}); prepare them with one")
-
-
-__all__ = ["build_dataset", "ensure_builtin", "validation_prefix"]

@@ -118,8 +118,8 @@ def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
     if (counts == 0).any():
         index = int((counts == 0).argmax())
         raise UserError(
-            f"source {index + 1} of the mixture has weight {weights[index]} of {sum(weights)} in all, which is no sample"
-            f" in {BLOCK}; raise it or leave the source out"
+            f"source {index + 1} of the mixture has weight {weights[index]} of {sum(weights)} in all, which is no"
+            f" sample in {BLOCK}; raise it or leave the source out"
         )
     return counts
 

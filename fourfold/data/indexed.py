@@ -83,8 +83,9 @@ class IndexedDataset:
         self.tokens = total_bytes // self.dtype.itemsize
         # Where sequence i would start, in bytes, if sequences lay one after the other.
         self._starts = self._pointers if self._contiguous else self._cumulated_lengths()
-        # A file of length zero cannot be mapped.
-        self._stream = np.memmap(self._bin, dtype=self.dtype, mode="r").view(np.ndarray) if self._bin_bytes else None
+        self._stream = np.empty(0, self.dtype)
+        if self._bin_bytes:  # an empty file cannot be mapped
+            self._stream = np.memmap(self._bin, dtype=self.dtype, mode="r").view(np.ndarray)
 
     @property
     def documents(self) -> int:
@@ -99,9 +100,7 @@ class IndexedDataset:
 
     def read(self, start: int, length: int) -> NDArray[np.integer]:
         """Tokens [start, start + length) of the stream, [length] of the stored type; do not write into it."""
-        assert 0 <= start and 0 <= length and start + length <= self.tokens, (start, length, self.tokens)
-        if length == 0 or self._stream is None:
-            return np.empty(0, dtype=self.dtype)
+        assert 0 <= start <= start + length <= self.tokens, (start, length, self.tokens)
         if self._contiguous:
             return self._stream[start : start + length]
         return self._gather(start, length)
@@ -122,7 +121,7 @@ class IndexedDataset:
         itemsize = self.dtype.itemsize
         sequence = bisect_right(self._starts, start * itemsize) - 1
         skipped = start - int(self._starts[sequence]) // itemsize
-        found: list[NDArray[np.integer]] = []
+        found = [np.empty(0, self.dtype)]
         while length > 0:
             begin = int(self._pointers[sequence]) // itemsize + skipped
             taken = min(length, int(self.lengths[sequence]) - skipped)

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.data.indexed import IndexedDataset, IndexedWriter
+from fourfold.data.indexed import IndexedWriter
 from fourfold.data.order import hash64
 from fourfold.data.shards import Shard, result
 
@@ -60,4 +61,4 @@ def _runs(values: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     """[begin, end) of each longest stretch of equal values."""
     borders = np.flatnonzero(np.diff(values)) + 1
     edges = [0, *borders.tolist(), len(values)] if len(values) else []
-    yield from zip(edges, edges[1:], strict=False)
+    yield from pairwise(edges)

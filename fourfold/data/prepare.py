@@ -16,7 +16,7 @@ from fourfold.data.merge import Split, falls_within, merge
 from fourfold.data.progress import Progress
 from fourfold.data.shards import cut, digest
 from fourfold.data.sources import InputFile, list_inputs, read_documents
-from fourfold.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, train_bpe
 from fourfold.data.workers import available_cores, tokenise_all
 from fourfold.errors import UserError
 
@@ -192,7 +192,7 @@ def _publish(
     """Move the merged corpora to their names. No manifest stands beside a mix of old and new files meanwhile."""
     _withdraw(prefix)
     tokenizer_name = "bytes"
-    if not isinstance(tokenizer, ByteTokenizer):
+    if isinstance(tokenizer, HFTokenizer):
         tokenizer_name = f"{prefix.name}-tokenizer.json"
         write_whole(prefix.with_name(tokenizer_name), tokenizer.path.read_bytes())
     manifests: dict[str, Manifest] = {}

@@ -6,10 +6,12 @@ import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from fourfold.data.progress import Progress
 from fourfold.data.shards import Shard, is_done, tokenise
+from fourfold.errors import UserError
 
 
 def available_cores() -> int:
@@ -20,7 +22,7 @@ def available_cores() -> int:
 def tokenise_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
     """Complete every shard in `folder`, with at most `workers` processes; one stays in this process.
 
-    Raises UserError for input that cannot be read; the shards completed by then remain.
+    Raises UserError for input that cannot be read, or when a process was killed; the shards completed by then remain.
     """
     missing = list({shard.key: shard for shard in shards if not is_done(shard, folder)}.values())
     workers = min(workers, len(missing))
@@ -38,6 +40,11 @@ def tokenise_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
                 for future in as_completed(running):
                     future.result()
                     progress.advance(running[future].bytes)
+            except BrokenProcessPool as error:
+                raise UserError(
+                    f"a tokenising process ended early, probably out of memory; what is finished stays in {folder}, so"
+                    ' try fewer workers (in a script of yours without `if __name__ == "__main__":`, workers=1)'
+                ) from error
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 

@@ -47,17 +47,20 @@ class StepResult:
 class Job:
     """A model on the grid with its optimizer."""
 
-    def __init__(self, run: RunConfig, grid: Grid, device: torch.device, seed: int | None = None) -> None:
-        """Build and initialise. seed: of the weights; default ``training.seed``."""
+    def __init__(self, run: RunConfig, grid: Grid, device: torch.device) -> None:
+        """Build with uninitialised weights: ``initialize`` them, or load a checkpoint."""
         self.run, self.grid, self.device = run, grid, device
         self.model = build_model(run, grid, device)
         self.shards: list[LocalShard] = local_shards(self.model, grid)
-        initialize_shards(self.shards, run.model, run.training.seed if seed is None else seed)
         self.optimizer = ShardedAdamW(self.shards, run.optimizer)
+
+    def initialize(self, seed: int) -> None:
+        """Fill the weights; the same seed gives the same weights on every grid."""
+        initialize_shards(self.shards, self.run.model, seed)
 
     def train_step(self, micro_batches: Sequence[MicroBatch], step: int) -> StepResult:
         """Forward and backward of every micro-batch, one clipped optimizer step; ``step`` counts from 0."""
-        kept = self.sum_over_batch(sum((mb.labels != IGNORE_INDEX).sum() for mb in micro_batches), "kept tokens")
+        kept = self.count_kept(micro_batches)
         loss = self.backward(micro_batches, kept)
         norm = self.clip()
         self.optimizer.step(self.learning_rate(step))
@@ -85,13 +88,17 @@ class Job:
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Mean loss of the kept tokens over all ranks, without gradients."""
-        kept = self.sum_over_batch(sum((mb.labels != IGNORE_INDEX).sum() for mb in micro_batches), "kept tokens")
+        kept = self.count_kept(micro_batches)
         loss = sum(self.loss(micro_batch) for micro_batch in micro_batches)
         return self.sum_over_batch(loss, "loss") / kept
 
     def learning_rate(self, step: int) -> float:
         run = self.run
         return learning_rate(step, run.training.train_steps, run.optimizer.lr, run.lr_scheduler)
+
+    def count_kept(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Tokens of a step, over all ranks, that the loss counts."""
+        return self.sum_over_batch(sum((mb.labels != IGNORE_INDEX).sum() for mb in micro_batches), "kept tokens")
 
     def sum_over_batch(self, value: Tensor, why: str) -> Tensor:
         """Sum a scalar over the ranks that split the batch."""

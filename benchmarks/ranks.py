@@ -1,0 +1,149 @@
+"""Processes of a benchmark: started once, joined in a gloo group, timed in interleaved rounds."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+
+from benchmarks.peers import Step
+from fourfold.config.load import make_run
+from fourfold.config.run import RunConfig
+from fourfold.models.transformer import IGNORE_INDEX
+from fourfold.parallel.grid import Grid
+from fourfold.training.job import Job, MicroBatch
+
+Times = dict[str, list[float]]
+"""Seconds a step of every contender, round by round."""
+
+
+def run_on_ranks(world: int, threads: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What ``function(*arguments)`` returns on rank 0 of ``world`` fresh processes of ``threads`` threads each."""
+    # Read when a process loads its thread library, so it must be set before the start.
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = f"file://{folder}/rendezvous"
+        processes = [
+            context.Process(target=_rank, args=(rank, world, threads, rendezvous, results, function, arguments))
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        while any(process.is_alive() for process in processes) and results.empty():
+            if any(process.exitcode for process in processes):
+                break
+            time.sleep(0.1)
+        failed = results.empty()
+        result = None if failed else results.get()
+        for process in processes:
+            if failed:
+                process.terminate()
+            process.join()
+    if failed:
+        raise RuntimeError(f"a process of {function.__name__} failed; its error is above")
+    return result
+
+
+def _rank(
+    rank: int,
+    world: int,
+    threads: int,
+    rendezvous: str,
+    results: Any,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+) -> None:
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
+    result = function(*arguments)
+    if rank == 0:
+        results.put(result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def cpu_run(
+    parallel: dict[str, int], batch: int, seq_length: int, model: dict[str, Any], **training: Any
+) -> RunConfig:
+    """A run of one micro-batch a step, without a warm-up or decay of the learning rate."""
+    ranks = parallel.get("dp", 1) * parallel.get("z", 1)
+    return make_run(
+        {
+            "model": model,
+            "data": {"source": "python-stdlib"},
+            "parallel": parallel,
+            "training": {
+                "micro_batch_size": batch // ranks,
+                "global_batch_size": batch,
+                "seq_length": seq_length,
+                "train_steps": 1000,
+                **training,
+            },
+            "lr_scheduler": {"decay_style": "constant"},
+        }
+    )
+
+
+def fourfold(run: RunConfig, device: torch.device) -> Step:
+    """fourfold's own training step."""
+    grid = Grid(run.parallel, device.type)
+    job = Job(run, grid, device)
+    rank, ranks = grid.batch_slot()
+
+    def step(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        micro_batch = MicroBatch(tokens_BS.chunk(ranks)[rank], labels_BS.chunk(ranks)[rank])
+        return job.train_step([micro_batch], 0).loss
+
+    return step
+
+
+def random_batch(run: RunConfig, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and labels [B, S]; the last position has nothing to predict, as Hugging Face has it."""
+    shape = (run.training.global_batch_size, run.training.seq_length)
+    tokens = torch.randint(0, run.model.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+    labels = torch.cat([tokens[:, 1:], torch.full((shape[0], 1), IGNORE_INDEX)], dim=1)
+    return tokens.to(device), labels.to(device)
+
+
+def one_step(step: Step, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    """Seconds of one step of all processes together, and its loss."""
+    dist.barrier()
+    begin = time.perf_counter()
+    loss = step(*batch).item()
+    dist.barrier()
+    return time.perf_counter() - begin, loss
+
+
+def interleave(steps: dict[str, Step], run: RunConfig, device: torch.device, rounds: int, tolerance: float) -> Times:
+    """Warm every contender up, then time one step of each in turn, ``rounds`` times over.
+
+    All start from the same weights: their losses before the first update must agree within ``tolerance``, or they do
+    not do the same work.
+    """
+    losses = {name: one_step(step, random_batch(run, 0, device))[1] for name, step in steps.items()}
+    first = next(iter(losses.values()))
+    for name, loss in losses.items():
+        assert abs(loss - first) < tolerance, f"{name} does other work: losses before the first update are {losses}"
+    for step in steps.values():
+        one_step(step, random_batch(run, 1, device))
+    times: Times = {name: [] for name in steps}
+    for i in range(rounds):
+        batch = random_batch(run, 2 + i, device)
+        for name, step in steps.items():
+            times[name].append(one_step(step, batch)[0])
+    return times
+
+
+def ratio(times: Times, ours: str, theirs: str) -> float:
+    """How many times as fast as ``theirs`` ours is: the median over the rounds, each a comparison of its own."""
+    return statistics.median(b / a for a, b in zip(times[ours], times[theirs], strict=True))

@@ -1,0 +1,198 @@
+"""Training speed on a CPU against other libraries: one run prints one table of ratios.
+
+    python -m benchmarks.train_cpu [--rounds 7] [--quick] [--json results.json]
+
+Contenders of a section live in the same processes and take their steps in turn, so that other work on the machine
+strikes all alike; a ratio is the median over the rounds. Needs ``pip install fourfold[benchmarks]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.peers import distributed_data_parallel, fsdp2_tensor_parallel, hugging_face
+from benchmarks.ranks import Times, cpu_run, fourfold, interleave, one_step, random_batch, ratio, run_on_ranks
+
+CPU = torch.device("cpu")
+
+GRIDS: dict[str, dict[str, int]] = {
+    "dp=4": {"dp": 4},
+    "z=4": {"z": 4},
+    "dp=2 z=2": {"dp": 2, "z": 2},
+    "x=2 z=2": {"x": 2, "z": 2},
+    "y=2 z=2": {"y": 2, "z": 2},
+    "x=2 y=2": {"x": 2, "y": 2},
+}
+"""Grids of four processes."""
+
+TENSOR_GRID = "x=2 z=2"
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is trained, and how long it is measured."""
+
+    model: dict[str, Any]
+    batch: int
+    seq_length: int
+    rounds: int
+    grids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. goal: what the ratio must be at least (speeds) or at most (first step)."""
+
+    section: str
+    contender: str
+    against: str
+    tokens_per_second: float
+    ratio: float
+    goal: float | None = None
+    at_most: bool = False
+
+    @property
+    def verdict(self) -> str:
+        if self.goal is None:
+            return ""
+        met = self.ratio <= self.goal if self.at_most else self.ratio >= self.goal
+        return f"{'≤' if self.at_most else '≥'} {self.goal:g}  {'met' if met else 'MISSED'}"
+
+
+def main() -> int:
+    arguments = _arguments()
+    warnings.filterwarnings("ignore")
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    size = Size({"preset": "llama-12m"}, 8, 256, arguments.rounds, tuple(GRIDS))
+    if arguments.quick:
+        size = Size({"preset": "llama-12m", "num_hidden_layers": 2}, 4, 64, 2, ("dp=4", TENSOR_GRID))
+    rows = []
+    for title, section in SECTIONS.items():
+        if arguments.only and title[0] not in arguments.only:
+            continue
+        print(f"\n{title}", flush=True)
+        new = section(size)
+        _print(new)
+        rows += new
+    if arguments.json:
+        record = {
+            "torch": torch.__version__,
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "model": size.model,
+            "batch": size.batch,
+            "seq_length": size.seq_length,
+            "rounds": size.rounds,
+            "rows": [asdict(row) for row in rows],
+        }
+        Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def one_process(size: Size) -> list[Row]:
+    rows = []
+    for section, precision, goal in (("a fp32", "fp32", 1.0), ("a bf16", "bf16", 1.0)):
+        times = run_on_ranks(1, 2, _time_one_process, size, precision)
+        theirs = "Hugging Face"
+        rows += [
+            _row(section, size, times, ours, theirs, goal) for ours in times if ours != theirs
+        ]
+        rows.append(_row(section, size, times, theirs, theirs, None))
+    return rows
+
+
+def _time_one_process(size: Size, precision: str) -> Times:
+    def ours(**training: str) -> Any:
+        return fourfold(cpu_run({}, size.batch, size.seq_length, size.model, precision=precision, **training), CPU)
+
+    run = cpu_run({}, size.batch, size.seq_length, size.model)
+    if precision == "fp32":
+        steps = {"fourfold": ours(), "Hugging Face": hugging_face(run, CPU)}
+    else:
+        steps = {
+            "fourfold, fp32 master": ours(),
+            "fourfold, bf16 master": ours(master_weights="bf16", reduce_dtype="bf16"),
+            "Hugging Face": hugging_face(run, CPU, torch.bfloat16),
+        }
+    return interleave(steps, run, CPU, size.rounds, tolerance=1e-4 if precision == "fp32" else 2e-2)
+
+
+def four_processes(size: Size) -> list[Row]:
+    times = run_on_ranks(4, 1, _time_four_processes, size)
+    grids = [name for name in times if name.startswith("fourfold")]
+    best = min(grids, key=lambda name: statistics.median(times[name]))
+    rows = [_row("b", size, times, name, "DDP", 0.95 if name == best else None) for name in [*grids, "DDP"]]
+    for name in (f"fourfold {TENSOR_GRID}", "FSDP2 + DTensor TP"):
+        goal = 1.3 if name.startswith("fourfold") else None
+        rows.append(_row("c", size, times, name, "FSDP2 + DTensor TP", goal))
+    return rows
+
+
+def _time_four_processes(size: Size) -> Times:
+    runs = {grid: cpu_run(GRIDS[grid], size.batch, size.seq_length, size.model) for grid in size.grids}
+    steps = {f"fourfold {grid}": fourfold(run, CPU) for grid, run in runs.items()}
+    steps["DDP"] = distributed_data_parallel(runs[TENSOR_GRID])
+    steps["FSDP2 + DTensor TP"] = fsdp2_tensor_parallel(runs[TENSOR_GRID])
+    return interleave(steps, runs[TENSOR_GRID], CPU, size.rounds, tolerance=1e-4)
+
+
+def first_steps(size: Size) -> list[Row]:
+    rows = []
+    for grid in size.grids:
+        first, *others = run_on_ranks(4, 1, _time_first_steps, size, grid)
+        second = others[0]
+        tokens = size.batch * size.seq_length
+        rows.append(Row("d", f"fourfold {grid}, first step", "its second", tokens / first, first / second, 3.0, True))
+    return rows
+
+
+def _time_first_steps(size: Size, grid: str) -> list[float]:
+    run = cpu_run(GRIDS[grid], size.batch, size.seq_length, size.model)
+    step = fourfold(run, CPU)
+    return [one_step(step, random_batch(run, i, CPU))[0] for i in range(2)]
+
+
+SECTIONS = {
+    "a  one process, two threads": one_process,
+    "b, c  four processes of one thread, fp32": four_processes,
+    "d  first step, in fresh processes": first_steps,
+}
+
+
+def _row(section: str, size: Size, times: Times, ours: str, theirs: str, goal: float | None) -> Row:
+    speed = size.batch * size.seq_length / statistics.median(times[ours])
+    return Row(section, ours, theirs, speed, ratio(times, ours, theirs), goal)
+
+
+def _print(rows: list[Row]) -> None:
+    print(f"{'':8}{'':34}{'tokens/s':>10}{'ratio':>8}  {'to':22}goal")
+    for row in rows:
+        print(
+            f"{row.section:8}{row.contender:34}{row.tokens_per_second:10.0f}{row.ratio:7.2f}x  {row.against:22}"
+            f"{row.verdict}",
+            flush=True,
+        )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps of every contender")
+    parser.add_argument("--quick", action="store_true", help="a smoke test in under a minute; its numbers mean nothing")
+    parser.add_argument("--only", default="", metavar="abd", help="letters of the sections to run")
+    parser.add_argument("--json", metavar="FILE", help="also write the table there")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

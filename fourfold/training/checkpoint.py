@@ -1,0 +1,205 @@
+"""Checkpoints that any grid can read: safetensors shards of global tensors and one JSON file, written whole or not.
+
+    checkpoints/step_100/
+        shard-00001-model-00001-of-00001.safetensors   each process's parts, with their place in the global tensor
+        …
+        state.json                                     step, model sizes, random state, and the size of every file
+
+Tensors go through torch.distributed.checkpoint under ``model.<name>`` and ``optimizer.<moment>.<name>``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import shutil
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from fourfold.config.model import ModelConfig
+from fourfold.config.run import CheckpointConfig
+from fourfold.errors import UserError
+from fourfold.parallel.state import GlobalView
+from fourfold.training.job import Job
+
+FORMAT = 1
+STATE_FILE = "state.json"
+# Keys of [model] that change neither a tensor's shape nor its meaning.
+_IRRELEVANT = {"preset", "initializer_range"}
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """What a checkpoint knows besides tensors. step: optimizer steps taken; it is also the position in the data."""
+
+    format: int
+    step: int
+    model: dict[str, Any]
+    rng: str
+    files: dict[str, int]
+
+
+class Checkpointer:
+    """Saves a job into a folder, and prunes old checkpoints there."""
+
+    def __init__(self, folder: Path, job: Job, config: CheckpointConfig) -> None:
+        self.folder, self.job, self.config = folder, job, config
+        self._view = GlobalView(job.grid, job.run.parallel.zero)
+        self._pending: tuple[Future, int, CheckpointState] | None = None
+        # The writer's collectives run in a thread beside the training step: they need a group of their own.
+        asynchronous = config.async_mode == "async"
+        self._group = dist.new_group(backend="gloo") if asynchronous else None
+
+    def save(self, step: int) -> None:
+        """Write ``step_<step>``; with async_mode it appears when it is whole, at a later ``poll`` or ``wait``."""
+        self.wait()
+        partial = self._partial(step)
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        state = CheckpointState(FORMAT, step, _sizes(self.job.run.model), _rng_state(), {})
+        writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
+        tensors = global_tensors(self.job, self._view)
+        if self._group is None:
+            dcp.save(tensors, storage_writer=writer)
+            self._publish(step, state)
+            dist.barrier()
+        else:
+            future = dcp.async_save(tensors, storage_writer=writer, process_group=self._group)
+            self._pending = (future, step, state)
+
+    def poll(self) -> None:
+        """Publish an asynchronous save that has finished."""
+        if self._pending is not None and self._pending[0].done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for an asynchronous save, and publish it."""
+        if self._pending is None:
+            return
+        future, step, state = self._pending
+        self._pending = None
+        future.result()
+        self._publish(step, state)
+
+    def _partial(self, step: int) -> Path:
+        return self.folder / f".step_{step}.partial"
+
+    def _publish(self, step: int, state: CheckpointState) -> None:
+        """On rank 0, when every rank has written: describe, rename, prune."""
+        if dist.get_rank() != 0:
+            return
+        partial, final = self._partial(step), self.folder / f"step_{step}"
+        state.files.update({file.name: file.stat().st_size for file in partial.glob("*.safetensors")})
+        (partial / STATE_FILE).write_text(json.dumps(asdict(state), indent=1) + "\n")
+        replaced = self.folder / f".step_{step}.replaced"
+        if final.exists():
+            os.replace(final, replaced)
+        os.replace(partial, final)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if self.config.keep_latest_k:
+            for old in list_checkpoints(self.folder)[: -self.config.keep_latest_k]:
+                shutil.rmtree(old)
+
+
+def load_checkpoint(path: Path, job: Job) -> int:
+    """Fill a job's weights and optimizer from a checkpoint that any grid has written; returns the steps taken.
+
+    Raises ``UserError`` when the checkpoint is incomplete or belongs to another model; the job is untouched then.
+    """
+    state = read_state(path)
+    check_same_model(path, state, job.run.model)
+    tensors = global_tensors(job, GlobalView(job.grid, job.run.parallel.zero))
+    _load_tensors(tensors, path)
+    job.optimizer.set_steps_taken(state.step)
+    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state.rng)), dtype=torch.uint8))
+    return state.step
+
+
+def load_weights(path: Path, weights: dict[str, Tensor]) -> None:
+    """Fill whole tensors, by parameter name, in one process and without a process group."""
+    read_state(path)
+    _load_tensors({f"model.{name}": tensor for name, tensor in weights.items()}, path, no_dist=True)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Finished checkpoints in a folder, oldest first."""
+    found = [p for p in folder.glob("step_*") if p.name[5:].isdigit() and (p / STATE_FILE).exists()]
+    return sorted(found, key=lambda p: int(p.name[5:]))
+
+
+def find_checkpoint(resume: str, folder: Path) -> Path | None:
+    """The checkpoint that ``checkpoint.resume`` means: the newest in ``folder``, none, or the one at a path."""
+    if resume == "never":
+        return None
+    if resume == "auto":
+        return (list_checkpoints(folder) or [None])[-1]
+    path = Path(resume)
+    if not (path / STATE_FILE).exists():
+        inside = list_checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+        if not inside:
+            raise UserError(f"checkpoint.resume = '{resume}': there is no checkpoint (a folder with {STATE_FILE})")
+        return inside[-1]
+    return path
+
+
+def read_state(path: Path) -> CheckpointState:
+    """Read and check ``state.json``; ``UserError`` when the checkpoint is damaged."""
+    try:
+        state = CheckpointState(**json.loads((path / STATE_FILE).read_text()))
+    except OSError as error:
+        raise UserError(f"cannot read the checkpoint {path}: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, TypeError):
+        raise UserError(f"{path / STATE_FILE} is damaged; resume from another checkpoint") from None
+    if state.format != FORMAT:
+        raise UserError(f"{path} has checkpoint format {state.format}; this version of fourfold reads {FORMAT}")
+    for name, size in state.files.items():
+        file = path / name
+        if not file.exists() or file.stat().st_size != size:
+            raise UserError(f"the checkpoint {path} is damaged: {name} is missing or not {size} bytes long")
+    return state
+
+
+def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> None:
+    """Raise ``UserError`` naming the first size in which the checkpoint's model differs from ``model``."""
+    sizes = _sizes(model)
+    for key in sizes:
+        if state.model.get(key) != sizes[key]:
+            raise UserError(
+                f"the checkpoint {path} is of another model: its {key} is {state.model.get(key)!r}, "
+                f"and the run file's is {sizes[key]!r}"
+            )
+
+
+def global_tensors(job: Job, view: GlobalView) -> dict[str, Tensor]:
+    """Weights and moments as global tensors that alias the job's memory."""
+    tensors: dict[str, Tensor] = {}
+    for index, shard in enumerate(job.shards):
+        tensors[f"model.{shard.name}"] = view.of(shard)
+        for moment, local in job.optimizer.moments(index).items():
+            tensors[f"optimizer.{moment}.{shard.name}"] = view.of(shard, local)
+    return tensors
+
+
+def _load_tensors(tensors: dict[str, Tensor], path: Path, no_dist: bool = False) -> None:
+    # The reader logs a warning for every file of a distributed save, which is how ours are.
+    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=no_dist)
+
+
+def _sizes(model: ModelConfig) -> dict[str, Any]:
+    return {key: value for key, value in model.model_dump(mode="json").items() if key not in _IRRELEVANT}
+
+
+def _rng_state() -> str:
+    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()

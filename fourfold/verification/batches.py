@@ -1,0 +1,46 @@
+"""Random batches for verification: what training sees at its worst, a function of the step alone."""
+
+from __future__ import annotations
+
+import torch
+
+from fourfold.config.run import RunConfig
+from fourfold.models.transformer import IGNORE_INDEX
+from fourfold.parallel.grid import Grid
+from fourfold.training.job import MicroBatch
+
+
+def random_global_batch(run: RunConfig, step: int) -> MicroBatch:
+    """The global batch of a step: random tokens, labels masked very unevenly over the sequences.
+
+    With ``data.mask_documents`` each sequence is packed from documents of random lengths.
+    """
+    generator = torch.Generator().manual_seed(1000 + step)
+    batch, length = run.training.global_batch_size, run.training.seq_length
+    tokens = torch.randint(0, run.model.vocab_size, (batch, length + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    share_masked = torch.linspace(0, 0.95, batch)[:, None]
+    labels[torch.rand(batch, length, generator=generator) < share_masked] = IGNORE_INDEX
+    if not run.data.mask_documents:
+        return MicroBatch(tokens[:, :-1], labels)
+    starts = torch.rand(batch, length, generator=generator) < 4 / length
+    starts[:, 0] = True
+    index = torch.arange(length).expand(batch, length)
+    positions = index - torch.where(starts, index, 0).cummax(dim=1).values
+    return MicroBatch(tokens[:, :-1], labels, positions, starts.cumsum(dim=1) - 1)
+
+
+def micro_batches_of(batch: MicroBatch, run: RunConfig, grid: Grid, device: torch.device) -> list[MicroBatch]:
+    """This process's micro-batches of a global batch, in the loader's order."""
+    rank, ranks = grid.batch_slot()
+    size = run.training.micro_batch_size
+    return [
+        rows_of(batch, slice(first + rank * size, first + (rank + 1) * size), device)
+        for first in range(0, len(batch.tokens), ranks * size)
+    ]
+
+
+def rows_of(batch: MicroBatch, rows: slice, device: torch.device) -> MicroBatch:
+    """Some sequences of a batch, on ``device``."""
+    fields = (batch.tokens, batch.labels, batch.positions, batch.documents)
+    return MicroBatch(*(None if field is None else field[rows].to(device) for field in fields))

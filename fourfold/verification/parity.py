@@ -1,0 +1,215 @@
+"""Does the layout of a run file compute what one process computes?
+
+The model of the run file is trained for a few steps on its grid and, as plain PyTorch with stock loss, clipping and
+AdamW, on rank 0 alone; both in float32, from the same weights and on the same unevenly masked random batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.config.layout import check_layout
+from fourfold.config.run import CheckpointConfig, ParallelConfig, RunConfig
+from fourfold.errors import UserError
+from fourfold.models.initialize import initialize
+from fourfold.models.transformer import IGNORE_INDEX, Transformer
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.state import gather_full
+from fourfold.training.checkpoint import Checkpointer, load_checkpoint
+from fourfold.training.job import Job, MicroBatch
+from fourfold.training.optimizer import learning_rate
+from fourfold.verification.batches import micro_batches_of, random_global_batch, rows_of
+
+TOLERANCE = {"loss": 1e-5, "gradients": 1e-5, "grad_norm": 1e-5, "weights": 1e-4, "resumed": 1e-4}
+"""Largest relative differences that rounding in float32 explains; the last two after steps of AdamW."""
+
+ADAM_EPS = 1e-6
+"""Adam divides by √v + eps. Some gradients are zero in theory (key biases), and with a smaller eps their rounding noise
+would move weights by whole steps, on any two machines differently."""
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """Largest relative differences between the grid and one process, and those of every gradient by name."""
+
+    loss: float
+    gradients: float
+    grad_norm: float
+    weights: float
+    resumed: float
+    each_gradient: dict[str, float]
+    resumed_on: str
+
+    @property
+    def ok(self) -> bool:
+        return all(getattr(self, name) <= limit for name, limit in TOLERANCE.items())
+
+
+def parity(run: RunConfig, device: torch.device, steps: int = 3) -> ParityReport | None:
+    """Compare, on every process of the run's grid; the report on rank 0, None elsewhere.
+
+    "resumed": the job is saved after ``steps``, loaded on another grid of the same size, and goes on for one step.
+    """
+    run = in_float32(run)
+    grid = Grid(run.parallel, device.type)
+    job = Job(run, grid, device)
+    job.initialize(run.training.seed)
+    one = OneProcess(run, device) if dist.get_rank() == 0 else None
+    worst = {name: 0.0 for name in TOLERANCE}
+    each_gradient: dict[str, float] = {}
+
+    for step in range(steps):
+        batch = random_global_batch(run, step)
+        loss, norm, gradients = _grid_step(job, batch, step, wants_gradients=step == 0)
+        if one is not None:
+            expected_loss, expected_norm, expected_gradients = one.step(batch, step)
+            if step == 0:
+                each_gradient = relative_differences(gradients, expected_gradients)
+            worst["loss"] = max(worst["loss"], _relative(loss, expected_loss))
+            worst["grad_norm"] = max(worst["grad_norm"], _relative(norm, expected_norm))
+    weights = gather_full(job.shards, [shard.local for shard in job.shards])
+    if one is not None:
+        worst["weights"] = max(relative_differences(weights, one.weights()).values())
+
+    other = resharded(run)
+    resumed = _resume_elsewhere(job, other, steps)
+    batch = random_global_batch(run, steps)
+    loss, norm, _ = _grid_step(resumed, batch, steps, wants_gradients=False)
+    weights_after = gather_full(resumed.shards, [shard.local for shard in resumed.shards])
+    if one is None:
+        return None
+    expected_loss, expected_norm, _ = one.step(batch, steps)
+    worst["resumed"] = max(
+        _relative(loss, expected_loss),
+        _relative(norm, expected_norm),
+        max(relative_differences(weights_after, one.weights()).values()),
+    )
+    worst["gradients"] = max(each_gradient.values())
+    return ParityReport(**worst, each_gradient=each_gradient, resumed_on=describe(other.parallel))
+
+
+class OneProcess:
+    """The reference: the same model in plain PyTorch, with torch's own loss, clipping and AdamW."""
+
+    def __init__(self, run: RunConfig, device: torch.device) -> None:
+        self.run, self.device = run, device
+        self.model = Transformer(run.model).to(device)
+        initialize(self.model, run.model, run.training.seed)
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        vectors = [p for p in self.model.parameters() if p.ndim == 1]
+        optimizer = run.optimizer
+        self.adamw = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+        )
+
+    def step(self, batch: MicroBatch, step: int) -> tuple[float, float, dict[str, Tensor]]:
+        """Loss, gradient norm and unclipped gradients of one training step."""
+        run = self.run
+        kept = (batch.labels != IGNORE_INDEX).sum()
+        loss = 0.0
+        for first in range(0, len(batch.tokens), run.training.micro_batch_size):
+            part = rows_of(batch, slice(first, first + run.training.micro_batch_size), self.device)
+            part_loss = self.model(part.tokens, part.labels, part.positions, part.documents) / kept
+            part_loss.backward()
+            loss += part_loss.item()
+        gradients = {name: p.grad.clone().cpu() for name, p in self.model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.optimizer.max_grad_norm).item()
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate(step, run.training.train_steps, run.optimizer.lr, run.lr_scheduler)
+        self.adamw.step()
+        self.adamw.zero_grad()
+        return loss, norm, gradients
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().cpu() for name, p in self.model.named_parameters()}
+
+
+def in_float32(run: RunConfig) -> RunConfig:
+    """The run as parity runs it."""
+    exact = {"precision": "fp32", "master_weights": "fp32", "reduce_dtype": "fp32", "compile": False}
+    return run.model_copy(
+        update={
+            "training": run.training.model_copy(update=exact),
+            "optimizer": run.optimizer.model_copy(update={"eps": max(run.optimizer.eps, ADAM_EPS)}),
+        }
+    )
+
+
+def resharded(run: RunConfig) -> RunConfig:
+    """The same run on another grid of as many processes: the axes exchanged, or another ``zero``."""
+    now = run.parallel
+    for x, y, z, dp in dict.fromkeys(itertools.permutations((now.z, now.x, now.dp, now.y))):
+        for zero in (0, 3):
+            other = ParallelConfig(x=x, y=y, z=z, dp=dp, zero=zero)
+            if (x, y, z, dp) == (now.x, now.y, now.z, now.dp) or other == now:
+                continue
+            candidate = run.model_copy(update={"parallel": other})
+            try:
+                check_layout(candidate)
+            except UserError:
+                continue
+            return candidate
+    return run
+
+
+def describe(grid: ParallelConfig) -> str:
+    """A grid in one line, axes of size 1 left out."""
+    parts = [f"{axis} {size}" for axis in ("pp", "dp", "cp", "z", "y", "x") if (size := getattr(grid, axis)) > 1]
+    return " × ".join(parts or ["one process"]) + (f", zero {grid.zero}" if grid.zero else "")
+
+
+def relative_differences(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Of each tensor: the largest difference over the largest value.
+
+    A tensor whose values are all below a ten-thousandth of the largest of all tensors is measured against that
+    ten-thousandth: what is zero in theory has no relative error.
+    """
+    assert got.keys() == expected.keys(), f"parameters differ: {got.keys() ^ expected.keys()}"
+    floor = 1e-4 * max(tensor.abs().max().item() for tensor in expected.values())
+    return {
+        name: (got[name] - tensor).abs().nan_to_num(nan=torch.inf).max().item() / max(tensor.abs().max().item(), floor)
+        for name, tensor in expected.items()
+    }
+
+
+def _grid_step(
+    job: Job, batch: MicroBatch, step: int, wants_gradients: bool
+) -> tuple[float, float, dict[str, Tensor] | None]:
+    """One step of the job; its gradients before clipping, whole, on rank 0."""
+    micro_batches = micro_batches_of(batch, job.run, job.grid, job.device)
+    if not wants_gradients:
+        result = job.train_step(micro_batches, step)
+        return result.loss.item(), result.grad_norm.item(), None
+    kept = job.count_kept(micro_batches)
+    loss = job.sum_over_batch(job.backward(micro_batches, kept), "loss") / kept
+    gradients = gather_full(job.shards, [shard.grad for shard in job.shards])
+    norm = job.clip()
+    job.optimizer.step(job.learning_rate(step))
+    return loss.item(), norm.item(), gradients
+
+
+def _resume_elsewhere(job: Job, other: RunConfig, step: int) -> Job:
+    """Save ``job``, and load it on the grid of ``other``."""
+    folder = Path(job.run.output_dir) / f".parity-{job.run.name}"
+    Checkpointer(folder, job, CheckpointConfig()).save(step)
+    resumed = Job(other, Grid(other.parallel, job.device.type), job.device)
+    load_checkpoint(folder / f"step_{step}", resumed)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    return resumed
+
+
+def _relative(got: float, expected: float) -> float:
+    return abs(got - expected) / abs(expected) if got == got else float("inf")
+

@@ -1,0 +1,90 @@
+"""The loader: the global batch whatever the grid, and the same with or without prefetching."""
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fourfold.data.dataset import TokenWindows
+from fourfold.data.indexed import IndexedDataset, IndexedWriter
+from fourfold.data.loader import Batch, Loader
+from fourfold.errors import UserError
+
+SEQ_LENGTH = 16
+FIELDS = ("tokens", "labels", "positions", "documents")
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> TokenWindows:
+    prefix = tmp_path_factory.mktemp("loader") / "c"
+    with IndexedWriter(prefix, 50_000) as writer:
+        for number in range(100):
+            writer.add_document(np.arange(number % 7 * 5 + 1) + 37 * number)
+    return TokenWindows(IndexedDataset(prefix), SEQ_LENGTH, seed=0)
+
+
+def same(one: Batch, other: Batch) -> bool:
+    return all((getattr(one, field) == getattr(other, field)).all() for field in FIELDS)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12, 24])
+def test_every_grid_sees_the_global_batch(windows: TokenWindows, size: int) -> None:
+    for micro_batch_size in (each for each in (1, 2, 3, 4, 24) if 24 % (each * size) == 0):
+        loaders = [Loader(windows, SEQ_LENGTH, 24, micro_batch_size, rank, size) for rank in range(size)]
+        micro_batches = zip(*(loader.step(5) for loader in loaders), strict=True)
+        gathered = [batch for of_all_ranks in micro_batches for batch in of_all_ranks]
+        assert all(
+            getattr(batch, field).shape == (micro_batch_size, SEQ_LENGTH) for batch in gathered for field in FIELDS
+        )
+        expected = windows.read(np.arange(5 * 24, 6 * 24))
+        assert (np.concatenate([batch.tokens for batch in gathered]) == expected.tokens[:, :-1]).all()
+        assert (np.concatenate([batch.documents for batch in gathered]) == expected.documents[:, :-1]).all()
+
+
+def test_batch_fields_agree(windows: TokenWindows) -> None:
+    [batch] = Loader(windows, SEQ_LENGTH, 32, 32).step(0)
+    following = batch.documents[:, 1:] == batch.documents[:, :-1]
+    assert (batch.positions[:, 0] == 0).all()
+    assert (batch.positions[:, 1:] == np.where(following, batch.positions[:, :-1] + 1, 0)).all()
+    assert (batch.labels[:, :-1] == np.where(following, batch.tokens[:, 1:], -100)).all()
+    assert (batch.labels == -100).any()
+    assert all(getattr(batch, field).dtype == np.int64 for field in FIELDS)
+    assert all(getattr(batch, field).flags.c_contiguous for field in FIELDS)
+
+
+def test_without_masks_every_token_counts(windows: TokenWindows) -> None:
+    [batch] = Loader(windows, SEQ_LENGTH, 4, 4, masks=()).step(0)
+    assert (batch.labels >= 0).all()
+
+
+def test_prefetch_changes_nothing_and_ends(windows: TokenWindows) -> None:
+    plain = Loader(windows, SEQ_LENGTH, 8, 2, 1, 2)
+    with Loader(windows, SEQ_LENGTH, 8, 2, 1, 2, prefetch=True) as ahead:
+        for step in (0, 1, 2, 7, 8, 3):  # also after jumps
+            assert all(map(same, plain.step(step), ahead.step(step)))
+    assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
+    assert all(map(same, plain.step(4), ahead.step(4)))
+    ahead.close()
+
+
+def test_uneven_batch_is_refused(windows: TokenWindows) -> None:
+    with pytest.raises(UserError, match="nearest that works is 24"):
+        Loader(windows, SEQ_LENGTH, 27, 2, 0, 4)
+    with pytest.raises(UserError, match="nearest that works is 8"):
+        Loader(windows, SEQ_LENGTH, 1, 2, 0, 4)
+    with pytest.raises(UserError, match="at least 1"):
+        Loader(windows, SEQ_LENGTH, 0, 2)
+
+
+def test_a_batch_takes_little_time(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "c", 50_000) as writer:
+        writer.add_documents(np.arange(2_000_000) % 50_000, np.full(4000, 500))
+    loader = Loader(TokenWindows(IndexedDataset(tmp_path / "c"), 2048, 0), 2048, 8, 8)
+    seconds = []
+    for step in range(10):
+        began = time.perf_counter()
+        loader.step(step)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.005

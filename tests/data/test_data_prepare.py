@@ -1,0 +1,191 @@
+"""Preparing a corpus: the same bytes however it was made, nothing done twice, nothing half-made."""
+
+import json
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fourfold.data import prepare as module
+from fourfold.data import workers
+from fourfold.data.indexed import IndexedDataset
+from fourfold.data.manifest import corpus_tokenizer, read_manifest, validation_prefix
+from fourfold.data.prepare import prepare
+from fourfold.data.shards import Shard
+from fourfold.data.sources import iter_documents
+from fourfold.errors import UserError
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A .jsonl that is cut into several shards, and small text files that share one."""
+    monkeypatch.setattr("fourfold.data.shards._SMALLEST_SHARD", 2000)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    rows = [{"text": f"document {n} " + "word " * (n % 13)} for n in range(200)]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for number in range(5):
+        (folder / f"b{number}.txt").write_text(f"text number {number} — ü")
+    return folder
+
+
+def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
+    """Records which shards are tokenised in this process from now on."""
+    seen: list[Shard] = []
+    original = workers.tokenise
+
+    def record(shard: Shard, folder: Path) -> None:
+        original(shard, folder)
+        seen.append(shard)
+
+    monkeypatch.setattr(workers, "tokenise", record)
+    return seen
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != "in")
+
+
+def test_content(tmp_path: Path, inputs: Path) -> None:
+    summary = prepare([inputs], tmp_path / "out" / "c", tokenizer="bytes", workers=1)
+    corpus = IndexedDataset(tmp_path / "out" / "c")
+    expected = [[*text.encode(), 256] for text in iter_documents([inputs])]
+    offsets = corpus.document_offsets
+    assert [corpus.read(a, b - a).tolist() for a, b in pairwise(offsets)] == expected
+    assert summary.train.documents == 205
+    assert summary.train.tokens == corpus.tokens == summary.train.bytes + 205
+    assert (summary.train.vocab_size, summary.train.eod_id, summary.train.dtype) == (257, 256, "uint16")
+    assert read_manifest(tmp_path / "out" / "c") == summary.train
+    assert names(tmp_path / "out") == ["c.bin", "c.idx", "c.json"]
+    assert all(path.is_file() for path in summary.files)
+
+
+def test_same_bytes_for_any_number_of_workers(tmp_path: Path, inputs: Path) -> None:
+    for count in (1, 4):
+        (tmp_path / f"{count}").mkdir()
+        prepare(
+            [inputs], tmp_path / f"{count}" / "c", train_tokenizer_vocab=300, workers=count, validation_fraction=0.1
+        )
+    assert len(names(tmp_path / "1")) == 7
+    assert names(tmp_path / "1") == names(tmp_path / "4")
+    for name in names(tmp_path / "1"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "4" / name).read_bytes()
+    tokenizer = corpus_tokenizer(tmp_path / "4" / "c")
+    corpus = IndexedDataset(tmp_path / "4" / "c")
+    decoded = tokenizer.decode(corpus.read(0, int(corpus.document_offsets[1])).tolist())
+    assert decoded in list(iter_documents([inputs]))
+
+
+def test_validation_split_partitions_the_documents(tmp_path: Path, inputs: Path) -> None:
+    def documents(prefix: str | Path) -> list[bytes]:
+        corpus = IndexedDataset(prefix)
+        offsets = corpus.document_offsets
+        return [corpus.read(a, b - a).astype(np.uint8).tobytes() for a, b in pairwise(offsets)]
+
+    summary = prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1, validation_fraction=0.2, seed=1)
+    held_out = documents(validation_prefix(tmp_path / "c"))
+    kept = documents(tmp_path / "c")
+    every = [text.encode() + b"\0" for text in iter_documents([inputs])]
+    assert sorted(held_out + kept) == sorted(every)
+    assert 20 < len(held_out) == summary.validation.documents < 65
+    other = prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1, validation_fraction=0.2, seed=2)
+    assert documents(validation_prefix(tmp_path / "c")) != held_out
+    assert not other.reused
+    prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1)
+    assert names(tmp_path) == ["c.bin", "c.idx", "c.json"]  # a stale split would hold documents of the corpus
+
+
+def test_finished_corpus_is_kept(tmp_path: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = tokenised(monkeypatch)
+    first = prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1)
+    again = prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1)
+    assert (first.reused, again.reused, again.train) == (False, True, first.train)
+    count = len(seen)
+    assert count > 3
+    assert not prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1, force=True).reused
+    assert len(seen) == 2 * count
+    (tmp_path / "c.bin").write_bytes(b"damaged")
+    assert not prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1).reused
+    os.utime(inputs / "b0.txt", (1, 1))
+    assert not prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1).reused
+
+
+def test_restart_after_an_interruption(tmp_path: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare([inputs], tmp_path / "expected", train_tokenizer_vocab=300, workers=1)
+    seen = tokenised(monkeypatch)
+    trained = []
+    monkeypatch.setattr(module, "_train", lambda *args, train=module._train: (trained.append(1), train(*args)))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "merge", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prepare([inputs], tmp_path / "c", train_tokenizer_vocab=300, workers=1)
+    assert not (tmp_path / "c.json").exists()
+    all_shards = len(seen)
+    (tmp_path / "c.parts" / f"{seen[0].key}.npy").unlink()  # as if this one had not been finished
+    (tmp_path / "c.parts" / ".half.bin.1.tmp").write_bytes(b"half")
+    seen.clear()
+    prepare([inputs], tmp_path / "c", train_tokenizer_vocab=300, workers=1)
+    assert (len(seen), len(trained)) == (1, 1)
+    assert all_shards > 3
+    assert not (tmp_path / "c.parts").exists()
+    for name in ("bin", "idx"):
+        assert (tmp_path / f"c.{name}").read_bytes() == (tmp_path / f"expected.{name}").read_bytes()
+
+
+def test_changed_input_is_tokenised_again(tmp_path: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = tokenised(monkeypatch)
+    (inputs / "z.jsonl").write_text("{")
+    with pytest.raises(UserError, match=r"z\.jsonl, line 1"):
+        prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1)
+    count = len(seen)
+    seen.clear()
+    (inputs / "z.jsonl").unlink()
+    (inputs / "b4.txt").write_text("another text")
+    prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1)
+    assert 1 <= len(seen) < count
+    assert any(piece.file.path.endswith("b4.txt") for shard in seen for piece in shard.pieces)
+
+
+def test_error_in_a_worker_process(tmp_path: Path, inputs: Path) -> None:
+    (inputs / "z.jsonl").write_text('{"text": "good"}\n{"text": 1}\n')
+    with pytest.raises(UserError, match=r"z\.jsonl, line 2"):
+        prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=2)
+    assert names(tmp_path) == ["c.parts"]
+
+
+def test_the_same_input_twice(tmp_path: Path, inputs: Path) -> None:
+    once = prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1)
+    twice = prepare([inputs, inputs], tmp_path / "d", tokenizer="bytes", workers=1)
+    assert twice.train.tokens == 2 * once.train.tokens
+
+
+def test_refusals(tmp_path: Path, inputs: Path) -> None:
+    def refused(match: str, **options: object) -> None:
+        with pytest.raises(UserError, match=match):
+            prepare([inputs / "b0.txt"], tmp_path / "c", **options)
+
+    refused("choose one tokenizer")
+    refused("choose one tokenizer", tokenizer="bytes", train_tokenizer_vocab=300)
+    refused("workers is 0", tokenizer="bytes", workers=0)
+    refused("validation_fraction is 1", tokenizer="bytes", validation_fraction=1.0)
+    refused("leaves none for", tokenizer="bytes", validation_fraction=0.5)
+    (inputs / "b0.txt").write_text("")
+    refused("no document has any text", tokenizer="bytes")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be made"):
+        prepare([inputs], tmp_path / "file" / "c", tokenizer="bytes")
+
+
+def test_second_preparation_of_the_same_corpus_is_refused(tmp_path: Path, inputs: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    (tmp_path / "c.parts").mkdir()
+    with (tmp_path / "c.parts" / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another process"):
+            prepare([inputs], tmp_path / "c", tokenizer="bytes")

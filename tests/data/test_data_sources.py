@@ -1,0 +1,121 @@
+"""Documents out of every kind of file, and one sentence for each that cannot be read."""
+
+import gzip
+import json
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from fourfold.data.sources import iter_documents, list_inputs, read_documents
+from fourfold.errors import UserError
+
+ROWS = [{"text": "eins"}, {"text": ""}, {"text": "zwei\nzeilen"}, {"text": None}, {"text": "drei ü"}]
+TEXTS = ["eins", "zwei\nzeilen", "drei ü"]
+
+
+def jsonl(rows: list[dict]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def test_text_and_json_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\ndocument")
+    (tmp_path / "b.jsonl").write_bytes(jsonl(ROWS) + b"\n")
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(jsonl(ROWS)))
+    assert list(iter_documents([tmp_path])) == ["one\r\n\ndocument", *TEXTS, *TEXTS]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": [row["text"] for row in ROWS], "n": range(len(ROWS))}), path)
+    assert list(read_documents(path)) == TEXTS
+    with pytest.raises(UserError, match=r'a\.parquet has no column "body" among text, n'):
+        list(read_documents(path, "body"))
+    with pytest.raises(UserError, match="holds int64"):
+        list(read_documents(path, "n"))
+    path.write_bytes(b"no parquet at all")
+    with pytest.raises(UserError, match="no Parquet file"):
+        list(read_documents(path))
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"pip install fourfold\[parquet\]"):
+        list(read_documents(tmp_path / "a.parquet"))
+
+
+def test_inputs_in_order(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "sub/c.txt", ".hidden/d.txt", "ignored.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert list(iter_documents([tmp_path])) == ["a.txt", "b.txt", "sub/c.txt"]
+    assert list(iter_documents([tmp_path / "b.txt", f"{tmp_path}/a*"])) == ["b.txt", "a.txt"]
+    assert list(iter_documents([f"{tmp_path}/**/c.txt"])) == ["sub/c.txt"]
+    for item, message in (
+        ("none.txt", "does not exist"),
+        ("x*", "no file of a readable"),
+        ("ignored.bin", "unknown kind"),
+    ):
+        with pytest.raises(UserError, match=message):
+            list_inputs([tmp_path / item])
+    with pytest.raises(UserError, match="nothing to prepare"):
+        list_inputs([])
+
+
+def test_parts_of_a_file_are_disjoint_and_complete(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(jsonl([{"text": f"{n}" * (n % 5 + 1)} for n in range(20)]).rstrip())
+    size = path.stat().st_size
+    whole = list(read_documents(path))
+    assert len(whole) == 20
+    for step in (1, 7, 13, 14, 50, size):
+        parts = [list(read_documents(path, start=at, stop=at + step)) for at in range(0, size, step)]
+        assert list(chain(*parts)) == whole
+
+
+BAD_LINES = {
+    b"{": "not JSON",
+    b'{"body": "x", "id": 1}': 'no key "text" among body, id',
+    b'{"text": 3}': "holds a int",
+    b'["x"]': "a list where",
+    b'{"text": "\xff"}': "not UTF-8",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
+    good = jsonl(ROWS)
+    (tmp_path / "a.jsonl").write_bytes(good + line + b"\n" + good)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(good + line))
+    for name in ("a.jsonl", "b.jsonl.gz"):
+        with pytest.raises(UserError, match=f"{name}, line 6: .*{BAD_LINES[line]}"):
+            list(read_documents(tmp_path / name))
+    with pytest.raises(UserError, match="line 6"):
+        list(read_documents(tmp_path / "a.jsonl", start=len(good) - 3))
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(ROWS * 50))[:-20])
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz cannot be read"):
+        list(read_documents(tmp_path / "a.jsonl.gz"))
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="not UTF-8"):
+        list(read_documents(tmp_path / "a.txt"))
+
+
+def test_half_a_character_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x\\ud800y \\ud83d\\ude42"}\n')
+    assert list(read_documents(tmp_path / "a.jsonl")) == ["x?y 🙂"]
+
+
+def test_python_stdlib() -> None:
+    files = list_inputs(["python-stdlib"])
+    assert files == list_inputs(["python-stdlib"])
+    assert not any("site-packages" in file.path for file in files)
+    texts = list(iter_documents(["python-stdlib"]))
+    assert sum(map(len, texts)) >= 5_000_000
+    assert len(texts) > 100
