@@ -98,6 +98,7 @@ def fourfold(run: RunConfig, device: torch.device) -> Step:
     """fourfold's own training step."""
     grid = Grid(run.parallel, device.type)
     job = Job(run, grid, device)
+    job.initialize(run.training.seed)
     rank, ranks = grid.batch_slot()
 
     def step(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:

@@ -26,17 +26,16 @@ def shard_data_parallel(model: Transformer, grid: Grid, run: RunConfig) -> None:
     if zero == 0:
         mesh, reshard = grid.mesh["dp", "z"], z > 1
     else:
-        grid.flatten("dp", "z")
-        mesh = grid.mesh["dp", "z"]._flatten("dp_z")
+        mesh = grid.batch_mesh
         reshard = True if zero == 3 else (z if 1 < z < mesh.size() else z > 1)
 
     def shard(module: nn.Module | list[nn.Module], reshard_after_forward: bool | int) -> None:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
 
-    if not run.model.tie_word_embeddings:
-        shard(model.embed_tokens, reshard)
-    if model.embed_positions is not None:
-        shard(model.embed_positions, reshard)
+    for embedding in (model.embed_tokens, model.embed_positions):
+        if embedding is not None and embedding.weight is not model.lm_head.weight:
+            shard(embedding, reshard)
+            embedding.set_unshard_in_backward(False)  # the gradient of a look-up does not read the table
     for layer in model.layers:
         shard(layer, reshard)
     # The head's weights are needed again as soon as the backward begins; a tied embedding stays with them.

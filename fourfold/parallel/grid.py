@@ -39,9 +39,18 @@ class Grid:
         self.mesh: DeviceMesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
         self.device_type = device_type
         self._axes = {name: self._axis(name, self.mesh[name]) for name in AXES}
+        # Groups over two axes, made at the start: making one later would be a collective in the middle of a step.
+        self.batch_mesh: DeviceMesh = self.mesh["dp", "z"]._flatten("dp_z")
+        self._axes["dp_z"] = self._axis("dp_z", self.batch_mesh)
+        self._axes["y_x"] = self._axis("y_x", self.mesh["y", "x"]._flatten("y_x"))
 
     def axis(self, name: str) -> Axis:
+        """An axis by name, or ``dp_z`` or ``y_x``, two as one."""
         return self._axes[name]
+
+    def axes(self) -> list[Axis]:
+        """All of them, the single ones first."""
+        return list(self._axes.values())
 
     @property
     def x(self) -> Axis:
@@ -51,19 +60,10 @@ class Grid:
     def y(self) -> Axis:
         return self._axes["y"]
 
-    def batch_slot(self) -> tuple[int, int]:
-        """(rank, size) of this process among those that split the batch: dp and, inside it, z."""
-        dp, z = self._axes["dp"], self._axes["z"]
-        return dp.rank * z.size + z.rank, dp.size * z.size
-
-    def flatten(self, *names: str) -> Axis:
-        """Several axes (outermost first) as one."""
-        if len(names) == 1:
-            return self._axes[names[0]]
-        label = "_".join(names)
-        if label not in self._axes:
-            self._axes[label] = self._axis(label, self.mesh[names]._flatten(label))
-        return self._axes[label]
+    @property
+    def batch(self) -> Axis:
+        """The processes that split the batch: dp and, inside it, z."""
+        return self._axes["dp_z"]
 
     @staticmethod
     def _axis(name: str, mesh: DeviceMesh) -> Axis:

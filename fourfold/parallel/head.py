@@ -25,6 +25,7 @@ class ParallelHead(Tiled):
     def __init__(self, head: LMHead, grid: Grid) -> None:
         super().__init__()
         self.vocab_size, self.x, self.y = head.vocab_size, grid.x, grid.y
+        self.chunk_logits = CHUNK_LOGITS[grid.device_type]
         self.add_tile("weight", head.weight, Tile(x=0, y=1), grid)
 
     def forward(self, x_BTh: Tensor, labels_BS: Tensor | None = None) -> Tensor:
@@ -58,7 +59,7 @@ class _Loss(torch.autograd.Function):
         dx_Nh = torch.empty_like(x_Nh) if wants_dx else None
         dw_vh = torch.zeros_like(weight, dtype=torch.float32) if wants_dw else None
         loss = torch.zeros((), dtype=torch.float32, device=x_Nh.device)
-        size = chunk_size(x_Nh.shape[0], weight.shape[0], head.y.size, x_Nh.device.type)
+        size = chunk_size(x_Nh.shape[0], weight.shape[0], head.y.size, head.chunk_logits)
         for begin in range(0, x_Nh.shape[0], size):
             chunk = slice(begin, min(begin + size, x_Nh.shape[0]))
             partial_nv = x_Nh[chunk] @ weight.T
@@ -84,9 +85,8 @@ class _Loss(torch.autograd.Function):
         return None if dx is None else dx * scale, None if dw is None else dw * scale, None, None
 
 
-def chunk_size(tokens: int, columns: int, y: int, device_type: str) -> int:
-    """Tokens whose logits are made at once: a multiple of y."""
-    budget = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cuda"])
+def chunk_size(tokens: int, columns: int, y: int, budget: int) -> int:
+    """Tokens whose logits (``columns`` each) are made at once: a multiple of y within a budget of logits."""
     return min(tokens, max(1, budget // columns // y) * y)
 
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import AXES
@@ -65,19 +64,18 @@ def local_shards(model: nn.Module, grid: Grid) -> list[LocalShard]:
 def _local_shard(name: str, parameter: nn.Parameter, tile: Tile, grid: Grid) -> LocalShard:
     assert isinstance(parameter, DTensor), f"{name} is not sharded by FSDP2"
     global_shape = tile.global_shape(tuple(parameter.shape), grid)
-    rows, row_offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    begin = tile.slices(global_shape, grid)
-    slices = tuple(
-        slice(cut.start + offset, cut.start + offset + length)
-        for cut, offset, length in zip(begin, row_offset, rows, strict=True)
-    )
+    dp_replicates = parameter.device_mesh.ndim == 2
+    sharded_over = grid.axis("z") if dp_replicates else grid.batch
+    # FSDP2 cuts the first dim as torch.chunk does: the last shards may be shorter, or empty.
+    rows, *rest = tile.slices(global_shape, grid)
+    chunk = math.ceil(parameter.shape[0] / sharded_over.size)
+    first, last = (min(rows.start + rank * chunk, rows.stop) for rank in (sharded_over.rank, sharded_over.rank + 1))
     replicas = grid.axis("cp").size
     replicas *= grid.x.size if tile.x is None else 1
     replicas *= grid.y.size if tile.y is None else 1
-    replicas *= grid.axis("dp").size if parameter.device_mesh.ndim == 2 else 1
-    return LocalShard(name, parameter, parameter.to_local().detach(), tile, global_shape, slices, replicas)
+    replicas *= grid.axis("dp").size if dp_replicates else 1
+    local = parameter.to_local().detach()
+    return LocalShard(name, parameter, local, tile, global_shape, (slice(first, last), *rest), replicas)
 
 
 def initialize_shards(shards: Iterable[LocalShard], config: ModelConfig, seed: int) -> None:
@@ -100,7 +98,7 @@ def sum_partial_gradients(shards: Iterable[LocalShard], grid: Grid) -> None:
     for axes, grads in sorted(by_axes.items()):
         flat = torch.cat([grad.flatten() for grad in grads])
         if flat.numel():
-            flat = all_reduce(flat, grid.flatten(*axes), "gradients of norms and biases")
+            flat = all_reduce(flat, grid.axis("_".join(axes)), "gradients of norms and biases")
         torch._foreach_copy_(
             grads, [p.view_as(g) for p, g in zip(flat.split([g.numel() for g in grads]), grads, strict=True)]
         )

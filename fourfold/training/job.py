@@ -47,10 +47,11 @@ class StepResult:
 class Job:
     """A model on the grid with its optimizer."""
 
-    def __init__(self, run: RunConfig, grid: Grid, device: torch.device) -> None:
-        """Build with uninitialised weights: ``initialize`` them, or load a checkpoint."""
+    def __init__(self, run: RunConfig, grid: Grid, device: torch.device, model: Transformer | None = None) -> None:
+        """Give memory to ``model`` (default: a new ``meta_model``); ``initialize`` it then, or load a checkpoint."""
         self.run, self.grid, self.device = run, grid, device
-        self.model = build_model(run, grid, device)
+        self.model = meta_model(run, grid) if model is None else model
+        materialize(self.model, device, run.model.tie_word_embeddings)
         self.shards: list[LocalShard] = local_shards(self.model, grid)
         self.optimizer = ShardedAdamW(self.shards, run.optimizer)
 
@@ -102,16 +103,14 @@ class Job:
 
     def sum_over_batch(self, value: Tensor, why: str) -> Tensor:
         """Sum a scalar over the ranks that split the batch."""
-        return all_reduce(value.clone(), self.grid.flatten("dp", "z"), why)
+        return all_reduce(value.clone(), self.grid.batch, why)
 
 
-def build_model(run: RunConfig, grid: Grid, device: torch.device) -> Transformer:
-    """This process's part of the model, in uninitialised memory; the whole never exists."""
+def meta_model(run: RunConfig, grid: Grid) -> Transformer:
+    """This process's part of the model, without memory; the whole never exists."""
     with torch.device("meta"):
         model = Transformer(run.model).to(DTYPES[run.training.master_weights])
-    parallelize(model, grid, run)
-    materialize(model, device, run.model.tie_word_embeddings)
-    return model
+    return parallelize(model, grid, run)
 
 
 def device_of_this_process(run: RunConfig, local_rank: int) -> torch.device:

@@ -41,7 +41,7 @@ class ShardedAdamW:
             group["lr"] = lr
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
             # The optimizer must step the memory that FSDP2 gathers from.
-            assert shard.parameter.to_local().data_ptr() == parameter.data_ptr(), f"{shard.name} has moved"
+            assert _same_memory(shard.parameter.to_local(), parameter), f"{shard.name} has moved"
             # A gradient of another type (a float32 sum for bf16 weights) steps in the weights' type.
             parameter.grad = None if shard.grad is None else shard.grad.to(parameter.dtype)
         self.adamw.step()
@@ -63,6 +63,10 @@ class ShardedAdamW:
         for index, parameter in enumerate(self.parameters):
             self.moments(index)
             self.adamw.state[parameter]["step"].fill_(steps)
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
 
 
 def learning_rate(step: int, train_steps: int, peak: float, config: SchedulerConfig) -> float:

@@ -32,7 +32,7 @@ def random_global_batch(run: RunConfig, step: int) -> MicroBatch:
 
 def micro_batches_of(batch: MicroBatch, run: RunConfig, grid: Grid, device: torch.device) -> list[MicroBatch]:
     """This process's micro-batches of a global batch, in the loader's order."""
-    rank, ranks = grid.batch_slot()
+    rank, ranks = grid.batch.rank, grid.batch.size
     size = run.training.micro_batch_size
     return [
         rows_of(batch, slice(first + rank * size, first + (rank + 1) * size), device)

@@ -1,0 +1,134 @@
+"""This process's place in the job, as the launcher (torchrun or srun) tells it through environment variables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from fourfold.errors import UserError
+
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+"""SLURM numbers its own steps from here: the batch script, the interactive shell of salloc, the external step."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process of a job. local: among the processes on its machine."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    launcher: Literal["torchrun", "slurm", "local"]
+    restarts: int = 0
+
+
+def read_environment(environ: Mapping[str, str]) -> Place | None:
+    """What the launcher says about this process; None where there was no launcher.
+
+    A step of srun with one task is no launch: it is how a shell, or a torchrun per node, is started.
+    """
+    step = _read_srun(environ)
+    if "TORCHELASTIC_RUN_ID" in environ or step is None:
+        return _read_torchrun(environ) if "RANK" in environ or "WORLD_SIZE" in environ else None
+    _refuse_disagreement(environ, step)
+    return step
+
+
+def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
+    """(host, port) where the processes of the launcher meet."""
+    host, default_port = environ.get("MASTER_ADDR", ""), 29_500
+    if place.launcher == "slurm":
+        host = host or first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
+        # One port per job, for jobs may share a node; below those that the kernel hands out itself.
+        default_port = 10_000 + _integer(environ, "SLURM_JOB_ID", default=0) % 20_000
+    if not host:
+        raise UserError("the environment has RANK but not MASTER_ADDR; set it to rank 0's host, or start with torchrun")
+    return host, _integer(environ, "MASTER_PORT", default=default_port)
+
+
+def first_host(node_list: str) -> str:
+    """The first host of a SLURM node list: ``nid[0003-0007,0012],login1`` is ``nid0003``.
+
+    Written here because scontrol need not exist on a compute node.
+    """
+    end = re.search(r",(?![^\[]*\])", node_list)  # the first comma outside brackets
+    first = node_list[: end.start()] if end else node_list
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+
+
+def _read_torchrun(environ: Mapping[str, str]) -> Place:
+    world_size = _integer(environ, "WORLD_SIZE")
+    place = Place(
+        rank=_integer(environ, "RANK"),
+        local_rank=_integer(environ, "LOCAL_RANK"),
+        world_size=world_size,
+        local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", default=world_size),
+        launcher="torchrun",
+        restarts=_integer(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
+    )
+    _check(place, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return place
+
+
+def _read_srun(environ: Mapping[str, str]) -> Place | None:
+    """The task of srun that this process is; None in a batch script or a shell of salloc.
+
+    Those shells have SLURM_PROCID = 0 and the SLURM_NTASKS of the whole job as well: only the step tells.
+    """
+    if "SLURM_PROCID" not in environ or not environ.get("SLURM_STEP_ID", "").isdecimal():
+        return None
+    tasks = _integer(environ, "SLURM_STEP_NUM_TASKS", default=_integer(environ, "SLURM_NTASKS", default=1))
+    if _integer(environ, "SLURM_STEP_ID") >= FIRST_SPECIAL_STEP or tasks == 1:
+        return None
+    place = Place(
+        rank=_integer(environ, "SLURM_PROCID"),
+        local_rank=_integer(environ, "SLURM_LOCALID"),
+        world_size=tasks,
+        local_world_size=_tasks_on_this_node(environ, tasks),
+        launcher="slurm",
+        restarts=_integer(environ, "SLURM_RESTART_COUNT", default=0),
+    )
+    _check(place, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+    return place
+
+
+def _tasks_on_this_node(environ: Mapping[str, str], tasks: int) -> int:
+    """From SLURM's run-length list, such as ``8(x2),4``."""
+    per_node: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        per_node += [int(count)] * int(times or 1)
+    node = _integer(environ, "SLURM_NODEID", default=0)
+    return per_node[node] if node < len(per_node) else tasks
+
+
+def _refuse_disagreement(environ: Mapping[str, str], step: Place) -> None:
+    """Scripts that export RANK from SLURM_PROCID outside of srun give every task the rank of the batch script."""
+    for name, ours in (("RANK", step.rank), ("WORLD_SIZE", step.world_size)):
+        if _integer(environ, name, default=ours) != ours:
+            raise UserError(
+                f"{name} = {environ[name]} contradicts SLURM, where this is task {step.rank} of {step.world_size}; "
+                f"unset RANK, LOCAL_RANK and WORLD_SIZE, for srun's own variables are enough"
+            )
+
+
+def _check(place: Place, rank: str, size: str, local_rank: str, local_size: str) -> None:
+    """Every rank is below its size; the strings are the names of the variables."""
+    for name, value, limit_name, limit in (
+        (rank, place.rank, size, place.world_size),
+        (local_rank, place.local_rank, local_size, place.local_world_size),
+    ):
+        if value >= limit:
+            raise UserError(f"{name} = {value} in the environment must be below {limit_name} = {limit}")
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A variable that must be a whole number; where it is unset, the default, without which it is required."""
+    text = environ.get(name, "" if default is None else str(default))
+    if not text:
+        raise UserError(f"the environment has variables of a launcher but not {name}; start with torchrun or srun")
+    if not text.isdecimal():
+        raise UserError(f"{name} = {text!r} in the environment is not a whole number of 0 or more")
+    return int(text)

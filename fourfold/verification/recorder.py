@@ -1,0 +1,175 @@
+"""Watches every operation of a step: collectives by axis and purpose, and the memory alive by what it is for."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from fourfold.parallel.communicate import PURPOSE
+from fourfold.parallel.data_parallel import fsdp_modules
+from fourfold.parallel.grid import Grid
+from fourfold.training.job import Job
+
+Tag = Literal["parameters", "optimizer", "gradients", "weights", "activations"]
+
+OPERATIONS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
+DATA_AXES = ("z", "dp", "dp_z")
+# FSDP2 does not say what its collectives are for, but it has only these.
+FSDP_PURPOSE = {"all_gather": "weights", "reduce_scatter": "gradients", "all_reduce": "gradients"}
+
+
+class Recorder(TorchDispatchMode):
+    """Records a job's operations between ``start`` and the end of the context.
+
+    A storage is counted from its first appearance until Python forgets it, or FSDP2 shrinks it to nothing.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__()
+        # By members: FSDP2 makes groups of its own along our axes.
+        self._axis_of_ranks = {tuple(dist.get_process_group_ranks(axis.group)): axis.name for axis in grid.axes()[::-1]}
+        self._axis_of_group: dict[str, str] = {}
+        self.collectives: dict[tuple[str, str, str], list[int]] = {}
+        self.live: Counter[str] = Counter()
+        self.peaks: Counter[str] = Counter()
+        self.parameters = self.gradients = self.optimizer = 0
+        self._storages: dict[int, tuple[Tag, int]] = {}
+        self._references: dict[int, weakref.ref] = {}
+        self._job: Job | None = None
+
+    def own(self, job: Job) -> None:
+        """Learn what is a parameter and what an optimizer state of the job."""
+        self._job = job
+        for index, shard in enumerate(job.shards):
+            self._tag(shard.local, "parameters")
+            for moment in job.optimizer.moments(index).values():
+                self._tag(moment, "optimizer")
+        self.parameters = sum(shard.local.nbytes for shard in job.shards)
+        self.optimizer = sum(m.nbytes for i in range(len(job.shards)) for m in job.optimizer.moments(i).values())
+
+    def start(self) -> None:
+        """Forget collectives and peaks of the construction."""
+        self.collectives.clear()
+        self.peaks.clear()
+
+    def __enter__(self) -> Recorder:
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resized(self._resize)
+        return super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor):
+                self._see(tensor)
+        name = func._overloadpacket.__name__
+        if func.namespace == "c10d" and name in OPERATIONS:
+            self._collective(OPERATIONS[name], args)
+        elif func.namespace == "fsdp":
+            tag: Tag = "gradients" if name == "chunk_cat" else "weights"
+            for tensor in tree_iter((out, (kwargs or {}).get("out"))):
+                if isinstance(tensor, Tensor):
+                    self._tag(tensor, tag)
+        if func.namespace == "c10d" or name in ("mm", "addmm", "_to_copy", "fused_adamw_", "_fused_adamw_"):
+            self._find_gradients(at_step="adamw" in name)
+        return out
+
+    def _collective(self, operation: str, args: tuple[Any, ...]) -> None:
+        first, group_index = (args[0], 2) if operation != "all_reduce" else (args[0][0], 1)
+        group = dist.ProcessGroup.unbox(args[group_index])
+        if group.size() == 1:
+            return
+        whole = args[1] if operation == "reduce_scatter" else first
+        axis = self._axis_of(group)
+        why = PURPOSE.get()
+        if why is None:
+            why = FSDP_PURPOSE[operation]
+            assert axis in DATA_AXES, f"a collective over {axis} that says no purpose"
+            if operation == "reduce_scatter":
+                self._tag(args[0], "gradients")
+        entry = self.collectives.setdefault((axis, operation, why), [0, 0])
+        entry[0] += 1
+        entry[1] += whole.nbytes
+
+    def _axis_of(self, group: dist.ProcessGroup) -> str:
+        if group.group_name not in self._axis_of_group:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self._axis_of_group[group.group_name] = self._axis_of_ranks.get(ranks, "world")
+        return self._axis_of_group[group.group_name]
+
+    def _find_gradients(self, at_step: bool) -> None:
+        """Gradients appear on parameters with no operation of their own: look for them."""
+        if self._job is None:
+            return
+        total = 0
+        for shard in self._job.shards:
+            if (grad := shard.grad) is not None:
+                self._tag(grad, "gradients")
+                total += grad.nbytes
+        for module in fsdp_modules(self._job.model):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    if parameter.unsharded_accumulated_grad is not None:
+                        self._tag(parameter.unsharded_accumulated_grad_data, "gradients")
+        self.gradients = max(self.gradients, total)
+
+    def _see(self, tensor: Tensor) -> None:
+        if isinstance(tensor, DTensor):  # a description; the local tensor that it wraps is seen by itself
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._storages:
+            return
+        key = storage._cdata
+        self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self._storages[key] = ("activations", 0)
+        self._resize_to(key, storage.nbytes())
+
+    def _tag(self, tensor: Tensor, tag: Tag) -> None:
+        self._see(tensor)
+        key = tensor.untyped_storage()._cdata
+        old, size = self._storages[key]
+        if old == tag or old in ("parameters", "optimizer"):
+            return
+        self._storages[key] = (tag, size)
+        self.live[old] -= size
+        self.live[tag] += size
+
+    def _resize_to(self, key: int, size: int) -> None:
+        tag, old = self._storages[key]
+        self._storages[key] = (tag, size)
+        self.live[tag] += size - old
+        self.live["total"] += size - old
+        for name in ("activations", "weights", "total"):
+            self.peaks[name] = max(self.peaks[name], self.live[name])
+
+    def _forget(self, key: int) -> None:
+        self._resize_to(key, 0)
+        del self._storages[key], self._references[key]
+
+    def _resized(self, resize):
+        """FSDP2 frees and restores gathered weights by resizing their storage, which is no operation."""
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int):
+            result = resize(storage, size)
+            if (key := storage._cdata) in self._storages:
+                tag, old = self._storages[key]
+                if tag == "activations":
+                    self._storages[key] = ("weights", old)
+                    self.live["activations"] -= old
+                    self.live["weights"] += old
+                self._resize_to(key, size)
+            return result
+
+        return resize_and_count

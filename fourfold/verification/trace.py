@@ -1,0 +1,158 @@
+"""What one rank holds and sends in a training step, found by running the step itself without data.
+
+The real step runs in one process under a fake process group of the run file's size, with fake tensors that have shapes
+and no memory. Layers are alike and so are micro-batches: bytes are linear in the number of both, so a long run is
+traced at a few small counts and continued from there (``tests/verification/test_trace.py`` shows that this is exact).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fourfold.config.run import RunConfig
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.head import CHUNK_LOGITS
+from fourfold.training.job import Job, MicroBatch, meta_model
+from fourfold.verification.recorder import Recorder
+
+Line = tuple[str, str, str]
+"""Axis, operation and purpose of a collective."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank.
+
+    parameters, gradients, optimizer: the stored shards, gradients as they stand when the optimizer steps.
+    activations_peak: the most that saved activations and work space take at once. gathered_weights_peak: the most that
+    weights gathered for use, with their buffers, take. total_peak: the most of all together, at one moment.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations_peak: int
+    gathered_weights_peak: int
+    total_peak: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All collectives of one kind in a step: how many, and the bytes of their full tensors together."""
+
+    axis: str
+    op: str
+    purpose: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class TraceReport:
+    """Of rank 0, for one optimizer step."""
+
+    world_size: int
+    memory: Memory
+    collectives: list[Collective]
+
+    def record(self) -> dict:
+        """The report as JSON values."""
+        return asdict(self)
+
+
+def trace(run: RunConfig, whole: bool = False) -> TraceReport:
+    """Trace a run; ``whole`` runs every layer and micro-batch instead of continuing from a few."""
+    layers, micro_batches = run.model.num_hidden_layers, run.gradient_accumulation_steps
+    # Beyond the first and the last, and the weights gathered ahead, one layer is like the next; so are micro-batches
+    # beyond the second, when gradients of the one before are there.
+    few_layers = 3 + run.overlap.weight_prefetch
+    layer_counts = [layers] if whole or layers <= few_layers + 2 else [few_layers, few_layers + 1, few_layers + 2]
+    batch_counts = [micro_batches] if whole or micro_batches <= 4 else [3, 4]
+    with fake_processes(run.parallel.world_size):
+        grid = Grid(run.parallel, "cpu")
+        samples = {
+            (l, m): _trace_step(_shrunk(run, l, m), grid) for l, m in itertools.product(layer_counts, batch_counts)
+        }
+    lines = {
+        line: tuple(_continue(samples, lambda s, i=i, line=line: s[0].get(line, (0, 0))[i], layers, micro_batches)
+                    for i in (0, 1))
+        for line in dict.fromkeys(line for sample, _ in samples.values() for line in sample)
+    }
+    memory = {
+        key: _continue(samples, lambda s, key=key: getattr(s[1], key), layers, micro_batches)
+        for key in Memory.__dataclass_fields__
+    }
+    collectives = [Collective(*line, *lines[line]) for line in sorted(lines, key=lambda line: -lines[line][1])]
+    return TraceReport(run.parallel.world_size, Memory(**memory), collectives)
+
+
+def _continue(samples: dict, value, layers: int, micro_batches: int) -> int:
+    """The value at (layers, micro_batches), on the bilinear surface through the samples."""
+    layer_counts = sorted({l for l, _ in samples})
+    batch_counts = sorted({m for _, m in samples})
+    at_layers = []
+    for m in batch_counts:
+        values = [value(samples[l, m]) for l in layer_counts]
+        slopes = {b - a for a, b in itertools.pairwise(values)}
+        assert len(slopes) <= 1, f"not linear in the layers: {values}; trace the whole"
+        at_layers.append(values[0] + (slopes.pop() if slopes else 0) * (layers - layer_counts[0]))
+    if len(at_layers) == 1:
+        return at_layers[0]
+    return at_layers[0] + (at_layers[1] - at_layers[0]) * (micro_batches - batch_counts[0])
+
+
+def _shrunk(run: RunConfig, layers: int, micro_batches: int) -> RunConfig:
+    training, parallel = run.training, run.parallel
+    batch = micro_batches * training.micro_batch_size * parallel.batch_ranks
+    return run.model_copy(
+        update={
+            "model": run.model.model_copy(update={"num_hidden_layers": layers}),
+            "training": training.model_copy(update={"global_batch_size": batch, "compile": False}),
+        }
+    )
+
+
+def _trace_step(run: RunConfig, grid: Grid) -> tuple[dict[Line, tuple[int, int]], Memory]:
+    """One real training step on fake tensors."""
+    model = meta_model(run, grid)
+    # A trace is of the machine that the run is for, and not of the one that traces.
+    model.lm_head.chunk_logits = CHUNK_LOGITS["cpu" if run.training.device == "cpu" else "cuda"]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        recorder = Recorder(grid)
+        with recorder:
+            job = Job(run, grid, torch.device("cpu"), model)
+            recorder.own(job)
+            recorder.start()
+            shape = (run.training.micro_batch_size, run.training.seq_length)
+            micro_batches = [
+                MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(4 if run.data.mask_documents else 2)))
+                for _ in range(run.gradient_accumulation_steps)
+            ]
+            job.train_step(micro_batches, 0)
+    lines = {line: (count, size) for line, (count, size) in recorder.collectives.items()}
+    return lines, Memory(
+        parameters=recorder.parameters,
+        gradients=recorder.gradients,
+        optimizer=recorder.optimizer,
+        activations_peak=recorder.peaks["activations"],
+        gathered_weights_peak=recorder.peaks["weights"],
+        total_peak=recorder.peaks["total"],
+    )
+
+
+@contextmanager
+def fake_processes(world_size: int) -> Iterator[None]:
+    """This process as rank 0 of a job of ``world_size`` whose collectives move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

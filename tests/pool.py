@@ -1,0 +1,191 @@
+"""Processes that run test bodies on several ranks: started once per session, for importing torch takes seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from fourfold.training.workers import end_with_parent, keep_gloo_local
+
+ECHO_SECONDS = 10.0
+"""How long after one rank's failure the others may take: they should fail soon, for they lose a peer."""
+
+
+class RemoteTraceback(Exception):
+    """Cause of the exception that a body raised: where it was raised, and on which rank."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a rank is asked to run. call: the pickled body and its arguments."""
+
+    world_size: int
+    store: str
+    path: list[str]
+    call: bytes
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a body returned, or the exception that it raised and its traceback."""
+
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+
+
+class Pool:
+    """As many workers as the largest run needs; one test at a time runs on the first of them.
+
+    Every run has a new default group (gloo), one thread, and torch's generator seeded with 0.
+    """
+
+    def __init__(self) -> None:
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="fourfold-pool-")
+        self._runs = 0
+
+    def run(self, world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Call ``body(rank, world_size, *args)``, a function of a module, on every rank; what they returned.
+
+        The first exception of a rank is raised here. Ranks that hang or die cost the pool a restart.
+        """
+        self._runs += 1
+        self._start(world_size)
+        store = os.path.join(self._folder.name, f"store-{self._runs}")
+        task = pickle.dumps(Task(world_size, store, sys.path, pickle.dumps((body, args)), timeout))
+        for pipe in self._pipes[:world_size]:
+            pipe.send_bytes(task)
+        answers = self._collect(world_size, timeout)
+        for rank, answer in answers.items():
+            if answer.error is not None:
+                raise answer.error from RemoteTraceback(f"on rank {rank} of {world_size}:\n\n{answer.traceback}")
+        if len(answers) < world_size:
+            late = sorted(set(range(world_size)) - set(answers))
+            raise TimeoutError(f"ranks {late} of {world_size} were not done with {body.__qualname__} in {timeout} s")
+        return [answers[rank].value for rank in range(world_size)]
+
+    def close(self) -> None:
+        self._stop()
+        self._folder.cleanup()
+
+    def _start(self, world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        for rank in range(len(self._processes), world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True, name=f"pool-{rank}")
+            process.start()
+            theirs.close()  # so that the worker's death is the end of the pipe
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _stop(self) -> None:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.kill()
+            process.join()
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _collect(self, world_size: int, timeout: float) -> dict[int, Answer]:
+        """The answers by rank in the order of their arrival; incomplete when time is up."""
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size])}
+        answers: dict[int, Answer] = {}
+        deadline, died = time.monotonic() + timeout, False
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join()
+                    code, died = self._processes[rank].exitcode, True
+                    answers[rank] = Answer(error=RuntimeError(f"rank {rank} of {world_size} died: exit code {code}"))
+                if answers[rank].error is not None:
+                    deadline = min(deadline, time.monotonic() + ECHO_SECONDS)
+        if waiting or died:
+            self._show_stacks(list(waiting.values()))
+            self._stop()
+        return answers
+
+    def _show_stacks(self, ranks: list[int]) -> None:
+        """Have the ranks that hang write where to standard error."""
+        for rank in ranks:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+            time.sleep(0.2)
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    """The worker's whole life."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    faulthandler.register(signal.SIGUSR1)
+    end_with_parent()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    keep_gloo_local()
+
+    import torch
+
+    from fourfold.training.launch import ignore_known_warnings
+
+    torch.set_num_threads(1)
+    ignore_known_warnings()
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send_bytes(_answer(rank, pickle.loads(pipe.recv_bytes())))
+
+
+def _answer(rank: int, task: Task) -> bytes:
+    import torch
+    import torch.distributed as dist
+
+    _leave_group()  # of the run before, and not at its end: a peer may have needed it longer
+    sys.path[:] = task.path  # where pytest found the module of the body
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(task.store, task.world_size),
+            rank=rank,
+            world_size=task.world_size,
+            timeout=timedelta(seconds=task.timeout),
+        )
+        torch.manual_seed(0)
+        body, args = pickle.loads(task.call)
+        return pickle.dumps(Answer(body(rank, task.world_size, *args)))
+    except BaseException as error:  # pytest's own failures are no Exceptions
+        answer = pickle.dumps(Answer(error=_portable(error), traceback=traceback.format_exc()))
+    # Peers that wait for this rank learn of its failure when its connections close, which the groups that the
+    # exception still referred to kept open.
+    _leave_group()
+    gc.collect()
+    return answer
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The exception itself where it survives pickling."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:  # an exception's constructor may raise anything
+        return RuntimeError(f"{type(error).__name__}: {error}")
