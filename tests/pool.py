@@ -43,11 +43,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a body returned, or the exception that it raised and its traceback."""
+    """What a body returned, or the exception that it raised, its traceback, and when; a death comes before them."""
 
     value: Any = None
     error: BaseException | None = None
     traceback: str = ""
+    time: float = 0.0
 
 
 class Pool:
@@ -74,7 +75,7 @@ class Pool:
         for pipe in self._pipes[:world_size]:
             pipe.send_bytes(task)
         answers = self._collect(world_size, timeout)
-        for rank, answer in answers.items():
+        for rank, answer in sorted(answers.items(), key=lambda item: item[1].time):
             if answer.error is not None:
                 raise answer.error from RemoteTraceback(f"on rank {rank} of {world_size}:\n\n{answer.traceback}")
         if len(answers) < world_size:
@@ -104,7 +105,7 @@ class Pool:
         self._processes, self._pipes = [], []
 
     def _collect(self, world_size: int, timeout: float) -> dict[int, Answer]:
-        """The answers by rank in the order of their arrival; incomplete when time is up."""
+        """The answers by rank; incomplete when time is up."""
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size])}
         answers: dict[int, Answer] = {}
         deadline, died = time.monotonic() + timeout, False
@@ -168,7 +169,8 @@ def _answer(rank: int, task: Task) -> bytes:
         body, args = pickle.loads(task.call)
         return pickle.dumps(Answer(body(rank, task.world_size, *args)))
     except BaseException as error:  # pytest's own failures are no Exceptions
-        answer = pickle.dumps(Answer(error=_portable(error), traceback=traceback.format_exc()))
+        now = time.monotonic()
+        answer = pickle.dumps(Answer(error=_portable(error), traceback=traceback.format_exc(), time=now))
     # Peers that wait for this rank learn of its failure when its connections close, which the groups that the
     # exception still referred to kept open.
     _leave_group()

@@ -28,8 +28,10 @@ class DataConfig(Strict):
     source: Literal["python-stdlib"] | None = Field(
         None, description="Built-in text, tokenised on first use into `cache_dir`: the standard library's own sources."
     )
-    tokenizer: str = Field(
-        "bytes", description="'bytes', or the path of a tokenizer.json; with `source`, 'bpe' trains one."
+    tokenizer: str | None = Field(
+        None,
+        description="'bytes', or the path of a tokenizer.json. Default: the corpus's own; with `source`, a byte-pair "
+        "tokenizer of model.vocab_size trained on it.",
     )
     cache_dir: str = Field("data", description="Where a built-in source is tokenised to.")
     mask_documents: bool = Field(

@@ -11,7 +11,7 @@ from torch import Tensor
 from fourfold.config.run import RunConfig
 from fourfold.models.transformer import IGNORE_INDEX, Transformer
 from fourfold.parallel.communicate import all_reduce
-from fourfold.parallel.data_parallel import DTYPES, set_last_micro_batch
+from fourfold.parallel.data_parallel import DTYPES, fsdp_modules, set_last_micro_batch
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.parallelize import parallelize
 from fourfold.parallel.state import (
@@ -91,7 +91,13 @@ class Job:
         """Mean loss of the kept tokens over all ranks, without gradients."""
         kept = self.count_kept(micro_batches)
         loss = sum(self.loss(micro_batch) for micro_batch in micro_batches)
+        self.free_gathered_weights()
         return self.sum_over_batch(loss, "loss") / kept
+
+    def free_gathered_weights(self) -> None:
+        """After forwards with no backward: drop the weights that FSDP2 keeps for it."""
+        for module in fsdp_modules(self.model):
+            module.reshard()
 
     def learning_rate(self, step: int) -> float:
         run = self.run
@@ -111,13 +117,3 @@ def meta_model(run: RunConfig, grid: Grid) -> Transformer:
     with torch.device("meta"):
         model = Transformer(run.model).to(DTYPES[run.training.master_weights])
     return parallelize(model, grid, run)
-
-
-def device_of_this_process(run: RunConfig, local_rank: int) -> torch.device:
-    """The GPU of this process where there are any (and the run file wants it), else the CPU."""
-    wanted = run.training.device
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-

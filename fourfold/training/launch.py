@@ -130,6 +130,7 @@ def _default_group(place: Place, meeting_point: str | None, device: torch.device
         yield
         done = True
     finally:
-        # After a failure the peers may never answer; the end of the process then ends the group.
-        if done or place.world_size == 1:
+        # After a failure NCCL would wait for peers that may never answer; the end of the process ends such a group.
+        # Gloo's must always end here, or its threads abort the process at exit, whatever its exit code was.
+        if done or not on_gpu or place.world_size == 1:
             dist.destroy_process_group()

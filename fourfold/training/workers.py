@@ -13,9 +13,10 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -37,11 +38,15 @@ class WorkerFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Report:
-    """How one worker ended. value: what it returned, the sentence of its UserError, its traceback, its exit code."""
+    """How one worker ended, and when, by the clock that the processes of a machine share.
+
+    value: what it returned, the sentence of its UserError, its traceback, its exit code.
+    """
 
     rank: int
     outcome: Literal["returned", "refused", "died", "failed"]
     value: Any
+    time: float = field(default_factory=time.monotonic)
 
 
 def run_workers(target: Callable[..., Any], args: Sequence[object], world_size: int) -> Any:
@@ -134,7 +139,7 @@ def _work(place: Place, task: bytes, sender: Connection) -> None:
 
 
 def _reports(pipes: Sequence[Connection], processes: Sequence[BaseProcess]) -> list[Report]:
-    """The reports in the order of their arrival: of all workers, or of those that ended soon after a failure."""
+    """The reports in the order in which the workers ended: of all, or of those that did soon after a failure."""
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     reports: list[Report] = []
     failed = False
@@ -143,7 +148,7 @@ def _reports(pipes: Sequence[Connection], processes: Sequence[BaseProcess]) -> l
             rank = waiting.pop(pipe)
             reports.append(_receive(pipe, rank, processes[rank]))
             failed |= reports[-1].outcome != "returned"
-    return reports
+    return sorted(reports, key=lambda report: report.time)
 
 
 def _receive(pipe: Connection, rank: int, process: BaseProcess) -> Report:

@@ -24,7 +24,9 @@ from fourfold.models.transformer import IGNORE_INDEX, Transformer
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.training.checkpoint import Checkpointer, load_checkpoint
+from fourfold.training.environment import Place
 from fourfold.training.job import Job, MicroBatch
+from fourfold.training.launch import device_of
 from fourfold.training.optimizer import learning_rate
 from fourfold.verification.batches import micro_batches_of, random_global_batch, rows_of
 
@@ -51,6 +53,20 @@ class ParityReport:
     @property
     def ok(self) -> bool:
         return all(getattr(self, name) <= limit for name, limit in TOLERANCE.items())
+
+    @staticmethod
+    def limits() -> dict[str, float]:
+        """The largest difference that each quantity may show."""
+        return dict(TOLERANCE)
+
+    def record(self) -> dict[str, bool | float]:
+        """The report as JSON values."""
+        return {"ok": self.ok, **{name: getattr(self, name) for name in TOLERANCE}}
+
+
+def parity_of_place(place: Place, run: RunConfig, steps: int) -> ParityReport | None:
+    """``parity`` as a job's processes call it."""
+    return parity(run, device_of(place, run.training.device), steps)
 
 
 def parity(run: RunConfig, device: torch.device, steps: int = 3) -> ParityReport | None:

@@ -117,6 +117,28 @@ def test_meeting_point_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
             run_on_grid("launch_bodies:sum_of_ranks", [0.5], 1, "cpu")
 
 
+@pytest.mark.usefixtures("torchrun")
+def test_launched_process_is_not_aborted_after_an_error() -> None:
+    code = (
+        "import sys; from fourfold.errors import UserError; from fourfold.training.launch import run_on_grid\n"
+        "try: run_on_grid('launch_bodies:refuse_on_rank_1', [], 2, 'cpu')\n"
+        "except UserError as error: sys.exit(2)"
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), "WORLD_SIZE": "2", "RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 2], errors
+    assert "Connection" in errors[0]  # of rank 0, to its peer
+    assert errors[1] == ""
+
+
 def test_user_error_of_a_worker_is_the_parents(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=r"^this corpus has no documents$"):
         run_on_grid("launch_bodies:refuse_on_rank_1", [], 2, "cpu")

@@ -1,0 +1,34 @@
+# Everything from a fresh machine: `make demo` trains a small model, `make test` runs the tests.
+PYTHON ?= python3
+VENV := .venv
+# Named exactly: a range would fetch gigabytes of CUDA libraries where the CPU build is wanted.
+TORCH := torch==2.13.0
+
+.PHONY: demo test test-slow lint clean
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/fourfold train examples/demo.toml
+
+test: $(VENV)/.installed-test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pytest
+
+test-slow: $(VENV)/.installed-test
+	$(VENV)/bin/pytest -m slow
+
+lint: $(VENV)/.installed-test
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf $(VENV) runs data
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check "$(TORCH)" --editable .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[test]"
+	touch $@

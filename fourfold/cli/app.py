@@ -1,0 +1,44 @@
+"""The command line: every command in a file of its own, and errors that people read."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from fourfold import __version__
+from fourfold.cli.parity import parity
+from fourfold.cli.prepare import prepare
+from fourfold.cli.report import report
+from fourfold.cli.trace import trace
+from fourfold.cli.train import train
+from fourfold.errors import UserError
+from fourfold.training.workers import WorkerFailed
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Train large language models on a four-dimensional grid of devices.",
+)
+for command in (train, prepare, parity, trace, report):
+    app.command()(command)
+
+
+@app.callback(invoke_without_command=True)
+def version(show: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if show:
+        print(f"fourfold {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run a command. A user's mistake is one sentence and exit code 2; a worker's crash its traceback and 1."""
+    try:
+        app()
+    except UserError as error:
+        print(f"fourfold: {error}", file=sys.stderr)
+        sys.exit(2)
+    except WorkerFailed as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,45 @@
+"""fourfold parity"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fourfold.cli.options import AsJson, Overrides, RunFile
+
+
+def parity(
+    run_file: RunFile,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps to compare.")] = 3,
+    as_json: AsJson = False,
+    overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
+) -> None:
+    """Check that the run file's grid computes what one process computes.
+
+    Trains the model for a few steps in float32 on the grid and on one process, and compares the loss, every gradient,
+    the clipped norm, the weights, and all of it again after saving, loading on another grid, and going on. Exit code 1
+    when something differs by more than rounding explains.
+    """
+    from fourfold.config.load import load_run
+    from fourfold.training.launch import run_on_grid
+
+    run = load_run(run_file, overrides)
+    result = run_on_grid(
+        "fourfold.verification.parity:parity_of_place",
+        [run, steps],
+        run.parallel.world_size,
+        wanted_device=run.training.device,
+    )
+    if result is None:  # not the first process of a launcher's
+        return
+    if as_json:
+        import json
+
+        print(json.dumps(result.record()))
+    else:
+        from fourfold.reports.terminal import parity_table
+
+        parity_table(result)
+    if not result.ok:
+        raise typer.Exit(1)

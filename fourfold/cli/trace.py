@@ -1,0 +1,36 @@
+"""fourfold trace"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fourfold.cli.options import AsJson, Overrides, RunFile
+
+
+def trace(
+    run_file: RunFile,
+    as_json: AsJson = False,
+    whole: Annotated[
+        bool, typer.Option(help="Run every layer and micro-batch instead of continuing from a few (slow).")
+    ] = False,
+    overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
+) -> None:
+    """Show what one rank holds and sends in a training step, at any number of processes, on this machine.
+
+    The real step runs in one process without data. Bytes of a collective are those of its full tensor: gathered, or
+    before the reduction.
+    """
+    from fourfold.config.load import load_run
+    from fourfold.verification.trace import trace as trace_run
+
+    report = trace_run(load_run(run_file, overrides), whole)
+    if as_json:
+        import json
+
+        print(json.dumps(report.record()))
+    else:
+        from fourfold.reports.terminal import trace_tables
+
+        trace_tables(report)

@@ -1,0 +1,53 @@
+"""Tables for the terminal, made from reports."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from fourfold.verification.parity import ParityReport
+    from fourfold.verification.trace import TraceReport
+
+
+def parity_table(report: ParityReport) -> None:
+    """The largest relative difference of each quantity beside its limit, and the worst gradients by name."""
+    table = Table(title="Grid against one process: largest relative differences", title_justify="left")
+    for name, justify in (("quantity", "left"), ("difference", "right"), ("limit", "right"), ("", "left")):
+        table.add_column(name, justify=justify)
+    for name, limit in report.limits().items():
+        value = getattr(report, name)
+        what = {
+            "gradients": f"{len(report.each_gradient)} gradients, each by its own size",
+            "resumed": f"saved, loaded on {report.resumed_on}, one more step",
+        }.get(name, "")
+        table.add_row(name, f"{value:.1e}", f"{limit:.0e}", ("ok  " if value <= limit else "FAILED  ") + what)
+    console = Console()
+    console.print(table)
+    worst = sorted(report.each_gradient.items(), key=lambda item: -item[1])[:3]
+    console.print("largest gradient differences: " + ", ".join(f"{name} {error:.1e}" for name, error in worst))
+
+
+def trace_tables(report: TraceReport) -> None:
+    """Memory by kind and collectives by axis and purpose, of one rank."""
+    memory = Table(title=f"Memory of one rank of {report.world_size}", title_justify="left")
+    memory.add_column("kind")
+    memory.add_column("GiB", justify="right")
+    for name, size in report.record()["memory"].items():
+        memory.add_row(name.replace("_", " "), f"{size / 2**30:,.3f}")
+    sent = Table(title="Collectives of one rank in one optimizer step", title_justify="left")
+    for name, justify in (
+        ("axis", "left"),
+        ("operation", "left"),
+        ("purpose", "left"),
+        ("count", "right"),
+        ("MiB", "right"),
+    ):
+        sent.add_column(name, justify=justify)
+    for line in report.collectives:
+        sent.add_row(line.axis, line.op, line.purpose, f"{line.count:,}", f"{line.bytes / 2**20:,.3f}")
+    console = Console()
+    console.print(memory)
+    console.print(sent)

@@ -1,0 +1,114 @@
+"""From the run file's [data] to the micro-batches of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fourfold.config.run import RunConfig
+from fourfold.data.build import build_dataset, ensure_builtin
+from fourfold.data.loader import Batch, Loader
+from fourfold.data.manifest import corpus_tokenizer, read_manifest, validation_prefix
+from fourfold.data.tokenizer import Tokenizer, load_tokenizer
+from fourfold.errors import UserError
+from fourfold.parallel.grid import Axis
+from fourfold.training.job import MicroBatch
+
+VALIDATION_SEED = 1
+
+
+@dataclass(frozen=True)
+class Corpora:
+    """The loaders of this process, and the tokenizer that made the text (None where the corpus does not say)."""
+
+    train: Loader
+    validation: Loader | None
+    tokenizer: Tokenizer | None
+
+
+def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
+    """Open (and for a built-in source first make) the corpora; ``batch`` is the axis that splits the global batch.
+
+    Raises ``UserError`` for a missing or damaged corpus, and one whose vocabulary is not the model's.
+    """
+    train, validation = _prefixes(run)
+    for prefix, _ in [*train, *validation]:
+        _check_vocabulary(prefix, run)
+    tokenizer = corpus_tokenizer(train[0][0]) if read_manifest(train[0][0]) is not None else None
+    if run.data.tokenizer is not None and run.data.source is None:
+        tokenizer = _same_tokenizer(run.data.tokenizer, tokenizer, train[0][0])
+    needs_validation = run.validation.interval > 0
+    if needs_validation and not validation:
+        raise UserError("validation.interval is set, but data.validation names no corpus; name one, or set it to 0")
+    return Corpora(
+        train=_loader(run, train, run.training.seed, batch, prefetch=True),
+        validation=_loader(run, validation, VALIDATION_SEED, batch, prefetch=False) if needs_validation else None,
+        tokenizer=tokenizer,
+    )
+
+
+def micro_batches(batches: Sequence[Batch], run: RunConfig, device: torch.device) -> list[MicroBatch]:
+    """A loader's batches as tensors on the device; positions and documents only where attention heeds them."""
+    return [_micro_batch(batch, run, device) for batch in batches]
+
+
+def _micro_batch(batch: Batch, run: RunConfig, device: torch.device) -> MicroBatch:
+    # The vocabulary-parallel look-up would take an unknown token for one of another rank's.
+    if (largest := int(batch.tokens.max())) >= run.model.vocab_size:
+        raise UserError(
+            f"the corpus has token {largest}, and model.vocab_size = {run.model.vocab_size}; "
+            f"set it to the size of the tokenizer's vocabulary"
+        )
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    tokens, labels = tensor(batch.tokens), tensor(batch.labels)
+    if not run.data.mask_documents:
+        return MicroBatch(tokens, labels)
+    return MicroBatch(tokens, labels, tensor(batch.positions), tensor(batch.documents))
+
+
+def _prefixes(run: RunConfig) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
+    """(prefix, weight) of the training and of the validation corpora."""
+    data = run.data
+    if data.source is None:
+        return [(c.path, c.weight) for c in data.train], [(c.path, c.weight) for c in data.validation]
+    arguments = {"tokenizer": data.tokenizer, "cache_dir": data.cache_dir, "vocab_size": run.model.vocab_size}
+    # One process makes the corpus, and the others find it.
+    if dist.get_rank() == 0:
+        ensure_builtin(data.source, **arguments)
+    dist.barrier()
+    prefix = ensure_builtin(data.source, **arguments)
+    return [(prefix, 1.0)], [(validation_prefix(prefix), 1.0)]
+
+
+def _loader(run: RunConfig, prefixes: list[tuple[str, float]], seed: int, batch: Axis, prefetch: bool) -> Loader:
+    training = run.training
+    dataset = build_dataset(prefixes, training.seq_length, seed)
+    sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
+    return Loader(dataset, *sizes, batch.rank, batch.size, prefetch=prefetch)
+
+
+def _check_vocabulary(prefix: str, run: RunConfig) -> None:
+    manifest = read_manifest(prefix)
+    if manifest is not None and manifest.vocab_size > run.model.vocab_size:
+        raise UserError(
+            f"the corpus {prefix} was made with a vocabulary of {manifest.vocab_size}, and model.vocab_size = "
+            f"{run.model.vocab_size}; set model.vocab_size = {manifest.vocab_size}, or prepare it with another tokenizer"
+        )
+
+
+def _same_tokenizer(name: str, of_corpus: Tokenizer | None, prefix: str | Path) -> Tokenizer:
+    tokenizer = load_tokenizer(name)
+    if of_corpus is not None and of_corpus.fingerprint != tokenizer.fingerprint:
+        raise UserError(
+            f"data.tokenizer = '{name}' is not the tokenizer that made {prefix}.bin; "
+            "leave it out to use the corpus's own, or prepare the corpus again"
+        )
+    return tokenizer

@@ -1,0 +1,248 @@
+"""The training job from the run file to the last checkpoint, top to bottom."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fourfold.config.dump import to_toml
+from fourfold.config.run import RunConfig
+from fourfold.data.files import write_whole
+from fourfold.errors import UserError
+from fourfold.parallel.communicate import purpose
+from fourfold.parallel.data_parallel import DTYPES
+from fourfold.parallel.grid import Grid
+from fourfold.training.checkpoint import Checkpointer, find_checkpoint, load_checkpoint
+from fourfold.training.corpora import Corpora, micro_batches, open_corpora
+from fourfold.training.environment import Place
+from fourfold.training.flops import (
+    FLOP_FORMULA,
+    FlopCount,
+    flops_per_token,
+    mfu,
+    model_tflops_per_device,
+    peak_flops,
+)
+from fourfold.training.job import Job, StepResult
+from fourfold.training.launch import device_of
+from fourfold.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
+from fourfold.training.progress import Progress
+from fourfold.training.sample import sample_text
+
+SAMPLE_FILE, SUMMARY_FILE, RUN_FILE = "sample.txt", "summary.json", "run.toml"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended. checkpoint: the last one written or found; stopped: a signal ended it before its last step."""
+
+    run_dir: str
+    steps: int
+    loss: float | None
+    checkpoint: str | None
+    sample: str | None
+    stopped: bool
+    is_first_process: bool
+
+
+def train(place: Place, run: RunConfig) -> Outcome:
+    """Train as the run file says, on every process of the job; resumes where ``checkpoint.resume`` points."""
+    device = device_of(place, run.training.device)
+    run_dir = Path(run.output_dir) / run.name
+    checkpoint = find_checkpoint(run.checkpoint.resume, run_dir / "checkpoints")
+
+    grid = Grid(run.parallel, device.type)
+    corpora = open_corpora(run, grid.batch)
+    job = Job(run, grid, device)
+    if checkpoint is None:
+        job.initialize(run.training.seed)
+    first_step = load_checkpoint(checkpoint, job) if checkpoint is not None else 0
+
+    with ExitStack() as stack:
+        stack.callback(corpora.train.close)
+        is_first = dist.get_rank() == 0
+        if is_first:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            write_whole(run_dir / RUN_FILE, to_toml(run).encode())
+        record = stack.enter_context(Record(run, run_dir, job, first_step)) if is_first else None
+        checkpointer = Checkpointer(run_dir / "checkpoints", job, run.checkpoint)
+        stop = stack.enter_context(_stop_signal())
+        stopped, step, result = False, first_step, None
+
+        for step in range(first_step, run.training.train_steps):
+            started = time.perf_counter()
+            result = job.train_step(micro_batches(corpora.train.step(step), run, device), step)
+            loss = result.loss.item()
+            seconds = time.perf_counter() - started
+            validation_loss = _validate(job, corpora, step) if _due(step, run.validation.interval) else None
+            if record is not None:
+                record.step(step, result, seconds, validation_loss)
+            if loss != loss:
+                raise UserError(
+                    f"the loss is not a number at step {step + 1}; lower optimizer.lr or lengthen "
+                    f"lr_scheduler.warmup_steps, and resume from the last checkpoint in {run_dir / 'checkpoints'}"
+                )
+            stopped = _any_rank(stop.is_set, device)
+            last = step + 1 == run.training.train_steps
+            if _due(step, run.checkpoint.interval) or stopped or (last and run.checkpoint.save_last):
+                checkpointer.save(step + 1)
+            checkpointer.poll()
+            if stopped:
+                break
+        checkpointer.wait()
+
+        done = first_step if result is None else step + 1
+        sample = None
+        if run.sample.prompt is not None and corpora.tokenizer is not None and not stopped:
+            sample = sample_text(job, corpora.tokenizer)
+        saved = find_checkpoint("auto", run_dir / "checkpoints")
+        outcome = Outcome(
+            run_dir=str(run_dir),
+            steps=done,
+            loss=None if result is None else result.loss.item(),
+            checkpoint=str(saved) if saved is not None else None,
+            sample=sample,
+            stopped=stopped,
+            is_first_process=is_first,
+        )
+        if record is not None:
+            record.end(outcome)
+        return outcome
+
+
+class Record:
+    """What rank 0 shows and writes down."""
+
+    def __init__(self, run: RunConfig, run_dir: Path, job: Job, first_step: int) -> None:
+        self.run, self.run_dir, self.job = run, run_dir, job
+        training, model = run.training, run.model
+        self.tokens_per_step = training.global_batch_size * training.seq_length
+        self.flops: FlopCount = flops_per_token(
+            num_layers=model.num_hidden_layers,
+            hidden_size=model.hidden_size,
+            num_heads=model.num_attention_heads,
+            num_kv_heads=model.num_key_value_heads,
+            head_dim=model.head_dim,
+            intermediate_size=model.intermediate_size,
+            gated_mlp=model.mlp == "swiglu",
+            vocab_size=model.vocab_size,
+            seq_length=training.seq_length,
+        )
+        on_gpu = job.device.type == "cuda"
+        name = torch.cuda.get_device_name(job.device) if on_gpu else "CPU"
+        self.peak = peak_flops(name, DTYPES[training.precision]) if on_gpu else None
+        self.writer = MetricsWriter(run_dir, run.metrics.tensorboard, resume_step=first_step)
+        total_tokens = training.train_steps * self.tokens_per_step
+        self.progress = Progress(training.train_steps, total_tokens, log_interval=run.metrics.log_interval)
+        grid = " × ".join(f"{axis} {size}" for axis, size in _sizes(run).items() if size > 1) or "one process"
+        self.facts = {
+            "run": run.name,
+            "parameters": model.num_parameters,
+            "grid": f"{grid} ({run.parallel.world_size} × {name}), zero {run.parallel.zero}",
+            "batch": f"{training.global_batch_size} sequences = {self.tokens_per_step:,} tokens a step, "
+            f"gradient_accumulation_steps {run.gradient_accumulation_steps}",
+            "tokens": total_tokens,
+            "model FLOPs per token": self.flops.training,
+            "FLOP formula": FLOP_FORMULA,
+            "peak": "n/a: no published figure for this device, so no MFU" if self.peak is None else self.peak.source,
+            "starts at step": first_step,
+        }
+        self.progress.start_summary(self.facts)
+        self.started = time.perf_counter()
+        self.first_step = first_step
+
+    def __enter__(self) -> Record:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.progress.close()
+        self.writer.close()
+
+    def step(self, step: int, result: StepResult, seconds: float, validation_loss: float | None) -> None:
+        per_second = self.tokens_per_step / seconds
+        tflops = model_tflops_per_device(self.flops.training, per_second, self.run.parallel.world_size)
+        metrics = StepMetrics(
+            step=step + 1,
+            loss=result.loss.item(),
+            grad_norm=result.grad_norm.item(),
+            lr=self.job.learning_rate(step),
+            tokens=(step + 1) * self.tokens_per_step,
+            tokens_per_second=per_second,
+            model_tflops_per_device=tflops,
+            mfu=mfu(tflops, self.peak),
+            peak_memory_bytes=peak_memory_bytes(self.job.device),
+            step_seconds=seconds,
+            trained_token_share=result.kept_tokens.item() / self.tokens_per_step,
+            validation_loss=validation_loss,
+        )
+        self.writer.write(metrics)
+        self.progress.update(metrics)
+
+    def end(self, outcome: Outcome) -> None:
+        seconds = time.perf_counter() - self.started
+        steps = outcome.steps - self.first_step
+        facts = {
+            "steps": outcome.steps,
+            "final loss": outcome.loss,
+            "tokens/s, everything included": steps * self.tokens_per_step / seconds if steps else None,
+            "seconds": round(seconds, 1),
+            "checkpoint": outcome.checkpoint,
+            "ended by": "a signal, after saving" if outcome.stopped else "the last step",
+        }
+        write_whole(self.run_dir / SUMMARY_FILE, json.dumps({**self.facts, **facts}, indent=1).encode())
+        if outcome.sample is not None:
+            write_whole(self.run_dir / SAMPLE_FILE, outcome.sample.encode())
+        self.progress.end_summary(facts)
+
+
+def _validate(job: Job, corpora: Corpora, step: int) -> float | None:
+    """Mean loss over the same ``validation.steps`` batches every time."""
+    if corpora.validation is None:
+        return None
+    batches = [b for i in range(job.run.validation.steps) for b in corpora.validation.step(i)]
+    return job.evaluate(micro_batches(batches, job.run, job.device)).item()
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and (step + 1) % interval == 0
+
+
+def _any_rank(flag: bool, device: torch.device) -> bool:
+    """Signals reach processes at different moments; all must leave the loop after the same step."""
+    flags = torch.tensor(float(flag), device=device)
+    with purpose("stop signal"):
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags.item())
+
+
+@dataclass
+class _Flag:
+    is_set: bool = False
+
+
+@contextmanager
+def _stop_signal() -> Iterator[_Flag]:
+    """SIGTERM and SIGUSR1 (what schedulers send before the end of the wall time) ask to save and stop."""
+    flag = _Flag()
+
+    def note(signum: int, frame: object) -> None:
+        flag.is_set = True
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _sizes(run: RunConfig) -> dict[str, int]:
+    return {axis: getattr(run.parallel, axis) for axis in ("pp", "dp", "cp", "z", "y", "x")}
