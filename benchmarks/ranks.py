@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from benchmarks.peers import Step
+from benchmarks.peers import Step, my_rows
 from fourfold.config.load import make_run
 from fourfold.config.run import RunConfig
 from fourfold.models.transformer import IGNORE_INDEX
@@ -99,10 +99,10 @@ def fourfold(run: RunConfig, device: torch.device) -> Step:
     grid = Grid(run.parallel, device.type)
     job = Job(run, grid, device)
     job.initialize(run.training.seed)
-    rank, ranks = grid.batch_slot()
+    rank, ranks = grid.batch.rank, grid.batch.size
 
     def step(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
-        micro_batch = MicroBatch(tokens_BS.chunk(ranks)[rank], labels_BS.chunk(ranks)[rank])
+        micro_batch = MicroBatch(my_rows(tokens_BS, rank, ranks), my_rows(labels_BS, rank, ranks))
         return job.train_step([micro_batch], 0).loss
 
     return step

@@ -23,9 +23,11 @@ def trace(
     before the reduction.
     """
     from fourfold.config.load import load_run
-    from fourfold.verification.trace import trace as trace_run
 
-    report = trace_run(load_run(run_file, overrides), whole)
+    run = load_run(run_file, overrides)
+    from fourfold.verification.trace import trace as trace_run  # brings torch, which no mistake should wait for
+
+    report = trace_run(run, whole)
     if as_json:
         import json
 

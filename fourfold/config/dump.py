@@ -23,5 +23,5 @@ def _value(value: Any) -> str:
         return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(_value(item) for item in value) + "]"
-    # TOML's strings, booleans and numbers are written as JSON's.
-    return json.dumps(value, ensure_ascii=False)
+    # TOML's strings, booleans and numbers are written as JSON's, but for one control character.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from fourfold.config.model import ModelConfig, round_to_multiple
@@ -17,12 +18,14 @@ def check_layout(run: RunConfig) -> None:
     for axis, size in (("cp", grid.cp), ("pp", grid.pp)):
         if size > 1:
             raise UserError(f"parallel.{axis} = {size} is not supported yet; split over x, y, z or dp instead")
-    queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    _divides("model.num_attention_heads", model.num_attention_heads, "x", grid.x, "layers.*.self_attn.qkv.q_proj")
-    _divides("key and value features", keys, "x", grid.x, "layers.*.self_attn.qkv.k_proj")
-    _divides("model.hidden_size", model.hidden_size, "y", grid.y, "the residual stream")
+    keys = model.num_key_value_heads * model.head_dim
+    heads, multiple = model.num_attention_heads, model.pad_vocab_size_to_multiple_of
+    q_proj, k_proj = "layers.*.self_attn.qkv.q_proj", "layers.*.self_attn.qkv.k_proj"
+    _divides("model.num_attention_heads", heads, "x", grid.x, q_proj, unit=model.num_key_value_heads)
+    _divides("key and value features", keys, "x", grid.x, k_proj, unit=model.head_dim)
+    _divides("model.hidden_size", model.hidden_size, "y", grid.y, "the residual stream", unit=heads)
     _divides("model.intermediate_size", model.intermediate_size, "x", grid.x, "layers.*.mlp.up")
-    _divides("the padded vocabulary", model.padded_vocab_size, "x", grid.x, "embed_tokens and lm_head")
+    _divides("the padded vocabulary", model.padded_vocab_size, "x", grid.x, "embed_tokens and lm_head", unit=multiple)
     if model.position_embedding == "learned":
         _divides("model.max_position_embeddings", model.max_position_embeddings, "x", grid.x, "embed_positions")
     _divides("training.seq_length", training.seq_length, "x", grid.x, "the residual stream")
@@ -30,8 +33,7 @@ def check_layout(run: RunConfig) -> None:
     _divides("tokens of a micro-batch", tokens, "y", grid.y, "lm_head")
     split = attention_split(model, grid, training)
     if split == "heads":
-        _divides("key and value features", keys, "x·y", grid.x * grid.y, "layers.*.self_attn.qkv.k_proj")
-        _divides("query features", queries, "x·y", grid.x * grid.y, "layers.*.self_attn.qkv.q_proj")
+        _divides("key and value features", keys, "x·y", grid.x * grid.y, k_proj, unit=model.head_dim)
     if model.position_embedding == "learned" and training.seq_length > model.max_position_embeddings:
         raise UserError(
             f"training.seq_length = {training.seq_length} is longer than the position table: "
@@ -56,14 +58,17 @@ def attention_split(model: ModelConfig, grid: ParallelConfig, training: Training
     )
 
 
-def _divides(what: str, number: int, axis: str, size: int, layer: str) -> None:
+def _divides(what: str, number: int, axis: str, size: int, layer: str, unit: int = 1) -> None:
+    """unit: what the number must be a multiple of besides."""
     if number % size == 0:
         return
-    sizes = [s for s in range(1, number + 1) if number % s == 0]
-    nearest = sorted(sorted(sizes, key=lambda s: abs(s - size))[:2])
+    below = next(s for s in range(min(size, number), 0, -1) if number % s == 0)
+    above = next((s for s in range(size, min(number, 10 * size) + 1) if number % s == 0), below)
+    sizes = " or ".join(str(s) for s in sorted({below, above}))
+    works = round_to_multiple(number, math.lcm(size, unit))
     raise UserError(
-        f"{layer}: {what} = {number} cannot be split over {axis} = {size}; {axis} = "
-        f"{' or '.join(str(s) for s in nearest)} works, and so does {what} = {round_to_multiple(number, size)}"
+        f"{layer}: {what} = {number} cannot be split over {axis} = {size}; {axis} = {sizes} works, "
+        f"and so does {what} = {works}"
     )
 
 

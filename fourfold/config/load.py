@@ -116,18 +116,18 @@ def _sentence(error: ValidationError) -> str:
 
 
 def _nearest(location: tuple[int | str, ...]) -> str:
-    """The right key nearest to a wrong one: its name elsewhere, a close spelling, or the section that has it."""
+    """The right key nearest to a wrong one: its name elsewhere, the section that has it, or a close spelling."""
     *sections, name = (str(part) for part in location if not isinstance(part, int))
     if name in ELSEWHERE:
         return f"here it is called {ELSEWHERE[name]}"
-    section = _section(sections)
-    close = difflib.get_close_matches(name, section.model_fields, n=1)
-    if close:
-        return f"did you mean '{'.'.join([*sections, close[0]])}'?"
     for other, field in RunConfig.model_fields.items():
         model = _model_of(field.annotation)
         if model is not None and name in model.model_fields:
             return f"did you mean '{other}.{name}'?"
+    section = _section(sections)
+    close = difflib.get_close_matches(name, section.model_fields, n=1)
+    if close:
+        return f"did you mean '{'.'.join([*sections, close[0]])}'?"
     return f"there are {', '.join(section.model_fields)}"
 
 

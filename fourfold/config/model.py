@@ -13,19 +13,28 @@ from fourfold.config.strict import Strict
 class RopeScaling(Strict):
     """How rotary frequencies are stretched beyond the trained context; the keys are those of Hugging Face's files."""
 
-    rope_type: Literal["linear", "llama3", "yarn"]
-    factor: float = Field(gt=0)
-    original_max_position_embeddings: int | None = Field(None, gt=0)
-    low_freq_factor: float = Field(1.0, gt=0)
-    high_freq_factor: float = Field(4.0, gt=0)
-    beta_fast: float = Field(32.0, gt=0)
-    beta_slow: float = Field(1.0, gt=0)
-    attention_factor: float | None = Field(None, gt=0)
+    rope_type: Literal["linear", "llama3", "yarn"] = Field(description="Which frequencies are stretched, and how.")
+    factor: float = Field(gt=0, description="How many times longer the context becomes.")
+    original_max_position_embeddings: int | None = Field(
+        None, gt=0, description="Context before the stretch; llama3 and yarn need it."
+    )
+    low_freq_factor: float = Field(
+        1.0, gt=0, description="llama3: channels with fewer turns in the original context are stretched fully."
+    )
+    high_freq_factor: float = Field(4.0, gt=0, description="llama3: channels with more turns are kept as they are.")
+    beta_fast: float = Field(32.0, gt=0, description="yarn: channels with more turns are kept as they are.")
+    beta_slow: float = Field(1.0, gt=0, description="yarn: channels with fewer turns are stretched fully.")
+    attention_factor: float | None = Field(
+        None, gt=0, description="yarn: factor on cos and sin. Default: 0.1 ln(factor) + 1."
+    )
 
     @model_validator(mode="after")
-    def _needs_original_length(self) -> RopeScaling:
+    def _check(self) -> RopeScaling:
         if self.rope_type != "linear" and self.original_max_position_embeddings is None:
             raise ValueError(f"rope_type = '{self.rope_type}' needs original_max_position_embeddings")
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if getattr(self, low) >= getattr(self, high):
+                raise ValueError(f"{low} = {getattr(self, low)} must be below {high} = {getattr(self, high)}")
         return self
 
 
@@ -34,24 +43,30 @@ class ModelConfig(Strict):
 
     preset: str | None = Field(None, description="Start from a preset's sizes; any other key overrides it.")
     vocab_size: int = Field(gt=0, description="Tokens that the tokenizer knows.")
-    hidden_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
-    num_key_value_heads: int | None = Field(None, gt=0, description="Default: num_attention_heads.")
-    head_dim: int | None = Field(None, gt=0, description="Default: hidden_size / num_attention_heads.")
+    hidden_size: int = Field(gt=0, description="Width of the residual stream.")
+    num_hidden_layers: int = Field(gt=0, description="Blocks, each of attention and MLP.")
+    num_attention_heads: int = Field(gt=0, description="Query heads.")
+    num_key_value_heads: int | None = Field(
+        None, gt=0, description="Heads of keys and values; must divide num_attention_heads, which is the default."
+    )
+    head_dim: int | None = Field(
+        None, gt=0, description="Channels of a head. Default: hidden_size / num_attention_heads."
+    )
     intermediate_size: int | None = Field(None, gt=0, description="Inner width of the MLP. Default: 4 × hidden_size.")
     max_position_embeddings: int = Field(2048, gt=0, description="Longest sequence; rows of a learned position table.")
-    mlp: Literal["swiglu", "gelu"] = "swiglu"
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_eps: float = Field(1e-5, gt=0)
-    position_embedding: Literal["rope", "learned"] = "rope"
-    rope_theta: float = Field(10000.0, gt=0)
-    rope_scaling: RopeScaling | None = None
+    mlp: Literal["swiglu", "gelu"] = Field("swiglu", description="swiglu: gated, three matrices; gelu: two.")
+    norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="Normalisation before attention and MLP.")
+    norm_eps: float = Field(1e-5, gt=0, description="Added to the variance, or mean square, inside a norm.")
+    position_embedding: Literal["rope", "learned"] = Field(
+        "rope", description="rope turns queries and keys; learned adds a row of a table to the embedding."
+    )
+    rope_theta: float = Field(10000.0, gt=1, description="Base of the rotary frequencies.")
+    rope_scaling: RopeScaling | None = Field(None, description="Stretches the rotary frequencies; none: as trained.")
     attention_bias: bool = Field(False, description="Biases of the query, key and value projections.")
     attention_output_bias: bool = Field(False, description="Bias of the attention's output projection.")
-    mlp_bias: bool = False
+    mlp_bias: bool = Field(False, description="Biases of the MLP's projections.")
     qk_norm: bool = Field(False, description="RMSNorm over each head of queries and keys (Qwen3).")
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: bool = Field(False, description="The LM head uses the embedding's weights.")
     initializer_range: float = Field(0.02, gt=0, description="Standard deviation of initial weights.")
     pad_vocab_size_to_multiple_of: int = Field(
         128, gt=0, description="Rows of the embedding and head are padded to this; padding is never predicted."

@@ -90,7 +90,7 @@ def with_preset(section: dict[str, Any]) -> dict[str, Any]:
     name = section.get("preset")
     if name is None:
         return section
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         near = difflib.get_close_matches(str(name), PRESETS, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PRESETS)}"
         raise UserError(f"model.preset = '{name}' is not a preset; {hint}")

@@ -52,8 +52,8 @@ class ParallelConfig(Strict):
     y: int = Field(1, ge=1, description="Tensor axis: input features of the same; the residual's hidden size.")
     z: int = Field(1, ge=1, description="Splits the batch and the stored weights (FSDP).")
     dp: int = Field(1, ge=1, description="Splits the batch; weights are replicated, or sharded by `zero`.")
-    cp: int = Field(1, ge=1, description="Splits the sequence (context parallel).")
-    pp: int = Field(1, ge=1, description="Splits the layers (pipeline).")
+    cp: int = Field(1, ge=1, description="Splits the sequence (context parallel); only 1 is supported yet.")
+    pp: int = Field(1, ge=1, description="Splits the layers (pipeline); only 1 is supported yet.")
     zero: Literal[0, 1, 2, 3] = Field(
         0, description="What dp shards too: 1 optimizer states, 2 and gradients, 3 and parameters."
     )
@@ -88,7 +88,7 @@ class TrainingConfig(Strict):
     )
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Type in which gradients are summed over ranks.")
     compile: bool = Field(False, description="torch.compile each block.")
-    seed: int = Field(0, ge=0, description="Seeds the weights and the order of the samples.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seeds the weights and the order of the samples.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")
 
     @model_validator(mode="after")
@@ -110,10 +110,12 @@ class ActivationCheckpointConfig(Strict):
 class OptimizerConfig(Strict):
     """AdamW. Weight decay is applied to matrices, not to norms and biases."""
 
-    lr: float = Field(3e-4, gt=0)
-    betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
+    lr: float = Field(3e-4, gt=0, description="Learning rate at its highest, after the warm-up.")
+    betas: tuple[float, float] = Field(
+        (0.9, 0.95), strict=False, description="Decay of the running means of the gradient and of its square."
+    )
+    eps: float = Field(1e-8, gt=0, description="Added to the root of the second mean before dividing by it.")
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled: a step shrinks matrices by lr × weight_decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
 
     @model_validator(mode="after")
@@ -152,15 +154,17 @@ class ValidationConfig(Strict):
 
 class SampleConfig(Strict):
     prompt: str | None = Field(None, description="Text to continue when training ends; none: no sample.")
-    max_new_tokens: int = Field(200, gt=0)
+    max_new_tokens: int = Field(200, gt=0, description="Tokens of the sample, unless its document ends before.")
     temperature: float = Field(0.8, ge=0, description="0 takes the likeliest token.")
 
 
 class RunConfig(Strict):
     """A whole run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="Folder of the run inside output_dir.")
-    output_dir: str = "runs"
+    name: str = Field(
+        "run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", description="Folder of the run inside output_dir."
+    )
+    output_dir: str = Field("runs", description="Folder in which every run has its own.")
     model: ModelConfig
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()

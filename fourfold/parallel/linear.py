@@ -55,9 +55,7 @@ class NormalLinears(Tiled):
     def forward(self, x_BTh: Tensor) -> list[Tensor]:
         linears = list(self.children())
         outs = normal_linears(x_BTh, self, *(linear.weight for linear in linears))
-        return [
-            out if linear.bias is None else out + linear.bias for out, linear in zip(outs, linears, strict=True)
-        ]
+        return [out if linear.bias is None else out + linear.bias for out, linear in zip(outs, linears, strict=True)]
 
 
 class TransposedLinear(Tiled):

@@ -94,5 +94,3 @@ class HeadNorm(Tiled):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm_forward(self, x)
-
-

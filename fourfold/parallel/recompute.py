@@ -44,5 +44,3 @@ def compile_blocks(model: Transformer, grid: ParallelConfig) -> None:
         else:
             layer.self_attn.core.forward = torch.compile(layer.self_attn.core.forward)
             layer.mlp.activation.forward = torch.compile(layer.mlp.activation.forward)
-
-

@@ -15,18 +15,22 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pydantic import Field, ValidationError
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import CheckpointConfig
+from fourfold.config.strict import Strict
 from fourfold.errors import UserError
 from fourfold.parallel.state import GlobalView
 from fourfold.training.job import Job
@@ -37,12 +41,11 @@ STATE_FILE = "state.json"
 _IRRELEVANT = {"preset", "initializer_range"}
 
 
-@dataclass(frozen=True)
-class CheckpointState:
+class CheckpointState(Strict):
     """What a checkpoint knows besides tensors. step: optimizer steps taken; it is also the position in the data."""
 
     format: int
-    step: int
+    step: int = Field(ge=0)
     model: dict[str, Any]
     rng: str
     files: dict[str, int]
@@ -67,11 +70,12 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
-        state = CheckpointState(FORMAT, step, _sizes(self.job.run.model), _rng_state(), {})
+        state = CheckpointState(format=FORMAT, step=step, model=_sizes(self.job.run.model), rng=_rng_state(), files={})
         writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
         tensors = global_tensors(self.job, self._view)
         if self._group is None:
-            dcp.save(tensors, storage_writer=writer)
+            with _failures_told(f"cannot write the checkpoint {partial}"):
+                dcp.save(tensors, storage_writer=writer)
             self._publish(step, state)
             dist.barrier()
         else:
@@ -89,26 +93,38 @@ class Checkpointer:
             return
         future, step, state = self._pending
         self._pending = None
-        future.result()
+        with _failures_told(f"cannot write the checkpoint {self._partial(step)}"):
+            future.result()
         self._publish(step, state)
 
     def _partial(self, step: int) -> Path:
         return self.folder / f".step_{step}.partial"
 
     def _publish(self, step: int, state: CheckpointState) -> None:
-        """On rank 0, when every rank has written: describe, rename, prune."""
+        """On rank 0, when every rank has written: describe, rename, prune.
+
+        Checkpoints of later steps are of another history, from which this run has turned back (``resume`` = 'never' or
+        a path): they are kept under another name, so that neither pruning nor resume = 'auto' takes them for its own.
+        """
         if dist.get_rank() != 0:
             return
         partial, final = self._partial(step), self.folder / f"step_{step}"
         state.files.update({file.name: file.stat().st_size for file in partial.glob("*.safetensors")})
-        (partial / STATE_FILE).write_text(json.dumps(asdict(state), indent=1) + "\n")
+        (partial / STATE_FILE).write_text(state.model_dump_json(indent=1) + "\n")
         replaced = self.folder / f".step_{step}.replaced"
         if final.exists():
             os.replace(final, replaced)
         os.replace(partial, final)
         shutil.rmtree(replaced, ignore_errors=True)
+        for unfinished in self.folder.glob(".step_*.partial"):  # of a job that was killed
+            shutil.rmtree(unfinished)
+        ours = [path for path in list_checkpoints(self.folder) if _step_of(path) <= step]
+        for later in list_checkpoints(self.folder)[len(ours) :]:
+            superseded = later.with_name(f"{later.name}.superseded")
+            shutil.rmtree(superseded, ignore_errors=True)
+            os.replace(later, superseded)
         if self.config.keep_latest_k:
-            for old in list_checkpoints(self.folder)[: -self.config.keep_latest_k]:
+            for old in ours[: -self.config.keep_latest_k]:
                 shutil.rmtree(old)
 
 
@@ -119,10 +135,11 @@ def load_checkpoint(path: Path, job: Job) -> int:
     """
     state = read_state(path)
     check_same_model(path, state, job.run.model)
+    generator = _generator(path, state)
     tensors = global_tensors(job, GlobalView(job.grid, job.run.parallel.zero))
     _load_tensors(tensors, path)
     job.optimizer.set_steps_taken(state.step)
-    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state.rng)), dtype=torch.uint8))
+    torch.set_rng_state(generator.get_state())
     return state.step
 
 
@@ -134,8 +151,8 @@ def load_weights(path: Path, weights: dict[str, Tensor]) -> None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints in a folder, oldest first."""
-    found = [p for p in folder.glob("step_*") if p.name[5:].isdigit() and (p / STATE_FILE).exists()]
-    return sorted(found, key=lambda p: int(p.name[5:]))
+    found = [p for p in folder.glob("step_*") if p.name[5:].isdecimal() and (p / STATE_FILE).exists()]
+    return sorted(found, key=_step_of)
 
 
 def find_checkpoint(resume: str, folder: Path) -> Path | None:
@@ -156,13 +173,17 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
 def read_state(path: Path) -> CheckpointState:
     """Read and check ``state.json``; ``UserError`` when the checkpoint is damaged."""
     try:
-        state = CheckpointState(**json.loads((path / STATE_FILE).read_text()))
+        text = (path / STATE_FILE).read_text(encoding="utf-8")
+        known = json.loads(text)
+        if isinstance(known, dict) and isinstance(known.get("format"), int) and known["format"] != FORMAT:
+            raise UserError(f"{path} has checkpoint format {known['format']}; this version of fourfold reads {FORMAT}")
+        state = CheckpointState.model_validate_json(text)
     except OSError as error:
         raise UserError(f"cannot read the checkpoint {path}: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError):
+    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError):
         raise UserError(f"{path / STATE_FILE} is damaged; resume from another checkpoint") from None
-    if state.format != FORMAT:
-        raise UserError(f"{path} has checkpoint format {state.format}; this version of fourfold reads {FORMAT}")
+    if not state.files:
+        raise UserError(f"{path / STATE_FILE} is damaged: it lists no file; resume from another checkpoint")
     for name, size in state.files.items():
         file = path / name
         if not file.exists() or file.stat().st_size != size:
@@ -194,11 +215,36 @@ def global_tensors(job: Job, view: GlobalView) -> dict[str, Tensor]:
 def _load_tensors(tensors: dict[str, Tensor], path: Path, no_dist: bool = False) -> None:
     # The reader logs a warning for every file of a distributed save, which is how ours are.
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
-    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=no_dist)
+    with _failures_told(f"the checkpoint {path} is damaged"):
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=no_dist)
+
+
+@contextmanager
+def _failures_told(what: str) -> Iterator[None]:
+    """Turn torch's CheckpointException, which is no Exception and would pass by every handler, into a sentence."""
+    try:
+        yield
+    except CheckpointException as error:
+        reason, _ = next(iter(error.failures.values()))
+        raise UserError(f"{what}: {str(reason).partition(chr(10))[0] or type(reason).__name__}") from error
 
 
 def _sizes(model: ModelConfig) -> dict[str, Any]:
     return {key: value for key, value in model.model_dump(mode="json").items() if key not in _IRRELEVANT}
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _generator(path: Path, state: CheckpointState) -> torch.Generator:
+    """One in the state that the checkpoint was saved in."""
+    generator = torch.Generator()
+    try:
+        generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state.rng)), dtype=torch.uint8))
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"{path / STATE_FILE} is damaged: its random state is none; resume from another one") from error
+    return generator
 
 
 def _rng_state() -> str:

@@ -39,9 +39,16 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
     train, validation = _prefixes(run)
     for prefix, _ in [*train, *validation]:
         _check_vocabulary(prefix, run)
+        _check_same_tokenizer(prefix, train[0][0])
     tokenizer = corpus_tokenizer(train[0][0]) if read_manifest(train[0][0]) is not None else None
     if run.data.tokenizer is not None and run.data.source is None:
         tokenizer = _same_tokenizer(run.data.tokenizer, tokenizer, train[0][0])
+        _check_fits(f"data.tokenizer = '{run.data.tokenizer}' has", tokenizer.vocab_size, run)
+    if run.sample.prompt is not None and tokenizer is None:
+        raise UserError(
+            f"sample.prompt needs a tokenizer, and {train[0][0]}.json, which would name it, does not exist; "
+            "set data.tokenizer, or leave sample.prompt out"
+        )
     needs_validation = run.validation.interval > 0
     if needs_validation and not validation:
         raise UserError("validation.interval is set, but data.validation names no corpus; name one, or set it to 0")
@@ -59,10 +66,11 @@ def micro_batches(batches: Sequence[Batch], run: RunConfig, device: torch.device
 
 def _micro_batch(batch: Batch, run: RunConfig, device: torch.device) -> MicroBatch:
     # The vocabulary-parallel look-up would take an unknown token for one of another rank's.
-    if (largest := int(batch.tokens.max())) >= run.model.vocab_size:
+    smallest, largest = int(batch.tokens.min()), max(int(batch.tokens.max()), int(batch.labels.max()))
+    if smallest < 0 or largest >= run.model.vocab_size:
         raise UserError(
-            f"the corpus has token {largest}, and model.vocab_size = {run.model.vocab_size}; "
-            f"set it to the size of the tokenizer's vocabulary"
+            f"the corpus has token {smallest if smallest < 0 else largest}, and model.vocab_size = "
+            f"{run.model.vocab_size}; set it to the size of the tokenizer's vocabulary, or prepare the corpus again"
         )
 
     def tensor(array: np.ndarray) -> torch.Tensor:
@@ -97,10 +105,25 @@ def _loader(run: RunConfig, prefixes: list[tuple[str, float]], seed: int, batch:
 
 def _check_vocabulary(prefix: str, run: RunConfig) -> None:
     manifest = read_manifest(prefix)
-    if manifest is not None and manifest.vocab_size > run.model.vocab_size:
+    if manifest is not None:
+        _check_fits(f"the corpus {prefix} was made with", manifest.vocab_size, run)
+
+
+def _check_fits(whose: str, vocab_size: int, run: RunConfig) -> None:
+    if vocab_size > run.model.vocab_size:
         raise UserError(
-            f"the corpus {prefix} was made with a vocabulary of {manifest.vocab_size}, and model.vocab_size = "
-            f"{run.model.vocab_size}; set model.vocab_size = {manifest.vocab_size}, or prepare it with another tokenizer"
+            f"{whose} a vocabulary of {vocab_size}, and model.vocab_size = {run.model.vocab_size}; "
+            f"set model.vocab_size = {vocab_size}, or use another tokenizer"
+        )
+
+
+def _check_same_tokenizer(prefix: str, first: str) -> None:
+    """A validation loss over another tokenizer's ids would mean nothing."""
+    manifest, other = read_manifest(prefix), read_manifest(first)
+    if manifest is not None and other is not None and manifest.fingerprint != other.fingerprint:
+        raise UserError(
+            f"the corpora {first} and {prefix} were made with different tokenizers ({other.tokenizer} and "
+            f"{manifest.tokenizer}); prepare them with one"
         )
 
 

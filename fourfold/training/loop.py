@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -70,9 +71,10 @@ def train(place: Place, run: RunConfig) -> Outcome:
         stack.callback(corpora.train.close)
         is_first = dist.get_rank() == 0
         if is_first:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            write_whole(run_dir / RUN_FILE, to_toml(run).encode())
+            _make_folder(run_dir)
         record = stack.enter_context(Record(run, run_dir, job, first_step)) if is_first else None
+        if is_first:
+            write_whole(run_dir / RUN_FILE, to_toml(run).encode())
         checkpointer = Checkpointer(run_dir / "checkpoints", job, run.checkpoint)
         stop = stack.enter_context(_stop_signal())
         stopped, step, result = False, first_step, None
@@ -80,16 +82,12 @@ def train(place: Place, run: RunConfig) -> Outcome:
         for step in range(first_step, run.training.train_steps):
             started = time.perf_counter()
             result = job.train_step(micro_batches(corpora.train.step(step), run, device), step)
-            loss = result.loss.item()
+            result.loss.item()  # waits for the device
             seconds = time.perf_counter() - started
             validation_loss = _validate(job, corpora, step) if _due(step, run.validation.interval) else None
             if record is not None:
                 record.step(step, result, seconds, validation_loss)
-            if loss != loss:
-                raise UserError(
-                    f"the loss is not a number at step {step + 1}; lower optimizer.lr or lengthen "
-                    f"lr_scheduler.warmup_steps, and resume from the last checkpoint in {run_dir / 'checkpoints'}"
-                )
+            _check_finite(result, step, run_dir)  # before a checkpoint is written
             stopped = _any_rank(stop.is_set, device)
             last = step + 1 == run.training.train_steps
             if _due(step, run.checkpoint.interval) or stopped or (last and run.checkpoint.save_last):
@@ -201,6 +199,25 @@ class Record:
         if outcome.sample is not None:
             write_whole(self.run_dir / SAMPLE_FILE, outcome.sample.encode())
         self.progress.end_summary(facts)
+
+
+def _make_folder(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder of the run, {run_dir}: {error.strerror}") from None
+
+
+def _check_finite(result: StepResult, step: int, run_dir: Path) -> None:
+    """Raise ``UserError`` after a step that no training recovers from: NaN gradients have made all weights NaN."""
+    if result.kept_tokens.item() == 0:
+        raise UserError(f"step {step + 1} has no token to learn: every document of its sequences is one token long")
+    for what, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
+        if not math.isfinite(value.item()):
+            raise UserError(
+                f"the {what} is {value.item()} at step {step + 1}; lower optimizer.lr or lengthen "
+                f"lr_scheduler.warmup_steps, and resume from the last checkpoint in {run_dir / 'checkpoints'}"
+            )
 
 
 def _validate(job: Job, corpora: Corpora, step: int) -> float | None:

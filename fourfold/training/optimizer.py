@@ -73,10 +73,12 @@ def learning_rate(step: int, train_steps: int, peak: float, config: SchedulerCon
     """The rate of step 0, 1, … : linear warm-up to ``peak``, then the decay to peak · min_lr_ratio at the last."""
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, train_steps - 1 - config.warmup_steps)
-    progress = min(progress, 1.0)
     if config.decay_style == "wsd":
-        progress = max(0.0, (progress - (1 - config.decay_ratio)) / config.decay_ratio)
+        falling_steps = max(1.0, min(config.decay_ratio * train_steps, train_steps - config.warmup_steps))
+        progress = 1 - (train_steps - 1 - step) / falling_steps
+    else:
+        progress = (step - config.warmup_steps) / max(1, train_steps - 1 - config.warmup_steps)
+    progress = min(max(progress, 0.0), 1.0)
     falling = {
         "constant": 1.0,
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),

@@ -38,4 +38,5 @@ def _draw(logits_V: torch.Tensor, temperature: float, generator: torch.Generator
     """All processes hold the same logits and draw with the same generator, so they agree."""
     if temperature == 0:
         return int(logits_V.argmax())
-    return int(torch.multinomial((logits_V / temperature).softmax(0), 1, generator=generator))
+    scaled_V = (logits_V - logits_V.max()) / temperature  # no temperature is so low that this overflows to NaN
+    return int(torch.multinomial(scaled_V.softmax(0), 1, generator=generator))

@@ -79,7 +79,7 @@ def parity(run: RunConfig, device: torch.device, steps: int = 3) -> ParityReport
     job = Job(run, grid, device)
     job.initialize(run.training.seed)
     one = OneProcess(run, device) if dist.get_rank() == 0 else None
-    worst = {name: 0.0 for name in TOLERANCE}
+    worst = dict.fromkeys(TOLERANCE, 0.0)
     each_gradient: dict[str, float] = {}
 
     for step in range(steps):
@@ -88,12 +88,12 @@ def parity(run: RunConfig, device: torch.device, steps: int = 3) -> ParityReport
         if one is not None:
             expected_loss, expected_norm, expected_gradients = one.step(batch, step)
             if step == 0:
-                each_gradient = relative_differences(gradients, expected_gradients)
+                each_gradient = relative_differences(gradients, expected_gradients, GRADIENT_FLOOR)
             worst["loss"] = max(worst["loss"], _relative(loss, expected_loss))
             worst["grad_norm"] = max(worst["grad_norm"], _relative(norm, expected_norm))
     weights = gather_full(job.shards, [shard.local for shard in job.shards])
     if one is not None:
-        worst["weights"] = max(relative_differences(weights, one.weights()).values())
+        worst["weights"] = max(relative_differences(weights, one.weights(), WEIGHT_FLOOR).values())
 
     other = resharded(run)
     resumed = _resume_elsewhere(job, other, steps)
@@ -106,7 +106,7 @@ def parity(run: RunConfig, device: torch.device, steps: int = 3) -> ParityReport
     worst["resumed"] = max(
         _relative(loss, expected_loss),
         _relative(norm, expected_norm),
-        max(relative_differences(weights_after, one.weights()).values()),
+        max(relative_differences(weights_after, one.weights(), WEIGHT_FLOOR).values()),
     )
     worst["gradients"] = max(each_gradient.values())
     return ParityReport(**worst, each_gradient=each_gradient, resumed_on=describe(other.parallel))
@@ -184,14 +184,17 @@ def describe(grid: ParallelConfig) -> str:
     return " × ".join(parts or ["one process"]) + (f", zero {grid.zero}" if grid.zero else "")
 
 
-def relative_differences(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Of each tensor: the largest difference over the largest value.
+GRADIENT_FLOOR, WEIGHT_FLOOR = 1e-4, 1e-3
+"""A tensor that is smaller than this share of the largest is measured against that share: what is zero in theory, such
+as the gradient of a key bias and the bias after a few steps, has no relative error."""
 
-    A tensor whose values are all below a ten-thousandth of the largest of all tensors is measured against that
-    ten-thousandth: what is zero in theory has no relative error.
-    """
+
+def relative_differences(
+    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor_share: float
+) -> dict[str, float]:
+    """Of each tensor: the largest difference over the largest value, or over ``floor_share`` of the largest of all."""
     assert got.keys() == expected.keys(), f"parameters differ: {got.keys() ^ expected.keys()}"
-    floor = 1e-4 * max(tensor.abs().max().item() for tensor in expected.values())
+    floor = floor_share * max(tensor.abs().max().item() for tensor in expected.values())
     return {
         name: (got[name] - tensor).abs().nan_to_num(nan=torch.inf).max().item() / max(tensor.abs().max().item(), floor)
         for name, tensor in expected.items()
@@ -228,4 +231,3 @@ def _resume_elsewhere(job: Job, other: RunConfig, step: int) -> Job:
 
 def _relative(got: float, expected: float) -> float:
     return abs(got - expected) / abs(expected) if got == got else float("inf")
-

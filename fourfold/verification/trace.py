@@ -8,9 +8,10 @@ traced at a few small counts and continued from there (``tests/verification/test
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,13 @@ class TraceReport:
         return asdict(self)
 
 
+class Sample(NamedTuple):
+    """One traced step: count and bytes of every kind of collective, and the memory."""
+
+    collectives: dict[Line, tuple[int, int]]
+    memory: Memory
+
+
 def trace(run: RunConfig, whole: bool = False) -> TraceReport:
     """Trace a run; ``whole`` runs every layer and micro-batch instead of continuing from a few."""
     layers, micro_batches = run.model.num_hidden_layers, run.gradient_accumulation_steps
@@ -79,34 +87,33 @@ def trace(run: RunConfig, whole: bool = False) -> TraceReport:
     with fake_processes(run.parallel.world_size):
         grid = Grid(run.parallel, "cpu")
         samples = {
-            (l, m): _trace_step(_shrunk(run, l, m), grid) for l, m in itertools.product(layer_counts, batch_counts)
+            (n_layers, n_batches): _trace_step(_shrunk(run, n_layers, n_batches), grid)
+            for n_layers, n_batches in itertools.product(layer_counts, batch_counts)
         }
-    lines = {
-        line: tuple(_continue(samples, lambda s, i=i, line=line: s[0].get(line, (0, 0))[i], layers, micro_batches)
-                    for i in (0, 1))
-        for line in dict.fromkeys(line for sample, _ in samples.values() for line in sample)
-    }
-    memory = {
-        key: _continue(samples, lambda s, key=key: getattr(s[1], key), layers, micro_batches)
-        for key in Memory.__dataclass_fields__
-    }
-    collectives = [Collective(*line, *lines[line]) for line in sorted(lines, key=lambda line: -lines[line][1])]
-    return TraceReport(run.parallel.world_size, Memory(**memory), collectives)
+
+    def continued(value: Callable[[Sample], int]) -> int:
+        return _continue({at: value(sample) for at, sample in samples.items()}, layers, micro_batches)
+
+    lines = dict.fromkeys(line for sample in samples.values() for line in sample.collectives)
+    collectives = [
+        Collective(*line, *(continued(lambda s, k=k, line=line: s.collectives.get(line, (0, 0))[k]) for k in (0, 1)))
+        for line in lines
+    ]
+    memory = {key: continued(lambda s, key=key: getattr(s.memory, key)) for key in Memory.__dataclass_fields__}
+    return TraceReport(run.parallel.world_size, Memory(**memory), sorted(collectives, key=lambda c: -c.bytes))
 
 
-def _continue(samples: dict, value, layers: int, micro_batches: int) -> int:
-    """The value at (layers, micro_batches), on the bilinear surface through the samples."""
-    layer_counts = sorted({l for l, _ in samples})
-    batch_counts = sorted({m for _, m in samples})
+def _continue(values: dict[tuple[int, int], int], layers: int, micro_batches: int) -> int:
+    """The value at (layers, micro_batches), on the bilinear surface through the values at smaller counts."""
+    layer_counts, batch_counts = (sorted(set(counts)) for counts in zip(*values, strict=True))
     at_layers = []
-    for m in batch_counts:
-        values = [value(samples[l, m]) for l in layer_counts]
-        slopes = {b - a for a, b in itertools.pairwise(values)}
-        assert len(slopes) <= 1, f"not linear in the layers: {values}; trace the whole"
-        at_layers.append(values[0] + (slopes.pop() if slopes else 0) * (layers - layer_counts[0]))
-    if len(at_layers) == 1:
-        return at_layers[0]
-    return at_layers[0] + (at_layers[1] - at_layers[0]) * (micro_batches - batch_counts[0])
+    for n_batches in batch_counts:
+        line = [values[n_layers, n_batches] for n_layers in layer_counts]
+        slopes = {after - before for before, after in itertools.pairwise(line)}
+        assert len(slopes) <= 1, f"not linear in the layers: {line}; trace the whole"
+        at_layers.append(line[0] + sum(slopes) * (layers - layer_counts[0]))
+    slope = at_layers[-1] - at_layers[0]
+    return at_layers[0] + slope * (micro_batches - batch_counts[0])
 
 
 def _shrunk(run: RunConfig, layers: int, micro_batches: int) -> RunConfig:
@@ -120,7 +127,7 @@ def _shrunk(run: RunConfig, layers: int, micro_batches: int) -> RunConfig:
     )
 
 
-def _trace_step(run: RunConfig, grid: Grid) -> tuple[dict[Line, tuple[int, int]], Memory]:
+def _trace_step(run: RunConfig, grid: Grid) -> Sample:
     """One real training step on fake tensors."""
     model = meta_model(run, grid)
     # A trace is of the machine that the run is for, and not of the one that traces.
@@ -137,8 +144,7 @@ def _trace_step(run: RunConfig, grid: Grid) -> tuple[dict[Line, tuple[int, int]]
                 for _ in range(run.gradient_accumulation_steps)
             ]
             job.train_step(micro_batches, 0)
-    lines = {line: (count, size) for line, (count, size) in recorder.collectives.items()}
-    return lines, Memory(
+    memory = Memory(
         parameters=recorder.parameters,
         gradients=recorder.gradients,
         optimizer=recorder.optimizer,
@@ -146,6 +152,7 @@ def _trace_step(run: RunConfig, grid: Grid) -> tuple[dict[Line, tuple[int, int]]
         gathered_weights_peak=recorder.peaks["weights"],
         total_peak=recorder.peaks["total"],
     )
+    return Sample({line: (count, size) for line, (count, size) in recorder.collectives.items()}, memory)
 
 
 @contextmanager

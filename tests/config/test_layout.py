@@ -1,0 +1,142 @@
+"""What does not divide over the grid is refused with the layer, the number, and sizes that do work."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from tiny_runs import tiny_run
+
+from fourfold.config.layout import attention_split
+from fourfold.errors import UserError
+
+MHA = {"preset": "llama-tiny", "num_key_value_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "training", "message"),
+    [
+        (
+            {},
+            {"x": 3},
+            {},
+            "layers.*.self_attn.qkv.q_proj: model.num_attention_heads = 8 cannot be split over x = 3; "
+            "x = 2 or 4 works, and so does model.num_attention_heads = 12",
+        ),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 176},
+            {"x": 3},
+            {},
+            "layers.*.self_attn.qkv.k_proj: key and value features = 8 cannot be split over x = 3; "
+            "x = 2 or 4 works, and so does key and value features = 24",
+        ),
+        (
+            {},
+            {"y": 3},
+            {},
+            "the residual stream: model.hidden_size = 64 cannot be split over y = 3; "
+            "y = 2 or 4 works, and so does model.hidden_size = 72",
+        ),
+        (
+            {"intermediate_size": 172},
+            {"x": 8},
+            {},
+            "layers.*.mlp.up: model.intermediate_size = 172 cannot be split over x = 8; "
+            "x = 4 or 43 works, and so does model.intermediate_size = 168",
+        ),
+        (
+            {"pad_vocab_size_to_multiple_of": 1},
+            {"x": 2},
+            {},
+            "embed_tokens and lm_head: the padded vocabulary = 257 cannot be split over x = 2; "
+            "x = 1 works, and so does the padded vocabulary = 256",
+        ),
+        (
+            {"position_embedding": "learned", "max_position_embeddings": 101},
+            {"x": 2},
+            {},
+            "embed_positions: model.max_position_embeddings = 101 cannot be split over x = 2; "
+            "x = 1 works, and so does model.max_position_embeddings = 100",
+        ),
+        (
+            {},
+            {"x": 2},
+            {"seq_length": 33},
+            "the residual stream: training.seq_length = 33 cannot be split over x = 2; "
+            "x = 1 or 3 works, and so does training.seq_length = 32",
+        ),
+        (
+            {},
+            {"y": 2},
+            {"seq_length": 33, "micro_batch_size": 1},
+            "lm_head: tokens of a micro-batch = 33 cannot be split over y = 2; "
+            "y = 1 or 3 works, and so does tokens of a micro-batch = 32",
+        ),
+        (
+            {"num_key_value_heads": 1, "head_dim": 2, "num_attention_heads": 16},
+            {"x": 2, "y": 2},
+            {},
+            "layers.*.self_attn.qkv.k_proj: key and value features = 2 cannot be split over x·y = 4; "
+            "x·y = 2 works, and so does key and value features = 4",
+        ),
+        (
+            {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32},
+            {"y": 4},
+            {"micro_batch_size": 2, "seq_length": 34},
+            "attention cannot be shared over y = 4: none of model.num_attention_heads = 2",
+        ),
+        (
+            {"position_embedding": "learned", "max_position_embeddings": 16},
+            {},
+            {},
+            "training.seq_length = 32 is longer than the position table: model.max_position_embeddings = 16 is the most",
+        ),
+        (
+            {},
+            {"z": 2, "dp": 2},
+            {"global_batch_size": 6},
+            "training.global_batch_size = 6 is not a multiple of micro_batch_size × dp × z = 2 × 2 × 2 = 8; 8 works",
+        ),
+        ({}, {}, {"global_batch_size": 7}, "= 2 × 1 × 1 = 2; 8 works"),
+        ({}, {"cp": 2}, {}, "parallel.cp = 2 is not supported yet; split over x, y, z or dp instead"),
+        ({}, {"pp": 2}, {}, "parallel.pp = 2 is not supported yet; split over x, y, z or dp instead"),
+    ],
+)
+def test_refused(model: dict[str, Any], parallel: dict[str, int], training: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        tiny_run({"preset": "llama-tiny", **model}, parallel, training=training)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("sizes", [(11, 4), (1, 7), (30, 7), (64, 48), (2**40, 3), (10**18, 64 * 3)])
+def test_what_is_said_to_work_does(sizes: tuple[int, int]) -> None:
+    """Also for numbers so large that trying every divisor would take for ever."""
+    inner, x = sizes
+    sizes_of_model = {"preset": "llama-tiny", "num_attention_heads": x, "num_key_value_heads": x, "head_dim": 2}
+    with pytest.raises(UserError, match="intermediate_size") as error:
+        tiny_run({**sizes_of_model, "hidden_size": 64, "intermediate_size": inner}, {"x": x})
+    axes, number = re.search(
+        r"; x = (.*) works, and so does model.intermediate_size = (\d+)$", str(error.value)
+    ).groups()
+    assert all(inner % int(axis) == 0 for axis in axes.split(" or "))
+    assert int(number) % x == 0
+    assert int(number) > 0
+
+
+def test_every_size_that_divides_is_accepted() -> None:
+    for parallel in ({"x": 8}, {"y": 64}, {"x": 2, "y": 4, "z": 2, "dp": 2}, {"x": 4, "y": 2, "zero": 3, "dp": 4}):
+        training = {"global_batch_size": 16, "micro_batch_size": 1, "seq_length": 64}
+        assert tiny_run(MHA, parallel, training=training).parallel.world_size > 1
+
+
+def test_how_attention_is_shared_over_y() -> None:
+    for y, training, split in (
+        (2, {}, "heads"),
+        (4, {}, "heads"),
+        (16, {"micro_batch_size": 16, "global_batch_size": 16}, "batch"),
+        (16, {"micro_batch_size": 2, "seq_length": 32}, "sequence"),
+    ):
+        run = tiny_run(MHA, {"y": y}, training=training)
+        assert attention_split(run.model, run.parallel, run.training) == split

@@ -1,0 +1,36 @@
+"""Small runs for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fourfold.config.load import make_run
+from fourfold.config.run import RunConfig
+
+LLAMA = {"preset": "llama-tiny"}
+"""GQA 8/4, untied, vocabulary 257 (odd, padded to 384)."""
+
+GPT = {"preset": "gpt-tiny", "vocab_size": 301}
+"""Tied, biases, learned positions, LayerNorm."""
+
+QWEN = {
+    "preset": "llama-tiny",
+    "num_key_value_heads": 2,
+    "qk_norm": True,
+    "attention_bias": True,
+    "tie_word_embeddings": True,
+}
+"""QK-norm, attention biases, tied, GQA 8/2."""
+
+
+def tiny_run(model: dict[str, Any] = LLAMA, parallel: dict[str, int] | None = None, **sections: Any) -> RunConfig:
+    """A run of 8 sequences of 32 tokens a step; ``training`` and other sections are merged over that."""
+    training = {
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "seq_length": 32,
+        "train_steps": 10,
+        **sections.pop("training", {}),
+    }
+    table = {"model": dict(model), "data": {"source": "python-stdlib"}, "parallel": parallel or {}, **sections}
+    return make_run({**table, "training": training})

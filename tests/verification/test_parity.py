@@ -1,0 +1,152 @@
+"""The backbone: every layout computes what one process computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from tiny_runs import GPT, LLAMA, QWEN, tiny_run
+
+from fourfold.config.run import RunConfig
+from fourfold.parallel import linear
+from fourfold.verification.parity import ParityReport, parity, relative_differences, resharded
+
+Case = tuple[dict[str, Any], dict[str, int], dict[str, Any]]
+
+PACKED = {"data": {"source": "python-stdlib", "mask_documents": True}}
+FULL = {"activation_checkpoint": {"mode": "full"}}
+SELECTIVE = {"activation_checkpoint": {"mode": "selective", "modules": ["attention", "mlp", "norms"]}}
+SIX_HEADS = {"preset": "llama-tiny", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
+ONE_SEQUENCE = {"training": {"micro_batch_size": 1}}
+UNEVEN = {"preset": "llama-tiny", "hidden_size": 56, "head_dim": 8, "intermediate_size": 72}
+
+# Two to a line: the model, the grid, and what else is on. Global batch 8 in micro-batches of 2, so that most grids
+# accumulate; labels are always masked unevenly.
+CASES: dict[str, Case] = {
+    "one process": (LLAMA, {}, {}),
+    "x2": (LLAMA, {"x": 2}, {}),
+    "y2": (LLAMA, {"y": 2}, {}),
+    "z2": (LLAMA, {"z": 2}, {}),
+    "dp2": (LLAMA, {"dp": 2}, {}),
+    "x2 gpt": (GPT, {"x": 2}, {}),
+    "y2 gpt recomputed": (GPT, {"y": 2}, FULL),
+    "z2 gpt recomputed": (GPT, {"z": 2}, SELECTIVE),
+    "dp2 zero 1 packed": (LLAMA, {"dp": 2, "zero": 1}, PACKED),
+    "dp2 zero 2 gpt": (GPT, {"dp": 2, "zero": 2}, {}),
+    "dp2 zero 3 qwen": (QWEN, {"dp": 2, "zero": 3}, {}),
+    "x4": (LLAMA, {"x": 4}, {}),
+    "y4": (LLAMA, {"y": 4}, {}),
+    "z4 uneven shards": (UNEVEN, {"z": 4}, {}),
+    "dp4": (LLAMA, {"dp": 4}, {}),
+    "x2 y2": (LLAMA, {"x": 2, "y": 2}, {}),
+    "x2 y2 gpt": (GPT, {"x": 2, "y": 2}, {}),
+    "x2 y2 qwen recomputed": (QWEN, {"x": 2, "y": 2}, FULL),
+    "x2 y2 packed": (LLAMA, {"x": 2, "y": 2}, PACKED | SELECTIVE),
+    "x2 y2, y shares the batch": (SIX_HEADS, {"x": 2, "y": 2}, {}),
+    "x2 y2, y shares the queries": (SIX_HEADS | {"attention_bias": True}, {"x": 2, "y": 2}, ONE_SEQUENCE | PACKED),
+    "x2 y2, one kv head": (LLAMA | {"num_key_value_heads": 1}, {"x": 2, "y": 2}, {}),
+    "x2 z2": (QWEN, {"x": 2, "z": 2}, {}),
+    "y2 z2": (GPT, {"y": 2, "z": 2}, {}),
+    "z2 dp2 zero 0": (GPT, {"z": 2, "dp": 2}, {}),
+    "z2 dp2 zero 1": (LLAMA, {"z": 2, "dp": 2, "zero": 1}, ONE_SEQUENCE),
+    "z2 dp2 zero 2": (QWEN, {"z": 2, "dp": 2, "zero": 2}, {}),
+    "x2 dp2 zero 3": (LLAMA, {"x": 2, "dp": 2, "zero": 3}, ONE_SEQUENCE),
+    "no overlap": (LLAMA, {"x": 2, "z": 2}, {"overlap": {"input_gradients": False, "weight_prefetch": 0}}),
+    "deep prefetch": (LLAMA | {"num_hidden_layers": 4}, {"z": 2}, {"overlap": {"weight_prefetch": 3}}),
+    "x2 y2 z2": (QWEN, {"x": 2, "y": 2, "z": 2}, FULL | ONE_SEQUENCE),
+    "x2 y2 z2 gpt": (GPT, {"x": 2, "y": 2, "z": 2}, {}),
+}
+
+SLOW_CASES: dict[str, Case] = {
+    "x4 y2": (LLAMA, {"x": 4, "y": 2}, {}),
+    "x2 y4 gpt, y shares the batch": (GPT, {"x": 2, "y": 4}, {"training": {"micro_batch_size": 4}}),
+    "x2 y4, y shares the queries": (SIX_HEADS, {"x": 2, "y": 4}, PACKED | ONE_SEQUENCE),
+    "x4 y2, kv not in x": (LLAMA | {"num_key_value_heads": 2}, {"x": 4, "y": 2}, SELECTIVE),
+    "x4, heads repeat kv": (LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8}, {"x": 4}, {}),
+    "x8 one kv head": (QWEN | {"num_key_value_heads": 1}, {"x": 8}, {}),
+    "y8": (GPT | {"num_attention_heads": 8}, {"y": 8}, {}),
+    "z8 uneven": (UNEVEN, {"z": 8}, ONE_SEQUENCE),
+    **{
+        f"x2 {axis}2 dp2 zero {zero} {name}": (model, {"x": 2, axis: 2, "dp": 2, "zero": zero}, ONE_SEQUENCE)
+        for axis in ("y", "z")
+        for zero in (0, 1, 2, 3)
+        for name, model in (("gpt", GPT), ("qwen", QWEN))
+    },
+    **{
+        f"x2 y2 z2 dp2 zero {zero}": (LLAMA, {"x": 2, "y": 2, "z": 2, "dp": 2, "zero": zero}, ONE_SEQUENCE)
+        for zero in (0, 3)
+    },
+    "x2 y2 z2 dp2 gpt": (GPT, {"x": 2, "y": 2, "z": 2, "dp": 2}, ONE_SEQUENCE | FULL),
+}
+
+
+def parity_body(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:
+    return parity(run, torch.device("cpu"))
+
+
+def check(pool: Pool, case: Case, folder: Path) -> None:
+    model, grid, sections = case
+    run = tiny_run(model, grid, output_dir=str(folder), **sections)
+    report = pool.run(run.parallel.world_size, parity_body, run)[0]
+    assert report.ok, report
+    # Not by luck of a loose limit: rounding leaves two digits of room.
+    assert report.gradients < 5e-6, report.each_gradient
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layout_computes_what_one_process_computes(pool: Pool, name: str, tmp_path: Path) -> None:
+    check(pool, CASES[name], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_CASES)
+def test_larger_layout_computes_what_one_process_computes(pool: Pool, name: str, tmp_path: Path) -> None:
+    check(pool, SLOW_CASES[name], tmp_path)
+
+
+def broken_body(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:
+    """The classical defect: gradients of norm weights that no one sums over the tokens' ranks."""
+    from fourfold.training import job
+
+    keep, job.sum_partial_gradients = job.sum_partial_gradients, lambda shards, grid: None
+    try:
+        return parity(run, torch.device("cpu"), steps=1)
+    finally:
+        job.sum_partial_gradients = keep
+
+
+def test_parity_sees_a_gradient_that_is_not_summed(pool: Pool, tmp_path: Path) -> None:
+    report = pool.run(2, broken_body, tiny_run(LLAMA, {"x": 2}, output_dir=str(tmp_path)))[0]
+    assert not report.ok
+    wrong = {name for name, error in report.each_gradient.items() if error > 1e-3}
+    assert wrong == {name for name in report.each_gradient if "norm" in name}
+    assert report.loss < 1e-6, "the loss of the first step looks right, which is why gradients are compared"
+
+
+def lost_rows_body(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:
+    """A sum over y that one layer forgets."""
+    keep, linear.all_reduce = linear.all_reduce, lambda partial, axis, why: partial
+    try:
+        return parity(run, torch.device("cpu"), steps=1)
+    finally:
+        linear.all_reduce = keep
+
+
+def test_parity_sees_a_sum_that_is_missing(pool: Pool, tmp_path: Path) -> None:
+    report = pool.run(2, lost_rows_body, tiny_run(LLAMA, {"y": 2}, output_dir=str(tmp_path)))[0]
+    assert not report.ok
+    assert report.loss > 1e-5
+
+
+def test_nan_is_never_equal() -> None:
+    expected = {"w": torch.ones(3)}
+    assert relative_differences({"w": torch.tensor([1.0, float("nan"), 1.0])}, expected, 1e-4)["w"] == float("inf")
+
+
+def test_resume_is_tried_on_another_grid() -> None:
+    run = tiny_run(LLAMA, {"x": 2, "y": 2})
+    assert resharded(run).parallel != run.parallel
+    assert resharded(run).parallel.world_size == 4

@@ -1,0 +1,217 @@
+"""The trace equals closed formulas, the real run, and itself continued from a few layers."""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from tiny_runs import GPT, LLAMA, QWEN, tiny_run
+
+from fourfold.config.load import make_run
+from fourfold.config.run import RunConfig
+from fourfold.parallel.grid import Grid
+from fourfold.training.job import Job
+from fourfold.verification.batches import micro_batches_of, random_global_batch
+from fourfold.verification.recorder import Recorder
+from fourfold.verification.trace import TraceReport, trace
+
+GRIDS = [
+    {"x": 2},
+    {"y": 2},
+    {"x": 4},
+    {"y": 4},
+    {"x": 2, "y": 2},
+    {"x": 4, "y": 2},
+    {"x": 2, "y": 2, "z": 2},
+    {"x": 2, "y": 2, "z": 2, "dp": 2},
+    {"x": 2, "y": 4, "z": 2},
+    {"x": 4, "y": 2, "dp": 4},
+    {"x": 2, "z": 4, "dp": 2},
+    {"y": 2, "z": 4},
+]
+
+
+def block_bytes(run: RunConfig) -> dict[tuple[str, str, str], int]:
+    """Bytes of the collectives of one block and one micro-batch, forward and backward: the table of the 4D layer.
+
+    Bytes are those of the full tensor: gathered, or before the reduction.
+    """
+    model, grid = run.model, run.parallel
+    tokens = run.training.micro_batch_size * run.training.seq_length
+    size = 4 if run.training.precision == "fp32" else 2
+    queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    ups = (2 if model.mlp == "swiglu" else 1) * model.intermediate_size
+    residual = tokens * model.hidden_size // grid.y * size
+    vectors = 2 if model.norm == "rmsnorm" else 6
+    # RMSNorm: a sum of squares, float32. LayerNorm: two sums, float64 forward and float32 backward.
+    forward_sums, backward_sums = (4, 4) if model.norm == "rmsnorm" else (16, 8)
+    over_x = {
+        ("x", "all_gather", "qkv: tokens"): residual,
+        ("x", "reduce_scatter", "o_proj: outputs"): residual,
+        ("x", "all_gather", "up: tokens"): residual,
+        ("x", "reduce_scatter", "down: outputs"): residual,
+        ("x", "all_gather", "down: output gradient"): residual,
+        ("x", "reduce_scatter", "up: input gradient"): residual,
+        ("x", "all_gather", "o_proj: output gradient"): residual,
+        ("x", "reduce_scatter", "qkv: input gradient"): residual,
+        # Once a step, on what dp and z have left of them: weights (and biases) of two norms, biases of two projections.
+        ("x", "all_reduce", "gradients of norms and biases"): vectors * model.hidden_size // grid.y // grid.z * 4,
+    }
+    over_y = {
+        ("y", "reduce_scatter", "qkv: outputs"): tokens * (queries + 2 * keys) // grid.x * size,
+        ("y", "all_gather", "o_proj: inputs"): tokens * queries // grid.x * size,
+        ("y", "all_reduce", "up: outputs"): tokens * ups // grid.x * size,
+        ("y", "all_reduce", "down: input gradient"): tokens * model.intermediate_size // grid.x * size,
+        ("y", "reduce_scatter", "o_proj: input gradient"): tokens * queries // grid.x * size,
+        ("y", "all_gather", "qkv: output gradient"): tokens * (queries + 2 * keys) // grid.x * size,
+        ("y", "all_reduce", "norm: statistics"): 2 * tokens // grid.x * forward_sums,
+        ("y", "all_reduce", "norm: statistics' gradient"): 2 * tokens // grid.x * backward_sums,
+    }
+    return (over_x if grid.x > 1 else {}) | (over_y if grid.y > 1 else {})
+
+
+def by_line(report: TraceReport) -> dict[tuple[str, str, str], int]:
+    return {(line.axis, line.op, line.purpose): line.bytes for line in report.collectives}
+
+
+@pytest.mark.parametrize(
+    "model", [LLAMA | {"num_key_value_heads": 8}, GPT | {"num_attention_heads": 8}], ids=["llama", "gpt"]
+)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_a_block_sends_what_the_formulas_say(model: dict[str, Any], grid: dict[str, int]) -> None:
+    """Of two models that differ by one layer, the difference is a block."""
+    batch = {"global_batch_size": 2 * grid.get("z", 1) * grid.get("dp", 1)}
+    runs = [tiny_run(model | {"num_hidden_layers": n}, grid, training=batch) for n in (2, 3)]
+    two, three = (by_line(trace(run, whole=True)) for run in runs)
+    block = {line: three[line] - two[line] for line in three if line[0] in "xy" and three[line] != two[line]}
+    assert block == block_bytes(runs[0])
+
+
+CONTINUED = [
+    (LLAMA, {"x": 2, "y": 2, "z": 2}, {}),
+    (GPT, {"y": 2, "z": 2, "dp": 2}, {"activation_checkpoint": {"mode": "full"}}),
+    (QWEN, {"x": 2, "dp": 2, "zero": 1}, {"training": {"precision": "bf16"}}),
+    (LLAMA, {"z": 2, "dp": 2, "zero": 2}, {"overlap": {"weight_prefetch": 2}}),
+    (LLAMA, {"z": 4, "zero": 3}, {"activation_checkpoint": {"mode": "selective"}}),
+    (LLAMA, {}, {}),
+]
+
+
+@pytest.mark.parametrize(("model", "grid", "sections"), CONTINUED)
+def test_continuing_from_few_layers_is_exact(
+    model: dict[str, Any], grid: dict[str, int], sections: dict[str, Any]
+) -> None:
+    ranks = grid.get("z", 1) * grid.get("dp", 1)
+    training = {"global_batch_size": 2 * ranks * 6, **sections.get("training", {})}
+    run = tiny_run(model | {"num_hidden_layers": 9}, grid, **(sections | {"training": training}))
+    assert trace(run) == trace(run, whole=True)
+
+
+def recorded_body(rank: int, world_size: int, run: RunConfig) -> tuple[dict[tuple[str, str, str], int], int]:
+    grid, device = Grid(run.parallel, "cpu"), torch.device("cpu")
+    job = Job(run, grid, device)
+    job.initialize(0)
+    micro_batches = micro_batches_of(random_global_batch(run, 0), run, grid, device)
+    with Recorder(grid) as recorder:
+        recorder.own(job)
+        recorder.start()
+        job.train_step(micro_batches, 0)
+    return {line: size for line, (_, size) in recorder.collectives.items()}, recorder.parameters
+
+
+@pytest.mark.parametrize("grid", [{"x": 2, "y": 2}, {"z": 2, "dp": 2}, {"y": 2, "z": 2, "zero": 3}], ids=str)
+def test_a_real_run_sends_what_the_trace_says(pool: Pool, grid: dict[str, int]) -> None:
+    run = tiny_run(LLAMA, grid, training={"device": "cpu"})
+    traced = trace(run)
+    for collectives, parameters in pool.run(4, recorded_body, run):
+        assert collectives == by_line(traced)
+        assert parameters == traced.memory.parameters
+
+
+def test_memory_of_states_is_what_the_sizes_say() -> None:
+    run = tiny_run(QWEN, {"x": 2, "y": 2, "z": 2}, training={"precision": "bf16", "global_batch_size": 4})
+    memory = trace(run).memory
+    norms_over_y, head_norms = (2 * 2 + 1) * 64, 2 * 2 * 8
+    matrices = run.model.num_parameters - norms_over_y - head_norms
+    held = matrices // 8 + norms_over_y // 4 + head_norms // 2
+    assert memory.parameters == 4 * held
+    assert memory.gradients == 4 * held
+    assert memory.optimizer == 2 * 4 * held
+
+
+def test_recomputed_blocks_store_their_inputs_only() -> None:
+    """Activations of a block under full recompute: its input, [b, s/x, H/y]."""
+    grid = {"x": 2, "y": 2}
+    peaks = [
+        trace(
+            tiny_run(
+                LLAMA | {"num_hidden_layers": layers},
+                grid,
+                training={"global_batch_size": 2},
+                activation_checkpoint={"mode": "full"},
+            ),
+            whole=True,
+        ).memory.activations_peak
+        for layers in (6, 7)
+    ]
+    assert peaks[1] - peaks[0] == 2 * (32 // 2) * (64 // 2) * 4
+
+
+def wire_bytes(report: TraceReport, run: RunConfig) -> float:
+    """Bytes that a rank sends under ring algorithms: (n − 1)/n of a full tensor, twice that for an all-reduce."""
+    grid = run.parallel
+    sizes = {axis: getattr(grid, axis) for axis in ("x", "y", "z", "dp")}
+    sizes |= {"dp_z": grid.dp * grid.z, "y_x": grid.y * grid.x, "world": grid.world_size}
+    total = 0.0
+    for line in report.collectives:
+        share = (sizes[line.axis] - 1) / sizes[line.axis]
+        total += line.bytes * share * (2 if line.op == "all_reduce" else 1)
+    return total
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+def test_the_best_grid_never_sends_more_than_one_tensor_axis_with_fsdp(ranks: int) -> None:
+    """Weights large against the batch, where a tensor axis pays at all."""
+    model = LLAMA | {"num_key_value_heads": 8, "hidden_size": 128, "head_dim": 16, "intermediate_size": 512}
+    sent: dict[tuple[int, int, int], float] = {}
+    for x in (1, 2, 4, 8):
+        for y in (1, 2, 4, 8):
+            if ranks % (x * y) or x * y > 8:
+                continue
+            z = ranks // (x * y)
+            run = tiny_run(model, {"x": x, "y": y, "z": z}, training={"global_batch_size": 16, "micro_batch_size": 1})
+            sent[x, y, z] = wire_bytes(trace(run), run)
+    best = min(sent.values())
+    assert best <= min(size for (_, y, _), size in sent.items() if y == 1)
+    two_dimensional = min(size for (x, y, _), size in sent.items() if x > 1 and y > 1)
+    assert two_dimensional < sent[1, min(8, ranks), max(1, ranks // 8)], "two axes send less than one long one"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "grid", "batch"),
+    [
+        ("gpt-320b", {"x": 8, "y": 4, "z": 64, "dp": 16}, 8192),
+        ("frontier-1t", {"x": 8, "y": 8, "z": 48}, 3072),
+    ],
+)
+def test_the_largest_models_are_traced_in_two_minutes(preset: str, grid: dict[str, int], batch: int) -> None:
+    run = make_run(
+        {
+            "model": {"preset": preset},
+            "data": {"source": "python-stdlib"},
+            "parallel": grid,
+            "training": {"global_batch_size": batch, "seq_length": 2048, "train_steps": 1, "precision": "bf16"},
+            "activation_checkpoint": {"mode": "full"},
+        }
+    )
+    begin = time.perf_counter()
+    report = trace(run)
+    assert time.perf_counter() - begin < 120
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 * 2**20  # KiB
+    share = run.model.num_parameters / (run.parallel.world_size // run.parallel.dp)
+    assert share * 4 <= report.memory.parameters < share * 4 * 1.01
