@@ -116,7 +116,7 @@ def my_rows(batch_BS: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def distributed_data_parallel(run: RunConfig) -> Step:
-    """fourfold's own single-device model, with its plain loss, in torch's DistributedDataParallel over all processes."""
+    """fourfold's own single-device model, with its plain loss, in torch's DistributedDataParallel."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = Transformer(run.model)
     initialize(model, run.model, run.training.seed)
@@ -149,9 +149,7 @@ class PlainAttention(nn.Module):
         self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
     def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (
-            proj(x_BSH).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (proj(x_BSH).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
@@ -272,5 +270,3 @@ def fsdp2_tensor_parallel(run: RunConfig, device_type: str = "cpu") -> Step:
         return total
 
     return step
-
-

@@ -72,7 +72,7 @@ def _rank(
     dist.destroy_process_group()
 
 
-def cpu_run(
+def one_micro_batch_run(
     parallel: dict[str, int], batch: int, seq_length: int, model: dict[str, Any], **training: Any
 ) -> RunConfig:
     """A run of one micro-batch a step, without a warm-up or decay of the learning rate."""
@@ -94,11 +94,18 @@ def cpu_run(
     )
 
 
-def fourfold(run: RunConfig, device: torch.device) -> Step:
-    """fourfold's own training step."""
+def fourfold(run: RunConfig, device: torch.device, quick_weights: bool = False) -> Step:
+    """fourfold's own training step.
+
+    quick_weights: initial weights drawn on the device, without regard to the grid; for large models.
+    """
     grid = Grid(run.parallel, device.type)
     job = Job(run, grid, device)
-    job.initialize(run.training.seed)
+    if quick_weights:
+        for shard in job.shards:
+            shard.local.fill_(1.0) if len(shard.global_shape) == 1 else shard.local.normal_(0.0, 0.02)
+    else:
+        job.initialize(run.training.seed)
     rank, ranks = grid.batch.rank, grid.batch.size
 
     def step(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:

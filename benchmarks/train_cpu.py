@@ -22,7 +22,16 @@ from typing import Any
 import torch
 
 from benchmarks.peers import distributed_data_parallel, fsdp2_tensor_parallel, hugging_face
-from benchmarks.ranks import Times, cpu_run, fourfold, interleave, one_step, random_batch, ratio, run_on_ranks
+from benchmarks.ranks import (
+    Times,
+    fourfold,
+    interleave,
+    one_micro_batch_run,
+    one_step,
+    random_batch,
+    ratio,
+    run_on_ranks,
+)
 
 CPU = torch.device("cpu")
 
@@ -105,18 +114,18 @@ def one_process(size: Size) -> list[Row]:
     for section, precision, goal in (("a fp32", "fp32", 1.0), ("a bf16", "bf16", 1.0)):
         times = run_on_ranks(1, 2, _time_one_process, size, precision)
         theirs = "Hugging Face"
-        rows += [
-            _row(section, size, times, ours, theirs, goal) for ours in times if ours != theirs
-        ]
+        rows += [_row(section, size, times, ours, theirs, goal) for ours in times if ours != theirs]
         rows.append(_row(section, size, times, theirs, theirs, None))
     return rows
 
 
 def _time_one_process(size: Size, precision: str) -> Times:
     def ours(**training: str) -> Any:
-        return fourfold(cpu_run({}, size.batch, size.seq_length, size.model, precision=precision, **training), CPU)
+        return fourfold(
+            one_micro_batch_run({}, size.batch, size.seq_length, size.model, precision=precision, **training), CPU
+        )
 
-    run = cpu_run({}, size.batch, size.seq_length, size.model)
+    run = one_micro_batch_run({}, size.batch, size.seq_length, size.model)
     if precision == "fp32":
         steps = {"fourfold": ours(), "Hugging Face": hugging_face(run, CPU)}
     else:
@@ -140,7 +149,7 @@ def four_processes(size: Size) -> list[Row]:
 
 
 def _time_four_processes(size: Size) -> Times:
-    runs = {grid: cpu_run(GRIDS[grid], size.batch, size.seq_length, size.model) for grid in size.grids}
+    runs = {grid: one_micro_batch_run(GRIDS[grid], size.batch, size.seq_length, size.model) for grid in size.grids}
     steps = {f"fourfold {grid}": fourfold(run, CPU) for grid, run in runs.items()}
     steps["DDP"] = distributed_data_parallel(runs[TENSOR_GRID])
     steps["FSDP2 + DTensor TP"] = fsdp2_tensor_parallel(runs[TENSOR_GRID])
@@ -158,7 +167,7 @@ def first_steps(size: Size) -> list[Row]:
 
 
 def _time_first_steps(size: Size, grid: str) -> list[float]:
-    run = cpu_run(GRIDS[grid], size.batch, size.seq_length, size.model)
+    run = one_micro_batch_run(GRIDS[grid], size.batch, size.seq_length, size.model)
     step = fourfold(run, CPU)
     return [one_step(step, random_batch(run, i, CPU))[0] for i in range(2)]
 

@@ -155,18 +155,15 @@ def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _split(joined: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Undo ``_concatenate``. Copies, because an autograd function must not return views of one buffer."""
-    if len(like) == 1:
-        return (joined,)
-    return tuple(part.contiguous() for part in joined.split([t.shape[-1] for t in like], dim=-1))
+    """Undo ``_concatenate``: views of one buffer, which nobody writes to."""
+    return joined.split([t.shape[-1] for t in like], dim=-1)
 
 
 def _scatter_features(partials: Sequence[Tensor], y: Axis, why: str) -> tuple[Tensor, ...]:
     """Sum over y; each rank keeps its 1/y of the features of every output, in one collective for all."""
     shares_BSyf = _concatenate([partial.unflatten(-1, (y.size, -1)) for partial in partials])
     kept_BSf = reduce_scatter(shares_BSyf, y, 2, why).squeeze(2)
-    sizes = [partial.shape[-1] // y.size for partial in partials]
-    return tuple(part.contiguous() for part in kept_BSf.split(sizes, dim=-1))
+    return kept_BSf.split([partial.shape[-1] // y.size for partial in partials], dim=-1)
 
 
 def _gather_output_gradients(grads: Sequence[Tensor], layer: NormalLinears) -> Sequence[Tensor]:

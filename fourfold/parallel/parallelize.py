@@ -18,6 +18,7 @@ from fourfold.parallel.head import ParallelHead
 from fourfold.parallel.linear import NormalLinears, TransposedLinear
 from fourfold.parallel.norm import Norm
 from fourfold.parallel.recompute import compile_blocks, recompute
+from fourfold.parallel.sharding import Tiled
 
 Rules = dict[str, Callable[[str, nn.Module], nn.Module]]
 
@@ -25,6 +26,8 @@ Rules = dict[str, Callable[[str, nn.Module], nn.Module]]
 def parallelize(model: Transformer, grid: Grid, run: RunConfig) -> Transformer:
     """Turn a model on the meta device into this process's part of it, still on the meta device."""
     apply_rules(model, tensor_rules(grid, run))
+    if grid.x.size * grid.y.size > 1:
+        assert_nothing_serial(model)
     if run.model.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
     recompute(model, run.activation_checkpoint)
@@ -63,3 +66,10 @@ def apply_rules(model: nn.Module, rules: Rules, prefix: str = "") -> None:
             setattr(model, name, rules[pattern](full_name, module))
         else:
             apply_rules(module, rules, full_name + ".")
+
+
+def assert_nothing_serial(model: nn.Module) -> None:
+    """A module that no rule names would be computed whole by every rank, and its gradients summed wrongly."""
+    for name, module in model.named_modules():
+        has_parameters = any(True for _ in module.parameters(recurse=False))
+        assert not has_parameters or isinstance(module, Tiled), f"no rule lays out {name}"

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -213,10 +214,21 @@ def global_tensors(job: Job, view: GlobalView) -> dict[str, Tensor]:
 
 
 def _load_tensors(tensors: dict[str, Tensor], path: Path, no_dist: bool = False) -> None:
-    # The reader logs a warning for every file of a distributed save, which is how ours are.
-    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
-    with _failures_told(f"the checkpoint {path} is damaged"):
+    with _failures_told(f"the checkpoint {path} is damaged"), _torch_silenced():
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=no_dist)
+
+
+@contextmanager
+def _torch_silenced() -> Iterator[None]:
+    """The reader warns of every file of a distributed save, which is how ours are, of a load without processes, and
+    logs the traceback of what it then raises."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(before)
 
 
 @contextmanager

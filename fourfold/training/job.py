@@ -37,7 +37,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one step, over all ranks: mean loss of the kept tokens, gradient norm before clipping, number of kept tokens."""
+    """Of one step, over all ranks: mean loss of the kept tokens, gradient norm before clipping, kept tokens."""
 
     loss: Tensor
     grad_norm: Tensor

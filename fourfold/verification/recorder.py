@@ -41,13 +41,17 @@ class Recorder(TorchDispatchMode):
         self.live: Counter[str] = Counter()
         self.peaks: Counter[str] = Counter()
         self.parameters = self.gradients = self.optimizer = 0
+        self.window: Literal["early", "late"] = "early"
         self._storages: dict[int, tuple[Tag, int]] = {}
         self._references: dict[int, weakref.ref] = {}
         self._job: Job | None = None
+        self._fsdp_parameters: list[Any] = []
 
     def own(self, job: Job) -> None:
         """Learn what is a parameter and what an optimizer state of the job."""
         self._job = job
+        groups = [g for module in fsdp_modules(job.model) for g in module._get_fsdp_state()._fsdp_param_groups]
+        self._fsdp_parameters = [parameter for group in groups for parameter in group.fsdp_params]
         for index, shard in enumerate(job.shards):
             self._tag(shard.local, "parameters")
             for moment in job.optimizer.moments(index).values():
@@ -59,6 +63,20 @@ class Recorder(TorchDispatchMode):
         """Forget collectives and peaks of the construction."""
         self.collectives.clear()
         self.peaks.clear()
+
+    def watch(self, layers: torch.nn.ModuleList) -> None:
+        """Keep apart the peaks of all bytes before the last layer's backward is over ("early") and after ("late").
+
+        In the first, activations of all layers are alive, in the second gradients grow: each is linear in the layers,
+        and the larger of the two is not.
+        """
+
+        def enter(window: Literal["early", "late"]) -> None:
+            self.window = window
+
+        if len(layers) > 1:
+            layers[0].register_forward_pre_hook(lambda *_: enter("early"))
+            layers[-2].register_forward_hook(lambda _, __, out: out.register_hook(lambda _: enter("late")) and None)
 
     def __enter__(self) -> Recorder:
         self._resize = torch.UntypedStorage.resize_
@@ -82,8 +100,8 @@ class Recorder(TorchDispatchMode):
             for tensor in tree_iter((out, (kwargs or {}).get("out"))):
                 if isinstance(tensor, Tensor):
                     self._tag(tensor, tag)
-        if func.namespace == "c10d" or name in ("mm", "addmm", "_to_copy", "fused_adamw_", "_fused_adamw_"):
-            self._find_gradients(at_step="adamw" in name)
+        if func.namespace == "c10d" or name in ("mm", "copy_", "_to_copy"):
+            self._find_gradients_and_weights()
         return out
 
     def _collective(self, operation: str, args: tuple[Any, ...]) -> None:
@@ -109,8 +127,8 @@ class Recorder(TorchDispatchMode):
             self._axis_of_group[group.group_name] = self._axis_of_ranks.get(ranks, "world")
         return self._axis_of_group[group.group_name]
 
-    def _find_gradients(self, at_step: bool) -> None:
-        """Gradients appear on parameters with no operation of their own: look for them."""
+    def _find_gradients_and_weights(self) -> None:
+        """Gradients appear on parameters, and gathered weights in FSDP2, with no operation of their own: look there."""
         if self._job is None:
             return
         total = 0
@@ -118,11 +136,11 @@ class Recorder(TorchDispatchMode):
             if (grad := shard.grad) is not None:
                 self._tag(grad, "gradients")
                 total += grad.nbytes
-        for module in fsdp_modules(self._job.model):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    if parameter.unsharded_accumulated_grad is not None:
-                        self._tag(parameter.unsharded_accumulated_grad_data, "gradients")
+        for parameter in self._fsdp_parameters:
+            for weights in parameter.all_gather_outputs:
+                self._tag(weights, "weights")
+            if parameter.unsharded_accumulated_grad is not None:
+                self._tag(parameter.unsharded_accumulated_grad_data, "gradients")
         self.gradients = max(self.gradients, total)
 
     def _see(self, tensor: Tensor) -> None:
@@ -151,8 +169,9 @@ class Recorder(TorchDispatchMode):
         self._storages[key] = (tag, size)
         self.live[tag] += size - old
         self.live["total"] += size - old
-        for name in ("activations", "weights", "total"):
+        for name in ("activations", "weights"):
             self.peaks[name] = max(self.peaks[name], self.live[name])
+        self.peaks[self.window] = max(self.peaks[self.window], self.live["total"])
 
     def _forget(self, key: int) -> None:
         self._resize_to(key, 0)

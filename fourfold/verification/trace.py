@@ -70,19 +70,20 @@ class TraceReport:
 
 
 class Sample(NamedTuple):
-    """One traced step: count and bytes of every kind of collective, and the memory."""
+    """One traced step: count and bytes of every kind of collective, and of the memory what is linear in the layers."""
 
     collectives: dict[Line, tuple[int, int]]
-    memory: Memory
+    memory: dict[str, int]
 
 
 def trace(run: RunConfig, whole: bool = False) -> TraceReport:
     """Trace a run; ``whole`` runs every layer and micro-batch instead of continuing from a few."""
     layers, micro_batches = run.model.num_hidden_layers, run.gradient_accumulation_steps
     # Beyond the first and the last, and the weights gathered ahead, one layer is like the next; so are micro-batches
-    # beyond the second, when gradients of the one before are there.
-    few_layers = 3 + run.overlap.weight_prefetch
-    layer_counts = [layers] if whole or layers <= few_layers + 2 else [few_layers, few_layers + 1, few_layers + 2]
+    # beyond the second, when gradients of the one before are there. With a single one gradients outgrow activations
+    # only after some layers.
+    few = (2 if micro_batches > 1 else 4) + run.overlap.weight_prefetch
+    layer_counts = [layers] if whole or layers <= few + 1 else [few, few + 1]
     batch_counts = [micro_batches] if whole or micro_batches <= 4 else [3, 4]
     with fake_processes(run.parallel.world_size):
         grid = Grid(run.parallel, "cpu")
@@ -99,21 +100,25 @@ def trace(run: RunConfig, whole: bool = False) -> TraceReport:
         Collective(*line, *(continued(lambda s, k=k, line=line: s.collectives.get(line, (0, 0))[k]) for k in (0, 1)))
         for line in lines
     ]
-    memory = {key: continued(lambda s, key=key: getattr(s.memory, key)) for key in Memory.__dataclass_fields__}
+    names = next(iter(samples.values())).memory
+    memory = {name: continued(lambda s, name=name: s.memory[name]) for name in names}
+    memory["total_peak"] = max(memory.pop("early"), memory.pop("late"))
     return TraceReport(run.parallel.world_size, Memory(**memory), sorted(collectives, key=lambda c: -c.bytes))
 
 
 def _continue(values: dict[tuple[int, int], int], layers: int, micro_batches: int) -> int:
     """The value at (layers, micro_batches), on the bilinear surface through the values at smaller counts."""
     layer_counts, batch_counts = (sorted(set(counts)) for counts in zip(*values, strict=True))
-    at_layers = []
-    for n_batches in batch_counts:
-        line = [values[n_layers, n_batches] for n_layers in layer_counts]
-        slopes = {after - before for before, after in itertools.pairwise(line)}
-        assert len(slopes) <= 1, f"not linear in the layers: {line}; trace the whole"
-        at_layers.append(line[0] + sum(slopes) * (layers - layer_counts[0]))
-    slope = at_layers[-1] - at_layers[0]
-    return at_layers[0] + slope * (micro_batches - batch_counts[0])
+    at_layers = [
+        _continue_line([values[n_layers, n_batches] for n_layers in layer_counts], layers - layer_counts[0])
+        for n_batches in batch_counts
+    ]
+    return _continue_line(at_layers, micro_batches - batch_counts[0])
+
+
+def _continue_line(values: list[int], steps: int) -> int:
+    """The value ``steps`` after the first of one (constant) or two values."""
+    return values[0] + (values[-1] - values[0]) * steps
 
 
 def _shrunk(run: RunConfig, layers: int, micro_batches: int) -> RunConfig:
@@ -137,6 +142,7 @@ def _trace_step(run: RunConfig, grid: Grid) -> Sample:
         with recorder:
             job = Job(run, grid, torch.device("cpu"), model)
             recorder.own(job)
+            recorder.watch(model.layers)
             recorder.start()
             shape = (run.training.micro_batch_size, run.training.seq_length)
             micro_batches = [
@@ -144,14 +150,15 @@ def _trace_step(run: RunConfig, grid: Grid) -> Sample:
                 for _ in range(run.gradient_accumulation_steps)
             ]
             job.train_step(micro_batches, 0)
-    memory = Memory(
-        parameters=recorder.parameters,
-        gradients=recorder.gradients,
-        optimizer=recorder.optimizer,
-        activations_peak=recorder.peaks["activations"],
-        gathered_weights_peak=recorder.peaks["weights"],
-        total_peak=recorder.peaks["total"],
-    )
+    memory = {
+        "parameters": recorder.parameters,
+        "gradients": recorder.gradients,
+        "optimizer": recorder.optimizer,
+        "activations_peak": recorder.peaks["activations"],
+        "gathered_weights_peak": recorder.peaks["weights"],
+        "early": recorder.peaks["early"],
+        "late": recorder.peaks["late"],
+    }
     return Sample({line: (count, size) for line, (count, size) in recorder.collectives.items()}, memory)
 
 

@@ -220,7 +220,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
     with pytest.raises(UserError, match=r"cannot read the run file .*none\.toml: No such file"):
         load_run(tmp_path / "none.toml")
-    with pytest.raises(UserError, match="cannot read the run file .*: Is a directory"):
+    with pytest.raises(UserError, match=r"cannot read the run file .*: Is a directory"):
         load_run(tmp_path)
 
 
@@ -262,7 +262,7 @@ def test_overrides(tmp_path: Path) -> None:
         ("parallel.x=", "parallel.x = ''"),
         ("parallel.w=2", "unknown key 'parallel.w'"),
         ("paralel.x=2", "unknown key 'paralel'; did you mean 'parallel'?"),
-        ("training.seed.deep=2", "'seed' is not|training.seed"),
+        ("training.seed.deep=2", "training.seed"),
         ("model.preset.deep=2", "'preset' is a value, not a section"),
         ("optimizer.lr=nan", "optimizer.lr = nan"),
     ],

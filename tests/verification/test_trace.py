@@ -98,6 +98,8 @@ CONTINUED = [
     (LLAMA, {"z": 2, "dp": 2, "zero": 2}, {"overlap": {"weight_prefetch": 2}}),
     (LLAMA, {"z": 4, "zero": 3}, {"activation_checkpoint": {"mode": "selective"}}),
     (LLAMA, {}, {}),
+    (LLAMA, {"x": 2}, {"training": {"global_batch_size": 2}}),
+    (GPT, {"z": 2}, {"training": {"global_batch_size": 4}, "activation_checkpoint": {"mode": "full"}}),
 ]
 
 
@@ -106,8 +108,8 @@ def test_continuing_from_few_layers_is_exact(
     model: dict[str, Any], grid: dict[str, int], sections: dict[str, Any]
 ) -> None:
     ranks = grid.get("z", 1) * grid.get("dp", 1)
-    training = {"global_batch_size": 2 * ranks * 6, **sections.get("training", {})}
-    run = tiny_run(model | {"num_hidden_layers": 9}, grid, **(sections | {"training": training}))
+    training = {"global_batch_size": 2 * ranks * 6, "seq_length": 16, **sections.get("training", {})}
+    run = tiny_run(model | {"num_hidden_layers": 8}, grid, **(sections | {"training": training}))
     assert trace(run) == trace(run, whole=True)
 
 

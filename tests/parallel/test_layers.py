@@ -1,0 +1,189 @@
+"""The 4D layers beyond parity: overlap, precision, initial weights, and what stock functions would get wrong."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from pool import Pool
+from tiny_runs import GPT, LLAMA, QWEN, tiny_run
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fourfold
+from fourfold.config.run import RunConfig
+from fourfold.models.initialize import initialize
+from fourfold.models.transformer import Transformer
+from fourfold.parallel.communicate import PURPOSE
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.sharding import Tile
+from fourfold.parallel.state import gather_full
+from fourfold.training.job import Job
+from fourfold.verification.batches import micro_batches_of, random_global_batch
+
+
+def job_of(run: RunConfig) -> Job:
+    job = Job(run, Grid(run.parallel, "cpu"), torch.device("cpu"))
+    job.initialize(run.training.seed)
+    return job
+
+
+def losses_body(rank: int, world_size: int, run: RunConfig, steps: int) -> tuple[list[float], set[torch.dtype]]:
+    job = job_of(run)
+    batch = random_global_batch(run, 0)
+    losses = [
+        job.train_step(micro_batches_of(batch, run, job.grid, job.device), step).loss.item() for step in range(steps)
+    ]
+    return losses, {shard.local.dtype for shard in job.shards}
+
+
+@pytest.mark.parametrize("master", ["fp32", "bf16"])
+@pytest.mark.parametrize("grid", [{}, {"x": 2, "y": 2}, {"z": 2, "dp": 2, "zero": 2}], ids=str)
+def test_bf16_follows_fp32(pool: Pool, grid: dict[str, int], master: str) -> None:
+    sections = {"optimizer": {"lr": 3e-3}}
+    exact = tiny_run(LLAMA, grid, **sections)
+    mixed = tiny_run(LLAMA, grid, training={"precision": "bf16", "master_weights": master}, **sections)
+    ranks = exact.parallel.world_size
+    expected, _ = pool.run(ranks, losses_body, exact, 6)[0]
+    losses, dtypes = pool.run(ranks, losses_body, mixed, 6)[0]
+    assert dtypes == {torch.float32 if master == "fp32" else torch.bfloat16}
+    assert expected[-1] < expected[0] - 0.1, "one batch, seen six times, is learned"
+    for got, want in zip(losses, expected, strict=True):
+        assert got == pytest.approx(want, rel=0.01)
+
+
+class _Order(TorchDispatchMode):
+    """The names of matrix products and collectives in the order in which they are issued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.issued: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._overloadpacket.__name__
+        if name == "mm":
+            self.issued.append(f"mm {tuple(args[0].shape)} {tuple(args[1].shape)}")
+        elif func.namespace == "c10d" and PURPOSE.get() is not None:
+            self.issued.append(PURPOSE.get())
+        return func(*args, **(kwargs or {}))
+
+
+def order_body(rank: int, world_size: int, run: RunConfig) -> list[str]:
+    job = job_of(run)
+    micro_batches = micro_batches_of(random_global_batch(run, 0), run, job.grid, job.device)[:1]
+    kept = job.count_kept(micro_batches)
+    with _Order() as order:
+        job.backward(micro_batches, kept)
+    return order.issued
+
+
+def test_input_gradients_are_reduced_while_weight_gradients_are_computed(pool: Pool) -> None:
+    """OAR, as far as a CPU shows it: the collective is issued before the matrix product that hides it."""
+    run = tiny_run(LLAMA, {"x": 2, "y": 2})
+    issued = pool.run(4, order_body, run)[0]
+    weight_gradient = "mm (44, 64) (64, 32)"  # of up or gate: [F/x, tokens] × [tokens, H/y], 8 ranks' F = 176 / 2
+    weight_gradient = weight_gradient.replace("44", "88")
+    at = issued.index("up: input gradient")
+    assert issued[at + 1] == weight_gradient
+    assert issued[at - 1] != weight_gradient
+
+
+def stray_body(rank: int, world_size: int, run: RunConfig) -> bool:
+    whole = Transformer(run.model)
+    initialize(whole, run.model, seed=5)
+    job = Job(run, Grid(run.parallel, "cpu"), torch.device("cpu"))
+    job.initialize(seed=5)
+    gathered = gather_full(job.shards, [shard.local for shard in job.shards])
+    return gathered is None or all(torch.equal(gathered[n], p) for n, p in whole.named_parameters())
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT, QWEN], ids=["llama", "gpt", "qwen"])
+@pytest.mark.parametrize("grid", [{"x": 2, "y": 2}, {"z": 4}, {"y": 2, "dp": 2, "zero": 3}], ids=str)
+def test_initial_weights_are_bit_equal_on_every_grid(pool: Pool, model: dict, grid: dict[str, int]) -> None:
+    assert all(pool.run(4, stray_body, tiny_run(model, grid)))
+
+
+class _Axis:
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = size, rank
+        self.name = "axis"
+
+
+class _Plane:
+    def __init__(self, x: int, y: int, x_rank: int, y_rank: int) -> None:
+        self.x, self.y = _Axis(x, x_rank), _Axis(y, y_rank)
+
+
+@pytest.mark.parametrize("tile", [Tile(), Tile(x=0, y=1), Tile(x=1, y=0), Tile(x=0, y=0), Tile(y=0)], ids=str)
+def test_tiles_cover_a_parameter(tile: Tile) -> None:
+    covered = torch.zeros(12, 8)
+    for x_rank in range(3):
+        for y_rank in range(2):
+            plane = _Plane(3, 2, x_rank, y_rank)
+            if tile.x == 1 and tile.y == 0:
+                plane = _Plane(2, 3, x_rank % 2, y_rank if x_rank < 2 else 2)
+            slices = tile.slices((12, 8), plane)
+            assert covered[slices].shape == tile.local_shape((12, 8), plane)
+            assert tile.global_shape(tile.local_shape((12, 8), plane), plane) == (12, 8)
+            covered[slices] += 1
+    assert (covered > 0).all()
+
+
+FORBIDDEN = {
+    "clip_grad_norm_": "knows only (dp, z): use parallel.state.clip_gradients",
+    "get_total_norm": "knows only (dp, z): use parallel.state.clip_gradients",
+    "state_dict": "knows only (dp, z): use training.checkpoint.global_tensors",
+    "get_model_state_dict": "knows only (dp, z): use training.checkpoint.global_tensors",
+}
+
+
+def test_nobody_calls_stock_functions_that_are_silently_wrong() -> None:
+    reference = Path("verification", "parity.py")  # its one process is plain torch on purpose
+    root = Path(fourfold.__file__).parent
+    for path in root.rglob("*.py"):
+        if path.relative_to(root) == reference:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                assert name not in FORBIDDEN, f"{path}:{node.lineno}: {name} {FORBIDDEN[name]}"
+
+
+def test_rooms_import_only_what_lies_below_them() -> None:
+    floors = [
+        {"config"},
+        {"models", "data"},
+        {"parallel"},
+        {"training"},
+        {"verification"},
+        {"reports"},
+        {"cli"},
+    ]
+    floor_of = {room: i for i, rooms in enumerate(floors) for room in rooms}
+    root = Path(fourfold.__file__).parent
+    for room, floor in floor_of.items():
+        for path in (root / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+                names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                for name in names:
+                    other = name.removeprefix("fourfold.").split(".")[0] if name.startswith("fourfold.") else None
+                    if other in floor_of and other != room:
+                        assert floor_of[other] < floor, f"{path.relative_to(root)} imports {name}"
+
+
+def compiled_body(rank: int, world_size: int, run: RunConfig) -> list[float]:
+    return losses_body(rank, world_size, run, 3)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [{}, {"x": 2}], ids=str)
+def test_compiled_blocks_compute_the_same(pool: Pool, grid: dict[str, int]) -> None:
+    plain, compiled = (
+        pool.run(max(1, grid.get("x", 1)), compiled_body, tiny_run(LLAMA, grid, training={"compile": c}), timeout=600)[
+            0
+        ]
+        for c in (False, True)
+    )
+    assert compiled == pytest.approx(plain, rel=1e-4)

@@ -1,0 +1,160 @@
+"""AdamW on local shards, and the learning rate at its edges."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from tiny_runs import GPT, LLAMA, tiny_run
+
+from fourfold.config.run import OptimizerConfig, RunConfig, SchedulerConfig
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.state import gather_full
+from fourfold.training.job import Job
+from fourfold.training.optimizer import learning_rate
+
+CPU = torch.device("cpu")
+
+
+def rates(steps: int, **scheduler: Any) -> list[float]:
+    return [learning_rate(step, steps, 2.0, SchedulerConfig(**scheduler)) for step in range(steps)]
+
+
+def test_warm_up_is_linear_and_never_zero() -> None:
+    for style in ("cosine", "linear", "wsd", "constant"):
+        assert rates(20, warmup_steps=4, decay_style=style)[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0]), style
+    assert rates(20, decay_style="cosine")[0] == 2.0
+
+
+def test_cosine() -> None:
+    values = rates(21, warmup_steps=0, decay_style="cosine", min_lr_ratio=0.1)
+    assert values[0] == 2.0
+    assert values[10] == pytest.approx(1.1)
+    assert values[20] == pytest.approx(0.2)
+    assert values[5] == pytest.approx(0.2 + 1.8 * 0.5 * (1 + math.cos(math.pi / 4)))
+    assert values == sorted(values, reverse=True)
+
+
+def test_linear() -> None:
+    values = rates(11, warmup_steps=1, decay_style="linear", min_lr_ratio=0.0)
+    assert values == pytest.approx([2.0] + [2 - 2 * i / 9 for i in range(10)])
+    assert values[-1] == 0.0
+
+
+def test_constant() -> None:
+    assert rates(10, warmup_steps=3, decay_style="constant", min_lr_ratio=0.0)[3:] == [2.0] * 7
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "ratio", "falling"), [(100, 10, 0.2, 20), (100, 0, 1.0, 100), (8, 6, 0.5, 2)]
+)
+def test_wsd_falls_in_its_share_of_the_run(steps: int, warmup: int, ratio: float, falling: int) -> None:
+    values = rates(steps, warmup_steps=warmup, decay_style="wsd", decay_ratio=ratio, min_lr_ratio=0.5)
+    stable = values[warmup : steps - falling]
+    assert stable == [2.0] * len(stable)
+    assert values[steps - falling :] == pytest.approx([2 - (i + 1) / falling for i in range(falling)])
+    assert values[-1] == 1.0
+
+
+@pytest.mark.parametrize("style", ["cosine", "linear", "wsd", "constant"])
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (2, 1), (3, 3), (3, 50), (5, 4)])
+def test_short_runs(style: str, steps: int, warmup: int) -> None:
+    """No division by zero, nothing below the floor or above the peak, and steps past the end stay at the floor."""
+    config = SchedulerConfig(warmup_steps=warmup, decay_style=style, min_lr_ratio=0.1)
+    for step in range(steps + 3):
+        assert 0 < learning_rate(step, steps, 2.0, config) <= 2.0
+    if warmup < steps:
+        expected = 2.0 if style == "constant" else 0.2
+        assert learning_rate(steps + 2, steps, 2.0, config) == pytest.approx(expected)
+
+
+def gradient_of(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
+    seed = sum(name.encode()) + 1000 * step
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def step_with_known_gradients(
+    rank: int, world_size: int, run: RunConfig, steps: int, zero_gradients: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None:
+    """Whole weights before and after."""
+    job = Job(run, Grid(run.parallel, "cpu"), CPU)
+    job.initialize(0)
+    for shard in job.shards:
+        if len(shard.global_shape) == 1:  # a norm of exactly one would hide a decay of biases, which are zero
+            shard.local.fill_(0.7)
+    locals_before = [shard.local.clone() for shard in job.shards]
+    before = gather_full(job.shards, locals_before)
+    for step in range(steps):
+        for shard in job.shards:
+            gradient = gradient_of(shard.name, shard.global_shape, step)[shard.slices].contiguous()
+            local = torch.zeros_like(shard.local) if zero_gradients else gradient.to(shard.local.dtype)
+            shard.parameter.grad = torch.distributed.tensor.DTensor.from_local(
+                local,
+                shard.parameter.device_mesh,
+                shard.parameter.placements,
+                shape=shard.parameter.shape,
+                stride=shard.parameter.stride(),
+                run_check=False,
+            )
+        job.optimizer.step(0.01)
+        assert all(shard.parameter.grad is None for shard in job.shards)
+    after = gather_full(job.shards, [shard.local for shard in job.shards])
+    return None if before is None or after is None else (before, after)
+
+
+def optimizer_section() -> dict[str, Any]:
+    return {"betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [(GPT, {}), (LLAMA, {"z": 3}), (GPT, {"x": 2, "y": 2}), (LLAMA, {"x": 2, "dp": 2, "zero": 1})],
+)
+def test_adamw_is_torchs_on_every_grid(pool: Pool, model: dict[str, Any], parallel: dict[str, int]) -> None:
+    run = tiny_run(model, parallel, optimizer=optimizer_section(), training={"global_batch_size": 12})
+    before, after = pool.run(run.parallel.world_size, step_with_known_gradients, run, 3, False)[0]
+    config = run.optimizer
+    for name, start in before.items():
+        parameter = torch.nn.Parameter(start.clone())
+        decay = config.weight_decay if parameter.ndim > 1 else 0.0
+        adamw = torch.optim.AdamW([parameter], lr=0.01, betas=config.betas, eps=config.eps, weight_decay=decay)
+        for step in range(3):
+            parameter.grad = gradient_of(name, tuple(parameter.shape), step)
+            adamw.step()
+        torch.testing.assert_close(after[name], parameter.data, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"z": 3}, {"x": 2, "z": 2}])
+def test_only_matrices_decay(pool: Pool, parallel: dict[str, int]) -> None:
+    """On every grid, whatever the shape of the local shard is."""
+    run = tiny_run(GPT, parallel, optimizer=optimizer_section(), training={"global_batch_size": 12})
+    before, after = pool.run(run.parallel.world_size, step_with_known_gradients, run, 1, True)[0]
+    kinds = {1: 0, 2: 0}
+    for name, start in before.items():
+        kept = 1 - 0.01 * 0.3 if start.ndim > 1 else 1.0
+        torch.testing.assert_close(after[name], start * kept, rtol=1e-6, atol=0)
+        kinds[start.ndim] += 1
+    assert min(kinds.values()) > 5
+
+
+def test_defaults_are_those_of_the_run_file() -> None:
+    config = OptimizerConfig()
+    assert (config.lr, config.betas, config.eps, config.weight_decay) == (3e-4, (0.9, 0.95), 1e-8, 0.1)
+
+
+def refuse_moved_memory(rank: int, world_size: int, run: RunConfig) -> str:
+    """FSDP2 may give a parameter new memory; an optimizer that steps the old one would train nothing, silently."""
+    job = Job(run, Grid(run.parallel, "cpu"), CPU)
+    job.initialize(0)
+    shard = job.optimizer.parameters[0]
+    shard.data = shard.data.clone()
+    with pytest.raises(AssertionError) as error:
+        job.optimizer.step(0.01)
+    return str(error.value)
+
+
+def test_an_optimizer_that_steps_other_memory_is_noticed(pool: Pool) -> None:
+    assert "embed_tokens.weight has moved" in pool.run(1, refuse_moved_memory, tiny_run())[0]
