@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -45,17 +46,18 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[int, tuple[Tag, int]] = {}
         self._references: dict[int, weakref.ref] = {}
         self._job: Job | None = None
-        self._fsdp_parameters: list[Any] = []
+        self._fsdp_groups: list[Any] = []
 
     def own(self, job: Job) -> None:
         """Learn what is a parameter and what an optimizer state of the job."""
         self._job = job
-        groups = [g for module in fsdp_modules(job.model) for g in module._get_fsdp_state()._fsdp_param_groups]
-        self._fsdp_parameters = [parameter for group in groups for parameter in group.fsdp_params]
+        self._fsdp_groups = [group for module in fsdp_modules(job.model) for group in _groups(module)]
         for index, shard in enumerate(job.shards):
             self._tag(shard.local, "parameters")
-            for moment in job.optimizer.moments(index).values():
-                self._tag(moment, "optimizer")
+            job.optimizer.moments(index)
+        for state in job.optimizer.adamw.state.values():
+            for tensor in state.values():
+                self._tag(tensor, "optimizer")
         self.parameters = sum(shard.local.nbytes for shard in job.shards)
         self.optimizer = sum(m.nbytes for i in range(len(job.shards)) for m in job.optimizer.moments(i).values())
 
@@ -136,11 +138,14 @@ class Recorder(TorchDispatchMode):
             if (grad := shard.grad) is not None:
                 self._tag(grad, "gradients")
                 total += grad.nbytes
-        for parameter in self._fsdp_parameters:
-            for weights in parameter.all_gather_outputs:
-                self._tag(weights, "weights")
-            if parameter.unsharded_accumulated_grad is not None:
-                self._tag(parameter.unsharded_accumulated_grad_data, "gradients")
+        for group in self._fsdp_groups:
+            if group._partial_reduce_output is not None:
+                self._tag(group._partial_reduce_output, "gradients")
+            for parameter in group.fsdp_params:
+                for weights in parameter.all_gather_outputs:
+                    self._tag(weights, "weights")
+                if parameter.unsharded_accumulated_grad is not None:
+                    self._tag(parameter.unsharded_accumulated_grad_data, "gradients")
         self.gradients = max(self.gradients, total)
 
     def _see(self, tensor: Tensor) -> None:
@@ -192,3 +197,11 @@ class Recorder(TorchDispatchMode):
             return result
 
         return resize_and_count
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    """The parameter groups of a module; torch 2.13 allows several, and before there was one."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

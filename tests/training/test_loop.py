@@ -6,10 +6,11 @@ import json
 import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pool import Pool
@@ -18,6 +19,7 @@ from tiny_corpus import make_corpus, run_file
 
 from fourfold.config.load import load_run
 from fourfold.config.run import RunConfig
+from fourfold.data.indexed import IndexedWriter
 from fourfold.errors import UserError
 from fourfold.training import loop
 from fourfold.training.checkpoint import list_checkpoints
@@ -27,6 +29,15 @@ from fourfold.training.launch import run_on_grid
 from fourfold.training.loop import Outcome
 from fourfold.training.metrics import read_metrics
 from fourfold.training.optimizer import learning_rate
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Other tests' workers have the other cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +103,6 @@ def finished(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run
     folder = tmp_path_factory.mktemp("finished")
     changes = {"validation__interval": 4, "validation__steps": 2, "checkpoint__interval": 2, "sample__prompt": "the "}
     run = make(folder, prefix, **changes, sample__max_new_tokens=12)
-    os.environ.pop("RANK", None)
     return run, train(run)
 
 
@@ -245,10 +255,8 @@ def test_nan_gradients_are_told_before_they_are_saved(
 
 def test_a_step_without_a_token_to_learn(tmp_path: Path) -> None:
     """Documents of one token each: the loss is 0 / 0, but no learning rate is to blame."""
-    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 500)
-    from fourfold.data.prepare import prepare
-
-    prepare([tmp_path / "empty.jsonl"], tmp_path / "empty", tokenizer="bytes", workers=1)
+    with IndexedWriter(tmp_path / "empty", 257) as writer:
+        writer.add_documents(np.full(500, 256), np.ones(500, dtype=np.int64))
     run = make(tmp_path, str(tmp_path / "empty"), data__validation=[])
     with pytest.raises(UserError, match="step 1 has no token to learn"):
         train(run)

@@ -1,0 +1,402 @@
+"""Commands as a user types them: what they print, where they exit, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_corpus import make_corpus, run_file
+
+from fourfold import __version__
+from fourfold.cli.app import main
+from fourfold.config.load import load_run
+from fourfold.data.tokenizer import train_bpe
+from fourfold.training.job import Job, StepResult
+
+Result = tuple[int, str, str]
+"""Exit code, standard output, standard error."""
+
+Cli = Callable[..., Result]
+COMMANDS = ("train", "prepare", "parity", "trace", "report")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Neither one around the tests, nor what they set in this process; one thread, for workers have the cores."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
+    """The command line in this process."""
+
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["fourfold", *map(str, arguments)])
+        capfd.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 0
+        return (code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_corpus(tmp_path_factory.mktemp("corpora"))
+
+
+def in_a_process(*arguments: object) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from fourfold.cli.app import main; sys.argv[0] = 'fourfold'; main()"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def modules_after(*arguments: object) -> tuple[int, set[str]]:
+    """The exit code, and what the command has imported."""
+    code = (
+        "import sys, json; sys.argv = json.loads(sys.argv[1])\n"
+        "from fourfold.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit as leaving: code = leaving.code or 0\n"
+        "else: code = 0\n"
+        "print('\\n' + json.dumps([code, list(sys.modules)]))"
+    )
+    command = [sys.executable, "-c", code, json.dumps(["fourfold", *map(str, arguments)])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    exit_code, modules = json.loads(done.stdout.splitlines()[-1])
+    return exit_code, set(modules)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def one_sentence(result: Result) -> str:
+    """What is asked of every refusal: exit code 2, one line on standard error, nothing on standard output."""
+    code, output, errors = result
+    assert "Traceback" not in errors, errors
+    assert code == 2, errors
+    assert output == ""
+    assert errors.startswith("fourfold: ")
+    assert errors.count("\n") == 1, errors
+    return errors
+
+
+def test_help(cli: Cli) -> None:
+    code, output, errors = cli("--help")
+    assert (code, errors) == (0, "")
+    for command in COMMANDS:
+        assert f" {command} " in output
+        code, page, errors = cli(command, "--help")
+        assert (code, errors) == (0, "")
+        assert f"Usage: fourfold {command} " in page
+        assert "--help" in page
+    assert cli("--version") == (0, f"fourfold {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("trian",), ("train",), ("train", "a.toml", "--sett", "a=b"), ("parity", "--steps=0", "a")]
+)
+def test_wrong_usage(cli: Cli, arguments: tuple[str, ...]) -> None:
+    code, output, errors = cli(*arguments)
+    assert (code, output) == (2, "")
+    assert "Usage: fourfold" in errors
+    assert "Traceback" not in errors
+
+
+def test_help_and_mistakes_do_not_wait_for_torch(tmp_path: Path, prefix: str) -> None:
+    code, modules = modules_after("--help")
+    assert code == 0
+    assert not {"torch", "numpy", "tokenizers"} & modules
+    wrong = run_file(tmp_path, prefix, training__bogus=1)
+    for command in ("train", "parity", "trace"):
+        code, modules = modules_after(command, wrong)
+        assert (command, code, "torch" in modules) == (command, 2, False)
+
+
+def test_train(cli: Cli, tmp_path: Path, prefix: str) -> None:
+    path = run_file(tmp_path, prefix, sample__prompt="the ", sample__max_new_tokens=5, metrics__log_interval=3)
+    code, output, errors = cli("train", path, "--set", "training.train_steps=4", "--set", "name=other")
+    assert (code, errors) == (0, "")
+    run_dir = tmp_path / "runs" / "other"
+    assert [line.split()[1] for line in output.splitlines() if line.startswith("step:")] == ["1/4", "3/4", "4/4"]
+    assert f"Report: {run_dir / 'report.html'}" in output
+    sample = (run_dir / "sample.txt").read_text()
+    assert f"\nSample:\n{sample}\n" in output
+    page = (run_dir / "report.html").read_text()
+    assert "Learning rate" in page
+    assert "step_4" in page
+    assert load_run(run_dir / "run.toml").training.train_steps == 4
+    assert sorted(path.name for path in run_dir.iterdir()) == [
+        "checkpoints",
+        "metrics.jsonl",
+        "report.html",
+        "run.toml",
+        "sample.txt",
+        "summary.json",
+    ]
+    # Once more: it is done. And the page can be made again.
+    code, output, errors = cli("train", run_dir / "run.toml")
+    assert (code, errors) == (0, "")
+    (run_dir / "report.html").unlink()
+    assert cli("report", run_dir) == (0, f"{run_dir / 'report.html'}\n", "")
+    assert (run_dir / "report.html").is_file()
+
+
+def test_train_stopped_by_a_signal(cli: Cli, tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run_file(tmp_path, prefix)
+    original = Job.train_step
+
+    def train_step(job: Job, micro_batches: Any, step: int) -> StepResult:
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return original(job, micro_batches, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Job, "train_step", train_step)
+        code, output, errors = cli("train", path)
+    assert (code, errors) == (3, "")
+    assert "a signal, after saving" in output
+    assert (tmp_path / "runs" / "run" / "checkpoints" / "step_2" / "state.json").is_file()
+    assert (tmp_path / "runs" / "run" / "report.html").is_file()
+    assert cli("train", path)[0] == 0
+    assert (tmp_path / "runs" / "run" / "checkpoints" / "step_8" / "state.json").is_file()
+
+
+def test_local_workers_stopped_by_sigterm_save_and_exit_with_3(tmp_path: Path, prefix: str) -> None:
+    """As a scheduler does it, to the process that it knows."""
+    path = run_file(
+        tmp_path, prefix, parallel__x=2, training__train_steps=100_000, lr_scheduler__decay_style="constant"
+    )
+    code = "import sys; from fourfold.cli.app import main; sys.argv[0] = 'fourfold'; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "train", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+    give_up = time.monotonic() + 120
+    while not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < give_up, "it did not begin to train"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (3, "")
+    assert "a signal, after saving" in output
+    steps = metrics.read_text().count("\n")
+    assert (tmp_path / "runs" / "run" / "checkpoints" / f"step_{steps}" / "state.json").is_file()
+
+
+def test_trace_json(cli: Cli, tmp_path: Path) -> None:
+    path = run_file(tmp_path, "/nowhere/corpus", parallel__x=2, parallel__z=2)  # it needs no data
+    before = files_in(tmp_path)
+    code, output, errors = cli("trace", path, "--json")
+    assert (code, errors) == (0, "")
+    assert output.count("\n") == 1
+    record = json.loads(output)
+    assert record["world_size"] == 4
+    assert {"parameters", "gradients", "optimizer", "activations_peak"} <= set(record["memory"])
+    assert {tuple(sorted(line)) for line in record["collectives"]} == {("axis", "bytes", "count", "op", "purpose")}
+    assert {"x", "z"} <= {line["axis"] for line in record["collectives"]}
+    assert files_in(tmp_path) == before
+
+
+def test_parity_json(cli: Cli, tmp_path: Path) -> None:
+    path = run_file(tmp_path, "/nowhere/corpus")  # it makes its own data
+    before = files_in(tmp_path)
+    code, output, errors = cli("parity", path, "--json", "--steps", "1")
+    assert (code, errors) == (0, "")
+    assert output.count("\n") == 1
+    record = json.loads(output)
+    assert list(record) == ["ok", "loss", "gradients", "grad_norm", "weights", "resumed"]
+    assert record["ok"] is True
+    assert files_in(tmp_path) == before
+
+
+def test_prepare(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text\n" * 100)
+    code, output, errors = cli(
+        "prepare", tmp_path / "a.txt", "--out", tmp_path / "a", "--tokenizer", "bytes", "--workers=1"
+    )
+    assert (code, errors) == (0, "")
+    assert "train: 1 documents, 1,001 tokens, 1,000 bytes" in output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx", "a.json", "a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        (None, ("--tokenizer", "bytes"), "does not exist"),
+        (b'{"text": "a"}\n{"txt": "b"}\n', ("--tokenizer", "bytes"), "line 2"),
+        (b'{"text": "a"}\nnot json\n', ("--tokenizer", "bytes"), "line 2"),
+        (b'{"text": 5}\n', ("--tokenizer", "bytes"), "line 1"),
+        (b"", ("--tokenizer", "bytes"), "nothing to prepare"),
+        (b'{"text": "a"}\n', (), "tokenizer"),
+        (b'{"text": "a"}\n', ("--tokenizer", "none.json"), "none.json does not exist"),
+        (b'{"text": "a"}\n', ("--train-tokenizer", "10"), "257 is the least that works"),
+        (b'{"text": "a"}\n', ("--tokenizer", "bytes", "--validation-fraction", "1.5"), "1.5"),
+        (b'{"text": "a"}\n', ("--tokenizer", "bytes", "--workers", "0"), "workers"),
+    ],
+)
+def test_prepare_refuses(
+    cli: Cli, tmp_path: Path, content: bytes | None, arguments: tuple[str, ...], message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "a.jsonl").write_bytes(content)
+    assert message in one_sentence(cli("prepare", tmp_path / "a.jsonl", "--out", tmp_path / "out" / "a", *arguments))
+    assert not list(tmp_path.glob("out/a.*[nx]"))  # no .bin, no .idx, no .json
+
+
+def test_report_refuses(cli: Cli, tmp_path: Path) -> None:
+    assert "does not exist" in one_sentence(cli("report", tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "parity", "trace"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read the run file"),
+        ("[model\n", "is not valid TOML"),
+        ("[model]\npreset = 'llama-tiny'\n", "'data' is missing"),
+        ("[modle]\n", "unknown key 'modle'; did you mean 'model'?"),
+    ],
+)
+def test_run_files_that_are_none(cli: Cli, tmp_path: Path, command: str, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "run.toml").write_text(content)
+    before = files_in(tmp_path)
+    assert message in one_sentence(cli(command, tmp_path / "run.toml"))
+    assert files_in(tmp_path) == before
+
+
+def test_exit_code_of_a_run_that_differs(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parity that fails is 1, and says which quantity."""
+    original = Job.clip
+    monkeypatch.setattr(Job, "clip", lambda job: original(job) * 1.001)
+    code, output, errors = cli("parity", run_file(tmp_path, "/nowhere"), "--json", "--steps", "1")
+    assert (code, errors) == (1, "")
+    record = json.loads(output)
+    assert record["ok"] is False
+    assert record["grad_norm"] == pytest.approx(1e-3, rel=0.01)
+
+
+def break_index(folder: Path, prefix: str) -> str:
+    for ending in (".bin", ".idx", ".json"):
+        (folder / f"broken{ending}").write_bytes(Path(prefix + ending).read_bytes())
+    os.truncate(folder / "broken.idx", 100)
+    return str(folder / "broken")
+
+
+def other_tokenizer(folder: Path, prefix: str) -> str:
+    train_bpe(["a few words"], 300, folder / "tokenizer.json")
+    return str(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training__bogus": 1}, "unknown key 'training.bogus'"),
+        ({"training__max_steps": 1}, "here it is called training.train_steps"),
+        ({"optimizer__lr": float("nan")}, "optimizer.lr = nan"),
+        ({"optimizer__lr": "1e-3"}, "optimizer.lr = '1e-3'"),
+        ({"training__global_batch_size": 5}, "training.global_batch_size = 5 is not a multiple of"),
+        ({"parallel__x": 3}, "cannot be split over x = 3"),
+        ({"parallel__pp": 2}, "parallel.pp = 2 is not supported yet"),
+        ({"model__preset": "gpt-6t"}, "is not a preset"),
+        ({"name": "../../etc"}, "name = '../../etc'"),
+        ({"data__train": [{"path": "/nowhere/corpus"}]}, "/nowhere/corpus.idx does not exist"),
+        ({"data__train": lambda folder, prefix: [{"path": break_index(folder, prefix)}]}, "broken.idx has 100 bytes"),
+        ({"data__tokenizer": other_tokenizer}, "is not the tokenizer that made"),
+        ({"data__tokenizer": "/nowhere/tokenizer.json"}, "/nowhere/tokenizer.json does not exist"),
+        ({"model__vocab_size": 200}, "set model.vocab_size = 257"),
+        ({"training__seq_length": 100_000}, "of one window of seq_length 100000"),
+        ({"checkpoint__resume": "/nowhere"}, "there is no checkpoint"),
+        ({"training__device": "cuda"}, "needs a GPU"),
+    ],
+)
+def test_train_refuses_and_writes_nothing(
+    cli: Cli, tmp_path: Path, prefix: str, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    values = {key: value(tmp_path, prefix) if callable(value) else value for key, value in changes.items()}
+    path = run_file(tmp_path, prefix, **values)
+    before = files_in(tmp_path)
+    assert message in one_sentence(cli("train", path))
+    assert files_in(tmp_path) == before
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("override", ["parallel.x", "optimizer.lr=fast", "training.lr=1", "name.deep=2"])
+def test_wrong_override(cli: Cli, tmp_path: Path, prefix: str, override: str) -> None:
+    section = override.partition("=")[0].rpartition(".")[2]
+    assert section in one_sentence(cli("train", run_file(tmp_path, prefix), "--set", override))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_checkpoint_of_another_model(cli: Cli, tmp_path: Path, prefix: str) -> None:
+    assert cli("train", run_file(tmp_path, prefix, training__train_steps=1))[0] == 0
+    before = files_in(tmp_path / "runs")
+    path = run_file(tmp_path, prefix, training__train_steps=1, model__num_hidden_layers=1)
+    assert "its num_hidden_layers is 2, and the run file's is 1" in one_sentence(cli("train", path))
+    assert files_in(tmp_path / "runs") == before
+    path = run_file(tmp_path, prefix, name="b", model__rope_theta=5.0, checkpoint__resume=f"{tmp_path}/runs/run")
+    assert "its rope_theta is 10000.0, and the run file's is 5.0" in one_sentence(cli("train", path))
+    assert files_in(tmp_path / "runs") == before
+
+
+def scramble_shard(checkpoint: Path) -> None:
+    with next(checkpoint.glob("*.safetensors")).open("r+b") as file:
+        file.seek(20)
+        file.write(b"\xff" * 40)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        scramble_shard,
+        lambda checkpoint: next(checkpoint.glob("*.safetensors")).unlink(),
+        lambda checkpoint: (checkpoint / "state.json").write_text("{"),
+    ],
+    ids=["scrambled shard", "missing shard", "half a state"],
+)
+def test_damaged_checkpoint(cli: Cli, tmp_path: Path, prefix: str, damage: Callable[[Path], object]) -> None:
+    assert cli("train", run_file(tmp_path, prefix, training__train_steps=1))[0] == 0
+    damage(tmp_path / "runs" / "run" / "checkpoints" / "step_1")
+    before = files_in(tmp_path / "runs")
+    assert "damaged" in one_sentence(cli("train", run_file(tmp_path, prefix)))
+    assert files_in(tmp_path / "runs") == before
+
+
+def test_refusal_of_local_workers(tmp_path: Path, prefix: str) -> None:
+    """What only the workers find out is one sentence of the parent, though both say it, whatever torch logs."""
+    done = in_a_process("train", run_file(tmp_path, prefix, model__vocab_size=200, parallel__z=2))
+    assert "set model.vocab_size = 257" in one_sentence((done.returncode, done.stdout, done.stderr))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_loss_that_is_not_a_number(cli: Cli, tmp_path: Path, prefix: str) -> None:
+    path = run_file(tmp_path, prefix, optimizer__lr=1e30, lr_scheduler__warmup_steps=0)
+    code, _, errors = cli("train", path)
+    assert code == 2
+    assert errors.startswith("fourfold: the ")
+    assert "lower optimizer.lr" in errors
+    assert errors.count("\n") == 1
+    assert not list((tmp_path / "runs").glob("**/*.safetensors"))

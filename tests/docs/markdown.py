@@ -1,0 +1,38 @@
+"""Reads the documentation: its tables, its blocks of code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+
+class Block(NamedTuple):
+    """A fenced block of code."""
+
+    language: str
+    text: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [Block(*block) for block in found]
+
+
+def tables_of(page: Path) -> dict[str, list[list[str]]]:
+    """The rows of every table, by its header row as it stands, without the outer bars."""
+    tables: dict[str, list[list[str]]] = {}
+    for part in re.findall(r"(?:^\|.*\|\n)+", page.read_text(encoding="utf-8"), re.MULTILINE):
+        header, _, *rows = part.splitlines()
+        tables[header.strip("| ")] = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return tables
+
+
+def formula_in(cell: str, **letters: float) -> float:
+    """The value of the first expression that a cell gives as code."""
+    code = re.search(r"`([^`]+)`", cell)
+    assert code, cell
+    return eval(code[1], {"__builtins__": {}}, letters)
