@@ -41,11 +41,14 @@ class Pending(NamedTuple):
     out: Tensor
     work: dist.Work | None
     joined_dim: int | None = None
+    summed: bool = False
 
     def wait(self) -> Tensor:
         """The result; on a GPU this only makes the stream wait."""
         if self.work is not None:
             self.work.wait()
+        if self.summed:
+            return self.out.sum(0)
         return self.out if self.joined_dim is None else _join(self.out, self.joined_dim)
 
 
@@ -64,6 +67,11 @@ def start_reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Pen
     if axis.size == 1:
         return Pending(partial, None)
     parts = partial.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
+    if by_all_to_all(axis.group):
+        received = torch.empty_like(parts)
+        with purpose(why):
+            work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group, async_op=True)
+        return Pending(received, work, summed=True)
     out = parts.new_empty(parts.shape[1:])
     with purpose(why):
         work = _reduce_scatter(out.view(-1), parts.view(-1), group=axis.group, async_op=True)
@@ -78,6 +86,23 @@ def start_all_reduce(partial: Tensor, axis: Axis, why: str) -> Pending:
     with purpose(why):
         work = dist.all_reduce(partial, group=axis.group, async_op=True)
     return Pending(partial, work)
+
+
+def by_all_to_all(group: dist.ProcessGroup) -> bool:
+    """gloo's reduce-scatter is an all-reduce inside, blocks when it is issued, and sums bf16 hop by hop."""
+    return dist.get_backend(group) == "gloo"
+
+
+class ExchangeAndSum:
+    """A reduce-scatter for FSDP2 on gloo: parts are exchanged, and each rank sums its own."""
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        torch.sum(received.view(group.size(), -1), 0, out=output_tensor)
 
 
 def all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fourfold.config.run import RunConfig
 from fourfold.models.transformer import Transformer
+from fourfold.parallel.communicate import ExchangeAndSum, by_all_to_all
 from fourfold.parallel.grid import Grid
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -45,9 +46,12 @@ def shard_data_parallel(model: Transformer, grid: Grid, run: RunConfig) -> None:
     shard(last, False)
     shard(model, False)
     for module in fsdp_modules(model):
+        if by_all_to_all(grid.axis("z").group):
+            module.set_custom_reduce_scatter(ExchangeAndSum())
         # Losses are divided by the tokens of the whole step, so gradients are sums. gloo knows no scaled sum.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        if mesh.size() > 1:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
     _prefetch(model, run.overlap.weight_prefetch)
 
 

@@ -101,7 +101,10 @@ def _cross_entropy(
     mine_m = (columns_m >= 0) & (columns_m < rows)
     columns_m1 = columns_m.masked_fill(~mine_m, 0)[:, None]
     target_m = logits_mv.gather(1, columns_m1)[:, 0].masked_fill(~mine_m, 0)
-    normalizer_m = logits_mv.logsumexp(1)
+    # A rank may hold nothing but padding: its largest logit is then minus infinity.
+    largest_m = logits_mv.amax(1).clamp(min=torch.finfo(torch.float32).min)
+    exp_mv = logits_mv.sub_(largest_m[:, None]).exp_()
+    normalizer_m = largest_m + exp_mv.sum(1).log()
     if head.x.size > 1:
         both_x2m = all_gather(torch.stack([normalizer_m, target_m])[None], head.x, 0, "lm_head: normalizers")
         normalizer_m, target_m = both_x2m[:, 0].logsumexp(0), both_x2m[:, 1].sum(0)
@@ -109,9 +112,8 @@ def _cross_entropy(
     loss = ((normalizer_m - target_m) * kept_m).sum()
     if not wants_gradient:
         return loss, None
-    gradient_mv = logits_mv.sub_(normalizer_m[:, None]).exp_()
-    gradient_mv.scatter_add_(1, columns_m1, -mine_m[:, None].to(gradient_mv.dtype))
-    return loss, gradient_mv.mul_(kept_m[:, None])
+    gradient_mv = exp_mv.mul_(((largest_m - normalizer_m).exp() * kept_m)[:, None])
+    return loss, gradient_mv.scatter_add_(1, columns_m1, -(mine_m & kept_m)[:, None].to(gradient_mv.dtype))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -52,18 +52,18 @@ class _Normalize(torch.autograd.Function):
         x_BTh, mean, rstd, weight = ctx.saved_tensors
         layer: Norm = ctx.layer
         standard = _standardize(x_BTh.float(), mean, rstd)
-        grad = grad.float()
-        d_standard = grad * weight.float()
-        sums = [(d_standard * standard).sum(-1)]
+        grad, weight = grad.float(), weight.float()
+        product = grad * standard
+        sums = [product @ weight]
         if layer.centred:
-            sums.append(d_standard.sum(-1))
+            sums.append(grad @ weight)
         sums = all_reduce(torch.stack(sums), layer.y, f"{layer.name}: statistics' gradient") / layer.size
-        dx = d_standard - standard * sums[0][..., None]
+        d_weight = product.sum((0, 1)).to(x_BTh.dtype)
+        d_bias = grad.sum((0, 1)).to(x_BTh.dtype) if ctx.needs_input_grad[3] else None
+        dx = standard.mul_(-sums[0][..., None]).addcmul_(grad, weight)
         if layer.centred:
-            dx = dx - sums[1][..., None]
-        d_weight = (grad * standard).sum((0, 1)).to(weight.dtype)
-        d_bias = grad.sum((0, 1)).to(weight.dtype) if ctx.needs_input_grad[3] else None
-        return (dx * rstd).to(x_BTh.dtype), None, d_weight, d_bias
+            dx -= sums[1][..., None]
+        return dx.mul_(rstd).to(x_BTh.dtype), None, d_weight, d_bias
 
 
 def _moments(x: Tensor, layer: Norm) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,16 @@ def tensor_rules(grid: Grid, run: RunConfig) -> Rules:
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     head: Rules = {"lm_head": lambda name, m: ParallelHead(m, grid)}
     if grid.x.size * grid.y.size == 1:
-        return head
+        if run.training.compile:
+            return head
+        # No collectives here, but fewer passes over memory than autograd makes of the plain modules.
+        return {
+            "layers.*.self_attn.qkv": lambda name, m: NormalLinears(m, grid, OVER_Y[split], overlap, "qkv"),
+            "layers.*.mlp.up": lambda name, m: NormalLinears(m, grid, "replicate", overlap, "up"),
+            "*_layernorm": lambda name, m: Norm(m, grid, "norm"),
+            "norm": lambda name, m: Norm(m, grid, "norm"),
+            **head,
+        }
     return {
         "embed_*": lambda name, m: Embedding(m, grid, name),
         "layers.*.self_attn.qkv": lambda name, m: NormalLinears(m, grid, OVER_Y[split], overlap, "qkv"),

@@ -21,7 +21,12 @@ from fourfold.training.job import Job
 
 Tag = Literal["parameters", "optimizer", "gradients", "weights", "activations"]
 
-OPERATIONS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
+OPERATIONS = {
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": "reduce_scatter",  # how gloo's are done: parallel.communicate.by_all_to_all
+    "allreduce_": "all_reduce",
+}
 DATA_AXES = ("z", "dp", "dp_z")
 # FSDP2 does not say what its collectives are for, but it has only these.
 FSDP_PURPOSE = {"all_gather": "weights", "reduce_scatter": "gradients", "all_reduce": "gradients"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +19,8 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: Path) -> list[Block]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return [Block(*block) for block in found]
+    found = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [Block(language, textwrap.dedent(text)) for language, text in found]
 
 
 def tables_of(page: Path) -> dict[str, list[list[str]]]:

@@ -1,0 +1,69 @@
+"""What is generated is not stale, and every example loads."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from markdown import REPOSITORY, tables_of
+
+from fourfold.config.load import load_run
+from fourfold.config.reference import reference
+from fourfold.config.run import RunConfig
+from fourfold.verification.parity import TOLERANCE
+
+DOCS = REPOSITORY / "docs"
+
+
+def script(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_is_that_of_the_schema() -> None:
+    written = (DOCS / "run-file.md").read_text(encoding="utf-8")
+    assert written == reference(), "run: python -m fourfold.config.reference > docs/run-file.md"
+
+
+def test_the_reference_describes_every_key() -> None:
+    rows = [row for row in reference().splitlines() if row.startswith("| `") and row.count("|") == 5]
+    assert not [row for row in rows if row.endswith("| |") or row.endswith("|  |")]
+    for name in RunConfig.model_fields:
+        assert f"`{name}`" in reference() or f"## [{name}]" in reference()
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "examples").glob("*.toml")), ids=lambda path: path.name)
+def test_an_example_loads(path: Path) -> None:
+    run = load_run(path)
+    gpus = re.search(r"(\d+)gpus", path.name)
+    assert gpus is None or run.parallel.world_size == int(gpus[1])
+
+
+def test_the_parity_table_is_complete_and_within_its_limits() -> None:
+    table = script(DOCS / "parity_table.py")
+    rows = tables_of(DOCS / "parity.md")["grid | model | loss | gradients | gradient norm | weights | resumed"]
+    assert [row[:2] for row in rows] == [[table.name_of(grid), model] for grid in table.GRIDS for model in table.MODELS]
+    for row in rows:
+        for name, number in zip(table.QUANTITIES, row[2:], strict=True):
+            assert float(number) <= TOLERANCE[name], row
+
+
+def test_the_rows_of_the_parity_table_load() -> None:
+    table = script(DOCS / "parity_table.py")
+    for grid in table.GRIDS:
+        for sizes in table.MODELS.values():
+            load_run(table.RUN_FILE, [f"{key}={value}" for key, value in table.overrides(sizes, grid).items()])
+
+
+def test_the_figures_are_what_their_script_draws(tmp_path: Path) -> None:
+    make = script(DOCS / "figures" / "make.py")
+    make.HERE = tmp_path
+    make.block()
+    make.grid()
+    for drawn in tmp_path.glob("*.svg"):
+        assert drawn.read_bytes() == (DOCS / "figures" / drawn.name).read_bytes(), "run: python docs/figures/make.py"
