@@ -32,7 +32,7 @@ def test_the_reference_is_that_of_the_schema() -> None:
 
 def test_the_reference_describes_every_key() -> None:
     rows = [row for row in reference().splitlines() if row.startswith("| `") and row.count("|") == 5]
-    assert not [row for row in rows if row.endswith("| |") or row.endswith("|  |")]
+    assert not [row for row in rows if row.endswith(("| |", "|  |"))]
     for name in RunConfig.model_fields:
         assert f"`{name}`" in reference() or f"## [{name}]" in reference()
 
