@@ -219,7 +219,7 @@ def test_trace_json(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_parity_json(cli: Cli, tmp_path: Path) -> None:
-    path = run_file(tmp_path, "/nowhere/corpus")  # it makes its own data
+    path = run_file(tmp_path, "/nowhere/corpus", optimizer__lr=3e-4)  # it makes its own data
     before = files_in(tmp_path)
     code, output, errors = cli("parity", path, "--json", "--steps", "1")
     assert (code, errors) == (0, "")

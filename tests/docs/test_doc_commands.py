@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,8 @@ import typer
 from markdown import PAGES, REPOSITORY, Block, blocks_of
 
 from fourfold.cli.app import app
-from fourfold.config.load import load_run
+from fourfold.config.load import load_run, make_run
+from fourfold.config.run import DataConfig
 
 NOT_RUN = "# not run by the tests"
 
@@ -83,6 +85,16 @@ def test_a_page_that_speaks_of_a_run_file_shows_it() -> None:
         for block in filter(is_run, blocks_of(page)):
             used = set(re.findall(r"(?<![\w/])\w+\.toml", block.text))
             assert used <= shown, f"{page.name}: {used - shown}"
+
+
+def test_the_run_files_in_the_pages_load() -> None:
+    for block in itertools.chain.from_iterable(map(blocks_of, PAGES)):
+        if block.language == "toml":
+            table = tomllib.loads(block.text)
+            if "training" in table:
+                make_run(table)
+            else:
+                DataConfig.model_validate(table["data"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
