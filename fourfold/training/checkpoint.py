@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fourfold.config.model import ModelConfig
-from fourfold.config.run import CheckpointConfig
+from fourfold.config.run import CheckpointConfig, RunConfig
 from fourfold.config.strict import Strict
 from fourfold.errors import UserError
 from fourfold.parallel.state import GlobalView
@@ -43,11 +43,15 @@ _IRRELEVANT = {"preset", "initializer_range"}
 
 
 class CheckpointState(Strict):
-    """What a checkpoint knows besides tensors. step: optimizer steps taken; it is also the position in the data."""
+    """What a checkpoint knows besides tensors.
+
+    step: optimizer steps taken; it is also the position in the data, as long as ``training`` says the same.
+    """
 
     format: int
     step: int = Field(ge=0)
     model: dict[str, Any]
+    training: dict[str, int]
     rng: str
     files: dict[str, int]
 
@@ -71,7 +75,10 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
-        state = CheckpointState(format=FORMAT, step=step, model=_sizes(self.job.run.model), rng=_rng_state(), files={})
+        run = self.job.run
+        state = CheckpointState(
+            format=FORMAT, step=step, model=_sizes(run.model), training=_order(run), rng=_rng_state(), files={}
+        )
         writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
         tensors = global_tensors(self.job, self._view)
         if self._group is None:
@@ -136,6 +143,7 @@ def load_checkpoint(path: Path, job: Job) -> int:
     """
     state = read_state(path)
     check_same_model(path, state, job.run.model)
+    check_same_order(path, state, job.run)
     generator = _generator(path, state)
     tensors = global_tensors(job, GlobalView(job.grid, job.run.parallel.zero))
     _load_tensors(tensors, path)
@@ -203,6 +211,18 @@ def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> 
             )
 
 
+def check_same_order(path: Path, state: CheckpointState, run: RunConfig) -> None:
+    """Raise ``UserError`` when the run's steps are of other samples than those that the checkpoint has counted."""
+    order = _order(run)
+    for key in order:
+        if state.training.get(key) != order[key]:
+            raise UserError(
+                f"the checkpoint {path} was trained with training.{key} = {state.training.get(key)}, and the run file "
+                f"has {order[key]}, with which samples would be repeated or skipped; set it back, or set "
+                "checkpoint.resume = 'never'"
+            )
+
+
 def global_tensors(job: Job, view: GlobalView) -> dict[str, Tensor]:
     """Weights and moments as global tensors that alias the job's memory."""
     tensors: dict[str, Tensor] = {}
@@ -257,6 +277,11 @@ def _generator(path: Path, state: CheckpointState) -> torch.Generator:
     except (ValueError, RuntimeError) as error:
         raise UserError(f"{path / STATE_FILE} is damaged: its random state is none; resume from another one") from error
     return generator
+
+
+def _order(run: RunConfig) -> dict[str, int]:
+    """What decides, with the step, which samples are next."""
+    return {key: getattr(run.training, key) for key in ("seed", "global_batch_size", "seq_length")}
 
 
 def _rng_state() -> str:

@@ -43,7 +43,7 @@ class ShardedAdamW:
             # The optimizer must step the memory that FSDP2 gathers from.
             assert _same_memory(shard.parameter.to_local(), parameter), f"{shard.name} has moved"
             # A gradient of another type (a float32 sum for bf16 weights) steps in the weights' type.
-            parameter.grad = None if shard.grad is None else shard.grad.to(parameter.dtype)
+            parameter.grad = None if shard.grad is None else shard.grad.to(parameter.dtype).contiguous()
         self.adamw.step()
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
             parameter.grad = shard.parameter.grad = None

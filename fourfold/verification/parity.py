@@ -37,6 +37,9 @@ ADAM_EPS = 1e-6
 """Adam divides by √v + eps. Some gradients are zero in theory (key biases), and with a smaller eps their rounding noise
 would move weights by whole steps, on any two machines differently."""
 
+MAX_LR = 3e-4
+"""What rounding moves a weight by grows with the learning rate, and says nothing about the layout."""
+
 
 @dataclass(frozen=True)
 class ParityReport:
@@ -156,7 +159,9 @@ def in_float32(run: RunConfig) -> RunConfig:
     return run.model_copy(
         update={
             "training": run.training.model_copy(update=exact),
-            "optimizer": run.optimizer.model_copy(update={"eps": max(run.optimizer.eps, ADAM_EPS)}),
+            "optimizer": run.optimizer.model_copy(
+                update={"eps": max(run.optimizer.eps, ADAM_EPS), "lr": min(run.optimizer.lr, MAX_LR)}
+            ),
         }
     )
 

@@ -431,3 +431,14 @@ def test_random_state_comes_back(tmp_path: Path) -> None:
     torch.manual_seed(6)
     load_checkpoint(path, job)
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("key", "value"), [("seed", 1), ("global_batch_size", 16), ("seq_length", 16)])
+def test_another_order_of_samples_is_refused(saved: Path, key: str, value: int) -> None:
+    """A checkpoint counts steps: with other steps it would point to other samples."""
+    job = new_job(tiny_run(LLAMA, training={key: value}))
+    before = [tensor.clone() for tensor in tensors_of(job)]
+    with pytest.raises(UserError, match=rf"training\.{key} = \d+, and the run file has {value}"):
+        load_checkpoint(saved, job)
+    assert equal(tensors_of(job), before)
