@@ -62,6 +62,11 @@ class ParallelConfig(Strict):
     def world_size(self) -> int:
         return self.pp * self.dp * self.cp * self.z * self.y * self.x
 
+    def describe(self) -> str:
+        """The grid in one line, axes of size 1 left out."""
+        sizes = [f"{axis} {size}" for axis in AXES if (size := getattr(self, axis)) > 1]
+        return " × ".join(sizes or ["one process"]) + (f", zero {self.zero}" if self.zero else "")
+
     @property
     def batch_ranks(self) -> int:
         """How many ways the batch is split."""

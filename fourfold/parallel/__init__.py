@@ -1,1 +1,1 @@
-"""The six-axis grid: layers, sharding, checkpoint metadata, parity and trace."""
+"""The six-axis grid, the 4D layers on it, and how a model is laid out over it."""

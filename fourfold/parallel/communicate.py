@@ -6,7 +6,7 @@ once, so that computation can go on until ``wait``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -40,16 +40,13 @@ class Pending(NamedTuple):
 
     out: Tensor
     work: dist.Work | None
-    joined_dim: int | None = None
-    summed: bool = False
+    finish: Callable[[Tensor], Tensor] | None = None
 
     def wait(self) -> Tensor:
         """The result; on a GPU this only makes the stream wait."""
         if self.work is not None:
             self.work.wait()
-        if self.summed:
-            return self.out.sum(0)
-        return self.out if self.joined_dim is None else _join(self.out, self.joined_dim)
+        return self.out if self.finish is None else self.finish(self.out)
 
 
 def start_all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Pending:
@@ -59,7 +56,7 @@ def start_all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Pending:
     out = part.new_empty((axis.size, *part.shape))
     with purpose(why):
         work = _all_gather(out.view(-1), part.contiguous().view(-1), group=axis.group, async_op=True)
-    return Pending(out, work, dim)
+    return Pending(out, work, lambda parts: _join(parts, dim))
 
 
 def start_reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Pending:
@@ -71,7 +68,7 @@ def start_reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Pen
         received = torch.empty_like(parts)
         with purpose(why):
             work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group, async_op=True)
-        return Pending(received, work, summed=True)
+        return Pending(received, work, lambda parts: parts.sum(0))
     out = parts.new_empty(parts.shape[1:])
     with purpose(why):
         work = _reduce_scatter(out.view(-1), parts.view(-1), group=axis.group, async_op=True)
@@ -96,10 +93,18 @@ def by_all_to_all(group: dist.ProcessGroup) -> bool:
 class ExchangeAndSum:
     """A reduce-scatter for FSDP2 on gloo: parts are exchanged, and each rank sums its own."""
 
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        assert op == dist.ReduceOp.SUM and not async_op, f"FSDP2 asked for {op}, and only sums are done"
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         torch.sum(received.view(group.size(), -1), 0, out=output_tensor)

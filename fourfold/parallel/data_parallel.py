@@ -28,7 +28,9 @@ def shard_data_parallel(model: Transformer, grid: Grid, run: RunConfig) -> None:
         mesh, reshard = grid.mesh["dp", "z"], z > 1
     else:
         mesh = grid.batch_mesh
-        reshard = True if zero == 3 else (z if 1 < z < mesh.size() else z > 1)
+        # After the forward: shards over all of (dp·z), or over z alone, or (z = 1) the whole weights are kept.
+        keeps_z_shards = zero < 3 and 1 < z < mesh.size()
+        reshard = z if keeps_z_shards else zero == 3 or z > 1
 
     def shard(module: nn.Module | list[nn.Module], reshard_after_forward: bool | int) -> None:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)

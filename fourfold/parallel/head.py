@@ -47,6 +47,9 @@ class ParallelHead(Tiled):
 
 @torch.compiler.disable
 def vocabulary_parallel_loss(x_BTh: Tensor, labels_BS: Tensor, head: ParallelHead, weight: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        # Inside a Function nobody can tell: a parameter always seems to want its gradient.
+        weight = weight.detach()
     return _Loss.apply(x_BTh, weight, labels_BS, head)
 
 

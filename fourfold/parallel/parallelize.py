@@ -42,28 +42,23 @@ def tensor_rules(grid: Grid, run: RunConfig) -> Rules:
     overlap, model = run.overlap.input_gradients, run.model
     split = attention_split(model, run.parallel, run.training)
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    head: Rules = {"lm_head": lambda name, m: ParallelHead(m, grid)}
-    if grid.x.size * grid.y.size == 1:
-        if run.training.compile:
-            return head
-        # No collectives here, but fewer passes over memory than autograd makes of the plain modules.
-        return {
-            "layers.*.self_attn.qkv": lambda name, m: NormalLinears(m, grid, OVER_Y[split], overlap, "qkv"),
-            "layers.*.mlp.up": lambda name, m: NormalLinears(m, grid, "replicate", overlap, "up"),
-            "*_layernorm": lambda name, m: Norm(m, grid, "norm"),
-            "norm": lambda name, m: Norm(m, grid, "norm"),
-            **head,
-        }
-    return {
-        "embed_*": lambda name, m: Embedding(m, grid, name),
+    inputs_and_head: Rules = {
         "layers.*.self_attn.qkv": lambda name, m: NormalLinears(m, grid, OVER_Y[split], overlap, "qkv"),
-        "layers.*.self_attn.core": lambda name, m: SharedAttentionCore(m, grid, split, heads, kv_heads),
-        "layers.*.self_attn.o_proj": lambda name, m: TransposedLinear(m, grid, OVER_Y[split], overlap, "o_proj"),
         "layers.*.mlp.up": lambda name, m: NormalLinears(m, grid, "replicate", overlap, "up"),
-        "layers.*.mlp.down_proj": lambda name, m: TransposedLinear(m, grid, "replicate", overlap, "down"),
-        "*norm": lambda name, m: Norm(m, grid, "norm"),
-        **head,
+        "layers.*layernorm": lambda name, m: Norm(m, grid, "norm"),
+        "norm": lambda name, m: Norm(m, grid, "norm"),
+        "lm_head": lambda name, m: ParallelHead(m, grid),
     }
+    if grid.x.size * grid.y.size > 1:
+        return inputs_and_head | {
+            "embed_*": lambda name, m: Embedding(m, grid, name),
+            "layers.*.self_attn.core": lambda name, m: SharedAttentionCore(m, grid, split, heads, kv_heads),
+            "layers.*.self_attn.o_proj": lambda name, m: TransposedLinear(m, grid, OVER_Y[split], overlap, "o_proj"),
+            "layers.*.mlp.down_proj": lambda name, m: TransposedLinear(m, grid, "replicate", overlap, "down"),
+        }
+    # With one process on (x, y) these need no collective, but fewer passes over memory than autograd makes of the plain
+    # modules; the compiler, where it is wanted, does that itself.
+    return {"lm_head": inputs_and_head["lm_head"]} if run.training.compile else inputs_and_head
 
 
 def apply_rules(model: nn.Module, rules: Rules, prefix: str = "") -> None:

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 def parity_table(report: ParityReport) -> None:
     """The largest relative difference of each quantity beside its limit, and the worst gradients by name."""
+    from fourfold.verification.parity import TOLERANCE
+
     table = Table(title="Grid against one process: largest relative differences", title_justify="left")
     for name, justify in (("quantity", "left"), ("difference", "right"), ("limit", "right"), ("", "left")):
         table.add_column(name, justify=justify)
-    for name, limit in report.limits().items():
+    for name, limit in TOLERANCE.items():
         value = getattr(report, name)
         what = {
             "gradients": f"{len(report.each_gradient)} gradients, each by its own size",

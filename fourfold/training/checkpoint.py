@@ -120,6 +120,7 @@ class Checkpointer:
         state.files.update({file.name: file.stat().st_size for file in partial.glob("*.safetensors")})
         (partial / STATE_FILE).write_text(state.model_dump_json(indent=1) + "\n")
         replaced = self.folder / f".step_{step}.replaced"
+        shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():
             os.replace(final, replaced)
         os.replace(partial, final)
@@ -139,7 +140,8 @@ class Checkpointer:
 def load_checkpoint(path: Path, job: Job) -> int:
     """Fill a job's weights and optimizer from a checkpoint that any grid has written; returns the steps taken.
 
-    Raises ``UserError`` when the checkpoint is incomplete or belongs to another model; the job is untouched then.
+    Raises ``UserError`` when the checkpoint is damaged or belongs to another model. The job is untouched then, unless
+    the damage is inside a file of the right size.
     """
     state = read_state(path)
     check_same_model(path, state, job.run.model)

@@ -64,8 +64,10 @@ def train(place: Place, run: RunConfig) -> Outcome:
     corpora = open_corpora(run, grid.batch)
     job = Job(run, grid, device)
     if checkpoint is None:
+        first_step = 0
         job.initialize(run.training.seed)
-    first_step = load_checkpoint(checkpoint, job) if checkpoint is not None else 0
+    else:
+        first_step = load_checkpoint(checkpoint, job)
 
     with ExitStack() as stack:
         stack.callback(corpora.train.close)
@@ -140,11 +142,10 @@ class Record:
         self.writer = MetricsWriter(run_dir, run.metrics.tensorboard, resume_step=first_step)
         total_tokens = training.train_steps * self.tokens_per_step
         self.progress = Progress(training.train_steps, total_tokens, log_interval=run.metrics.log_interval)
-        grid = " × ".join(f"{axis} {size}" for axis, size in _sizes(run).items() if size > 1) or "one process"
         self.facts = {
             "run": run.name,
             "parameters": model.num_parameters,
-            "grid": f"{grid} ({run.parallel.world_size} × {name}), zero {run.parallel.zero}",
+            "grid": f"{run.parallel.describe()} ({run.parallel.world_size} × {name})",
             "batch": f"{training.global_batch_size} sequences = {self.tokens_per_step:,} tokens a step, "
             f"gradient_accumulation_steps {run.gradient_accumulation_steps}",
             "tokens": total_tokens,
@@ -195,7 +196,8 @@ class Record:
             "checkpoint": outcome.checkpoint,
             "ended by": "a signal, after saving" if outcome.stopped else "the last step",
         }
-        write_whole(self.run_dir / SUMMARY_FILE, json.dumps({**self.facts, **facts}, indent=1).encode())
+        if steps:  # a run that was finished already keeps the summary of its last steps
+            write_whole(self.run_dir / SUMMARY_FILE, json.dumps({**self.facts, **facts}, indent=1).encode())
         if outcome.sample is not None:
             write_whole(self.run_dir / SAMPLE_FILE, outcome.sample.encode())
         self.progress.end_summary(facts)
@@ -259,7 +261,3 @@ def _stop_signal() -> Iterator[_Flag]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _sizes(run: RunConfig) -> dict[str, int]:
-    return {axis: getattr(run.parallel, axis) for axis in ("pp", "dp", "cp", "z", "y", "x")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from fourfold.config.layout import attention_split
 from fourfold.data.tokenizer import Tokenizer
@@ -26,7 +27,7 @@ def sample_text(job: Job, tokenizer: Tokenizer) -> str:
         recent = tokens[-window:]
         padded = torch.tensor(recent + [tokenizer.eod_id] * (window - len(recent)), device=job.device)
         logits_V = job.model(padded.expand(rows, -1))[0, len(recent) - 1].float().cpu()
-        token = _draw(logits_V[: tokenizer.vocab_size], config.temperature, generator)
+        token = _same_everywhere(_draw(logits_V[: tokenizer.vocab_size], config.temperature, generator), job.device)
         if token == tokenizer.eod_id:
             break
         tokens.append(token)
@@ -34,8 +35,15 @@ def sample_text(job: Job, tokenizer: Tokenizer) -> str:
     return config.prompt + tokenizer.decode(tokens[first_new:])
 
 
+def _same_everywhere(token: int, device: torch.device) -> int:
+    """Rank 0's token: logits of replicas may differ in the last bit, and all must stop at the same one."""
+    drawn = torch.tensor(token, device=device)
+    dist.broadcast(drawn, src=0)
+    return int(drawn)
+
+
 def _draw(logits_V: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    """All processes hold the same logits and draw with the same generator, so they agree."""
+    """A token from the logits: the likeliest at temperature 0."""
     if temperature == 0:
         return int(logits_V.argmax())
     scaled_V = (logits_V - logits_V.max()) / temperature  # no temperature is so low that this overflows to NaN

@@ -6,6 +6,7 @@ AdamW, on rank 0 alone; both in float32, from the same weights and on the same u
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.config.layout import check_layout
-from fourfold.config.run import CheckpointConfig, ParallelConfig, RunConfig
+from fourfold.config.run import CheckpointConfig, ParallelConfig, RunConfig, SchedulerConfig
 from fourfold.errors import UserError
 from fourfold.models.initialize import initialize
 from fourfold.models.transformer import IGNORE_INDEX, Transformer
@@ -32,6 +33,10 @@ from fourfold.verification.batches import micro_batches_of, random_global_batch,
 
 TOLERANCE = {"loss": 1e-5, "gradients": 1e-5, "grad_norm": 1e-5, "weights": 1e-4, "resumed": 1e-4}
 """Largest relative differences that rounding in float32 explains; the last two after steps of AdamW."""
+
+GRADIENT_FLOOR, WEIGHT_FLOOR = 1e-4, 1e-3
+"""A tensor that is smaller than this share of the largest is measured against that share: what is zero in theory, such
+as the gradient of a key bias and the bias after a few steps, has no relative error."""
 
 ADAM_EPS = 1e-6
 """Adam divides by √v + eps. Some gradients are zero in theory (key biases), and with a smaller eps their rounding noise
@@ -56,11 +61,6 @@ class ParityReport:
     @property
     def ok(self) -> bool:
         return all(getattr(self, name) <= limit for name, limit in TOLERANCE.items())
-
-    @staticmethod
-    def limits() -> dict[str, float]:
-        """The largest difference that each quantity may show."""
-        return dict(TOLERANCE)
 
     def record(self) -> dict[str, bool | float]:
         """The report as JSON values."""
@@ -112,7 +112,7 @@ def parity(run: RunConfig, device: torch.device, steps: int = 3) -> ParityReport
         max(relative_differences(weights_after, one.weights(), WEIGHT_FLOOR).values()),
     )
     worst["gradients"] = max(each_gradient.values())
-    return ParityReport(**worst, each_gradient=each_gradient, resumed_on=describe(other.parallel))
+    return ParityReport(**worst, each_gradient=each_gradient, resumed_on=other.parallel.describe())
 
 
 class OneProcess:
@@ -162,36 +162,30 @@ def in_float32(run: RunConfig) -> RunConfig:
             "optimizer": run.optimizer.model_copy(
                 update={"eps": max(run.optimizer.eps, ADAM_EPS), "lr": min(run.optimizer.lr, MAX_LR)}
             ),
+            # In a warm-up the weights would hardly move, and an optimizer that does nothing would pass.
+            "lr_scheduler": SchedulerConfig(decay_style="constant"),
         }
     )
 
 
 def resharded(run: RunConfig) -> RunConfig:
-    """The same run on another grid of as many processes: the axes exchanged, or another ``zero``."""
+    """The same run on another grid of as many processes: the axes exchanged, or else merged, or else another ``zero``.
+
+    Only one process has no other grid.
+    """
     now = run.parallel
-    for x, y, z, dp in dict.fromkeys(itertools.permutations((now.z, now.x, now.dp, now.y))):
-        for zero in (0, 3):
-            other = ParallelConfig(x=x, y=y, z=z, dp=dp, zero=zero)
-            if (x, y, z, dp) == (now.x, now.y, now.z, now.dp) or other == now:
-                continue
-            candidate = run.model_copy(update={"parallel": other})
-            try:
-                check_layout(candidate)
-            except UserError:
-                continue
+    axes = (now.x, now.y, now.z, now.dp)
+    exchanged = itertools.permutations((now.z, now.x, now.dp, now.y))
+    merged = ((now.x, 1, now.z * now.y, now.dp), (1, now.y, now.z * now.x, now.dp), (1, 1, now.world_size, 1))
+    others = [other for other in dict.fromkeys([*exchanged, *merged]) if other != axes]
+    candidates = [(*other, zero) for other in others for zero in (0, 3)]
+    candidates += [(*axes, zero) for zero in (0, 1, 2, 3) if zero != now.zero]
+    for x, y, z, dp, zero in candidates if now.world_size > 1 else []:
+        candidate = run.model_copy(update={"parallel": ParallelConfig(x=x, y=y, z=z, dp=dp, zero=zero)})
+        with contextlib.suppress(UserError):
+            check_layout(candidate)
             return candidate
     return run
-
-
-def describe(grid: ParallelConfig) -> str:
-    """A grid in one line, axes of size 1 left out."""
-    parts = [f"{axis} {size}" for axis in ("pp", "dp", "cp", "z", "y", "x") if (size := getattr(grid, axis)) > 1]
-    return " × ".join(parts or ["one process"]) + (f", zero {grid.zero}" if grid.zero else "")
-
-
-GRADIENT_FLOOR, WEIGHT_FLOOR = 1e-4, 1e-3
-"""A tensor that is smaller than this share of the largest is measured against that share: what is zero in theory, such
-as the gradient of a key bias and the bias after a few steps, has no relative error."""
 
 
 def relative_differences(

@@ -90,6 +90,19 @@ def test_input_gradients_are_reduced_while_weight_gradients_are_computed(pool: P
     assert issued[at - 1] != weight_gradient
 
 
+def evaluation_body(rank: int, world_size: int, run: RunConfig) -> list[str]:
+    job = job_of(run)
+    with _Order() as order:
+        job.evaluate(micro_batches_of(random_global_batch(run, 0), run, job.grid, job.device)[:1])
+    return order.issued
+
+
+def test_evaluation_computes_no_gradient(pool: Pool) -> None:
+    issued = pool.run(2, evaluation_body, tiny_run(LLAMA, {"y": 2}))[0]
+    assert "lm_head: logits" in issued
+    assert not any("gradient" in line for line in issued)
+
+
 def stray_body(rank: int, world_size: int, run: RunConfig) -> bool:
     whole = Transformer(run.model)
     initialize(whole, run.model, seed=5)

@@ -146,7 +146,34 @@ def test_nan_is_never_equal() -> None:
     assert relative_differences({"w": torch.tensor([1.0, float("nan"), 1.0])}, expected, 1e-4)["w"] == float("inf")
 
 
-def test_resume_is_tried_on_another_grid() -> None:
-    run = tiny_run(LLAMA, {"x": 2, "y": 2})
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"x": 2, "y": 2},
+        {"x": 2, "y": 2, "z": 2, "dp": 2},
+        {"x": 2, "y": 2, "z": 2, "dp": 2, "zero": 3},
+        {"z": 2},
+        {"dp": 8},
+    ],
+    ids=str,
+)
+def test_resume_is_tried_on_another_grid(grid: dict[str, int]) -> None:
+    run = tiny_run(LLAMA, grid, training={"global_batch_size": 16, "micro_batch_size": 1})
     assert resharded(run).parallel != run.parallel
-    assert resharded(run).parallel.world_size == 4
+    assert resharded(run).parallel.world_size == run.parallel.world_size
+
+
+def idle_optimizer_body(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:
+    from fourfold.training.optimizer import ShardedAdamW
+
+    keep, ShardedAdamW.step = ShardedAdamW.step, lambda self, lr: None
+    try:
+        return parity(run, torch.device("cpu"), steps=1)
+    finally:
+        ShardedAdamW.step = keep
+
+
+def test_parity_sees_an_optimizer_that_does_nothing(pool: Pool, tmp_path: Path) -> None:
+    """Also of a run whose long warm-up hardly moves the weights at first."""
+    run = tiny_run(LLAMA, {"z": 2}, output_dir=str(tmp_path), lr_scheduler={"warmup_steps": 2000})
+    assert pool.run(2, idle_optimizer_body, run)[0].weights > 1e-4
