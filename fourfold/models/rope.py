@@ -60,27 +60,6 @@ def rope_tables(positions_BS: Tensor, frequencies_d: Tensor, scale: float) -> tu
 
 def apply_rope(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
     """Turn channel i against channel i + D/2, in float32."""
-    return _Turn.apply(x_BSND, cos_BS1d, sin_BS1d)
-
-
-class _Turn(torch.autograd.Function):
-    """A rotation: its gradient is the rotation back."""
-
-    @staticmethod
-    def forward(ctx, x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_BS1d, sin_BS1d)
-        return _turn(x_BSND, cos_BS1d, sin_BS1d)
-
-    @staticmethod
-    def backward(ctx, grad_BSND: Tensor):
-        cos_BS1d, sin_BS1d = ctx.saved_tensors
-        return _turn(grad_BSND, cos_BS1d, -sin_BS1d), None, None
-
-
-def _turn(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
     first, second = x_BSND.float().chunk(2, dim=-1)
-    out_BSND = torch.empty(x_BSND.shape, dtype=torch.float32, device=x_BSND.device)
-    low, high = out_BSND.chunk(2, dim=-1)
-    torch.mul(first, cos_BS1d, out=low).addcmul_(second, sin_BS1d, value=-1)
-    torch.mul(second, cos_BS1d, out=high).addcmul_(first, sin_BS1d)
-    return out_BSND.to(x_BSND.dtype)
+    turned = torch.cat([first * cos_BS1d - second * sin_BS1d, second * cos_BS1d + first * sin_BS1d], dim=-1)
+    return turned.to(x_BSND.dtype)

@@ -52,14 +52,14 @@ class _Normalize(torch.autograd.Function):
         x_BTh, mean, rstd, weight = ctx.saved_tensors
         layer: Norm = ctx.layer
         standard = _standardize(x_BTh.float(), mean, rstd)
-        grad, weight = grad.float(), weight.float()
+        grad, dtype, weight = grad.float(), weight.dtype, weight.float()
         product = grad * standard
         sums = [product @ weight]
         if layer.centred:
             sums.append(grad @ weight)
         sums = all_reduce(torch.stack(sums), layer.y, f"{layer.name}: statistics' gradient") / layer.size
-        d_weight = product.sum((0, 1)).to(x_BTh.dtype)
-        d_bias = grad.sum((0, 1)).to(x_BTh.dtype) if ctx.needs_input_grad[3] else None
+        d_weight = product.sum((0, 1)).to(dtype)
+        d_bias = grad.sum((0, 1)).to(dtype) if ctx.needs_input_grad[3] else None
         dx = standard.mul_(-sums[0][..., None]).addcmul_(grad, weight)
         if layer.centred:
             dx -= sums[1][..., None]
