@@ -22,7 +22,9 @@ def shard_data_parallel(model: Transformer, grid: Grid, run: RunConfig) -> None:
     """
     zero, z = run.parallel.zero, run.parallel.z
     policy = MixedPrecisionPolicy(
-        param_dtype=DTYPES[run.training.precision], reduce_dtype=DTYPES[run.training.reduce_dtype]
+        param_dtype=DTYPES[run.training.precision],
+        reduce_dtype=DTYPES[run.training.reduce_dtype],
+        cast_forward_inputs=False,  # activations have the weights' type already, and rotary tables must stay float32
     )
     if zero == 0:
         mesh, reshard = grid.mesh["dp", "z"], z > 1
