@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 
 from fourfold.config.strict import Strict
 
+IGNORE_INDEX = -100
+"""Label of a position that the loss leaves out: data writes it, the model reads it."""
+
 
 class RopeScaling(Strict):
     """How rotary frequencies are stretched beyond the trained context; the keys are those of Hugging Face's files."""

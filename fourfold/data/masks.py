@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-IGNORE_INDEX = -100
+from fourfold.config.model import IGNORE_INDEX
 
 LossMask = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]]
 

@@ -12,11 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.config.model import ModelConfig
+from fourfold.config.model import IGNORE_INDEX, ModelConfig
 from fourfold.models.rope import apply_rope, rope_frequencies, rope_tables
-
-IGNORE_INDEX = -100
-"""Label of a position that the loss leaves out."""
 
 
 @dataclass(frozen=True)
