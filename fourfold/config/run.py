@@ -129,6 +129,14 @@ class ActivationCheckpointConfig(Strict):
     modules: list[Literal["attention", "mlp", "norms"]] = Field(
         ["attention"], description="selective: the attention core, the MLP's activation, the norms."
     )
+    every: int = Field(1, ge=1, description="Only in every n-th block; the others keep everything.")
+    offload: bool = Field(False, description="full: the inputs of blocks wait in the CPU's memory for the backward.")
+
+    @model_validator(mode="after")
+    def _offload_needs_full(self) -> ActivationCheckpointConfig:
+        if self.offload and self.mode != "full":
+            raise ValueError("activation_checkpoint.offload = true needs mode = 'full', whose kept inputs it moves")
+        return self
 
 
 class OptimizerConfig(Strict):
