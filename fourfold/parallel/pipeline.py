@@ -72,7 +72,7 @@ class _Step:
     def __init__(self, pipeline: Pipeline, forward: Forward, micro_batches: int) -> None:
         self.pipeline, self.forward, self.micro_batches = pipeline, forward, micro_batches
         self.arriving: dict[Op, Pending] = {}
-        self.leaving: list[Pending] = []
+        self.leaving: dict[tuple[str, int], Pending] = {}
         self.inputs: dict[tuple[int, int], Tensor | None] = {}
         self.results: dict[tuple[int, int], GradientEdge] = {}
         self.to_send: dict[Op, Tensor] = {}
@@ -96,7 +96,7 @@ class _Step:
             begin = time.perf_counter()
             handlers[op.kind](op)
             spans.append(Span(op, begin, time.perf_counter()))
-        for pending in self.leaving:
+        for pending in self.leaving.values():
             pending.wait()
 
     def _forward(self, op: Op) -> None:
@@ -147,10 +147,11 @@ class _Step:
         forward = op.kind == "SEND_F"
         tensor = self.to_send.pop(Op("F" if forward else "B", op.stage, op.micro_batch))
         to = self._rank(op.stage + 1 if forward else op.stage - 1)
-        self.leaving = [pending for pending in self.leaving if not pending.is_completed()]
-        self.leaving.append(
-            start_send(tensor, self.pipeline.grid.pp, to, HIDDEN_STATES if forward else THEIR_GRADIENTS)
-        )
+        # One at a time, so that what has been sent is freed. The receiver needs nothing later from here to receive it.
+        if (before := self.leaving.pop((op.kind, to), None)) is not None:
+            before.wait()
+        why = HIDDEN_STATES if forward else THEIR_GRADIENTS
+        self.leaving[op.kind, to] = start_send(tensor, self.pipeline.grid.pp, to, why)
 
     def _receive(self, op: Op) -> None:
         forward = op.kind == "RECV_F"
