@@ -108,7 +108,7 @@ def finished(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run
 
 
 def test_a_run_from_beginning_to_end(finished: tuple[RunConfig, Outcome]) -> None:
-    run, outcome = finished
+    outcome = finished[1]
     run_dir = Path(run.output_dir, run.name)
     metrics = metrics_of(run)
     assert [record["step"] for record in metrics] == list(range(1, 9))
@@ -359,7 +359,7 @@ def stop_after(rank: int, world_size: int, run: RunConfig, steps: int) -> None:
 def test_the_sample_is_the_same_on_every_grid(
     finished: tuple[RunConfig, Outcome], pool: Pool, tmp_path: Path, prefix: str, grid: dict[str, Any]
 ) -> None:
-    run, outcome = finished
+    outcome = finished[1]
     changes = {
         "training__micro_batch_size": 1,
         "checkpoint__resume": outcome.checkpoint,
