@@ -108,7 +108,7 @@ def finished(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run
 
 
 def test_a_run_from_beginning_to_end(finished: tuple[RunConfig, Outcome]) -> None:
-    outcome = finished[1]
+    run, outcome = finished
     run_dir = Path(run.output_dir, run.name)
     metrics = metrics_of(run)
     assert [record["step"] for record in metrics] == list(range(1, 9))
