@@ -35,7 +35,7 @@ def version(show: bool = typer.Option(False, "--version", help="Print the versio
 def main() -> None:
     """Run a command. A user's mistake is one sentence and exit code 2; a worker's crash its traceback and 1."""
     try:
-        app()
+        app(prog_name="fourfold")
     except UserError as error:
         print(f"fourfold: {error}", file=sys.stderr)
         sys.exit(2)
