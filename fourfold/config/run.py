@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from fourfold.config.masks import MasksConfig
 from fourfold.config.model import ModelConfig
 from fourfold.config.strict import Strict
 
@@ -172,6 +173,7 @@ class RunConfig(Strict):
     output_dir: str = Field("runs", description="Folder in which every run has its own.")
     model: ModelConfig
     data: DataConfig
+    masks: MasksConfig = MasksConfig()
     parallel: ParallelConfig = ParallelConfig()
     overlap: OverlapConfig = OverlapConfig()
     training: TrainingConfig

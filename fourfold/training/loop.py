@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -74,7 +75,7 @@ def train(place: Place, run: RunConfig) -> Outcome:
         is_first = dist.get_rank() == 0
         if is_first:
             _make_folder(run_dir)
-        record = stack.enter_context(Record(run, run_dir, job, first_step)) if is_first else None
+        record = stack.enter_context(Record(run, run_dir, job, corpora, first_step)) if is_first else None
         if is_first:
             write_whole(run_dir / RUN_FILE, to_toml(run).encode())
         checkpointer = Checkpointer(run_dir / "checkpoints", job, run.checkpoint)
@@ -121,7 +122,7 @@ def train(place: Place, run: RunConfig) -> Outcome:
 class Record:
     """What rank 0 shows and writes down."""
 
-    def __init__(self, run: RunConfig, run_dir: Path, job: Job, first_step: int) -> None:
+    def __init__(self, run: RunConfig, run_dir: Path, job: Job, corpora: Corpora, first_step: int) -> None:
         self.run, self.run_dir, self.job = run, run_dir, job
         training, model = run.training, run.model
         self.tokens_per_step = training.global_batch_size * training.seq_length
@@ -154,7 +155,16 @@ class Record:
             "peak": "n/a: no published figure for this device, so no MFU" if self.peak is None else self.peak.source,
             "starts at step": first_step,
         }
+        masked = corpora.goldfish_statistics()
+        if masked is not None:
+            goldfish = run.masks.goldfish
+            self.facts["goldfish mask"] = (
+                f"{goldfish.strategy}, k {goldfish.k}, h {goldfish.h}, from step {goldfish.start_step} on: "
+                f"{masked.drop_rate:.1%} not trained, at most {masked.longest_undropped_span} kept in a row"
+            )
         self.progress.start_summary(self.facts)
+        for warning in masked.warnings() if masked is not None else []:
+            print(f"warning: {warning}", file=sys.stderr)
         self.started = time.perf_counter()
         self.first_step = first_step
 
@@ -213,7 +223,10 @@ def _make_folder(run_dir: Path) -> None:
 def _check_finite(result: StepResult, step: int, run_dir: Path) -> None:
     """Raise ``UserError`` after a step that no training recovers from: NaN gradients have made all weights NaN."""
     if result.kept_tokens.item() == 0:
-        raise UserError(f"step {step + 1} has no token to learn: every document of its sequences is one token long")
+        raise UserError(
+            f"step {step + 1} has no token to learn: every document of its sequences is one token long, or its masks "
+            "keep none"
+        )
     for what, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
         if not math.isfinite(value.item()):
             raise UserError(
