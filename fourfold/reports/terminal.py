@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+
+from fourfold.reports.audit_report import ATTACK_HEADER, COUNT_HEADER, attack_rows, count_rows, replay_facts
 
 if TYPE_CHECKING:
     from fourfold.verification.parity import ParityReport
@@ -53,3 +56,27 @@ def trace_tables(report: TraceReport) -> None:
     console = Console()
     console.print(memory)
     console.print(sent)
+
+
+def audit_tables(record: Mapping[str, Any]) -> None:
+    """Extraction by repetition, membership attacks, the mask replayed, and what the reader should know."""
+    console = Console()
+    title = f"Exact match of the last {record['suffix']} tokens, {record['model']}"
+    console.print(_table(title, COUNT_HEADER, count_rows(record)))
+    if record["membership"]:
+        console.print(_table("Membership inference", ATTACK_HEADER, attack_rows(record)))
+        console.print(record["membership"]["caveat"])
+    replayed = replay_facts(record)
+    if replayed:
+        console.print(_table("The goldfish mask, replayed", ("", ""), [[*fact] for fact in replayed.items()]))
+    for warning in record["warnings"]:
+        console.print(f"[bold]Note:[/bold] {warning}", highlight=False)
+
+
+def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=any(header))
+    for number, name in enumerate(header):
+        table.add_column(name, justify="left" if number == 0 or not name else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
