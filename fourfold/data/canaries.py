@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,13 @@ from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
 
 RANDOM = "random"
+
+
+class Vocabulary(Protocol):
+    """What a near-duplicate's other tokens are drawn from."""
+
+    vocab_size: int
+    special_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -64,14 +71,18 @@ def ledger_path(prefix: str | Path) -> Path:
 
 
 def copy_of(
-    tokens: NDArray[np.int64], canary: int, copy: int, noise: float, shift: int, vocabulary: int, seed: int
+    tokens: NDArray[np.int64], canary: int, copy: int, canaries: Canaries, tokenizer: Vocabulary
 ) -> NDArray[np.int64]:
-    """The copy of a canary as it was planted: a pure function of the canary's and the copy's number."""
-    chance = hash64(np.arange(len(tokens) + 1), int(hash64(canary * 1_000_003 + copy, seed)))
-    start = int(chance[-1] % np.uint64(shift + 1))
+    """The copy of a canary as it is planted: a pure function of the canary's and the copy's number.
+
+    Noise that would put a special token, which might end the document, leaves the canary's own.
+    """
+    chance = hash64(np.arange(len(tokens) + 1), int(hash64(canary * 1_000_003 + copy, canaries.seed)))
+    start = int(chance[-1] % np.uint64(canaries.shift + 1))
     # The upper half of the hash decides whether, the lower half by what.
-    replaced = (chance[:-1] >> np.uint64(32)) < np.uint64(noise * 2**32)
-    others = ((chance[:-1] & np.uint64(0xFFFFFFFF)) % np.uint64(vocabulary)).astype(np.int64)
+    others = ((chance[:-1] & np.uint64(0xFFFFFFFF)) % np.uint64(tokenizer.vocab_size)).astype(np.int64)
+    replaced = (chance[:-1] >> np.uint64(32)) < np.uint64(canaries.noise * 2**32)
+    replaced &= ~np.isin(others, tokenizer.special_ids)
     return np.where(replaced, others, tokens)[start:]
 
 
@@ -90,9 +101,7 @@ def plant(split: Split, canaries: Canaries, tokenizer: Tokenizer, text_key: str,
             "count": canaries.repeats[number // canaries.count],
             "text": tokenizer.decode(tokens.tolist()),
             "tokens": tokens.tolist(),
-            "noise": canaries.noise,
-            "shift": canaries.shift,
-            "seed": canaries.seed,
+            **{key: getattr(canaries, key) for key in ("noise", "shift", "seed")},
             "tokenizer": tokenizer.fingerprint,
         }
         for number, tokens in enumerate(documents)
@@ -110,12 +119,7 @@ def plant(split: Split, canaries: Canaries, tokenizer: Tokenizer, text_key: str,
             _add(writer, planted, *_documents(corpus, offsets, body[done:slot]))
             done = slot
             row = rows[copies[which]]
-            tokens = copy_of(
-                documents[row["id"]], row["id"], int(copy_numbers[which]), canaries.noise, canaries.shift,
-                tokenizer.vocab_size, canaries.seed,
-            )  # fmt: skip
-            # Noise may hit upon a special token, which would end the document early.
-            tokens = np.where(np.isin(tokens, tokenizer.special_ids), documents[row["id"]][-len(tokens) :], tokens)
+            tokens = copy_of(documents[row["id"]], row["id"], int(copy_numbers[which]), canaries, tokenizer)
             _add(writer, planted, np.append(tokens, tokenizer.eod_id), np.array([len(tokens) + 1]))
             planted.bytes += len(row["text"].encode())
         _add(writer, planted, *_documents(corpus, offsets, body[done:]))

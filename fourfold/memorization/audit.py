@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def audit_of_place(place: Place, request: AuditRequest, subject: Subject) -> dic
         return None
     if tokenizer is not None and not isinstance(tokenizer, HuggingFaceTokenizer):
         documents = [_with_text(document, tokenizer) for document in documents]
-    exempt = () if tokenizer is None or isinstance(tokenizer, HuggingFaceTokenizer) else tokenizer.special_ids
+    special = () if tokenizer is None else tokenizer.special_ids
     return audit_record(
         Evidence(
             model=str(subject.checkpoint or subject.name),
@@ -121,7 +121,8 @@ def audit_of_place(place: Place, request: AuditRequest, subject: Subject) -> dic
             suffix=request.suffix,
             sampling=request.sampling,
             goldfish=goldfish,
-            exempt=tuple(sorted({*exempt, *(goldfish.exempt if goldfish else [])})),
+            exempt=tuple(sorted({*special, *(goldfish.exempt if goldfish else [])})),
+            tokenizer=tokenizer,
             truncated=truncated,
         )
     )
@@ -220,10 +221,7 @@ def _documents(
     }
     found = read_documents(request.documents, tokenizer, **options)
     if request.control is not None:
-        found += [
-            AuditDocument(document.tokens, document.text, 0, document.canary)
-            for document in read_documents(request.control, tokenizer, **options)
-        ]
+        found += [replace(document, count=0) for document in read_documents(request.control, tokenizer, **options)]
     if all(document.count == 0 for document in found):
         raise UserError(f"every document in {request.documents} has a count of 0: there is none that was trained on")
     cut = [document.cut(longest) for document in found]
@@ -250,4 +248,4 @@ def _generated(
 
 def _with_text(document: AuditDocument, tokenizer: Tokenizer) -> AuditDocument:
     """With the text of just the tokens that were scored: what was cut off must not count towards its length."""
-    return AuditDocument(document.tokens, tokenizer.decode(document.tokens.tolist()), document.count, document.canary)
+    return replace(document, text=tokenizer.decode(document.tokens.tolist()))

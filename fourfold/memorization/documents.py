@@ -11,27 +11,23 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fourfold.data.canaries import Canaries
 from fourfold.errors import UserError
 
 
 @dataclass(frozen=True)
-class CanaryOrigin:
-    """How a planted document was varied; see ``fourfold.data.canaries``."""
-
-    number: int
-    noise: float
-    seed: int
-    vocabulary: int
-
-
-@dataclass(frozen=True)
 class AuditDocument:
-    """One document. count: how often it was trained on, None where the file does not say."""
+    """One document.
+
+    count: how often it was trained on, None where the file does not say; canary: its number in the ledger, and
+    planted: how its copies were varied, where `fourfold prepare` planted it.
+    """
 
     tokens: NDArray[np.int64]
     text: str | None
     count: int | None
-    canary: CanaryOrigin | None = None
+    canary: int | None = None
+    planted: Canaries | None = None
 
     def cut(self, longest: int) -> AuditDocument:
         """Its first `longest` tokens."""
@@ -42,6 +38,7 @@ class Encoder(Protocol):
     """What an audit needs of the model's tokenizer."""
 
     vocab_size: int
+    special_ids: tuple[int, ...]
     fingerprint: str
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
@@ -78,7 +75,7 @@ def read_documents(
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
             raise UserError(f'{where} has {json.dumps(count)} as "{count_key}"; it is a whole number of 0 or more')
         text = row.get(text_key)
-        found.append(AuditDocument(tokens, text if isinstance(text, str) else None, count, _canary(row, tokenizer)))
+        found.append(AuditDocument(tokens, text if isinstance(text, str) else None, count, *_origin(row)))
     if not found:
         raise UserError(f"{path} has no document; give one JSON object a line")
     return found
@@ -125,7 +122,9 @@ def _tokens(where: str, row: dict[str, Any], tokenizer: Encoder | None, text_key
     return np.array(tokenizer.encode_batch([text])[0], dtype=np.int64)
 
 
-def _canary(row: dict[str, Any], tokenizer: Encoder | None) -> CanaryOrigin | None:
-    if tokenizer is None or not all(isinstance(row.get(key), int | float) for key in ("id", "noise", "seed")):
-        return None
-    return CanaryOrigin(int(row["id"]), float(row["noise"]), int(row["seed"]), tokenizer.vocab_size)
+def _origin(row: dict[str, Any]) -> tuple[int | None, Canaries | None]:
+    """The number of a planted canary, and how its copies were varied."""
+    if not all(isinstance(row.get(key), int | float) for key in ("id", "noise", "shift", "seed")):
+        return None, None
+    variation = {"noise": float(row["noise"]), "shift": int(row["shift"]), "seed": int(row["seed"])}
+    return int(row["id"]), Canaries(count=1, repeats=(1,), **variation)

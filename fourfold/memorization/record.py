@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.config.masks import GoldfishConfig
+from fourfold.data.canaries import Vocabulary
 from fourfold.memorization.documents import AuditDocument
 from fourfold.memorization.extraction import (
     Extraction,
@@ -49,6 +50,7 @@ class Evidence:
     generated: Mapping[int, NDArray[np.int64]] | None = None
     goldfish: GoldfishConfig | None = None
     exempt: tuple[int, ...] = ()
+    tokenizer: Vocabulary | None = None
     truncated: int = 0
 
 
@@ -70,7 +72,12 @@ def audit_record(evidence: Evidence) -> dict[str, Any]:
     replay = None
     if evidence.goldfish is not None:
         replay = replay_report(
-            evidence.goldfish, evidence.exempt, [documents[n] for n in members], member_scores, suffix
+            evidence.goldfish,
+            evidence.exempt,
+            [documents[n] for n in members],
+            member_scores,
+            suffix,
+            evidence.tokenizer,
         )
     membership, guard = _membership(evidence, members, controls)
     record = {

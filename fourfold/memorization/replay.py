@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.config.masks import GoldfishConfig
-from fourfold.data.canaries import copy_of
+from fourfold.data.canaries import Vocabulary, copy_of
 from fourfold.data.dataset import Windows
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.mask_statistics import longest_run
@@ -67,12 +67,13 @@ def replay_report(
     documents: Sequence[AuditDocument],
     scores: Sequence[TokenScores],
     suffix: int,
+    tokenizer: Vocabulary | None,
 ) -> dict[str, Any]:
     """What the mask explains of the members' scores; intervals over documents.
 
     first_divergence_at_dropped: of the documents whose suffix is not repeated, the share that first differs at a
-    dropped token; chance alone gives the drop rate. suffix_kept_whole: the share of suffixes without a dropped token,
-    which no mask keeps from being repeated.
+    dropped token; chance alone gives suffix_drop_rate. suffix_kept_whole: the share of suffixes without a dropped
+    token, which no mask keeps from being repeated.
     """
     check_replayable(config)
     replays = [replay_mask(config, exempt, document.tokens) for document in documents]
@@ -84,6 +85,7 @@ def replay_report(
         if len(wrong):
             diverged.append(bool(out[-suffix:][wrong[0]]))
     whole = sum(not out[-suffix:].any() for out in dropped)
+    ends = np.concatenate([out[-suffix:] for out in dropped])
     known = sum(int(replay.known.sum()) for replay in replays)
     return {
         "strategy": config.strategy,
@@ -94,6 +96,7 @@ def replay_report(
         "nll_dropped": _mean(scores, dropped, lambda s: -s.log_prob),
         "agreement_kept": _mean(scores, kept, lambda s: s.agrees),
         "agreement_dropped": _mean(scores, dropped, lambda s: s.agrees),
+        "suffix_drop_rate": float(ends.mean()),
         "first_divergences": len(diverged),
         "first_divergence_at_dropped": sum(diverged) / len(diverged) if diverged else None,
         "first_divergence_at_dropped_ci": list(wilson(sum(diverged), len(diverged))),
@@ -101,30 +104,34 @@ def replay_report(
         "expected_exact_match": exact_match_law(config.k, suffix),
         "suffix_kept_whole": whole / len(documents),
         "suffix_kept_whole_ci": list(wilson(whole, len(documents))),
-        "near_duplicates": near_duplicates(config, exempt, documents),
+        "near_duplicates": near_duplicates(config, exempt, documents, tokenizer),
     }
 
 
 def near_duplicates(
-    config: GoldfishConfig, exempt: tuple[int, ...], documents: Sequence[AuditDocument]
+    config: GoldfishConfig,
+    exempt: tuple[int, ...],
+    documents: Sequence[AuditDocument],
+    tokenizer: Vocabulary | None,
 ) -> dict[str, Any] | None:
     """The share of near-duplicate copies that train a token which the clean document leaves out, beside the law.
 
-    Of the copies as they were planted, where the token itself is the same; None without noisy canaries.
+    Of the copies as they were planted, where the token itself is the same; None without noisy canaries, and without the
+    tokenizer whose tokens the noise is.
     """
+    if tokenizer is None:
+        return None
     per_document = []
     noise = 0.0
     for document in documents:
-        canary = document.canary
-        if canary is None or canary.noise == 0 or document.count == 0:
+        if document.planted is None or document.canary is None or document.planted.noise == 0:
             continue
-        noise = canary.noise
+        variation = replace(document.planted, shift=0)
+        noise = variation.noise
         clean = replay_mask(config, exempt, document.tokens)
         counted = trained = 0
         for number in range(min(COPIES, document.count or COPIES)):
-            copy = copy_of(
-                document.tokens, canary.number, number, canary.noise, 0, canary.vocabulary, canary.seed
-            )  # fmt: skip
+            copy = copy_of(document.tokens, document.canary, number, variation, tokenizer)
             same = (copy == document.tokens)[1:] & clean.dropped & clean.known
             counted += int(same.sum())
             trained += int((same & ~replay_mask(config, exempt, copy).dropped).sum())

@@ -89,7 +89,7 @@ def replay_facts(record: Record) -> dict[str, str]:
         "first divergence at a dropped token": "no suffix diverges"
         if replay["first_divergence_at_dropped"] is None
         else f"{replay['first_divergence_at_dropped']:.1%} of {replay['first_divergences']} "
-        f"({_interval(replay['first_divergence_at_dropped_ci'])}; chance: {replay['drop_rate']:.1%})",
+        f"({_interval(replay['first_divergence_at_dropped_ci'])}; chance: {replay['suffix_drop_rate']:.1%})",
         "longest undropped span": f"{replay['longest_undropped_span']} tokens",
         "exact match to expect": f"{replay['expected_exact_match']:.2g} of suffixes ((1 − 1/k)^S); of these documents "
         f"{replay['suffix_kept_whole']:.1%} have a suffix without a dropped token",
