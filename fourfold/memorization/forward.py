@@ -140,6 +140,7 @@ def import_transformers() -> Any:
         raise UserError(
             "Hugging Face models need the transformers library: pip install 'fourfold[huggingface]'"
         ) from error
+    transformers.utils.logging.disable_progress_bar()
     return transformers
 
 
