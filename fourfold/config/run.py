@@ -53,10 +53,16 @@ class ParallelConfig(Strict):
     y: int = Field(1, ge=1, description="Tensor axis: input features of the same; the residual's hidden size.")
     z: int = Field(1, ge=1, description="Splits the batch and the stored weights (FSDP).")
     dp: int = Field(1, ge=1, description="Splits the batch; weights are replicated, or sharded by `zero`.")
-    cp: int = Field(1, ge=1, description="Splits the sequence (context parallel); only 1 is supported yet.")
+    cp: int = Field(1, ge=1, description="Splits the sequence (context parallel).")
     pp: int = Field(1, ge=1, description="Splits the layers (pipeline); only 1 is supported yet.")
     zero: Literal[0, 1, 2, 3] = Field(
-        0, description="What dp shards too: 1 optimizer states, 2 and gradients, 3 and parameters."
+        0, description="What dp·cp shards too: 1 optimizer states, 2 and gradients, 3 and parameters."
+    )
+
+    cp_method: Literal["auto", "ring", "ulysses"] = Field(
+        "auto",
+        description="How cp attends: ring passes keys and values round, ulysses exchanges heads for tokens; auto: "
+        "ulysses where the heads divide and documents are not masked.",
     )
 
     @property

@@ -103,7 +103,7 @@ class _NormalLinears(torch.autograd.Function):
             partial_BSh = _sum_of_products(grads, weights)
             dx = start_reduce_scatter(partial_BSh, layer.x, 1, f"{layer.name}: input gradient")
             if not layer.overlap:
-                dx = Pending(dx.wait(), None)
+                dx = Pending(dx.wait())
         dws = [
             _weight_gradient(grad, x_BSh) if needed else None
             for grad, needed in zip(grads, ctx.needs_input_grad[2:], strict=True)
@@ -134,7 +134,7 @@ class _TransposedLinear(torch.autograd.Function):
             else:
                 da = start_reduce_scatter(partial, layer.y, SHARED_DIM[layer.over_y], why)
             if not layer.overlap:
-                da = Pending(da.wait(), None)
+                da = Pending(da.wait())
         dw = _weight_gradient(grad_BSh, a) if ctx.needs_input_grad[2] else None
         return da.wait() if da is not None else None, None, dw
 

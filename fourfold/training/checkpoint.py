@@ -150,6 +150,7 @@ def load_checkpoint(path: Path, job: Job) -> int:
     generator = _generator(path, state)
     tensors = global_tensors(job, GlobalView(job.grid, job.run.parallel.zero))
     _load_tensors(tensors, path)
+    job.data_parallel.publish()
     job.optimizer.set_steps_taken(state.step)
     torch.set_rng_state(generator.get_state())
     return state.step

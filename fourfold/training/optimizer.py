@@ -40,8 +40,8 @@ class ShardedAdamW:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
-            # The optimizer must step the memory that FSDP2 gathers from.
-            assert _same_memory(shard.parameter.to_local(), parameter), f"{shard.name} has moved"
+            # The optimizer must step the memory that the model (or FSDP2's gathering) reads.
+            assert _same_memory(shard.current, parameter), f"{shard.name} has moved"
             # A gradient of another type (a float32 sum for bf16 weights) steps in the weights' type.
             parameter.grad = None if shard.grad is None else shard.grad.to(parameter.dtype).contiguous()
         self.adamw.step()

@@ -31,7 +31,7 @@ def sample_text(job: Job, tokenizer: Tokenizer) -> str:
         if token == tokenizer.eod_id:
             break
         tokens.append(token)
-    job.free_gathered_weights()
+    job.data_parallel.free_gathered()
     return config.prompt + tokenizer.decode(tokens[first_new:])
 
 

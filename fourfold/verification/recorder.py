@@ -9,13 +9,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fourfold.parallel.communicate import PURPOSE
-from fourfold.parallel.data_parallel import fsdp_modules
 from fourfold.parallel.grid import Grid
 from fourfold.training.job import Job
 
@@ -26,8 +24,9 @@ OPERATIONS = {
     "_reduce_scatter_base_": "reduce_scatter",
     "alltoall_base_": "reduce_scatter",  # how gloo's are done: parallel.communicate.by_all_to_all
     "allreduce_": "all_reduce",
+    "send": "send",
 }
-DATA_AXES = ("z", "dp", "dp_z")
+DATA_AXES = ("z", "dp", "cp", "dp_cp", "dp_z", "dp_cp_z")
 # FSDP2 does not say what its collectives are for, but it has only these.
 FSDP_PURPOSE = {"all_gather": "weights", "reduce_scatter": "gradients", "all_reduce": "gradients"}
 
@@ -51,12 +50,10 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[int, tuple[Tag, int]] = {}
         self._references: dict[int, weakref.ref] = {}
         self._job: Job | None = None
-        self._fsdp_groups: list[Any] = []
 
     def own(self, job: Job) -> None:
         """Learn what is a parameter and what an optimizer state of the job."""
         self._job = job
-        self._fsdp_groups = [group for module in fsdp_modules(job.model) for group in _groups(module)]
         for index, shard in enumerate(job.shards):
             self._tag(shard.local, "parameters")
             job.optimizer.moments(index)
@@ -112,14 +109,16 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _collective(self, operation: str, args: tuple[Any, ...]) -> None:
-        first, group_index = (args[0], 2) if operation != "all_reduce" else (args[0][0], 1)
+        first, group_index = (args[0][0], 1) if operation in ("all_reduce", "send") else (args[0], 2)
         group = dist.ProcessGroup.unbox(args[group_index])
         if group.size() == 1:
             return
         whole = args[1] if operation == "reduce_scatter" else first
         axis = self._axis_of(group)
-        why = PURPOSE.get()
-        if why is None:
+        purpose = PURPOSE.get()
+        if purpose is not None:
+            why, operation = purpose.why, purpose.operation or operation
+        else:
             why = FSDP_PURPOSE[operation]
             assert axis in DATA_AXES, f"a collective over {axis} that says no purpose"
             if operation == "reduce_scatter":
@@ -143,14 +142,10 @@ class Recorder(TorchDispatchMode):
             if (grad := shard.grad) is not None:
                 self._tag(grad, "gradients")
                 total += grad.nbytes
-        for group in self._fsdp_groups:
-            if group._partial_reduce_output is not None:
-                self._tag(group._partial_reduce_output, "gradients")
-            for parameter in group.fsdp_params:
-                for weights in parameter.all_gather_outputs:
-                    self._tag(weights, "weights")
-                if parameter.unsharded_accumulated_grad is not None:
-                    self._tag(parameter.unsharded_accumulated_grad_data, "gradients")
+        for weights in self._job.data_parallel.gathered():
+            self._tag(weights, "weights")
+        for grad in self._job.data_parallel.partial_gradients():
+            self._tag(grad, "gradients")
         self.gradients = max(self.gradients, total)
 
     def _see(self, tensor: Tensor) -> None:
@@ -202,11 +197,3 @@ class Recorder(TorchDispatchMode):
             return result
 
         return resize_and_count
-
-
-def _groups(module: FSDPModule) -> list[Any]:
-    """The parameter groups of a module; torch 2.13 allows several, and before there was one."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

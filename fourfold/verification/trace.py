@@ -136,13 +136,13 @@ def _trace_step(run: RunConfig, grid: Grid) -> Sample:
     """One real training step on fake tensors."""
     model = meta_model(run, grid)
     # A trace is of the machine that the run is for, and not of the one that traces.
-    model.lm_head.chunk_logits = CHUNK_LOGITS["cpu" if run.training.device == "cpu" else "cuda"]
+    model.model.lm_head.chunk_logits = CHUNK_LOGITS["cpu" if run.training.device == "cpu" else "cuda"]
     with FakeTensorMode(allow_non_fake_inputs=True):
         recorder = Recorder(grid)
         with recorder:
             job = Job(run, grid, torch.device("cpu"), model)
             recorder.own(job)
-            recorder.watch(model.layers)
+            recorder.watch(job.model.layers)
             recorder.start()
             shape = (run.training.micro_batch_size, run.training.seq_length)
             micro_batches = [
