@@ -19,11 +19,11 @@ from fourfold.errors import UserError
 from fourfold.memorization.scores import Sampling, score_logits
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.communicate import all_gather, reduce_scatter
-from fourfold.parallel.data_parallel import fsdp_modules
+from fourfold.parallel.context import take_chunks
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.head import ParallelHead, chunk_size
-from fourfold.parallel.parallelize import parallelize
 from fourfold.training.checkpoint import load_model
+from fourfold.training.job import meta_model
 
 CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
 """Logits that are scored at once."""
@@ -52,33 +52,43 @@ class GridModel:
         self.run, self.device, self.sampling = run, device, sampling
         self.vocab_size = run.model.vocab_size
         self.grid = Grid(run.parallel, device.type)
-        with torch.device("meta"):
-            model = Transformer(run.model)
-        self.model = parallelize(model, self.grid, run)
-        load_model(checkpoint, self.model, self.grid, run, device)
+        self.model = meta_model(run, self.grid)
+        self.model.materialize(device)
+        load_model(checkpoint, self.model)
 
     @torch.no_grad()
     def score(self, documents: Rows) -> list[NDArray[np.float32]] | None:
         size, ranks = self.run.training.micro_batch_size, self.grid.batch.size
-        divisor = self.run.parallel.x * self.run.parallel.y
+        parallel = self.run.parallel
+        divisor = parallel.x * parallel.y * (2 * parallel.cp if parallel.cp > 1 else 1)
         order = sorted(range(len(documents)), key=lambda number: len(documents[number]))
         mine: list[tuple[int, NDArray[np.float32]]] = []
-        with scoring_head(self.model, self.sampling):
+        with scoring_head(self.model.model, self.sampling):
             for first in range(0, len(order), size * ranks):
                 together = order[first : first + size * ranks]
                 width = -(-(len(documents[together[-1]]) - 1) // divisor) * divisor
                 here = together[self.grid.batch.rank :: ranks]
                 inputs, targets = _padded([documents[number] for number in here], size, width, self.device)
-                fields_5BS = self.model(inputs, targets).cpu().numpy()
+                fields_5BS = self._forward(inputs, targets).cpu().numpy()
                 mine += [(number, fields_5BS[:, row]) for row, number in enumerate(here)]
-            for module in fsdp_modules(self.model):
-                module.reshard()
+            self.model.free_gathered()
         return self._gather(mine, len(documents))
 
+    def _forward(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """The fields [5, B, S], in the order of the sequence also where cp splits it."""
+        cp = self.grid.cp
+        if cp.size == 1:
+            return self.model.model(inputs_BS, targets_BS)
+        places_1S = torch.arange(inputs_BS.shape[1], device=self.device)[None]
+        mine = (take_chunks(t, cp.rank, cp.size) for t in (inputs_BS, targets_BS, places_1S))
+        fields_5BS = all_gather(self.model.model(*mine), cp, 2, "audit: scores")
+        order_S = torch.cat([take_chunks(places_1S, rank, cp.size)[0] for rank in range(cp.size)])
+        return fields_5BS[:, :, order_S.argsort()]
+
     def _gather(self, mine: list[tuple[int, NDArray[np.float32]]], count: int) -> list[NDArray[np.float32]] | None:
-        first_of_x_and_y = self.grid.axis("y_x").rank == 0
+        first_of_its_batch = self.grid.axis("y_x").rank == 0 and self.grid.cp.rank == 0
         everyone: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(mine if first_of_x_and_y else [], everyone)
+        dist.gather_object(mine if first_of_its_batch else [], everyone)
         if everyone is None:
             return None
         found = dict(pair for part in everyone for pair in part)

@@ -26,15 +26,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pydantic import Field, ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import CheckpointConfig, RunConfig
 from fourfold.config.strict import Strict
 from fourfold.errors import UserError
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.state import GlobalView, local_shards, materialize
+from fourfold.parallel.data_parallel import DataParallel
+from fourfold.parallel.state import GlobalView
 from fourfold.training.job import Job
 
 FORMAT = 1
@@ -156,15 +156,15 @@ def load_checkpoint(path: Path, job: Job) -> int:
     return state.step
 
 
-def load_model(path: Path, model: nn.Module, grid: Grid, run: RunConfig, device: torch.device) -> None:
-    """Give a parallelized meta model memory and fill it with the weights of a checkpoint, without an optimizer.
+def load_model(path: Path, model: DataParallel) -> None:
+    """Fill the weights of a model that has memory from a checkpoint that any grid has written, without an optimizer.
 
     Raises ``UserError`` when the checkpoint is damaged or belongs to another model.
     """
-    check_same_model(path, read_state(path), run.model)
-    materialize(model, device, run.model.tie_word_embeddings)
-    view = GlobalView(grid, run.parallel.zero)
-    _load_tensors({f"model.{shard.name}": view.of(shard) for shard in local_shards(model, grid)}, path)
+    check_same_model(path, read_state(path), model.run.model)
+    view = GlobalView(model.grid, model.run.parallel.zero)
+    _load_tensors({f"model.{shard.name}": view.of(shard) for shard in model.shards()}, path)
+    model.publish()
 
 
 def load_weights(path: Path, weights: dict[str, Tensor]) -> None:

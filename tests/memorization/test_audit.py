@@ -121,7 +121,19 @@ def test_generation_confirms_the_one_pass(record: dict[str, Any]) -> None:
     assert 0 < generation["rouge_l"]["mean"] <= 1
 
 
-@pytest.mark.parametrize("grid", [{"x": 2}, {"y": 2}, {"z": 2}, {"x": 2, "z": 2}, {"dp": 2, "y": 2}, {"dp": 2, "z": 2}])
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"x": 2},
+        {"y": 2},
+        {"z": 2},
+        {"x": 2, "z": 2},
+        {"dp": 2, "y": 2},
+        {"dp": 2, "z": 2},
+        {"cp": 2},
+        {"cp": 2, "x": 2},
+    ],
+)
 def test_every_grid_finds_the_same(trained: Path, record: dict[str, Any], pool: Pool, grid: dict[str, int]) -> None:
     overrides = [f"parallel.{axis}={size}" for axis, size in grid.items()]
     request = request_of(

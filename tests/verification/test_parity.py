@@ -17,6 +17,7 @@ from fourfold.verification.parity import ParityReport, parity, relative_differen
 Case = tuple[dict[str, Any], dict[str, int], dict[str, Any]]
 
 PACKED = {"data": {"source": "python-stdlib", "mask_documents": True}}
+GOLDFISH = {"masks": {"goldfish": {"strategy": "hash"}}}
 FULL = {"activation_checkpoint": {"mode": "full"}}
 SELECTIVE = {"activation_checkpoint": {"mode": "selective", "modules": ["attention", "mlp", "norms"]}}
 SIX_HEADS = {"preset": "llama-tiny", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
@@ -57,6 +58,9 @@ CASES: dict[str, Case] = {
     "no overlap": (LLAMA, {"x": 2, "z": 2}, {"overlap": {"input_gradients": False, "weight_prefetch": 0}}),
     "deep prefetch": (LLAMA | {"num_hidden_layers": 4}, {"z": 2}, {"overlap": {"weight_prefetch": 3}}),
     "x2 y2 z2": (QWEN, {"x": 2, "y": 2, "z": 2}, FULL | ONE_SEQUENCE),
+    "x2 goldfish": (LLAMA, {"x": 2}, GOLDFISH),
+    "z2 dp2 zero 3 goldfish packed": (GPT, {"z": 2, "dp": 2, "zero": 3}, GOLDFISH | PACKED),
+    "x2 cp2 goldfish": (QWEN, {"x": 2, "cp": 2}, GOLDFISH),
     "x2 y2 z2 gpt": (GPT, {"x": 2, "y": 2, "z": 2}, {}),
 }
 
