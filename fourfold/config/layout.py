@@ -7,6 +7,7 @@ from typing import Literal
 
 from fourfold.config.model import ModelConfig, round_to_multiple
 from fourfold.config.run import ParallelConfig, RunConfig, TrainingConfig
+from fourfold.config.stages import SPLIT_BACKWARD, balanced, stages_per_rank
 from fourfold.errors import UserError
 
 AttentionSplit = Literal["heads", "batch", "sequence"]
@@ -16,8 +17,6 @@ ContextMethod = Literal["ring", "ulysses"]
 def check_layout(run: RunConfig) -> None:
     """Raise ``UserError`` when the model, the batch or the sequence cannot be divided over the grid."""
     model, grid, training = run.model, run.parallel, run.training
-    if grid.pp > 1:
-        raise UserError(f"parallel.pp = {grid.pp} is not supported yet; split over x, y, z, dp or cp instead")
     keys = model.num_key_value_heads * model.head_dim
     heads, multiple = model.num_attention_heads, model.pad_vocab_size_to_multiple_of
     q_proj, k_proj = "layers.*.self_attn.qkv.q_proj", "layers.*.self_attn.qkv.k_proj"
@@ -43,6 +42,8 @@ def check_layout(run: RunConfig) -> None:
             f"model.max_position_embeddings = {model.max_position_embeddings} is the most"
         )
     _check_batch(training, grid)
+    if grid.pp > 1:
+        _check_pipeline(model, grid, run.gradient_accumulation_steps)
 
 
 def attention_split(model: ModelConfig, grid: ParallelConfig, training: TrainingConfig) -> AttentionSplit:
@@ -107,4 +108,38 @@ def _check_batch(training: TrainingConfig, grid: ParallelConfig) -> None:
             f"training.global_batch_size = {training.global_batch_size} is not a multiple of micro_batch_size × dp × z "
             f"= {training.micro_batch_size} × {grid.dp} × {grid.z} = {at_once}; "
             f"{round_to_multiple(training.global_batch_size, at_once)} works"
+        )
+
+
+def _check_pipeline(model: ModelConfig, grid: ParallelConfig, micro_batches: int) -> None:
+    stages, layers, schedule = grid.pp * stages_per_rank(grid), model.num_hidden_layers, grid.schedule
+    if stages > layers:
+        raise UserError(
+            f"parallel.pp = {grid.pp} with schedule '{schedule}' makes {stages} stages, and the model has {layers} "
+            f"layers; pp = {max(1, layers * grid.pp // stages)} works, and so does num_hidden_layers = {stages}"
+        )
+    counts = grid.layers_per_stage
+    if counts is not None and (len(counts) != stages or sum(counts) != layers or min(counts) < 1):
+        even = list(balanced(layers, stages, 0.0, 0.0))
+        raise UserError(
+            f"parallel.layers_per_stage = {list(counts)} must be {stages} positive numbers that sum to {layers}; "
+            f"{even} works"
+        )
+    if schedule in SPLIT_BACKWARD and (grid.z > 1 or grid.zero > 1):
+        raise UserError(
+            f"parallel.schedule = '{schedule}' computes weight gradients apart, from weights that stay whole until the "
+            f"step ends: it allows z = 1 with zero 0 or 1, and this grid has z = {grid.z} and zero = {grid.zero}; "
+            "schedule = '1F1B' or 'Interleaved1F1B' works"
+        )
+    rounds = max(1, micro_batches // grid.pp)
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and micro_batches % rounds:
+        raise UserError(
+            f"parallel.schedule = '{schedule}' runs micro-batches in rounds of pp = {grid.pp}, and a step has "
+            f"{micro_batches}; {round_to_multiple(micro_batches, grid.pp)} micro-batches work (change "
+            "training.global_batch_size or micro_batch_size), and so does schedule = '1F1B'"
+        )
+    if schedule == "DualPipeV" and micro_batches < 2 * grid.pp:
+        raise UserError(
+            f"parallel.schedule = 'DualPipeV' needs at least 2·pp = {2 * grid.pp} micro-batches in a step, and there "
+            f"are {micro_batches}; schedule = 'ZBVZeroBubble' or '1F1B' works"
         )

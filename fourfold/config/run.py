@@ -13,6 +13,10 @@ from fourfold.config.strict import Strict
 AXES = ("pp", "dp", "cp", "z", "y", "x")
 """The grid's axes, outermost first: x is fastest, so that its groups fall inside a node."""
 
+Schedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+
 
 class Corpus(Strict):
     """One tokenised corpus of a mixture."""
@@ -54,7 +58,7 @@ class ParallelConfig(Strict):
     z: int = Field(1, ge=1, description="Splits the batch and the stored weights (FSDP).")
     dp: int = Field(1, ge=1, description="Splits the batch; weights are replicated, or sharded by `zero`.")
     cp: int = Field(1, ge=1, description="Splits the sequence (context parallel).")
-    pp: int = Field(1, ge=1, description="Splits the layers (pipeline); only 1 is supported yet.")
+    pp: int = Field(1, ge=1, description="Splits the layers (pipeline parallel).")
     zero: Literal[0, 1, 2, 3] = Field(
         0, description="What dp·cp shards too: 1 optimizer states, 2 and gradients, 3 and parameters."
     )
@@ -63,6 +67,15 @@ class ParallelConfig(Strict):
         "auto",
         description="How cp attends: ring passes keys and values round, ulysses exchanges heads for tokens; auto: "
         "ulysses where the heads divide and documents are not masked.",
+    )
+    schedule: Schedule = Field("1F1B", description="In which order pp runs the micro-batches; torch's names.")
+    stages_per_rank: int = Field(
+        2, ge=2, description="Stages of one rank of pp in the interleaved schedules; the V-shaped have 2, the others 1."
+    )
+    layers_per_stage: tuple[int, ...] | None = Field(
+        None,
+        strict=False,
+        description="Layers of every stage, first to last. Default: evened out, embedding and head counted.",
     )
 
     @property

@@ -223,10 +223,17 @@ class Transformer(nn.Module):
         """
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
-        x_BSH = self.embed_tokens(tokens_BS)
-        if self.embed_positions is not None:
-            x_BSH = x_BSH + self.embed_positions(positions_BS)
+        x_BSH = self.embed(tokens_BS, positions_BS)
         context = self.attention_tables(positions_BS, documents_BS)
-        for layer in self.layers:
-            x_BSH = layer(x_BSH, context)
+        for block in self.blocks:
+            x_BSH = block(x_BSH, context)
         return self.lm_head(self.norm(x_BSH), labels_BS)
+
+    @property
+    def blocks(self) -> list[Block]:
+        return list(self.layers)
+
+    def embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
+        """Token embeddings, and positions' where they are learned, [B, S, H]."""
+        x_BSH = self.embed_tokens(tokens_BS)
+        return x_BSH if self.embed_positions is None else x_BSH + self.embed_positions(positions_BS)

@@ -56,6 +56,9 @@ class Pending(NamedTuple):
             work.wait()
         return self.out if self.finish is None else self.finish(self.out)
 
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
 
 def start_all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Pending:
     """Concatenate the parts of all ranks of ``axis`` along ``dim``."""
@@ -104,6 +107,20 @@ def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
     ]
     with purpose(why):
         return Pending(received, dist.batch_isend_irecv(operations))
+
+
+def start_send(tensor: Tensor, axis: Axis, to: int, why: str) -> Pending:
+    """Send to rank ``to`` of ``axis``; the result is what was sent, which must stay as it is until then."""
+    tensor = tensor.contiguous()
+    with purpose(why):
+        peer = dist.get_global_rank(axis.group, to)
+        return Pending(tensor, [dist.isend(tensor, peer, group=axis.group)])
+
+
+def start_receive(out: Tensor, axis: Axis, from_rank: int, why: str) -> Pending:
+    """Receive into ``out`` what rank ``from_rank`` of ``axis`` sends."""
+    with purpose(why):
+        return Pending(out, [dist.irecv(out, dist.get_global_rank(axis.group, from_rank), group=axis.group)])
 
 
 def all_to_all(parts: Tensor, axis: Axis, why: str) -> Tensor:

@@ -44,17 +44,18 @@ class FullySharded(DataParallel):
         def shard(module: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
 
+        # The head's weights are needed again as soon as the backward begins; a tied embedding stays with them.
+        last = [module for module in (model.norm, model.lm_head) if module is not None]
         for embedding in (model.embed_tokens, model.embed_positions):
-            if embedding is not None and embedding.weight is not model.lm_head.weight:
+            if embedding is not None and model.lm_head is not None and embedding.weight is model.lm_head.weight:
+                last.append(embedding)
+            elif embedding is not None:
                 shard(embedding, reshard)
                 embedding.set_unshard_in_backward(False)  # the gradient of a look-up does not read the table
-        for layer in model.layers:
-            shard(layer, reshard)
-        # The head's weights are needed again as soon as the backward begins; a tied embedding stays with them.
-        last = [model.norm, model.lm_head]
-        if run.model.tie_word_embeddings:
-            last.append(model.embed_tokens)
-        shard(last, False)
+        for block in model.blocks:
+            shard(block, reshard)
+        if last:
+            shard(last, False)
         shard(model, False)
         if zero in (1, 2) and z > 1:
             self._keep_z_shards_after_forward()
@@ -66,6 +67,7 @@ class FullySharded(DataParallel):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         _prefetch(model, run.overlap.weight_prefetch)
+        self._is_complete = True
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
         assert isinstance(parameter, DTensor), f"{name} is not sharded by FSDP2"
@@ -81,7 +83,7 @@ class FullySharded(DataParallel):
         return LocalShard(name, parameter, local, tile, global_shape, (slice(first, last), *rest), replicas)
 
     def begin_backward(self, last: bool) -> None:
-        model = self.model
+        model, self._is_complete = self.model, last
         model.set_is_last_backward(last)
         if self.keeps_weights_for_the_step:
             model.set_reshard_after_backward(last)
@@ -90,8 +92,20 @@ class FullySharded(DataParallel):
         elif self.waits_for_the_last:
             model.set_requires_gradient_sync(last)  # whole gradients are kept until then
 
+    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        super().add_gradient(parameter, gradient)
+        next(
+            p for group in self._groups() for p in group.fsdp_params if p._unsharded_param is parameter
+        ).to_accumulated_grad_if_needed()
+
     def finish_gradients(self) -> None:
-        """FSDP2 waits at the end of the last backward."""
+        """FSDP2 sums and waits at the end of the last backward, unless weight gradients came after it."""
+        if self._is_complete:
+            return
+        self.begin_backward(last=True)
+        for group in self._groups():
+            group.post_backward()
+        self.model._get_fsdp_state()._root_post_backward_final_callback()
 
     def publish(self) -> None:
         """FSDP2 gathers what the optimizer has stepped, and casts it on the way."""
@@ -143,7 +157,7 @@ class FullySharded(DataParallel):
 
 def _prefetch(model: Transformer, depth: int) -> None:
     """OAG: while one layer computes, gather the weights of the next ``depth``."""
-    layers = list(model.layers)
+    layers = model.blocks
     if depth == 0:
         # FSDP2 prefetches the backward by itself; naming the module just used keeps it from doing so.
         for layer in layers:

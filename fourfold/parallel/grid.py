@@ -76,6 +76,10 @@ class Grid:
         return self._axes["cp"]
 
     @property
+    def pp(self) -> Axis:
+        return self._axes["pp"]
+
+    @property
     def batch(self) -> Axis:
         """The processes that split the batch: dp and, inside it, z."""
         return self._axes["dp_z"]

@@ -22,6 +22,7 @@ from fourfold.parallel.norm import Norm
 from fourfold.parallel.recompute import compile_blocks, recompute
 from fourfold.parallel.replicated import Replicated
 from fourfold.parallel.sharding import Tiled
+from fourfold.parallel.stage import Stage
 
 Rules = dict[str, Callable[[str, nn.Module], nn.Module]]
 
@@ -31,7 +32,7 @@ def parallelize(model: Transformer, grid: Grid, run: RunConfig) -> DataParallel:
     apply_rules(model, tensor_rules(grid, run))
     if grid.x.size * grid.y.size > 1:
         assert_nothing_serial(model)
-    if run.model.tie_word_embeddings:
+    if run.model.tie_word_embeddings and not isinstance(model, Stage):
         model.lm_head.weight = model.embed_tokens.weight
     recompute(model, run.activation_checkpoint)
     if run.training.compile:

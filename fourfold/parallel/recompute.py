@@ -21,7 +21,7 @@ SELECTIVE = {
 
 def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
     """Store only the inputs of blocks ("full") or of the named modules ("selective"); the backward runs them again."""
-    for layer in model.layers:
+    for layer in model.blocks:
         if config.mode == "full":
             _recompute(layer)
         elif config.mode == "selective":
@@ -38,7 +38,7 @@ def _recompute(module: nn.Module) -> None:
 
 def compile_blocks(model: Transformer, grid: ParallelConfig) -> None:
     """Compile whole blocks where they hold no collectives, else what lies between the collectives."""
-    for layer in model.layers:
+    for layer in model.blocks:
         if grid.x * grid.y == 1:
             layer.forward = torch.compile(layer.forward)
         else:

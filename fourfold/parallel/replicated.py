@@ -53,6 +53,10 @@ class Replicated(DataParallel):
         for bucket in self._buckets:
             bucket.begin_backward(last)
 
+    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        super().add_gradient(parameter, gradient)
+        self._weights[parameter].keep_gradient()
+
     def finish_gradients(self) -> None:
         for bucket in self._buckets:
             bucket.start()
@@ -138,8 +142,8 @@ class Bucket:
 
 def _in_order_of_the_backward(model: Transformer) -> list[list[nn.Parameter]]:
     """The head, each layer from the last to the first, the embeddings; a tied weight is with its last gradient."""
-    groups = [[model.lm_head, model.norm], *([layer] for layer in reversed(model.layers))]
+    groups = [[model.lm_head, model.norm], *([block] for block in reversed(model.blocks))]
     groups.append([model.embed_tokens, model.embed_positions])
     parameters = [[p for module in group if module is not None for p in module.parameters()] for group in groups]
     last_group = {p: i for i, group in enumerate(parameters) for p in group}
-    return [[p for p in group if last_group[p] == i] for i, group in enumerate(parameters)]
+    return [[p for p in group if last_group[p] == i] for i, group in enumerate(parameters) if group]

@@ -150,8 +150,9 @@ def load_checkpoint(path: Path, job: Job) -> int:
     generator = _generator(path, state)
     tensors = global_tensors(job, GlobalView(job.grid, job.run.parallel.zero))
     _load_tensors(tensors, path)
-    job.data_parallel.publish()
     job.optimizer.set_steps_taken(state.step)
+    _fill_second_copies(job)
+    job.publish()
     torch.set_rng_state(generator.get_state())
     return state.step
 
@@ -239,13 +240,27 @@ def check_same_order(path: Path, state: CheckpointState, run: RunConfig) -> None
 
 
 def global_tensors(job: Job, view: GlobalView) -> dict[str, Tensor]:
-    """Weights and moments as global tensors that alias the job's memory."""
+    """Weights and moments as global tensors that alias the job's memory; of two copies of one, the first."""
     tensors: dict[str, Tensor] = {}
     for index, shard in enumerate(job.shards):
+        if f"model.{shard.name}" in tensors:
+            continue
         tensors[f"model.{shard.name}"] = view.of(shard)
         for moment, local in job.optimizer.moments(index).items():
             tensors[f"optimizer.{moment}.{shard.name}"] = view.of(shard, local)
     return tensors
+
+
+@torch.no_grad()
+def _fill_second_copies(job: Job) -> None:
+    """Both ends of a V-shaped pipeline are on one process, which reads a tied embedding once."""
+    first: dict[str, int] = {}
+    for index, shard in enumerate(job.shards):
+        copied = first.setdefault(shard.name, index)
+        if copied != index:
+            shard.local.copy_(job.shards[copied].local)
+            for moment, tensor in job.optimizer.moments(index).items():
+                tensor.copy_(job.optimizer.moments(copied)[moment])
 
 
 def _load_tensors(tensors: dict[str, Tensor], path: Path, no_dist: bool = False) -> None:

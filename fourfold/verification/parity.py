@@ -210,7 +210,7 @@ def _grid_step(
         result = job.train_step(micro_batches, step)
         return result.loss.item(), result.grad_norm.item(), None
     kept = job.count_kept(micro_batches)
-    loss = job.sum_over_tokens(job.backward(micro_batches, kept), "loss") / kept
+    loss = job.backward(micro_batches, kept)
     gradients = gather_full(job.shards, [shard.grad for shard in job.shards])
     norm = job.clip()
     job.update(step)

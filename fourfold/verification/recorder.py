@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -68,7 +69,7 @@ class Recorder(TorchDispatchMode):
         self.collectives.clear()
         self.peaks.clear()
 
-    def watch(self, layers: torch.nn.ModuleList) -> None:
+    def watch(self, layers: Sequence[torch.nn.Module]) -> None:
         """Keep apart the peaks of all bytes before the last layer's backward is over ("early") and after ("late").
 
         In the first, activations of all layers are alive, in the second gradients grow: each is linear in the layers,
@@ -142,10 +143,11 @@ class Recorder(TorchDispatchMode):
             if (grad := shard.grad) is not None:
                 self._tag(grad, "gradients")
                 total += grad.nbytes
-        for weights in self._job.data_parallel.gathered():
-            self._tag(weights, "weights")
-        for grad in self._job.data_parallel.partial_gradients():
-            self._tag(grad, "gradients")
+        for stage in self._job.stages.values():
+            for weights in stage.gathered():
+                self._tag(weights, "weights")
+            for grad in stage.partial_gradients():
+                self._tag(grad, "gradients")
         self.gradients = max(self.gradients, total)
 
     def _see(self, tensor: Tensor) -> None:

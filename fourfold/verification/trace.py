@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fourfold.config.run import RunConfig
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.head import CHUNK_LOGITS
-from fourfold.training.job import Job, MicroBatch, meta_model
+from fourfold.training.job import Job, MicroBatch, meta_stages
 from fourfold.verification.recorder import Recorder
 
 Line = tuple[str, str, str]
@@ -134,15 +134,17 @@ def _shrunk(run: RunConfig, layers: int, micro_batches: int) -> RunConfig:
 
 def _trace_step(run: RunConfig, grid: Grid) -> Sample:
     """One real training step on fake tensors."""
-    model = meta_model(run, grid)
+    stages = meta_stages(run, grid)
     # A trace is of the machine that the run is for, and not of the one that traces.
-    model.model.lm_head.chunk_logits = CHUNK_LOGITS["cpu" if run.training.device == "cpu" else "cuda"]
+    for stage in stages.values():
+        if stage.model.lm_head is not None:
+            stage.model.lm_head.chunk_logits = CHUNK_LOGITS["cpu" if run.training.device == "cpu" else "cuda"]
     with FakeTensorMode(allow_non_fake_inputs=True):
         recorder = Recorder(grid)
         with recorder:
-            job = Job(run, grid, torch.device("cpu"), model)
+            job = Job(run, grid, torch.device("cpu"), stages)
             recorder.own(job)
-            recorder.watch(job.model.layers)
+            recorder.watch(next(iter(stages.values())).model.blocks)
             recorder.start()
             shape = (run.training.micro_batch_size, run.training.seq_length)
             micro_batches = [
