@@ -192,7 +192,7 @@ def _tokenizer(request: AuditRequest, subject: Subject) -> Tokenizer | HuggingFa
 def _model(subject: Subject, request: AuditRequest, device: torch.device) -> AuditedModel:
     if subject.run is None or subject.checkpoint is None:
         return HuggingFaceModel(subject.name, device, request.sampling, request.micro_batch_size)
-    return GridModel(subject.run, subject.checkpoint, device, request.sampling)
+    return GridModel.load(subject.run, subject.checkpoint, device, request.sampling)
 
 
 def _reference_model(request: AuditRequest, device: torch.device) -> AuditedModel:

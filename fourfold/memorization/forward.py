@@ -17,13 +17,12 @@ from torch import Tensor
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.memorization.scores import Sampling, score_logits
-from fourfold.models.transformer import Transformer
 from fourfold.parallel.communicate import all_gather, reduce_scatter
 from fourfold.parallel.context import take_chunks
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.head import ParallelHead, chunk_size
 from fourfold.training.checkpoint import load_model
-from fourfold.training.job import meta_model
+from fourfold.training.job import Job, MicroBatch
 
 CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
 """Logits that are scored at once."""
@@ -42,53 +41,63 @@ class AuditedModel(Protocol):
 
 
 class GridModel:
-    """A checkpoint of ours on the grid of a run file: weights only, no optimizer.
+    """A job on its grid, of which only the forward is used.
 
     The run's ``training.seq_length`` is the longest input, and ``micro_batch_size`` the documents that one rank scores
     at once; the documents are shared out over dp and z.
     """
 
-    def __init__(self, run: RunConfig, checkpoint: Path, device: torch.device, sampling: Sampling) -> None:
-        self.run, self.device, self.sampling = run, device, sampling
-        self.vocab_size = run.model.vocab_size
-        self.grid = Grid(run.parallel, device.type)
-        self.model = meta_model(run, self.grid)
-        self.model.materialize(device)
-        load_model(checkpoint, self.model)
+    def __init__(self, job: Job, sampling: Sampling) -> None:
+        self.job, self.sampling = job, sampling
+        self.vocab_size = job.run.model.vocab_size
 
-    @torch.no_grad()
+    @classmethod
+    def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: Sampling) -> GridModel:
+        """The model of a checkpoint of ours on the grid of ``run``: weights alone, and no optimizer."""
+        job = Job(run, Grid(run.parallel, device.type), device)
+        load_model(checkpoint, job)
+        return cls(job, sampling)
+
     def score(self, documents: Rows) -> list[NDArray[np.float32]] | None:
-        size, ranks = self.run.training.micro_batch_size, self.grid.batch.size
-        parallel = self.run.parallel
-        divisor = parallel.x * parallel.y * (2 * parallel.cp if parallel.cp > 1 else 1)
+        grid, size = self.job.grid, self.job.run.training.micro_batch_size
         order = sorted(range(len(documents)), key=lambda number: len(documents[number]))
-        mine: list[tuple[int, NDArray[np.float32]]] = []
-        with scoring_head(self.model.model, self.sampling):
-            for first in range(0, len(order), size * ranks):
-                together = order[first : first + size * ranks]
-                width = -(-(len(documents[together[-1]]) - 1) // divisor) * divisor
-                here = together[self.grid.batch.rank :: ranks]
-                inputs, targets = _padded([documents[number] for number in here], size, width, self.device)
-                fields_5BS = self._forward(inputs, targets).cpu().numpy()
-                mine += [(number, fields_5BS[:, row]) for row, number in enumerate(here)]
-            self.model.free_gathered()
-        return self._gather(mine, len(documents))
+        at_once = size * grid.batch.size
+        groups = [order[first : first + at_once] for first in range(0, len(order), at_once)]
+        mine = [group[grid.batch.rank :: grid.batch.size] for group in groups]
+        micro_batches = [
+            MicroBatch(*_padded([documents[n] for n in here], size, self._width(documents[group[-1]]), self.job.device))
+            for group, here in zip(groups, mine, strict=True)
+        ]
+        with scoring_head(self.job, self.sampling):
+            outputs = self.job.outputs(micro_batches)  # of the last stage; nothing where another one is
+        scored = [
+            (number, fields_5S)
+            for here, fields_5BT in zip(mine, outputs, strict=bool(outputs))
+            for number, fields_5S in zip(here, self._in_order(fields_5BT).unbind(1), strict=False)
+        ]
+        return self._gather(scored, len(documents))
 
-    def _forward(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """The fields [5, B, S], in the order of the sequence also where cp splits it."""
-        cp = self.grid.cp
-        if cp.size == 1:
-            return self.model.model(inputs_BS, targets_BS)
-        places_1S = torch.arange(inputs_BS.shape[1], device=self.device)[None]
-        mine = (take_chunks(t, cp.rank, cp.size) for t in (inputs_BS, targets_BS, places_1S))
-        fields_5BS = all_gather(self.model.model(*mine), cp, 2, "audit: scores")
+    def _width(self, longest: NDArray[np.int64]) -> int:
+        """Tokens of an input: as few as the grid can split. A pipeline hands on tensors of one size."""
+        axes = self.job.run.parallel
+        if axes.pp > 1:
+            return self.job.run.training.seq_length
+        divisor = axes.x * axes.y * (2 * axes.cp if axes.cp > 1 else 1)
+        return -(-(len(longest) - 1) // divisor) * divisor
+
+    def _in_order(self, fields_5BT: Tensor) -> Tensor:
+        """The fields [5, B, S] of whole sequences, which cp may have split."""
+        cp = self.job.grid.cp
+        whole = all_gather(fields_5BT, cp, 2, "audit: scores")
+        places_1S = torch.arange(whole.shape[2], device=whole.device)[None]
         order_S = torch.cat([take_chunks(places_1S, rank, cp.size)[0] for rank in range(cp.size)])
-        return fields_5BS[:, :, order_S.argsort()]
+        return whole[:, :, order_S.argsort()].cpu()
 
-    def _gather(self, mine: list[tuple[int, NDArray[np.float32]]], count: int) -> list[NDArray[np.float32]] | None:
-        first_of_its_batch = self.grid.axis("y_x").rank == 0 and self.grid.cp.rank == 0
+    def _gather(self, mine: list[tuple[int, Tensor]], count: int) -> list[NDArray[np.float32]] | None:
+        grid = self.job.grid
+        first_of_its_batch = grid.axis("y_x").rank == 0 and grid.cp.rank == 0
         everyone: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(mine if first_of_its_batch else [], everyone)
+        dist.gather_object([(n, f.numpy()) for n, f in mine] if first_of_its_batch else [], everyone)
         if everyone is None:
             return None
         found = dict(pair for part in everyone for pair in part)
@@ -155,18 +164,20 @@ def import_transformers() -> Any:
 
 
 @contextmanager
-def scoring_head(model: Transformer, sampling: Sampling) -> Iterator[None]:
-    """Inside, the model called with targets gives the fields [5, B, S] instead of a loss.
+def scoring_head(job: Job, sampling: Sampling) -> Iterator[None]:
+    """Inside, the last stage called with targets gives the fields [5, B, S] instead of a loss.
 
     The head's ``forward`` is exchanged, not the head, so that FSDP2 gathers its weights as ever.
     """
-    head = model.lm_head
-    assert isinstance(head, ParallelHead), type(head)
-    head.forward = partial(_scored, head, sampling=sampling)
+    heads = [stage.model.lm_head for stage in job.stages.values() if stage.model.lm_head is not None]
+    for head in heads:
+        assert isinstance(head, ParallelHead), type(head)
+        head.forward = partial(_scored, head, sampling=sampling)
     try:
         yield
     finally:
-        del head.forward
+        for head in heads:
+            del head.forward
 
 
 def _scored(head: ParallelHead, x_BTh: Tensor, targets_BS: Tensor, *, sampling: Sampling) -> Tensor:

@@ -33,7 +33,6 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.run import CheckpointConfig, RunConfig
 from fourfold.config.strict import Strict
 from fourfold.errors import UserError
-from fourfold.parallel.data_parallel import DataParallel
 from fourfold.parallel.state import GlobalView
 from fourfold.training.job import Job
 
@@ -157,15 +156,20 @@ def load_checkpoint(path: Path, job: Job) -> int:
     return state.step
 
 
-def load_model(path: Path, model: DataParallel) -> None:
-    """Fill the weights of a model that has memory from a checkpoint that any grid has written, without an optimizer.
+def load_model(path: Path, job: Job) -> None:
+    """Fill a job's weights from a checkpoint that any grid has written, and give its optimizer no memory.
 
     Raises ``UserError`` when the checkpoint is damaged or belongs to another model.
     """
-    check_same_model(path, read_state(path), model.run.model)
-    view = GlobalView(model.grid, model.run.parallel.zero)
-    _load_tensors({f"model.{shard.name}": view.of(shard) for shard in model.shards()}, path)
-    model.publish()
+    check_same_model(path, read_state(path), job.run.model)
+    view = GlobalView(job.grid, job.run.parallel.zero)
+    first = {shard.name: shard for shard in reversed(job.shards)}
+    _load_tensors({f"model.{name}": view.of(shard) for name, shard in first.items()}, path)
+    with torch.no_grad():
+        for shard in job.shards:
+            if shard is not first[shard.name]:
+                shard.local.copy_(first[shard.name].local)
+    job.publish()
 
 
 def load_weights(path: Path, weights: dict[str, Tensor]) -> None:

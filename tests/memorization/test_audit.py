@@ -132,6 +132,8 @@ def test_generation_confirms_the_one_pass(record: dict[str, Any]) -> None:
         {"dp": 2, "z": 2},
         {"cp": 2},
         {"cp": 2, "x": 2},
+        {"pp": 2},
+        {"pp": 2, "z": 2},
     ],
 )
 def test_every_grid_finds_the_same(trained: Path, record: dict[str, Any], pool: Pool, grid: dict[str, int]) -> None:
