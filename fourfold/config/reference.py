@@ -30,8 +30,8 @@ is refused with a sentence ([parallelism.md](parallelism.md#what-is-refused)).
 
 The sections are [model](#model), [data](#data), [masks](#masks), [parallel](#parallel), [overlap](#overlap),
 [training](#training), [activation_checkpoint](#activation_checkpoint), [optimizer](#optimizer),
-[lr_scheduler](#lr_scheduler), [checkpoint](#checkpoint), [metrics](#metrics), [validation](#validation) and
-[sample](#sample). Only `[model]`,
+[lr_scheduler](#lr_scheduler), [checkpoint](#checkpoint), [metrics](#metrics), [validation](#validation),
+[audit](#audit) and [sample](#sample). Only `[model]`,
 `[data]` and `[training]` have keys that must be given; a preset gives those of `[model]`. At the end are the
 [presets](#presets), and the [names that other frameworks use](#names-elsewhere).
 """

@@ -177,6 +177,20 @@ class ValidationConfig(Strict):
     steps: int = Field(8, gt=0, description="Global batches of one validation.")
 
 
+class AuditConfig(Strict):
+    """Canaries audited while the model trains, into memorization.jsonl; `fourfold audit` says more."""
+
+    interval: int = Field(0, ge=0, description="Steps between audits; 0 never audits. The last step is audited too.")
+    documents: str | None = Field(None, description="Ledger of canaries, or any documents: a .jsonl file.")
+    suffix: int = Field(50, ge=1, description="Tokens at the end of a document that must be repeated.")
+
+    @model_validator(mode="after")
+    def _documents_given(self) -> AuditConfig:
+        if self.interval > 0 and self.documents is None:
+            raise ValueError("interval is set, but documents names no file; name one, or set it to 0")
+        return self
+
+
 class SampleConfig(Strict):
     prompt: str | None = Field(None, description="Text to continue when training ends; none: no sample.")
     max_new_tokens: int = Field(200, gt=0, description="Tokens of the sample, unless its document ends before.")
@@ -202,6 +216,7 @@ class RunConfig(Strict):
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
     validation: ValidationConfig = ValidationConfig()
+    audit: AuditConfig = AuditConfig()
     sample: SampleConfig = SampleConfig()
 
     @property

@@ -7,10 +7,11 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from fourfold.training.flops import (
     peak_flops,
 )
 from fourfold.training.job import Job, StepResult
-from fourfold.training.launch import device_of
+from fourfold.training.launch import device_of, imported
 from fourfold.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
 from fourfold.training.progress import Progress
 from fourfold.training.sample import sample_text
@@ -55,8 +56,19 @@ class Outcome:
     is_first_process: bool
 
 
-def train(place: Place, run: RunConfig) -> Outcome:
-    """Train as the run file says, on every process of the job; resumes where ``checkpoint.resume`` points."""
+class Callback(Protocol):
+    """Something that every process does besides training. Made with (run, job, tokenizer or None, run_dir)."""
+
+    def after_step(self, steps: int) -> None:
+        """Called after every optimizer step; ``steps`` counts those taken. It may run collectives and forwards."""
+        ...
+
+
+def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcome:
+    """Train as the run file says, on every process of the job; resumes where ``checkpoint.resume`` points.
+
+    callbacks: ``"package.module:name"`` of each ``Callback``, strings so that the loop need not know them.
+    """
     device = device_of(place, run.training.device)
     run_dir = Path(run.output_dir) / run.name
     checkpoint = find_checkpoint(run.checkpoint.resume, run_dir / "checkpoints")
@@ -70,6 +82,7 @@ def train(place: Place, run: RunConfig) -> Outcome:
     else:
         first_step = load_checkpoint(checkpoint, job)
 
+    besides: list[Callback] = [imported(name)(run, job, corpora.tokenizer, run_dir) for name in callbacks]
     with ExitStack() as stack:
         stack.callback(corpora.train.close)
         is_first = dist.get_rank() == 0
@@ -91,6 +104,8 @@ def train(place: Place, run: RunConfig) -> Outcome:
             if record is not None:
                 record.step(step, result, seconds, validation_loss)
             _check_finite(result, step, run_dir)  # before a checkpoint is written
+            for callback in besides:
+                callback.after_step(step + 1)
             stopped = _any_rank(stop.is_set, device)
             last = step + 1 == run.training.train_steps
             if _due(step, run.checkpoint.interval) or stopped or (last and run.checkpoint.save_last):

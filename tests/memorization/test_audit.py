@@ -175,6 +175,40 @@ def test_command(trained: Path, cli: Cli) -> None:
     assert "does not protect membership" in " ".join(output.split())
 
 
+def test_canaries_are_audited_while_the_model_trains(trained: Path, cli: Cli) -> None:
+    audit = ["--set", "audit.interval=4", "--set", f"audit.documents={ledger_path(trained / 'c')}"]
+    arguments = ["train", trained / "run.toml", "--set", "name=watched", *audit, "--set", "audit.suffix=20"]
+    assert cli(*arguments, "--set", "training.train_steps=6", "--set", "checkpoint.interval=5")[0] == 0
+    path = trained / "runs" / "watched" / "memorization.jsonl"
+    lines = [json.loads(row) for row in path.read_text().splitlines()]
+    assert [row["step"] for row in lines] == [4, 6]
+    assert lines[0]["tokens"] == 4 * 8 * 64
+    assert lines[0]["by_count"].keys() == {"0", "60"}
+    assert {"exact_match", "token_agreement", "loss", "loss_kept", "loss_dropped"} <= lines[0]["by_count"]["60"].keys()
+    assert lines[1]["by_count"]["60"]["loss"] != lines[0]["by_count"]["60"]["loss"]
+    assert "Canaries repeated exactly" in (path.parent / "report.html").read_text()
+    # On two processes, and again from step 5 on: line 6 is written anew, and says the same.
+    again = ["--set", "training.train_steps=6", "--set", f"checkpoint.resume={path.parent / 'checkpoints' / 'step_5'}"]
+    assert cli(*arguments, *again, "--set", "parallel.z=2", "--set", "training.micro_batch_size=4")[0] == 0
+    repeated = [json.loads(row) for row in path.read_text().splitlines()]
+    assert [row["step"] for row in repeated] == [4, 6]
+    assert close(repeated[1], lines[1])
+    # The last checkpoint, audited after the fact.
+    _, output, _ = cli(
+        "audit",
+        "--model",
+        path.parent,
+        "--documents",
+        ledger_path(trained / "c"),
+        "--suffix",
+        20,
+        "--prefix",
+        20,
+        "--json",
+    )
+    assert json.loads(output)["loss"]["mean"] == pytest.approx(lines[1]["by_count"]["60"]["loss"], rel=1e-4)
+
+
 def test_gate(trained: Path, cli: Cli) -> None:
     arguments = [
         "audit",
