@@ -29,9 +29,10 @@ def check_layout(run: RunConfig) -> None:
         _divides("model.max_position_embeddings", model.max_position_embeddings, "x", grid.x, "embed_positions")
     if grid.cp > 1:
         _divides("training.seq_length", training.seq_length, "2·cp", 2 * grid.cp, "two chunks of tokens for each rank")
-    _divides("tokens of a sequence on a rank", training.seq_length // grid.cp, "x", grid.x, "the residual stream")
+    share = " / cp" if grid.cp > 1 else ""
+    _divides(f"training.seq_length{share}", training.seq_length // grid.cp, "x", grid.x, "the residual stream")
     tokens = training.micro_batch_size * training.seq_length // grid.cp
-    _divides("tokens of a micro-batch on a rank", tokens, "y", grid.y, "lm_head")
+    _divides(f"tokens of a micro-batch{share}", tokens, "y", grid.y, "lm_head")
     split = attention_split(model, grid, training)
     context_method(model, grid, training, masks_documents=run.data.mask_documents)
     if split == "heads":

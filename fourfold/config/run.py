@@ -107,7 +107,9 @@ class TrainingConfig(Strict):
     global_batch_size: int = Field(gt=0, description="Sequences of one optimizer step, over all ranks.")
     seq_length: int = Field(gt=0, description="Tokens of a sequence.")
     train_steps: int = Field(gt=0, description="Optimizer steps of the whole run.")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="Type of weights and activations in the step.")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="Type of weights and activations in the step; fp16 with loss scaling."
+    )
     master_weights: Literal["fp32", "bf16"] = Field(
         "fp32", description="Type of the stored weights and optimizer states; bf16 only with precision = 'bf16'."
     )
@@ -118,7 +120,7 @@ class TrainingConfig(Strict):
 
     @model_validator(mode="after")
     def _types_fit(self) -> TrainingConfig:
-        if self.precision == "fp32" and "bf16" in (self.master_weights, self.reduce_dtype):
+        if self.precision != "bf16" and "bf16" in (self.master_weights, self.reduce_dtype):
             raise ValueError("master_weights and reduce_dtype can be 'bf16' only with training.precision = 'bf16'")
         return self
 
@@ -130,6 +132,14 @@ class ActivationCheckpointConfig(Strict):
     modules: list[Literal["attention", "mlp", "norms"]] = Field(
         ["attention"], description="selective: the attention core, the MLP's activation, the norms."
     )
+    every: int = Field(1, ge=1, description="Only in every n-th block; the others keep everything.")
+    offload: bool = Field(False, description="full: the inputs of blocks wait in the CPU's memory for the backward.")
+
+    @model_validator(mode="after")
+    def _offload_needs_full(self) -> ActivationCheckpointConfig:
+        if self.offload and self.mode != "full":
+            raise ValueError("activation_checkpoint.offload = true needs mode = 'full', whose kept inputs it moves")
+        return self
 
 
 class OptimizerConfig(Strict):
@@ -142,12 +152,24 @@ class OptimizerConfig(Strict):
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second mean before dividing by it.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled: a step shrinks matrices by lr × weight_decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
+    stochastic_rounding: bool = Field(
+        False,
+        description="With training.master_weights = 'bf16': updates too small for bf16 are made with a probability, so "
+        "that they are right on average; moments are float32.",
+    )
 
     @model_validator(mode="after")
     def _betas_in_range(self) -> OptimizerConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {list(self.betas)} must both be at least 0 and below 1")
         return self
+
+
+class LossScalingConfig(Strict):
+    """Of training.precision = 'fp16'."""
+
+    initial: float = Field(65536.0, gt=0, description="What losses are multiplied by at first.")
+    growth_interval: int = Field(2000, gt=0, description="Steps without overflow after which it doubles.")
 
 
 class SchedulerConfig(Strict):
@@ -212,12 +234,19 @@ class RunConfig(Strict):
     training: TrainingConfig
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    loss_scaling: LossScalingConfig = LossScalingConfig()
     lr_scheduler: SchedulerConfig = SchedulerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
     validation: ValidationConfig = ValidationConfig()
     audit: AuditConfig = AuditConfig()
     sample: SampleConfig = SampleConfig()
+
+    @model_validator(mode="after")
+    def _rounding_needs_bf16(self) -> RunConfig:
+        if self.optimizer.stochastic_rounding and self.training.master_weights != "bf16":
+            raise ValueError("optimizer.stochastic_rounding = true needs training.master_weights = 'bf16'")
+        return self
 
     @property
     def gradient_accumulation_steps(self) -> int:

@@ -15,7 +15,7 @@ from fourfold.parallel.sharding import Tile, tile_table
 from fourfold.parallel.stage import Stage
 from fourfold.parallel.state import LocalShard
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DataParallel(ABC):

@@ -83,10 +83,10 @@ def sum_partial_gradients(shards: Iterable[LocalShard], grid: Grid) -> None:
         )
 
 
-def clip_gradients(shards: Sequence[LocalShard], max_norm: float) -> Tensor:
+def clip_gradients(shards: Sequence[LocalShard], max_norm: float, loss_scale: float = 1.0) -> Tensor:
     """Scale all gradients so that their global 2-norm is at most ``max_norm``; returns the norm before.
 
-    Parts that several processes hold are counted once.
+    Parts that several processes hold are counted once. loss_scale: what the gradients are too large by.
     """
     grads = [shard.grad for shard in shards if shard.grad is not None]
     weights = [1.0 / shard.replicas for shard in shards if shard.grad is not None]
@@ -94,8 +94,8 @@ def clip_gradients(shards: Sequence[LocalShard], max_norm: float) -> Tensor:
     square = (norms.square() * torch.tensor(weights, dtype=torch.float64, device=norms.device)).sum()
     with purpose("gradient norm"):
         dist.all_reduce(square)
-    norm = square.sqrt().float()
-    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    norm = square.sqrt().float() / loss_scale
+    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale)
     return norm
 
 

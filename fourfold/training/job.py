@@ -24,6 +24,7 @@ from fourfold.parallel.state import (
     initialize_shards,
     sum_partial_gradients,
 )
+from fourfold.training.loss_scaling import LossScale
 from fourfold.training.optimizer import ShardedAdamW, learning_rate
 
 
@@ -42,11 +43,15 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one step, over all ranks: mean loss of the kept tokens, gradient norm before clipping, kept tokens."""
+    """Of one step, over all ranks: mean loss of the kept tokens, gradient norm before clipping, kept tokens.
+
+    skipped: fp16 gradients overflowed, and the weights are as before.
+    """
 
     loss: Tensor
     grad_norm: Tensor
     kept_tokens: Tensor
+    skipped: bool = False
 
 
 class Job:
@@ -69,7 +74,10 @@ class Job:
         if run.model.tie_word_embeddings and run.parallel.pp > 1:
             copies = [shard for shard in self.shards if shard.name == "embed_tokens.weight"]
             self.tied_ends = TiedEnds(copies, grid, run)
-        self.optimizer = ShardedAdamW(self.shards, run.optimizer)
+        self.optimizer = ShardedAdamW(self.shards, run.optimizer, run.training.seed)
+        self.loss_scale: LossScale | None = None
+        if run.training.precision == "fp16":
+            self.loss_scale = LossScale(run.loss_scaling, run.loss_scaling.initial)
 
     def initialize(self, seed: int) -> None:
         """Fill the weights; the same seed gives the same weights on every grid."""
@@ -86,19 +94,28 @@ class Job:
         kept = self.count_kept(micro_batches)
         loss = self.backward(micro_batches, kept)
         norm = self.clip()
-        self.update(step)
-        return StepResult(loss, norm, kept)
+        skipped = self.loss_scale is not None and not norm.isfinite().item()
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflowed=skipped)
+        if skipped:
+            self.optimizer.drop_gradients()
+        else:
+            self.update(step)
+        return StepResult(loss, norm, kept, skipped)
 
     def backward(self, micro_batches: Sequence[MicroBatch], kept: Tensor) -> Tensor:
-        """Gradients of the mean loss of the step's ``kept`` tokens; returns that loss."""
+        """Gradients of the mean loss of the step's ``kept`` tokens (times the loss scale); returns that loss."""
         losses: list[Tensor] = []
+        scale = (1.0 if self.loss_scale is None else self.loss_scale.scale) / kept.clamp(min=1)
+        if self.pipeline.last_stage in self.stages:
+            self.stages[self.pipeline.last_stage].model.lm_head.loss_scale = scale
 
         def forward(stage: int, hidden: Tensor | None, micro_batch: int) -> Tensor:
             out = self.forward(stage, hidden, micro_batches[micro_batch])
             if stage < self.pipeline.last_stage:
                 return out
             losses.append(out.detach())
-            return out / kept.clamp(min=1)
+            return out * scale
 
         self.pipeline.step(forward, len(micro_batches))
         for stage in self.stages.values():
@@ -125,7 +142,8 @@ class Job:
 
     def clip(self) -> Tensor:
         """Clip the gradients to ``optimizer.max_grad_norm``; the norm before."""
-        return clip_gradients(self.shards, self.run.optimizer.max_grad_norm)
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        return clip_gradients(self.shards, self.run.optimizer.max_grad_norm, scale)
 
     def update(self, step: int) -> None:
         """Step the optimizer with the clipped gradients."""

@@ -38,9 +38,9 @@ GRADIENT_FLOOR, WEIGHT_FLOOR = 1e-4, 1e-3
 """A tensor that is smaller than this share of the largest is measured against that share: what is zero in theory, such
 as the gradient of a key bias and the bias after a few steps, has no relative error."""
 
-ADAM_EPS = 1e-6
-"""Adam divides by √v + eps. Some gradients are zero in theory (key biases), and with a smaller eps their rounding noise
-would move weights by whole steps, on any two machines differently."""
+ADAM_EPS = 1e-5
+"""Adam divides by √v + eps. Some gradients are zero in theory (key biases) or nearly, and with a smaller eps rounding
+noise would move weights by whole steps, on any two machines differently."""
 
 MAX_LR = 3e-4
 """What rounding moves a weight by grows with the learning rate, and says nothing about the layout."""

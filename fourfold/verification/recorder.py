@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_iter
 
 from fourfold.parallel.communicate import PURPOSE
 from fourfold.parallel.grid import Grid
+from fourfold.parallel.recompute import OFFLOAD
 from fourfold.training.job import Job
 
-Tag = Literal["parameters", "optimizer", "gradients", "weights", "activations"]
+Tag = Literal["parameters", "optimizer", "gradients", "weights", "activations", "offloaded"]
 
 OPERATIONS = {
     "_allgather_base_": "all_gather",
@@ -158,7 +159,9 @@ class Recorder(TorchDispatchMode):
             return
         key = storage._cdata
         self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
-        self._storages[key] = ("activations", 0)
+        purpose = PURPOSE.get()
+        offloaded = purpose is not None and purpose.why == OFFLOAD
+        self._storages[key] = ("offloaded" if offloaded else "activations", 0)
         self._resize_to(key, storage.nbytes())
 
     def _tag(self, tensor: Tensor, tag: Tag) -> None:
@@ -175,6 +178,8 @@ class Recorder(TorchDispatchMode):
         tag, old = self._storages[key]
         self._storages[key] = (tag, size)
         self.live[tag] += size - old
+        if tag == "offloaded":
+            return
         self.live["total"] += size - old
         for name in ("activations", "weights"):
             self.peaks[name] = max(self.peaks[name], self.live[name])
