@@ -89,6 +89,7 @@ def audit_record(evidence: Evidence) -> dict[str, Any]:
         "by_prefix": _by_prefix(member_scores, [scores[n] for n in controls], suffix),
         "by_position": _by_position(member_scores),
         "control": control,
+        "reference": _reference(evidence, members),
         "membership": membership,
         "bag_of_words_guard": guard,
         "mask_replay": replay,
@@ -180,6 +181,20 @@ def _membership(
         return None, None
     tokens = ([evidence.documents[n].tokens for n in side] for side in (members, controls))
     return {"attacks": found, "caveat": CAVEAT}, bag_of_words_guard(*tokens)
+
+
+def _reference(evidence: Evidence, members: Sequence[int]) -> dict[str, Any] | None:
+    """The reference model on the members, and where the two differ: a paired comparison of the same documents."""
+    if evidence.reference is None:
+        return None
+    found = [extraction(evidence.reference[n], evidence.suffix) for n in members]
+    ours = [extraction(evidence.scores[n], evidence.suffix).exact_match for n in members]
+    theirs = [each.exact_match for each in found]
+    return {
+        **_summary(found),
+        "only_the_model_repeats": sum(a and not b for a, b in zip(ours, theirs, strict=True)),
+        "only_the_reference_repeats": sum(b and not a for a, b in zip(ours, theirs, strict=True)),
+    }
 
 
 def _generation(evidence: Evidence) -> dict[str, Any] | None:

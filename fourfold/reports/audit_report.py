@@ -45,6 +45,8 @@ def count_rows(record: Record) -> Rows:
     groups = {f"{count} times": group for count, group in record["by_count"].items()}
     if len(groups) != 1:
         groups = {"all members": record, **groups}
+    if record["reference"] is not None:
+        groups["the reference model, all members"] = record["reference"]
     return [
         [
             name,

@@ -73,7 +73,7 @@ def audit_tables(record: Mapping[str, Any]) -> None:
     if replayed:
         console.print(_table("The goldfish mask, replayed", ("", ""), [[*fact] for fact in replayed.items()]))
     for warning in record["warnings"]:
-        console.print(f"[bold]Note:[/bold] {warning}", highlight=False)
+        console.print(Text.assemble(("Note: ", "bold"), warning))
 
 
 def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[str, Any]) -> None:
@@ -100,13 +100,13 @@ def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[st
         facts.append([f"near-duplicates, {float(noise):.0%} replaced", f"{share:.1%} train a dropped token"])
     console.print(_table("Masks", ("", ""), facts))
     for warning in record["warnings"]:
-        console.print(f"[bold]Warning:[/bold] {warning}", highlight=False)
+        console.print(Text.assemble(("Warning: ", "bold"), warning))
 
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=any(header))
+    table = Table(title=Text(title), title_justify="left", show_header=any(header))
     for number, name in enumerate(header):
         table.add_column(name, justify="left" if number == 0 or not name else "right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table

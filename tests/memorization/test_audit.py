@@ -19,6 +19,7 @@ from fourfold.data.canaries import Canaries, ledger_path
 from fourfold.data.prepare import prepare
 from fourfold.memorization.audit import AuditRequest, audit_of_place, subject_of
 from fourfold.memorization.scores import Sampling
+from fourfold.reports.audit_report import write_audit_report
 from fourfold.training.environment import Place
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -207,6 +208,37 @@ def test_canaries_are_audited_while_the_model_trains(trained: Path, cli: Cli) ->
         "--json",
     )
     assert json.loads(output)["loss"]["mean"] == pytest.approx(lines[1]["by_count"]["60"]["loss"], rel=1e-4)
+
+
+def test_another_model_for_reference(trained: Path, tmp_path: Path, pool: Pool) -> None:
+    """The model itself: nothing differs, and the attack that compares with it knows nothing."""
+    found = pool.run(1, on_grid, request_of(trained, reference=str(trained / "runs" / "run")))[0]
+    assert found["reference"]["exact_match"] == found["exact_match"]
+    assert found["reference"]["only_the_model_repeats"] == found["reference"]["only_the_reference_repeats"] == 0
+    assert found["membership"]["attacks"]["reference"]["auc"] == 0.5
+    write_audit_report(found, tmp_path)
+    assert "reference model" in (tmp_path / "audit.html").read_text()
+
+
+def test_masks_command(trained: Path, cli: Cli) -> None:
+    code, output, errors = cli("masks", trained / "run.toml")
+    assert (code, errors) == (0, "")
+    assert "left out by the goldfish mask" in output
+    assert "[" in output
+    code, output, errors = cli("masks", trained / "run.toml", "--json", "--samples", 0)
+    record = json.loads(output)
+    assert record["goldfish"]["drop_rate"] == pytest.approx(0.25, abs=0.05)
+    assert record["expected"]["exact_match"]["50"] == pytest.approx(0.75**50)
+    assert record["warnings"] == []
+    many = ["--set", "masks.goldfish.h=60"]
+    _, output, _ = cli("masks", trained / "run.toml", *many)
+    assert "Warning: the goldfish mask leaves out" in output
+    code, output, errors = cli("masks", trained / "run.toml", "--set", "masks.goldfish.strategy=none", "--json")
+    assert json.loads(output)["goldfish"] is None
+    for wrong, message in (("k=1", "greater than or equal to 2"), ("h=0", "greater than or equal to 1")):
+        code, output, errors = cli("masks", trained / "run.toml", "--set", f"masks.goldfish.{wrong}")
+        assert (code, output) == (2, "")
+        assert message in errors
 
 
 def test_gate(trained: Path, cli: Cli) -> None:
