@@ -27,6 +27,7 @@ def audit(
     ] = "count",
     suffix: Annotated[int, typer.Option(help="Tokens at the end that must be repeated.")] = 50,
     prefix: Annotated[int, typer.Option(help="Tokens before them at least.")] = 50,
+    offset: Annotated[int, typer.Option(help="Tokens of other documents before each, as in a packed sequence.")] = 0,
     reference: Annotated[
         str | None, typer.Option(metavar="CHECKPOINT|RUN|HF", help="A model without these documents, to compare with.")
     ] = None,
@@ -69,6 +70,7 @@ def audit(
         tokenizer=tokenizer,
         suffix=suffix,
         prefix=prefix,
+        offset=offset,
         sampling=Sampling(temperature, top_k, top_p),
         generate=generate,
         micro_batch_size=micro_batch_size,

@@ -18,7 +18,7 @@ from fourfold.data.build import ensure_builtin
 from fourfold.data.manifest import corpus_tokenizer, read_manifest
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
-from fourfold.memorization.documents import AuditDocument, read_documents
+from fourfold.memorization.documents import AuditDocument, read_documents, with_others_before
 from fourfold.memorization.forward import AuditedModel, GridModel, HuggingFaceModel, HuggingFaceTokenizer
 from fourfold.memorization.generation import continue_greedily
 from fourfold.memorization.record import Evidence, audit_record
@@ -37,9 +37,9 @@ class AuditRequest:
     """What to audit.
 
     model, reference: a checkpoint, the folder of a run, or a Hugging Face folder or name; suffix: tokens at the end
-    that must be repeated; prefix: the fewest before them; run: a run file whose goldfish mask is replayed (default:
-    that of the checkpoint); overrides: of the run, such as parallel.z=2; generate: documents that are continued token
-    by token.
+    that must be repeated; prefix: the fewest before them; offset: tokens of other documents before each; run: a run
+    file whose goldfish mask is replayed (default: that of the checkpoint); overrides: of the run, such as
+    parallel.z=2; generate: documents that are continued token by token.
     """
 
     model: str
@@ -50,6 +50,7 @@ class AuditRequest:
     tokenizer: str | None = None
     suffix: int = 50
     prefix: int = 50
+    offset: int = 0
     sampling: Sampling = field(default_factory=Sampling)
     generate: int = 0
     micro_batch_size: int = 8
@@ -61,8 +62,8 @@ class AuditRequest:
         """Raise UserError for sizes that cannot be audited."""
         if self.suffix < 1 or self.prefix < 1:
             raise UserError(f"--suffix {self.suffix} and --prefix {self.prefix} must both be at least 1 token")
-        if self.generate < 0 or self.micro_batch_size < 1:
-            raise UserError("--generate is at least 0, and --micro-batch-size at least 1")
+        if self.generate < 0 or self.offset < 0 or self.micro_batch_size < 1:
+            raise UserError("--generate and --offset are at least 0, and --micro-batch-size at least 1")
         self.sampling.check()
 
 
@@ -99,13 +100,13 @@ def audit_of_place(place: Place, request: AuditRequest, subject: Subject) -> dic
     tokenizer = _tokenizer(request, subject)
     model = _model(subject, request, device)
     documents, truncated = _documents(request, model, tokenizer, run)
-    tokens = [document.tokens for document in documents]
-    scores = _scores(model, tokens)
-    generated = _generated(model, documents, request)
+    inputs = with_others_before(documents, request.offset, None if tokenizer is None else tokenizer.eod_id)
+    scores = _scores(model, inputs, request.offset)
+    generated = _generated(model, documents, inputs, request)
     reference = None
     if request.reference is not None:
         del model  # before the other takes its place
-        reference = _scores(_reference_model(request, device), tokens)
+        reference = _scores(_reference_model(request, device), inputs, request.offset)
     if scores is None:
         return None
     if tokenizer is not None and not isinstance(tokenizer, HuggingFaceTokenizer):
@@ -119,6 +120,7 @@ def audit_of_place(place: Place, request: AuditRequest, subject: Subject) -> dic
             reference=reference,
             generated=generated,
             suffix=request.suffix,
+            offset=request.offset,
             sampling=request.sampling,
             goldfish=goldfish,
             exempt=tuple(sorted({*special, *(goldfish.exempt if goldfish else [])})),
@@ -207,11 +209,12 @@ def _documents(
 ) -> tuple[list[AuditDocument], int]:
     """The documents, then those of the control file with count 0; and how many were cut to the model's context."""
     context = run.training.seq_length if run is not None else getattr(model, "max_length", None) or LONGEST_UNKNOWN
-    shortest, longest = request.prefix + request.suffix, context + 1  # the last token is never an input
+    shortest = request.prefix + request.suffix
+    longest = context + 1 - request.offset  # the last token is never an input
     if shortest > longest:
         raise UserError(
             f"--prefix {request.prefix} and --suffix {request.suffix} are more than the {longest} tokens that the "
-            "model sees; lower them, or set training.seq_length"
+            f"model sees{' after --offset' if request.offset else ''}; lower them, or set training.seq_length"
         )
     options = {
         "vocab_size": model.vocab_size,
@@ -228,21 +231,22 @@ def _documents(
     return cut, sum(len(document.tokens) > longest for document in found)
 
 
-def _scores(model: AuditedModel, tokens: Sequence[NDArray]) -> list[TokenScores] | None:
-    fields = model.score(list(tokens))
+def _scores(model: AuditedModel, inputs: Sequence[NDArray], offset: int) -> list[TokenScores] | None:
+    """Of every document, without the `offset` tokens that stand before it."""
+    fields = model.score(list(inputs))
     if fields is None:
         return None
-    return [TokenScores.of(document, of_document) for document, of_document in zip(tokens, fields, strict=True)]
+    return [TokenScores.of(tokens[offset:], each[:, offset:]) for tokens, each in zip(inputs, fields, strict=True)]
 
 
 def _generated(
-    model: AuditedModel, documents: Sequence[AuditDocument], request: AuditRequest
+    model: AuditedModel, documents: Sequence[AuditDocument], inputs: Sequence[NDArray], request: AuditRequest
 ) -> dict[int, NDArray] | None:
     """Greedy continuations of the first members, by the document's number."""
     members = [number for number, document in enumerate(documents) if document.count != 0][: request.generate]
     if not members:
         return None
-    texts = continue_greedily(model, [documents[number].tokens for number in members], request.suffix)
+    texts = continue_greedily(model, [inputs[number] for number in members], request.suffix)
     return dict(zip(members, texts, strict=True))
 
 

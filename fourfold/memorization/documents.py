@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +38,7 @@ class Encoder(Protocol):
     """What an audit needs of the model's tokenizer."""
 
     vocab_size: int
+    eod_id: int | None
     special_ids: tuple[int, ...]
     fingerprint: str
 
@@ -78,6 +79,27 @@ def read_documents(
         found.append(AuditDocument(tokens, text if isinstance(text, str) else None, count, *_origin(row)))
     if not found:
         raise UserError(f"{path} has no document; give one JSON object a line")
+    return found
+
+
+def with_others_before(documents: Sequence[AuditDocument], offset: int, eod_id: int | None) -> list[NDArray[np.int64]]:
+    """Each document's tokens after `offset` tokens of other documents, as in a packed sequence of the training.
+
+    Recall may depend on where in the context a document begins (arXiv 2505.13171). Raises UserError where the other
+    documents have too few tokens.
+    """
+    end = np.array([] if eod_id is None else [eod_id], dtype=np.int64)
+    found = []
+    for number, document in enumerate(documents):
+        before, missing = [end[:offset]], offset - len(end[:offset])
+        for other in [*documents[number + 1 :], *documents[:number]]:
+            if missing <= 0:
+                break
+            before.insert(0, np.append(end, other.tokens)[-missing:])
+            missing -= len(before[0])
+        if missing > 0:
+            raise UserError(f"--offset {offset} needs {missing} more tokens of other documents; give more documents")
+        found.append(np.concatenate([*before, document.tokens]))
     return found
 
 

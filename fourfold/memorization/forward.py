@@ -146,6 +146,7 @@ class HuggingFaceTokenizer:
             raise UserError(f"cannot load the tokenizer {name}: {str(error).splitlines()[0]}") from error
         self.vocab_size = len(self._tokenizer)
         self.special_ids = tuple(sorted(self._tokenizer.all_special_ids))
+        self.eod_id = self._tokenizer.eos_token_id
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return self._tokenizer(texts)["input_ids"]

@@ -52,6 +52,7 @@ class Evidence:
     exempt: tuple[int, ...] = ()
     tokenizer: Vocabulary | None = None
     truncated: int = 0
+    offset: int = 0
 
 
 def audit_record(evidence: Evidence) -> dict[str, Any]:
@@ -83,6 +84,7 @@ def audit_record(evidence: Evidence) -> dict[str, Any]:
     record = {
         "model": evidence.model,
         "suffix": suffix,
+        "offset": evidence.offset,
         "sampling": asdict(evidence.sampling),
         **_beside_control([found[n] for n in members], [found[n] for n in controls]),
         "by_count": by_count,

@@ -17,7 +17,9 @@ from tiny_corpus import make_corpus, run_file
 from fourfold.cli.app import main
 from fourfold.data.canaries import Canaries, ledger_path
 from fourfold.data.prepare import prepare
+from fourfold.errors import UserError
 from fourfold.memorization.audit import AuditRequest, audit_of_place, subject_of
+from fourfold.memorization.documents import AuditDocument, with_others_before
 from fourfold.memorization.scores import Sampling
 from fourfold.reports.audit_report import write_audit_report
 from fourfold.training.environment import Place
@@ -208,6 +210,29 @@ def test_canaries_are_audited_while_the_model_trains(trained: Path, cli: Cli) ->
         "--json",
     )
     assert json.loads(output)["loss"]["mean"] == pytest.approx(lines[1]["by_count"]["60"]["loss"], rel=1e-4)
+
+
+def test_other_documents_before_each(trained: Path, record: dict[str, Any], pool: Pool) -> None:
+    found = pool.run(1, on_grid, request_of(trained, offset=17, generate=2))[0]
+    assert found["offset"] == 17
+    assert found["generation"]["agrees_with_one_pass"] == 1
+    assert found["loss"]["mean"] != record["loss"]["mean"]
+    assert found["by_position"][-1]["to"] == record["by_position"][-1]["to"] == 39
+    # What stands before is no part of a document: the mask is replayed as without it.
+    assert found["mask_replay"]["drop_rate"] == record["mask_replay"]["drop_rate"]
+    with pytest.raises(UserError, match="are more than the 20 tokens that the model sees after --offset"):
+        pool.run(1, on_grid, request_of(trained, offset=45))
+
+
+def test_what_stands_before_a_document() -> None:
+    documents = [AuditDocument(np.arange(10 * n, 10 * n + 4), None, 1) for n in range(1, 4)]
+    before = [row[:-4].tolist() for row in with_others_before(documents, 7, 0)]
+    assert before == [[33, 0, 20, 21, 22, 23, 0], [13, 0, 30, 31, 32, 33, 0], [23, 0, 10, 11, 12, 13, 0]]
+    assert with_others_before(documents, 1, 0)[1].tolist() == [0, 20, 21, 22, 23]
+    assert with_others_before(documents, 2, None)[1].tolist() == [32, 33, 20, 21, 22, 23]
+    assert with_others_before(documents, 0, 0)[0].tolist() == [10, 11, 12, 13]
+    with pytest.raises(UserError, match="--offset 20 needs 9 more tokens"):
+        with_others_before(documents, 20, 0)
 
 
 def test_another_model_for_reference(trained: Path, tmp_path: Path, pool: Pool) -> None:
