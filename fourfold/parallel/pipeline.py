@@ -172,8 +172,9 @@ class TiedEnds:
         ends = [rank_of_stage(stage, run.parallel) for stage in (0, last_stage)]
         if ends[0] == ends[1]:
             return
-        for pipeline in grid.mesh.mesh.flatten(1).T.tolist():
-            ranks = [pipeline[end] for end in ends]
+        ranks_of_a_stage = dist.get_world_size() // run.parallel.pp  # pp is the outermost axis
+        for place in range(ranks_of_a_stage):
+            ranks = [place + end * ranks_of_a_stage for end in ends]
             group = dist.new_group(ranks)
             if dist.get_rank() in ranks:
                 self.ends = Axis("pp", 2, ranks.index(dist.get_rank()), group)

@@ -46,7 +46,7 @@ class Recorder(TorchDispatchMode):
         self._axis_of_group: dict[str, str] = {}
         self.collectives: dict[tuple[str, str, str], list[int]] = {}
         self.live: Counter[str] = Counter()
-        self.peaks: Counter[str] = Counter()
+        self.peaks: Counter[tuple[str, str]] = Counter()
         self.parameters = self.gradients = self.optimizer = 0
         self.window: Literal["early", "late"] = "early"
         self._storages: dict[int, tuple[Tag, int]] = {}
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
         self.peaks.clear()
 
     def watch(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Keep apart the peaks of all bytes before the last layer's backward is over ("early") and after ("late").
+        """Keep apart the peaks before the last layer's backward is over ("early") and after ("late").
 
         In the first, activations of all layers are alive, in the second gradients grow: each is linear in the layers,
         and the larger of the two is not.
@@ -181,9 +181,9 @@ class Recorder(TorchDispatchMode):
         if tag == "offloaded":
             return
         self.live["total"] += size - old
-        for name in ("activations", "weights"):
-            self.peaks[name] = max(self.peaks[name], self.live[name])
-        self.peaks[self.window] = max(self.peaks[self.window], self.live["total"])
+        for name in ("activations", "weights", "total"):
+            at = (name, self.window)
+            self.peaks[at] = max(self.peaks[at], self.live[name])
 
     def _forget(self, key: int) -> None:
         self._resize_to(key, 0)
