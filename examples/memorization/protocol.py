@@ -165,7 +165,8 @@ def result_of(arm: Arm, out: Path) -> dict[str, Any] | None:
 
 def row_of(arm: Arm, row: dict[str, Any]) -> str:
     low, high = row["exact_match_ci"]
-    expected = "" if row["law"] is None else f"; the law: {row['law']:.1%}"
+    whole = row["suffix_kept_whole"]
+    expected = "" if row["law"] is None else f"; the law: {row['law']:.1%}, suffixes without a gap: {whole:.0%}"
     at_dropped = row["first_divergence_at_dropped"]
     cells = [
         row["title"],
