@@ -69,11 +69,16 @@ class AuditRequest:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model as the request names it. checkpoint: None for a Hugging Face model; run: its sizes and its grid."""
+    """The model as the request names it.
+
+    checkpoint: None for a Hugging Face model; run: its sizes and its grid; knows_data: whether the run's own file was
+    beside the checkpoint, and says what the model was trained on.
+    """
 
     name: str
-    checkpoint: Path | None
-    run: RunConfig | None
+    checkpoint: Path | None = None
+    run: RunConfig | None = None
+    knows_data: bool = False
 
 
 def subject_of(name: str, request: AuditRequest) -> Subject:
@@ -81,14 +86,15 @@ def subject_of(name: str, request: AuditRequest) -> Subject:
     path = Path(name)
     if not path.exists():
         if name.count("/") == 1 and not name.startswith((".", "/")):
-            return Subject(name, None, None)  # a name on the Hugging Face hub
+            return Subject(name)  # a name on the Hugging Face hub
         raise UserError(
             f"--model {name} does not exist; give a checkpoint, the folder of a run, or a Hugging Face model"
         )
     if (path / "config.json").is_file():
-        return Subject(name, None, None)
+        return Subject(name)
     checkpoint = _checkpoint_in(path)
-    return Subject(name, checkpoint, _run_of(checkpoint, request))
+    run_file = checkpoint.parent.parent / "run.toml"
+    return Subject(name, checkpoint, _run_of(checkpoint, run_file, request), run_file.is_file())
 
 
 def audit_of_place(place: Place, request: AuditRequest, subject: Subject) -> dict[str, Any] | None:
@@ -106,7 +112,7 @@ def audit_of_place(place: Place, request: AuditRequest, subject: Subject) -> dic
     reference = None
     if request.reference is not None:
         del model  # before the other takes its place
-        reference = _scores(_reference_model(request, device), inputs, request.offset)
+        reference = _scores(_reference_model(request, device, inputs), inputs, request.offset)
     if scores is None:
         return None
     if tokenizer is not None and not isinstance(tokenizer, HuggingFaceTokenizer):
@@ -141,11 +147,10 @@ def _checkpoint_in(path: Path) -> Path:
     return inside[-1]
 
 
-def _run_of(checkpoint: Path, request: AuditRequest) -> RunConfig:
-    """The run that wrote the checkpoint, where its run.toml is beside it, on one process unless overrides say more."""
+def _run_of(checkpoint: Path, run_file: Path, request: AuditRequest) -> RunConfig:
+    """The run that wrote the checkpoint, as far as it is known, on one process unless overrides say more."""
     state = read_state(checkpoint)
     table: dict[str, Any] = {"data": {"source": "python-stdlib"}}
-    run_file = checkpoint.parent.parent / "run.toml"
     if run_file.is_file():
         table = tomllib.loads(run_file.read_text(encoding="utf-8"))
     table["model"] = dict(state.model)
@@ -181,6 +186,8 @@ def _tokenizer(request: AuditRequest, subject: Subject) -> Tokenizer | HuggingFa
         return HuggingFaceTokenizer(request.tokenizer or subject.name)
     if request.tokenizer is not None:
         return load_tokenizer(request.tokenizer)
+    if not subject.knows_data:
+        return None
     data = subject.run.data
     if data.source is not None:
         prefix = ensure_builtin(data.source, data.tokenizer, data.cache_dir, subject.run.model.vocab_size)
@@ -197,8 +204,29 @@ def _model(subject: Subject, request: AuditRequest, device: torch.device) -> Aud
     return GridModel.load(subject.run, subject.checkpoint, device, request.sampling)
 
 
-def _reference_model(request: AuditRequest, device: torch.device) -> AuditedModel:
-    return _model(subject_of(request.reference, request), request, device)
+def _reference_model(request: AuditRequest, device: torch.device, inputs: Sequence[NDArray]) -> AuditedModel:
+    """The model to compare with; it must read the same tokens."""
+    subject = subject_of(request.reference, request)
+    model = _model(subject, request, device)
+    largest, longest = max(int(tokens.max()) for tokens in inputs), max(len(tokens) for tokens in inputs)
+    if largest >= model.vocab_size:
+        raise UserError(
+            f"--reference {request.reference} has a vocabulary of {model.vocab_size}, and the documents have token "
+            f"{largest}; a reference model needs the audited model's tokenizer"
+        )
+    if longest > _context(model, subject.run) + 1:
+        raise UserError(
+            f"--reference {request.reference} sees {_context(model, subject.run)} tokens, and the documents have up to "
+            f"{longest}; give shorter documents, or another reference model"
+        )
+    return model
+
+
+def _context(model: AuditedModel, run: RunConfig | None) -> int:
+    """The longest input."""
+    if run is not None:
+        return run.training.seq_length
+    return getattr(model, "max_length", None) or LONGEST_UNKNOWN
 
 
 def _documents(
@@ -208,9 +236,8 @@ def _documents(
     run: RunConfig | None,
 ) -> tuple[list[AuditDocument], int]:
     """The documents, then those of the control file with count 0; and how many were cut to the model's context."""
-    context = run.training.seq_length if run is not None else getattr(model, "max_length", None) or LONGEST_UNKNOWN
     shortest = request.prefix + request.suffix
-    longest = context + 1 - request.offset  # the last token is never an input
+    longest = _context(model, run) + 1 - request.offset  # the last token is never an input
     if shortest > longest:
         raise UserError(
             f"--prefix {request.prefix} and --suffix {request.suffix} are more than the {longest} tokens that the "

@@ -20,12 +20,9 @@ from fourfold.memorization.scores import Sampling, score_logits
 from fourfold.parallel.communicate import all_gather, reduce_scatter
 from fourfold.parallel.context import take_chunks
 from fourfold.parallel.grid import Grid
-from fourfold.parallel.head import ParallelHead, chunk_size
+from fourfold.parallel.head import CHUNK_LOGITS, ParallelHead, chunk_size
 from fourfold.training.checkpoint import load_model
 from fourfold.training.job import Job, MicroBatch
-
-CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
-"""Logits that are scored at once."""
 
 Rows = list[NDArray[np.int64]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -243,6 +244,25 @@ def test_another_model_for_reference(trained: Path, tmp_path: Path, pool: Pool) 
     assert found["membership"]["attacks"]["reference"]["auc"] == 0.5
     write_audit_report(found, tmp_path)
     assert "reference model" in (tmp_path / "audit.html").read_text()
+
+
+def test_a_checkpoint_alone(trained: Path, tmp_path: Path, record: dict[str, Any], cli: Cli) -> None:
+    """Without its run file nothing says which tokenizer or mask it was trained with."""
+    shutil.copytree(trained / "runs" / "run" / "checkpoints" / "step_200", tmp_path / "alone")
+    arguments = ["audit", "--model", tmp_path / "alone", "--suffix", 20, "--prefix", 10, "--json"]
+    code, output, errors = cli(*arguments, "--documents", ledger_path(trained / "c"))
+    assert code == 0, errors
+    found = json.loads(output)
+    assert close(found["token_agreement"], record["token_agreement"])
+    assert found["mask_replay"] is None
+    code, output, errors = cli(*arguments, "--documents", ledger_path(trained / "c"), "--run", trained / "run.toml")
+    assert json.loads(output)["mask_replay"]["agreement_kept"] == record["mask_replay"]["agreement_kept"]
+    (tmp_path / "text.jsonl").write_text(line(text="a" * 60))
+    code, output, errors = cli(*arguments, "--documents", tmp_path / "text.jsonl")
+    assert (code, output) == (2, "")
+    assert "give it with --tokenizer" in errors
+    code, output, errors = cli(*arguments, "--documents", tmp_path / "text.jsonl", "--tokenizer", "bytes")
+    assert code == 0, errors
 
 
 def test_masks_command(trained: Path, cli: Cli) -> None:
