@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from fourfold.memorization.forward import AuditedModel
@@ -14,28 +15,25 @@ from fourfold.memorization.statistics import bootstrap
 
 def continue_greedily(
     model: AuditedModel, documents: Sequence[NDArray[np.int64]], suffix: int
-) -> list[NDArray[np.int64]] | None:
-    """The `suffix` tokens that greedy decoding puts after each document without its last `suffix`; on rank 0.
+) -> list[NDArray[np.int64]]:
+    """The `suffix` tokens that greedy decoding puts after each document without its last `suffix`.
 
     Every process of the model's grid must call this. Each new token is a pass over all: no cache, but any layout.
     """
-    import torch.distributed as dist
-
-    texts = [document[:-suffix].copy() for document in documents]
+    texts = [document[:-suffix] for document in documents]
     for _ in range(suffix):
-        # The pass scores tokens that are there, so one more is added, whose value nothing before it sees.
+        # A pass says what is likeliest in the place of each token, so there must be one; its value is never an input.
         fields = model.score([np.append(text, 0) for text in texts])
-        new = (
-            None
-            if fields is None
-            else [int(fields_5T[1, len(t) - 1]) for fields_5T, t in zip(fields, texts, strict=True)]
-        )
+        new = [None] * len(texts) if fields is None else [int(of_text[1, -1]) for of_text in _cut(fields, texts)]
         if dist.is_initialized():
-            shared = [new]
-            dist.broadcast_object_list(shared, src=0)
-            new = shared[0]
+            dist.broadcast_object_list(new, src=0)
         texts = [np.append(text, token) for text, token in zip(texts, new, strict=True)]
     return [text[-suffix:] for text in texts]
+
+
+def _cut(fields: Sequence[NDArray[np.float32]], texts: Sequence[NDArray[np.int64]]) -> list[NDArray[np.float32]]:
+    """Without the columns of padding."""
+    return [of_text[:, : len(text)] for of_text, text in zip(fields, texts, strict=True)]
 
 
 def text_likeness(generated: Sequence[NDArray[np.int64]], true: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
