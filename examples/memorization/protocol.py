@@ -105,8 +105,9 @@ def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None) -> None:
         *arm.overrides,
         *([] if steps is None else [f"training.train_steps={steps}", f"validation.interval={steps}"]),
     ]
-    if not (folder / "summary.json").is_file():
-        run_on_grid("fourfold.training.loop:train", [load_run(HERE / "arm.toml", overrides)], 1)
+    outcome = run_on_grid("fourfold.training.loop:train", [load_run(HERE / "arm.toml", overrides)], 1)
+    if outcome.stopped:
+        raise SystemExit(3)  # by a signal; another start goes on from its checkpoint
     # The suffix after all that precedes it, for members and for those that stand 0 times alike.
     request = AuditRequest(str(folder), ledger_path(corpus), suffix=SUFFIX, prefix=CANARIES.length - SUFFIX)
     record = run_on_grid("fourfold.memorization.audit:audit_of_place", [request, subject_of(request.model, request)], 1)

@@ -12,8 +12,8 @@ NOISES = (0.01, 0.05)
 
 
 def expectation(config: GoldfishConfig) -> dict[str, Any] | None:
-    """The largest share of suffixes of S tokens that can be repeated exactly, and the share of near-duplicate copies
-    that train a token which the original leaves out; None where copies do not share their mask, and nothing is kept.
+    """The share of suffixes of S tokens without a gap, and the share of near-duplicate copies that train a token which
+    the original leaves out; None without a mask, and for one that no two copies share.
     """
     if config.strategy in ("none", "random"):
         return None

@@ -1,13 +1,16 @@
 """What extractability to expect of a goldfish mask, before any training.
 
-Both laws assume that everything kept is learned by heart: they are ceilings, and what a well-repeated document reaches.
+Both laws assume that everything that is kept is learned by heart, as a document is that was repeated often enough.
 """
 
 from __future__ import annotations
 
 
 def exact_match_law(k: int, suffix: int) -> float:
-    """(1 - 1/k)^S: the chance that no token of a suffix of S was left out, and so that all of it can be repeated."""
+    """(1 - 1/k)^S: the chance that no token of a suffix of S was left out, and so that all of it can be repeated.
+
+    Suffixes come on top whose gaps can be guessed: if a share q can, 1/k is to be read as (1 - q)/k.
+    """
     return (1 - 1 / k) ** suffix
 
 

@@ -20,7 +20,7 @@ from fourfold.memorization.laws import exact_match_law, near_duplicate_law
 from fourfold.memorization.scores import TokenScores
 from fourfold.memorization.statistics import bootstrap, wilson
 
-COPIES = 50
+COPIES = 300
 """Of each near-duplicate canary, to see on how many its mask differs."""
 
 REPLAYABLE = ("hash", "hash-table")

@@ -93,8 +93,8 @@ def replay_facts(record: Record) -> dict[str, str]:
         else f"{replay['first_divergence_at_dropped']:.1%} of {replay['first_divergences']} "
         f"({_interval(replay['first_divergence_at_dropped_ci'])}; chance: {replay['suffix_drop_rate']:.1%})",
         "longest undropped span": f"{replay['longest_undropped_span']} tokens",
-        "exact match to expect": f"{replay['expected_exact_match']:.2g} of suffixes ((1 − 1/k)^S); of these documents "
-        f"{replay['suffix_kept_whole']:.1%} have a suffix without a dropped token",
+        "suffixes without a dropped token": f"{replay['suffix_kept_whole']:.1%} of these documents; (1 − 1/k)^S = "
+        f"{replay['expected_exact_match']:.2g} of all",
     }
     near = replay["near_duplicates"]
     if near is not None:

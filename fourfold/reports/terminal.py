@@ -95,7 +95,7 @@ def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[st
             ],
         ]
     for suffix, share in record["expected"]["exact_match"].items() if record["expected"] else []:
-        facts.append([f"exact match of {suffix} tokens", f"at most {share:.2g}"])
+        facts.append([f"passages of {suffix} tokens without a gap", f"{share:.2g}"])
     for noise, share in record["expected"]["near_duplicates_train"].items() if record["expected"] else []:
         facts.append([f"near-duplicates, {float(noise):.0%} replaced", f"{share:.1%} train a dropped token"])
     console.print(_table("Masks", ("", ""), facts))

@@ -265,6 +265,40 @@ def test_a_checkpoint_alone(trained: Path, tmp_path: Path, record: dict[str, Any
     assert code == 0, errors
 
 
+def test_control_and_counts_of_ones_own(trained: Path, tmp_path: Path, cli: Cli) -> None:
+    texts = [json.loads(row)["text"] for row in (trained / "text.jsonl").read_text().splitlines() if len(row) > 60]
+    (tmp_path / "members.jsonl").write_text(
+        "".join(line(text=text, seen=1 + n % 2) for n, text in enumerate(texts[:12]))
+    )
+    (tmp_path / "control.jsonl").write_text("".join(line(text=text) for text in texts[12:40]))
+    arguments = [
+        "audit",
+        "--model",
+        trained / "runs" / "run",
+        "--suffix",
+        20,
+        "--prefix",
+        10,
+        "--json",
+        "--counts",
+        "seen",
+    ]
+    code, output, errors = cli(
+        *arguments, "--documents", tmp_path / "members.jsonl", "--control", tmp_path / "control.jsonl"
+    )
+    assert code == 0, errors
+    record = json.loads(output)
+    assert (record["documents"], record["control"]["documents"]) == (12, 28)
+    assert {count: group["documents"] for count, group in record["by_count"].items()} == {"0": 28, "1": 6, "2": 6}
+    assert record["truncated_documents"] > 0  # texts of more than the 65 tokens of the context
+    assert any("cut to the model's context" in warning for warning in record["warnings"])
+    code, output, errors = cli(*arguments, "--documents", tmp_path / "members.jsonl")
+    record = json.loads(output)
+    assert record["control"] is None
+    assert record["membership"] is None
+    assert "There is no control" in record["warnings"][0]
+
+
 def test_masks_command(trained: Path, cli: Cli) -> None:
     code, output, errors = cli("masks", trained / "run.toml")
     assert (code, errors) == (0, "")
