@@ -113,15 +113,21 @@ class TrainingConfig(Strict):
     master_weights: Literal["fp32", "bf16"] = Field(
         "fp32", description="Type of the stored weights and optimizer states; bf16 only with precision = 'bf16'."
     )
-    reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Type in which gradients are summed over ranks.")
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="Type in which gradients are summed over ranks: fp32, or that of the step."
+    )
     compile: bool = Field(False, description="torch.compile each block.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seeds the weights and the order of the samples.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")
 
     @model_validator(mode="after")
     def _types_fit(self) -> TrainingConfig:
-        if self.precision != "bf16" and "bf16" in (self.master_weights, self.reduce_dtype):
-            raise ValueError("master_weights and reduce_dtype can be 'bf16' only with training.precision = 'bf16'")
+        if self.master_weights not in ("fp32", self.precision):
+            raise ValueError("master_weights can be 'bf16' only with training.precision = 'bf16'")
+        if self.reduce_dtype not in ("fp32", self.precision):
+            raise ValueError(
+                f"reduce_dtype = '{self.reduce_dtype}' must be 'fp32' or training.precision = '{self.precision}'"
+            )
         return self
 
 

@@ -56,9 +56,6 @@ class Pending(NamedTuple):
             work.wait()
         return self.out if self.finish is None else self.finish(self.out)
 
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.works)
-
 
 def start_all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Pending:
     """Concatenate the parts of all ranks of ``axis`` along ``dim``."""

@@ -27,7 +27,10 @@ Forward = Callable[[int, Tensor | None, int], Tensor]
 
 
 class Pipeline:
-    """Runs the stages of one process. ``spans``: when each operation of the last step ran, in seconds."""
+    """Runs the stages of one process.
+
+    spans, waits: when each operation of the last step ran, in seconds, and when it waited in that for another rank.
+    """
 
     def __init__(self, stages: Mapping[int, DataParallel], grid: Grid, run: RunConfig, device: torch.device) -> None:
         self.stages, self.grid, self.run, self.device = stages, grid, run, device
@@ -37,6 +40,7 @@ class Pipeline:
             for stage, part in stages.items()
         }
         self.spans: list[Span] = []
+        self.waits: list[Span] = []
 
     def step(self, forward: Forward, micro_batches: int) -> None:
         """Forward and backward of every micro-batch; what ``forward`` returns in the last stage is differentiated."""
@@ -72,13 +76,14 @@ class _Step:
     def __init__(self, pipeline: Pipeline, forward: Forward, micro_batches: int) -> None:
         self.pipeline, self.forward, self.micro_batches = pipeline, forward, micro_batches
         self.arriving: dict[Op, Pending] = {}
-        self.leaving: list[Pending] = []
+        self.leaving: dict[tuple[str, int], Pending] = {}
         self.inputs: dict[tuple[int, int], Tensor | None] = {}
         self.results: dict[tuple[int, int], GradientEdge] = {}
         self.to_send: dict[Op, Tensor] = {}
         self.weight_gradients: dict[tuple[int, int], WeightGradients] = {}
         self.backwards: dict[int, int] = dict.fromkeys(pipeline.stages, 0)
         self.outputs: list[Tensor] = []
+        pipeline.spans, pipeline.waits = [], []
 
     def run(self, ops: Sequence[Op]) -> None:
         handlers: dict[str, Callable[[Op], Any]] = {
@@ -91,12 +96,11 @@ class _Step:
             "RECV_F": self._receive,
             "RECV_B": self._receive,
         }
-        self.pipeline.spans = spans = []
         for op in ops:
             begin = time.perf_counter()
             handlers[op.kind](op)
-            spans.append(Span(op, begin, time.perf_counter()))
-        for pending in self.leaving:
+            self.pipeline.spans.append(Span(op, begin, time.perf_counter()))
+        for pending in self.leaving.values():
             pending.wait()
 
     def _forward(self, op: Op) -> None:
@@ -141,16 +145,20 @@ class _Step:
         """What another rank has sent, or another stage of this one has left."""
         if computed_here in self.to_send:
             return self.to_send.pop(computed_here)
-        return self.arriving.pop(received).wait()
+        begin, pending = time.perf_counter(), self.arriving.pop(received)
+        tensor = pending.wait()
+        self.pipeline.waits.append(Span(received, begin, time.perf_counter()))
+        return tensor
 
     def _send(self, op: Op) -> None:
         forward = op.kind == "SEND_F"
         tensor = self.to_send.pop(Op("F" if forward else "B", op.stage, op.micro_batch))
         to = self._rank(op.stage + 1 if forward else op.stage - 1)
-        self.leaving = [pending for pending in self.leaving if not pending.is_completed()]
-        self.leaving.append(
-            start_send(tensor, self.pipeline.grid.pp, to, HIDDEN_STATES if forward else THEIR_GRADIENTS)
-        )
+        # One at a time, so that what has been sent is freed. The receiver needs nothing later from here to receive it.
+        if (before := self.leaving.pop((op.kind, to), None)) is not None:
+            before.wait()
+        why = HIDDEN_STATES if forward else THEIR_GRADIENTS
+        self.leaving[op.kind, to] = start_send(tensor, self.pipeline.grid.pp, to, why)
 
     def _receive(self, op: Op) -> None:
         forward = op.kind == "RECV_F"

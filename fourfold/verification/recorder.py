@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
@@ -17,9 +18,9 @@ from torch.utils._pytree import tree_iter
 from fourfold.parallel.communicate import PURPOSE
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.recompute import OFFLOAD
-from fourfold.training.job import Job
+from fourfold.training.job import Job, MicroBatch
 
-Tag = Literal["parameters", "optimizer", "gradients", "weights", "activations", "offloaded"]
+Tag = Literal["parameters", "optimizer", "gradients", "weights", "activations", "offloaded", "batch"]
 
 OPERATIONS = {
     "_allgather_base_": "all_gather",
@@ -56,6 +57,9 @@ class Recorder(TorchDispatchMode):
     def own(self, job: Job) -> None:
         """Learn what is a parameter and what an optimizer state of the job."""
         self._job = job
+        if job.tied_ends is not None and job.tied_ends.ends is not None:
+            ends = job.tied_ends.ends
+            self._axis_of_ranks[tuple(dist.get_process_group_ranks(ends.group))] = ends.name
         for index, shard in enumerate(job.shards):
             self._tag(shard.local, "parameters")
             job.optimizer.moments(index)
@@ -64,6 +68,16 @@ class Recorder(TorchDispatchMode):
                 self._tag(tensor, "optimizer")
         self.parameters = sum(shard.local.nbytes for shard in job.shards)
         self.optimizer = sum(m.nbytes for i in range(len(job.shards)) for m in job.optimizer.moments(i).values())
+
+    def exclude(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Do not count the memory of what a step reads."""
+        for micro_batch in micro_batches:
+            for field in fields(micro_batch):
+                tensor = getattr(micro_batch, field.name)
+                if tensor is not None:
+                    storage = tensor.untyped_storage()
+                    self._references[storage._cdata] = weakref.ref(storage)
+                    self._storages[storage._cdata] = ("batch", storage.nbytes())
 
     def start(self) -> None:
         """Forget collectives and peaks of the construction."""
@@ -168,7 +182,7 @@ class Recorder(TorchDispatchMode):
         self._see(tensor)
         key = tensor.untyped_storage()._cdata
         old, size = self._storages[key]
-        if old == tag or old in ("parameters", "optimizer"):
+        if old == tag or old in ("parameters", "optimizer", "batch"):
             return
         self._storages[key] = (tag, size)
         self.live[old] -= size
@@ -178,7 +192,7 @@ class Recorder(TorchDispatchMode):
         tag, old = self._storages[key]
         self._storages[key] = (tag, size)
         self.live[tag] += size - old
-        if tag == "offloaded":
+        if tag in ("offloaded", "batch"):
             return
         self.live["total"] += size - old
         for name in ("activations", "weights", "total"):
