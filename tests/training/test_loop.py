@@ -298,6 +298,18 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, prefix: str) -> None:
     assert (tmp_path / "runs").read_text() == "a file"
 
 
+def test_two_jobs_in_one_folder(tmp_path: Path, prefix: str) -> None:
+    run = make(tmp_path, prefix)
+    run_dir = tmp_path / "runs" / "run"
+    run_dir.mkdir(parents=True)
+    with (
+        loop._only_job_in(run_dir),
+        pytest.raises(UserError, match=r"another job is training in .*runs/run; "),
+    ):
+        train(run)
+    assert train(run).steps == 8
+
+
 def train_on_ranks(rank: int, world_size: int, run: RunConfig, stop_rank: int | None = None) -> Outcome:
     place = Place(rank, rank, world_size, world_size, "local")
     if stop_rank is None:
