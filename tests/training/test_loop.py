@@ -373,7 +373,7 @@ def test_the_sample_is_the_same_on_every_grid(
 ) -> None:
     outcome = finished[1]
     changes = {
-        "training__micro_batch_size": 1,
+        "training__micro_batch_size": 2,  # a sample is of one sequence
         "checkpoint__resume": outcome.checkpoint,
         "sample__prompt": "the ",
         "sample__max_new_tokens": 8,
