@@ -7,6 +7,8 @@ import sys
 import typer
 
 from fourfold import __version__
+from fourfold.cli.audit import audit
+from fourfold.cli.masks import masks
 from fourfold.cli.parity import parity
 from fourfold.cli.prepare import prepare
 from fourfold.cli.report import report
@@ -21,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     help="Train large language models on a four-dimensional grid of devices.",
 )
-for command in (train, prepare, parity, trace, report):
+for command in (train, prepare, parity, trace, report, masks, audit):
     app.command()(command)
 
 

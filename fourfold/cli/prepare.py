@@ -30,6 +30,19 @@ def prepare(
     validation_fraction: Annotated[
         float, typer.Option(help="Share of the documents to hold out into OUT-validation.")
     ] = 0.0,
+    canaries: Annotated[
+        int, typer.Option(min=0, help="Documents to plant for each number of --repeats, as an audit's probes.")
+    ] = 0,
+    repeats: Annotated[
+        str, typer.Option(help="How often canaries are planted; those of 0 are the control.")
+    ] = "0,1,4,16",
+    canary_tokens: Annotated[int, typer.Option(help="Tokens of a canary.")] = 100,
+    canary_noise: Annotated[float, typer.Option(help="Share of tokens that each copy has replaced at random.")] = 0.0,
+    canary_shift: Annotated[int, typer.Option(help="Each copy begins up to this many tokens late.")] = 0,
+    canaries_from: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.jsonl|random", help="Their texts. Default: documents taken out of the input."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Build again what is already there.")] = False,
 ) -> None:
     """Tokenise text into a corpus to train on.
@@ -37,10 +50,17 @@ def prepare(
     Writes Megatron-LM's indexed format (OUT.bin, OUT.idx) and OUT.json, which says what is in it; the tokenizer is
     kept beside it as OUT-tokenizer.json. An interrupted run continues where it was when started again.
 
+    With --canaries, documents are planted a known number of times at random places, and OUT-canaries.jsonl lists them
+    for `fourfold audit`.
+
     Example: fourfold prepare python-stdlib --out data/stdlib --train-tokenizer 4096
     """
     from fourfold.data import prepare as data
+    from fourfold.data.canaries import Canaries
 
+    wanted = None
+    if canaries:
+        wanted = Canaries(canaries, _numbers(repeats), canary_tokens, canary_noise, canary_shift, canaries_from)
     summary = data.prepare(
         inputs,
         out,
@@ -49,6 +69,7 @@ def prepare(
         workers=workers,
         text_key=text_key,
         validation_fraction=validation_fraction,
+        canaries=wanted,
         force=force,
     )
     if summary.reused:
@@ -60,3 +81,12 @@ def prepare(
         )
     typer.echo(f"tokenizer: {summary.train.vocab_size:,} ids, stored as {summary.train.dtype}")
     typer.echo(f"{summary.seconds:.1f} s: {', '.join(map(str, summary.files))}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    from fourfold.errors import UserError
+
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--repeats {text!r} is no list of whole numbers; write it as 0,1,4,16") from None

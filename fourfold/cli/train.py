@@ -19,8 +19,9 @@ def train(run_file: RunFile, overrides: Overrides = []) -> None:  # noqa: B006 (
     from fourfold.training.launch import run_on_grid
 
     run = load_run(run_file, overrides)
+    callbacks = ["fourfold.memorization.in_training:CanaryAudit"] if run.audit.interval else []
     outcome = run_on_grid(
-        "fourfold.training.loop:train", [run], run.parallel.world_size, wanted_device=run.training.device
+        "fourfold.training.loop:train", [run, callbacks], run.parallel.world_size, wanted_device=run.training.device
     )
     if outcome.is_first_process:
         from fourfold.reports.run_report import write_run_report

@@ -63,7 +63,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
-        _apply_override(table, override)
+        apply_override(table, override)
     return make_run(table, where=str(path))
 
 
@@ -80,7 +80,7 @@ def make_run(table: Mapping[str, Any], where: str = "the run") -> RunConfig:
     return run
 
 
-def _apply_override(table: dict[str, Any], override: str) -> None:
+def apply_override(table: dict[str, Any], override: str) -> None:
     """Set one ``section.key=value``; the value is read as TOML, and as a string where it is none."""
     key, equals, text = override.partition("=")
     *sections, name = key.strip().split(".")

@@ -28,9 +28,10 @@ TOML, and as a string where it is none. The resolved file is kept as `run.toml` 
 A short one is [examples/laptop.toml](../examples/laptop.toml). Sizes must divide over the grid; what cannot be divided
 is refused with a sentence ([parallelism.md](parallelism.md#what-is-refused)).
 
-The sections are [model](#model), [data](#data), [parallel](#parallel), [overlap](#overlap), [training](#training),
-[activation_checkpoint](#activation_checkpoint), [optimizer](#optimizer), [lr_scheduler](#lr_scheduler),
-[checkpoint](#checkpoint), [metrics](#metrics), [validation](#validation) and [sample](#sample). Only `[model]`,
+The sections are [model](#model), [data](#data), [masks](#masks), [parallel](#parallel), [overlap](#overlap),
+[training](#training), [activation_checkpoint](#activation_checkpoint), [optimizer](#optimizer),
+[lr_scheduler](#lr_scheduler), [checkpoint](#checkpoint), [metrics](#metrics), [validation](#validation),
+[audit](#audit) and [sample](#sample). Only `[model]`,
 `[data]` and `[training]` have keys that must be given; a preset gives those of `[model]`. At the end are the
 [presets](#presets), and the [names that other frameworks use](#names-elsewhere).
 """
@@ -106,6 +107,8 @@ def _one_of(names: list[str]) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
+    if isinstance(field.default, BaseModel):
+        return "that of its keys"
     return "none" if field.default is None else f"`{json.dumps(field.default)}`"
 
 

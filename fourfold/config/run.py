@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from fourfold.config.masks import MasksConfig
 from fourfold.config.model import ModelConfig
 from fourfold.config.strict import Strict
 
@@ -204,6 +205,20 @@ class ValidationConfig(Strict):
     steps: int = Field(8, gt=0, description="Global batches of one validation.")
 
 
+class AuditConfig(Strict):
+    """Canaries audited while the model trains, into memorization.jsonl; `fourfold audit` says more."""
+
+    interval: int = Field(0, ge=0, description="Steps between audits; 0 never audits. The last step is audited too.")
+    documents: str | None = Field(None, description="Ledger of canaries, or any documents: a .jsonl file.")
+    suffix: int = Field(50, ge=1, description="Tokens at the end of a document that must be repeated.")
+
+    @model_validator(mode="after")
+    def _documents_given(self) -> AuditConfig:
+        if self.interval > 0 and self.documents is None:
+            raise ValueError("interval is set, but documents names no file; name one, or set it to 0")
+        return self
+
+
 class SampleConfig(Strict):
     prompt: str | None = Field(None, description="Text to continue when training ends; none: no sample.")
     max_new_tokens: int = Field(200, gt=0, description="Tokens of the sample, unless its document ends before.")
@@ -219,6 +234,7 @@ class RunConfig(Strict):
     output_dir: str = Field("runs", description="Folder in which every run has its own.")
     model: ModelConfig
     data: DataConfig
+    masks: MasksConfig = MasksConfig()
     parallel: ParallelConfig = ParallelConfig()
     overlap: OverlapConfig = OverlapConfig()
     training: TrainingConfig
@@ -229,6 +245,7 @@ class RunConfig(Strict):
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
     validation: ValidationConfig = ValidationConfig()
+    audit: AuditConfig = AuditConfig()
     sample: SampleConfig = SampleConfig()
 
     @model_validator(mode="after")

@@ -18,7 +18,9 @@ from fourfold.errors import UserError
 _VALIDATION_FRACTION = 0.02
 
 
-def build_dataset(sources: Sequence[tuple[str | Path, float]], seq_length: int, seed: int) -> Mixture:
+def build_dataset(
+    sources: Sequence[tuple[str | Path, float]], seq_length: int, seed: int, look_back: int = 0
+) -> Mixture:
     """The mixture of prepared corpora, given as (prefix, relative weight).
 
     Raises UserError if a corpus is missing, damaged or too small, a weight is not positive, or the corpora were
@@ -26,7 +28,7 @@ def build_dataset(sources: Sequence[tuple[str | Path, float]], seq_length: int, 
     """
     _check_one_tokenizer([prefix for prefix, _ in sources])
     windows = [
-        (TokenWindows(IndexedDataset(prefix), seq_length, seed + number), weight)
+        (TokenWindows(IndexedDataset(prefix), seq_length, seed + number, look_back), weight)
         for number, (prefix, weight) in enumerate(sources)
     ]
     return Mixture(windows, seed)

@@ -16,18 +16,38 @@ from fourfold.errors import UserError
 BLOCK = 10_000  # samples over which a mixture's proportions are exact
 
 
+NO_DOCUMENT = -(2**31)  # of places before the first token of a corpus
+
+
 @dataclass(frozen=True)
 class Windows:
-    """`tokens`, `documents`: int64 [samples, seq_length + 1]; a document's number counts from 0 in each window."""
+    """Windows of the token stream, with the tokens just before them, which masks may look at and the model never sees.
 
-    tokens: NDArray[np.int64]
-    documents: NDArray[np.int64]
+    `stream`, `stream_documents`: int64 [samples, look_back + seq_length + 1]. A document's number counts from 0 at the
+    window's first token; those before have negative numbers. `numbers`: int64 [samples], the samples' own.
+    """
+
+    stream: NDArray[np.int64]
+    stream_documents: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+    look_back: int = 0
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """[samples, seq_length + 1]"""
+        return self.stream[:, self.look_back :]
+
+    @property
+    def documents(self) -> NDArray[np.int64]:
+        """[samples, seq_length + 1]"""
+        return self.stream_documents[:, self.look_back :]
 
 
 class Samples(Protocol):
     """Anything with numbered samples, without end: sample n is a pure function of n."""
 
     seq_length: int
+    look_back: int
 
     def read(self, numbers: ArrayLike) -> Windows:
         """The samples of these numbers (int [B], from 0), in this order."""
@@ -38,12 +58,13 @@ class TokenWindows:
     """One corpus as windows of `seq_length` + 1 tokens: window i starts at token i·seq_length, so that neighbours
     share one token and every token but the first is predicted once. A rest shorter than a window is left out.
 
-    Sample n is a window: epoch n // len(self) visits all of them in an order of its own, drawn from `seed`.
+    Sample n is a window: epoch n // len(self) visits all of them in an order of its own, drawn from `seed`. `look_back`
+    tokens before each are read too, for masks.
 
     Raises UserError if the corpus has not one window.
     """
 
-    def __init__(self, corpus: IndexedDataset, seq_length: int, seed: int) -> None:
+    def __init__(self, corpus: IndexedDataset, seq_length: int, seed: int, look_back: int = 0) -> None:
         if corpus.tokens <= seq_length:
             remedy = f"seq_length {corpus.tokens - 1} is the longest that works" if corpus.tokens > 1 else "add text"
             raise UserError(
@@ -53,6 +74,7 @@ class TokenWindows:
         self.corpus = corpus
         self.seq_length = seq_length
         self.seed = seed
+        self.look_back = look_back
 
     def __len__(self) -> int:
         """Windows in one epoch."""
@@ -60,16 +82,22 @@ class TokenWindows:
 
     def read(self, numbers: ArrayLike) -> Windows:
         """The samples of these numbers (int [B], from 0), in this order."""
-        epoch, within = np.divmod(np.asarray(numbers, dtype=np.int64), len(self))
+        numbers = np.asarray(numbers, dtype=np.int64)
+        epoch, within = np.divmod(numbers, len(self))
         windows = sample_permutation(within, len(self), self.seed, epoch)
-        length = self.seq_length + 1
-        tokens = np.empty((len(windows), length), dtype=np.int64)
-        document_starts = []
+        length = self.look_back + self.seq_length + 1
+        tokens = np.zeros((len(windows), length), dtype=np.int64)
+        document_starts, missing = [], []
         for row, window in enumerate(windows.tolist()):
-            start = window * self.seq_length
-            tokens[row] = self.corpus.read(start, length)
-            document_starts.append(self.corpus.document_starts(start, length))
-        return Windows(tokens, documents_of(document_starts, length))
+            start = window * self.seq_length - self.look_back
+            absent = max(0, -start)  # places before the first token of the corpus
+            tokens[row, absent:] = self.corpus.read(start + absent, length - absent)
+            document_starts.append(absent + self.corpus.document_starts(start + absent, length - absent))
+            missing.append(absent)
+        documents = documents_of(document_starts, length)
+        documents -= documents[:, self.look_back, None]
+        documents[np.arange(length) < np.array(missing)[:, None]] = NO_DOCUMENT
+        return Windows(tokens, documents, numbers, self.look_back)
 
 
 class Mixture:
@@ -86,24 +114,26 @@ class Mixture:
         if not sources:
             raise UserError("a mixture of no sources gives no samples; name at least one source")
         self.sources = [source for source, _ in sources]
-        self.seq_length = self.sources[0].seq_length
-        assert all(source.seq_length == self.seq_length for source in self.sources), "sources cut to different lengths"
+        self.seq_length, self.look_back = self.sources[0].seq_length, self.sources[0].look_back
+        cuts = {(source.seq_length, source.look_back) for source in self.sources}
+        assert len(cuts) == 1, f"sources cut to different lengths: {cuts}"
         self.counts = _share_out([weight for _, weight in sources])
         self._source, self._rank = _arrange(self.counts, seed)
 
     def read(self, numbers: ArrayLike) -> Windows:
         """The samples of these numbers (int [B], from 0), in this order."""
-        block, place = np.divmod(np.asarray(numbers, dtype=np.int64), BLOCK)
+        numbers = np.asarray(numbers, dtype=np.int64)
+        block, place = np.divmod(numbers, BLOCK)
         source = self._source[place]
         own_number = block * self.counts[source] + self._rank[place]
-        tokens = np.empty((len(place), self.seq_length + 1), dtype=np.int64)
-        documents = np.empty_like(tokens)
+        stream = np.empty((len(place), self.look_back + self.seq_length + 1), dtype=np.int64)
+        documents = np.empty_like(stream)
         for index in np.unique(source):
             rows = np.flatnonzero(source == index)
             windows = self.sources[index].read(own_number[rows])
-            tokens[rows] = windows.tokens
-            documents[rows] = windows.documents
-        return Windows(tokens, documents)
+            stream[rows] = windows.stream
+            documents[rows] = windows.stream_documents
+        return Windows(stream, documents, numbers, self.look_back)
 
 
 def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:

@@ -93,7 +93,7 @@ class Loader:
 
     def _assemble(self, step: int) -> list[Batch]:
         windows = self.dataset.read(self.sample_numbers(step).reshape(-1))
-        labels = labels_of(windows.tokens, windows.documents, self.masks)
+        labels = labels_of(windows, self.masks)
         tokens = np.ascontiguousarray(windows.tokens[:, :-1])
         documents = np.ascontiguousarray(windows.documents[:, :-1])
         positions = positions_of(documents)

@@ -1,28 +1,126 @@
 """Which tokens the loss counts: small functions, AND-ed.
 
-A mask takes tokens and document numbers, both int64 [..., S + 1], and returns bool [..., S]: whether the prediction
-of token i + 1 from token i is kept. It looks at whole windows, before the sequence or the batch is split, so that
-every layout drops the same tokens. To add one, write such a function and name it where the loader is built.
+A mask takes windows of the token stream and returns bool [samples, S]: whether the prediction of token i + 1 from
+token i is kept. It looks at whole windows, before the sequence or the batch is split, so that every layout drops the
+same tokens. The run file names masks of your own in `masks.functions`.
 """
 
+import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fourfold.config.masks import MasksConfig
 from fourfold.config.model import IGNORE_INDEX
+from fourfold.data.dataset import Windows
+from fourfold.data.goldfish import Goldfish, goldfish_mask
+from fourfold.data.tokenizer import Tokenizer
+from fourfold.errors import UserError
 
-LossMask = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]]
+LossMask = Callable[[Windows], NDArray[np.bool_]]
 
 
-def document_boundary(tokens: NDArray[np.int64], documents: NDArray[np.int64]) -> NDArray[np.bool_]:
+def document_boundary(windows: Windows) -> NDArray[np.bool_]:
     """Do not predict the first token of a document from the end of another."""
-    return documents[..., 1:] == documents[..., :-1]
+    return windows.documents[:, 1:] == windows.documents[:, :-1]
 
 
-def labels_of(tokens: NDArray[np.int64], documents: NDArray[np.int64], masks: Sequence[LossMask]) -> NDArray[np.int64]:
-    """[..., S]: the next token where every mask keeps it, else IGNORE_INDEX."""
-    labels = tokens[..., 1:].copy()
+@dataclass(frozen=True)
+class Responses:
+    """Keep what stands after a `start` marker, up to an `end` marker (kept too) or the end of the document.
+
+    The markers are token ids. Fine-tuning on a conversation trains the answers and not the questions.
+    """
+
+    start: tuple[int, ...]
+    end: tuple[int, ...] = ()
+
+    def __call__(self, windows: Windows) -> NDArray[np.bool_]:
+        tokens, documents = windows.tokens, windows.documents
+        opened = _last_end_of(self.start, tokens)
+        closed = _last_end_of(self.end, tokens) if self.end else np.full_like(tokens, -1)
+        # A marker that opens and closes alike toggles nothing: what follows it is open.
+        inside = (opened >= 0) & (opened >= closed)
+        same = np.take_along_axis(documents, np.maximum(opened - 1, 0), axis=1) == documents
+        return (inside & same)[:, 1:]
+
+
+def labels_of(windows: Windows, masks: Sequence[LossMask]) -> NDArray[np.int64]:
+    """[samples, S]: the next token where every mask keeps it, else IGNORE_INDEX."""
+    labels = windows.tokens[:, 1:].copy()
     for mask in masks:
-        labels[~mask(tokens, documents)] = IGNORE_INDEX
+        labels[~mask(windows)] = IGNORE_INDEX
     return labels
+
+
+def build_masks(
+    config: MasksConfig, tokenizer: Tokenizer | None, seq_length: int, global_batch_size: int
+) -> tuple[list[LossMask], Goldfish | None]:
+    """The masks that a run file asks for, but for the goldfish, and the goldfish mask: validation has none.
+
+    Raises UserError for a marker without a tokenizer to read it, a function that cannot be imported, and an h of the
+    published hash that no sequence is long enough for.
+    """
+    masks: list[LossMask] = [document_boundary]
+    if config.responses.start is not None:
+        end = config.responses.end
+        masks.append(
+            Responses(
+                _marker("start", config.responses.start, tokenizer),
+                () if end is None else _marker("end", end, tokenizer),
+            )
+        )
+    masks += [_checked(name, _imported(name)) for name in config.functions]
+    special = () if tokenizer is None else tokenizer.special_ids
+    return masks, goldfish_mask(config.goldfish, special, seq_length, global_batch_size)
+
+
+def _last_end_of(marker: tuple[int, ...], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[samples, S + 1]: the place after the last whole occurrence of `marker` at or before each token; -1: none."""
+    samples, length = tokens.shape
+    ends = np.full((samples, length), -1, dtype=np.int64)
+    places = length - len(marker)
+    if places > 0:
+        found = np.ones((samples, places), dtype=bool)
+        for offset, token in enumerate(marker):
+            found &= tokens[:, offset : offset + places] == token
+        ends[:, len(marker) :] = np.where(found, np.arange(len(marker), length), -1)
+    return np.maximum.accumulate(ends, axis=1)
+
+
+def _marker(name: str, marker: str | list[int], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    if not isinstance(marker, str):
+        return tuple(marker)
+    if tokenizer is None:
+        raise UserError(
+            f"masks.responses.{name} = {marker!r} is text, and the corpus does not say which tokenizer reads it; give "
+            "token ids, or set data.tokenizer"
+        )
+    return tuple(tokenizer.encode_batch([marker])[0])
+
+
+def _imported(name: str) -> LossMask:
+    module, colon, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function) if colon else None
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"masks.functions: '{name}' cannot be imported: {error}") from error
+    if not callable(found):
+        raise UserError(f"masks.functions: '{name}' is no function; write it as 'module:function'")
+    return found
+
+
+def _checked(name: str, mask: LossMask) -> LossMask:
+    """A user's mask that is refused when it returns something else than a mask."""
+
+    def checked(windows: Windows) -> NDArray[np.bool_]:
+        kept = mask(windows)
+        expected = windows.tokens[:, 1:].shape
+        if not isinstance(kept, np.ndarray) or kept.dtype != np.bool_ or kept.shape != expected:
+            found = f"{kept.dtype} {kept.shape}" if isinstance(kept, np.ndarray) else type(kept).__name__
+            raise UserError(f"masks.functions: '{name}' returned {found}; a mask is bool {expected}")
+        return kept
+
+    return checked

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fourfold.data.canaries import Canaries, as_record, ledger_path, plant
 from fourfold.data.files import locked, write_whole
 from fourfold.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype
 from fourfold.data.manifest import Manifest, manifest_path, read_manifest, validation_prefix, write_manifest
@@ -46,9 +47,11 @@ class _Request:
     tokenizer: str
     validation_fraction: float
     seed: int
+    canaries: Canaries | None
 
     def digest(self) -> str:
-        return digest([self.tokens_digest(), self.validation_fraction, self.seed])
+        planted = [] if self.canaries is None else [as_record(self.canaries)]
+        return digest([self.tokens_digest(), self.validation_fraction, self.seed, *planted])
 
     def tokens_digest(self) -> str:
         files = [[file.path, file.size, file.mtime_ns] for file in self.files]
@@ -65,6 +68,7 @@ def prepare(
     text_key: str = "text",
     validation_fraction: float = 0.0,
     seed: int = 0,
+    canaries: Canaries | None = None,
     force: bool = False,
 ) -> PrepareSummary:
     """Tokenise `inputs` into OUT.bin, OUT.idx and OUT.json, each document followed by the end-of-document token.
@@ -73,6 +77,7 @@ def prepare(
     OUT-tokenizer.json) or `train_tokenizer_vocab` (train one of that size on the input, into OUT-tokenizer.json).
     `workers`: processes, by default one per core; the result does not depend on it. `validation_fraction`: about
     this share of the documents, chosen by a hash of their number and `seed`, goes to OUT-validation instead.
+    `canaries`: documents to plant among those of the training split, with their ledger in OUT-canaries.jsonl.
 
     An interrupted preparation continues: finished parts lie in OUT.parts until the end. A corpus already made from
     the same unchanged files in the same way is left as it is, unless `force`; any other one at OUT is replaced.
@@ -81,10 +86,12 @@ def prepare(
     Raises UserError for input or options that cannot work, naming the file and line.
     """
     began = time.monotonic()
-    request = _check_request(inputs, tokenizer, train_tokenizer_vocab, workers, text_key, validation_fraction, seed)
+    request = _check_request(
+        inputs, tokenizer, train_tokenizer_vocab, workers, text_key, validation_fraction, seed, canaries
+    )
     prefix = Path(output_prefix)
     if not force and (finished := _finished(prefix, request)) is not None:
-        return PrepareSummary(*finished, _files(prefix, *finished), time.monotonic() - began, reused=True)
+        return PrepareSummary(*finished, _files(prefix, *finished, canaries), time.monotonic() - began, reused=True)
     parts = _parts_folder(prefix)
     with locked(parts / "lock", wait=False):
         if force:
@@ -99,9 +106,11 @@ def prepare(
         tokenise_all(shards, parts, workers or available_cores())
         splits = merge(shards, parts, loaded.vocab_size, validation_fraction, seed)
         _check_filled(splits, request)
+        if canaries is not None:
+            splits["train"] = plant(splits["train"], canaries, loaded, text_key, ledger_path(prefix))
         made = _publish(splits, prefix, request, loaded)
         shutil.rmtree(parts)
-    return PrepareSummary(*made, _files(prefix, *made), time.monotonic() - began, reused=False)
+    return PrepareSummary(*made, _files(prefix, *made, canaries), time.monotonic() - began, reused=False)
 
 
 def _check_request(
@@ -112,6 +121,7 @@ def _check_request(
     text_key: str,
     validation_fraction: float,
     seed: int,
+    canaries: Canaries | None,
 ) -> _Request:
     if (tokenizer is None) == (train_tokenizer_vocab is None):
         raise UserError('choose one tokenizer: "bytes", the path of a tokenizer.json, or a vocabulary size to train')
@@ -119,9 +129,11 @@ def _check_request(
         raise UserError(f"workers is {workers}; at least 1 process is needed")
     if not 0 <= validation_fraction < 1:
         raise UserError(f"validation_fraction is {validation_fraction}; it must be at least 0 and below 1")
+    if canaries is not None:
+        canaries.check()
     identity = f"train {train_tokenizer_vocab}" if tokenizer is None else load_tokenizer(tokenizer).fingerprint
     inputs = [str(item) for item in inputs]
-    return _Request(inputs, list_inputs(inputs), text_key, identity, validation_fraction, seed)
+    return _Request(inputs, list_inputs(inputs), text_key, identity, validation_fraction, seed, canaries)
 
 
 def _finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | None] | None:
@@ -132,6 +144,8 @@ def _finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | Non
         if train is None or train.request != request.digest():
             return None
         IndexedDataset(prefix)
+        if request.canaries is not None and not ledger_path(prefix).is_file():
+            return None
         if request.validation_fraction == 0:
             return train, None
         IndexedDataset(held_out)
@@ -231,8 +245,9 @@ def _withdraw(prefix: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _files(prefix: Path, train: Manifest, validation: Manifest | None) -> list[Path]:
+def _files(prefix: Path, train: Manifest, validation: Manifest | None, canaries: Canaries | None) -> list[Path]:
     """Everything that belongs to a finished corpus."""
     prefixes = [prefix] if validation is None else [prefix, validation_prefix(prefix)]
     files = [path(each) for each in prefixes for path in (bin_path, idx_path, manifest_path)]
+    files += [] if canaries is None else [ledger_path(prefix)]
     return files if train.tokenizer == "bytes" else [*files, prefix.with_name(train.tokenizer)]

@@ -19,12 +19,13 @@ _SMALLEST_BPE = 257  # 256 bytes and the end of a document
 class Tokenizer(Protocol):
     """What the rest of the package asks of a tokenizer.
 
-    `vocab_size`: one more than the largest id; `eod_id`: the id that ends a document; `fingerprint`: equal for
-    two tokenizers exactly when they give the same ids.
+    `vocab_size`: one more than the largest id; `eod_id`: the id that ends a document; `special_ids`: the ids that are
+    no text, ascending; `fingerprint`: equal for two tokenizers exactly when they give the same ids.
     """
 
     vocab_size: int
     eod_id: int
+    special_ids: tuple[int, ...]
     fingerprint: str
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -41,6 +42,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eod_id = 256
+    special_ids = (256,)
     fingerprint = "bytes"
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -80,6 +82,8 @@ class HFTokenizer:
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.eod_id = self._find_eod(eod)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = tuple(sorted({self.eod_id} | {i for i, token in added.items() if token.special}))
         self.fingerprint = hashlib.sha256(content + f"\neod {self.eod_id}".encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

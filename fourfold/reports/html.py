@@ -39,6 +39,13 @@ def facts(values: Mapping[str, str | int | float | None]) -> str:
     return f'<dl class="facts">{"".join(cards)}</dl>'
 
 
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of text; all columns but the first are set right."""
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<table class="rows"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
 def charts(figures: Sequence[str], wide: Sequence[str] = ()) -> str:
     """Figures in two columns, below those of `wide`, which take both."""
     full = "".join(f'<div class="wide">{figure}</div>' for figure in wide)

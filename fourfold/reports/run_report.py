@@ -10,7 +10,7 @@ from typing import Any
 from fourfold.errors import UserError
 from fourfold.reports import html
 from fourfold.reports.svg import Series, line_chart
-from fourfold.training.metrics import METRICS_FILE, read_metrics
+from fourfold.training.metrics import MEMORIZATION_FILE, METRICS_FILE, read_metrics
 
 Record = dict[str, Any]
 
@@ -18,9 +18,10 @@ Record = dict[str, Any]
 def write_run_report(run_dir: Path) -> Path:
     """Write `run_dir`/report.html and return its path.
 
-    Reads run.toml and metrics.jsonl and, where they are, sample.txt (generated text) and summary.json (an object of
-    label to text or number). The page is one file without network access. Raises UserError when run.toml or
-    metrics.jsonl is missing, when no step is recorded, and when metrics.jsonl or summary.json cannot be read.
+    Reads run.toml and metrics.jsonl and, where they are, sample.txt (generated text), memorization.jsonl and
+    summary.json (an object of label to text or number). The page is one file without network access. Raises UserError
+    when run.toml or metrics.jsonl is missing, when no step is recorded, and when metrics.jsonl or summary.json cannot
+    be read.
     """
     run_dir = Path(run_dir)
     records = read_metrics(run_dir / METRICS_FILE)
@@ -30,7 +31,8 @@ def write_run_report(run_dir: Path) -> Path:
     if not run_file.is_file():
         raise UserError(f"{run_file} does not exist: give the folder of a run, in which `fourfold train` puts it.")
 
-    sections = [html.facts(_headline(records)), *_not_finite(records), _curves(records), *_summary(run_dir)]
+    sections = [html.facts(_headline(records)), *_not_finite(records), _curves(records)]
+    sections += [*_memorization(run_dir), *_summary(run_dir)]
     sample = run_dir / "sample.txt"
     if sample.is_file():
         sections.append(html.text_block("Sample", _read_text(sample), wrap=True))
@@ -85,6 +87,27 @@ def _curves(records: Sequence[Record]) -> str:
         line_chart("Memory, GiB", [memory], **axis, from_zero=True),
     ]
     return html.charts(others, wide=[loss])
+
+
+def _memorization(run_dir: Path) -> list[str]:
+    """What the canaries say while the model trains, by how often each is repeated; nothing where none is audited."""
+    path = run_dir / MEMORIZATION_FILE
+    records = read_metrics(path) if path.is_file() else []
+    if not records:
+        return []
+    charts = []
+    for key, title in (("exact_match", "Canaries repeated exactly"), ("loss", "Loss of the canaries")):
+        series = [
+            Series(
+                f"{count} times" if count.isdecimal() else count,
+                [record["tokens"] for record in records],
+                [record["by_count"][count][key] for record in records],
+                dots=len(records) <= 60,
+            )
+            for count in records[-1]["by_count"]
+        ]
+        charts.append(line_chart(title, series, x_label="tokens", from_zero=True))
+    return ["<h2>Memorisation</h2>", html.charts(charts)]
 
 
 def _series(name: str, records: Sequence[Record], key: str, unit: float = 1.0) -> Series:

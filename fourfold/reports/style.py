@@ -25,6 +25,11 @@ h2 { font-size: 16px; margin: 28px 0 8px; }
 .facts div { flex: 1 1 130px; background: var(--card); padding: 8px 14px; }
 .facts dt { color: var(--faint); font-size: 12.5px; }
 .facts dd { margin: 0; font-weight: 600; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+.rows { border-collapse: collapse; width: 100%; background: var(--card); border: 1px solid var(--edge);
+  font-variant-numeric: tabular-nums; }
+.rows th, .rows td { padding: 5px 12px; text-align: right; border-bottom: 1px solid var(--edge); }
+.rows th:first-child, .rows td:first-child { text-align: left; }
+.rows th { color: var(--faint); font-weight: 400; font-size: 12.5px; }
 .notice { border-left: 3px solid var(--s1); padding: 4px 12px; margin: 0 0 16px; }
 .charts { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 14px; }
 .charts .wide { grid-column: 1 / -1; }

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from fourfold.reports.audit_report import ATTACK_HEADER, COUNT_HEADER, attack_rows, count_rows, replay_facts
 
 if TYPE_CHECKING:
+    from fourfold.data.preview import Preview
+    from fourfold.data.tokenizer import Tokenizer
     from fourfold.verification.parity import ParityReport
     from fourfold.verification.trace import TraceReport
 
@@ -53,3 +59,54 @@ def trace_tables(report: TraceReport) -> None:
     console = Console()
     console.print(memory)
     console.print(sent)
+
+
+def audit_tables(record: Mapping[str, Any]) -> None:
+    """Extraction by repetition, membership attacks, the mask replayed, and what the reader should know."""
+    console = Console()
+    title = f"Exact match of the last {record['suffix']} tokens, {record['model']}"
+    console.print(_table(title, COUNT_HEADER, count_rows(record)))
+    if record["membership"]:
+        console.print(_table("Membership inference", ATTACK_HEADER, attack_rows(record)))
+        console.print(record["membership"]["caveat"])
+    replayed = replay_facts(record)
+    if replayed:
+        console.print(_table("The goldfish mask, replayed", ("", ""), [[*fact] for fact in replayed.items()]))
+    for warning in record["warnings"]:
+        console.print(Text.assemble(("Note: ", "bold"), warning))
+
+
+def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[str, Any]) -> None:
+    """Sequences with what the goldfish mask drops in brackets and what else is not trained dimmed, and the numbers."""
+    console = Console()
+    for sample in preview.samples:
+        text = Text()
+        for piece, trained, dropped in zip(sample.pieces(tokenizer), sample.trained, sample.dropped, strict=True):
+            text.append(f"[{piece}]" if dropped else piece, style="bold red" if dropped else "" if trained else "dim")
+        console.print(text, end="\n\n")
+    facts = [["trained", f"{record['trained_share']:.1%} of the tokens"]]
+    if record["goldfish"] is not None:
+        goldfish = record["goldfish"]
+        facts += [
+            ["left out by the goldfish mask", f"{goldfish['drop_rate']:.2%} of the tokens that the others keep"],
+            [
+                "longest passage without a gap",
+                f"{goldfish['longest_undropped_span']} tokens (chance: about {goldfish['expected_longest_span']:.0f})",
+            ],
+        ]
+    for suffix, share in record["expected"]["exact_match"].items() if record["expected"] else []:
+        facts.append([f"passages of {suffix} tokens without a gap", f"{share:.2g}"])
+    for noise, share in record["expected"]["near_duplicates_train"].items() if record["expected"] else []:
+        facts.append([f"near-duplicates, {float(noise):.0%} replaced", f"{share:.1%} train a dropped token"])
+    console.print(_table("Masks", ("", ""), facts))
+    for warning in record["warnings"]:
+        console.print(Text.assemble(("Warning: ", "bold"), warning))
+
+
+def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=Text(title), title_justify="left", show_header=any(header))
+    for number, name in enumerate(header):
+        table.add_column(name, justify="left" if number == 0 or not name else "right")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table

@@ -168,6 +168,22 @@ def load_checkpoint(path: Path, job: Job) -> int:
     return state.step
 
 
+def load_model(path: Path, job: Job) -> None:
+    """Fill a job's weights from a checkpoint that any grid has written, and give its optimizer no memory.
+
+    Raises ``UserError`` when the checkpoint is damaged or belongs to another model.
+    """
+    check_same_model(path, read_state(path), job.run.model)
+    view = GlobalView(job.grid, job.run.parallel.zero)
+    first = {shard.name: shard for shard in reversed(job.shards)}
+    _load_tensors({f"model.{name}": view.of(shard) for name, shard in first.items()}, path)
+    with torch.no_grad():
+        for shard in job.shards:
+            if shard is not first[shard.name]:
+                shard.local.copy_(first[shard.name].local)
+    job.publish()
+
+
 def load_weights(path: Path, weights: dict[str, Tensor]) -> None:
     """Fill whole tensors, by parameter name, in one process and without a process group."""
     read_state(path)

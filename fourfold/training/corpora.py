@@ -12,23 +12,40 @@ import torch.distributed as dist
 
 from fourfold.config.run import RunConfig
 from fourfold.data.build import build_dataset, ensure_builtin
+from fourfold.data.goldfish import Goldfish
 from fourfold.data.loader import Batch, Loader
 from fourfold.data.manifest import corpus_tokenizer, read_manifest, validation_prefix
+from fourfold.data.mask_statistics import MaskStatistics, sample_statistics
+from fourfold.data.masks import LossMask, build_masks
+from fourfold.data.preview import Preview, preview
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
 from fourfold.parallel.grid import Axis
 from fourfold.training.job import MicroBatch
 
 VALIDATION_SEED = 1
+STATISTICS_TOKENS = 1 << 17
+"""Of the training data, which a goldfish mask is tried on before training: milliseconds, and enough for its rate."""
 
 
 @dataclass(frozen=True)
 class Corpora:
-    """The loaders of this process, and the tokenizer that made the text (None where the corpus does not say)."""
+    """The loaders of this process, and the tokenizer that made the text (None where the corpus does not say).
+
+    masks: those of the loss but for goldfish, which validation does not have either.
+    """
 
     train: Loader
     validation: Loader | None
     tokenizer: Tokenizer | None
+    masks: list[LossMask]
+    goldfish: Goldfish | None
+
+    def goldfish_statistics(self) -> MaskStatistics | None:
+        """What the goldfish mask does to the beginning of the training data; None without one."""
+        if self.goldfish is None:
+            return None
+        return sample_statistics(self.train.dataset, self.masks, self.goldfish, STATISTICS_TOKENS)
 
 
 def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
@@ -40,10 +57,7 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
     for prefix, _ in [*train, *validation]:
         _check_vocabulary(prefix, run)
         _check_same_tokenizer(prefix, train[0][0])
-    tokenizer = corpus_tokenizer(train[0][0]) if read_manifest(train[0][0]) is not None else None
-    if run.data.tokenizer is not None and run.data.source is None:
-        tokenizer = _same_tokenizer(run.data.tokenizer, tokenizer, train[0][0])
-        _check_fits(f"data.tokenizer = '{run.data.tokenizer}' has", tokenizer.vocab_size, run)
+    tokenizer = _tokenizer(run, train)
     if run.sample.prompt is not None and tokenizer is None:
         raise UserError(
             f"sample.prompt needs a tokenizer, and {train[0][0]}.json, which would name it, does not exist; "
@@ -52,11 +66,27 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
     needs_validation = run.validation.interval > 0
     if needs_validation and not validation:
         raise UserError("validation.interval is set, but data.validation names no corpus; name one, or set it to 0")
+    masks, goldfish = build_masks(run.masks, tokenizer, run.training.seq_length, run.training.global_batch_size)
+    held_out = None
+    if needs_validation:
+        held_out = _loader(run, validation, VALIDATION_SEED, batch, masks, prefetch=False)
     return Corpora(
-        train=_loader(run, train, run.training.seed, batch, prefetch=True),
-        validation=_loader(run, validation, VALIDATION_SEED, batch, prefetch=False) if needs_validation else None,
+        train=_loader(run, train, run.training.seed, batch, masks, goldfish, prefetch=True),
+        validation=held_out,
         tokenizer=tokenizer,
+        masks=masks,
+        goldfish=goldfish,
     )
+
+
+def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, Tokenizer | None]:
+    """The masks of a run on the beginning of its training data, in one process and without a model."""
+    train, _ = _prefixes(run)
+    tokenizer = _tokenizer(run, train)
+    masks, goldfish = build_masks(run.masks, tokenizer, run.training.seq_length, run.training.global_batch_size)
+    look_back = 0 if goldfish is None else goldfish.look_back
+    dataset = build_dataset(train, run.training.seq_length, run.training.seed, look_back)
+    return preview(dataset, masks, goldfish, samples, tokens), tokenizer
 
 
 def micro_batches(batches: Sequence[Batch], run: RunConfig, device: torch.device) -> list[MicroBatch]:
@@ -89,18 +119,29 @@ def _prefixes(run: RunConfig) -> tuple[list[tuple[str, float]], list[tuple[str, 
         return [(c.path, c.weight) for c in data.train], [(c.path, c.weight) for c in data.validation]
     arguments = {"tokenizer": data.tokenizer, "cache_dir": data.cache_dir, "vocab_size": run.model.vocab_size}
     # One process makes the corpus, and the others find it.
-    if dist.get_rank() == 0:
-        ensure_builtin(data.source, **arguments)
-    dist.barrier()
+    if dist.is_initialized():
+        if dist.get_rank() == 0:
+            ensure_builtin(data.source, **arguments)
+        dist.barrier()
     prefix = ensure_builtin(data.source, **arguments)
     return [(prefix, 1.0)], [(validation_prefix(prefix), 1.0)]
 
 
-def _loader(run: RunConfig, prefixes: list[tuple[str, float]], seed: int, batch: Axis, prefetch: bool) -> Loader:
+def _loader(
+    run: RunConfig,
+    prefixes: list[tuple[str, float]],
+    seed: int,
+    batch: Axis,
+    masks: list[LossMask],
+    goldfish: Goldfish | None = None,
+    *,
+    prefetch: bool,
+) -> Loader:
     training = run.training
-    dataset = build_dataset(prefixes, training.seq_length, seed)
+    look_back, masks = (0, masks) if goldfish is None else (goldfish.look_back, [*masks, goldfish])
+    dataset = build_dataset(prefixes, training.seq_length, seed, look_back)
     sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
-    return Loader(dataset, *sizes, batch.rank, batch.size, prefetch=prefetch)
+    return Loader(dataset, *sizes, batch.rank, batch.size, masks, prefetch=prefetch)
 
 
 def _check_vocabulary(prefix: str, run: RunConfig) -> None:
@@ -125,6 +166,16 @@ def _check_same_tokenizer(prefix: str, first: str) -> None:
             f"the corpora {first} and {prefix} were made with different tokenizers ({other.tokenizer} and "
             f"{manifest.tokenizer}); prepare them with one"
         )
+
+
+def _tokenizer(run: RunConfig, train: list[tuple[str, float]]) -> Tokenizer | None:
+    """The corpora's own, which that of the run file must agree with; None where neither says."""
+    prefix = train[0][0]
+    tokenizer = corpus_tokenizer(prefix) if read_manifest(prefix) is not None else None
+    if run.data.tokenizer is not None and run.data.source is None:
+        tokenizer = _same_tokenizer(run.data.tokenizer, tokenizer, prefix)
+        _check_fits(f"data.tokenizer = '{run.data.tokenizer}' has", tokenizer.vocab_size, run)
+    return tokenizer
 
 
 def _same_tokenizer(name: str, of_corpus: Tokenizer | None, prefix: str | Path) -> Tokenizer:

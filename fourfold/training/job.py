@@ -153,21 +153,21 @@ class Job:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Mean loss of the kept tokens over all ranks, without gradients."""
         kept = self.count_kept(micro_batches)
-        return self.mean_loss(self._outputs(micro_batches), kept)
+        return self.mean_loss(self.outputs(micro_batches), kept)
 
     def next_token_logits(self, tokens_BS: Tensor, position: int) -> Tensor:
         """Logits [V] after the token at ``position`` of the first sequence, on every process."""
         micro_batch = MicroBatch(tokens_BS, None)
         at = (self.my_tokens(micro_batch).positions[0] == position).nonzero()
         logits_V = torch.zeros(self.run.model.vocab_size, device=self.device)
-        for logits_BSV in self._outputs([micro_batch]):
+        for logits_BSV in self.outputs([micro_batch]):
             if len(at):
                 logits_V = logits_BSV[0, int(at[0, 0])].float()
         for axis in (self.grid.cp, self.grid.pp):
             logits_V = all_reduce(logits_V, axis, "logits of one token")
         return logits_V
 
-    def _outputs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+    def outputs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """What the last stage makes of every micro-batch; nothing on the ranks of other stages."""
 
         def forward(stage: int, hidden: Tensor | None, micro_batch: int) -> Tensor:

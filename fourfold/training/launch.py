@@ -58,10 +58,15 @@ def run_in_group(
 ) -> Any:
     """This process's part of run_on_grid. meeting_point: torch's init_method; None for a group of one."""
     ignore_known_warnings()
-    module, _, name = function.partition(":")
-    call = getattr(importlib.import_module(module), name)
+    call = imported(function)
     with _default_group(place, meeting_point, device_of(place, wanted_device), timeout):
         return call(place, *args)
+
+
+def imported(function: str) -> Any:
+    """What ``"package.module:name"`` names."""
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def device_of(place: Place, wanted: WantedDevice) -> torch.device:

@@ -7,11 +7,13 @@ import fcntl
 import json
 import math
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,7 @@ from fourfold.training.flops import (
     peak_flops,
 )
 from fourfold.training.job import Job, StepResult
-from fourfold.training.launch import device_of
+from fourfold.training.launch import device_of, imported
 from fourfold.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
 from fourfold.training.progress import Progress
 from fourfold.training.sample import sample_text
@@ -56,8 +58,19 @@ class Outcome:
     is_first_process: bool
 
 
-def train(place: Place, run: RunConfig) -> Outcome:
-    """Train as the run file says, on every process of the job; resumes where ``checkpoint.resume`` points."""
+class Callback(Protocol):
+    """Something that every process does besides training. Made with (run, job, tokenizer or None, run_dir)."""
+
+    def after_step(self, steps: int) -> None:
+        """Called after every optimizer step; ``steps`` counts those taken. It may run collectives and forwards."""
+        ...
+
+
+def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcome:
+    """Train as the run file says, on every process of the job; resumes where ``checkpoint.resume`` points.
+
+    callbacks: ``"package.module:name"`` of each ``Callback``, strings so that the loop need not know them.
+    """
     device = device_of(place, run.training.device)
     run_dir = Path(run.output_dir) / run.name
     checkpoint = find_checkpoint(run.checkpoint.resume, run_dir / "checkpoints")
@@ -73,11 +86,12 @@ def train(place: Place, run: RunConfig) -> Outcome:
 
     with ExitStack() as stack:
         stack.callback(corpora.train.close)
+        besides: list[Callback] = [imported(name)(run, job, corpora.tokenizer, run_dir) for name in callbacks]
         is_first = dist.get_rank() == 0
         if is_first:
             _make_folder(run_dir)
             stack.enter_context(_only_job_in(run_dir))
-        record = stack.enter_context(Record(run, run_dir, job, first_step)) if is_first else None
+        record = stack.enter_context(Record(run, run_dir, job, corpora, first_step)) if is_first else None
         if is_first:
             write_whole(run_dir / RUN_FILE, to_toml(run).encode())
         checkpointer = Checkpointer(run_dir / "checkpoints", job, run.checkpoint)
@@ -93,6 +107,8 @@ def train(place: Place, run: RunConfig) -> Outcome:
             if record is not None:
                 record.step(step, result, seconds, validation_loss)
             _check_finite(result, step, run_dir)  # before a checkpoint is written
+            for callback in besides:
+                callback.after_step(step + 1)
             stopped = _any_rank(stop.is_set, device)
             last = step + 1 == run.training.train_steps
             if _due(step, run.checkpoint.interval) or stopped or (last and run.checkpoint.save_last):
@@ -124,7 +140,7 @@ def train(place: Place, run: RunConfig) -> Outcome:
 class Record:
     """What rank 0 shows and writes down."""
 
-    def __init__(self, run: RunConfig, run_dir: Path, job: Job, first_step: int) -> None:
+    def __init__(self, run: RunConfig, run_dir: Path, job: Job, corpora: Corpora, first_step: int) -> None:
         self.run, self.run_dir, self.job = run, run_dir, job
         training, model = run.training, run.model
         self.tokens_per_step = training.global_batch_size * training.seq_length
@@ -147,7 +163,16 @@ class Record:
             "peak": "n/a: no published figure for this device, so no MFU" if self.peak is None else self.peak.source,
             "starts at step": first_step,
         }
+        masked = corpora.goldfish_statistics()
+        if masked is not None:
+            goldfish = run.masks.goldfish
+            self.facts["goldfish mask"] = (
+                f"{goldfish.strategy}, k {goldfish.k}, h {goldfish.h}, from step {goldfish.start_step} on: "
+                f"{masked.drop_rate:.1%} not trained, at most {masked.longest_undropped_span} kept in a row"
+            )
         self.progress.start_summary(self.facts)
+        for warning in masked.warnings() if masked is not None else []:
+            print(f"warning: {warning}", file=sys.stderr)
         self.started = time.perf_counter()
         self.first_step = first_step
 
@@ -225,7 +250,10 @@ def _only_job_in(run_dir: Path) -> Iterator[None]:
 def _check_finite(result: StepResult, step: int, run_dir: Path) -> None:
     """Raise ``UserError`` after a step that no training recovers from: NaN gradients have made all weights NaN."""
     if result.kept_tokens.item() == 0:
-        raise UserError(f"step {step + 1} has no token to learn: every document of its sequences is one token long")
+        raise UserError(
+            f"step {step + 1} has no token to learn: every document of its sequences is one token long, or its masks "
+            "keep none"
+        )
     for what, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
         if result.skipped:  # the loss scale was too large, and has been halved
             continue

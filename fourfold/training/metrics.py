@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 METRICS_FILE = "metrics.jsonl"
+MEMORIZATION_FILE = "memorization.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,8 @@ class Progress:
 
     In a terminal: a bar with ETA and a line of numbers, redrawn in place. Elsewhere: one line every `log_interval`
     steps, besides the first, the last, and each step with a validation loss, without control codes; the fields come
-    in torchtitan's order (step, loss, grad_norm, memory, tokens/s, tflops, mfu), then lr and ETA. tokens/s is that of
+    in torchtitan's order (step, loss, grad_norm, memory, tokens/s, tflops, mfu), then lr and ETA, and where masks
+    leave tokens out, the share that is trained. tokens/s is that of
     all devices together, tflops that of one. `is_tty` overrides what standard output says of itself.
     """
 
@@ -87,6 +88,8 @@ class Progress:
             f"lr: {metrics.lr:.3e}",
             f"eta: {self._eta(metrics)}",
         ]
+        if metrics.trained_token_share < 1:
+            fields.append(f"trained: {metrics.trained_token_share:.1%}")
         if metrics.validation_loss is not None:
             fields.append(f"validation_loss: {metrics.validation_loss:.5f}")
         return "  ".join(fields)
@@ -116,6 +119,7 @@ class Progress:
             f"{metrics.model_tflops_per_device:,.2f} TFLOP/s/device",
             f"MFU {_or_na(metrics.mfu, '.1%')}",
             _gib(metrics),
+            *([f"{metrics.trained_token_share:.1%} of the tokens trained"] if metrics.trained_token_share < 1 else []),
         )
         return Group(bar, Text(" · ".join(numbers)))
 

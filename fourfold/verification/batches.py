@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from fourfold.config.run import RunConfig
+from fourfold.data.dataset import Windows
+from fourfold.data.goldfish import goldfish_mask
+from fourfold.data.packing import positions_of
 from fourfold.models.transformer import IGNORE_INDEX
 from fourfold.parallel.grid import Grid
 from fourfold.training.job import MicroBatch
@@ -13,7 +17,8 @@ from fourfold.training.job import MicroBatch
 def random_global_batch(run: RunConfig, step: int) -> MicroBatch:
     """The global batch of a step: random tokens, labels masked very unevenly over the sequences.
 
-    With ``data.mask_documents`` each sequence is packed from documents of random lengths.
+    With ``data.mask_documents`` each sequence is packed from documents of random lengths. A goldfish mask of the run
+    file, from its start step on, masks the labels too.
     """
     generator = torch.Generator().manual_seed(1000 + step)
     batch, length = run.training.global_batch_size, run.training.seq_length
@@ -21,13 +26,21 @@ def random_global_batch(run: RunConfig, step: int) -> MicroBatch:
     labels = tokens[:, 1:].clone()
     share_masked = torch.linspace(0, 0.95, batch)[:, None]
     labels[torch.rand(batch, length, generator=generator) < share_masked] = IGNORE_INDEX
+    documents = torch.zeros_like(tokens)
+    if run.data.mask_documents:
+        starts = torch.rand(batch, length, generator=generator) < 4 / length
+        starts[:, 0] = False
+        documents[:, :length] = starts.cumsum(dim=1)
+        documents[:, length] = documents[:, length - 1]
+    goldfish = goldfish_mask(run.masks.goldfish, (), length, batch)
+    if goldfish is not None:
+        numbers = step * batch + np.arange(batch)
+        kept = goldfish(Windows(tokens.numpy(), documents.numpy(), numbers))
+        labels[~torch.from_numpy(kept)] = IGNORE_INDEX
     if not run.data.mask_documents:
         return MicroBatch(tokens[:, :-1], labels)
-    starts = torch.rand(batch, length, generator=generator) < 4 / length
-    starts[:, 0] = True
-    index = torch.arange(length).expand(batch, length)
-    positions = index - torch.where(starts, index, 0).cummax(dim=1).values
-    return MicroBatch(tokens[:, :-1], labels, positions, starts.cumsum(dim=1) - 1)
+    positions = torch.from_numpy(positions_of(documents[:, :-1].numpy()))
+    return MicroBatch(tokens[:, :-1], labels, positions, documents[:, :-1])
 
 
 def micro_batches_of(batch: MicroBatch, run: RunConfig, grid: Grid, device: torch.device) -> list[MicroBatch]:

@@ -26,7 +26,7 @@ Result = tuple[int, str, str]
 """Exit code, standard output, standard error."""
 
 Cli = Callable[..., Result]
-COMMANDS = ("train", "prepare", "parity", "trace", "report")
+COMMANDS = ("train", "prepare", "parity", "trace", "report", "masks", "audit")
 
 
 @pytest.fixture(autouse=True)

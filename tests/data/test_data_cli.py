@@ -1,5 +1,6 @@
 """`fourfold prepare`, as a user types it."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,20 @@ def test_prepare(tmp_path: Path) -> None:
     second = CliRunner().invoke(app, command)
     assert "Already prepared" in second.output
     assert "Already prepared" not in CliRunner().invoke(app, [*command, "--force"]).output
+
+
+def test_canaries(tmp_path: Path) -> None:
+    rows = [json.dumps({"text": f"document {number} is about {number * 37}"}) for number in range(30)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
+    command = [str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "c"), "--tokenizer", "bytes", "--canary-tokens", "20"]
+    done = CliRunner().invoke(app, [*command, "--canaries", "2", "--repeats", "0,3"])
+    assert done.exit_code == 0, done.output
+    assert "c-canaries.jsonl" in done.output
+    ledger = [json.loads(row) for row in (tmp_path / "c-canaries.jsonl").read_text().splitlines()]
+    assert [row["count"] for row in ledger] == [0, 0, 3, 3]
+    assert IndexedDataset(tmp_path / "c").documents == 30 - 4 + 6
+    with pytest.raises(UserError, match="--repeats 'often' is no list of whole numbers; write it as 0,1,4,16"):
+        CliRunner().invoke(app, [*command, "--canaries", "2", "--repeats", "often"], catch_exceptions=False)
 
 
 def test_errors_are_left_to_the_caller(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fourfold.data.dataset import BLOCK, Mixture, TokenWindows
+from fourfold.data.dataset import BLOCK, NO_DOCUMENT, Mixture, TokenWindows, Windows
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
 from fourfold.data.masks import IGNORE_INDEX, document_boundary, labels_of
 from fourfold.data.packing import documents_of, positions_of
@@ -56,15 +56,29 @@ def test_packing() -> None:
 
 def test_masks() -> None:
     tokens = np.array([[5, 6, 7, 8, 9]])
-    documents = np.array([[0, 0, 1, 1, 2]])
-    assert labels_of(tokens, documents, []).tolist() == [[6, 7, 8, 9]]
-    assert labels_of(tokens, documents, [document_boundary]).tolist() == [[6, IGNORE_INDEX, 8, IGNORE_INDEX]]
+    windows = Windows(tokens, np.array([[0, 0, 1, 1, 2]]), np.array([0]))
+    assert labels_of(windows, []).tolist() == [[6, 7, 8, 9]]
+    assert labels_of(windows, [document_boundary]).tolist() == [[6, IGNORE_INDEX, 8, IGNORE_INDEX]]
 
-    def even(tokens: np.ndarray, documents: np.ndarray) -> np.ndarray:
-        return tokens[..., 1:] % 2 == 0
+    def below_8(windows: Windows) -> np.ndarray:
+        return windows.tokens[:, 1:] < 8
 
-    assert labels_of(tokens[0], documents[0], [document_boundary, even]).tolist() == [6, -100, 8, -100]
+    assert labels_of(windows, [document_boundary, below_8]).tolist() == [[6, -100, -100, -100]]
     assert tokens.tolist() == [[5, 6, 7, 8, 9]]
+
+
+def test_what_stands_before_a_window(tmp_path: Path) -> None:
+    text = corpus(tmp_path / "c", [3, 9, 10], first_token=100)
+    plain = TokenWindows(text, seq_length=7, seed=0).read(np.arange(3))
+    looking_back = TokenWindows(text, seq_length=7, seed=0, look_back=5).read(np.arange(3))
+    assert (looking_back.tokens == plain.tokens).all()
+    assert (looking_back.documents == plain.documents).all()
+    for stream, documents in zip(looking_back.stream, looking_back.stream_documents, strict=True):
+        first = stream[5] - 100
+        before = range(first - 5, first)
+        assert stream[:5].tolist() == [100 + place if place >= 0 else 0 for place in before]
+        number = [0 if place < 3 else 1 if place < 12 else 2 for place in range(22)]
+        assert documents[:5].tolist() == [number[p] - number[first] if p >= 0 else NO_DOCUMENT for p in before]
 
 
 def sources(tmp_path: Path) -> list[TokenWindows]:

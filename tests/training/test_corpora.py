@@ -231,3 +231,39 @@ def test_a_sample_needs_a_tokenizer(tmp_path: Path) -> None:
     narrow = {"preset": "llama-tiny", "vocab_size": 200}
     sentence = refusal(make(own(prefix, tokenizer="bytes"), model=narrow, **asked))
     assert "data.tokenizer = 'bytes' has a vocabulary of 257, and model.vocab_size = 200" in sentence
+
+
+def test_goldfish_masks_training_and_not_validation(prefix: str) -> None:
+    """Beside the same run without a mask, in training and in validation."""
+    data = own(prefix, validation=[{"path": f"{prefix}-validation"}])
+    plain = opened(make(data, validation={"interval": 2}))
+    masked = opened(make(data, validation={"interval": 2}, masks={"goldfish": {"strategy": "hash", "h": 4}}))
+    for step in range(3):
+        labels, before = (np.concatenate([b.labels for b in c.train.step(step)]) for c in (masked, plain))
+        dropped = (labels == -100) & (before != -100)
+        assert ((labels == before) | dropped).all()
+        assert 0.1 < dropped.mean() < 0.4
+        assert not (dropped & (before == 256)).any()  # the end of a document is always trained
+        for one, other in zip(masked.train.step(step), plain.train.step(step), strict=True):
+            assert (one.tokens == other.tokens).all()  # the model still reads what it is not trained on
+        labels, before = (np.concatenate([b.labels for b in c.validation.step(step)]) for c in (masked, plain))
+        assert (labels == before).all()
+    statistics = masked.goldfish_statistics()
+    assert statistics.k == 4
+    assert 0.15 < statistics.drop_rate < 0.3
+    assert plain.goldfish_statistics() is None
+
+
+def test_responses_mask_validation_too(prefix: str) -> None:
+    data = own(prefix, validation=[{"path": f"{prefix}-validation"}])
+    both = opened(make(data, validation={"interval": 2}, masks={"responses": {"start": "grid", "end": " "}}))
+    for loader in (both.train, both.validation):
+        labels = np.concatenate([batch.labels for batch in loader.step(0)])
+        trained = set(labels[labels != -100].tolist())
+        assert ord(" ") in trained  # the closing marker
+        assert trained <= {ord(" "), 256}  # or the document's end
+
+
+def test_a_mask_that_leaves_nothing_to_train(prefix: str) -> None:
+    run = make(own(prefix), masks={"goldfish": {"strategy": "hash-table", "h": 32}})
+    assert "masks.goldfish.h = 32 is not below training.seq_length = 32" in refusal(run)

@@ -399,3 +399,30 @@ def test_sample_at_any_temperature(tmp_path: Path, prefix: str, temperature: flo
             tmp_path, prefix, sample__prompt="the grid é ", **{**changes, "sample__temperature": 0.0}, name="b"
         )
         assert train(greedy.model_copy(update={"training": run.training})).sample == sample
+
+
+def test_a_goldfish_run_says_what_it_trains(tmp_path: Path, prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The share in the record and in the log; the loss is the mean of the tokens that are left."""
+    mask = {"masks.goldfish__strategy": "hash", "masks.goldfish__h": 4, "masks.goldfish__start_step": 4}
+    run = make(tmp_path, prefix, **mask)
+    train(run)
+    output = capsys.readouterr().out
+    assert "goldfish mask" in output
+    shares = [step["trained_token_share"] for step in metrics_of(run)]
+    assert min(shares[:4]) > 0.95  # no step before the first masked one leaves out more than starts of documents
+    assert max(shares[4:]) < 0.9
+    assert f"trained: {shares[0]:.1%}" in output
+    plain = make(tmp_path, prefix, name="plain")
+    train(plain)
+    before, after = metrics_of(run), metrics_of(plain)
+    assert [step["loss"] for step in before[:4]] == [step["loss"] for step in after[:4]]
+    assert before[4]["loss"] != after[4]["loss"]
+    assert before[4]["loss"] == pytest.approx(after[4]["loss"], rel=0.1)
+
+
+def test_a_mask_that_suits_the_data_badly_is_warned_of(
+    tmp_path: Path, prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(tmp_path, prefix, **{"masks.goldfish__strategy": "hash", "masks.goldfish__h": 80})
+    train(run)
+    assert "warning: the goldfish mask leaves out" in capsys.readouterr().err

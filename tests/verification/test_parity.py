@@ -17,6 +17,7 @@ from fourfold.verification.parity import ParityReport, parity, relative_differen
 Case = tuple[dict[str, Any], dict[str, int], dict[str, Any]]
 
 PACKED = {"data": {"source": "python-stdlib", "mask_documents": True}}
+GOLDFISH = {"masks": {"goldfish": {"strategy": "hash"}}}
 FULL = {"activation_checkpoint": {"mode": "full"}}
 SELECTIVE = {"activation_checkpoint": {"mode": "selective", "modules": ["attention", "mlp", "norms"]}}
 OFFLOADED = {"activation_checkpoint": {"mode": "full", "every": 2, "offload": True}}
@@ -86,6 +87,9 @@ CASES: dict[str, Case] = {
     "pp2 x2 packed": (DEEP_GPT, {"pp": 2, "x": 2}, ONE_SEQUENCE | PACKED),
     "pp2 cp2 interleaved": (DEEP_GPT, {"pp": 2, "cp": 2, "schedule": "Interleaved1F1B"}, ONE_SEQUENCE | PACKED),
     "x2 y2 z2": (QWEN, {"x": 2, "y": 2, "z": 2}, FULL | ONE_SEQUENCE),
+    "x2 goldfish": (LLAMA, {"x": 2}, GOLDFISH),
+    "z2 dp2 zero 3 goldfish packed": (GPT, {"z": 2, "dp": 2, "zero": 3}, GOLDFISH | PACKED),
+    "x2 cp2 goldfish": (QWEN, {"x": 2, "cp": 2}, GOLDFISH),
     "x2 y2 z2 gpt": (GPT, {"x": 2, "y": 2, "z": 2}, {}),
 }
 

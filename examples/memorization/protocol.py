@@ -1,0 +1,194 @@
+"""The protocol of the goldfish paper at laptop scale: train every arm, audit it, and put them side by side.
+
+    python examples/memorization/protocol.py [--seeds 3] [--out runs/memorization] [--arms standard,hash4]
+
+Documents stand 0 or 300 times in a small corpus; a Llama of about 1 million parameters sees it once, with and without
+goldfish masks (Hans et al. 2024, arXiv 2406.10209; canaries and buckets as in Singh et al. 2024, arXiv 2502.08145). An
+arm takes about two minutes of one core. What is finished is not done again. Writes OUT/results.json and OUT/results.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from text import write_text
+
+from fourfold.config.load import load_run
+from fourfold.data.canaries import Canaries, ledger_path
+from fourfold.data.prepare import prepare
+from fourfold.memorization.audit import AuditRequest, subject_of
+from fourfold.memorization.laws import exact_match_law
+from fourfold.memorization.statistics import wilson
+from fourfold.reports.audit_report import write_audit_report
+from fourfold.training.launch import run_on_grid
+from fourfold.training.metrics import read_metrics
+
+HERE = Path(__file__).parent
+CHARACTERS = 1_400_000  # with the canaries, one epoch of arm.toml
+CANARIES = Canaries(count=16, repeats=(0, 300), length=96)
+SUFFIX = 50
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of training. corpus: "exact" copies, or "noisy" ones, of whose tokens 5 % differ."""
+
+    name: str
+    title: str
+    overrides: tuple[str, ...] = ()
+    corpus: str = "exact"
+    k: int | None = None
+
+
+def goldfish(strategy: str, k: int = 4, h: int = 13) -> tuple[str, ...]:
+    return tuple(f"masks.goldfish.{key}={value}" for key, value in (("strategy", strategy), ("k", k), ("h", h)))
+
+
+ARMS = (
+    Arm("standard", "standard"),
+    Arm("hash4", "goldfish, hash, k 4, h 13", goldfish("hash"), k=4),
+    Arm("random4", "random mask, k 4 (the control)", goldfish("random")),
+    Arm("static4", "static mask, k 4, copies at any place", goldfish("static")),
+    Arm("hash32", "goldfish, hash, k 32, h 13", goldfish("hash", k=32), k=32),
+    Arm("standard75", "standard, 3/4 of the steps", ("training.train_steps=420", "validation.interval=105")),
+    Arm("noisy13", "hash, k 4, h 13, copies differ in 5 %", goldfish("hash"), "noisy", 4),
+    Arm("noisy4", "hash, k 4, h 4, copies differ in 5 %", goldfish("hash", h=4), "noisy", 4),
+)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--out", type=Path, default=Path("runs/memorization"))
+    options.add_argument("--arms", default=",".join(arm.name for arm in ARMS))
+    options.add_argument("--steps", type=int, help="Fewer training steps, to try it out.")
+    given = options.parse_args()
+    make_corpora(given.out)
+    for seed in range(given.seeds):
+        for arm in ARMS:
+            if arm.name in given.arms.split(","):
+                train_and_audit(arm, seed, given.out, given.steps)
+                write_results(given.out)
+    print((given.out / "results.md").read_text(encoding="utf-8"))
+
+
+def make_corpora(out: Path) -> None:
+    """The same documents twice: with exact copies of the canaries, and with copies that differ in 5 % of the tokens."""
+    text = out / "corpora" / "text.jsonl"
+    if not text.is_file():
+        write_text(text, CHARACTERS)
+    exact, noisy = (out / "corpora" / name for name in ("exact", "noisy"))
+    prepare([text], exact, train_tokenizer_vocab=2048, validation_fraction=0.05, canaries=CANARIES)
+    tokenizer = exact.with_name("exact-tokenizer.json")
+    with_noise = Canaries(CANARIES.count, CANARIES.repeats, CANARIES.length, noise=0.05)
+    prepare([text], noisy, tokenizer=tokenizer, validation_fraction=0.05, canaries=with_noise)
+
+
+def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None) -> None:
+    folder = out / f"{arm.name}-{seed}"
+    if (folder / "audit.json").is_file():
+        return
+    corpus = out / "corpora" / arm.corpus
+    overrides = [
+        f"name={folder.name}",
+        f"output_dir={out}",
+        f"data.train=[{{path='{corpus}'}}]",
+        f"data.validation=[{{path='{out / 'corpora' / 'exact-validation'}'}}]",
+        f"training.seed={seed}",
+        f"masks.goldfish.seed={seed}",
+        *arm.overrides,
+        *([] if steps is None else [f"training.train_steps={steps}", f"validation.interval={steps}"]),
+    ]
+    outcome = run_on_grid("fourfold.training.loop:train", [load_run(HERE / "arm.toml", overrides)], 1)
+    if outcome.stopped:
+        raise SystemExit(3)  # by a signal; another start goes on from its checkpoint
+    # The suffix after all that precedes it, for members and for those that stand 0 times alike.
+    request = AuditRequest(str(folder), ledger_path(corpus), suffix=SUFFIX, prefix=CANARIES.length - SUFFIX)
+    record = run_on_grid("fourfold.memorization.audit:audit_of_place", [request, subject_of(request.model, request)], 1)
+    write_audit_report(record, folder)
+
+
+def write_results(out: Path) -> None:
+    """Every arm over its seeds: rates pooled, losses as mean and range."""
+    results = {arm.name: row for arm in ARMS if (row := result_of(arm, out)) is not None}
+    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    header = "| arm | seeds | exact match of 50 tokens | longest span | loss, kept / dropped | first difference at a "
+    header += "dropped token | membership AUC (loss) | validation loss |"
+    rows = [row_of(arm, results[arm.name]) for arm in ARMS if arm.name in results]
+    text = "\n".join([header, "|---" * 8 + "|", *rows]) + "\n"
+    (out / "results.md").write_text(text, encoding="utf-8")
+
+
+def result_of(arm: Arm, out: Path) -> dict[str, Any] | None:
+    folders = [folder.parent for folder in sorted(out.glob(f"{arm.name}-*/audit.json"))]
+    if not folders:
+        return None
+    records = [json.loads((folder / "audit.json").read_text(encoding="utf-8")) for folder in folders]
+    documents = sum(record["documents"] for record in records)
+    exact = sum(round(record["exact_match"] * record["documents"]) for record in records)
+    controls = sum(record["control"]["documents"] for record in records)
+    exact_controls = sum(round(r["control"]["exact_match"] * r["control"]["documents"]) for r in records)
+    replays = [record["mask_replay"] for record in records if record["mask_replay"]]
+    validation = [
+        [step["validation_loss"] for step in read_metrics(folder / "metrics.jsonl") if "validation_loss" in step][-1]
+        for folder in folders
+    ]
+    diverged = sum(r["first_divergences"] for r in replays)
+    at_dropped = sum(round((r["first_divergence_at_dropped"] or 0) * r["first_divergences"]) for r in replays)
+    return {
+        "title": arm.title,
+        "seeds": len(records),
+        "documents": documents,
+        "exact_match": exact / documents,
+        "exact_match_ci": wilson(exact, documents),
+        "exact_match_each": [record["exact_match"] for record in records],
+        "control_exact_match": exact_controls / controls,
+        "law": None if arm.k is None else exact_match_law(arm.k, SUFFIX),
+        "suffix_kept_whole": statistics.mean(r["suffix_kept_whole"] for r in replays) if replays else None,
+        "median_longest_span": statistics.median(record["longest_span"]["median"] for record in records),
+        "token_agreement": statistics.mean(record["token_agreement"]["mean"] for record in records),
+        "nll_kept": statistics.mean(r["nll_kept"]["mean"] for r in replays) if replays else None,
+        "nll_dropped": statistics.mean(r["nll_dropped"]["mean"] for r in replays) if replays else None,
+        "first_divergences": diverged,
+        "first_divergence_at_dropped": at_dropped / diverged if diverged else None,
+        "suffix_drop_rate": statistics.mean(r["suffix_drop_rate"] for r in replays) if replays else None,
+        "near_duplicates": [r["near_duplicates"] for r in replays if r["near_duplicates"]],
+        "membership_auc": [record["membership"]["attacks"]["loss"]["auc"] for record in records],
+        "validation_loss": validation,
+    }
+
+
+def row_of(arm: Arm, row: dict[str, Any]) -> str:
+    low, high = row["exact_match_ci"]
+    whole = row["suffix_kept_whole"]
+    expected = "" if row["law"] is None else f"; the law: {row['law']:.1%}, suffixes without a gap: {whole:.0%}"
+    at_dropped = row["first_divergence_at_dropped"]
+    cells = [
+        row["title"],
+        str(row["seeds"]),
+        f"**{row['exact_match']:.1%}** ({low:.0%} to {high:.0%}{expected})",
+        f"{row['median_longest_span']:g}",
+        "" if row["nll_kept"] is None else f"{row['nll_kept']:.2f} / {row['nll_dropped']:.2f}",
+        ""
+        if at_dropped is None
+        else f"{at_dropped:.0%} of {row['first_divergences']} (chance {row['suffix_drop_rate']:.0%})",
+        spread(row["membership_auc"], 2),
+        spread(row["validation_loss"], 3),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """The mean, and in brackets the range where there are several."""
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+if __name__ == "__main__":
+    main()

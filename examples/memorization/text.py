@@ -1,0 +1,47 @@
+"""English that every machine has: the docstrings of Python's own standard library, one document each."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from fourfold.data.sources import PYTHON_STDLIB, iter_documents
+
+SHORTEST = 200  # characters
+
+
+def docstrings() -> Iterator[str]:
+    """Of modules, classes and functions, in the order of the files; those shorter than 200 characters left out."""
+    seen: set[str] = set()
+    for source in iter_documents([PYTHON_STDLIB]):
+        try:
+            with warnings.catch_warnings(action="ignore"):  # old escapes in strings
+                tree = ast.parse(source)
+        except SyntaxError:  # the library keeps files that are wrong on purpose, for its own tests
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text is not None and len(text) >= SHORTEST and text not in seen:
+                    seen.add(text)
+                    yield text
+
+
+def write_text(path: Path, characters: int) -> None:
+    """About so many characters of documents, one JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = 0
+    with path.open("w", encoding="utf-8") as file:
+        for text in docstrings():
+            if written >= characters:
+                break
+            file.write(json.dumps({"text": text}) + "\n")
+            written += len(text)
+
+
+if __name__ == "__main__":
+    write_text(Path(sys.argv[1]), int(sys.argv[2]))

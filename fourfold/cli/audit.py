@@ -1,0 +1,105 @@
+"""fourfold audit"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fourfold.cli.options import AsJson, Overrides
+
+ABOVE_LIMIT = 4
+
+
+def audit(
+    model: Annotated[str, typer.Option(metavar="CHECKPOINT|RUN|HF", help="What to audit.", show_default=False)],
+    documents: Annotated[
+        Path,
+        typer.Option(metavar="FILE.jsonl", help='Documents that were trained on: "text" or "tokens" in each line.'),
+    ],
+    control: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help="Documents that were not; those with a count of 0 are too."),
+    ] = None,
+    counts: Annotated[
+        str, typer.Option(metavar="KEY", help="The key that says how often one was trained on.")
+    ] = "count",
+    suffix: Annotated[int, typer.Option(help="Tokens at the end that must be repeated.")] = 50,
+    prefix: Annotated[int, typer.Option(help="Tokens before them at least.")] = 50,
+    offset: Annotated[int, typer.Option(help="Tokens of other documents before each, as in a packed sequence.")] = 0,
+    reference: Annotated[
+        str | None, typer.Option(metavar="CHECKPOINT|RUN|HF", help="A model without these documents, to compare with.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(metavar="RUN.toml", help="Replay this run's goldfish mask. Default: the model's own.")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="PATH|bytes", help="Default: the model's own.")] = None,
+    text_key: Annotated[str, typer.Option(help="The key that holds the text.")] = "text",
+    temperature: Annotated[float, typer.Option(help="Of the sampling attacker.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Tokens that the attacker draws from.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Share of the probability that the attacker draws from.")] = None,
+    generate: Annotated[int, typer.Option(help="Documents to continue token by token, for ROUGE-L and the like.")] = 0,
+    micro_batch_size: Annotated[int, typer.Option(help="Documents that one rank scores at once.")] = 8,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write audit.json and audit.html there.")] = None,
+    max_exact_match: Annotated[
+        float | None, typer.Option(help="Exit with code 4 when more than this share is repeated exactly.")
+    ] = None,
+    as_json: AsJson = False,
+    overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
+) -> None:
+    """Say what a model would repeat of its training data.
+
+    One forward pass over each document tells what greedy decoding would give after any part of it, on any grid: --set
+    parallel.z=2 scores on two processes. Exit code 4: the model repeats more than --max-exact-match allows.
+    """
+    from fourfold.errors import UserError
+
+    if max_exact_match is not None and not 0 <= max_exact_match <= 1:
+        raise UserError(f"--max-exact-match {max_exact_match} is a share between 0 and 1, such as 0.01")
+    from fourfold.memorization.audit import AuditRequest, subject_of
+    from fourfold.memorization.scores import Sampling
+    from fourfold.training.launch import run_on_grid
+
+    request = AuditRequest(
+        model=model,
+        documents=documents,
+        control=control,
+        reference=reference,
+        run=run,
+        tokenizer=tokenizer,
+        suffix=suffix,
+        prefix=prefix,
+        offset=offset,
+        sampling=Sampling(temperature, top_k, top_p),
+        generate=generate,
+        micro_batch_size=micro_batch_size,
+        text_key=text_key,
+        count_key=counts,
+        overrides=tuple(overrides),
+    )
+    request.check()
+    subject = subject_of(model, request)
+    world_size = 1 if subject.run is None else subject.run.parallel.world_size
+    device = "auto" if subject.run is None else subject.run.training.device
+    record = run_on_grid(
+        "fourfold.memorization.audit:audit_of_place", [request, subject], world_size, wanted_device=device
+    )
+    if record is None:  # not the first process of a launcher's
+        return
+    if out is not None:
+        from fourfold.reports.audit_report import write_audit_report
+
+        page = write_audit_report(record, out)
+    if as_json:
+        import json
+
+        print(json.dumps(record))
+    else:
+        from fourfold.reports.terminal import audit_tables
+
+        audit_tables(record)
+        if out is not None:
+            print(f"Report: {page}")
+    if max_exact_match is not None and record["exact_match"] > max_exact_match:
+        raise typer.Exit(ABOVE_LIMIT)

@@ -1,0 +1,43 @@
+"""fourfold masks"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fourfold.cli.options import AsJson, Overrides, RunFile
+
+
+def masks(
+    run_file: RunFile,
+    samples: Annotated[int, typer.Option(min=0, help="Training sequences to print.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to take the statistics of.")] = 1_000_000,
+    as_json: AsJson = False,
+    overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
+) -> None:
+    """Show which tokens a run's masks leave out, on its own data, before training.
+
+    Prints training sequences with what is not trained set apart, how much that is, how long the longest passage without
+    a gap is, and how much a model could repeat of a document that it has learned as well as it can.
+    """
+    from fourfold.config.load import load_run
+    from fourfold.memorization.expectation import expectation
+    from fourfold.training.corpora import preview_masks
+
+    run = load_run(run_file, overrides)
+    preview, tokenizer = preview_masks(run, samples, tokens)
+    record = {
+        "trained_share": preview.trained_share,
+        "goldfish": None if preview.statistics is None else preview.statistics.record(),
+        "expected": expectation(run.masks.goldfish),
+        "warnings": [] if preview.statistics is None else preview.statistics.warnings(),
+    }
+    if as_json:
+        import json
+
+        print(json.dumps(record))
+    else:
+        from fourfold.reports.terminal import masks_view
+
+        masks_view(preview, tokenizer, record)

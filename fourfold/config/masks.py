@@ -1,0 +1,65 @@
+"""Which tokens the loss leaves out, as the run file says it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from fourfold.config.strict import Strict
+
+Strategy = Literal["none", "hash", "hash-table", "static", "random"]
+
+
+class GoldfishConfig(Strict):
+    """The goldfish loss: about 1 in k tokens is never trained, so that no long passage can be repeated verbatim.
+
+    Validation is never masked. See [memorization.md](memorization.md) for how to choose k and h.
+    """
+
+    strategy: Strategy = Field(
+        "none",
+        description="hash: by the h tokens before, so that every copy of a passage has the same mask; hash-table: the "
+        "published code's, bit by bit; static: every k-th place of a sequence; random: another mask at every reading, "
+        "which protects nothing (for comparison).",
+    )
+    k: int = Field(4, ge=2, description="One token in k is left out.")
+    h: int = Field(13, ge=1, description="Tokens that decide over the next one (hash, hash-table).")
+    start_step: int = Field(0, ge=0, description="The first optimizer step that is masked.")
+    include_target: bool = Field(
+        True, description="hash-table: the h tokens end with the target, as published; false: they precede it."
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="Chooses among masks (hash, random).")
+    exempt: list[int] = Field(
+        [], description="Token ids that are never left out, besides the tokenizer's special tokens."
+    )
+
+
+class ResponsesConfig(Strict):
+    """Fine-tuning on responses: only what stands between the markers is trained, the closing marker included.
+
+    A response lasts until the closing marker or the end of its document. One whose opening marker lies before the
+    sequence is left out.
+    """
+
+    start: str | list[int] | None = Field(None, description="Opens a response: text, or token ids; none: no such mask.")
+    end: str | list[int] | None = Field(None, description="Closes it: text, or token ids; none: the document's end.")
+
+    @model_validator(mode="after")
+    def _markers(self) -> ResponsesConfig:
+        if self.start is None and self.end is not None:
+            raise ValueError("end closes a response that nothing opens; give start too")
+        for name, marker in (("start", self.start), ("end", self.end)):
+            if marker is not None and len(marker) == 0:
+                raise ValueError(f"{name} is empty; give the text or the token ids of the marker")
+        return self
+
+
+class MasksConfig(Strict):
+    """A token is trained where every mask keeps it; the first token of a document never is."""
+
+    goldfish: GoldfishConfig = Field(GoldfishConfig(), description="Against memorisation; below.")
+    responses: ResponsesConfig = Field(ResponsesConfig(), description="For fine-tuning on responses; below.")
+    functions: list[str] = Field(
+        [], description="Masks of your own, as 'module:function': sequences in, true where a token is kept."
+    )

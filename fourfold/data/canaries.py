@@ -1,0 +1,183 @@
+"""Canaries: documents planted in a corpus a known number of times, so that an audit can say what repetition does.
+
+Which document is repeated how often is drawn at random from one pool, as in the protocol of Singh et al. 2024 (arXiv
+2502.08145): documents repeated 0 times are the control, for nothing but chance tells them from the others. The ledger,
+one JSON object a line, says what was planted; `fourfold audit` reads it.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.data.files import write_whole
+from fourfold.data.indexed import IndexedDataset, IndexedWriter
+from fourfold.data.merge import Split
+from fourfold.data.order import hash64
+from fourfold.data.sources import read_documents
+from fourfold.data.tokenizer import Tokenizer
+from fourfold.errors import UserError
+
+RANDOM = "random"
+
+
+class Vocabulary(Protocol):
+    """What a near-duplicate's other tokens are drawn from."""
+
+    vocab_size: int
+    special_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Canaries:
+    """What to plant.
+
+    `count`: canaries for each number of `repeats`; `length`: tokens of each; `noise`: the share of tokens that every
+    copy has replaced at random (near-duplicates); `shift`: every copy begins up to this many tokens late; `source`:
+    None takes documents out of the corpus, "random" makes sequences of random tokens, else a .jsonl file.
+    """
+
+    count: int
+    repeats: tuple[int, ...]
+    length: int = 100
+    noise: float = 0.0
+    shift: int = 0
+    source: str | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise UserError for what cannot be planted."""
+        if self.count < 1:
+            raise UserError(f"--canaries is {self.count}; at least 1 for each number of repeats is needed")
+        if not self.repeats or min(self.repeats) < 0 or len(set(self.repeats)) < len(self.repeats):
+            raise UserError(f"--repeats {list(self.repeats)} must be different numbers of 0 or more, such as 0,1,4,16")
+        if self.length < 2:
+            raise UserError(f"--canary-tokens is {self.length}; a canary has at least 2")
+        if not 0 <= self.noise < 1:
+            raise UserError(f"--canary-noise is {self.noise}; it is a share of at least 0 and below 1")
+        if not 0 <= self.shift <= self.length - 2:
+            raise UserError(
+                f"--canary-shift is {self.shift}; from 0 to {self.length - 2} works for {self.length} tokens"
+            )
+
+
+def ledger_path(prefix: str | Path) -> Path:
+    """The ledger of a corpus with canaries."""
+    return Path(f"{prefix}-canaries.jsonl")
+
+
+def copy_of(
+    tokens: NDArray[np.int64], canary: int, copy: int, canaries: Canaries, tokenizer: Vocabulary
+) -> NDArray[np.int64]:
+    """The copy of a canary as it is planted: a pure function of the canary's and the copy's number.
+
+    Noise that would put a special token, which might end the document, leaves the canary's own.
+    """
+    chance = hash64(np.arange(len(tokens) + 1), int(hash64(canary * 1_000_003 + copy, canaries.seed)))
+    start = int(chance[-1] % np.uint64(canaries.shift + 1))
+    # The upper half of the hash decides whether, the lower half by what.
+    others = ((chance[:-1] & np.uint64(0xFFFFFFFF)) % np.uint64(tokenizer.vocab_size)).astype(np.int64)
+    replaced = (chance[:-1] >> np.uint64(32)) < np.uint64(canaries.noise * 2**32)
+    replaced &= ~np.isin(others, tokenizer.special_ids)
+    return np.where(replaced, others, tokens)[start:]
+
+
+def plant(split: Split, canaries: Canaries, tokenizer: Tokenizer, text_key: str, ledger: Path) -> Split:
+    """Write the corpus of `split` again, beside it, with the canaries at random places between documents.
+
+    Documents that become canaries are taken out, so that a canary of 0 repeats is nowhere. Writes the ledger.
+    Raises UserError when the source has too few documents that are long enough.
+    """
+    corpus = IndexedDataset(split.prefix)
+    wanted = canaries.count * len(canaries.repeats)
+    documents, chosen = _sequences(corpus, canaries, wanted, tokenizer, text_key)
+    rows = [
+        {
+            "id": number,
+            "count": canaries.repeats[number // canaries.count],
+            "text": tokenizer.decode(tokens.tolist()),
+            "tokens": tokens.tolist(),
+            **{key: getattr(canaries, key) for key in ("noise", "shift", "seed")},
+            "tokenizer": tokenizer.fingerprint,
+        }
+        for number, tokens in enumerate(documents)
+    ]
+    planted = Split(split.prefix.with_name(f"{split.prefix.name}-planted"), bytes=split.bytes)
+    body = np.setdiff1d(np.arange(corpus.documents), chosen)
+    copies = np.concatenate([np.full(row["count"], row["id"], dtype=np.int64) for row in rows])
+    copy_numbers = np.concatenate([np.arange(row["count"], dtype=np.int64) for row in rows])
+    order = np.argsort(hash64(np.arange(len(copies)), canaries.seed + 1), kind="stable")
+    slots = np.sort(hash64(np.arange(len(copies)), canaries.seed + 2) % np.uint64(len(body) + 1)).astype(np.int64)
+    offsets = corpus.document_offsets
+    with IndexedWriter(planted.prefix, tokenizer.vocab_size) as writer:
+        done = 0
+        for slot, which in zip(slots.tolist(), order.tolist(), strict=True):
+            _add(writer, planted, *_documents(corpus, offsets, body[done:slot]))
+            done = slot
+            row = rows[copies[which]]
+            tokens = copy_of(documents[row["id"]], row["id"], int(copy_numbers[which]), canaries, tokenizer)
+            _add(writer, planted, np.append(tokens, tokenizer.eod_id), np.array([len(tokens) + 1]))
+            planted.bytes += len(row["text"].encode())
+        _add(writer, planted, *_documents(corpus, offsets, body[done:]))
+    write_whole(ledger, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    return planted
+
+
+def as_record(canaries: Canaries | None) -> dict[str, Any] | None:
+    """For the digest that tells whether a corpus was made in the same way."""
+    return None if canaries is None else asdict(canaries)
+
+
+def _sequences(
+    corpus: IndexedDataset, canaries: Canaries, wanted: int, tokenizer: Tokenizer, text_key: str
+) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
+    """The tokens of every canary, in random order, and the documents of the corpus that they were."""
+    nothing = np.empty(0, dtype=np.int64)
+    if canaries.source == RANDOM:
+        text_ids = np.setdiff1d(np.arange(tokenizer.vocab_size), tokenizer.special_ids)
+        chance = hash64(np.arange(wanted * canaries.length), canaries.seed) % np.uint64(len(text_ids))
+        return list(text_ids[chance.astype(np.int64)].reshape(wanted, canaries.length)), nothing
+    if canaries.source is not None:
+        found = list(_long_enough(canaries, tokenizer, text_key))
+        _check_enough(len(found), wanted, canaries, canaries.source)
+        order = np.argsort(hash64(np.arange(len(found)), canaries.seed), kind="stable")[:wanted]
+        return [found[number] for number in order.tolist()], nothing
+    offsets = corpus.document_offsets
+    long = np.flatnonzero(np.diff(offsets) > canaries.length)  # the end of the document is one token more
+    _check_enough(len(long), wanted, canaries, "the corpus")
+    chosen = long[np.argsort(hash64(long, canaries.seed), kind="stable")[:wanted]]
+    return [corpus.read(int(offsets[number]), canaries.length).astype(np.int64) for number in chosen], chosen
+
+
+def _long_enough(canaries: Canaries, tokenizer: Tokenizer, text_key: str) -> Iterator[NDArray[np.int64]]:
+    for text in read_documents(canaries.source, text_key):
+        tokens = tokenizer.encode_batch([text])[0]
+        if len(tokens) >= canaries.length:
+            yield np.array(tokens[: canaries.length], dtype=np.int64)
+
+
+def _check_enough(found: int, wanted: int, canaries: Canaries, where: str) -> None:
+    if found < wanted:
+        raise UserError(
+            f"{where} has {found} documents of at least {canaries.length} tokens, and {canaries.count} canaries for "
+            f"each of {len(canaries.repeats)} numbers of repeats need {wanted}; lower --canaries or --canary-tokens"
+        )
+
+
+def _documents(
+    corpus: IndexedDataset, offsets: NDArray[np.int64], numbers: NDArray[np.int64]
+) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+    """The tokens of the documents of these ascending numbers, one after the other, and the length of each."""
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1) if len(numbers) else []
+    parts = [corpus.read(int(offsets[run[0]]), int(offsets[run[-1] + 1] - offsets[run[0]])) for run in runs]
+    return np.concatenate([np.empty(0, corpus.dtype), *parts]), offsets[numbers + 1] - offsets[numbers]
+
+
+def _add(writer: IndexedWriter, split: Split, tokens: NDArray[np.integer], lengths: NDArray[np.int64]) -> None:
+    writer.add_documents(tokens, lengths)
+    split.documents += len(lengths)
+    split.tokens += len(tokens)

@@ -1,0 +1,129 @@
+"""The goldfish loss: leave about one token in k out of the training, the same one in every copy of a passage.
+
+Hans et al. 2024, "Be like a Goldfish, Don't Memorize!" (arXiv 2406.10209). A model that was never trained on a token
+cannot repeat it but by knowing the language, so that a verbatim copy of S tokens survives with probability
+(1 - 1/k)^S. Copies must share their mask, or together they train every token: hence the hash of the text before.
+
+Masks are integer arithmetic in NumPy: the same on every machine, device and grid.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.config.masks import GoldfishConfig
+from fourfold.data.dataset import Windows
+from fourfold.data.order import hash64
+from fourfold.errors import UserError
+
+TABLE_SIZE = 1_000_003
+TABLE_SEED = 2_971_215_073
+
+
+@dataclass(frozen=True)
+class Goldfish:
+    """The mask that a run file's [masks.goldfish] asks for; False where a token is left out.
+
+    `exempt`: ids that are never left out. `first_sample`: the first that is masked.
+    """
+
+    config: GoldfishConfig
+    exempt: tuple[int, ...] = ()
+    first_sample: int = 0
+
+    @property
+    def look_back(self) -> int:
+        """Tokens before a window that the mask has to see, so as not to depend on where the stream is cut."""
+        return self.config.h if self.config.strategy == "hash" else 0
+
+    def __call__(self, windows: Windows) -> NDArray[np.bool_]:
+        config, targets = self.config, windows.tokens[:, 1:]
+        if config.strategy == "hash":
+            dropped = hash_drops(windows, config.k, config.h, config.seed)
+        elif config.strategy == "hash-table":
+            dropped = hash_table_drops(targets, config.k, config.h, config.include_target)
+        elif config.strategy == "static":
+            dropped = np.broadcast_to(np.arange(targets.shape[1]) % config.k == 0, targets.shape).copy()
+        else:
+            dropped = random_drops(windows.numbers, targets.shape[1], config.k, config.seed)
+        if self.exempt:
+            dropped &= ~np.isin(targets, self.exempt)
+        dropped[windows.numbers < self.first_sample] = False
+        return ~dropped
+
+
+def goldfish_mask(
+    config: GoldfishConfig, special_ids: tuple[int, ...], seq_length: int, global_batch_size: int
+) -> Goldfish | None:
+    """The mask of a run, None without one. Raises UserError where the published hash would never drop a token."""
+    if config.strategy == "none":
+        return None
+    if config.strategy == "hash-table" and config.h >= seq_length:
+        raise UserError(
+            f"masks.goldfish.h = {config.h} is not below training.seq_length = {seq_length}, and hash-table looks at "
+            "no token before the sequence, so that none would be left out; choose a smaller h"
+        )
+    exempt = tuple(sorted({*special_ids, *config.exempt}))
+    return Goldfish(config, exempt, config.start_step * global_batch_size)
+
+
+def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]:
+    """[samples, S]: left out, as the h tokens before each target decide, all of the target's document.
+
+    The key is a dot product with odd 64-bit coefficients, which no two orders of the same tokens share, mixed and
+    compared with 2^64/k; so a mask for 2k is part of the one for k. The first h tokens of a document are kept, and
+    windows without look-back keep their own first h.
+    """
+    tokens, documents = windows.stream.astype(np.uint64), windows.stream_documents
+    places = tokens.shape[1] - h  # targets with h tokens before them
+    dropped = np.zeros(tokens.shape, dtype=bool)
+    if places > 0:
+        coefficients = hash64(np.arange(h), seed) | np.uint64(1)
+        keys = np.zeros((len(tokens), places), dtype=np.uint64)
+        product = np.empty_like(keys)
+        for offset, coefficient in enumerate(coefficients):
+            np.multiply(tokens[:, offset : offset + places], coefficient, out=product)
+            keys += product
+        dropped[:, h:] = hash64(keys, seed) < np.uint64(2**64 // k)
+        dropped[:, h:] &= documents[:, h:] == documents[:, :-h]
+    return dropped[:, windows.look_back + 1 :]
+
+
+def hash_table_drops(targets: NDArray[np.int64], k: int, h: int, include_target: bool = True) -> NDArray[np.bool_]:
+    """[samples, S]: left out by the published code (strategy "hash-table", commit 35d29f9), bit by bit.
+
+    The key is the product of h targets, wrapped to 64 bits, modulo 1,000,003, and looks up a table of uniform numbers;
+    the h targets end with the one in question (`include_target`, as the code does) or precede it (as the paper says).
+    A product ignores the order of its factors, and collapses to 0 for large h or with token 0: prefer `hash`.
+    """
+    first = h - 1 if include_target else h
+    places = targets.shape[1] - first
+    dropped = np.zeros(targets.shape, dtype=bool)
+    if places > 0:
+        product = np.ones((len(targets), places), dtype=np.int64)
+        for offset in range(h):
+            product *= targets[:, offset : offset + places]  # wraps, as int64 does in the published code
+        dropped[:, first:] = _table()[product % TABLE_SIZE] < np.float32(1 / k)
+    return dropped
+
+
+def random_drops(numbers: NDArray[np.int64], seq_length: int, k: int, seed: int) -> NDArray[np.bool_]:
+    """[samples, S]: left out by chance, anew for every sample; a sample's number differs from epoch to epoch."""
+    of_sample = hash64(numbers, seed)[:, None]
+    # No two samples share their places' hash values: both parts are mixed before they are added.
+    of_place = hash64(np.arange(seq_length), seed + 1)
+    with np.errstate(over="ignore"):
+        return hash64(of_sample + of_place, seed + 2) < np.uint64(2**64 // k)
+
+
+@cache
+def _table() -> NDArray[np.float32]:
+    """[1,000,003] what torch.rand gives on the CPU with the published seed, made without torch.
+
+    Its generator is the Mersenne Twister, of whose 32-bit numbers it takes the lower 24 bits.
+    """
+    generator = np.random.RandomState(TABLE_SEED)
+    words = generator.randint(0, 2**32, size=TABLE_SIZE, dtype=np.uint32)
+    return ((words & 0xFFFFFF) / 2**24).astype(np.float32)

@@ -1,0 +1,101 @@
+"""What a goldfish mask does to the user's own data: how much it drops, and how long a span it leaves whole."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.data.dataset import Samples, Windows
+from fourfold.data.goldfish import Goldfish
+from fourfold.data.masks import LossMask
+
+RATE_TOLERANCE = 0.2
+SPAN_FACTOR = 3.0
+"""A longest span this many times longer than chance explains says that the mask misses a kind of text."""
+
+_FEWEST_TOKENS = 1_000  # below this, chance alone moves the rate by more than the tolerance
+
+
+@dataclass(frozen=True)
+class MaskStatistics:
+    """Of some windows of the training data.
+
+    tokens: targets; trainable: those that the other masks keep; dropped: those of them that the goldfish mask leaves
+    out; longest_undropped_span: targets in a row within one document without a dropped one.
+    """
+
+    k: int
+    tokens: int
+    trainable: int
+    dropped: int
+    longest_undropped_span: int
+
+    @property
+    def drop_rate(self) -> float:
+        return self.dropped / self.trainable if self.trainable else 0.0
+
+    @property
+    def expected_longest_span(self) -> float:
+        """Of as many independent tokens: the length of which one is expected, ln(n/k) / -ln(1 - 1/k)."""
+        return math.log(max(self.trainable / self.k, math.e)) / -math.log1p(-1 / self.k)
+
+    def warnings(self) -> list[str]:
+        """Sentences about what the user should know before training."""
+        found = []
+        if self.trainable >= _FEWEST_TOKENS and abs(self.drop_rate * self.k - 1) > RATE_TOLERANCE:
+            found.append(
+                f"the goldfish mask leaves out {self.drop_rate:.2%} of the trained tokens, not 1/{self.k} = "
+                f"{1 / self.k:.2%}: its hash suits this data badly, or documents are short beside h; try strategy = "
+                "'hash', or a smaller h"
+            )
+        if self.longest_undropped_span > SPAN_FACTOR * self.expected_longest_span:
+            found.append(
+                f"the goldfish mask keeps {self.longest_undropped_span} tokens in a row, where chance would keep about "
+                f"{self.expected_longest_span:.0f}: such a passage can be learned by heart; repetitive text, or an h "
+                "that is long beside the documents, does this"
+            )
+        return found
+
+    def record(self) -> dict[str, int | float]:
+        """The statistics as JSON values."""
+        return {
+            **asdict(self),
+            "drop_rate": self.drop_rate,
+            "expected_longest_span": self.expected_longest_span,
+        }
+
+
+def mask_statistics(windows: Windows, masks: Sequence[LossMask], goldfish: Goldfish) -> MaskStatistics:
+    """Of these windows; the goldfish mask as from its start step on."""
+    targets = windows.tokens[:, 1:]
+    trainable = np.ones(targets.shape, dtype=bool)
+    for mask in masks:
+        trainable &= mask(windows)
+    dropped = trainable & ~always(goldfish)(windows)
+    # A document's boundary, like a dropped token, ends a span; what other masks leave out is no part of one either.
+    span = longest_run(trainable & ~dropped)
+    return MaskStatistics(goldfish.config.k, targets.size, int(trainable.sum()), int(dropped.sum()), span)
+
+
+def sample_statistics(samples: Samples, masks: Sequence[LossMask], goldfish: Goldfish, tokens: int) -> MaskStatistics:
+    """Of about the first `tokens` of the training data."""
+    count = max(1, tokens // samples.seq_length)
+    return mask_statistics(samples.read(np.arange(count)), masks, goldfish)
+
+
+def always(goldfish: Goldfish) -> Goldfish:
+    """The same mask from the first step on."""
+    return Goldfish(goldfish.config, goldfish.exempt)
+
+
+def longest_run(flags: NDArray[np.bool_]) -> int:
+    """The longest stretch of True within a row."""
+    return int(runs_ending_at(flags).max(initial=0))
+
+
+def runs_ending_at(flags: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """For every place [rows, n], how many True stand in a row up to and including it."""
+    places = np.arange(1, flags.shape[-1] + 1)
+    return places - np.maximum.accumulate(np.where(flags, 0, places), axis=-1)

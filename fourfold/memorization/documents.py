@@ -1,0 +1,152 @@
+"""The documents of an audit: read, tokenised, and checked before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.data.canaries import Canaries
+from fourfold.errors import UserError
+
+
+@dataclass(frozen=True)
+class AuditDocument:
+    """One document.
+
+    count: how often it was trained on, None where the file does not say; canary: its number in the ledger, and
+    planted: how its copies were varied, where `fourfold prepare` planted it.
+    """
+
+    tokens: NDArray[np.int64]
+    text: str | None
+    count: int | None
+    canary: int | None = None
+    planted: Canaries | None = None
+
+    def cut(self, longest: int) -> AuditDocument:
+        """Its first `longest` tokens."""
+        return replace(self, tokens=self.tokens[:longest])
+
+
+class Encoder(Protocol):
+    """What an audit needs of the model's tokenizer."""
+
+    vocab_size: int
+    eod_id: int | None
+    special_ids: tuple[int, ...]
+    fingerprint: str
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
+
+
+def read_documents(
+    path: Path,
+    tokenizer: Encoder | None,
+    *,
+    vocab_size: int,
+    shortest: int,
+    text_key: str = "text",
+    count_key: str = "count",
+) -> list[AuditDocument]:
+    """The documents of a .jsonl file: "text", or "tokens" as `fourfold prepare --canaries` writes them.
+
+    Raises UserError for a file or line that cannot be used, a document with fewer than `shortest` tokens, and "tokens"
+    of another tokenizer than the model's.
+    """
+    found = []
+    for where, row in _rows(path):
+        tokens = _tokens(where, row, tokenizer, text_key)
+        if len(tokens) < shortest:
+            raise UserError(
+                f"{where} has {len(tokens)} tokens, and prefix and suffix need {shortest}; leave it out, or lower "
+                "--suffix and --prefix"
+            )
+        if tokens.max() >= vocab_size or tokens.min() < 0:
+            raise UserError(
+                f"{where} has token {int(tokens.max())}, and the model's vocabulary ends at {vocab_size - 1}: it was "
+                "made with another tokenizer"
+            )
+        count = row.get(count_key)
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
+            raise UserError(f'{where} has {json.dumps(count)} as "{count_key}"; it is a whole number of 0 or more')
+        text = row.get(text_key)
+        found.append(AuditDocument(tokens, text if isinstance(text, str) else None, count, *_origin(row)))
+    if not found:
+        raise UserError(f"{path} has no document; give one JSON object a line")
+    return found
+
+
+def with_others_before(documents: Sequence[AuditDocument], offset: int, eod_id: int | None) -> list[NDArray[np.int64]]:
+    """Each document's tokens after `offset` tokens of other documents, as in a packed sequence of the training.
+
+    Recall may depend on where in the context a document begins (arXiv 2505.13171). Raises UserError where the other
+    documents have too few tokens.
+    """
+    end = np.array([] if eod_id is None else [eod_id], dtype=np.int64)
+    found = []
+    for number, document in enumerate(documents):
+        before, missing = [end[:offset]], offset - len(end[:offset])
+        for other in [*documents[number + 1 :], *documents[:number]]:
+            if missing <= 0:
+                break
+            before.insert(0, np.append(end, other.tokens)[-missing:])
+            missing -= len(before[0])
+        if missing > 0:
+            raise UserError(f"--offset {offset} needs {missing} more tokens of other documents; give more documents")
+        found.append(np.concatenate([*before, document.tokens]))
+    return found
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read the documents {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); give one JSON object a line") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            row = None
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, line {number} is not a JSON object")
+        yield f"{path}, line {number}", row
+
+
+def _tokens(where: str, row: dict[str, Any], tokenizer: Encoder | None, text_key: str) -> NDArray[np.int64]:
+    tokens, text = row.get("tokens"), row.get(text_key)
+    if tokens is not None:
+        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+            raise UserError(f'{where} has "tokens" that are no list of token ids')
+        made_with = row.get("tokenizer")
+        if tokenizer is not None and made_with is not None and made_with != tokenizer.fingerprint:
+            raise UserError(
+                f"{where} was tokenised with another tokenizer than the model's; prepare the canaries with it"
+            )
+        return np.array(tokens, dtype=np.int64)
+    if not isinstance(text, str):
+        raise UserError(f'{where} has neither "{text_key}" nor "tokens"; name the key with --text-key')
+    if not text:
+        raise UserError(f"{where} is an empty document; leave it out")
+    if tokenizer is None:
+        raise UserError(
+            f"{where} is text, and nothing says which tokenizer the model was trained with; give it with --tokenizer"
+        )
+    return np.array(tokenizer.encode_batch([text])[0], dtype=np.int64)
+
+
+def _origin(row: dict[str, Any]) -> tuple[int | None, Canaries | None]:
+    """The number of a planted canary, and how its copies were varied."""
+    if not all(isinstance(row.get(key), int | float) for key in ("id", "noise", "shift", "seed")):
+        return None, None
+    variation = {"noise": float(row["noise"]), "shift": int(row["shift"]), "seed": int(row["seed"])}
+    return int(row["id"]), Canaries(count=1, repeats=(1,), **variation)

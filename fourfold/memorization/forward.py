@@ -1,0 +1,210 @@
+"""One forward pass over tokens, scored where the logits are: on any grid of ours, or a Hugging Face model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fourfold.config.run import RunConfig
+from fourfold.errors import UserError
+from fourfold.memorization.scores import Sampling, score_logits
+from fourfold.parallel.communicate import all_gather, reduce_scatter
+from fourfold.parallel.context import take_chunks
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.head import CHUNK_LOGITS, ParallelHead, chunk_size
+from fourfold.training.checkpoint import load_model
+from fourfold.training.job import Job, MicroBatch
+
+Rows = list[NDArray[np.int64]]
+
+
+class AuditedModel(Protocol):
+    """Something that scores tokens. Every process of its grid must call ``score``, with the same documents."""
+
+    vocab_size: int
+
+    def score(self, documents: Rows) -> list[NDArray[np.float32]] | None:
+        """For each document of T tokens the fields [5, T - 1] of ``score_logits``; None but on the first process."""
+        ...
+
+
+class GridModel:
+    """A job on its grid, of which only the forward is used.
+
+    The run's ``training.seq_length`` is the longest input, and ``micro_batch_size`` the documents that one rank scores
+    at once; the documents are shared out over dp and z.
+    """
+
+    def __init__(self, job: Job, sampling: Sampling) -> None:
+        self.job, self.sampling = job, sampling
+        self.vocab_size = job.run.model.vocab_size
+
+    @classmethod
+    def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: Sampling) -> GridModel:
+        """The model of a checkpoint of ours on the grid of ``run``: weights alone, and no optimizer."""
+        job = Job(run, Grid(run.parallel, device.type), device)
+        load_model(checkpoint, job)
+        return cls(job, sampling)
+
+    def score(self, documents: Rows) -> list[NDArray[np.float32]] | None:
+        grid, size = self.job.grid, self.job.run.training.micro_batch_size
+        order = sorted(range(len(documents)), key=lambda number: len(documents[number]))
+        at_once = size * grid.batch.size
+        groups = [order[first : first + at_once] for first in range(0, len(order), at_once)]
+        mine = [group[grid.batch.rank :: grid.batch.size] for group in groups]
+        micro_batches = [
+            MicroBatch(*_padded([documents[n] for n in here], size, self._width(documents[group[-1]]), self.job.device))
+            for group, here in zip(groups, mine, strict=True)
+        ]
+        with scoring_head(self.job, self.sampling):
+            outputs = self.job.outputs(micro_batches)  # of the last stage; nothing where another one is
+        scored = [
+            (number, fields_5S)
+            for here, fields_5BT in zip(mine, outputs, strict=bool(outputs))
+            for number, fields_5S in zip(here, self._in_order(fields_5BT).unbind(1), strict=False)
+        ]
+        return self._gather(scored, len(documents))
+
+    def _width(self, longest: NDArray[np.int64]) -> int:
+        """Tokens of an input: as few as the grid can split. A pipeline hands on tensors of one size."""
+        axes = self.job.run.parallel
+        if axes.pp > 1:
+            return self.job.run.training.seq_length
+        divisor = axes.x * axes.y * (2 * axes.cp if axes.cp > 1 else 1)
+        return -(-(len(longest) - 1) // divisor) * divisor
+
+    def _in_order(self, fields_5BT: Tensor) -> Tensor:
+        """The fields [5, B, S] of whole sequences, which cp may have split."""
+        cp = self.job.grid.cp
+        whole = all_gather(fields_5BT, cp, 2, "audit: scores")
+        places_1S = torch.arange(whole.shape[2], device=whole.device)[None]
+        order_S = torch.cat([take_chunks(places_1S, rank, cp.size)[0] for rank in range(cp.size)])
+        return whole[:, :, order_S.argsort()].cpu()
+
+    def _gather(self, mine: list[tuple[int, Tensor]], count: int) -> list[NDArray[np.float32]] | None:
+        grid = self.job.grid
+        first_of_its_batch = grid.axis("y_x").rank == 0 and grid.cp.rank == 0
+        everyone: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object([(n, f.numpy()) for n, f in mine] if first_of_its_batch else [], everyone)
+        if everyone is None:
+            return None
+        found = dict(pair for part in everyone for pair in part)
+        return [found[number] for number in range(count)]
+
+
+class HuggingFaceModel:
+    """A model of the transformers library, in one process."""
+
+    def __init__(self, name: str, device: torch.device, sampling: Sampling, micro_batch_size: int) -> None:
+        transformers = import_transformers()
+        try:
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(name).to(device).eval()
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot load the Hugging Face model {name}: {str(error).splitlines()[0]}") from error
+        self.vocab_size = self.model.config.vocab_size
+        self.max_length = getattr(self.model.config, "max_position_embeddings", None)
+        self.device, self.sampling, self.micro_batch_size = device, sampling, micro_batch_size
+
+    @torch.no_grad()
+    def score(self, documents: Rows) -> list[NDArray[np.float32]]:
+        order = sorted(range(len(documents)), key=lambda number: len(documents[number]))
+        found: dict[int, NDArray[np.float32]] = {}
+        for first in range(0, len(order), self.micro_batch_size):
+            together = order[first : first + self.micro_batch_size]
+            rows = [documents[number] for number in together]
+            inputs, targets = _padded(rows, len(rows), len(rows[-1]) - 1, self.device)
+            # Documents are padded on the right, where a causal model cannot see it.
+            logits = self.model(input_ids=inputs, use_cache=False).logits
+            fields = _score_in_chunks(logits.flatten(0, 1), targets.flatten(), self.sampling)
+            fields_5BS = fields.unflatten(1, inputs.shape).cpu().numpy()
+            found |= {number: fields_5BS[:, row] for row, number in enumerate(together)}
+        return [found[number] for number in range(len(documents))]
+
+
+class HuggingFaceTokenizer:
+    """The tokenizer of a Hugging Face model, with the special tokens that it puts around a text."""
+
+    fingerprint = ""
+
+    def __init__(self, name: str) -> None:
+        transformers = import_transformers()
+        try:
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot load the tokenizer {name}: {str(error).splitlines()[0]}") from error
+        self.vocab_size = len(self._tokenizer)
+        self.special_ids = tuple(sorted(self._tokenizer.all_special_ids))
+        self.eod_id = self._tokenizer.eos_token_id
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return self._tokenizer(texts)["input_ids"]
+
+
+def import_transformers() -> Any:
+    """The transformers library, or a sentence that says how to get it."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(
+            "Hugging Face models need the transformers library: pip install 'fourfold[huggingface]'"
+        ) from error
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+@contextmanager
+def scoring_head(job: Job, sampling: Sampling) -> Iterator[None]:
+    """Inside, the last stage called with targets gives the fields [5, B, S] instead of a loss.
+
+    The head's ``forward`` is exchanged, not the head, so that FSDP2 gathers its weights as ever.
+    """
+    heads = [stage.model.lm_head for stage in job.stages.values() if stage.model.lm_head is not None]
+    for head in heads:
+        assert isinstance(head, ParallelHead), type(head)
+        head.forward = partial(_scored, head, sampling=sampling)
+    try:
+        yield
+    finally:
+        for head in heads:
+            del head.forward
+
+
+def _scored(head: ParallelHead, x_BTh: Tensor, targets_BS: Tensor, *, sampling: Sampling) -> Tensor:
+    """Logits a chunk of tokens at a time, over y by tokens and over x whole, scored, and put together again."""
+    x_BSh = all_gather(x_BTh, head.x, 1, "audit: tokens")
+    x_Nh, targets_N = x_BSh.flatten(0, 1), targets_BS.flatten()
+    size = chunk_size(x_Nh.shape[0], head.weight.shape[0] * head.x.size, head.y.size, head.chunk_logits)
+    parts = []
+    for begin in range(0, x_Nh.shape[0], size):
+        chunk = slice(begin, min(begin + size, x_Nh.shape[0]))
+        logits_mv = reduce_scatter(x_Nh[chunk] @ head.weight.T, head.y, 0, "audit: logits").float()
+        logits_mV = all_gather(logits_mv, head.x, 1, "audit: logits")[:, : head.vocab_size]
+        targets_m = targets_N[chunk].chunk(head.y.size)[head.y.rank]
+        fields_5m = score_logits(logits_mV, targets_m, sampling)
+        parts.append(all_gather(fields_5m, head.y, 1, "audit: scores"))
+    return torch.cat(parts, dim=1).unflatten(1, targets_BS.shape)
+
+
+def _score_in_chunks(logits_NV: Tensor, targets_N: Tensor, sampling: Sampling) -> Tensor:
+    size = max(1, CHUNK_LOGITS[logits_NV.device.type] // logits_NV.shape[1])
+    pairs = zip(logits_NV.split(size), targets_N.split(size), strict=True)
+    return torch.cat([score_logits(logits, targets, sampling) for logits, targets in pairs], dim=1)
+
+
+def _padded(documents: Rows, rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [rows, width]: every token but the last, and every token but the first; zeros besides."""
+    tokens = np.zeros((2, rows, width), dtype=np.int64)
+    for row, document in enumerate(documents):
+        tokens[0, row, : len(document) - 1] = document[:-1]
+        tokens[1, row, : len(document) - 1] = document[1:]
+    inputs, targets = torch.from_numpy(tokens).to(device)
+    return inputs, targets

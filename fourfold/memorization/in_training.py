@@ -1,0 +1,91 @@
+"""Canaries audited while the model trains: memorisation against tokens, in the run's memorization.jsonl."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fourfold.config.run import RunConfig
+from fourfold.data.files import write_whole
+from fourfold.data.tokenizer import Tokenizer
+from fourfold.memorization.documents import AuditDocument, read_documents
+from fourfold.memorization.extraction import extraction
+from fourfold.memorization.forward import GridModel
+from fourfold.memorization.replay import REPLAYABLE, replay_mask
+from fourfold.memorization.scores import Sampling, TokenScores
+from fourfold.memorization.statistics import wilson
+from fourfold.training.job import Job
+from fourfold.training.metrics import MEMORIZATION_FILE, read_metrics
+
+
+class CanaryAudit:
+    """A callback of the training loop: every ``audit.interval`` steps one pass over the canaries of the ledger.
+
+    Every process of the job calls it; the first writes. A run that resumes replaces the lines of later steps.
+    Raises UserError for a ledger that cannot be used.
+    """
+
+    def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:
+        self.run, self.path = run, run_dir / MEMORIZATION_FILE
+        self.model = GridModel(job, Sampling())
+        documents = read_documents(
+            Path(run.audit.documents),
+            tokenizer,
+            vocab_size=run.model.vocab_size,
+            shortest=run.audit.suffix + 1,
+        )
+        self.documents = [document.cut(run.training.seq_length + 1) for document in documents]
+        self.exempt = () if tokenizer is None else tokenizer.special_ids
+        self._lines: list[str] | None = None
+
+    def after_step(self, steps: int) -> None:
+        """Audit when it is due; ``steps`` counts those taken."""
+        if steps % self.run.audit.interval and steps != self.run.training.train_steps:
+            return
+        fields = self.model.score([document.tokens for document in self.documents])
+        if fields is None:
+            return
+        scores = [TokenScores.of(d.tokens, each) for d, each in zip(self.documents, fields, strict=True)]
+        training = self.run.training
+        record = {
+            "step": steps,
+            "tokens": steps * training.global_batch_size * training.seq_length,
+            "by_count": self._by_count(scores),
+        }
+        if self._lines is None:
+            earlier = read_metrics(self.path) if self.path.is_file() else []
+            self._lines = [json.dumps(line) for line in earlier if line["step"] < steps]
+        self._lines.append(json.dumps(record))
+        write_whole(self.path, ("\n".join(self._lines) + "\n").encode())
+
+    def _by_count(self, scores: list[TokenScores]) -> dict[str, Any]:
+        counts = sorted({document.count for document in self.documents if document.count is not None})
+        groups = {str(count): [n for n, d in enumerate(self.documents) if d.count == count] for count in counts}
+        groups = groups or {"all": list(range(len(self.documents)))}
+        return {
+            name: self._summary([self.documents[n] for n in numbers], [scores[n] for n in numbers])
+            for name, numbers in groups.items()
+        }
+
+    def _summary(self, documents: list[AuditDocument], scores: list[TokenScores]) -> dict[str, Any]:
+        found = [extraction(each, self.run.audit.suffix) for each in scores]
+        exact = sum(each.exact_match for each in found)
+        summary = {
+            "documents": len(found),
+            "exact_match": exact / len(found),
+            "exact_match_ci": list(wilson(exact, len(found))),
+            "token_agreement": float(np.mean([each.token_agreement for each in found])),
+            "loss": float(np.mean([each.loss for each in found])),
+        }
+        goldfish = self.run.masks.goldfish
+        if goldfish.strategy in REPLAYABLE:
+            exempt = tuple(sorted({*self.exempt, *goldfish.exempt}))
+            replays = [replay_mask(goldfish, exempt, document.tokens) for document in documents]
+            for name, wanted in (("loss_kept", False), ("loss_dropped", True)):
+                losses = [-s.log_prob[r.known & (r.dropped == wanted)] for s, r in zip(scores, replays, strict=True)]
+                together = np.concatenate(losses)
+                summary[name] = float(together.mean()) if len(together) else None
+        return summary

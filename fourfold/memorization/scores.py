@@ -1,0 +1,107 @@
+"""What one teacher-forced pass tells of every token: enough for extraction at any place, and for membership attacks.
+
+Greedy decoding from a document's own prefix repeats its next n tokens exactly when each of them is the likeliest one
+after the true tokens before it. So one forward pass over a document decides every prefix and suffix at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fourfold.errors import UserError
+
+FIELDS = ("log_prob", "predicted", "mean", "variance", "sampled")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an attacker draws tokens. top_k, top_p: only the likeliest k tokens, or those that make up the share p."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def check(self) -> None:
+        """Raise UserError for a scheme that draws nothing."""
+        if self.temperature <= 0:
+            raise UserError(
+                f"--temperature {self.temperature}: sampling needs more than 0 (0 is greedy, audited anyway)"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"--top-k {self.top_k}: at least 1 token must be left to draw from")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"--top-p {self.top_p}: a share above 0 and at most 1 works")
+
+    @property
+    def is_plain(self) -> bool:
+        return self.temperature == 1.0 and self.top_k is None and self.top_p in (None, 1.0)
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Of one document of T tokens; every field [T - 1], of the tokens after the first.
+
+    log_prob: ln p of the token (nats); predicted: the likeliest token; mean, variance: of ln p under the model's own
+    distribution there; sampled: ln p of the token under the sampling scheme.
+    """
+
+    tokens: NDArray[np.int64]
+    log_prob: NDArray[np.float64]
+    predicted: NDArray[np.int64]
+    mean: NDArray[np.float64]
+    variance: NDArray[np.float64]
+    sampled: NDArray[np.float64]
+
+    @property
+    def agrees(self) -> NDArray[np.bool_]:
+        """Whether greedy decoding continues with the document's own token."""
+        return self.predicted == self.tokens[1:]
+
+    @classmethod
+    def of(cls, tokens: NDArray[np.int64], fields: NDArray[np.float32]) -> TokenScores:
+        """From the fields [5, at least T - 1] that ``score_logits`` gives."""
+        log_prob, predicted, mean, variance, sampled = fields[:, : len(tokens) - 1].astype(np.float64)
+        return cls(tokens, log_prob, predicted.astype(np.int64), mean, variance, sampled)
+
+
+def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: Sampling) -> Tensor:
+    """The fields [5, m] in float32 of m tokens, from their whole logits, which are overwritten.
+
+    Token ids are exact in float32 up to 2^24.
+    """
+    logits_mV = logits_mV.float()
+    sampled_m = None if sampling.is_plain else _sampled(logits_mV, targets_m, sampling)
+    largest_m, predicted_m = logits_mV.max(1)
+    logits_mV -= largest_m[:, None]
+    target_m = logits_mV.gather(1, targets_m[:, None])[:, 0]
+    weights_mV = logits_mV.exp()
+    total_m = weights_mV.sum(1)
+    mean_m = torch.linalg.vecdot(weights_mV, logits_mV) / total_m
+    square_m = torch.linalg.vecdot(weights_mV, logits_mV.square_()) / total_m
+    normalizer_m = total_m.log()
+    log_prob_m = target_m - normalizer_m
+    variance_m = (square_m - mean_m.square()).clamp(min=0)
+    sampled_m = log_prob_m if sampled_m is None else sampled_m
+    return torch.stack([log_prob_m, predicted_m.float(), mean_m - normalizer_m, variance_m, sampled_m])
+
+
+def _sampled(logits_mV: Tensor, targets_m: Tensor, sampling: Sampling) -> Tensor:
+    """ln p of the targets after temperature, top-k, top-p, in this order; -inf where they are cut off."""
+    scaled_mV = logits_mV / sampling.temperature
+    target_m = scaled_mV.gather(1, targets_m[:, None])[:, 0]
+    columns = scaled_mV.shape[1]
+    if sampling.top_k is None and sampling.top_p is None:
+        return target_m - scaled_mV.logsumexp(1)
+    kept_mK = scaled_mV.topk(min(sampling.top_k or columns, columns), dim=1).values  # in descending order
+    if sampling.top_p is not None:
+        share_mK = kept_mK.softmax(1)
+        before_mK = share_mK.cumsum(1) - share_mK
+        kept_mK = kept_mK.masked_fill(before_mK >= sampling.top_p, -math.inf)
+    smallest_m = kept_mK.masked_fill(kept_mK == -math.inf, math.inf).amin(1)
+    return (target_m - kept_mK.logsumexp(1)).masked_fill(target_m < smallest_m, -math.inf)

@@ -1,0 +1,183 @@
+"""The page of one audit, and the lines that its terminal tables share with it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from fourfold.errors import UserError
+from fourfold.reports import html
+from fourfold.reports.svg import Series, line_chart
+
+Record = Mapping[str, Any]
+Rows = list[list[str]]
+
+COUNT_HEADER = ("trained on", "documents", "exact match", "95 % interval", "longest span", "agreement", "exposure")
+ATTACK_HEADER = ("attack", "AUC", "95 % interval", "TPR at 1 % FPR", "TPR at 0.1 % FPR")
+
+_ATTACKS = {
+    "loss": "loss",
+    "zlib": "loss / zlib length",
+    "min_k": "min-k %",
+    "min_k_plus_plus": "min-k %++",
+    "reference": "reference model",
+}
+
+
+def write_audit_report(record: Record, folder: Path) -> Path:
+    """Write FOLDER/audit.json and FOLDER/audit.html, and return the page's path.
+
+    Raises UserError when the folder cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder of the report, {folder}: {error.strerror}") from None
+    (folder / "audit.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    page = folder / "audit.html"
+    html.write_page(page, html.page("Memorisation audit", record["model"], _sections(record)))
+    return page
+
+
+def count_rows(record: Record) -> Rows:
+    """One row for each number of times that documents were trained on, and one for all."""
+    groups = {f"{count} times": group for count, group in record["by_count"].items()}
+    if len(groups) != 1:
+        groups = {"all members": record, **groups}
+    if record["reference"] is not None:
+        groups["the reference model, all members"] = record["reference"]
+    return [
+        [
+            name,
+            str(group["documents"]),
+            f"{group['exact_match']:.1%}",
+            _interval(group["exact_match_ci"]),
+            f"{group['longest_span']['median']:g} (at most {group['longest_span']['max']})",
+            f"{group['token_agreement']['mean']:.1%}",
+            f"{group['median_exposure']:.1f} of {group['largest_possible_exposure']:.1f}"
+            if "median_exposure" in group
+            else "",
+        ]
+        for name, group in groups.items()
+    ]
+
+
+def attack_rows(record: Record) -> Rows:
+    """One row for each membership attack; none without enough documents."""
+    membership = record["membership"]
+    return [
+        [
+            _ATTACKS[name],
+            f"{attack['auc']:.3f}",
+            f"{attack['auc_ci'][0]:.3f} to {attack['auc_ci'][1]:.3f}",
+            _rate(attack["tpr_at_1_percent_fpr"]),
+            _rate(attack["tpr_at_0_1_percent_fpr"]),
+        ]
+        for name, attack in (membership["attacks"] if membership else {}).items()
+    ]
+
+
+def replay_facts(record: Record) -> dict[str, str]:
+    """What the goldfish mask explains, as label and value; empty where none was replayed."""
+    replay = record["mask_replay"]
+    if replay is None:
+        return {}
+    found = {
+        "mask": f"{replay['strategy']}, k {replay['k']}, h {replay['h']}",
+        "dropped": f"{replay['drop_rate']:.1%} of the tokens",
+        "loss of kept tokens": _mean(replay["nll_kept"]),
+        "loss of dropped tokens": _mean(replay["nll_dropped"]),
+        "first divergence at a dropped token": "no suffix diverges"
+        if replay["first_divergence_at_dropped"] is None
+        else f"{replay['first_divergence_at_dropped']:.1%} of {replay['first_divergences']} "
+        f"({_interval(replay['first_divergence_at_dropped_ci'])}; chance: {replay['suffix_drop_rate']:.1%})",
+        "longest undropped span": f"{replay['longest_undropped_span']} tokens",
+        "suffixes without a dropped token": f"{replay['suffix_kept_whole']:.1%} of these documents; (1 − 1/k)^S = "
+        f"{replay['expected_exact_match']:.2g} of all",
+    }
+    near = replay["near_duplicates"]
+    if near is not None:
+        found[f"near-duplicates, {near['noise']:.0%} of the tokens replaced"] = (
+            f"{near['trained_share']:.1%} of the copies train a dropped token "
+            f"({_interval(near['trained_share_ci'])}; the law says {near['expected_trained_share']:.1%})"
+        )
+    return found
+
+
+def _sections(record: Record) -> list[str]:
+    sections = [html.facts(_headline(record)), *(html.notice(text) for text in record["warnings"])]
+    sections.append(html.charts([_prefix_chart(record), _position_chart(record), *_count_chart(record)]))
+    sections += ["<h2>Extraction</h2>", html.table(COUNT_HEADER, count_rows(record))]
+    if record["membership"]:
+        sections += ["<h2>Membership inference</h2>", html.table(ATTACK_HEADER, attack_rows(record))]
+        sections.append(f"<p>{escape(record['membership']['caveat'])}</p>")
+    if record["mask_replay"]:
+        sections += ["<h2>The goldfish mask, replayed</h2>", html.facts(replay_facts(record))]
+    if record["generation"]:
+        sections += ["<h2>Greedy continuations</h2>", html.facts(_generation(record["generation"]))]
+    return sections
+
+
+def _headline(record: Record) -> dict[str, str | int | float | None]:
+    control = record["control"]
+    return {
+        "documents": record["documents"],
+        f"exact match of the last {record['suffix']} tokens": f"{record['exact_match']:.1%} "
+        f"({_interval(record['exact_match_ci'])})",
+        "of the control": f"{control['exact_match']:.1%} of {control['documents']}" if control else None,
+        "token agreement": f"{record['token_agreement']['mean']:.1%}",
+        "extraction strength": f"{record['extraction_strength']['mean']:.2f}",
+        "extractable in a million samples": f"{record['extractable_within']['1000000']:.1%}",
+    }
+
+
+def _prefix_chart(record: Record) -> str:
+    series = []
+    for name in ("members", "control"):
+        points = [(int(n), row[name]["exact_match"]) for n, row in record["by_prefix"].items() if name in row]
+        if points:
+            series.append(Series(name, [x for x, _ in points], [y for _, y in points], dots=True))
+    title = f"Exact match of the next {record['suffix']} tokens"
+    return line_chart(title, series, x_label="tokens of the prefix", from_zero=True)
+
+
+def _position_chart(record: Record) -> str:
+    rows = record["by_position"]
+    places = [(row["from"] + row["to"]) / 2 for row in rows]
+    agreement = Series("members", places, [row["token_agreement"] for row in rows], dots=True)
+    return line_chart("Token agreement by place", [agreement], x_label="place in the document", from_zero=True)
+
+
+def _count_chart(record: Record) -> list[str]:
+    groups: Sequence[tuple[int, Record]] = [(int(count), group) for count, group in record["by_count"].items()]
+    if len(groups) < 3:  # two points are read in the table
+        return []
+    counts = [count for count, _ in groups]
+    exact = Series("exact match", counts, [group["exact_match"] for _, group in groups], dots=True)
+    agreement = Series("token agreement", counts, [group["token_agreement"]["mean"] for _, group in groups], dots=True)
+    return [line_chart("By repetition", [exact, agreement], x_label="times trained on", from_zero=True)]
+
+
+def _generation(generation: Record) -> dict[str, str]:
+    return {
+        "documents": str(generation["documents"]),
+        "ROUGE-L": _mean(generation["rouge_l"]),
+        "edit similarity": _mean(generation["edit_similarity"]),
+        "longest common span": _mean(generation["longest_common_span"]),
+        "agreement with the one pass": f"{generation['agrees_with_one_pass']:.1%}",
+    }
+
+
+def _mean(value: Record | None) -> str:
+    if value is None:
+        return "n/a"
+    return f"{value['mean']:.3g} ({value['ci'][0]:.3g} to {value['ci'][1]:.3g})"
+
+
+def _interval(ends: Sequence[float]) -> str:
+    return f"{ends[0]:.1%} to {ends[1]:.1%}"
+
+
+def _rate(value: float | None) -> str:
+    return "too few controls" if value is None else f"{value:.1%}"

@@ -1,0 +1,117 @@
+"""Responses, masks of one's own, and what a mask does to the user's data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fourfold.config.masks import GoldfishConfig, MasksConfig, ResponsesConfig
+from fourfold.data.dataset import Windows
+from fourfold.data.goldfish import Goldfish
+from fourfold.data.mask_statistics import MaskStatistics, longest_run, mask_statistics
+from fourfold.data.masks import Responses, build_masks, document_boundary, labels_of
+from fourfold.data.tokenizer import ByteTokenizer
+from fourfold.errors import UserError
+
+USER, ANSWER, END = 90, 91, 92
+
+
+def windows_of(*rows: list[int], documents: list[list[int]] | None = None) -> Windows:
+    tokens = np.array(rows)
+    return Windows(tokens, np.zeros_like(tokens) if documents is None else np.array(documents), np.arange(len(rows)))
+
+
+def trained(mask: Responses, windows: Windows) -> list[list[int]]:
+    return [[int(t) for t in row if t != -100] for row in labels_of(windows, [document_boundary, mask])]
+
+
+def test_only_responses_are_trained() -> None:
+    conversation = [USER, 1, 2, END, ANSWER, 3, 4, END, USER, 5, END, ANSWER, 6, END, 7]
+    assert trained(Responses((ANSWER,), (END,)), windows_of(conversation)) == [[3, 4, END, 6, END]]
+    assert trained(Responses((ANSWER,), (USER,)), windows_of(conversation)) == [[3, 4, END, USER, 6, END, 7]]
+    assert trained(Responses((ANSWER,)), windows_of(conversation)) == [[3, 4, END, USER, 5, END, ANSWER, 6, END, 7]]
+    assert trained(Responses((END, ANSWER), (END,)), windows_of(conversation)) == [[3, 4, END, 6, END]]
+    assert trained(Responses((ANSWER,), (END,)), windows_of([1, 2, END, 3, 4])) == [[]]
+
+
+def test_a_response_ends_with_its_document() -> None:
+    windows = windows_of([1, ANSWER, 2, 3, 4, 5], documents=[[0, 0, 0, 0, 1, 1]])
+    assert trained(Responses((ANSWER,), (END,)), windows) == [[2, 3]]
+
+
+def test_a_marker_longer_than_the_window_is_nowhere() -> None:
+    assert trained(Responses(tuple(range(9))), windows_of([1, 2, 3])) == [[]]
+
+
+def no_ones(windows: Windows) -> np.ndarray:
+    return windows.tokens[:, 1:] != 1
+
+
+def broken(windows: Windows) -> np.ndarray:
+    return windows.tokens
+
+
+def test_masks_of_the_run_file() -> None:
+    config = MasksConfig(
+        goldfish=GoldfishConfig(strategy="hash"),
+        responses=ResponsesConfig(start="A:", end=[10]),
+        functions=[f"{__name__}:no_ones"],
+    )
+    masks, goldfish = build_masks(config, ByteTokenizer(), 32, 4)
+    assert masks[:2] == [document_boundary, Responses((65, 58), (10,))]
+    labels = labels_of(windows_of([65, 58, 1, 2, 10, 3]), masks)
+    assert labels.tolist() == [[-100, -100, 2, 10, -100]]
+    assert goldfish.exempt == (256,)
+    assert goldfish.look_back == 13
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere:mask", "'nowhere:mask' cannot be imported"),
+        ("json:mask", "'json:mask' cannot be imported"),
+        ("json", "is no function; write it as 'module:function'"),
+        (":x", "cannot be imported"),
+        ("json:__name__", "is no function"),
+    ],
+)
+def test_functions_that_are_none(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_masks(MasksConfig(functions=[name]), None, 32, 4)
+
+
+def test_a_function_that_returns_no_mask() -> None:
+    masks, _ = build_masks(MasksConfig(functions=[f"{__name__}:broken"]), None, 32, 4)
+    with pytest.raises(UserError, match=r"broken' returned int64 \(1, 3\); a mask is bool \(1, 2\)"):
+        labels_of(windows_of([1, 2, 3]), masks)
+
+
+def test_a_marker_of_text_needs_a_tokenizer() -> None:
+    with pytest.raises(UserError, match=r"give token ids, or set data\.tokenizer"):
+        build_masks(MasksConfig(responses=ResponsesConfig(start="A:")), None, 32, 4)
+
+
+def test_longest_run() -> None:
+    assert longest_run(np.array([[1, 1, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0]], dtype=bool)) == 3
+    assert longest_run(np.zeros((2, 0), dtype=bool)) == 0
+    assert longest_run(np.ones((1, 5), dtype=bool)) == 5
+
+
+def test_statistics_and_warnings() -> None:
+    tokens = np.random.default_rng(0).integers(0, 5000, (10, 1001))
+    windows = Windows(tokens, np.zeros_like(tokens), np.arange(10))
+    good = mask_statistics(
+        windows, [document_boundary], Goldfish(GoldfishConfig(strategy="hash", start_step=9), (), 90)
+    )
+    assert good.trainable == good.tokens == 10_000
+    assert good.drop_rate == pytest.approx(0.25, abs=0.02)
+    assert 15 < good.longest_undropped_span < 60
+    assert good.warnings() == []
+    # Documents of 20 tokens with h = 13: the first 13 of each are kept.
+    packed = Windows(tokens, np.arange(1001)[None] // 20 + np.zeros((10, 1), dtype=np.int64), np.arange(10))
+    short = mask_statistics(packed, [document_boundary], Goldfish(GoldfishConfig(strategy="hash")))
+    assert short.drop_rate < 0.1
+    assert len(short.warnings()) == 1
+    assert "not 1/4 = 25.00%" in short.warnings()[0]
+    repeated = MaskStatistics(k=4, tokens=10_000, trainable=10_000, dropped=2500, longest_undropped_span=500)
+    assert "keeps 500 tokens in a row, where chance would keep about 27" in repeated.warnings()[0]

@@ -1,0 +1,439 @@
+"""The audit from end to end: on one process, on grids, on a Hugging Face model, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pool import Pool
+from tiny_corpus import make_corpus, run_file
+
+from fourfold.cli.app import main
+from fourfold.data.canaries import Canaries, ledger_path
+from fourfold.data.prepare import prepare
+from fourfold.errors import UserError
+from fourfold.memorization.audit import AuditRequest, audit_of_place, subject_of
+from fourfold.memorization.documents import AuditDocument, with_others_before
+from fourfold.memorization.scores import Sampling
+from fourfold.reports.audit_report import write_audit_report
+from fourfold.training.environment import Place
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
+    """The command line in this process, on one thread and outside any launcher."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fourfold", *map(str, arguments)])
+        capfd.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 0
+        return (code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus of canaries, and the run of a tiny Llama that has learned them with a goldfish mask."""
+    folder = tmp_path_factory.mktemp("audit")
+    make_corpus(folder, "text", documents=200)
+    prepare([folder / "text.jsonl"], folder / "c", tokenizer="bytes", workers=1, validation_fraction=0.1,
+            canaries=Canaries(10, (0, 60), length=40, noise=0.02, source="random"))  # fmt: skip
+    path = run_file(folder, str(folder / "c"), training__seq_length=64, training__train_steps=200,
+                    training__global_batch_size=8, training__micro_batch_size=8,
+                    **{"masks.goldfish__strategy": "hash", "masks.goldfish__h": 5})  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["fourfold", "train", str(path)])
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        main_returns()
+        torch.set_num_threads(threads)
+    return folder
+
+
+def main_returns() -> None:
+    try:
+        main()
+    except SystemExit as leaving:
+        assert not leaving.code
+
+
+def request_of(folder: Path, *overrides: str, **options: Any) -> AuditRequest:
+    sizes = {"suffix": 20, "prefix": 10, **options}
+    return AuditRequest(str(folder / "runs" / "run"), ledger_path(folder / "c"), overrides=overrides, **sizes)
+
+
+def on_grid(rank: int, world_size: int, request: AuditRequest) -> dict[str, Any] | None:
+    place = Place(rank, rank, world_size, world_size, launcher="local")
+    return audit_of_place(place, request, subject_of(request.model, request))
+
+
+def close(one: Any, other: Any) -> bool:
+    """Equal but for rounding in float32."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(close(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(close, one, other))
+    if isinstance(one, float):
+        return other == pytest.approx(one, rel=1e-3, abs=1e-4)
+    return one == other
+
+
+@pytest.fixture(scope="module")
+def record(trained: Path, pool: Pool) -> dict[str, Any]:
+    request = request_of(trained, generate=10, sampling=Sampling(1.0, 50, 0.95))
+    return pool.run(1, on_grid, request)[0]
+
+
+def test_what_was_repeated_is_known_and_what_was_dropped_is_not(record: dict[str, Any]) -> None:
+    assert record["documents"] == 10
+    assert record["control"]["documents"] == 10
+    assert list(record["by_count"]) == ["0", "60"]
+    replay = record["mask_replay"]
+    assert replay["nll_dropped"]["mean"] > replay["nll_kept"]["mean"] + 1
+    assert replay["first_divergence_at_dropped"] > 0.6 > 2 * replay["suffix_drop_rate"]
+    assert record["loss"]["mean"] < record["control"]["loss"]["mean"]
+    assert record["membership"]["attacks"]["loss"]["auc"] > 0.9
+    assert {"loss", "zlib", "min_k", "min_k_plus_plus"} == record["membership"]["attacks"].keys()
+    assert "does not protect membership" in record["membership"]["caveat"]
+    low, high = replay["near_duplicates"]["trained_share_ci"]
+    assert low - 0.05 < replay["near_duplicates"]["expected_trained_share"] < high + 0.05
+    assert replay["near_duplicates"]["noise"] == 0.02
+
+
+def test_generation_confirms_the_one_pass(record: dict[str, Any]) -> None:
+    generation = record["generation"]
+    assert generation["documents"] == 10
+    assert generation["agrees_with_one_pass"] == 1
+    assert generation["exact_match"]["mean"] == record["exact_match"]
+    assert 0 < generation["rouge_l"]["mean"] <= 1
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"x": 2},
+        {"y": 2},
+        {"z": 2},
+        {"x": 2, "z": 2},
+        {"dp": 2, "y": 2},
+        {"dp": 2, "z": 2},
+        {"cp": 2},
+        {"cp": 2, "x": 2},
+        {"pp": 2},
+        {"pp": 2, "z": 2},
+    ],
+)
+def test_every_grid_finds_the_same(trained: Path, record: dict[str, Any], pool: Pool, grid: dict[str, int]) -> None:
+    overrides = [f"parallel.{axis}={size}" for axis, size in grid.items()]
+    request = request_of(
+        trained, *overrides, generate=3, sampling=Sampling(1.0, 50, 0.95), micro_batch_size=4
+    )  # fmt: skip
+    found, *others = pool.run(int(np.prod(list(grid.values()))), on_grid, request)
+    assert others == [None] * len(others)
+    compared = [key for key in record if key != "generation"]
+    assert all(close(record[key], found[key]) for key in compared), [
+        k for k in compared if not close(record[k], found[k])
+    ]
+    assert found["generation"]["agrees_with_one_pass"] == 1
+
+
+def test_command(trained: Path, cli: Cli) -> None:
+    arguments = [
+        "audit",
+        "--model",
+        trained / "runs" / "run",
+        "--documents",
+        ledger_path(trained / "c"),
+        "--suffix",
+        20,
+    ]
+    code, output, errors = cli(*arguments, "--prefix", 10, "--json", "--out", trained / "out")
+    assert (code, errors) == (0, "")
+    record = json.loads(output)
+    assert record == json.loads((trained / "out" / "audit.json").read_text())
+    assert {"documents", "exact_match", "exact_match_ci", "by_count", "control"} <= record.keys()
+    page = (trained / "out" / "audit.html").read_text()
+    assert "Membership inference" in page
+    assert "The goldfish mask, replayed" in page
+    assert "http" not in page.replace("http-equiv", "")
+    code, output, errors = cli(*arguments, "--prefix", 10)
+    assert (code, errors) == (0, "")
+    assert "60 times" in output
+    assert "does not protect membership" in " ".join(output.split())
+
+
+def test_canaries_are_audited_while_the_model_trains(trained: Path, cli: Cli) -> None:
+    audit = ["--set", "audit.interval=4", "--set", f"audit.documents={ledger_path(trained / 'c')}"]
+    arguments = ["train", trained / "run.toml", "--set", "name=watched", *audit, "--set", "audit.suffix=20"]
+    assert cli(*arguments, "--set", "training.train_steps=6", "--set", "checkpoint.interval=5")[0] == 0
+    path = trained / "runs" / "watched" / "memorization.jsonl"
+    lines = [json.loads(row) for row in path.read_text().splitlines()]
+    assert [row["step"] for row in lines] == [4, 6]
+    assert lines[0]["tokens"] == 4 * 8 * 64
+    assert lines[0]["by_count"].keys() == {"0", "60"}
+    assert {"exact_match", "token_agreement", "loss", "loss_kept", "loss_dropped"} <= lines[0]["by_count"]["60"].keys()
+    assert lines[1]["by_count"]["60"]["loss"] != lines[0]["by_count"]["60"]["loss"]
+    assert "Canaries repeated exactly" in (path.parent / "report.html").read_text()
+    # On two processes, and again from step 5 on: line 6 is written anew, and says the same.
+    again = ["--set", "training.train_steps=6", "--set", f"checkpoint.resume={path.parent / 'checkpoints' / 'step_5'}"]
+    assert cli(*arguments, *again, "--set", "parallel.z=2", "--set", "training.micro_batch_size=4")[0] == 0
+    repeated = [json.loads(row) for row in path.read_text().splitlines()]
+    assert [row["step"] for row in repeated] == [4, 6]
+    assert close(repeated[1], lines[1])
+    # The last checkpoint, audited after the fact.
+    _, output, _ = cli(
+        "audit",
+        "--model",
+        path.parent,
+        "--documents",
+        ledger_path(trained / "c"),
+        "--suffix",
+        20,
+        "--prefix",
+        20,
+        "--json",
+    )
+    assert json.loads(output)["loss"]["mean"] == pytest.approx(lines[1]["by_count"]["60"]["loss"], rel=1e-4)
+
+
+def test_other_documents_before_each(trained: Path, record: dict[str, Any], pool: Pool) -> None:
+    found = pool.run(1, on_grid, request_of(trained, offset=17, generate=2))[0]
+    assert found["offset"] == 17
+    assert found["generation"]["agrees_with_one_pass"] == 1
+    assert found["loss"]["mean"] != record["loss"]["mean"]
+    assert found["by_position"][-1]["to"] == record["by_position"][-1]["to"] == 39
+    # What stands before is no part of a document: the mask is replayed as without it.
+    assert found["mask_replay"]["drop_rate"] == record["mask_replay"]["drop_rate"]
+    with pytest.raises(UserError, match="are more than the 20 tokens that the model sees after --offset"):
+        pool.run(1, on_grid, request_of(trained, offset=45))
+
+
+def test_what_stands_before_a_document() -> None:
+    documents = [AuditDocument(np.arange(10 * n, 10 * n + 4), None, 1) for n in range(1, 4)]
+    before = [row[:-4].tolist() for row in with_others_before(documents, 7, 0)]
+    assert before == [[33, 0, 20, 21, 22, 23, 0], [13, 0, 30, 31, 32, 33, 0], [23, 0, 10, 11, 12, 13, 0]]
+    assert with_others_before(documents, 1, 0)[1].tolist() == [0, 20, 21, 22, 23]
+    assert with_others_before(documents, 2, None)[1].tolist() == [32, 33, 20, 21, 22, 23]
+    assert with_others_before(documents, 0, 0)[0].tolist() == [10, 11, 12, 13]
+    with pytest.raises(UserError, match="--offset 20 needs 9 more tokens"):
+        with_others_before(documents, 20, 0)
+
+
+def test_another_model_for_reference(trained: Path, tmp_path: Path, pool: Pool) -> None:
+    """The model itself: nothing differs, and the attack that compares with it knows nothing."""
+    found = pool.run(1, on_grid, request_of(trained, reference=str(trained / "runs" / "run")))[0]
+    assert found["reference"]["exact_match"] == found["exact_match"]
+    assert found["reference"]["only_the_model_repeats"] == found["reference"]["only_the_reference_repeats"] == 0
+    assert found["membership"]["attacks"]["reference"]["auc"] == 0.5
+    write_audit_report(found, tmp_path)
+    assert "reference model" in (tmp_path / "audit.html").read_text()
+
+
+def test_a_checkpoint_alone(trained: Path, tmp_path: Path, record: dict[str, Any], cli: Cli) -> None:
+    """Without its run file nothing says which tokenizer or mask it was trained with."""
+    shutil.copytree(trained / "runs" / "run" / "checkpoints" / "step_200", tmp_path / "alone")
+    arguments = ["audit", "--model", tmp_path / "alone", "--suffix", 20, "--prefix", 10, "--json"]
+    code, output, errors = cli(*arguments, "--documents", ledger_path(trained / "c"))
+    assert code == 0, errors
+    found = json.loads(output)
+    assert close(found["token_agreement"], record["token_agreement"])
+    assert found["mask_replay"] is None
+    code, output, errors = cli(*arguments, "--documents", ledger_path(trained / "c"), "--run", trained / "run.toml")
+    assert json.loads(output)["mask_replay"]["agreement_kept"] == record["mask_replay"]["agreement_kept"]
+    (tmp_path / "text.jsonl").write_text(line(text="a" * 60))
+    code, output, errors = cli(*arguments, "--documents", tmp_path / "text.jsonl")
+    assert (code, output) == (2, "")
+    assert "give it with --tokenizer" in errors
+    code, output, errors = cli(*arguments, "--documents", tmp_path / "text.jsonl", "--tokenizer", "bytes")
+    assert code == 0, errors
+
+
+def test_control_and_counts_of_ones_own(trained: Path, tmp_path: Path, cli: Cli) -> None:
+    texts = [json.loads(row)["text"] for row in (trained / "text.jsonl").read_text().splitlines() if len(row) > 60]
+    (tmp_path / "members.jsonl").write_text(
+        "".join(line(text=text, seen=1 + n % 2) for n, text in enumerate(texts[:12]))
+    )
+    (tmp_path / "control.jsonl").write_text("".join(line(text=text) for text in texts[12:40]))
+    arguments = [
+        "audit",
+        "--model",
+        trained / "runs" / "run",
+        "--suffix",
+        20,
+        "--prefix",
+        10,
+        "--json",
+        "--counts",
+        "seen",
+    ]
+    code, output, errors = cli(
+        *arguments, "--documents", tmp_path / "members.jsonl", "--control", tmp_path / "control.jsonl"
+    )
+    assert code == 0, errors
+    record = json.loads(output)
+    assert (record["documents"], record["control"]["documents"]) == (12, 28)
+    assert {count: group["documents"] for count, group in record["by_count"].items()} == {"0": 28, "1": 6, "2": 6}
+    assert record["truncated_documents"] > 0  # texts of more than the 65 tokens of the context
+    assert any("cut to the model's context" in warning for warning in record["warnings"])
+    code, output, errors = cli(*arguments, "--documents", tmp_path / "members.jsonl")
+    record = json.loads(output)
+    assert record["control"] is None
+    assert record["membership"] is None
+    assert "There is no control" in record["warnings"][0]
+
+
+def test_masks_command(trained: Path, cli: Cli) -> None:
+    code, output, errors = cli("masks", trained / "run.toml")
+    assert (code, errors) == (0, "")
+    assert "left out by the goldfish mask" in output
+    assert "[" in output
+    code, output, errors = cli("masks", trained / "run.toml", "--json", "--samples", 0)
+    record = json.loads(output)
+    assert record["goldfish"]["drop_rate"] == pytest.approx(0.25, abs=0.05)
+    assert record["expected"]["exact_match"]["50"] == pytest.approx(0.75**50)
+    assert record["warnings"] == []
+    many = ["--set", "masks.goldfish.h=60"]
+    _, output, _ = cli("masks", trained / "run.toml", *many)
+    assert "Warning: the goldfish mask leaves out" in output
+    code, output, errors = cli("masks", trained / "run.toml", "--set", "masks.goldfish.strategy=none", "--json")
+    assert json.loads(output)["goldfish"] is None
+    for wrong, message in (("k=1", "greater than or equal to 2"), ("h=0", "greater than or equal to 1")):
+        code, output, errors = cli("masks", trained / "run.toml", "--set", f"masks.goldfish.{wrong}")
+        assert (code, output) == (2, "")
+        assert message in errors
+
+
+def test_gate(trained: Path, cli: Cli) -> None:
+    arguments = [
+        "audit",
+        "--model",
+        trained / "runs" / "run",
+        "--documents",
+        ledger_path(trained / "c"),
+        "--prefix",
+        10,
+    ]
+    # One token is repeated by chance; twenty are not.
+    assert cli(*arguments, "--suffix", 1, "--max-exact-match", 0.01, "--json")[0] == 4
+    assert cli(*arguments, "--suffix", 1, "--max-exact-match", 1, "--json")[0] == 0
+
+
+def line(**values: object) -> str:
+    return json.dumps(values) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "message"),
+    [
+        ("", {}, "has no document"),
+        ("nonsense\n", {}, "line 1 is not a JSON object"),
+        (line(text=""), {}, "line 1 is an empty document"),
+        (line(txt="a"), {}, 'neither "text" nor "tokens"; name the key with --text-key'),
+        (line(text="a" * 90) + line(text="short"), {}, "line 2 has 5 tokens, and prefix and suffix need 30"),
+        (line(tokens=[1] * 50 + [9999]), {}, "has token 9999, and the model's vocabulary ends at 256"),
+        (line(tokens=["a"]), {}, "no list of token ids"),
+        (line(tokens=[1] * 50, tokenizer="other"), {}, "another tokenizer than the model's"),
+        (line(text="a" * 90, count=-1), {}, 'has -1 as "count"; it is a whole number'),
+        (line(text="a" * 90, count=0), {}, "there is none that was trained on"),
+        (line(text="a" * 90), {"--suffix": 0}, "must both be at least 1"),
+        (line(text="a" * 90), {"--prefix": 60}, "more than the 65 tokens that the model sees"),
+        (line(text="a" * 90), {"--max-exact-match": 2}, "a share between 0 and 1"),
+        (line(text="a" * 90), {"--temperature": 0}, "sampling needs more than 0"),
+        (line(text="a" * 90), {"--model": "/nowhere"}, "/nowhere does not exist"),
+        (line(text="a" * 90), {"--model": "."}, "neither a checkpoint"),
+        (line(text="a" * 90), {"--control": "/nowhere.jsonl"}, "cannot read the documents /nowhere.jsonl"),
+        (line(text="a" * 90), {"--set": "parallel.x=3"}, "cannot be split over x = 3"),
+    ],
+)
+def test_refusals(trained: Path, tmp_path: Path, cli: Cli, lines: str, options: dict, message: str) -> None:
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text(lines)
+    given = {
+        "--model": trained / "runs" / "run", "--documents": documents, "--suffix": 20, "--prefix": 10, **options
+    }  # fmt: skip
+    code, output, errors = cli("audit", *(part for option in given.items() for part in option))
+    assert (code, output) == (2, ""), errors
+    assert errors.startswith("fourfold: ")
+    assert errors.count("\n") == 1
+    assert message in errors
+
+
+@pytest.fixture(scope="module")
+def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A tiny Llama of the transformers library that has learned some of a few texts, and the texts."""
+    transformers = pytest.importorskip("transformers")
+    from fourfold.data.tokenizer import train_bpe
+
+    folder = tmp_path_factory.mktemp("hugging_face")
+    make_corpus(folder, "text", documents=100)
+    texts = [json.loads(row)["text"] for row in (folder / "text.jsonl").read_text().splitlines()[:16]]
+    train_bpe(texts, 270, folder / "tokenizer.json")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=270, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=256,
+        )
+    )  # fmt: skip
+    rows = [tokenizer(text)["input_ids"][:60] for text in texts[:8]]
+    batch = torch.tensor([row for row in rows if len(row) == 60])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(120):
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder, texts
+
+
+def test_hugging_face_model(hugging_face: tuple[Path, list[str]], tmp_path: Path, cli: Cli) -> None:
+    folder, texts = hugging_face
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(line(text=text, count=int(n < 8)) for n, text in enumerate(texts)))
+    code, output, errors = cli(
+        "audit", "--model", folder, "--documents", documents, "--suffix", 10, "--prefix", 20, "--generate", 8, "--json"
+    )
+    assert code == 0, errors
+    record = json.loads(output)
+    assert record["generation"]["agrees_with_one_pass"] == 1
+    assert record["token_agreement"]["mean"] > record["control"]["token_agreement"]["mean"]
+
+
+def test_the_one_pass_is_what_hugging_face_generates(hugging_face: tuple[Path, list[str]]) -> None:
+    """Against the library's own greedy search, of documents that are learned and of some that are not."""
+    transformers = pytest.importorskip("transformers")
+    from fourfold.memorization.forward import HuggingFaceModel, HuggingFaceTokenizer
+    from fourfold.memorization.scores import TokenScores
+
+    folder, texts = hugging_face
+    rows = [np.array(ids[:60]) for ids in HuggingFaceTokenizer(str(folder)).encode_batch(texts)]
+    model = HuggingFaceModel(str(folder), torch.device("cpu"), Sampling(), 3)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(folder)
+    exact = []
+    for row, fields in zip(rows, model.score(rows), strict=True):
+        prompt = torch.tensor(row[None, :-10])
+        written = theirs.generate(prompt, max_new_tokens=10, do_sample=False, attention_mask=torch.ones_like(prompt))
+        exact.append(bool(TokenScores.of(row, fields).agrees[-10:].all()))
+        same = written[0, -10:].tolist() == row[-10:].tolist() and written.shape[1] == len(row)
+        assert exact[-1] == same
+    assert any(exact)
+    assert not all(exact)
