@@ -1,0 +1,290 @@
+"""config.json of a Hugging Face model ↔ the keys of ``[model]``; what the decoder does not compute is refused.
+
+A key that transformers would not read either is ignored. Where a key is left out, transformers' default holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fourfold.config.model import ModelConfig
+from fourfold.errors import UserError
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture of transformers.
+
+    keys: their name of each key of ours that a config.json may give; defaults: theirs, where a key is left out; fixed:
+    our keys that every model of the family has; required: their keys that must have one of these values, because the
+    decoder computes nothing else.
+    """
+
+    architecture: str
+    keys: Mapping[str, str]
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    required: Mapping[str, tuple[Any, ...]]
+
+
+_LLAMA_KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "intermediate_size": "intermediate_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "initializer_range": "initializer_range",
+}
+_LLAMA_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_NO_BIASES = {"attention_bias": False, "attention_output_bias": False, "mlp_bias": False}
+_LLAMA_FIXED = {"mlp": "swiglu", "norm": "rmsnorm", "position_embedding": "rope", "qk_norm": False}
+_SILU = {"hidden_act": ("silu", "swish")}
+_GPT2_KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "initializer_range": "initializer_range",
+}
+_GPT2_DEFAULTS = {"n_positions": 1024, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        _LLAMA_KEYS | {"head_dim": "head_dim", "attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
+        _LLAMA_DEFAULTS,
+        _LLAMA_FIXED,
+        _SILU,
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        _LLAMA_KEYS | {"head_dim": "head_dim"},
+        _LLAMA_DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        _LLAMA_FIXED | _NO_BIASES,
+        _SILU,
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        _LLAMA_KEYS | {"head_dim": "head_dim"},
+        _LLAMA_DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+        _LLAMA_FIXED | _NO_BIASES | {"attention_bias": True},
+        _SILU,
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _LLAMA_KEYS | {"head_dim": "head_dim", "attention_bias": "attention_bias"},
+        _LLAMA_DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
+        _LLAMA_FIXED | {"mlp_bias": False, "qk_norm": True},
+        _SILU,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        _LLAMA_KEYS,
+        _LLAMA_DEFAULTS | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        _LLAMA_FIXED | _NO_BIASES,
+        _SILU,
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        _GPT2_KEYS,
+        _GPT2_DEFAULTS,
+        {
+            "mlp": "gelu",
+            "norm": "layernorm",
+            "position_embedding": "learned",
+            "attention_bias": True,
+            "attention_output_bias": True,
+            "mlp_bias": True,
+            "qk_norm": False,
+        },
+        {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        },
+    ),
+}
+
+MISSING: dict[str, str] = {
+    "gpt_neox": "attention and MLP side by side, rotary embeddings on a part of a head, and the exact GELU",
+    "phi": "attention and MLP side by side, and rotary embeddings on a part of a head",
+    "gemma": "a gated GELU, embeddings scaled by √hidden_size, and norm weights counted from one",
+    "gemma2": "a gated GELU, norms after attention and MLP, and capped logits",
+    "gemma3": "a gated GELU, norms after attention and MLP, and sliding windows in some layers",
+    "gemma3_text": "a gated GELU, norms after attention and MLP, and sliding windows in some layers",
+    "olmo2": "norms after attention and MLP",
+    "falcon": "attention and MLP side by side",
+    "mixtral": "a mixture of experts",
+    "qwen2_moe": "a mixture of experts",
+    "qwen3_moe": "a mixture of experts",
+    "phimoe": "a mixture of experts",
+    "llama4": "a mixture of experts",
+    "gpt_oss": "a mixture of experts",
+    "deepseek_v2": "a mixture of experts and latent attention",
+    "deepseek_v3": "a mixture of experts and latent attention",
+}
+"""What the decoder lacks for architectures that people ask for."""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a model's folder; ``UserError`` where there is none."""
+    file = path / CONFIG_FILE
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}; a Hugging Face model's folder has one") from None
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{file} is not the configuration of a model")
+    return config
+
+
+def family_of(config: Mapping[str, Any], where: str) -> str:
+    """The ``model_type`` of a config.json that the decoder can compute; ``UserError`` names what is missing else."""
+    kind = config.get("model_type")
+    if kind in MISSING:
+        raise UserError(f"{where}: model_type '{kind}' needs {MISSING[kind]}, which the decoder here does not have")
+    if kind not in FAMILIES:
+        raise UserError(f"{where}: model_type {kind!r} is unknown here; there are {', '.join(FAMILIES)}")
+    for architecture in config.get("architectures") or [FAMILIES[kind].architecture]:
+        if architecture != FAMILIES[kind].architecture:
+            raise UserError(
+                f"{where}: the architecture is {architecture}; a language model of this family is "
+                f"{FAMILIES[kind].architecture}"
+            )
+    return kind
+
+
+def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The table ``[model]`` that a config.json describes; ``UserError`` for what the decoder does not compute."""
+    family = FAMILIES[family_of(config, where)]
+    given = {**family.defaults, **config}
+    for key, values in family.required.items():
+        if given.get(key, values[0]) not in values:
+            raise UserError(f"{where}: {key} = {given[key]!r}; the decoder here computes only {values[0]!r}")
+    if given.get("quantization_config"):
+        raise UserError(f"{where}: the weights are quantised (quantization_config); the unquantised model is needed")
+    keys = dict(family.fixed)
+    for ours, theirs in family.keys.items():
+        if given.get(theirs) is not None:
+            keys[ours] = given[theirs]
+    for ours in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+        if ours not in keys and family.keys[ours] != "n_inner":  # which is 4 × n_embd where it is left out
+            raise UserError(f"{where}: {family.keys[ours]} is missing")
+    if "attention_bias" in family.keys:  # of these families it stands for all four projections
+        keys["attention_output_bias"] = keys.get("attention_bias", False)
+    if keys["position_embedding"] == "rope":
+        keys |= _rope(given, where)
+    window = sliding_window(config)
+    if window is not None:
+        keys["max_position_embeddings"] = min(window, keys["max_position_embeddings"])
+    return keys
+
+
+def sliding_window(config: Mapping[str, Any]) -> int | None:
+    """How many tokens a query sees in the layers that see least, where the config limits them."""
+    kind = config["model_type"]
+    given = {**FAMILIES[kind].defaults, **config}
+    window = given.get("sliding_window")
+    kinds = given.get("layer_types")
+    if kinds is None:
+        limited = given.get("use_sliding_window", False) if kind.startswith("qwen") else True
+    else:
+        limited = any(each != "full_attention" for each in kinds)
+    return window if window is not None and limited else None
+
+
+def _rope(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Base and stretch of the rotary embeddings, in the keys of transformers 4 (rope_theta, rope_scaling) or 5."""
+    rope = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
+    theta = rope.pop("rope_theta", None) or given.get("rope_theta") or 10000.0
+    part = rope.pop("partial_rotary_factor", None) or given.get("partial_rotary_factor") or 1.0
+    if part != 1.0:
+        raise UserError(f"{where}: partial_rotary_factor = {part}; the decoder here turns whole heads")
+    older = rope.pop("type", None)
+    kind = rope.pop("rope_type", older) or "default"
+    if kind == "default":
+        return {"rope_theta": float(theta), "rope_scaling": None}
+    if kind not in ("linear", "llama3", "yarn"):
+        raise UserError(f"{where}: rope_type '{kind}' is not computed here; linear, llama3 and yarn are")
+    rope = {key: value for key, value in rope.items() if value is not None}
+    if not rope.pop("truncate", True):
+        raise UserError(f"{where}: yarn with truncate = false is not computed here")
+    known = {"factor", "original_max_position_embeddings"}
+    known |= {"low_freq_factor", "high_freq_factor"} if kind == "llama3" else set()
+    known |= {"beta_fast", "beta_slow", "attention_factor"} if kind == "yarn" else set()
+    for key in rope.keys() - known:
+        raise UserError(f"{where}: '{key}' of the rotary embeddings of type '{kind}' is not computed here")
+    if kind == "yarn":
+        rope.setdefault("original_max_position_embeddings", given["max_position_embeddings"])
+    scaling = {key: float(v) if key != "original_max_position_embeddings" else v for key, v in rope.items()}
+    return {"rope_theta": float(theta), "rope_scaling": {"rope_type": kind, **scaling}}
+
+
+def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
+    """A config.json for a model of ours, of the family ``kind`` (default: the first that can be it).
+
+    Raises ``UserError`` when no family computes what the model does.
+    """
+    kinds = [kind] if kind is not None else list(FAMILIES)
+    for each in kinds:
+        if each not in FAMILIES:
+            raise UserError(f"model_type '{each}' is unknown here; there are {', '.join(FAMILIES)}")
+        config = _config(model, each)
+        if same_model(model, config):
+            return config
+    which = f"of model_type '{kind}'" if kind else f"of any of {', '.join(FAMILIES)}"
+    raise UserError(
+        f"no Hugging Face model {which} computes what this one does: mlp = '{model.mlp}', norm = '{model.norm}', "
+        f"position_embedding = '{model.position_embedding}', attention_bias = {model.attention_bias}, "
+        f"attention_output_bias = {model.attention_output_bias}, mlp_bias = {model.mlp_bias}, qk_norm = {model.qk_norm}"
+    )
+
+
+def same_model(model: ModelConfig, config: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes a model of ours, its vocabulary's padding and name aside."""
+    aside = {"preset", "from_hf", "initializer_range", "pad_vocab_size_to_multiple_of"}
+    try:
+        theirs = ModelConfig(**model_keys(config, CONFIG_FILE))
+    except ValidationError:
+        return False
+    return theirs.model_dump(exclude=aside) == model.model_dump(exclude=aside)
+
+
+def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
+    family = FAMILIES[kind]
+    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": kind}
+    config |= {theirs: getattr(model, ours) for ours, theirs in family.keys.items()}
+    config |= {key: values[0] for key, values in family.required.items()}
+    if model.position_embedding == "rope":
+        rope: dict[str, Any] = {"rope_theta": model.rope_theta}
+        if model.rope_scaling is not None:
+            kept = {"linear": ("factor",), "llama3": _LLAMA3, "yarn": _YARN}[model.rope_scaling.rope_type]
+            scaling = {key: getattr(model.rope_scaling, key) for key in ("rope_type", *kept)}
+            config["rope_scaling"] = {key: value for key, value in scaling.items() if value is not None}
+        config |= rope
+    if "sliding_window" in family.defaults:
+        config["sliding_window"] = None
+    return config
+
+
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")

@@ -1,0 +1,144 @@
+"""Where every parameter of the decoder stands in a Hugging Face model's files: one table per family.
+
+A row maps a tensor of theirs to the parameters of ours that it joins along the output dim, in this order; ``i`` is the
+number of the layer. A parameter that a model does not have (a bias) has no row in its map.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fourfold.config.model import ModelConfig
+from fourfold.models.transformer import Transformer
+
+Table = dict[str, tuple[str, ...]]
+
+_OUTSIDE: Table = {
+    "model.embed_tokens.weight": ("embed_tokens.weight",),
+    "model.norm.weight": ("norm.weight",),
+    "lm_head.weight": ("lm_head.weight",),
+    "model.layers.{i}.input_layernorm.weight": ("layers.{i}.input_layernorm.weight",),
+    "model.layers.{i}.post_attention_layernorm.weight": ("layers.{i}.post_attention_layernorm.weight",),
+}
+_LLAMA: Table = _OUTSIDE | {
+    f"model.layers.{{i}}.{theirs}.{kind}": (f"layers.{{i}}.{ours}.{kind}",)
+    for theirs, ours in {
+        "self_attn.q_proj": "self_attn.qkv.q_proj",
+        "self_attn.k_proj": "self_attn.qkv.k_proj",
+        "self_attn.v_proj": "self_attn.qkv.v_proj",
+        "self_attn.q_norm": "self_attn.core.q_norm",
+        "self_attn.k_norm": "self_attn.core.k_norm",
+        "self_attn.o_proj": "self_attn.o_proj",
+        "mlp.gate_proj": "mlp.up.gate_proj",
+        "mlp.up_proj": "mlp.up.up_proj",
+        "mlp.down_proj": "mlp.down_proj",
+    }.items()
+    for kind in ("weight", "bias")
+}
+_QKV = tuple(f"layers.{{i}}.self_attn.qkv.{part}_proj" for part in "qkv")
+_PHI3: Table = _OUTSIDE | {
+    "model.layers.{i}.self_attn.qkv_proj.weight": tuple(f"{part}.weight" for part in _QKV),
+    "model.layers.{i}.self_attn.o_proj.weight": ("layers.{i}.self_attn.o_proj.weight",),
+    "model.layers.{i}.mlp.gate_up_proj.weight": (
+        "layers.{i}.mlp.up.gate_proj.weight",
+        "layers.{i}.mlp.up.up_proj.weight",
+    ),
+    "model.layers.{i}.mlp.down_proj.weight": ("layers.{i}.mlp.down_proj.weight",),
+}
+_GPT2: Table = {
+    "transformer.wte.weight": ("embed_tokens.weight",),
+    "transformer.wpe.weight": ("embed_positions.weight",),
+    "lm_head.weight": ("lm_head.weight",),
+} | {
+    f"transformer.{theirs}.{kind}": tuple(f"{each}.{kind}" for each in ours)
+    for theirs, ours in {
+        "ln_f": ("norm",),
+        "h.{i}.ln_1": ("layers.{i}.input_layernorm",),
+        "h.{i}.ln_2": ("layers.{i}.post_attention_layernorm",),
+        "h.{i}.attn.c_attn": _QKV,
+        "h.{i}.attn.c_proj": ("layers.{i}.self_attn.o_proj",),
+        "h.{i}.mlp.c_fc": ("layers.{i}.mlp.up.up_proj",),
+        "h.{i}.mlp.c_proj": ("layers.{i}.mlp.down_proj",),
+    }.items()
+    for kind in ("weight", "bias")
+}
+
+TABLES: dict[str, Table] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "phi3": _PHI3,
+    "gpt2": _GPT2,
+}
+TRANSPOSED: dict[str, tuple[str, ...]] = {"gpt2": (".c_attn.", ".c_proj.", ".c_fc.")}
+"""Tensors that hold [in, out] where ours hold [out, in]."""
+
+PREFIX: dict[str, str] = {"gpt2": "transformer."}
+"""What files of the model without its head leave out; ``model.`` in all other families."""
+
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+"""Ends of names of tensors in older files that are no weights."""
+
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+"""Parameters with a row for every token; ours are padded, theirs not."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter of ours inside a tensor of theirs: ``rows`` of the output dim, from ``first`` on.
+
+    Rows of ours beyond these are padding.
+    """
+
+    name: str
+    first: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class TheirTensor:
+    """A tensor of a Hugging Face model, and the parameters of ours that it joins."""
+
+    name: str
+    shape: tuple[int, ...]
+    transposed: bool
+    pieces: tuple[Piece, ...]
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the decoder, a tied one once."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in Transformer(model).named_parameters()}
+
+
+def name_map(kind: str, model: ModelConfig) -> list[TheirTensor]:
+    """The tensors of a Hugging Face model of the family ``kind``, layer by layer."""
+    shapes = parameter_shapes(model)
+    found: list[TheirTensor] = []
+    layered = [row for row in TABLES[kind].items() if "{i}" in row[0]]
+    for theirs, ours in (row for row in TABLES[kind].items() if "{i}" not in row[0]):
+        found += _their_tensor(kind, theirs, ours, shapes, model)
+    for i in range(model.num_hidden_layers):
+        for theirs, ours in layered:
+            names = tuple(name.format(i=i) for name in ours)
+            found += _their_tensor(kind, theirs.format(i=i), names, shapes, model)
+    placed = [piece.name for tensor in found for piece in tensor.pieces]
+    assert sorted(placed) == sorted(shapes), f"no place in {kind}: {set(shapes) ^ set(placed)}"
+    return found
+
+
+def _their_tensor(
+    kind: str, theirs: str, ours: tuple[str, ...], shapes: dict[str, tuple[int, ...]], model: ModelConfig
+) -> list[TheirTensor]:
+    if ours[0] not in shapes:
+        return []
+    pieces: list[Piece] = []
+    for name in ours:
+        rows = model.vocab_size if name in VOCABULARY else shapes[name][0]
+        pieces.append(Piece(name, sum(piece.rows for piece in pieces), rows))
+    shape = (sum(piece.rows for piece in pieces), *shapes[ours[0]][1:])
+    transposed = len(shape) == 2 and any(part in theirs for part in TRANSPOSED.get(kind, ()))
+    return [TheirTensor(theirs, shape[::-1] if transposed else shape, transposed, tuple(pieces))]

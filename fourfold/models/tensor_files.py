@@ -1,0 +1,155 @@
+"""Sharded safetensors files, read a slice and written a tensor at a time: no more than one tensor is in memory.
+
+A folder has either model.safetensors or several files and model.safetensors.index.json, which says what is where.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fourfold.errors import UserError
+
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CHUNK_BYTES = 1 << 26
+"""Read at once; then the file is closed, so that its pages leave this process's memory."""
+
+SHARD_BYTES = 5 * 10**9
+"""Of a file that is written, as Hugging Face's are."""
+
+
+class TensorFiles:
+    """The tensors of a folder, by name. Raises ``UserError`` for a missing or damaged file, naming it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file_of: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        listed = self._listed()
+        for file in sorted(set(listed.values())) if listed else [folder / SINGLE_FILE]:
+            with _opened(file) as opened:
+                for name in opened.keys():  # noqa: SIM118 (no dictionary)
+                    view = opened.get_slice(name)
+                    self.file_of[name], self.shapes[name] = file, tuple(view.get_shape())
+                    if view.get_dtype() in DTYPES:
+                        self.dtypes[name] = DTYPES[view.get_dtype()]
+        for name, file in listed.items():
+            if self.file_of.get(name) != file:
+                raise UserError(f"{file} does not hold the tensor {name}, which {folder / INDEX_FILE} says is there")
+
+    def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
+        """Copy the part ``slices`` of a tensor, converted to the type of ``out``, a few rows at a time."""
+        if name not in self.dtypes:
+            raise UserError(f"{self.file_of[name]}: the tensor {name} is no floating-point weight")
+        rows = slices[0]
+        width = math.prod(self.shapes[name][1:]) * self.dtypes[name].itemsize
+        step = max(1, CHUNK_BYTES // max(1, width))
+        for begin in range(rows.start, rows.stop, step):
+            chunk = slice(begin, min(begin + step, rows.stop))
+            with _opened(self.file_of[name]) as opened:
+                out[chunk.start - rows.start : chunk.stop - rows.start].copy_(
+                    opened.get_slice(name)[(chunk, *slices[1:])]
+                )
+
+    def _listed(self) -> dict[str, Path]:
+        """The file of every tensor by the index; empty where one file has all."""
+        index = self.folder / INDEX_FILE
+        if not index.exists():
+            if not (self.folder / SINGLE_FILE).exists():
+                raise UserError(_nothing_in(self.folder))
+            return {}
+        try:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            listed = {name: self.folder / file for name, file in names.items()}
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise UserError(f"{index} is damaged: it maps no tensor to a file") from None
+        for name, file in listed.items():
+            if not file.exists():
+                raise UserError(f"{file} is missing, and {index} says that it holds {name} and others")
+        return listed
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to write: ``make`` is called when its turn comes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensor_files(folder: Path, entries: Sequence[Entry], shard_bytes: int = SHARD_BYTES) -> dict[str, int]:
+    """Write tensors into a new folder as Hugging Face's files are; the size of every file."""
+    shards: list[list[Entry]] = [[]]
+    for entry in entries:
+        if shards[-1] and sum(each.bytes for each in shards[-1]) + entry.bytes > shard_bytes:
+            shards.append([])
+        shards[-1].append(entry)
+    count = len(shards)
+    files = [SINGLE_FILE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    for file, shard in zip(files, shards, strict=True):
+        write_tensors(folder / file, shard)
+    if count > 1:
+        weight_map = {entry.name: file for file, shard in zip(files, shards, strict=True) for entry in shard}
+        total = {"total_size": sum(entry.bytes for entry in entries)}
+        (folder / INDEX_FILE).write_text(json.dumps({"metadata": total, "weight_map": weight_map}, indent=2) + "\n")
+    return {file: (folder / file).stat().st_size for file in files}
+
+
+def write_tensors(path: Path, entries: Sequence[Entry]) -> None:
+    """Write one safetensors file, a tensor at a time.
+
+    The format: eight bytes that say how long the header is, a JSON header padded to a multiple of eight, the tensors.
+    (The library's own writer takes all tensors of a file at once.)
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        begin, end = end, end + entry.bytes
+        header[entry.name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for entry in entries:
+            tensor = entry.make()
+            assert tensor.shape == entry.shape and tensor.dtype == entry.dtype, entry.name
+            file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise UserError(f"{file} is damaged or no safetensors file: {error}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror or error}") from None
+
+
+def _nothing_in(folder: Path) -> str:
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        return (
+            f"{folder} has its weights only as pickles, which can run code and are never loaded; save them as "
+            "safetensors (in transformers: model.save_pretrained)"
+        )
+    return f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"
