@@ -8,6 +8,8 @@ import typer
 
 from fourfold import __version__
 from fourfold.cli.audit import audit
+from fourfold.cli.export_hf import export_hf
+from fourfold.cli.import_hf import import_hf
 from fourfold.cli.masks import masks
 from fourfold.cli.parity import parity
 from fourfold.cli.prepare import prepare
@@ -23,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     help="Train large language models on a four-dimensional grid of devices.",
 )
-for command in (train, prepare, parity, trace, report, masks, audit):
+for command in (train, prepare, parity, trace, report, masks, audit, import_hf, export_hf):
     app.command()(command)
 
 

@@ -6,7 +6,7 @@ A key that transformers would not read either is ignored. Where a key is left ou
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -288,3 +288,55 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
+
+
+def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
+    """The folder of a model: ``name`` itself, or what the Hub's cache has of that id, downloaded where it must be.
+
+    patterns: the files that are needed. Raises ``UserError`` for a name that is neither.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise UserError(f"there is no folder {name}")
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise UserError(
+            f"there is no folder {name}, and ids of the Hub need its library: pip install 'fourfold[huggingface]'"
+        ) from None
+    import httpx
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"there is no folder {name}, and the Hub does not give it: {reason}") from error
+
+
+def from_huggingface(section: dict[str, Any]) -> dict[str, Any]:
+    """Fill a ``[model]`` table from the config.json that its ``from_hf`` names; the table's own keys win."""
+    name = section.get("from_hf")
+    if name is None:
+        return section
+    if not isinstance(name, str) or not name:
+        raise UserError(f"model.from_hf = {name!r} is no folder and no id of the Hub")
+    if section.get("preset") is not None:
+        raise UserError("model.from_hf and model.preset both give the sizes; leave one of them out")
+    return {**model_keys(read_config(local_folder(name)), f"model.from_hf = '{name}'"), **section}
+
+
+def check_length(name: str, max_position_embeddings: int, seq_length: int) -> None:
+    """Raise ``UserError`` for sequences longer than a pretrained model's positions, or than its sliding window."""
+    window = sliding_window(read_config(local_folder(name)))
+    if window is not None and seq_length > window:
+        raise UserError(
+            f"training.seq_length = {seq_length}: in '{name}' a token sees the last {window} tokens (sliding_window), "
+            f"and here all; a seq_length of at most {window} is the same"
+        )
+    if seq_length > max_position_embeddings:
+        raise UserError(
+            f"training.seq_length = {seq_length} is longer than the {max_position_embeddings} positions of '{name}'; "
+            "to go beyond, set model.max_position_embeddings"
+        )

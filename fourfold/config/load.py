@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from fourfold.config.huggingface import check_length, from_huggingface
 from fourfold.config.layout import check_layout
 from fourfold.config.presets import with_preset
 from fourfold.config.run import RunConfig
@@ -71,12 +72,14 @@ def make_run(table: Mapping[str, Any], where: str = "the run") -> RunConfig:
     """Validate a run given as nested tables."""
     table = dict(table)
     if isinstance(table.get("model"), dict):
-        table["model"] = with_preset(table["model"])
+        table["model"] = with_preset(from_huggingface(table["model"]))
     try:
         run = RunConfig.model_validate(table)
     except ValidationError as error:
         raise UserError(f"{where}: {_sentence(error)}") from None
     check_layout(run)
+    if run.model.from_hf is not None:
+        check_length(run.model.from_hf, run.model.max_position_embeddings, run.training.seq_length)
     return run
 
 

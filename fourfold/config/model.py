@@ -45,6 +45,11 @@ class ModelConfig(Strict):
     """One decoder: GPT-2/3 and Llama / Mistral / Qwen shapes are settings of the same few keys."""
 
     preset: str | None = Field(None, description="Start from a preset's sizes; any other key overrides it.")
+    from_hf: str | None = Field(
+        None,
+        description="Start from the sizes and the weights of a Hugging Face model: its folder, or its id on the Hub; "
+        "any other key overrides its config.json.",
+    )
     vocab_size: int = Field(gt=0, description="Tokens that the tokenizer knows.")
     hidden_size: int = Field(gt=0, description="Width of the residual stream.")
     num_hidden_layers: int = Field(gt=0, description="Blocks, each of attention and MLP.")

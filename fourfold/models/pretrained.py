@@ -10,7 +10,7 @@ from torch import Tensor
 from fourfold.config.huggingface import family_of, read_config
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
-from fourfold.models.huggingface import BUFFERS, PREFIX, Piece, TheirTensor, name_map
+from fourfold.models.huggingface import BUFFERS, PREFIX, Piece, TheirTensor, name_map, parameter_shapes
 from fourfold.models.tensor_files import TensorFiles
 
 
@@ -25,6 +25,7 @@ class Pretrained:
         config = read_config(folder)
         self.kind = family_of(config, str(folder))
         self.files = TensorFiles(folder)
+        self.shapes = parameter_shapes(model)
         self.tensors = name_map(self.kind, model)
         self._places: dict[str, tuple[TheirTensor, Piece]] = {}
         self._names: dict[str, str] = {}

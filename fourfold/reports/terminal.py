@@ -110,3 +110,12 @@ def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     for row in rows:
         table.add_row(*map(Text, row))
     return table
+
+
+def transferred_line(record: Mapping[str, Any]) -> str:
+    """What an import or export of a Hugging Face model wrote."""
+    files = f"{record['files']} file" + "s" * (record["files"] != 1)
+    return (
+        f"{record['folder']}: {record['model_type']}, {record['parameters']:,} parameters, {record['bytes']:,} bytes in "
+        f"{files}"
+    )

@@ -39,7 +39,7 @@ from fourfold.training.job import Job
 FORMAT = 1
 STATE_FILE = "state.json"
 # Keys of [model] that change neither a tensor's shape nor its meaning.
-_IRRELEVANT = {"preset", "initializer_range"}
+_IRRELEVANT = {"preset", "from_hf", "initializer_range"}
 
 
 class CheckpointState(Strict):
@@ -47,6 +47,7 @@ class CheckpointState(Strict):
 
     step: training steps taken; it is also the position in the data, as long as ``training`` says the same.
     optimizer_steps: of these, the ones that moved the weights; loss_scale: its value, and the steps since it changed.
+    weights_only: it was imported, and a run that begins with it has taken no step.
     """
 
     format: int
@@ -57,6 +58,7 @@ class CheckpointState(Strict):
     files: dict[str, int]
     optimizer_steps: int | None = None
     loss_scale: tuple[float, int] | None = Field(None, strict=False)
+    weights_only: bool = False
 
 
 class Checkpointer:
@@ -155,6 +157,9 @@ def load_checkpoint(path: Path, job: Job) -> int:
     """
     state = read_state(path)
     check_same_model(path, state, job.run.model)
+    if state.weights_only:
+        load_model(path, job)
+        return 0
     check_same_order(path, state, job.run)
     generator = _generator(path, state)
     tensors = global_tensors(job, GlobalView(job.grid, job.run.parallel.zero))
@@ -188,6 +193,14 @@ def load_weights(path: Path, weights: dict[str, Tensor]) -> None:
     """Fill whole tensors, by parameter name, in one process and without a process group."""
     read_state(path)
     _load_tensors({f"model.{name}": tensor for name, tensor in weights.items()}, path, no_dist=True)
+
+
+def write_imported(path: Path, model: ModelConfig, files: dict[str, int]) -> None:
+    """Make a checkpoint of the weights ``files`` (name to bytes) that already stand in the folder ``path``."""
+    state = CheckpointState(
+        format=FORMAT, step=0, model=_sizes(model), training={}, rng=_rng_state(), files=files, weights_only=True
+    )
+    (path / STATE_FILE).write_text(state.model_dump_json(indent=1) + "\n")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

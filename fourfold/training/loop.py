@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold.config.dump import to_toml
+from fourfold.config.huggingface import local_folder
 from fourfold.config.run import RunConfig
 from fourfold.data.files import write_whole
 from fourfold.errors import UserError
@@ -36,6 +37,7 @@ from fourfold.training.flops import (
     model_tflops_per_device,
     peak_flops,
 )
+from fourfold.training.huggingface import PATTERNS, SOURCE_FOLDER, keep_small_files, load_pretrained
 from fourfold.training.job import Job, StepResult
 from fourfold.training.launch import device_of, imported
 from fourfold.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
@@ -80,7 +82,7 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
     job = Job(run, grid, device)
     if checkpoint is None:
         first_step = 0
-        job.initialize(run.training.seed)
+        _first_weights(job)
     else:
         first_step = load_checkpoint(checkpoint, job)
 
@@ -94,6 +96,8 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
         record = stack.enter_context(Record(run, run_dir, job, corpora, first_step)) if is_first else None
         if is_first:
             write_whole(run_dir / RUN_FILE, to_toml(run).encode())
+            if run.model.from_hf is not None:
+                keep_small_files(local_folder(run.model.from_hf, PATTERNS), run_dir / SOURCE_FOLDER)
         checkpointer = Checkpointer(run_dir / "checkpoints", job, run.checkpoint)
         stop = stack.enter_context(_stop_signal())
         stopped, step, result = False, first_step, None
@@ -135,6 +139,14 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
         if record is not None:
             record.end(outcome)
         return outcome
+
+
+def _first_weights(job: Job) -> None:
+    """Those of a pretrained model, or drawn from the seed."""
+    if job.run.model.from_hf is not None:
+        load_pretrained(job, job.run.model.from_hf)
+    else:
+        job.initialize(job.run.training.seed)
 
 
 class Record:

@@ -1,0 +1,48 @@
+"""fourfold export-hf"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fourfold.cli.options import AsJson
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+def export_hf(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    dtype: Annotated[
+        Dtype, typer.Option(help="Type of the weights; auto: that of the model the run began with, else as stored.")
+    ] = Dtype.auto,
+    model_type: Annotated[
+        str | None, typer.Option(metavar="FAMILY", help="llama, mistral, qwen2, qwen3, phi3 or gpt2, if it matters.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="A tokenizer.json. Default: the original's, or the corpus's.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint of any grid as a folder that transformers opens.
+
+    With config.json, generation_config.json and the tokenizer; one tensor is in memory at a time.
+    """
+    from fourfold.reports.terminal import transferred_line
+    from fourfold.training.huggingface import export_huggingface
+
+    transferred = export_huggingface(checkpoint, out, dtype.value, model_type, tokenizer)
+    if as_json:
+        import json
+
+        print(json.dumps(transferred.record()))
+    else:
+        print(transferred_line(transferred.record()))

@@ -1,0 +1,32 @@
+"""fourfold import-hf"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fourfold.cli.options import AsJson
+
+
+def import_hf(
+    model: Annotated[str, typer.Argument(metavar="DIR", help="Folder of a Hugging Face model, or its id on the Hub.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint to write.")],
+    as_json: AsJson = False,
+) -> None:
+    """Write a Hugging Face model as a checkpoint that any grid reads.
+
+    Weights keep their type, and one is in memory at a time. A run begins with the result by checkpoint.resume, and
+    without it by model.from_hf.
+    """
+    from fourfold.reports.terminal import transferred_line
+    from fourfold.training.huggingface import import_huggingface
+
+    transferred = import_huggingface(model, out)
+    if as_json:
+        import json
+
+        print(json.dumps(transferred.record()))
+    else:
+        print(transferred_line(transferred.record()))
