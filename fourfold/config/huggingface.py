@@ -272,6 +272,8 @@ def same_model(model: ModelConfig, config: Mapping[str, Any]) -> bool:
 def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
     family = FAMILIES[kind]
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": kind}
+    # Left out they would be those of the family's first model, perhaps beyond this one's vocabulary.
+    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config |= {theirs: getattr(model, ours) for ours, theirs in family.keys.items()}
     config |= {key: values[0] for key, values in family.required.items()}
     if model.position_embedding == "rope":

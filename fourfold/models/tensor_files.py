@@ -23,7 +23,7 @@ from fourfold.errors import UserError
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-CHUNK_BYTES = 1 << 26
+CHUNK_BYTES = 1 << 24
 """Read at once; then the file is closed, so that its pages leave this process's memory."""
 
 SHARD_BYTES = 5 * 10**9

@@ -114,8 +114,5 @@ def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 def transferred_line(record: Mapping[str, Any]) -> str:
     """What an import or export of a Hugging Face model wrote."""
-    files = f"{record['files']} file" + "s" * (record["files"] != 1)
-    return (
-        f"{record['folder']}: {record['model_type']}, {record['parameters']:,} parameters, {record['bytes']:,} bytes in "
-        f"{files}"
-    )
+    what = f"{record['model_type']}, {record['parameters']:,} parameters, {record['bytes']:,} bytes"
+    return f"{record['folder']}: {what} in {record['files']} file{'s' * (record['files'] != 1)}"

@@ -1,0 +1,65 @@
+"""Small random models of the transformers library, one of every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 201,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "intermediate_size": 80,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+GPT2 = {"vocab_size": 201, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 8, "initializer_range": 0.2}
+LLAMA3 = {
+    "rope_theta": 5e5,
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama gqa tied": ("LlamaConfig", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "llama mqa biases": ("LlamaConfig", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    "llama 3": ("LlamaConfig", {"num_key_value_heads": 2, "rope_parameters": LLAMA3}),
+    "llama yarn": ("LlamaConfig", {"head_dim": 16, "rope_parameters": YARN}),
+    "llama linear": ("LlamaConfig", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}}),
+    "mistral": ("MistralConfig", {"num_key_value_heads": 2, "sliding_window": None, "head_dim": 12}),
+    "qwen2": ("Qwen2Config", {"num_key_value_heads": 2}),
+    "qwen2 tied": ("Qwen2Config", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 16}),
+    "qwen3 tied": ("Qwen3Config", {"num_key_value_heads": 8, "head_dim": 16, "tie_word_embeddings": True}),
+    "phi3": ("Phi3Config", {"num_key_value_heads": 2}),
+    "gpt2": ("GPT2Config", {}),
+    "gpt2 untied": ("GPT2Config", {"tie_word_embeddings": False, "n_inner": 100, "layer_norm_epsilon": 1e-4}),
+}
+
+
+def make_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """Save a random model whose every parameter matters, in several files; its folder."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    kind, keys = MODELS[name]
+    sizes = GPT2 if kind == "GPT2Config" else SIZES
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**(sizes | keys | changes)))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    model.to(dtype).save_pretrained(folder, max_shard_size="60KB")
+    return folder
