@@ -23,11 +23,12 @@ from fourfold.config.model import ModelConfig
 from fourfold.data.files import write_whole
 from fourfold.data.manifest import corpus_tokenizer, read_manifest
 from fourfold.data.tokenizer import HFTokenizer, load_tokenizer
+from fourfold.data.tokenizer import Tokenizer as AnyTokenizer
 from fourfold.errors import UserError
 from fourfold.models.huggingface import TheirTensor, name_map
 from fourfold.models.pretrained import Pretrained
 from fourfold.models.tensor_files import Entry, write_tensor_files
-from fourfold.training.checkpoint import find_checkpoint, write_imported
+from fourfold.training.checkpoint import STATE_FILE, list_checkpoints, write_imported
 from fourfold.training.job import Job
 from fourfold.training.saved_weights import SavedWeights
 
@@ -105,7 +106,7 @@ def export_huggingface(
     by default that of the original, else the first that computes the same. tokenizer: a tokenizer.json; by default
     the original's files, else the tokenizer of the run's corpus.
     """
-    checkpoint = find_checkpoint(str(checkpoint), checkpoint)
+    checkpoint = _newest(checkpoint)
     saved = SavedWeights(checkpoint)
     source = _source_of(checkpoint)
     config = _config(saved.model, source, kind)
@@ -144,6 +145,24 @@ def load_pretrained(job: Job, name: str) -> None:
     job.publish()
 
 
+def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
+    """Raise ``UserError`` when a corpus was made with another vocabulary than that of the model ``name``.
+
+    Nothing is known where one of them does not say.
+    """
+    file = local_folder(name, PATTERNS) / TOKENIZER_FILE
+    if tokenizer is None or not file.is_file():
+        return
+    if isinstance(tokenizer, HFTokenizer):
+        theirs, ours = (Tokenizer.from_file(str(path)).get_vocab() for path in (file, tokenizer.path))
+        if theirs == ours:
+            return
+    raise UserError(
+        f"the corpus was made with another tokenizer than {file}, which is the model's; prepare it with --tokenizer "
+        f"{file}"
+    )
+
+
 def keep_small_files(folder: Path, out: Path) -> None:
     """Copy what a Hugging Face model has besides weights."""
     out.mkdir(exist_ok=True)
@@ -163,6 +182,16 @@ def _joined(saved: SavedWeights, tensor: TheirTensor, dtype: torch.dtype) -> Ten
     pieces = [saved.read(piece.name)[: piece.rows].to(dtype) for piece in tensor.pieces]
     whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return whole.T.contiguous() if tensor.transposed else whole
+
+
+def _newest(path: Path) -> Path:
+    """The checkpoint at a path, or the newest in the folder of a run."""
+    if (path / STATE_FILE).exists():
+        return path
+    inside = list_checkpoints(path / "checkpoints")
+    if not inside:
+        raise UserError(f"{path} is no checkpoint (a folder with {STATE_FILE}), and no run's folder that has one")
+    return inside[-1]
 
 
 def _source_of(checkpoint: Path) -> Path | None:
@@ -198,7 +227,7 @@ def _write_tokenizer(folder: Path, checkpoint: Path, name: str | None, model: Mo
     return {"bos_token_id": None, **ids}
 
 
-def _tokenizer_of_run(checkpoint: Path) -> Any:
+def _tokenizer_of_run(checkpoint: Path) -> AnyTokenizer | None:
     run_file = checkpoint.resolve().parent.parent / "run.toml"
     if not run_file.is_file():
         return None

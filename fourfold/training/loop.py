@@ -37,7 +37,13 @@ from fourfold.training.flops import (
     model_tflops_per_device,
     peak_flops,
 )
-from fourfold.training.huggingface import PATTERNS, SOURCE_FOLDER, keep_small_files, load_pretrained
+from fourfold.training.huggingface import (
+    PATTERNS,
+    SOURCE_FOLDER,
+    check_same_tokenizer,
+    keep_small_files,
+    load_pretrained,
+)
 from fourfold.training.job import Job, StepResult
 from fourfold.training.launch import device_of, imported
 from fourfold.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
@@ -79,6 +85,8 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
 
     grid = Grid(run.parallel, device.type)
     corpora = open_corpora(run, grid.batch)
+    if run.model.from_hf is not None:
+        check_same_tokenizer(run.model.from_hf, corpora.tokenizer)
     job = Job(run, grid, device)
     if checkpoint is None:
         first_step = 0
