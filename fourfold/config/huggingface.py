@@ -303,13 +303,12 @@ def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise UserError(f"there is no folder {name}")
     try:
+        import httpx
         import huggingface_hub
     except ImportError:
         raise UserError(
             f"there is no folder {name}, and ids of the Hub need its library: pip install 'fourfold[huggingface]'"
         ) from None
-    import httpx
-
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
     except (OSError, ValueError, httpx.HTTPError) as error:

@@ -82,7 +82,10 @@ class Pretrained:
                 )
 
     def _check_tied(self, head: str) -> None:
-        """A head that is stored although it is the embedding: transformers would use it where it differs."""
+        """A head that is stored although it is the embedding: transformers would use it where it differs.
+
+        The first rows say whether it does.
+        """
         embedding = self._names[self._places["embed_tokens.weight"][0].name]
         rows, hidden = self.files.shapes[embedding]
         sample = (slice(0, min(rows, 64)), slice(0, hidden))

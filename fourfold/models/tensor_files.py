@@ -1,6 +1,6 @@
 """Sharded safetensors files, read a slice and written a tensor at a time: no more than one tensor is in memory.
 
-A folder has either model.safetensors or several files and model.safetensors.index.json, which says what is where.
+A folder has either model.safetensors, or several files and model.safetensors.index.json, which says what is where.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class TensorFiles:
 
     def _listed(self) -> dict[str, Path]:
         """The file of every tensor by the index; empty where one file has all."""
+        if (self.folder / SINGLE_FILE).exists():  # as transformers has it, which looks for an index only then
+            return {}
         index = self.folder / INDEX_FILE
         if not index.exists():
-            if not (self.folder / SINGLE_FILE).exists():
-                raise UserError(_nothing_in(self.folder))
-            return {}
+            raise UserError(_nothing_in(self.folder))
         try:
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             listed = {name: self.folder / file for name, file in names.items()}

@@ -116,7 +116,7 @@ def export_huggingface(
         wanted = _TYPE_NAMES.get(str(config.get("dtype", config.get("torch_dtype"))))
     if wanted is not None:
         types = dict.fromkeys(types, wanted)
-    if source is None or wanted is not None:
+    if source is None or wanted is not None or not saved.state.weights_only:
         key = "dtype" if "dtype" in config else "torch_dtype"
         config[key] = next(name for name, each in _TYPE_NAMES.items() if each == types["embed_tokens.weight"])
     entries = []
@@ -188,7 +188,7 @@ def _newest(path: Path) -> Path:
     """The checkpoint at a path, or the newest in the folder of a run."""
     if (path / STATE_FILE).exists():
         return path
-    inside = list_checkpoints(path / "checkpoints")
+    inside = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not inside:
         raise UserError(f"{path} is no checkpoint (a folder with {STATE_FILE}), and no run's folder that has one")
     return inside[-1]

@@ -80,7 +80,8 @@ def write_llama(source: Path, folder: Path) -> None:
 def encode(text: str, pieces: list[str]) -> list[int]:
     """SentencePiece with a vocabulary of single characters: a space in front, and every space as ▁."""
     ids = {piece: number for number, piece in enumerate(pieces)}
-    return [1, *(ids.get(character, 0) for character in " ▁".strip() + " ".join(text.split()).replace(" ", "▁"))]
+    characters = "▁" + " ".join(text.split()).replace(" ", "▁")
+    return [1, *(ids.get(character, 0) for character in characters)]
 
 
 @torch.no_grad()

@@ -111,6 +111,14 @@ def test_other_cuts_of_the_files_are_read(tmp_path: Path) -> None:
     assert torch.equal(ours_of(folder)(tokens()), expected)
 
 
+def test_a_tied_head_may_be_stored(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "hf", "qwen2 tied")
+    weights, expected = weights_of(folder), ours_of(folder)(tokens())
+    (folder / "model.safetensors.index.json").unlink()
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
+    assert torch.equal(ours_of(folder)(tokens()), expected)
+
+
 GRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "x2 y2": ("llama 3", {"x": 2, "y": 2}),
     "x2 z2 gpt2": ("gpt2", {"x": 2, "z": 2}),
@@ -256,3 +264,26 @@ def test_sliding_windows_and_positions_limit_the_sequence(tmp_path: Path) -> Non
         make_run({"model": {"from_hf": str(folder), "preset": "gpt2"}})
     with pytest.raises(UserError, match="no folder"):
         make_run({"model": {"from_hf": str(tmp_path / "nowhere")}})
+
+
+def test_ids_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither pickles nor code are fetched; without a network and a cache there is a sentence."""
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="there is no folder nobody/nothing, and the Hub does not give it: "):
+        import_huggingface("nobody/nothing", tmp_path / "ours")
+
+    folder = make_model(tmp_path / "hf", "gpt2")
+    asked: list[tuple[str, list[str]]] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    import_huggingface("somebody/something", tmp_path / "ours")
+    assert {name for name, _ in asked} == {"somebody/something"}
+    suffixes = {Path(pattern).suffix for _, patterns in asked for pattern in patterns}
+    assert suffixes == {".json", ".safetensors", ".model", ".txt", ".jinja"}
