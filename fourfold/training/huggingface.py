@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -57,11 +58,10 @@ _TYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": 
 
 @dataclass(frozen=True)
 class Transferred:
-    """What an import or export wrote. kind: the model_type; files: bytes of every file of weights."""
+    """What an import or export wrote. kind: the model_type; parameters: without padding; files: bytes of each."""
 
     folder: str
     kind: str
-    model: ModelConfig
     parameters: int
     files: dict[str, int]
 
@@ -94,7 +94,7 @@ def import_huggingface(name: str, out: Path) -> Transferred:
         files = write_tensor_files(partial_folder, entries)
         keep_small_files(folder, partial_folder / SOURCE_FOLDER)
         write_imported(partial_folder, model, files)
-    return Transferred(str(out), pretrained.kind, model, model.num_parameters, files)
+    return Transferred(str(out), pretrained.kind, _count(pretrained.tensors), files)
 
 
 def export_huggingface(
@@ -120,7 +120,8 @@ def export_huggingface(
         key = "dtype" if "dtype" in config else "torch_dtype"
         config[key] = next(name for name, each in _TYPE_NAMES.items() if each == types["embed_tokens.weight"])
     entries = []
-    for tensor in name_map(config["model_type"], saved.model):
+    tensors = name_map(config["model_type"], saved.model)
+    for tensor in tensors:
         make = partial(_joined, saved, tensor, types[tensor.pieces[0].name])
         entries.append(Entry(tensor.name, types[tensor.pieces[0].name], tensor.shape, make))
     with _appears_whole(out) as partial_folder:
@@ -130,7 +131,7 @@ def export_huggingface(
             config |= _write_tokenizer(partial_folder, checkpoint, tokenizer, saved.model)
         write_whole(partial_folder / CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
         files = write_tensor_files(partial_folder, entries)
-    return Transferred(str(out), config["model_type"], saved.model, saved.model.num_parameters, files)
+    return Transferred(str(out), config["model_type"], _count(tensors), files)
 
 
 def load_pretrained(job: Job, name: str) -> None:
@@ -169,6 +170,10 @@ def keep_small_files(folder: Path, out: Path) -> None:
     for name in SMALL_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
+
+
+def _count(tensors: Sequence[TheirTensor]) -> int:
+    return sum(math.prod(tensor.shape) for tensor in tensors)
 
 
 def _whole(pretrained: Pretrained, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -418,10 +418,10 @@ def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, tmp_path: 
 
     code, output, _ = cli("export-hf", tmp_path / "runs" / run.name, tmp_path / "out", "--dtype", "fp32", "--json")
     record = json.loads(output)
-    assert (code, record["model_type"], record["parameters"]) == (0, "qwen2", run.model.num_parameters)
     ours = Transformer(run.model)
     load_weights(checkpoint, {name: parameter.data for name, parameter in ours.named_parameters()})
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert (code, record["model_type"], record["parameters"]) == (0, "qwen2", theirs.num_parameters())
     tokens = torch.randint(257, (2, 30), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = ours(tokens)
