@@ -122,6 +122,13 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+}
+"""What decides over the rotary frequencies, by their type."""
+
 MISSING: dict[str, str] = {
     "gpt_neox": "attention and MLP side by side, rotary embeddings on a part of a head, and the exact GELU",
     "phi": "attention and MLP side by side, and rotary embeddings on a part of a head",
@@ -199,6 +206,16 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return keys
 
 
+def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
+    """The model that a config.json describes; ``UserError`` for what the decoder does not compute."""
+    try:
+        return ModelConfig(**model_keys(config, where))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(f"{where}: {place + ': ' if place else ''}{first['msg'].removeprefix('Value error, ')}") from None
+
+
 def sliding_window(config: Mapping[str, Any]) -> int | None:
     """How many tokens a query sees in the layers that see least, where the config limits them."""
     kind = config["model_type"]
@@ -223,19 +240,18 @@ def _rope(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = rope.pop("rope_type", older) or "default"
     if kind == "default":
         return {"rope_theta": float(theta), "rope_scaling": None}
-    if kind not in ("linear", "llama3", "yarn"):
-        raise UserError(f"{where}: rope_type '{kind}' is not computed here; linear, llama3 and yarn are")
+    if kind not in _ROPE_KEYS:
+        raise UserError(f"{where}: rope_type '{kind}' is not computed here; {', '.join(_ROPE_KEYS)} are")
     rope = {key: value for key, value in rope.items() if value is not None}
     if not rope.pop("truncate", True):
         raise UserError(f"{where}: yarn with truncate = false is not computed here")
-    known = {"factor", "original_max_position_embeddings"}
-    known |= {"low_freq_factor", "high_freq_factor"} if kind == "llama3" else set()
-    known |= {"beta_fast", "beta_slow", "attention_factor"} if kind == "yarn" else set()
-    for key in rope.keys() - known:
+    # Some files say it of linear too, where it changes nothing.
+    for key in sorted(rope.keys() - {*_ROPE_KEYS[kind], "original_max_position_embeddings"}):
         raise UserError(f"{where}: '{key}' of the rotary embeddings of type '{kind}' is not computed here")
     if kind == "yarn":
         rope.setdefault("original_max_position_embeddings", given["max_position_embeddings"])
-    scaling = {key: float(v) if key != "original_max_position_embeddings" else v for key, v in rope.items()}
+    scaling = {key: rope[key] for key in _ROPE_KEYS[kind] if key in rope}
+    scaling = {key: float(v) if key != "original_max_position_embeddings" else v for key, v in scaling.items()}
     return {"rope_theta": float(theta), "rope_scaling": {"rope_type": kind, **scaling}}
 
 
@@ -263,8 +279,8 @@ def same_model(model: ModelConfig, config: Mapping[str, Any]) -> bool:
     """Whether a config.json describes a model of ours, its vocabulary's padding and name aside."""
     aside = {"preset", "from_hf", "initializer_range", "pad_vocab_size_to_multiple_of"}
     try:
-        theirs = ModelConfig(**model_keys(config, CONFIG_FILE))
-    except ValidationError:
+        theirs = model_of(config, CONFIG_FILE)
+    except UserError:
         return False
     return theirs.model_dump(exclude=aside) == model.model_dump(exclude=aside)
 
@@ -277,19 +293,14 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
     config |= {theirs: getattr(model, ours) for ours, theirs in family.keys.items()}
     config |= {key: values[0] for key, values in family.required.items()}
     if model.position_embedding == "rope":
-        rope: dict[str, Any] = {"rope_theta": model.rope_theta}
+        config["rope_theta"] = model.rope_theta
         if model.rope_scaling is not None:
-            kept = {"linear": ("factor",), "llama3": _LLAMA3, "yarn": _YARN}[model.rope_scaling.rope_type]
-            scaling = {key: getattr(model.rope_scaling, key) for key in ("rope_type", *kept)}
+            kept = ("rope_type", *_ROPE_KEYS[model.rope_scaling.rope_type])
+            scaling = {key: getattr(model.rope_scaling, key) for key in kept}
             config["rope_scaling"] = {key: value for key, value in scaling.items() if value is not None}
-        config |= rope
     if "sliding_window" in family.defaults:
         config["sliding_window"] = None
     return config
-
-
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
 
 
 def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:

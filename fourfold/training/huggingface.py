@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from fourfold.config.huggingface import CONFIG_FILE, config_of, local_folder, model_keys, read_config, same_model
+from fourfold.config.huggingface import CONFIG_FILE, config_of, local_folder, model_of, read_config, same_model
 from fourfold.config.load import load_run
 from fourfold.config.model import ModelConfig
 from fourfold.data.files import write_whole
@@ -83,7 +83,7 @@ def import_huggingface(name: str, out: Path) -> Transferred:
     missing, damaged or of other shapes, and when ``out`` exists.
     """
     folder = local_folder(name, PATTERNS)
-    model = ModelConfig(**model_keys(read_config(folder), str(folder)))
+    model = model_of(read_config(folder), str(folder))
     pretrained = Pretrained(folder, model)
     _check_tokenizer(folder / TOKENIZER_FILE, model)
     entries = [

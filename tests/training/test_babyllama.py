@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fourfold.config.huggingface import model_keys, read_config
-from fourfold.config.model import ModelConfig
+from fourfold.config.huggingface import model_of, read_config
 from fourfold.models.pretrained import Pretrained
 from fourfold.models.transformer import Transformer
 
@@ -90,7 +89,7 @@ def test_a_trained_llama_is_as_good_as_it_was(tmp_path: Path) -> None:
     if not source.is_dir():
         pytest.skip(f"the trained model is not at {source}")
     write_llama(source / "model5000.bin", tmp_path / "hf")
-    model = Transformer(ModelConfig(**model_keys(read_config(tmp_path / "hf"), "babyllama")))
+    model = Transformer(model_of(read_config(tmp_path / "hf"), "babyllama"))
     pretrained = Pretrained(tmp_path / "hf", model.config)
     for name, parameter in model.named_parameters():
         pretrained.read_into(parameter.data, name, tuple(slice(0, n) for n in parameter.shape))

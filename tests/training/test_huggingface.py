@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_huggingface import MODELS, make_model
 from torch import Tensor
 
-from fourfold.config.huggingface import config_of, model_keys, read_config
+from fourfold.config.huggingface import config_of, model_of, read_config
 from fourfold.config.load import make_run
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
@@ -38,7 +38,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 def ours_of(folder: Path) -> Transformer:
     """Our decoder with the weights of a Hugging Face model."""
-    model = Transformer(ModelConfig(**model_keys(read_config(folder), str(folder))))
+    model = Transformer(model_of(read_config(folder), str(folder)))
     pretrained = Pretrained(folder, model.config)
     for name, parameter in model.named_parameters():
         pretrained.read_into(parameter.data, name, tuple(slice(0, n) for n in parameter.shape))
@@ -206,6 +206,8 @@ def refusal(folder: Path) -> str:
         ({"rope_parameters": None, "partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, ["mscale"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads = 8", "num_key_value_heads = 3"]),
+        ({"hidden_size": "64"}, ["hidden_size"]),
         ({"intermediate_size": None}, ["intermediate_size is missing"]),
         ({"intermediate_size": 96}, ["mlp.gate_proj.weight", "[80, 64]", "[96, 64]", ".safetensors"]),
         ({"num_hidden_layers": 1}, ["model.layers.1.", "no place"]),
