@@ -213,7 +213,9 @@ def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise UserError(f"{where}: {place + ': ' if place else ''}{first['msg'].removeprefix('Value error, ')}") from None
+        raise UserError(
+            f"{where}: {place + ': ' if place else ''}{first['msg'].removeprefix('Value error, ')}"
+        ) from None
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
@@ -314,7 +316,6 @@ def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise UserError(f"there is no folder {name}")
     try:
-        import httpx
         import huggingface_hub
     except ImportError:
         raise UserError(
@@ -322,7 +323,7 @@ def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
         ) from None
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
-    except (OSError, ValueError, httpx.HTTPError) as error:
+    except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"there is no folder {name}, and the Hub does not give it: {reason}") from error
 

@@ -77,10 +77,12 @@ def write_llama(source: Path, folder: Path) -> None:
 
 
 def encode(text: str, pieces: list[str]) -> list[int]:
-    """SentencePiece with a vocabulary of single characters: a space in front, and every space as ▁."""
+    """SentencePiece with a vocabulary of single characters: a space in front, and every space as ▁.
+
+    What it does not know, such as the end of a line, is <unk>.
+    """
     ids = {piece: number for number, piece in enumerate(pieces)}
-    characters = "▁" + " ".join(text.split()).replace(" ", "▁")
-    return [1, *(ids.get(character, 0) for character in characters)]
+    return [1, *(ids.get(character, 0) for character in "▁" + text.strip().replace(" ", "▁"))]
 
 
 @torch.no_grad()
@@ -102,4 +104,4 @@ def test_a_trained_llama_is_as_good_as_it_was(tmp_path: Path) -> None:
         tokens = torch.tensor([encode(story, pieces)[:257]])
         total += model(tokens[:, :-1], tokens[:, 1:]).item()
         count += tokens.shape[1] - 1
-    assert total / count == pytest.approx(NLL, abs=0.002)
+    assert total / count == pytest.approx(NLL, abs=0.0005)

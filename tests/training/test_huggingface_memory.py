@@ -71,7 +71,9 @@ def test_loading_needs_a_process_its_own_part_and_little_more(
     table = {"model": {"from_hf": str(tmp_path / "hf")}, "data": {"source": "python-stdlib"}, "parallel": parallel}
     run = make_run({**table, "training": training})
     for added, own, largest in pool.run(4, memory_body, run, timeout=250.0):
-        print(f"{parallel}: added {added:,}, own {own:,}, largest {largest:,}: own + {(added - own) / largest:.2f} × it")
+        print(
+            f"{parallel}: added {added:,}, own {own:,}, largest {largest:,}: own + {(added - own) / largest:.2f} × it"
+        )
         assert added <= own + 1.5 * largest
 
 
