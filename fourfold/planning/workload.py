@@ -1,0 +1,105 @@
+"""What is predicted: models, batches and layouts, as arrays with one entry for each case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from fourfold.planning.machine import Number
+
+RECOMPUTE = ("none", "selective", "full")
+"""``recompute`` counts in these: selective runs the attention core again, full the whole block."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sizes of one step; every field is a number or an array [n] of them.
+
+    The model: layers, hidden, queries and keys (features), head_dim, inner, ups (outputs of up and gate together), vocab
+    (padded), tied. The step: seq, batch (global, sequences), micro_batch, bits (16 or 32 in the step; 8: matmuls in FP8),
+    reduce_bytes (of a gradient in sums). The grid: x, y, z, dp, cp, pp, interleave (chunks of layers a stage), zero.
+    recompute: index into ``RECOMPUTE``. The program: split_residual (the residual lies over x and the stream between the
+    layers is not repeated; false for tensor parallelism without sequence parallelism), flash (fused attention),
+    fused (pointwise operations are fused), overlap_x, overlap_z, overlap_dp (communication runs behind computation),
+    weights_kept (gathered once a step and not for every micro-batch, as distributed optimizers do).
+    """
+
+    layers: Number
+    hidden: Number
+    queries: Number
+    keys: Number
+    head_dim: Number
+    inner: Number
+    ups: Number
+    vocab: Number
+    tied: Number
+    seq: Number
+    batch: Number
+    micro_batch: Number
+    bits: Number
+    reduce_bytes: Number
+    x: Number
+    y: Number
+    z: Number
+    dp: Number
+    cp: Number
+    pp: Number
+    interleave: Number
+    zero: Number
+    recompute: Number
+    split_residual: Number = True
+    flash: Number = True
+    fused: Number = False
+    overlap_x: Number = True
+    overlap_z: Number = True
+    overlap_dp: Number = True
+    weights_kept: Number = False
+
+    @property
+    def gpus(self) -> Number:
+        return self.x * self.y * self.z * self.dp * self.cp * self.pp
+
+    @property
+    def micro_batches(self) -> Number:
+        """Micro-batches that one rank runs in a step."""
+        return self.batch / (self.micro_batch * self.z * self.dp)
+
+    @property
+    def tokens(self) -> Number:
+        """Tokens of a micro-batch on one rank, gathered over x."""
+        return self.micro_batch * self.seq / self.cp
+
+    @property
+    def bytes(self) -> Number:
+        """Bytes of an activation or a weight in the step."""
+        return np.maximum(self.bits, 16) / 8
+
+    @property
+    def block_weights(self) -> Number:
+        """Matrix entries of one block."""
+        return self.hidden * (2 * self.queries + 2 * self.keys + self.ups + self.inner)
+
+    @property
+    def stage_layers(self) -> Number:
+        """Layers of the fullest stage."""
+        return np.ceil(self.layers / (self.pp * self.interleave)) * self.interleave
+
+    def model_flops(self) -> Number:
+        """Of one step: matmul parameters (head included) six times a token, attention over half of the square."""
+        tokens = self.batch * self.seq
+        attention = 6 * self.layers * self.seq * self.queries
+        return tokens * (6 * (self.layers * self.block_weights + self.vocab * self.hidden) + attention)
+
+    def hardware_flops(self) -> Number:
+        """Model FLOPs and what is computed again for the backward."""
+        tokens = self.batch * self.seq
+        attention = 2 * self.layers * self.seq * self.queries
+        block = 2 * self.layers * self.block_weights
+        again = np.where(self.recompute == 2, block + attention, np.where(self.recompute == 1, attention, 0))
+        return self.model_flops() + tokens * again
+
+    def take(self, index: np.ndarray) -> Workload:
+        """The cases at ``index``; scalars stay scalars."""
+        arrays = {f.name: v[index] for f in fields(self) if np.ndim(v := getattr(self, f.name))}
+        return replace(self, **arrays)
