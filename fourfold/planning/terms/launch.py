@@ -6,10 +6,10 @@ import numpy as np
 
 from fourfold.planning.machine import Number
 
-FORWARD_KERNELS, BACKWARD_KERNELS = 28.0, 48.0
-"""Of one block in eager PyTorch: products, norms, copies, activation, attention; autograd adds sums and views."""
-FUSED_SHARE = 0.6
-"""With pointwise operations fused."""
+FORWARD_KERNELS, BACKWARD_KERNELS = 60.0, 100.0
+"""Operations of one block in eager PyTorch: products, biases, norms, casts, dropout, copies, activation, attention."""
+FUSED_SHARE = 0.5
+"""With fused norms, rotary embeddings and attention."""
 COLLECTIVE_KERNELS = 3.0
 """Launches of a collective: the copies around it, the events that order streams."""
 OPTIMIZER_KERNELS = 60.0
