@@ -135,7 +135,8 @@ def _over_x(work: Workload, group: Group) -> tuple[Number, Number, Number]:
     """Forward, backward, and what of the backward has a weight gradient to hide behind."""
     residual = work.bytes * work.tokens * work.hidden / work.y
     one = gather_seconds(residual, 1, group)
-    return 4 * one, 4 * one, 2 * one
+    again = np.where(work.regather, 2 * one, 0.0)
+    return 4 * one, 4 * one + again, 2 * one + again
 
 
 def _over_y(work: Workload, group: Group) -> tuple[Number, Number, Number]:

@@ -19,7 +19,7 @@ from fourfold.planning.workload import Workload
 
 LEVEL_SPREAD = {"all": 1.0, "machine": 0.5, "program": 0.7}
 """Spread of each level's logarithms, in units of the prior's."""
-NOISE = 0.05
+NOISE = 0.03
 """Standard deviation of the logarithm of a measured step: what repeated runs differ by, and what the terms leave out."""
 HUBER = 1.5
 ITERATIONS = 25

@@ -22,7 +22,8 @@ class Workload:
     recompute: index into ``RECOMPUTE``. The program: split_residual (the residual lies over x and the stream between the
     layers is not repeated; false for tensor parallelism without sequence parallelism), flash (fused attention),
     fused (pointwise operations are fused), overlap_x, overlap_z, overlap_dp (communication runs behind computation),
-    weights_kept (gathered once a step and not for every micro-batch, as distributed optimizers do).
+    weights_kept (gathered once a step and not for every micro-batch, as distributed optimizers do), regather (inputs are
+    kept split over x and gathered again for the backward, as Megatron-LM's sequence parallelism does).
     """
 
     layers: Number
@@ -55,6 +56,7 @@ class Workload:
     overlap_z: Number = True
     overlap_dp: Number = True
     weights_kept: Number = False
+    regather: Number = False
 
     @property
     def gpus(self) -> Number:

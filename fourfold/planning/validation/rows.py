@@ -193,7 +193,7 @@ def _program(
     attention = cells.get("attention_impl", "").lower()
     unfused = "unfused" in attention or (not attention and precision.startswith("fp16"))
     deepspeed = "deepspeed" in sharding
-    fsdp = "fsdp" in sharding
+    fsdp = "fsdp" in sharding or "hsdp" in sharding
     distributed = "distributed optimizer" in sharding
     zero = next((int(d) for d in re.findall(r"zero-(\d)", sharding)), 1 if distributed else 0)
     z = 1.0
@@ -215,10 +215,11 @@ def _program(
         "split_residual": cells.get("seq_parallel", "").lower().startswith("y"),
         "flash": not unfused,
         "fused": "compile" in cells.get("notes", "").lower(),
-        "overlap_x": distributed,
+        "overlap_x": not deepspeed and "unfused" not in attention,
         "overlap_z": True,
-        "overlap_dp": not deepspeed and sharding not in ("none", "", "none (ddp)"),
+        "overlap_dp": distributed or fsdp,
         "weights_kept": zero in (1, 2),
+        "regather": cells.get("seq_parallel", "").lower().startswith("y"),
     }
 
 
@@ -228,4 +229,4 @@ def stack_work(rows: Sequence[Row]) -> Workload:
                        else np.array([bool(getattr(r.work, f.name)) for r in rows]) for f in fields(Workload)})  # fmt: skip
 
 
-_FLAGS = {"split_residual", "flash", "fused", "overlap_x", "overlap_z", "overlap_dp", "weights_kept"}
+_FLAGS = {"split_residual", "flash", "fused", "overlap_x", "overlap_z", "overlap_dp", "weights_kept", "regather"}
