@@ -38,7 +38,7 @@ def step_parts(
     compute = block.forward + block.backward
     device = compute + recompute + x + y + cp
     host = block.launch_forward * (1 + full) + block.launch_backward
-    launch = overlapped(device, host) - device
+    launch = np.where(work.blocking, host, overlapped(device, host) - device)
     z = _over_z(work, machine, constants, device + launch)
 
     # One stage, one micro-batch; the last stage has the head, and all wait for the slowest.

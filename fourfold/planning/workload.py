@@ -23,7 +23,8 @@ class Workload:
     layers is not repeated; false for tensor parallelism without sequence parallelism), flash (fused attention),
     fused (pointwise operations are fused), overlap_x, overlap_z, overlap_dp (communication runs behind computation),
     weights_kept (gathered once a step and not for every micro-batch, as distributed optimizers do), regather (inputs are
-    kept split over x and gathered again for the backward, as Megatron-LM's sequence parallelism does).
+    kept split over x and gathered again for the backward, as Megatron-LM's sequence parallelism does), blocking
+    (the host waits for every kernel, CUDA_LAUNCH_BLOCKING).
     """
 
     layers: Number
@@ -57,6 +58,7 @@ class Workload:
     overlap_dp: Number = True
     weights_kept: Number = False
     regather: Number = False
+    blocking: Number = False
 
     @property
     def gpus(self) -> Number:
