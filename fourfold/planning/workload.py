@@ -24,7 +24,8 @@ class Workload:
     fused (pointwise operations are fused), overlap_x, overlap_z, overlap_dp (communication runs behind computation),
     weights_kept (gathered once a step and not for every micro-batch, as distributed optimizers do), regather (inputs are
     kept split over x and gathered again for the backward, as Megatron-LM's sequence parallelism does), blocking
-    (the host waits for every kernel, CUDA_LAUNCH_BLOCKING).
+    (the host waits for every kernel, CUDA_LAUNCH_BLOCKING). Of the model besides: rope, biases (of q, k, v), head_norms,
+    positions (rows of a learned position table).
     """
 
     layers: Number
@@ -58,6 +59,10 @@ class Workload:
     overlap_dp: Number = True
     weights_kept: Number = False
     regather: Number = False
+    rope: Number = True
+    biases: Number = False
+    head_norms: Number = False
+    positions: Number = 0
     blocking: Number = False
 
     @property

@@ -1,0 +1,99 @@
+"""Bytes of activations on one rank: what each block keeps for its backward, and the most that is alive at once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fourfold.planning.machine import Number
+from fourfold.planning.workload import Workload
+
+SELECTIVE = ("attention", "mlp")
+"""Modules whose recomputation saves memory; that of the norms saves one number a token."""
+
+
+class Pieces(NamedTuple):
+    """Bytes on the rank, of one micro-batch: residual [T/x, H/y], gathered [T, H/y], inner [T, F/x]."""
+
+    residual: Number
+    gathered: Number
+    queries: Number
+    keys: Number
+    whole_queries: Number
+    inner: Number
+    statistics: Number
+
+
+def pieces(work: Workload) -> Pieces:
+    token = work.bytes * work.tokens
+    shared = work.x * work.y
+    return Pieces(
+        residual=token * work.hidden / (work.y * np.where(work.split_residual, work.x, 1)),
+        gathered=token * work.hidden / work.y,
+        queries=token * work.queries / shared,
+        keys=token * work.keys / shared,
+        whole_queries=token * work.queries / work.x,
+        inner=token * work.inner / work.x,
+        statistics=4 * work.tokens / np.where(work.split_residual, work.x, 1),
+    )
+
+
+def kept_by_block(work: Workload, recompute: Number, attention_again: Number = True, mlp_again: Number = False) -> Number:
+    """Bytes that one block keeps of a micro-batch, by mode of recompute (an index into ``RECOMPUTE``).
+
+    attention_again, mlp_again: what ``selective`` computes again. As autograd keeps them in ``parallel``: the inputs of
+    both norms, tokens as gathered for q, k, v and for up, what the attention kernel reads and writes, and of the MLP
+    gate, up, silu(gate) and their product (GELU: its input and output).
+    """
+    p = pieces(work)
+    gated = work.ups > work.inner
+    # Features arrive from the sum over y in one buffer, of which v keeps the whole alive.
+    rotated = np.where(work.rope, p.queries + p.keys, 0)
+    one_buffer = (work.y > 1) & ~np.asarray(work.biases, bool)
+    plain = np.where(work.rope, p.keys, p.queries + 2 * p.keys)
+    qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
+    normed = np.where(work.head_norms, (p.queries + p.keys) * (1 + 4 / work.bytes), 0)
+    out = np.where(work.y > 1, p.queries + p.whole_queries, p.queries)
+    heads = work.queries / work.head_dim
+    log_sums = 4 * work.tokens * heads / (work.x * work.y)
+    # Without a fused kernel the softmax's output, dropout's output and its mask are kept for every pair of tokens.
+    scores = np.where(work.flash, 0, 5 * work.micro_batch * work.seq**2 / work.cp * heads / (work.x * work.y))
+    core = qkv + normed + log_sums + scores
+    core_inputs = np.where(one_buffer, p.queries + 2 * p.keys, p.queries + 2 * p.keys)
+    mlp = np.where(gated, 4, 2) * p.inner
+    mlp_inputs = np.where(gated, 3, 2) * p.inner
+    selective = recompute == 1
+    # Gathered inputs are kept as they are; Megatron-LM keeps its share of them and gathers again.
+    tokens = np.where(work.regather, p.residual, p.gathered)
+    attention = np.where(selective & attention_again, core_inputs, core) + out
+    kept = 2 * p.residual + 2 * p.statistics + 2 * tokens + attention + np.where(selective & mlp_again, mlp_inputs, mlp)
+    return np.where(recompute == 2, p.residual, kept)
+
+
+def head_bytes(work: Workload, chunk_logits: Number) -> Number:
+    """The most that head and loss need besides: tokens, their gradient, the weight's gradient in fp32, some logits."""
+    p = pieces(work)
+    columns = work.vocab / work.x
+    weights = columns * work.hidden / work.y
+    rows = np.minimum(work.tokens, np.maximum(1, np.floor(chunk_logits / columns / work.y)) * work.y)
+    logits = rows * columns * (work.bytes + (4 + work.bytes) / work.y)
+    logits = logits + np.where(work.y > 1, rows * columns * work.bytes / work.y, 0)
+    return p.residual + p.statistics + 2 * p.gathered + 4 * weights + np.maximum(logits, work.bytes * weights)
+
+
+def backward_bytes(work: Workload) -> Number:
+    """The most that the backward of one block needs besides what the forward has kept."""
+    p = pieces(work)
+    gated = work.ups > work.inner
+    down = p.inner + p.gathered + work.bytes * work.hidden * work.inner / (work.x * work.y)
+    return p.residual + np.maximum(np.where(gated, 2, 1) * p.inner, down)
+
+
+def peak_bytes(work: Workload, layers: Number, in_flight: Number, chunk_logits: Number, has_head: Number = True,
+               attention_again: Number = True, mlp_again: Number = False) -> Number:  # fmt: skip
+    """The most that is alive at once on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches."""
+    kept = kept_by_block(work, work.recompute, attention_again, mlp_again)
+    again = np.where(work.recompute == 2, kept_by_block(work, 0), 0)
+    head = np.where(has_head, head_bytes(work, chunk_logits), 0)
+    return in_flight * layers * kept + np.maximum(head, again + backward_bytes(work))
