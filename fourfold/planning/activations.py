@@ -79,7 +79,8 @@ def head_bytes(work: Workload, chunk_logits: Number) -> Number:
     rows = np.minimum(work.tokens, np.maximum(1, np.floor(chunk_logits / columns / work.y)) * work.y)
     logits = rows * columns * (work.bytes + (4 + work.bytes) / work.y)
     logits = logits + np.where(work.y > 1, rows * columns * work.bytes / work.y, 0)
-    return p.residual + p.statistics + 2 * p.gathered + 4 * weights + np.maximum(logits, work.bytes * weights)
+    tokens = p.residual + np.where(work.x > 1, p.residual, 0) + p.statistics + 2 * p.gathered
+    return tokens + logits + (4 + work.bytes) * weights
 
 
 def backward_bytes(work: Workload) -> Number:
@@ -90,10 +91,19 @@ def backward_bytes(work: Workload) -> Number:
     return p.residual + np.maximum(np.where(gated, 2, 1) * p.inner, down)
 
 
+def kept_weights(work: Workload, layers: Number) -> Number:
+    """Weights between forward and backward under zero 1 and 2, as z-th parts (docs/parallelism.md)."""
+    keeps = (work.zero > 0) & (work.zero < 3) & (work.z > 1) & (work.dp > 1)
+    weights = layers * work.block_weights + (work.positions + np.where(work.tied, 0, work.vocab)) * work.hidden
+    return np.where(keeps, work.bytes * weights / (work.x * work.y * work.z), 0)
+
+
 def peak_bytes(work: Workload, layers: Number, in_flight: Number, chunk_logits: Number, has_head: Number = True,
                attention_again: Number = True, mlp_again: Number = False) -> Number:  # fmt: skip
     """The most that is alive at once on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches."""
     kept = kept_by_block(work, work.recompute, attention_again, mlp_again)
     again = np.where(work.recompute == 2, kept_by_block(work, 0), 0)
     head = np.where(has_head, head_bytes(work, chunk_logits), 0)
-    return in_flight * layers * kept + np.maximum(head, again + backward_bytes(work))
+    inputs = 16 * work.micro_batch * work.seq * work.micro_batches + np.where(work.rope, 4 * work.seq * work.head_dim, 0)
+    working = np.maximum(head, again + backward_bytes(work))
+    return in_flight * layers * kept + working + inputs + kept_weights(work, layers)
