@@ -9,10 +9,6 @@ import numpy as np
 from fourfold.planning.machine import Number
 from fourfold.planning.workload import Workload
 
-SELECTIVE = ("attention", "mlp")
-"""Modules whose recomputation saves memory; that of the norms saves one number a token."""
-
-
 class Pieces(NamedTuple):
     """Bytes on the rank, of one micro-batch: residual [T/x, H/y], gathered [T, H/y], inner [T, F/x]."""
 
@@ -39,10 +35,10 @@ def pieces(work: Workload) -> Pieces:
     )
 
 
-def kept_by_block(work: Workload, recompute: Number, attention_again: Number = True, mlp_again: Number = False) -> Number:
+def kept_by_block(work: Workload, recompute: Number) -> Number:
     """Bytes that one block keeps of a micro-batch, by mode of recompute (an index into ``RECOMPUTE``).
 
-    attention_again, mlp_again: what ``selective`` computes again. As autograd keeps them in ``parallel``: the inputs of
+    As autograd keeps them in ``parallel``: the inputs of
     both norms, tokens as gathered for q, k, v and for up, what the attention kernel reads and writes, and of the MLP
     gate, up, silu(gate) and their product (GELU: its input and output).
     """
@@ -66,17 +62,17 @@ def kept_by_block(work: Workload, recompute: Number, attention_again: Number = T
     selective = recompute == 1
     # Gathered inputs are kept as they are; Megatron-LM keeps its share of them and gathers again.
     tokens = np.where(work.regather, p.residual, p.gathered)
-    attention = np.where(selective & attention_again, core_inputs, core) + out
-    kept = 2 * p.residual + 2 * p.statistics + 2 * tokens + attention + np.where(selective & mlp_again, mlp_inputs, mlp)
+    attention = np.where(selective & work.attention_again, core_inputs, core) + out
+    kept = 2 * p.residual + 2 * p.statistics + 2 * tokens + attention + np.where(selective & work.mlp_again, mlp_inputs, mlp)
     return np.where(recompute == 2, p.residual, kept)
 
 
-def head_bytes(work: Workload, chunk_logits: Number) -> Number:
+def head_bytes(work: Workload) -> Number:
     """The most that head and loss need besides: tokens, their gradient, the weight's gradient in fp32, some logits."""
     p = pieces(work)
     columns = work.vocab / work.x
     weights = columns * work.hidden / work.y
-    rows = np.minimum(work.tokens, np.maximum(1, np.floor(chunk_logits / columns / work.y)) * work.y)
+    rows = np.minimum(work.tokens, np.maximum(1, np.floor(work.chunk_logits / columns / work.y)) * work.y)
     logits = rows * columns * (work.bytes + (4 + work.bytes) / work.y)
     logits = logits + np.where(work.y > 1, rows * columns * work.bytes / work.y, 0)
     tokens = p.residual + np.where(work.x > 1, p.residual, 0) + p.statistics + 2 * p.gathered
@@ -98,12 +94,11 @@ def kept_weights(work: Workload, layers: Number) -> Number:
     return np.where(keeps, work.bytes * weights / (work.x * work.y * work.z), 0)
 
 
-def peak_bytes(work: Workload, layers: Number, in_flight: Number, chunk_logits: Number, has_head: Number = True,
-               attention_again: Number = True, mlp_again: Number = False) -> Number:  # fmt: skip
+def peak_bytes(work: Workload, layers: Number, in_flight: Number, has_head: Number = True) -> Number:
     """The most that is alive at once on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches."""
-    kept = kept_by_block(work, work.recompute, attention_again, mlp_again)
+    kept = kept_by_block(work, work.recompute)
     again = np.where(work.recompute == 2, kept_by_block(work, 0), 0)
-    head = np.where(has_head, head_bytes(work, chunk_logits), 0)
+    head = np.where(has_head, head_bytes(work), 0)
     inputs = 16 * work.micro_batch * work.seq * work.micro_batches + np.where(work.rope, 4 * work.seq * work.head_dim, 0)
     working = np.maximum(head, again + backward_bytes(work))
     return in_flight * layers * kept + working + inputs + kept_weights(work, layers)

@@ -6,6 +6,7 @@ import numpy as np
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
+from fourfold.planning.layout_bytes import CHUNK_LOGITS
 from fourfold.planning.workload import RECOMPUTE, Workload
 
 
@@ -38,5 +39,9 @@ def workload_of(run: RunConfig) -> Workload:
         "overlap_z": np.bool_(run.overlap.weight_prefetch > 0),
         "overlap_dp": np.bool_(True),
         "fused": np.bool_(training.compile),
+        "prefetch": run.overlap.weight_prefetch,
+        "chunk_logits": CHUNK_LOGITS["cpu" if training.device == "cpu" else "cuda"],
+        "attention_again": np.bool_("attention" in run.activation_checkpoint.modules),
+        "mlp_again": np.bool_("mlp" in run.activation_checkpoint.modules),
     }
     return Workload(**values)

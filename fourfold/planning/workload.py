@@ -25,7 +25,9 @@ class Workload:
     weights_kept (gathered once a step and not for every micro-batch, as distributed optimizers do), regather (inputs are
     kept split over x and gathered again for the backward, as Megatron-LM's sequence parallelism does), blocking
     (the host waits for every kernel, CUDA_LAUNCH_BLOCKING). Of the model besides: rope, biases (of q, k, v), head_norms,
-    positions (rows of a learned position table).
+    positions (rows of a learned position table). For memory: half_weights (16-bit weights are stored besides the
+    optimizer's), prefetch (blocks gathered ahead), chunk_logits (logits made at once), attention_again and mlp_again (what
+    selective computes again).
     """
 
     layers: Number
@@ -64,6 +66,11 @@ class Workload:
     head_norms: Number = False
     positions: Number = 0
     blocking: Number = False
+    half_weights: Number = False
+    prefetch: Number = 1
+    chunk_logits: Number = 1 << 27
+    attention_again: Number = True
+    mlp_again: Number = False
 
     @property
     def gpus(self) -> Number:

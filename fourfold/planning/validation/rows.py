@@ -219,6 +219,9 @@ def _program(
         "overlap_z": True,
         "overlap_dp": distributed or fsdp,
         "weights_kept": zero in (1, 2),
+        "half_weights": not fsdp,
+        "rope": cells.get("mlp_type", "").lower() == "swiglu",
+        "chunk_logits": 1 << 40,
         "blocking": "launch_blocking=1" in cells.get("notes", "").lower(),
         "regather": cells.get("seq_parallel", "").lower().startswith("y"),
     }
@@ -230,4 +233,5 @@ def stack_work(rows: Sequence[Row]) -> Workload:
                        else np.array([bool(getattr(r.work, f.name)) for r in rows]) for f in fields(Workload)})  # fmt: skip
 
 
-_FLAGS = {"split_residual", "flash", "fused", "overlap_x", "overlap_z", "overlap_dp", "weights_kept", "regather", "blocking"}
+_FLAGS = {"split_residual", "flash", "fused", "overlap_x", "overlap_z", "overlap_dp", "weights_kept", "regather", "blocking", "half_weights", "rope", "biases",
+          "head_norms", "attention_again", "mlp_again"}

@@ -1,0 +1,95 @@
+"""Bytes on the fullest rank of each pipeline stage, by what they are for, and how likely they do not fit."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fourfold.planning.activations import head_bytes, peak_bytes
+from fourfold.planning.machine import Machine, Number
+from fourfold.planning.workload import Workload
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", "logits", "reserve")
+"""weights: gathered for use, or 16-bit copies; logits: what head and loss need besides the activations; reserve: the
+runtime's own, communication buffers, and what the allocator holds but cannot use."""
+
+FRAGMENTATION = 0.04
+"""Of what a step allocates: PyTorch's caching allocator rounds blocks up and cannot join all that are free."""
+SPREAD = 0.07
+"""Standard deviation of measured over predicted bytes: kernels' work spaces, library versions, fragmentation."""
+
+
+def in_flight(work: Workload, stage: Number) -> Number:
+    """Micro-batches whose activations stage 0, 1, … holds at once under 1F1B, in units of its whole share of layers.
+
+    Interleaved: (v − 1)·p + 2(p − stage) − 1 chunks of 1/v of the layers (Narayanan et al. 2021, arXiv 2104.04473).
+    """
+    plain = work.pp - stage
+    chunks = (work.interleave - 1) * work.pp + 2 * plain - 1
+    held = np.where(work.interleave > 1, np.maximum(chunks / work.interleave, 1), plain)
+    return np.minimum(np.where(work.pp > 1, held, 1), work.micro_batches)
+
+
+def stage_memory(work: Workload, machine: Machine, stage: Number) -> dict[str, Number]:
+    """Bytes by ``CATEGORIES`` on one rank of a pipeline stage, counted from 0."""
+    first, last = np.equal(stage, 0), np.equal(stage, work.pp - 1)
+    layers = work.stage_layers
+    table = work.vocab * work.hidden
+    tables = np.where(first, table + work.positions * work.hidden, 0) + np.where(
+        last & ~(first & np.asarray(work.tied, bool)), table, 0
+    )
+    entries = (layers * work.block_weights + tables) / (work.x * work.y)
+    copies = work.dp * work.cp
+    sharded = work.zero > 0
+    shards = work.z * np.where(sharded, copies, 1)
+    item = work.bytes
+
+    # fourfold and FSDP store fp32 shards and gather 16-bit weights; the others store 16-bit weights whole.
+    parameters = np.where(work.half_weights, item * entries / np.where(work.zero == 3, shards, work.z), 4 * entries / shards)
+    whole_gradients = work.reduce_bytes * entries
+    gradients = np.where(
+        work.half_weights,
+        whole_gradients / np.where(work.zero >= 2, shards, work.z),
+        np.where((work.zero == 1) & (copies > 1), np.maximum(whole_gradients, 4 * entries / shards), 4 * entries / shards),
+    )
+    optimizer = np.where(work.half_weights, 12, 8) * entries / shards
+    gathered_blocks = np.minimum(1 + work.prefetch, layers)
+    resharded = (work.z > 1) | (work.zero == 3)
+    gathered = item * (np.where(resharded, gathered_blocks * work.block_weights / (work.x * work.y), entries)
+                       + np.where(resharded, tables / (work.x * work.y), 0))  # fmt: skip
+    # One block's whole gradients on their way to being summed.
+    gathered = gathered + np.where(resharded, work.reduce_bytes * work.block_weights / (work.x * work.y), 0)
+    weights = np.where((shards > 1) & ~np.asarray(work.half_weights, bool), gathered,
+                       np.where(work.half_weights | (work.bits == 32), 0, item * entries))  # fmt: skip
+    both = peak_bytes(work, layers, in_flight(work, stage), last)
+    without = peak_bytes(work, layers, in_flight(work, stage), False)
+    activations = without
+    logits = np.maximum(both - without, 0)
+    allocated = parameters + gradients + optimizer + weights + both
+    reserve = machine.reserved + FRAGMENTATION * allocated
+    values = (parameters, gradients, optimizer, weights, activations, logits, reserve)
+    return dict(zip(CATEGORIES, values, strict=True))
+
+
+def peak_memory(work: Workload, machine: Machine) -> Number:
+    """Bytes of the fullest rank: of the first stage, which holds most micro-batches, or the last, which has the head."""
+    first = sum(stage_memory(work, machine, np.zeros(())).values())
+    last = sum(stage_memory(work, machine, work.pp - 1).values())
+    return np.maximum(first, last)
+
+
+def p_out_of_memory(predicted: Number, capacity: Number) -> Number:
+    """Probability that a prediction of ``predicted`` bytes does not fit: log-normal around it."""
+    deviation = (np.log(capacity) - np.log(predicted)) / SPREAD
+    return 0.5 * (1 - _erf(deviation / math.sqrt(2)))
+
+
+def _erf(x: Number) -> Number:
+    """Abramowitz & Stegun 7.1.26, to 1.5e-7."""
+    t = 1 / (1 + 0.3275911 * np.abs(x))
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    return np.sign(x) * (1 - series * np.exp(-x * x))
+
+
+__all__ = ["CATEGORIES", "head_bytes", "in_flight", "p_out_of_memory", "peak_memory", "stage_memory"]
