@@ -64,6 +64,9 @@ def kept_by_block(work: Workload, recompute: Number) -> Number:
     tokens = np.where(work.regather, p.residual, p.gathered)
     attention = np.where(selective & work.attention_again, core_inputs, core) + out
     kept = 2 * p.residual + 2 * p.statistics + 2 * tokens + attention + np.where(selective & work.mlp_again, mlp_inputs, mlp)
+    products = work.queries + 2 * work.keys + 2 * work.hidden + work.ups
+    per_op = p.residual + p.queries + log_sums + work.bytes * work.tokens * products / (2 * work.x * work.y)
+    kept = np.where(selective & np.asarray(work.per_op, bool), per_op, kept)
     return np.where(recompute == 2, p.residual, kept)
 
 

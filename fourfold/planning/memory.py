@@ -16,6 +16,8 @@ runtime's own, communication buffers, and what the allocator holds but cannot us
 
 FRAGMENTATION = 0.04
 """Of what a step allocates: PyTorch's caching allocator rounds blocks up and cannot join all that are free."""
+COMMUNICATOR = 0.5e9
+"""Of one group: NCCL's channels with 4 to 8 MB for each of a few protocols and peers, in both directions."""
 SPREAD = 0.07
 """Standard deviation of measured over predicted bytes: kernels' work spaces, library versions, fragmentation."""
 
@@ -47,13 +49,14 @@ def stage_memory(work: Workload, machine: Machine, stage: Number) -> dict[str, N
 
     # fourfold and FSDP store fp32 shards and gather 16-bit weights; the others store 16-bit weights whole.
     parameters = np.where(work.half_weights, item * entries / np.where(work.zero == 3, shards, work.z), 4 * entries / shards)
-    whole_gradients = work.reduce_bytes * entries
+    whole_gradients = np.where(work.stored_gradients > 0, work.stored_gradients, work.reduce_bytes) * entries
     gradients = np.where(
         work.half_weights,
         whole_gradients / np.where(work.zero >= 2, shards, work.z),
         np.where((work.zero == 1) & (copies > 1), np.maximum(whole_gradients, 4 * entries / shards), 4 * entries / shards),
     )
-    optimizer = np.where(work.half_weights, 12, 8) * entries / shards
+    copy = np.where(work.gradient_copy, 4, 0)
+    optimizer = (np.where(work.half_weights, 12, 8) + copy) * entries / shards
     gathered_blocks = np.minimum(1 + work.prefetch, layers)
     resharded = (work.z > 1) | (work.zero == 3)
     gathered = item * (np.where(resharded, gathered_blocks * work.block_weights / (work.x * work.y), entries)
@@ -67,7 +70,9 @@ def stage_memory(work: Workload, machine: Machine, stage: Number) -> dict[str, N
     activations = without
     logits = np.maximum(both - without, 0)
     allocated = parameters + gradients + optimizer + weights + both
-    reserve = machine.reserved + FRAGMENTATION * allocated
+    groups = sum(np.where(size > 1, 1, 0) for size in (work.x, work.y, work.z, work.dp, work.cp)) + 2 * (work.pp > 1)
+    runtime = np.where(work.count_runtime, machine.reserved + COMMUNICATOR * groups, 0)
+    reserve = runtime + FRAGMENTATION * allocated
     values = (parameters, gradients, optimizer, weights, activations, logits, reserve)
     return dict(zip(CATEGORIES, values, strict=True))
 

@@ -28,7 +28,8 @@ def step_parts(
     full, selective = work.recompute == 2, work.recompute == 1
 
     # One block, one micro-batch.
-    recompute = np.where(full, block.forward, np.where(selective, block.attention_forward, 0.0))
+    products = np.where(work.per_op, (block.forward - block.attention_forward) / 2, block.attention_forward)
+    recompute = np.where(full, block.forward, np.where(selective, products, 0.0))
     x = block.x_forward + block.x_backward + np.where(full, block.x_forward, 0.0)
     y = block.y_forward + block.y_backward + np.where(full, block.y_forward, 0.0)
     hidden_x = np.where(work.overlap_x, _hidden(block.hideable_x, block.weight_gradients / 2, exposed), 0.0)

@@ -25,8 +25,11 @@ class Workload:
     weights_kept (gathered once a step and not for every micro-batch, as distributed optimizers do), regather (inputs are
     kept split over x and gathered again for the backward, as Megatron-LM's sequence parallelism does), blocking
     (the host waits for every kernel, CUDA_LAUNCH_BLOCKING). Of the model besides: rope, biases (of q, k, v), head_norms,
-    positions (rows of a learned position table). For memory: half_weights (16-bit weights are stored besides the
-    optimizer's), prefetch (blocks gathered ahead), chunk_logits (logits made at once), attention_again and mlp_again (what
+    positions (rows of a learned position table). per_op (selective keeps the attention's output and every
+    second matmul's, as torchtitan does). For memory: half_weights (16-bit weights are stored besides the optimizer's),
+    gradient_copy (the optimizer makes an fp32 copy of its gradients, as DeepSpeed does), stored_gradients
+    (bytes of a gradient where they are not those of the sums), count_runtime
+    (what the driver and the communication library take), prefetch (blocks gathered ahead), chunk_logits (logits made at once), attention_again and mlp_again (what
     selective computes again).
     """
 
@@ -67,6 +70,10 @@ class Workload:
     positions: Number = 0
     blocking: Number = False
     half_weights: Number = False
+    gradient_copy: Number = False
+    stored_gradients: Number = 0
+    count_runtime: Number = True
+    per_op: Number = False
     prefetch: Number = 1
     chunk_logits: Number = 1 << 27
     attention_again: Number = True

@@ -114,13 +114,16 @@ def row_of(record: Mapping[str, str]) -> Row:
     seconds = _number(cells, "step_time_s")
     if seconds is None:
         seconds = _number(cells, "calc_step_time_s")
-    out_of_memory = "oom" in (cells.get("mem_kind", "") + cells.get("grade", "").replace("M", "oom")).lower()
-    memory = _number(cells, "mem_gb_per_gpu")
+    kind = cells.get("mem_kind", "").lower()
+    out_of_memory = "oom" in kind or "oom" in cells.get("mem_gb_per_gpu", "").lower() or cells.get("grade") == "M"
+    memory = None if out_of_memory else _number(cells, "mem_gb_per_gpu")
+    if memory is not None and "gib" in kind:
+        memory *= 2**30 / 1e9
     if seconds is None and memory is None and not out_of_memory:
         raise Skipped("nothing measured")
     work = replace(_model(cells), **_program(cells, machine, text, eight, copies), seq=_number(cells, "seq_len"),
                    batch=batch, micro_batch=micro_batch, x=tp, pp=pp, cp=cp,
-                   interleave=max(_number(cells, "vpp") or 1, 1))  # fmt: skip
+                   interleave=max(_number(cells, "vpp") or 1, 1), count_runtime=memory is None or "smi" in kind)  # fmt: skip
     source = cells.get("source_id") or "unnamed"
     complete = cells.get("grade", "A") in ("A", "A-")
     return Row(
@@ -223,7 +226,10 @@ def _program(
         "rope": cells.get("mlp_type", "").lower() == "swiglu",
         "chunk_logits": 1 << 40,
         "blocking": "launch_blocking=1" in cells.get("notes", "").lower(),
-        "regather": cells.get("seq_parallel", "").lower().startswith("y"),
+        "regather": cells.get("seq_parallel", "").lower().startswith("y") and "mode" not in cells["seq_parallel"],
+        "gradient_copy": deepspeed and precision.startswith("fp16"),
+        "stored_gradients": 6 if deepspeed and precision.startswith("bf16") and zero < 2 else 0,
+        "per_op": "per-op" in checkpoint or "2nd layer" in checkpoint,
     }
 
 
@@ -234,4 +240,5 @@ def stack_work(rows: Sequence[Row]) -> Workload:
 
 
 _FLAGS = {"split_residual", "flash", "fused", "overlap_x", "overlap_z", "overlap_dp", "weights_kept", "regather", "blocking", "half_weights", "rope", "biases",
-          "head_norms", "attention_again", "mlp_again"}
+          "head_norms", "attention_again", "mlp_again",
+          "gradient_copy", "per_op", "count_runtime"}
