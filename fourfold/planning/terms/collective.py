@@ -49,13 +49,10 @@ def group_of(size: Number, stride: Number, machine: Machine, constants: Constant
 
 
 def gather_seconds(size: Number, count: Number, group: Group) -> Number:
-    """``count`` all-gathers or reduce-scatters of ``size`` bytes (of the full tensor) in all, by a ring.
-
-    A long ring's latency is that of libraries that know nothing else; hierarchical ones pay nodes and members apart.
-    """
+    """``count`` all-gathers or reduce-scatters of ``size`` bytes (of the full tensor) in all, by a ring: its latency
+    grows with every rank (PCCL, arXiv 2504.18658, figures 4 and 5)."""
     share = (group.size - 1) / group.size
-    latency = group.base + np.minimum(group.ring, group.tree + (group.inside - 1) * 0.0 + group.ring * 0.25)
-    return np.where(group.size > 1, share * size / group.bandwidth + count * latency, 0.0)
+    return np.where(group.size > 1, share * size / group.bandwidth + count * (group.base + group.ring), 0.0)
 
 
 def reduce_seconds(size: Number, count: Number, group: Group) -> Number:
