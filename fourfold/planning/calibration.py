@@ -7,8 +7,11 @@ loss keeps single outliers from deciding.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 
 import numpy as np
 
@@ -23,6 +26,8 @@ NOISE = 0.03
 """Standard deviation of the logarithm of a measured step: what repeated runs differ by, and what the terms leave out."""
 HUBER = 1.5
 ITERATIONS = 25
+STEP = 1e-4
+"""By which logarithms are moved for a slope."""
 
 
 @dataclass(frozen=True)
@@ -97,4 +102,22 @@ def fit(
     return Calibration({name: theta[i] for name, i in index.items()})
 
 
-STEP = 1e-4
+@cache
+def shipped() -> Calibration:
+    """The constants that come with fourfold: fitted to a tenth of published rows (docs/planner_validation.md)."""
+    table = tomllib.loads((files("fourfold.planning") / "calibrated.toml").read_text(encoding="utf-8"))
+    return from_table(table["constants"])
+
+
+def from_table(table: dict[str, dict[str, float]]) -> Calibration:
+    """A calibration from factors on the priors, by level and constant."""
+    return Calibration({key: np.log([factors[name] for name in NAMES]) for key, factors in table.items()})
+
+
+def to_toml(calibration: Calibration) -> str:
+    """The factors on the priors, by level and constant, as ``from_table`` reads them."""
+    lines = []
+    for key, logs in calibration.offsets.items():
+        factors = ", ".join(f"{name} = {factor:.4f}" for name, factor in zip(NAMES, np.exp(logs), strict=True))
+        lines.append(f'"{key}" = {{ {factors} }}')
+    return "[constants]\n" + "\n".join(lines) + "\n"
