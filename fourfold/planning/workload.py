@@ -110,17 +110,24 @@ class Workload:
 
     def model_flops(self) -> Number:
         """Of one step: matmul parameters (head included) six times a token, attention over half of the square."""
-        tokens = self.batch * self.seq
-        attention = 6 * self.layers * self.seq * self.queries
+        tokens = 1.0 * self.batch * self.seq
+        attention = 6.0 * self.layers * self.seq * self.queries
         return tokens * (6 * (self.layers * self.block_weights + self.vocab * self.hidden) + attention)
 
     def hardware_flops(self) -> Number:
         """Model FLOPs and what is computed again for the backward."""
-        tokens = self.batch * self.seq
-        attention = 2 * self.layers * self.seq * self.queries
+        tokens = 1.0 * self.batch * self.seq
+        attention = 2.0 * self.layers * self.seq * self.queries
         block = 2 * self.layers * self.block_weights
         again = np.where(self.recompute == 2, block + attention, np.where(self.recompute == 1, attention, 0))
         return self.model_flops() + tokens * again
+
+    def megatron_flops(self) -> Number:
+        """Hardware FLOPs with everything recomputed and the whole square of the attention (Narayanan et al. 2021,
+        arXiv 2104.04473, equation 3), the convention of many published figures."""
+        tokens = 1.0 * self.batch * self.seq
+        attention = 16.0 * self.layers * self.seq * self.queries
+        return tokens * (8 * self.layers * self.block_weights + attention + 6 * self.vocab * self.hidden)
 
     def take(self, index: np.ndarray) -> Workload:
         """The cases at ``index``; scalars stay scalars."""
