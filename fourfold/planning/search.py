@@ -76,9 +76,10 @@ def search(
 
 def evaluate(work: Workload, machine: Machine, constants: Constants) -> np.ndarray:
     """Seconds of a step of every point; a block's time is computed once for all points that share it."""
-    keys = np.zeros(np.size(work.x))
+    keys = np.zeros(np.size(work.x), dtype=np.int64)
     for name in BLOCK_KEY:
-        keys = keys * 65536 + getattr(work, name)
+        values, codes = np.unique(getattr(work, name), return_inverse=True)
+        keys = keys * len(values) + codes
     _, first, back = np.unique(keys, return_index=True, return_inverse=True)
     block = block_time(work.take(first), machine, constants)
     return np.broadcast_to(step_seconds(work, machine, constants, block.take(back)), keys.shape)
