@@ -8,6 +8,7 @@ import typer
 
 from fourfold import __version__
 from fourfold.cli.parity import parity
+from fourfold.cli.plan import plan
 from fourfold.cli.prepare import prepare
 from fourfold.cli.report import report
 from fourfold.cli.trace import trace
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 for command in (train, prepare, parity, trace, report):
     app.command()(command)
+app.add_typer(plan, name="plan")
 
 
 @app.callback(invoke_without_command=True)
