@@ -65,7 +65,7 @@ def layout(
     from fourfold.planning.request import request, write_run
 
     asked = request(model, run_file, overrides, gpus, seq, global_batch, precision)
-    told = answer(asked, machine, limits, top, tokens, explain or report is not None)
+    told = answer(asked, machine, limits, top, tokens, explain or report is not None, report is not None)
     if write is not None:
         write_run(write, asked, told.plan.best)
     if report is not None:

@@ -10,11 +10,13 @@ from fourfold.planning.explain import explain
 from fourfold.planning.machine import load_machine
 from fourfold.planning.plan import Plan, Prediction, make_plan, predict
 from fourfold.planning.request import Request, constants_for, limits_of, outside_calibration
+from fourfold.planning.scaling import Point, scaling
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A plan and what was asked; own: the run file's layout as it stands; explanation and costs where asked for."""
+    """A plan and what was asked; own: the run file's layout as it stands; explanation, costs and strong-scaling
+    curve where asked for."""
 
     asked: Request
     plan: Plan
@@ -22,6 +24,7 @@ class Answer:
     explanation: dict[str, Any] | None
     costs: Costs | None
     extrapolation: list[str]
+    curve: list[Point]
 
     def record(self) -> dict[str, Any]:
         """As JSON values."""
@@ -38,7 +41,8 @@ class Answer:
 
 
 def answer(
-    asked: Request, machine_name: str, limit_settings: list[str], top: int, tokens: float | None, explained: bool
+    asked: Request, machine_name: str, limit_settings: list[str], top: int, tokens: float | None, explained: bool,
+    with_curve: bool = False,
 ) -> Answer:
     """Plan, and explain where wanted; raises ``UserError`` where nothing is legal or fits."""
     machine = load_machine(machine_name)
@@ -48,4 +52,8 @@ def answer(
     best = plan.best
     money = costs(tokens, best.tokens_per_second, asked.gpus, asked.model.num_parameters, machine) if tokens else None
     explanation = explain(plan, own, limits) if explained else None
-    return Answer(asked, plan, own, explanation, money, outside_calibration(machine, best.work))
+    curve: list[Point] = []
+    if with_curve:
+        sizes = [int(asked.gpus * factor) for factor in (0.25, 0.5, 1, 2, 4) if asked.gpus * factor >= 1]
+        curve = scaling(asked.base, machine, constants, sizes, False, limits, asked.name)
+    return Answer(asked, plan, own, explanation, money, outside_calibration(machine, best.work), curve)

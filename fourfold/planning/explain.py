@@ -17,7 +17,7 @@ from fourfold.errors import UserError
 
 KNOBS = {
     "the network of a node": ("node", "GB/s", 1e9),
-    "the links inside a node": ("intra8", "GB/s", 1e9),
+    "the link inside a node": ("intra8", "GB/s", 1e9),
     "the matmul rate": ("achieved", "TFLOP/s", 1e12),
     "the latency of a hop between nodes": ("inter_hop", "µs", 1e-6),
 }
@@ -128,7 +128,7 @@ def neighbours(plan: Plan) -> list[Neighbour]:
                 table.append(look(change, text))
     for name, values in (
         ("micro_batch", (here["micro_batch"] // 2, here["micro_batch"] * 2)),
-        ("interleave", (here["interleave"] - 1, here["interleave"] + 1)),
+        ("interleave", (here["interleave"] - 1, here["interleave"] + 1) if here["pp"] > 1 else ()),
         ("zero", (here["zero"] - 1, here["zero"] + 1)),
         ("recompute", (here["recompute"] - 1, here["recompute"] + 1)),
     ):

@@ -33,6 +33,11 @@ class Prediction:
     gpus: int
 
     @property
+    def stage_numbers(self) -> list[int]:
+        """Which stages ``stages`` speaks of."""
+        return _stages_shown(int(self.work.pp))
+
+    @property
     def seconds(self) -> float:
         return sum(self.parts.values())
 
@@ -46,12 +51,7 @@ class Prediction:
 
     def describe(self) -> str:
         """The layout in one line; axes of size 1 are left out."""
-        work = self.work
-        axes = [f"{axis} {int(size)}" for axis in GRID if (size := getattr(work, axis)) > 1] or ["one GPU"]
-        more = [f"zero {int(work.zero)}"] if work.zero > 0 else []
-        more += [f"interleave {int(work.interleave)}"] if work.interleave > 1 else []
-        more += [f"{RECOMPUTE[int(work.recompute)]} recompute"] if work.recompute > 0 else []
-        return ", ".join([" × ".join(axes), *more, f"micro-batch {int(work.micro_batch)}"])
+        return describe_layout(self.work)
 
     def record(self) -> dict[str, Any]:
         """As JSON values: what scripts rely on, then the parts and stages."""
@@ -71,7 +71,7 @@ class Prediction:
             "hfu": self.utilisation(work.hardware_flops()),
             "tokens_per_second_per_gpu": self.tokens_per_second / self.gpus,
             "parts": self.parts,
-            "stages": self.stages,
+            "stages": [{"stage": n, **stage} for n, stage in zip(self.stage_numbers, self.stages, strict=True)],
         }
 
 
@@ -94,6 +94,15 @@ class Plan:
             "seconds": self.found.seconds_taken,
             "rejected": self.found.rejected(),
         }
+
+
+def describe_layout(work: Workload) -> str:
+    """A layout in one line; axes of size 1 are left out."""
+    axes = [f"{axis} {int(size)}" for axis in GRID if (size := getattr(work, axis)) > 1] or ["one GPU"]
+    more = [f"zero {int(work.zero)}"] if work.zero > 0 else []
+    more += [f"interleave {int(work.interleave)}"] if work.interleave > 1 else []
+    more += [f"{RECOMPUTE[int(work.recompute)]} recompute"] if work.recompute > 0 else []
+    return ", ".join([" × ".join(axes), *more, f"micro-batch {int(work.micro_batch)}"])
 
 
 def predict(work: Workload, machine: Machine, constants: Constants) -> Prediction:
