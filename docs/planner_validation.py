@@ -30,10 +30,10 @@ def main() -> None:
     rows, skipped = read_rows(sorted(Path(sys.argv[1]).glob("*.csv")))
     splits = {seed: split(rows, seed) for seed in SEEDS}
     scores = {seed: summary(predict(held_out, calibrate_on(fitted))) for seed, (fitted, held_out) in splits.items()}
-    fitted, held_out = splits[SHIPPED_SEED]
+    fitted, _ = splits[SHIPPED_SEED]
     calibration = calibrate_on(fitted)
     SHIPPED.write_text(
-        "# Factors on the priors of planning/constants.py. Written by docs/planner_validation.py.\n" + to_toml(calibration),
+        "# Factors on the priors of planning/constants.py, by docs/planner_validation.py.\n" + to_toml(calibration),
         encoding="utf-8",
     )
     (HERE / "planner_validation.md").write_text(page(rows, skipped, fitted, scores, calibration), encoding="utf-8")
@@ -44,12 +44,17 @@ def main() -> None:
 def split(rows: list[Row], seed: int) -> tuple[list[Row], list[Row]]:
     """A random tenth to fit, and the rest."""
     chosen = np.random.default_rng(seed).random(len(rows)) < SHARE
-    fit = [row.seconds is not None and row.source not in NEVER_FITTED and bool(c) for row, c in zip(rows, chosen, strict=True)]
+    may = [row.seconds is not None and row.source not in NEVER_FITTED for row in rows]
+    fit = [m and bool(c) for m, c in zip(may, chosen, strict=True)]
     return [r for r, f in zip(rows, fit, strict=True) if f], [r for r, f in zip(rows, fit, strict=True) if not f]
 
 
 def page(
-    rows: list[Row], skipped: dict[str, int], fitted: list[Row], scores: dict[int, dict[str, Any]], calibration: Calibration
+    rows: list[Row],
+    skipped: dict[str, int],
+    fitted: list[Row],
+    scores: dict[int, dict[str, Any]],
+    calibration: Calibration,
 ) -> str:
     scored, alone = predict(rows, calibration), predict(rows, Calibration())
     in_fit = {(row.source, row.row_id) for row in fitted}
@@ -63,17 +68,19 @@ def page(
         + ", ".join(f"{count} ({reason})" for reason, count in skipped.items())
         + ".",
         "",
-        "The constants of `planning/constants.py` are fitted to a random tenth of the rows (`numpy.random.default_rng(seed)`,"
-        " one draw a row below 0.1), and the others judge. S3 (Korthikanti et al. 2022) is never fitted to. The constants that"
-        f" fourfold ships are those of seed {SHIPPED_SEED}, {len(fitted)} rows. Headline figures are of dense models in bf16"
-        " or fp16 whose configuration is complete; FP8 and incomplete rows stand under *others*.",
+        "The constants of `planning/constants.py` are fitted to a random tenth of the rows (one draw a row of",
+        "`numpy.random.default_rng(seed)` below 0.1), and the others judge. S3 (Korthikanti et al. 2022) is never",
+        f"fitted to. The constants that fourfold ships are those of seed {SHIPPED_SEED}, {len(fitted)} rows. Headline",
+        "figures are of dense models in bf16 or fp16 whose configuration is complete; FP8 and incomplete rows stand",
+        "under *others*.",
         "",
         "## Held-out error of the step time",
         "",
         *table(("rows", "median", "mean", "worst seed's mean"), held_out_rows(scores)),
         "",
-        f"With no calibrated constant at all (machine files and priors): mean {percent(errors_of(dense)['mean_abs_error'])},"
-        f" median {percent(errors_of(dense)['median_abs_error'])} over {len(dense)} rows.",
+        "With no calibrated constant at all (machine files and priors): mean "
+        f"{percent(errors_of(dense)['mean_abs_error'])}, median {percent(errors_of(dense)['median_abs_error'])} over "
+        f"{len(dense)} rows.",
         "",
         "## Ranking inside sweeps, and memory",
         "",
@@ -81,11 +88,14 @@ def page(
         "",
         "## Published figures",
         "",
-        "PFLOP/s of the whole job, recompute and the whole square of the attention counted, with the shipped constants.",
-        "*As run*: the published layout, or where it is not published the fastest that the program had (AxoNN: x, y, z, dp,",
-        "full recompute). *Best*: the fastest of all layouts, in the same convention. None of these was fitted to.",
+        "PFLOP/s of the whole job, recompute and the whole square of the attention counted, with the constants that",
+        "fourfold ships. *As run*: the published layout, or where it is not published the fastest that the program had",
+        "(AxoNN: x, y, z, dp, full recompute). *Best*: the fastest of all layouts, in the same convention. None of",
+        "these was fitted to.",
         "",
-        *table(("model", "machine", "GPUs", "published", "as run", "error", "layout", "best"), published_rows(calibration)),
+        *table(
+            ("model", "machine", "GPUs", "published", "as run", "error", "layout", "best"), published_rows(calibration)
+        ),
         "",
         "AxoNN's weak scaling on Frontier, efficiency against 512 GCDs:",
         "",
@@ -95,7 +105,10 @@ def page(
         "",
         "Prior, and the factors on it for all machines and for each (none: 1).",
         "",
-        *table(("constant", "prior", "spread", *constant_levels(calibration), "source of the prior"), constants(calibration)),
+        *table(
+            ("constant", "prior", "spread", *constant_levels(calibration), "source of the prior"),
+            constants(calibration),
+        ),
         "",
         "## Every row",
         "",
@@ -130,8 +143,8 @@ def held_out_rows(scores: dict[int, dict[str, Any]]) -> list[tuple[str, ...]]:
     found = []
     names = ["all", *sorted({s for score in scores.values() for s in score["by_source"]}), "others"]
     for name in names:
-        each = [score if name == "all" else score["others"] if name == "others" else score["by_source"].get(name) for score in scores.values()]
-        each = [e for e in each if e and e["mean_abs_error"] is not None]
+        apart = [s if name == "all" else s[name] if name in s else s["by_source"].get(name) for s in scores.values()]
+        each = [e for e in apart if e and e["mean_abs_error"] is not None]
         means = [e["mean_abs_error"] for e in each]
         medians = [e["median_abs_error"] for e in each]
         label = f"{name} ({round(np.mean([e['count'] for e in each]))})"
@@ -159,9 +172,10 @@ def published_rows(calibration: Calibration) -> list[tuple[str, ...]]:
 
 def weak_rows(calibration: Calibration) -> list[tuple[str, ...]]:
     return [
-        (f"{r['gpus']:,}", r["model"], "" if r["published"] is None else f"{r['published']:.1%}", f"{r['efficiency']:.1%}", r["layout"])
+        (f"{r['gpus']:,}", r["model"], "" if r["published"] is None else f"{r['published']:.1%}",
+         f"{r['efficiency']:.1%}", r["layout"])
         for r in weak_scaling(calibration)
-    ]
+    ]  # fmt: skip
 
 
 def constant_levels(calibration: Calibration) -> list[str]:

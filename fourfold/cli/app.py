@@ -7,6 +7,7 @@ import sys
 import typer
 
 from fourfold import __version__
+from fourfold.cli.calibrate import calibrate
 from fourfold.cli.parity import parity
 from fourfold.cli.plan import plan
 from fourfold.cli.prepare import prepare
@@ -22,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     help="Train large language models on a four-dimensional grid of devices.",
 )
-for command in (train, prepare, parity, trace, report):
+for command in (train, prepare, parity, trace, report, calibrate):
     app.command()(command)
 app.add_typer(plan, name="plan")
 

@@ -23,8 +23,8 @@ class LayoutUnlessNamed(TyperGroup):
 plan = typer.Typer(
     cls=LayoutUnlessNamed,
     no_args_is_help=True,
-    help="Find the fastest layout of a model on a machine, and say why: memory, seconds, days. `fourfold plan --model …` "
-    "is short for `fourfold plan layout --model …`.",
+    help="Find the fastest layout of a model on a machine, and say why: memory, seconds, days. "
+    "`fourfold plan --model …` is short for `fourfold plan layout --model …`.",
 )
 
 Model = Annotated[str | None, typer.Option(help="A preset, a Hugging Face config.json, or the folder of one.")]
@@ -85,7 +85,8 @@ def layout(
 @plan.command()
 def validate(
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE.csv]", help="Measured rows; none: published figures.", show_default=False)
+        Path | None,
+        typer.Argument(metavar="[FILE.csv]", help="Measured rows; none: published figures.", show_default=False),
     ] = None,
     calibrate_on: Annotated[
         list[Path], typer.Option("--calibrate-on", metavar="CSV", help="Fit the constants to these rows; repeatable.")
@@ -116,7 +117,9 @@ def validate(
 def scaling(
     model: Annotated[str, typer.Option(help="A preset, a Hugging Face config.json, or the folder of one.")],
     machine: MachineName = "dgx-h100",
-    gpus: Annotated[str, typer.Option(metavar="FROM:TO", help="512:32768 doubles from size to size; or 512,768.")] = "8:512",
+    gpus: Annotated[
+        str, typer.Option(metavar="FROM:TO", help="512:32768 doubles from size to size; or 512,768.")
+    ] = "8:512",
     seq: Seq = None,
     global_batch: Batch = None,
     precision: Precision = None,

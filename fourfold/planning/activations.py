@@ -9,6 +9,7 @@ import numpy as np
 from fourfold.planning.machine import Number
 from fourfold.planning.workload import Workload
 
+
 class Pieces(NamedTuple):
     """Bytes on the rank, of one micro-batch: residual [T/x, H/y], gathered [T, H/y], inner [T, F/x]."""
 
@@ -63,7 +64,13 @@ def kept_by_block(work: Workload, recompute: Number) -> Number:
     # Gathered inputs are kept as they are; Megatron-LM keeps its share of them and gathers again.
     tokens = np.where(work.regather, p.residual, p.gathered)
     attention = np.where(selective & work.attention_again, core_inputs, core) + out
-    kept = 2 * p.residual + 2 * p.statistics + 2 * tokens + attention + np.where(selective & work.mlp_again, mlp_inputs, mlp)
+    kept = (
+        2 * p.residual
+        + 2 * p.statistics
+        + 2 * tokens
+        + attention
+        + np.where(selective & work.mlp_again, mlp_inputs, mlp)
+    )
     products = work.queries + 2 * work.keys + 2 * work.hidden + work.ups
     per_op = p.residual + p.queries + log_sums + work.bytes * work.tokens * products / (2 * work.x * work.y)
     kept = np.where(selective & np.asarray(work.per_op, bool), per_op, kept)
@@ -102,6 +109,8 @@ def peak_bytes(work: Workload, layers: Number, in_flight: Number, has_head: Numb
     kept = kept_by_block(work, work.recompute)
     again = np.where(work.recompute == 2, kept_by_block(work, 0), 0)
     head = np.where(has_head, head_bytes(work), 0)
-    inputs = 16 * work.micro_batch * work.seq * work.micro_batches + np.where(work.rope, 4 * work.seq * work.head_dim, 0)
+    inputs = 16 * work.micro_batch * work.seq * work.micro_batches + np.where(
+        work.rope, 4 * work.seq * work.head_dim, 0
+    )
     working = np.maximum(head, again + backward_bytes(work))
     return in_flight * layers * kept + working + inputs + kept_weights(work, layers)

@@ -41,7 +41,12 @@ class Answer:
 
 
 def answer(
-    asked: Request, machine_name: str, limit_settings: list[str], top: int, tokens: float | None, explained: bool,
+    asked: Request,
+    machine_name: str,
+    limit_settings: list[str],
+    top: int,
+    tokens: float | None,
+    explained: bool,
     with_curve: bool = False,
 ) -> Answer:
     """Plan, and explain where wanted; raises ``UserError`` where nothing is legal or fits."""

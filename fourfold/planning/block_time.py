@@ -41,7 +41,9 @@ class BlockTime:
     embedding: Number
 
     def take(self, index: np.ndarray) -> BlockTime:
-        return BlockTime(**{f.name: np.broadcast_to(getattr(self, f.name), index.max() + 1)[index] for f in fields(self)})
+        return BlockTime(
+            **{f.name: np.broadcast_to(getattr(self, f.name), index.max() + 1)[index] for f in fields(self)}
+        )
 
 
 class Rates:

@@ -1,8 +1,8 @@
 """Fits the few constants to measured steps: robust regression with a prior, in three levels.
 
 A row's constants are exp(global + machine + program) times the priors' medians. Each level is drawn to zero, so that a
-machine or a program with few rows stays near what all have in common, and one that nobody has measured is there. Huber's
-loss keeps single outliers from deciding.
+machine or a program with few rows stays near what all have in common, and one that nobody has measured is there.
+Huber's loss keeps single outliers from deciding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fourfold.planning.workload import Workload
 LEVEL_SPREAD = {"all": 1.0, "machine": 0.5, "program": 0.7}
 """Spread of each level's logarithms, in units of the prior's."""
 NOISE = 0.03
-"""Standard deviation of the logarithm of a measured step: what repeated runs differ by, and what the terms leave out."""
+"""Standard deviation of the logarithm of a measured step: what repeated runs differ by, and what terms leave out."""
 HUBER = 1.5
 ITERATIONS = 25
 STEP = 1e-4

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from fourfold.errors import UserError
 from fourfold.planning.machine import Machine
 from fourfold.planning.plan import Plan, Prediction, make_plan, predict
 from fourfold.planning.search import Limits, evaluate
 from fourfold.planning.space import AXES, REASONS
 from fourfold.planning.step_time import PARTS
-from fourfold.errors import UserError
 
 KNOBS = {
     "the network of a node": ("node", "GB/s", 1e9),
@@ -76,7 +76,9 @@ def break_evens(plan: Plan) -> list[BreakEven]:
     if len(order) < 2:
         return []
     work = plan.found.work.take(order)
-    work = replace(work, **{k: np.asarray(v, float) for k, v in vars(work).items() if np.ndim(v) and v.dtype.kind == "i"})
+    work = replace(
+        work, **{k: np.asarray(v, float) for k, v in vars(work).items() if np.ndim(v) and v.dtype.kind == "i"}
+    )
     grids = np.stack([np.asarray(getattr(work, axis)) for axis in AXES], axis=1)
     found = []
     for what, (field, unit, size) in KNOBS.items():

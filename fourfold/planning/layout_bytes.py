@@ -18,7 +18,7 @@ CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
 
 
 class Part(NamedTuple):
-    """A parameter's tile on one rank of (x, y): rows, entries of a row, and the axes that its gradient is a share of."""
+    """A parameter's tile on one rank of (x, y): rows, entries of a row, and over which axes its gradient is a share."""
 
     rows: int
     width: int

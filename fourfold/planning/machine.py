@@ -27,10 +27,11 @@ class Machine:
     """Constants of one machine, in SI units (bytes, seconds, floating-point operations per second).
 
     peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates as advertised (bf16) and as the best shape reaches;
-    units: processors that share the tiles of a matmul; attention: best rate of a fused attention kernel; intra2, intra4,
-    intra8: one-directional bandwidth of a device to a group of that many neighbours, intra_far: to members of a group
-    that are not neighbours; node: injection bandwidth of a node; base, intra_hop, inter_hop: latency of a collective and
-    of each step of its ring; launch: host time of a kernel; reserved: bytes that the runtime takes of a device.
+    units: processors that share the tiles of a matmul; attention: best rate of a fused attention kernel; intra2,
+    intra4, intra8: one-directional bandwidth of a device to a group of that many neighbours, intra_far: to members of
+    a group that are not neighbours; node: injection bandwidth of a node; base, intra_hop, inter_hop: latency of a
+    collective and of each step of its ring; launch: host time of a kernel; reserved: bytes that the runtime takes of a
+    device.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Machine:
     """Smallest and largest value of each feature among the calibration's rows; outside is extrapolation."""
 
 
-_SECTIONS = {
+SECTIONS = {
     "device": ("units", "peak", "achieved", "achieved_fp8", "achieved_fp32", "attention", "memory",
                "memory_bandwidth", "reserved"),
     "node": ("gpus_per_node", "domain", "intra2", "intra4", "intra8", "intra_far"),
@@ -72,7 +73,7 @@ _SECTIONS = {
     "latency": ("base", "intra_hop", "inter_hop", "launch"),
     "costs": ("price_per_gpu_hour", "watts_per_gpu", "mtbf_gpu_hours", "checkpoint_bandwidth"),
 }  # fmt: skip
-_OPTIONAL = {*_SECTIONS["costs"]}
+_OPTIONAL = {*SECTIONS["costs"]}
 
 
 def machine_names() -> list[str]:
@@ -105,7 +106,7 @@ def parse_machine(text: str, where: str) -> Machine:
     values: dict[str, Any] = {"name": table.pop("name", Path(where).stem)}
     table.pop("sources", None)
     efficiency, extent = table.pop("efficiency", {}), table.pop("calibrated_range", {})
-    for section, keys in _SECTIONS.items():
+    for section, keys in SECTIONS.items():
         given = table.pop(section, {})
         for key in keys:
             if key in given:
@@ -118,7 +119,7 @@ def parse_machine(text: str, where: str) -> Machine:
         if given:
             raise UserError(f"{where}: unknown key '{section}.{next(iter(given))}'; there are {', '.join(keys)}")
     if table:
-        raise UserError(f"{where}: unknown section '{next(iter(table))}'; there are {', '.join(_SECTIONS)}")
+        raise UserError(f"{where}: unknown section '{next(iter(table))}'; there are {', '.join(SECTIONS)}")
     return Machine(
         **values,
         efficiency=tuple((key, float(value)) for key, value in efficiency.items()),

@@ -48,12 +48,16 @@ def stage_memory(work: Workload, machine: Machine, stage: Number) -> dict[str, N
     item = work.bytes
 
     # fourfold and FSDP store fp32 shards and gather 16-bit weights; the others store 16-bit weights whole.
-    parameters = np.where(work.half_weights, item * entries / np.where(work.zero == 3, shards, work.z), 4 * entries / shards)
+    parameters = np.where(
+        work.half_weights, item * entries / np.where(work.zero == 3, shards, work.z), 4 * entries / shards
+    )
     whole_gradients = np.where(work.stored_gradients > 0, work.stored_gradients, work.reduce_bytes) * entries
     gradients = np.where(
         work.half_weights,
         whole_gradients / np.where(work.zero >= 2, shards, work.z),
-        np.where((work.zero == 1) & (copies > 1), np.maximum(whole_gradients, 4 * entries / shards), 4 * entries / shards),
+        np.where(
+            (work.zero == 1) & (copies > 1), np.maximum(whole_gradients, 4 * entries / shards), 4 * entries / shards
+        ),
     )
     copy = np.where(work.gradient_copy, 4, 0)
     optimizer = (np.where(work.half_weights, 12, 8) + copy) * entries / shards
@@ -78,7 +82,7 @@ def stage_memory(work: Workload, machine: Machine, stage: Number) -> dict[str, N
 
 
 def peak_memory(work: Workload, machine: Machine) -> Number:
-    """Bytes of the fullest rank: of the first stage, which holds most micro-batches, or the last, which has the head."""
+    """Bytes of the fullest rank: of the first stage, which holds most micro-batches, or the last, with the head."""
     first = sum(stage_memory(work, machine, np.zeros(())).values())
     last = sum(stage_memory(work, machine, work.pp - 1).values())
     return np.maximum(first, last)

@@ -36,7 +36,9 @@ def load_model(name: str) -> tuple[ModelConfig, str]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; give a preset, a config.json or its folder") from None
+        raise UserError(
+            f"{path} cannot be read: {error.strerror}; give a preset, a config.json or its folder"
+        ) from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from None
     return _from_huggingface(table, str(path)), path.parent.name or path.stem

@@ -1,4 +1,4 @@
-"""When each stage of a pipeline computes what: 1F1B, plain and interleaved (Narayanan et al. 2021, arXiv 2104.04473)."""
+"""When each stage of a pipeline computes what: 1F1B, plain and interleaved (Narayanan et al., arXiv 2104.04473)."""
 
 from __future__ import annotations
 

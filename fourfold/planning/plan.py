@@ -114,7 +114,9 @@ def predict(work: Workload, machine: Machine, constants: Constants) -> Predictio
         for stage in _stages_shown(int(work.pp))
     ]
     memory = float(peak_memory(work, machine))
-    return Prediction(work, parts, memory, float(p_out_of_memory(memory, machine.memory)), stages, machine, int(work.gpus))
+    return Prediction(
+        work, parts, memory, float(p_out_of_memory(memory, machine.memory)), stages, machine, int(work.gpus)
+    )
 
 
 def _stages_shown(pp: int) -> list[int]:
@@ -147,8 +149,8 @@ def _nothing_fits(
     least = legal[np.argmin(found.memory[legal])]
     point = predict(found.point(least), machine, constants)
     sentence = (
-        f"nothing fits: the leanest of {len(legal):,} layouts ({point.describe()}) needs {point.memory_bytes / 1e9:.1f} GB "
-        f"of the {machine.memory / 1e9:.0f} GB of a {machine.name} GPU"
+        f"nothing fits: the leanest of {len(legal):,} layouts ({point.describe()}) needs "
+        f"{point.memory_bytes / 1e9:.1f} GB of the {machine.memory / 1e9:.0f} GB of a {machine.name} GPU"
     )
     for more in (gpus * 2**i for i in range(1, 7)):
         batch = base.batch if base.batch >= more else more

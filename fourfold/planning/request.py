@@ -76,7 +76,9 @@ def request(
     base = replace(base, **changes)
     own = replace(own, **changes) if own is not None else None
     if sizes.position_embedding == "learned" and base.seq > sizes.max_position_embeddings:
-        raise UserError(f"--seq {base.seq} is longer than the model's position table of {sizes.max_position_embeddings}")
+        raise UserError(
+            f"--seq {base.seq} is longer than the model's position table of {sizes.max_position_embeddings}"
+        )
     return Request(name, sizes, base, gpus, own, run)
 
 
@@ -126,7 +128,9 @@ def run_of(asked: Request, layout: Prediction) -> RunConfig:
         "global_batch_size": int(work.batch),
         "seq_length": int(work.seq),
     }
-    table["activation_checkpoint"] = dict(table.get("activation_checkpoint", {})) | {"mode": record["activation_checkpoint"]}
+    table["activation_checkpoint"] = dict(table.get("activation_checkpoint", {})) | {
+        "mode": record["activation_checkpoint"]
+    }
     return make_run(table, where="the planned layout")
 
 

@@ -78,5 +78,9 @@ def scaling(
 
 
 def _published(machine: str, model: str, gpus: int) -> float | None:
-    rows = (row for row in published_table()["figure"] if (row["machine"], row["model"], row["gpus"]) == (machine, model, gpus))
+    rows = (
+        row
+        for row in published_table()["figure"]
+        if (row["machine"], row["model"], row["gpus"]) == (machine, model, gpus)
+    )
     return next((row["pflops"] for row in rows), None)

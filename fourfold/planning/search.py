@@ -49,9 +49,7 @@ class Found:
         return {REASONS[i]: int(n) for i, n in enumerate(counts) if n and i}
 
 
-def search(
-    base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits | None = None
-) -> Found:
+def search(base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits | None = None) -> Found:
     """Every layout of ``base`` on ``gpus`` devices; raises ``UserError`` where nothing is legal or fits."""
     begin = time.perf_counter()
     limits = limits or Limits()

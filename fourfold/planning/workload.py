@@ -16,21 +16,23 @@ RECOMPUTE = ("none", "selective", "full")
 class Workload:
     """Sizes of one step; every field is a number or an array [n] of them.
 
-    The model: layers, hidden, queries and keys (features), head_dim, inner, ups (outputs of up and gate together), vocab
-    (padded), tied. The step: seq, batch (global, sequences), micro_batch, bits (16 or 32 in the step; 8: matmuls in FP8),
-    reduce_bytes (of a gradient in sums). The grid: x, y, z, dp, cp, pp, interleave (chunks of layers a stage), zero.
-    recompute: index into ``RECOMPUTE``. The program: split_residual (the residual lies over x and the stream between the
-    layers is not repeated; false for tensor parallelism without sequence parallelism), flash (fused attention),
-    fused (pointwise operations are fused), overlap_x, overlap_z, overlap_dp (communication runs behind computation),
-    weights_kept (gathered once a step and not for every micro-batch, as distributed optimizers do), regather (inputs are
-    kept split over x and gathered again for the backward, as Megatron-LM's sequence parallelism does), blocking
-    (the host waits for every kernel, CUDA_LAUNCH_BLOCKING). Of the model besides: rope, biases (of q, k, v), head_norms,
-    positions (rows of a learned position table). per_op (selective keeps the attention's output and every
-    second matmul's, as torchtitan does). For memory: half_weights (16-bit weights are stored besides the optimizer's),
-    gradient_copy (the optimizer makes an fp32 copy of its gradients, as DeepSpeed does), stored_gradients
-    (bytes of a gradient where they are not those of the sums), count_runtime
-    (what the driver and the communication library take), prefetch (blocks gathered ahead), chunk_logits (logits made at once), attention_again and mlp_again (what
-    selective computes again).
+    The model: layers, hidden, queries and keys (features), head_dim, inner, ups (outputs of up and gate together),
+    vocab (padded), tied, rope, biases (of q, k, v), head_norms, positions (rows of a learned table).
+    The step: seq, batch (global, sequences), micro_batch, bits (16 or 32 in the step; 8: matmuls in FP8), reduce_bytes
+    (of a gradient in sums), recompute (index into ``RECOMPUTE``).
+    The grid: x, y, z, dp, cp, pp, interleave (chunks of layers a stage), zero.
+
+    What the program does, as others' programs differ here:
+    split_residual: the stream between the layers lies over x; false for tensor without sequence parallelism.
+    regather: inputs are kept split over x and gathered again for the backward (Megatron-LM's sequence parallelism).
+    flash: fused attention; fused: fused pointwise operations; per_op: selective keeps the attention's output and every
+    second matmul's (torchtitan); attention_again, mlp_again: what selective computes again.
+    overlap_x, overlap_z, overlap_dp: communication runs behind computation; blocking: the host waits for every kernel.
+    weights_kept: weights are gathered once a step and not for every micro-batch (distributed optimizers).
+    half_weights: 16-bit weights are stored besides the optimizer's; gradient_copy: the optimizer makes an fp32 copy of
+    its gradients (DeepSpeed); stored_gradients: bytes of a gradient where they are not those of the sums.
+    prefetch: blocks gathered ahead; chunk_logits: logits made at once; count_runtime: memory includes what the driver
+    and the communication library take.
     """
 
     layers: Number

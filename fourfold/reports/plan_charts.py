@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from fourfold.planning.pipeline_schedule import Slot, bubble_share
+from fourfold.planning.pipeline_schedule import Slot
 from fourfold.reports.svg import _BOTTOM, _LEFT, _RIGHT, _TOP, _Axis, _figure, _grid, _spread
 
 
@@ -44,7 +44,7 @@ def scatter(title: str, dots: Sequence[Dot], limit: float, *, x_label: str, limi
     return _figure(title, [], body)
 
 
-def timetable(slots: Sequence[Slot]) -> str:
+def timetable(slots: Sequence[Slot], title: str) -> str:
     """Rows are stages: forwards, backwards, and the gaps between them, which are the bubble."""
     stages = 1 + max(slot.stage for slot in slots)
     end = max(slot.end for slot in slots)
@@ -53,10 +53,10 @@ def timetable(slots: Sequence[Slot]) -> str:
     boxes = "".join(
         f'<rect class="part {"s1" if slot.backward else "s0"}" x="{axis(slot.start)}" y="{8 + row * slot.stage}" '
         f'width="{max(axis(slot.end) - axis(slot.start), 0.3):.1f}" height="{row - 5}"'
-        f'{f" fill-opacity={chr(34)}{1 - 0.5 * (slot.chunk % 2):g}{chr(34)}"}>'
+        f"{f' fill-opacity={chr(34)}{1 - 0.5 * (slot.chunk % 2):g}{chr(34)}'}>"
         f"<title>{'backward' if slot.backward else 'forward'} of micro-batch {slot.micro_batch}"
-        f"{f', chunk {slot.chunk}' if slot.chunk else ''}, stage {slot.stage}: {slot.start:.3g} to {slot.end:.3g} s</title>"
-        "</rect>"
+        f"{f', chunk {slot.chunk}' if slot.chunk else ''}, stage {slot.stage}: {slot.start:.3g} to {slot.end:.3g} s"
+        "</title></rect>"
         for slot in slots
     )
     names = "".join(
@@ -65,6 +65,7 @@ def timetable(slots: Sequence[Slot]) -> str:
     ticks = axis.ticks(8)
     foot = 8 + row * stages
     labels = "".join(f'<text x="{axis(t)}" y="{foot + 14}" text-anchor="middle">{t:g}</text>' for t in ticks)
-    title = f"Pipeline of one step: {bubble_share(list(slots)):.1%} bubble, seconds"
-    body = f'<svg viewBox="0 0 {width} {foot + 22}" role="img" aria-label="{escape(title)}">{names}{labels}{boxes}</svg>'
+    body = (
+        f'<svg viewBox="0 0 {width} {foot + 22}" role="img" aria-label="{escape(title)}">{names}{labels}{boxes}</svg>'
+    )
     return _figure(title, [], body)

@@ -133,9 +133,16 @@ def _timetable(best: Prediction) -> str:
     stages, interleave = min(int(work.pp), SHOWN_STAGES), int(work.interleave)
     micro_batches = min(int(work.micro_batches), SHOWN_MICRO_BATCHES)
     micro_batches = max(stages, micro_batches // stages * stages) if interleave > 1 else micro_batches
-    busy = sum(parts[name] for name in ("compute", "recompute", "x", "y", "z", "cp", "launch")) / float(work.micro_batches)
+    busy = sum(parts[name] for name in ("compute", "recompute", "x", "y", "z", "cp", "launch")) / float(
+        work.micro_batches
+    )
     again = 1 if work.recompute == 2 else 0
-    return timetable(pipeline_slots(stages, micro_batches, interleave, busy / (3 + again), busy * (2 + again) / (3 + again)))
+    slots = pipeline_slots(stages, micro_batches, interleave, busy / (3 + again), busy * (2 + again) / (3 + again))
+    title = f"Pipeline, seconds: {parts['bubble'] / best.seconds:.1%} of the step is bubble"
+    if (stages, micro_batches) != (int(work.pp), int(work.micro_batches)):
+        title += f"; drawn for {stages} of {int(work.pp)} stages"
+        title += f" and {micro_batches} of {int(work.micro_batches)} micro-batches"
+    return timetable(slots, title)
 
 
 def _curve(points: Sequence[Point]) -> str:
@@ -173,11 +180,14 @@ def _explanation(told: dict[str, Any]) -> list[str]:
         ["one step away", "slower by"],
         [[n["change"], f"{n['slower']:+.1%}" if n["slower"] is not None else n["reason"]] for n in told["neighbours"]],
     )
-    sections = [f"<h2>Break-evens</h2><ul>{points}</ul>" if points else "", f"<h2>Neighbours</h2><p>{escape(told['basin'])}</p>{steps}"]
+    sections = [
+        f"<h2>Break-evens</h2><ul>{points}</ul>" if points else "",
+        f"<h2>Neighbours</h2><p>{escape(told['basin'])}</p>{steps}",
+    ]
     if more := told["next_doubling"]:
         sections.append(
-            f"<p>{more['gpus']:,} GPUs with the same batch: {more['step_seconds']:.4g} s a step, {more['speedup']:.2f} times "
-            f"as fast; {escape(more['layout'])}.</p>"
+            f"<p>{more['gpus']:,} GPUs with the same batch: {more['step_seconds']:.4g} s a step, "
+            f"{more['speedup']:.2f} times as fast; {escape(more['layout'])}.</p>"
         )
     return sections
 

@@ -19,8 +19,8 @@ def plan_tables(told: Answer, explained: bool) -> None:
     """Ranked layouts; with ``explained`` what the best spends its time on, and what would change the order."""
     plan, console = told.plan, Console()
     title = (
-        f"{told.asked.name} on {told.asked.gpus} GPUs of {plan.machine.name}: {int(plan.best.work.batch):,} sequences of "
-        f"{int(plan.best.work.seq):,} tokens a step"
+        f"{told.asked.name} on {told.asked.gpus} GPUs of {plan.machine.name}: {int(plan.best.work.batch):,} sequences "
+        f"of {int(plan.best.work.seq):,} tokens a step"
     )
     table = _table(title, ["layout", "s/step", "GB", "P(OOM)", "MFU", "HFU", "tokens/s/GPU"])
     rows = [("", prediction) for prediction in plan.ranked]
@@ -30,8 +30,10 @@ def plan_tables(told: Answer, explained: bool) -> None:
         table.add_row(name + p.describe(), *_numbers(p))
     console.print(table)
     console.print(
-        f"{plan.found.evaluated:,} layouts in {plan.found.seconds_taken:.2f} s; {len(plan.found.order):,} are legal and "
-        "fit. Rejected: " + "; ".join(f"{count:,} {reason}" for reason, count in plan.found.rejected().items()) + "."
+        f"{plan.found.evaluated:,} layouts in {plan.found.seconds_taken:.2f} s; {len(plan.found.order):,} are legal "
+        "and fit. Rejected: "
+        + "; ".join(f"{count:,} {reason}" for reason, count in plan.found.rejected().items())
+        + "."
     )
     if told.extrapolation:
         console.print(f"Extrapolation: {'; '.join(told.extrapolation)}.")
@@ -77,8 +79,8 @@ def _explanation(told: dict[str, Any], console: Console) -> None:
     console.print(told["basin"])
     if more := told["next_doubling"]:
         console.print(
-            f"{more['gpus']} GPUs with the same batch: {more['step_seconds']:.4g} s a step, {more['speedup']:.2f} times as "
-            f"fast ({more['efficiency']:.0%} of twice): {more['layout']}."
+            f"{more['gpus']} GPUs with the same batch: {more['step_seconds']:.4g} s a step, {more['speedup']:.2f} "
+            f"times as fast ({more['efficiency']:.0%} of twice): {more['layout']}."
         )
 
 
@@ -105,7 +107,9 @@ def validation_tables(result: Validation, rows: bool) -> None:
     console, record = Console(), result.record(rows)
     console.print(f"Constants: {record['constants']}.")
     if "figures" in record:
-        table = _table("Published figures (PFLOP/s)", ["model", "machine", "GPUs", "published", "as run", "error", "layout"])
+        table = _table(
+            "Published figures (PFLOP/s)", ["model", "machine", "GPUs", "published", "as run", "error", "layout"]
+        )
         for f in record["figures"]:
             table.add_row(f["model"], f["machine"], f"{f['gpus']:,}", f"{f['published_pflops']:,.1f}",
                           f"{f['as_run_pflops']:,.1f}", f"{f['error']:+.0%}", f["as_run"])  # fmt: skip

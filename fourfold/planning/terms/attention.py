@@ -14,7 +14,7 @@ BACKWARD = 2.5
 
 UNFUSED_FORWARD, UNFUSED_BACKWARD = 11.0, 13.0
 """Bytes moved for each score in 16 bits by scaled masked softmax and dropout as kernels of their own: scores written
-and read (4), probabilities (2 + 2), dropout's output and mask (2 + 1); backward as much again and the scores' gradient."""
+and read (4), probabilities (2 + 2), dropout's output and mask (2 + 1); backward as much and the scores' gradient."""
 
 
 def flash_seconds(flops: Number, seq: Number, head_dim: Number, *, rate: Number) -> Number:

@@ -32,7 +32,9 @@ def group_of(size: Number, stride: Number, machine: Machine, constants: Constant
     inside = np.clip(np.floor(fast / stride), 1, size)
     nodes = np.ceil(size / inside)
     near = np.where(inside <= 2, machine.intra2, np.where(inside <= 4, machine.intra4, machine.intra8))
-    intra = constants.intra * np.where(stride > 1, np.minimum(near, np.where(inside <= 2, machine.intra_far, near)), near)
+    intra = constants.intra * np.where(
+        stride > 1, np.minimum(near, np.where(inside <= 2, machine.intra_far, near)), near
+    )
     # A domain of several nodes (NVL72) leaves it through all their adapters.
     injection = machine.node * (fast / machine.gpus_per_node)
     across = np.minimum(constants.inter * injection * inside / fast, np.where(inside > 1, intra, np.inf))

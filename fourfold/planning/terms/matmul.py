@@ -27,7 +27,8 @@ def matmul_seconds(
         np.ceil(np.ceil(m / rows) * np.ceil(n / columns) / units) * (rows * columns / quality)
         for rows, columns, quality in TILES
     ]
-    # Kernels that split the sum over processors fill a last wave partly: never better than the exact share of it.
-    computing = wave * np.minimum(np.minimum(times[0], times[1]), times[2])
+    tiled = wave * np.minimum(np.minimum(times[0], times[1]), times[2])
+    # A device of one unit is a processor: its blocks fit its caches and are small against any layer.
+    computing = np.where(units > 1, tiled, 2.0 * m * n * k / rate)
     moving = (m * k + k * n + m * n) * item / bandwidth
     return np.maximum(computing, moving)

@@ -20,9 +20,7 @@ BACKWARD = 1.5
 """A norm's backward reads the gradient and the input and writes one tensor, a sum's only passes on: 3 for 2."""
 
 
-def pointwise_bytes(
-    residual: Number, heads: Number, inner: Number, gated: Number, fused: Number
-) -> Number:
+def pointwise_bytes(residual: Number, heads: Number, inner: Number, gated: Number, fused: Number) -> Number:
     """Bytes moved in one block's forward, of tensors of ``residual``, ``heads`` and ``inner`` bytes on the rank."""
     residual_passes = np.where(fused, FUSED_RESIDUAL_PASSES, RESIDUAL_PASSES)
     inner_passes = np.where(fused, FUSED_INNER_PASSES, np.where(gated, GATED_PASSES, GELU_PASSES))

@@ -35,8 +35,9 @@ class Validation:
                   "machine_file_only": errors_of(dense)}  # fmt: skip
         if rows:
             record["predictions"] = [
-                {"row_id": s.row.row_id, "source": s.row.source, "seconds": s.row.seconds, "predicted_seconds": s.seconds,
-                 "memory_gb": s.row.memory_gb, "predicted_memory_gb": s.memory_gb, "p_out_of_memory": s.p_oom}
+                {"row_id": s.row.row_id, "source": s.row.source, "seconds": s.row.seconds,
+                 "predicted_seconds": s.seconds, "memory_gb": s.row.memory_gb, "predicted_memory_gb": s.memory_gb,
+                 "p_out_of_memory": s.p_oom}
                 for s in self.scored
             ]  # fmt: skip
         return record

@@ -94,7 +94,11 @@ def row_of(record: Mapping[str, str]) -> Row:
     if any(word in text for word in ("fp4", "nvfp4", "int8")):
         raise Skipped("precision below 8 bits")
     eight = "8" in text
-    if (_number(cells, "ep") or 1) > 1 or "moe" in cells.get("notes", "").lower() or "grok" in cells.get("model", "").lower():
+    if (
+        (_number(cells, "ep") or 1) > 1
+        or "moe" in cells.get("notes", "").lower()
+        or "grok" in cells.get("model", "").lower()
+    ):
         raise Skipped("mixture of experts")
     for name in ("layers", "hidden", "heads", "seq_len", "global_batch_seqs", "n_gpus"):
         if _number(cells, name) is None:
@@ -123,7 +127,8 @@ def row_of(record: Mapping[str, str]) -> Row:
         raise Skipped("nothing measured")
     work = replace(_model(cells), **_program(cells, machine, text, eight, copies), seq=_number(cells, "seq_len"),
                    batch=batch, micro_batch=micro_batch, x=tp, pp=pp, cp=cp,
-                   interleave=max(_number(cells, "vpp") or 1, 1), count_runtime=memory is None or "smi" in kind)  # fmt: skip
+                   interleave=max(_number(cells, "vpp") or 1, 1),
+                   count_runtime=memory is None or "smi" in kind)  # fmt: skip
     source = cells.get("source_id") or "unnamed"
     complete = cells.get("grade", "A") in ("A", "A-")
     return Row(
@@ -233,12 +238,13 @@ def _program(
     }
 
 
+FLAGS = {f.name for f in fields(Workload) if isinstance(f.default, bool)}
+
+
 def stack_work(rows: Sequence[Row]) -> Workload:
     """All rows as one workload of arrays."""
-    return Workload(**{f.name: np.array([getattr(r.work, f.name) for r in rows], dtype=float) if f.name not in _FLAGS
-                       else np.array([bool(getattr(r.work, f.name)) for r in rows]) for f in fields(Workload)})  # fmt: skip
 
+    def column(name: str) -> np.ndarray:
+        return np.array([getattr(row.work, name) for row in rows], dtype=bool if name in FLAGS else float)
 
-_FLAGS = {"split_residual", "flash", "fused", "overlap_x", "overlap_z", "overlap_dp", "weights_kept", "regather", "blocking", "half_weights", "rope", "biases",
-          "head_norms", "attention_again", "mlp_again",
-          "gradient_copy", "per_op", "count_runtime"}
+    return Workload(**{f.name: column(f.name) for f in fields(Workload)})

@@ -57,7 +57,9 @@ def predict(rows: Sequence[Row], calibration: Calibration) -> list[Scored]:
     seconds = np.broadcast_to(step_seconds(work, machine, constants), (len(rows),))
     memory = peak_memory(work, machine)
     p_oom = p_out_of_memory(memory, machine.memory)
-    return [Scored(*values) for values in zip(rows, seconds.tolist(), (memory / 1e9).tolist(), p_oom.tolist(), strict=True)]
+    return [
+        Scored(*values) for values in zip(rows, seconds.tolist(), (memory / 1e9).tolist(), p_oom.tolist(), strict=True)
+    ]
 
 
 def summary(scored: Sequence[Scored]) -> dict[str, Any]:
