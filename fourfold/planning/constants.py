@@ -20,9 +20,9 @@ class Constants:
 
     matmul: of the achieved rate (training is longer and hotter than a benchmark); attention: of the fused kernel's
     best; memory: of the memory bandwidth in pointwise operations; launch: on the host time of a kernel; intra, inter:
-    of the link's bandwidth; latency: on the latency of a collective; exposed: what part of the communication that could hide
-    does not; dispersion: how much slower the slowest of the nodes is, for each doubling of their number; step: seconds
-    that a step takes whatever its size.
+    of the link's bandwidth; latency: on the latency of a collective; exposed: what part of the communication that
+    could hide does not; dispersion: how much slower the slowest of the nodes is, for each doubling of their number;
+    step: seconds that a step takes whatever its size.
     """
 
     matmul: Number
