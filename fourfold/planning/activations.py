@@ -29,7 +29,8 @@ def pieces(work: Workload) -> Pieces:
         residual=token * work.hidden / (work.y * np.where(work.split_residual, work.x, 1)),
         gathered=token * work.hidden / work.y,
         queries=token * work.queries / shared,
-        keys=token * work.keys / shared,
+        # Fewer key-value heads than ranks: each rank holds the whole head that it reads.
+        keys=token * np.maximum(work.keys / shared, np.minimum(work.head_dim, work.keys)),
         whole_queries=token * work.queries / work.x,
         inner=token * work.inner / work.x,
         statistics=4 * work.tokens / np.where(work.split_residual, work.x, 1),
@@ -83,8 +84,8 @@ def head_bytes(work: Workload) -> Number:
     columns = work.vocab / work.x
     weights = columns * work.hidden / work.y
     rows = np.minimum(work.tokens, np.maximum(1, np.floor(work.chunk_logits / columns / work.y)) * work.y)
-    logits = rows * columns * (work.bytes + (4 + work.bytes) / work.y)
-    logits = logits + np.where(work.y > 1, rows * columns * work.bytes / work.y, 0)
+    # The partial sums, the sums in fp32, and their gradient in the step's type.
+    logits = rows * columns * (2 * work.bytes + 4 / work.y)
     tokens = p.residual + np.where(work.x > 1, p.residual, 0) + p.statistics + 2 * p.gathered
     return tokens + logits + (4 + work.bytes) * weights
 
