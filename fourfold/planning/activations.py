@@ -84,10 +84,14 @@ def head_bytes(work: Workload) -> Number:
     columns = work.vocab / work.x
     weights = columns * work.hidden / work.y
     rows = np.minimum(work.tokens, np.maximum(1, np.floor(work.chunk_logits / columns / work.y)) * work.y)
-    # The partial sums, the sums in fp32, and their gradient in the step's type.
-    logits = rows * columns * (2 * work.bytes + 4 / work.y)
+    # The partial sums, the sums in fp32, and their gradient in the step's type, with the product of that gradient.
+    first = rows * columns * (2 * work.bytes + 4 / work.y) + work.bytes * weights
+    # The next piece's sums are made while names still hold those of the piece before.
+    then = np.minimum(rows, np.maximum(work.tokens - rows, 0))
+    summed = (np.where(work.y > 1, work.bytes, 0) + 4) / work.y
+    second = columns * (rows * (work.bytes + 4 / work.y) + then * (work.bytes + summed))
     tokens = p.residual + np.where(work.x > 1, p.residual, 0) + p.statistics + 2 * p.gathered
-    return tokens + logits + (4 + work.bytes) * weights
+    return tokens + np.maximum(first, np.where(then > 0, second, 0)) + 4 * weights
 
 
 def backward_bytes(work: Workload) -> Number:
@@ -105,6 +109,12 @@ def kept_weights(work: Workload, layers: Number) -> Number:
     return np.where(keeps, work.bytes * weights / (work.x * work.y * work.z), 0)
 
 
+def reduction_bytes(work: Workload) -> Number:
+    """One block's gradients on their way over dp alone, where nothing scatters them first."""
+    alone = (work.zero == 0) & (work.z == 1) & (work.dp > 1)
+    return np.where(alone, work.reduce_bytes * work.block_weights / (work.x * work.y), 0)
+
+
 def peak_bytes(work: Workload, layers: Number, in_flight: Number, has_head: Number = True) -> Number:
     """The most that is alive at once on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches."""
     kept = kept_by_block(work, work.recompute)
@@ -113,5 +123,5 @@ def peak_bytes(work: Workload, layers: Number, in_flight: Number, has_head: Numb
     inputs = 16 * work.micro_batch * work.seq * work.micro_batches + np.where(
         work.rope, 4 * work.seq * work.head_dim, 0
     )
-    working = np.maximum(head, again + backward_bytes(work))
+    working = np.maximum(head, again + backward_bytes(work) + np.where(work.recompute == 2, reduction_bytes(work), 0))
     return in_flight * layers * kept + working + inputs + kept_weights(work, layers)
