@@ -36,7 +36,7 @@ def in_flight(work: Workload, stage: Number) -> Number:
 def stage_memory(work: Workload, machine: Machine, stage: Number) -> dict[str, Number]:
     """Bytes by ``CATEGORIES`` on one rank of a pipeline stage, counted from 0."""
     first, last = np.equal(stage, 0), np.equal(stage, work.pp - 1)
-    layers = work.stage_layers
+    layers = np.where(first | last, work.end_layers, work.stage_layers)
     table = work.vocab * work.hidden
     tables = np.where(first, table + work.positions * work.hidden, 0) + np.where(
         last & ~(first & np.asarray(work.tied, bool)), table, 0
@@ -82,10 +82,14 @@ def stage_memory(work: Workload, machine: Machine, stage: Number) -> dict[str, N
 
 
 def peak_memory(work: Workload, machine: Machine) -> Number:
-    """Bytes of the fullest rank: of the first stage, which holds most micro-batches, or the last, with the head."""
-    first = sum(stage_memory(work, machine, np.zeros(())).values())
-    last = sum(stage_memory(work, machine, work.pp - 1).values())
-    return np.maximum(first, last)
+    """Bytes of the fullest rank: of the first stage, which holds most micro-batches, or the last, with the head; or of
+    the second, where the ends have fewer blocks."""
+    stages = [np.zeros(()), work.pp - 1]
+    if np.any(work.balanced_ends):
+        stages.append(np.minimum(1, work.pp - 1))
+    return np.max(
+        [np.broadcast_arrays(sum(stage_memory(work, machine, s).values()), work.pp)[0] for s in stages], axis=0
+    )
 
 
 def p_out_of_memory(predicted: Number, capacity: Number) -> Number:

@@ -48,12 +48,14 @@ def step_parts(
     head = block.head + block.head_x + block.head_y
     ends = head + np.where(work.pp > 1, 0.0, block.embedding)
     stage = mean_layers * (device + launch + z) + (head + block.embedding) / work.pp
-    slowest = layers * (device + launch + z) + ends
-    # A slower last stage is waited for in the steady state, and shows as bubble.
-    waiting = np.where(work.pp > 1, micro_batches * (slowest - mean_layers * (device + launch + z) - ends), 0.0)
+    block_seconds = device + launch + z
+    slowest = np.maximum(layers * block_seconds, work.end_layers * block_seconds + ends)
+    # A slower stage is waited for in the steady state, and shows as bubble.
+    waiting = np.where(work.pp > 1, micro_batches * (slowest - mean_layers * block_seconds - head / work.pp), 0.0)
     bubble = bubble_slots(work.pp, work.interleave) * stage + waiting
     pp = _over_pp(work, machine, constants)
-    scale = micro_batches * mean_layers
+    # Of the head, like of the layers, a stage's share on average counts as its own: the rest is waiting.
+    scale, heads = micro_batches * mean_layers, micro_batches / work.pp
     dispersion = 1 + constants.dispersion * np.log2(np.maximum(work.gpus / machine.gpus_per_node, 1))
     dp = _over_dp(work, machine, constants, scale * (block.backward + recompute) / micro_batches)
     held = work.layers * work.block_weights / work.pp + work.vocab * work.hidden
@@ -63,14 +65,14 @@ def step_parts(
     parts = {
         "compute": scale * compute * dispersion,
         "recompute": scale * recompute * dispersion,
-        "x": scale * x + micro_batches * (block.head_x),
-        "y": scale * y + micro_batches * block.head_y,
+        "x": scale * x + heads * block.head_x,
+        "y": scale * y + heads * block.head_y,
         "z": scale * z,
         "cp": scale * cp,
         "dp": dp,
         "pp": pp,
         "bubble": bubble,
-        "logits": micro_batches * (block.head + np.where(work.pp > 1, 0.0, block.embedding)) * dispersion,
+        "logits": heads * (block.head + np.where(work.pp > 1, 0.0, block.embedding)) * dispersion,
         "launch": scale * launch,
         "optimizer": optimizer,
         "other": constants.step,

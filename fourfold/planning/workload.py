@@ -31,6 +31,7 @@ class Workload:
     weights_kept: weights are gathered once a step and not for every micro-batch (distributed optimizers).
     half_weights: 16-bit weights are stored besides the optimizer's; gradient_copy: the optimizer makes an fp32 copy of
     its gradients (DeepSpeed); stored_gradients: bytes of a gradient where they are not those of the sums.
+    balanced_ends: embedding and head count as a layer each where layers are split into stages.
     prefetch: blocks gathered ahead; chunk_logits: logits made at once; count_runtime: memory includes what the driver
     and the communication library take.
     """
@@ -66,6 +67,7 @@ class Workload:
     overlap_dp: Number = True
     weights_kept: Number = False
     regather: Number = False
+    balanced_ends: Number = False
     rope: Number = True
     biases: Number = False
     head_norms: Number = False
@@ -107,8 +109,14 @@ class Workload:
 
     @property
     def stage_layers(self) -> Number:
-        """Layers of the fullest stage."""
-        return np.ceil(self.layers / (self.pp * self.interleave)) * self.interleave
+        """Blocks of the fullest stage."""
+        ends = np.where(self.balanced_ends, 2, 0)
+        return np.ceil((self.layers + ends) / (self.pp * self.interleave)) * self.interleave
+
+    @property
+    def end_layers(self) -> Number:
+        """Blocks of the first and of the last stage, which have embedding and head besides."""
+        return self.stage_layers - np.where(self.balanced_ends, 1, 0)
 
     def model_flops(self) -> Number:
         """Of one step: matmul parameters (head included) six times a token, attention over half of the square."""

@@ -129,6 +129,9 @@ def row_of(record: Mapping[str, str]) -> Row:
                    batch=batch, micro_batch=micro_batch, x=tp, pp=pp, cp=cp,
                    interleave=max(_number(cells, "vpp") or 1, 1),
                    count_runtime=memory is None or "smi" in kind)  # fmt: skip
+    chunks = work.pp * work.interleave
+    ends = work.layers % chunks != 0 and (work.layers + 2) % chunks == 0
+    work = replace(work, balanced_ends=ends or "embedding counted as a layer" in cells.get("notes", ""))
     source = cells.get("source_id") or "unnamed"
     complete = cells.get("grade", "A") in ("A", "A-")
     return Row(
