@@ -13,8 +13,10 @@ import numpy as np
 
 from fourfold.planning.calibration import Calibration, to_toml
 from fourfold.planning.constants import NAMES, PRIORS
+from fourfold.planning.machine import stack_machines
+from fourfold.planning.memory import FRAGMENTATION, FRAGMENTATION_PRIOR, peak_memory
 from fourfold.planning.published import figures, weak_scaling
-from fourfold.planning.validation.rows import Row, read_rows
+from fourfold.planning.validation.rows import Row, read_rows, stack_work
 from fourfold.planning.validation.score import calibrate_on, errors_of, predict, summary
 
 HERE = Path(__file__).parent
@@ -22,6 +24,8 @@ SHIPPED = HERE.parent / "fourfold" / "planning" / "calibrated.toml"
 SEEDS = range(8)
 SHIPPED_SEED = 0
 SHARE = 0.1
+NOISE_OF_MEMORY = 0.12
+"""Standard deviation of one measured memory row around its prediction."""
 NEVER_FITTED = ("S3",)
 """Korthikanti et al.: all eight rows judge only."""
 
@@ -110,6 +114,9 @@ def page(
             constants(calibration),
         ),
         "",
+        f"Allocator and work spaces (`FRAGMENTATION` of `planning/memory.py`): {fitted_overhead(fitted):.3f} by the "
+        f"{sum(row.memory_gb is not None for row in fitted)} fitted rows with memory, prior {FRAGMENTATION_PRIOR[0]}.",
+        "",
         "## Every row",
         "",
         "Seconds and GB measured and predicted with the shipped constants; *fit*: the row is one of the tenth.",
@@ -189,6 +196,15 @@ def constants(calibration: Calibration) -> list[tuple[str, ...]]:
          *(f"{np.exp(calibration.offsets[level][i]):.2f}" for level in levels), prior.source)
         for i, (name, prior) in enumerate((name, PRIORS[name]) for name in NAMES)
     ]  # fmt: skip
+
+
+def fitted_overhead(fitted: list[Row]) -> float:
+    """Share of the allocated bytes that is measured besides, from the fitted rows with memory: a mean with a prior."""
+    rows = [row for row in fitted if row.memory_gb is not None]
+    middle, spread = FRAGMENTATION_PRIOR
+    predicted = peak_memory(stack_work(rows), stack_machines([row.machine for row in rows])) / (1 + FRAGMENTATION)
+    shares = np.clip(np.array([row.memory_gb * 1e9 for row in rows]) / predicted - 1, -0.1, 0.3)
+    return float((middle / spread**2 + shares.sum() / NOISE_OF_MEMORY**2) / (spread**-2 + len(rows) / NOISE_OF_MEMORY**2))
 
 
 def table(header: tuple[str, ...], rows: Any) -> list[str]:
