@@ -204,7 +204,9 @@ def fitted_overhead(fitted: list[Row]) -> float:
     middle, spread = FRAGMENTATION_PRIOR
     predicted = peak_memory(stack_work(rows), stack_machines([row.machine for row in rows])) / (1 + FRAGMENTATION)
     shares = np.clip(np.array([row.memory_gb * 1e9 for row in rows]) / predicted - 1, -0.1, 0.3)
-    return float((middle / spread**2 + shares.sum() / NOISE_OF_MEMORY**2) / (spread**-2 + len(rows) / NOISE_OF_MEMORY**2))
+    return float(
+        (middle / spread**2 + shares.sum() / NOISE_OF_MEMORY**2) / (spread**-2 + len(rows) / NOISE_OF_MEMORY**2)
+    )
 
 
 def table(header: tuple[str, ...], rows: Any) -> list[str]:

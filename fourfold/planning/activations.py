@@ -109,12 +109,6 @@ def kept_weights(work: Workload, layers: Number) -> Number:
     return np.where(keeps, work.bytes * weights / (work.x * work.y * work.z), 0)
 
 
-def reduction_bytes(work: Workload) -> Number:
-    """One block's gradients on their way over dp alone, where nothing scatters them first."""
-    alone = (work.zero == 0) & (work.z == 1) & (work.dp > 1)
-    return np.where(alone, work.reduce_bytes * work.block_weights / (work.x * work.y), 0)
-
-
 def peak_bytes(work: Workload, layers: Number, in_flight: Number, has_head: Number = True) -> Number:
     """The most that is alive at once on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches."""
     kept = kept_by_block(work, work.recompute)
@@ -123,5 +117,5 @@ def peak_bytes(work: Workload, layers: Number, in_flight: Number, has_head: Numb
     inputs = 16 * work.micro_batch * work.seq * work.micro_batches + np.where(
         work.rope, 4 * work.seq * work.head_dim, 0
     )
-    working = np.maximum(head, again + backward_bytes(work) + np.where(work.recompute == 2, reduction_bytes(work), 0))
+    working = np.maximum(head, again + backward_bytes(work))
     return in_flight * layers * kept + working + inputs + kept_weights(work, layers)
