@@ -18,7 +18,7 @@ FRAGMENTATION_PRIOR = (0.06, 0.05)
 """Of what a step allocates, and its spread: PyTorch's caching allocator rounds blocks up and cannot join all that are
 free, and libraries have work spaces (Megatron-LM's own estimate adds 5 %)."""
 FRAGMENTATION = 0.13
-"""The same, fitted to the memory rows of the tenth that the other constants are fitted to (docs/planner_validation.md)."""
+"""The same, fitted to the memory rows of the tenth that the other constants are fitted to."""
 COMMUNICATOR = 0.5e9
 """Of one group: NCCL's channels with 4 to 8 MB for each of a few protocols and peers, in both directions."""
 SPREAD = 0.07

@@ -203,7 +203,7 @@ def _program(
     checkpoint = cells.get("act_ckpt", "").lower()
     attention = cells.get("attention_impl", "").lower()
     unfused = "unfused" in attention or (not attention and precision.startswith("fp16"))
-    deepspeed = "deepspeed" in sharding
+    deepspeed = "deepspeed" in sharding or "deepspeed" in cells.get("notes", "").lower()
     fsdp = "fsdp" in sharding or "hsdp" in sharding
     distributed = "distributed optimizer" in sharding
     zero = next((int(d) for d in re.findall(r"zero-(\d)", sharding)), 1 if distributed else 0)
@@ -225,7 +225,7 @@ def _program(
         "recompute": 2 if checkpoint.startswith("full") else 1 if checkpoint.startswith("selective") else 0,
         "split_residual": cells.get("seq_parallel", "").lower().startswith("y"),
         "flash": not unfused,
-        "fused": "compile" in cells.get("notes", "").lower(),
+        "fused": "compile" in cells.get("notes", "").lower() or not (fsdp or deepspeed),
         "overlap_x": not deepspeed and "unfused" not in attention,
         "overlap_z": True,
         "overlap_dp": distributed or fsdp,
