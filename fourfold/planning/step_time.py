@@ -34,6 +34,8 @@ def step_parts(
     y = block.y_forward + block.y_backward + np.where(full, block.y_forward, 0.0)
     hidden_x = np.where(work.overlap_x, _hidden(block.hideable_x, block.weight_gradients / 2, exposed), 0.0)
     hidden_y = np.where(work.overlap_x, _hidden(block.hideable_y, block.weight_gradients / 2, exposed), 0.0)
+    ahead = _hidden(block.x_forward, (block.forward - block.attention_forward) / 2, exposed)
+    hidden_x = hidden_x + np.where(work.overlap_forward, ahead * (1 + full), 0.0)
     x, y = x - hidden_x, y - hidden_y
     cp = _over_cp(work, machine, constants, block)
     compute = block.forward + block.backward

@@ -27,7 +27,8 @@ class Workload:
     regather: inputs are kept split over x and gathered again for the backward (Megatron-LM's sequence parallelism).
     flash: fused attention; fused: fused pointwise operations; per_op: selective keeps the attention's output and every
     second matmul's (torchtitan); attention_again, mlp_again: what selective computes again.
-    overlap_x, overlap_z, overlap_dp: communication runs behind computation; blocking: the host waits for every kernel.
+    overlap_x, overlap_z, overlap_dp: communication runs behind computation (of x in the backward; overlap_forward:
+    also in the forward, piece by piece with the product that it feeds); blocking: the host waits for every kernel.
     weights_kept: weights are gathered once a step and not for every micro-batch (distributed optimizers).
     half_weights: 16-bit weights are stored besides the optimizer's; gradient_copy: the optimizer makes an fp32 copy of
     its gradients (DeepSpeed); stored_gradients: bytes of a gradient where they are not those of the sums.
@@ -63,6 +64,7 @@ class Workload:
     flash: Number = True
     fused: Number = False
     overlap_x: Number = True
+    overlap_forward: Number = False
     overlap_z: Number = True
     overlap_dp: Number = True
     weights_kept: Number = False

@@ -227,6 +227,8 @@ def _program(
         "flash": not unfused,
         "fused": "compile" in cells.get("notes", "").lower() or not (fsdp or deepspeed),
         "overlap_x": not deepspeed and "unfused" not in attention,
+        # NVIDIA's recipes since Hopper split products and their collectives into pieces (tp_comm_overlap).
+        "overlap_forward": distributed and machine.units > 108 and cells.get("seq_parallel", "").lower() == "yes",
         "overlap_z": True,
         "overlap_dp": distributed or fsdp,
         "weights_kept": zero in (1, 2),
