@@ -109,7 +109,16 @@ class ModelConfig(Strict):
     @property
     def num_parameters(self) -> int:
         """Trainable parameters, vocabulary padding included, tied weights counted once."""
-        hidden, inner, vocab = self.hidden_size, self.intermediate_size, self.padded_vocab_size
+        hidden = self.hidden_size
+        embeddings = self.padded_vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
+        if self.position_embedding == "learned":
+            embeddings += self.max_position_embeddings * hidden
+        norm = hidden * (2 if self.norm == "layernorm" else 1)
+        return embeddings + norm + self.num_hidden_layers * self.parameters_per_layer
+
+    @property
+    def parameters_per_layer(self) -> int:
+        hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         norm = hidden * (2 if self.norm == "layernorm" else 1)
         attention = hidden * (queries + 2 * keys) + queries * hidden
@@ -117,10 +126,7 @@ class ModelConfig(Strict):
         attention += 2 * self.head_dim * self.qk_norm
         ups = 2 if self.mlp == "swiglu" else 1
         mlp = (ups + 1) * hidden * inner + (ups * inner + hidden) * self.mlp_bias
-        embeddings = vocab * hidden * (1 if self.tie_word_embeddings else 2)
-        if self.position_embedding == "learned":
-            embeddings += self.max_position_embeddings * hidden
-        return embeddings + norm + self.num_hidden_layers * (attention + mlp + 2 * norm)
+        return attention + mlp + 2 * norm
 
 
 def round_to_multiple(number: int, of: int) -> int:

@@ -12,6 +12,10 @@ from fourfold.config.strict import Strict
 AXES = ("pp", "dp", "cp", "z", "y", "x")
 """The grid's axes, outermost first: x is fastest, so that its groups fall inside a node."""
 
+Schedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+
 
 class Corpus(Strict):
     """One tokenised corpus of a mixture."""
@@ -52,10 +56,25 @@ class ParallelConfig(Strict):
     y: int = Field(1, ge=1, description="Tensor axis: input features of the same; the residual's hidden size.")
     z: int = Field(1, ge=1, description="Splits the batch and the stored weights (FSDP).")
     dp: int = Field(1, ge=1, description="Splits the batch; weights are replicated, or sharded by `zero`.")
-    cp: int = Field(1, ge=1, description="Splits the sequence (context parallel); only 1 is supported yet.")
-    pp: int = Field(1, ge=1, description="Splits the layers (pipeline); only 1 is supported yet.")
+    cp: int = Field(1, ge=1, description="Splits the sequence (context parallel).")
+    pp: int = Field(1, ge=1, description="Splits the layers (pipeline parallel).")
     zero: Literal[0, 1, 2, 3] = Field(
-        0, description="What dp shards too: 1 optimizer states, 2 and gradients, 3 and parameters."
+        0, description="What dp·cp shards too: 1 optimizer states, 2 and gradients, 3 and parameters."
+    )
+
+    cp_method: Literal["auto", "ring", "ulysses"] = Field(
+        "auto",
+        description="How cp attends: ring passes keys and values round, ulysses exchanges heads for tokens; auto: "
+        "ulysses where the heads divide and documents are not masked.",
+    )
+    schedule: Schedule = Field("1F1B", description="In which order pp runs the micro-batches; torch's names.")
+    stages_per_rank: int = Field(
+        2, ge=2, description="Stages of one rank of pp in the interleaved schedules; the V-shaped have 2, the others 1."
+    )
+    layers_per_stage: tuple[int, ...] | None = Field(
+        None,
+        strict=False,
+        description="Layers of every stage, first to last. Default: evened out, embedding and head counted.",
     )
 
     @property
@@ -87,19 +106,27 @@ class TrainingConfig(Strict):
     global_batch_size: int = Field(gt=0, description="Sequences of one optimizer step, over all ranks.")
     seq_length: int = Field(gt=0, description="Tokens of a sequence.")
     train_steps: int = Field(gt=0, description="Optimizer steps of the whole run.")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="Type of weights and activations in the step.")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="Type of weights and activations in the step; fp16 with loss scaling."
+    )
     master_weights: Literal["fp32", "bf16"] = Field(
         "fp32", description="Type of the stored weights and optimizer states; bf16 only with precision = 'bf16'."
     )
-    reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Type in which gradients are summed over ranks.")
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="Type in which gradients are summed over ranks: fp32, or that of the step."
+    )
     compile: bool = Field(False, description="torch.compile each block.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seeds the weights and the order of the samples.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")
 
     @model_validator(mode="after")
     def _types_fit(self) -> TrainingConfig:
-        if self.precision == "fp32" and "bf16" in (self.master_weights, self.reduce_dtype):
-            raise ValueError("master_weights and reduce_dtype can be 'bf16' only with training.precision = 'bf16'")
+        if self.master_weights not in ("fp32", self.precision):
+            raise ValueError("master_weights can be 'bf16' only with training.precision = 'bf16'")
+        if self.reduce_dtype not in ("fp32", self.precision):
+            raise ValueError(
+                f"reduce_dtype = '{self.reduce_dtype}' must be 'fp32' or training.precision = '{self.precision}'"
+            )
         return self
 
 
@@ -110,6 +137,14 @@ class ActivationCheckpointConfig(Strict):
     modules: list[Literal["attention", "mlp", "norms"]] = Field(
         ["attention"], description="selective: the attention core, the MLP's activation, the norms."
     )
+    every: int = Field(1, ge=1, description="Only in every n-th block; the others keep everything.")
+    offload: bool = Field(False, description="full: the inputs of blocks wait in the CPU's memory for the backward.")
+
+    @model_validator(mode="after")
+    def _offload_needs_full(self) -> ActivationCheckpointConfig:
+        if self.offload and self.mode != "full":
+            raise ValueError("activation_checkpoint.offload = true needs mode = 'full', whose kept inputs it moves")
+        return self
 
 
 class OptimizerConfig(Strict):
@@ -122,12 +157,24 @@ class OptimizerConfig(Strict):
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second mean before dividing by it.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled: a step shrinks matrices by lr × weight_decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
+    stochastic_rounding: bool = Field(
+        False,
+        description="With training.master_weights = 'bf16': updates too small for bf16 are made with a probability, so "
+        "that they are right on average; moments are float32.",
+    )
 
     @model_validator(mode="after")
     def _betas_in_range(self) -> OptimizerConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {list(self.betas)} must both be at least 0 and below 1")
         return self
+
+
+class LossScalingConfig(Strict):
+    """Of training.precision = 'fp16'."""
+
+    initial: float = Field(65536.0, gt=0, description="What losses are multiplied by at first.")
+    growth_interval: int = Field(2000, gt=0, description="Steps without overflow after which it doubles.")
 
 
 class SchedulerConfig(Strict):
@@ -177,11 +224,18 @@ class RunConfig(Strict):
     training: TrainingConfig
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    loss_scaling: LossScalingConfig = LossScalingConfig()
     lr_scheduler: SchedulerConfig = SchedulerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
     validation: ValidationConfig = ValidationConfig()
     sample: SampleConfig = SampleConfig()
+
+    @model_validator(mode="after")
+    def _rounding_needs_bf16(self) -> RunConfig:
+        if self.optimizer.stochastic_rounding and self.training.master_weights != "bf16":
+            raise ValueError("optimizer.stochastic_rounding = true needs training.master_weights = 'bf16'")
+        return self
 
     @property
     def gradient_accumulation_steps(self) -> int:

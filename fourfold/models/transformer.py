@@ -66,10 +66,15 @@ class AttentionCore(nn.Module):
         q_BSND, k_BSKD, v_BSKD = (t.unflatten(-1, (-1, self.head_dim)) for t in (q_BSND, k_BSKD, v_BSKD))
         if self.q_norm is not None:
             q_BSND, k_BSKD = self.q_norm(q_BSND), self.k_norm(k_BSKD)
-        queries = slice(context.first_query, context.first_query + q_BSND.shape[1])
         if context.cos_BS1d is not None:
+            queries = slice(context.first_query, context.first_query + q_BSND.shape[1])
             q_BSND = apply_rope(q_BSND, context.cos_BS1d[:, queries], context.sin_BS1d[:, queries])
             k_BSKD = apply_rope(k_BSKD, context.cos_BS1d, context.sin_BS1d)
+        return self.attend(q_BSND, k_BSKD, v_BSKD, context).flatten(-2)
+
+    def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
+        """Σ softmax(q·k/√D) · v over the keys that the context lets a query see, [B, S, N, D]."""
+        queries = slice(context.first_query, context.first_query + q_BSND.shape[1])
         mask = context.mask_B1SS
         if mask is not None:
             mask = mask[:, :, queries]
@@ -84,7 +89,7 @@ class AttentionCore(nn.Module):
             is_causal=mask is None,
             enable_gqa=k_BSKD.shape[2] != q_BSND.shape[2],
         )
-        return out_BNSD.transpose(1, 2).flatten(-2)
+        return out_BNSD.transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -164,6 +169,29 @@ class LMHead(nn.Module):
         )
 
 
+class AttentionTables(nn.Module):
+    """Rotary tables and document mask, made once for all layers."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, positions_BS: Tensor, documents_BS: Tensor | None) -> AttentionContext:
+        cos_BS1d = sin_BS1d = mask_B1SS = None
+        if self.config.position_embedding == "rope":
+            frequencies_d, scale = rope_frequencies(self.config, positions_BS.device)
+            cos_BS1d, sin_BS1d = rope_tables(positions_BS, frequencies_d, scale)
+        if documents_BS is not None:
+            mask_B1SS = causal_within(documents_BS)
+        return AttentionContext(cos_BS1d, sin_BS1d, mask_B1SS)
+
+
+def causal_within(documents_BS: Tensor) -> Tensor:
+    """[B, 1, S, S]: true where a query may see a key, before it in its own document."""
+    same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
+    return same_BSS.tril()[:, None]
+
+
 class Transformer(nn.Module):
     """The whole decoder. Build it under ``torch.device("meta")`` and fill it with ``initialize``."""
 
@@ -173,6 +201,7 @@ class Transformer(nn.Module):
         self.embed_tokens = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         learned = config.position_embedding == "learned"
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.attention_tables = AttentionTables(config)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         norm = RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
         self.norm = norm(config.hidden_size, eps=config.norm_eps)
@@ -194,21 +223,17 @@ class Transformer(nn.Module):
         """
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
-        x_BSH = self.embed_tokens(tokens_BS)
-        if self.embed_positions is not None:
-            x_BSH = x_BSH + self.embed_positions(positions_BS)
-        context = self.attention_context(positions_BS, documents_BS)
-        for layer in self.layers:
-            x_BSH = layer(x_BSH, context)
+        x_BSH = self.embed(tokens_BS, positions_BS)
+        context = self.attention_tables(positions_BS, documents_BS)
+        for block in self.blocks:
+            x_BSH = block(x_BSH, context)
         return self.lm_head(self.norm(x_BSH), labels_BS)
 
-    def attention_context(self, positions_BS: Tensor, documents_BS: Tensor | None) -> AttentionContext:
-        """Rotary tables and document mask, made once for all layers."""
-        cos_BS1d = sin_BS1d = mask_B1SS = None
-        if self.config.position_embedding == "rope":
-            frequencies_d, scale = rope_frequencies(self.config, positions_BS.device)
-            cos_BS1d, sin_BS1d = rope_tables(positions_BS, frequencies_d, scale)
-        if documents_BS is not None:
-            same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
-            mask_B1SS = same_BSS.tril()[:, None]
-        return AttentionContext(cos_BS1d, sin_BS1d, mask_B1SS)
+    @property
+    def blocks(self) -> list[Block]:
+        return list(self.layers)
+
+    def embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
+        """Token embeddings, and positions' where they are learned, [B, S, H]."""
+        x_BSH = self.embed_tokens(tokens_BS)
+        return x_BSH if self.embed_positions is None else x_BSH + self.embed_positions(positions_BS)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.config.layout import AttentionSplit
+from fourfold.config.layout import AttentionSplit, ContextMethod
 from fourfold.models.transformer import AttentionContext, AttentionCore
 from fourfold.parallel.communicate import gather
+from fourfold.parallel.context import SplitContext, gather_sequence, scatter_sequence
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.linear import OverY
 from fourfold.parallel.norm import HeadNorm
+from fourfold.parallel.ring import ring_attention
 
 OVER_Y: dict[AttentionSplit, OverY] = {"heads": "features", "batch": "batch", "sequence": "sequence"}
 
@@ -22,15 +24,25 @@ class SharedAttentionCore(AttentionCore):
 
     ``split`` says how y shares the work: "heads" (x·y divides the heads), else "batch" or "sequence" (of the queries),
     with the heads over x alone. Key-value heads that do not divide like the query heads are gathered, and their
-    gradients summed, over the ranks that share them.
+    gradients summed, over the ranks that share them. ``method`` says how the ranks of cp, which share the sequence,
+    attend.
     """
 
-    def __init__(self, core: AttentionCore, grid: Grid, split: AttentionSplit, heads: int, kv_heads: int) -> None:
+    def __init__(
+        self,
+        core: AttentionCore,
+        grid: Grid,
+        split: AttentionSplit,
+        method: ContextMethod,
+        heads: int,
+        kv_heads: int,
+    ) -> None:
         nn.Module.__init__(self)
         self.head_dim = core.head_dim
         self.q_norm = HeadNorm(core.q_norm, grid) if core.q_norm is not None else None
         self.k_norm = HeadNorm(core.k_norm, grid) if core.k_norm is not None else None
         self.split, self.x, self.y = split, grid.x, grid.y
+        self.method, self.cp = method, grid.cp
         ranks, rank = grid.x.size, grid.x.rank
         if split == "heads":
             ranks, rank = ranks * grid.y.size, rank * grid.y.size + grid.y.rank
@@ -57,6 +69,15 @@ class SharedAttentionCore(AttentionCore):
             k, v = self._my_kv_heads(k), self._my_kv_heads(v)
         return super().forward(q, k, v, context)
 
+    def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
+        if not isinstance(context, SplitContext):
+            return super().attend(q_BSND, k_BSKD, v_BSKD, context)
+        if self.method == "ring":
+            return ring_attention(q_BSND, k_BSKD, v_BSKD, context.documents_BS, self.cp)
+        whole = AttentionContext(mask_B1SS=context.whole_mask_B1SS)
+        out_BSnD = super().attend(*gather_sequence(q_BSND, k_BSKD, v_BSKD, self.cp), whole)
+        return scatter_sequence(out_BSnD, self.cp)
+
     def _my_kv_heads(self, kv: Tensor) -> Tensor:
         """From a slice of the key (or value) features to the whole heads that this rank's queries read."""
         if self.split == "heads":
@@ -76,9 +97,5 @@ class SharedAttentionCore(AttentionCore):
             return table if table is None or table.shape[0] == 1 else table[mine]
 
         # A batch of one sequence is not split, so that a table of one row always serves every sequence.
-        return replace(
-            context,
-            cos_BS1d=rows(context.cos_BS1d),
-            sin_BS1d=rows(context.sin_BS1d),
-            mask_B1SS=rows(context.mask_B1SS),
-        )
+        tables = {field.name: rows(getattr(context, field.name)) for field in fields(context) if field.type != "int"}
+        return replace(context, **tables)

@@ -1,7 +1,7 @@
 """Every collective that fourfold itself issues goes through here, with the axis and the purpose by name.
 
-The plain functions move data; ``gather`` and ``scatter_sum`` are the same with a gradient. ``start_*`` returns at
-once, so that computation can go on until ``wait``.
+The plain functions move data; ``gather``, ``scatter_sum`` and ``exchange`` are the same with a gradient. ``start_*``
+returns at once, so that computation can go on until ``wait``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,22 @@ from fourfold.parallel.grid import Axis
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-PURPOSE: ContextVar[str | None] = ContextVar("purpose", default=None)
-"""What the collective being issued is for; the trace reads it."""
+
+class Purpose(NamedTuple):
+    """Why a collective is issued, and what it is called where the library's operation is another."""
+
+    why: str
+    operation: str | None
+
+
+PURPOSE: ContextVar[Purpose | None] = ContextVar("purpose", default=None)
+"""Of the collective being issued; the trace reads it."""
 
 
 @contextmanager
-def purpose(text: str) -> Iterator[None]:
+def purpose(why: str, operation: str | None = None) -> Iterator[None]:
     """Name what the collectives issued inside are for."""
-    token = PURPOSE.set(text)
+    token = PURPOSE.set(Purpose(why, operation))
     try:
         yield
     finally:
@@ -39,50 +47,86 @@ class Pending(NamedTuple):
     """A collective on its way."""
 
     out: Tensor
-    work: dist.Work | None
+    works: Sequence[dist.Work] = ()
     finish: Callable[[Tensor], Tensor] | None = None
 
     def wait(self) -> Tensor:
         """The result; on a GPU this only makes the stream wait."""
-        if self.work is not None:
-            self.work.wait()
+        for work in self.works:
+            work.wait()
         return self.out if self.finish is None else self.finish(self.out)
 
 
 def start_all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Pending:
     """Concatenate the parts of all ranks of ``axis`` along ``dim``."""
     if axis.size == 1:
-        return Pending(part, None)
+        return Pending(part)
     out = part.new_empty((axis.size, *part.shape))
     with purpose(why):
         work = _all_gather(out.view(-1), part.contiguous().view(-1), group=axis.group, async_op=True)
-    return Pending(out, work, lambda parts: _join(parts, dim))
+    return Pending(out, [work], lambda parts: _join(parts, dim))
 
 
 def start_reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Pending:
     """Sum over the ranks of ``axis``, and keep this rank's part of ``dim``."""
     if axis.size == 1:
-        return Pending(partial, None)
+        return Pending(partial)
     parts = partial.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
     if by_all_to_all(axis.group):
         received = torch.empty_like(parts)
         with purpose(why):
             work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group, async_op=True)
-        return Pending(received, work, lambda parts: parts.sum(0))
+        return Pending(received, [work], lambda parts: parts.sum(0))
     out = parts.new_empty(parts.shape[1:])
     with purpose(why):
         work = _reduce_scatter(out.view(-1), parts.view(-1), group=axis.group, async_op=True)
-    return Pending(out, work)
+    return Pending(out, [work])
 
 
 def start_all_reduce(partial: Tensor, axis: Axis, why: str) -> Pending:
     """Sum over the ranks of ``axis``. Works in place: the caller gives the tensor away."""
     if axis.size == 1:
-        return Pending(partial, None)
+        return Pending(partial)
     partial = partial.contiguous()
     with purpose(why):
         work = dist.all_reduce(partial, group=axis.group, async_op=True)
-    return Pending(partial, work)
+    return Pending(partial, [work])
+
+
+def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
+    """Send to the next rank of ``axis``, and receive what the rank before sends."""
+    tensor = tensor.contiguous()
+    received = torch.empty_like(tensor)
+    after, before = (dist.get_global_rank(axis.group, (axis.rank + step) % axis.size) for step in (1, -1))
+    operations = [
+        dist.P2POp(dist.isend, tensor, after, axis.group),
+        dist.P2POp(dist.irecv, received, before, axis.group),
+    ]
+    with purpose(why):
+        return Pending(received, dist.batch_isend_irecv(operations))
+
+
+def start_send(tensor: Tensor, axis: Axis, to: int, why: str) -> Pending:
+    """Send to rank ``to`` of ``axis``; the result is what was sent, which must stay as it is until then."""
+    tensor = tensor.contiguous()
+    with purpose(why):
+        peer = dist.get_global_rank(axis.group, to)
+        return Pending(tensor, [dist.isend(tensor, peer, group=axis.group)])
+
+
+def start_receive(out: Tensor, axis: Axis, from_rank: int, why: str) -> Pending:
+    """Receive into ``out`` what rank ``from_rank`` of ``axis`` sends."""
+    with purpose(why):
+        return Pending(out, [dist.irecv(out, dist.get_global_rank(axis.group, from_rank), group=axis.group)])
+
+
+def all_to_all(parts: Tensor, axis: Axis, why: str) -> Tensor:
+    """Part i of the first dim goes to rank i of ``axis``; returns what the ranks sent here, in their order."""
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    with purpose(why, "all_to_all"):
+        dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group)
+    return received
 
 
 def by_all_to_all(group: dist.ProcessGroup) -> bool:
@@ -152,6 +196,22 @@ class _ScatterSum(torch.autograd.Function):
 def gather(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
     """All-gather forward; backward, the gradients of all ranks are summed and scattered."""
     return part if axis.size == 1 else _Gather.apply(part, axis, dim, why)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parts: Tensor, axis: Axis, why: str) -> Tensor:
+        ctx.axis, ctx.why = axis, why
+        return all_to_all(parts, axis, why)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return all_to_all(grad, ctx.axis, ctx.why), None, None
+
+
+def exchange(parts: Tensor, axis: Axis, why: str) -> Tensor:
+    """All-to-all along the first dim, forward and backward."""
+    return parts if axis.size == 1 else _Exchange.apply(parts, axis, why)
 
 
 def scatter_sum(partial: Tensor, axis: Axis, dim: int, why: str) -> Tensor:

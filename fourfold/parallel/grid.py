@@ -10,6 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fourfold.config.run import AXES, ParallelConfig
 from fourfold.errors import UserError
 
+FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
+"""Axes that some collectives take as one."""
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -24,7 +27,8 @@ class Axis:
 class Grid:
     """A ``DeviceMesh`` of (pp, dp, cp, z, y, x), always all six, over all processes of the job.
 
-    Several grids may live in one process; nothing is global.
+    Several grids may live in one process; nothing is global. tokens_mesh, hybrid_mesh: the processes that split the
+    tokens, as one axis and as (dp·cp, z), for FSDP2.
     """
 
     def __init__(self, sizes: ParallelConfig, device_type: str) -> None:
@@ -39,13 +43,16 @@ class Grid:
         self.mesh: DeviceMesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
         self.device_type = device_type
         self._axes = {name: self._axis(name, self.mesh[name]) for name in AXES}
-        # Groups over two axes, made at the start: making one later would be a collective in the middle of a step.
-        self.batch_mesh: DeviceMesh = self.mesh["dp", "z"]._flatten("dp_z")
-        self._axes["dp_z"] = self._axis("dp_z", self.batch_mesh)
-        self._axes["y_x"] = self._axis("y_x", self.mesh["y", "x"]._flatten("y_x"))
+        # Groups over several axes, made at the start: making one later would be a collective in the middle of a step.
+        flat = {"_".join(axes): self.mesh[axes]._flatten("_".join(axes)) for axes in FLATTENED}
+        self._axes |= {name: self._axis(name, mesh) for name, mesh in flat.items()}
+        self.tokens_mesh: DeviceMesh = flat["dp_cp_z"]
+        ranks = self.tokens_mesh.mesh.view(self.replicas.size, -1)
+        groups = [self.replicas.group, self._axes["z"].group]
+        self.hybrid_mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("dp_cp", "z"))
 
     def axis(self, name: str) -> Axis:
-        """An axis by name, or ``dp_z`` or ``y_x``, two as one."""
+        """An axis by name, or several as one: ``dp_cp``, ``dp_z``, ``dp_cp_z``, ``y_x``."""
         return self._axes[name]
 
     def axes(self) -> list[Axis]:
@@ -61,9 +68,31 @@ class Grid:
         return self._axes["y"]
 
     @property
+    def z(self) -> Axis:
+        return self._axes["z"]
+
+    @property
+    def cp(self) -> Axis:
+        return self._axes["cp"]
+
+    @property
+    def pp(self) -> Axis:
+        return self._axes["pp"]
+
+    @property
     def batch(self) -> Axis:
         """The processes that split the batch: dp and, inside it, z."""
         return self._axes["dp_z"]
+
+    @property
+    def replicas(self) -> Axis:
+        """The processes that may hold the same weights: dp and cp."""
+        return self._axes["dp_cp"]
+
+    @property
+    def tokens(self) -> Axis:
+        """The processes that split the tokens of a step, and sum its gradients: dp, cp and z."""
+        return self._axes["dp_cp_z"]
 
     @staticmethod
     def _axis(name: str, mesh: DeviceMesh) -> Axis:

@@ -26,6 +26,8 @@ class ParallelHead(Tiled):
         super().__init__()
         self.vocab_size, self.x, self.y = head.vocab_size, grid.x, grid.y
         self.chunk_logits = CHUNK_LOGITS[grid.device_type]
+        # What the step multiplies its losses by, so that gradients computed beside them have it in float32 already.
+        self.loss_scale: Tensor | float = 1.0
         self.add_tile("weight", head.weight, Tile(x=0, y=1), grid)
 
     def forward(self, x_BTh: Tensor, labels_BS: Tensor | None = None) -> Tensor:
@@ -72,6 +74,7 @@ class _Loss(torch.autograd.Function):
             loss += chunk_loss
             if dlogits_mv is None:
                 continue
+            dlogits_mv *= head.loss_scale
             dlogits_nv = all_gather(dlogits_mv.to(weight.dtype), head.y, 0, "lm_head: logits' gradient")
             if dx_Nh is not None:
                 torch.mm(dlogits_nv, weight, out=dx_Nh[chunk])
@@ -80,11 +83,13 @@ class _Loss(torch.autograd.Function):
         if dx_Nh is not None:
             dx_Nh = reduce_scatter(dx_Nh.view_as(x_BSh), head.x, 1, "lm_head: input gradient")
         ctx.save_for_backward(dx_Nh, None if dw_vh is None else dw_vh.to(weight.dtype))
+        ctx.loss_scale = head.loss_scale
         return all_reduce(loss, head.y, "lm_head: loss")
 
     @staticmethod
     def backward(ctx, scale: Tensor):
         dx, dw = ctx.saved_tensors
+        scale = scale / ctx.loss_scale
         return None if dx is None else dx * scale, None if dw is None else dw * scale, None, None
 
 

@@ -7,7 +7,8 @@ with no redistribution. S, and features without a slash, are whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -30,6 +31,46 @@ OverY = Literal["replicate", "features", "batch", "sequence"]
 SHARED_DIM = {"batch": 0, "sequence": 1, "features": 2}
 
 
+class WeightGradients:
+    """Weight gradients that zero-bubble schedules compute apart, when a rank would wait.
+
+    Asking autograd for input gradients alone would run a layer's backward, collectives and all, once more for the
+    weights'.
+    """
+
+    def __init__(self) -> None:
+        self._products: list[tuple[Linear4D, Tensor, Tensor]] = []
+
+    def add(self, linear: Linear4D, grad: Tensor, x: Tensor) -> None:
+        self._products.append((linear, grad, x))
+
+    @torch.no_grad()
+    def compute(self, give: Callable[[nn.Parameter, Tensor], None]) -> None:
+        """Compute them, and ``give`` each with its parameter."""
+        for linear, grad, x in self._products:
+            give(linear.weight, _weight_gradient(grad, x))
+        self._products.clear()
+
+
+@contextmanager
+def weight_gradients_put_off(linears: Iterable[Linear4D]) -> Iterator[WeightGradients]:
+    """Backwards run inside leave the weight gradients of these layers for later."""
+    later = WeightGradients()
+    for linear in linears:
+        linear.later = later
+    try:
+        yield later
+    finally:
+        for linear in linears:
+            linear.later = None
+
+
+class Linear4D(Tiled):
+    """One weight of the 4D algorithm, and where its gradient is put off to."""
+
+    later: WeightGradients | None = None
+
+
 class NormalLinears(Tiled):
     """Linear layers that read the same part of the residual stream: weights [out/x, in/y].
 
@@ -47,7 +88,7 @@ class NormalLinears(Tiled):
             "sequence": Tile(x=0, partial_over=("y",)),
         }[over_y]
         for child_name, linear in linears.items():
-            child = Tiled()
+            child = Linear4D()
             child.add_tile("weight", linear.weight, Tile(x=0, y=1), grid)
             child.add_tile("bias", linear.bias, bias_tile, grid)
             self.add_module(child_name, child)
@@ -58,7 +99,7 @@ class NormalLinears(Tiled):
         return [out if linear.bias is None else out + linear.bias for out, linear in zip(outs, linears, strict=True)]
 
 
-class TransposedLinear(Tiled):
+class TransposedLinear(Linear4D):
     """A linear layer that writes to the residual stream: weight [out/y, in/x].
 
     Gathers over y what the ranks of y hold shares of (nothing for ``"replicate"``), and sums over x into each rank's
@@ -103,11 +144,9 @@ class _NormalLinears(torch.autograd.Function):
             partial_BSh = _sum_of_products(grads, weights)
             dx = start_reduce_scatter(partial_BSh, layer.x, 1, f"{layer.name}: input gradient")
             if not layer.overlap:
-                dx = Pending(dx.wait(), None)
-        dws = [
-            _weight_gradient(grad, x_BSh) if needed else None
-            for grad, needed in zip(grads, ctx.needs_input_grad[2:], strict=True)
-        ]
+                dx = Pending(dx.wait())
+        linears = zip(layer.children(), grads, ctx.needs_input_grad[2:], strict=True)
+        dws = [_weight_gradient_or_later(linear, grad, x_BSh) if needed else None for linear, grad, needed in linears]
         return dx.wait() if dx is not None else None, None, *dws
 
 
@@ -134,8 +173,8 @@ class _TransposedLinear(torch.autograd.Function):
             else:
                 da = start_reduce_scatter(partial, layer.y, SHARED_DIM[layer.over_y], why)
             if not layer.overlap:
-                da = Pending(da.wait(), None)
-        dw = _weight_gradient(grad_BSh, a) if ctx.needs_input_grad[2] else None
+                da = Pending(da.wait())
+        dw = _weight_gradient_or_later(layer, grad_BSh, a) if ctx.needs_input_grad[2] else None
         return da.wait() if da is not None else None, None, dw
 
 
@@ -184,6 +223,13 @@ def _sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tens
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
         flat.addmm_(grad.flatten(0, 1), weight)
     return total
+
+
+def _weight_gradient_or_later(linear: Linear4D, grad: Tensor, x: Tensor) -> Tensor | None:
+    if linear.later is None:
+        return _weight_gradient(grad, x)
+    linear.later.add(linear, grad, x)
+    return None
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:

@@ -7,40 +7,45 @@ from collections.abc import Callable
 
 from torch import nn
 
-from fourfold.config.layout import attention_split
+from fourfold.config.layout import attention_split, context_method
 from fourfold.config.run import RunConfig
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.attention import OVER_Y, SharedAttentionCore
-from fourfold.parallel.data_parallel import shard_data_parallel
+from fourfold.parallel.context import SplitAttentionTables
+from fourfold.parallel.data_parallel import DataParallel
 from fourfold.parallel.embedding import Embedding
+from fourfold.parallel.fully_sharded import FullySharded
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.head import ParallelHead
 from fourfold.parallel.linear import NormalLinears, TransposedLinear
 from fourfold.parallel.norm import Norm
 from fourfold.parallel.recompute import compile_blocks, recompute
+from fourfold.parallel.replicated import Replicated
 from fourfold.parallel.sharding import Tiled
+from fourfold.parallel.stage import Stage
 
 Rules = dict[str, Callable[[str, nn.Module], nn.Module]]
 
 
-def parallelize(model: Transformer, grid: Grid, run: RunConfig) -> Transformer:
+def parallelize(model: Transformer, grid: Grid, run: RunConfig) -> DataParallel:
     """Turn a model on the meta device into this process's part of it, still on the meta device."""
     apply_rules(model, tensor_rules(grid, run))
     if grid.x.size * grid.y.size > 1:
         assert_nothing_serial(model)
-    if run.model.tie_word_embeddings:
+    if run.model.tie_word_embeddings and not isinstance(model, Stage):
         model.lm_head.weight = model.embed_tokens.weight
     recompute(model, run.activation_checkpoint)
     if run.training.compile:
         compile_blocks(model, run.parallel)
-    shard_data_parallel(model, grid, run)
-    return model
+    everyone_has_all = grid.z.size == 1 and (run.parallel.zero == 0 or grid.replicas.size == 1)
+    return (Replicated if everyone_has_all else FullySharded)(model, grid, run)
 
 
 def tensor_rules(grid: Grid, run: RunConfig) -> Rules:
     """How each module of a decoder is laid out over (x, y): the first pattern that matches its name decides."""
     overlap, model = run.overlap.input_gradients, run.model
     split = attention_split(model, run.parallel, run.training)
+    method = context_method(model, run.parallel, run.training, run.data.mask_documents)
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     inputs_and_head: Rules = {
         "layers.*.self_attn.qkv": lambda name, m: NormalLinears(m, grid, OVER_Y[split], overlap, "qkv"),
@@ -49,16 +54,27 @@ def tensor_rules(grid: Grid, run: RunConfig) -> Rules:
         "norm": lambda name, m: Norm(m, grid, "norm"),
         "lm_head": lambda name, m: ParallelHead(m, grid),
     }
+    attention: Rules = {
+        "layers.*.self_attn.core": lambda name, m: SharedAttentionCore(m, grid, split, method, heads, kv_heads)
+    }
+    if grid.cp.size > 1:
+        attention["attention_tables"] = lambda name, m: SplitAttentionTables(m)
     if grid.x.size * grid.y.size > 1:
-        return inputs_and_head | {
-            "embed_*": lambda name, m: Embedding(m, grid, name),
-            "layers.*.self_attn.core": lambda name, m: SharedAttentionCore(m, grid, split, heads, kv_heads),
-            "layers.*.self_attn.o_proj": lambda name, m: TransposedLinear(m, grid, OVER_Y[split], overlap, "o_proj"),
-            "layers.*.mlp.down_proj": lambda name, m: TransposedLinear(m, grid, "replicate", overlap, "down"),
-        }
+        return (
+            inputs_and_head
+            | attention
+            | {
+                "embed_*": lambda name, m: Embedding(m, grid, name),
+                "layers.*.self_attn.o_proj": lambda name, m: TransposedLinear(
+                    m, grid, OVER_Y[split], overlap, "o_proj"
+                ),
+                "layers.*.mlp.down_proj": lambda name, m: TransposedLinear(m, grid, "replicate", overlap, "down"),
+            }
+        )
     # With one process on (x, y) these need no collective, but fewer passes over memory than autograd makes of the plain
     # modules; the compiler, where it is wanted, does that itself.
-    return {"lm_head": inputs_and_head["lm_head"]} if run.training.compile else inputs_and_head
+    rules = {"lm_head": inputs_and_head["lm_head"]} if run.training.compile else inputs_and_head
+    return rules | attention if grid.cp.size > 1 else rules
 
 
 def apply_rules(model: nn.Module, rules: Rules, prefix: str = "") -> None:

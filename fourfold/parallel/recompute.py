@@ -1,15 +1,18 @@
-"""Activation checkpointing and compilation of a model's parts."""
+"""Activation checkpointing, offloading and compilation of a model's parts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.config.run import ActivationCheckpointConfig, ParallelConfig
 from fourfold.models.transformer import Transformer
+from fourfold.parallel.communicate import purpose
 
 SELECTIVE = {
     "attention": ("self_attn.core",),
@@ -18,29 +21,62 @@ SELECTIVE = {
 }
 """Which modules of a block a name of the run file stands for."""
 
+OFFLOAD = "offload to the CPU"
+
 
 def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
-    """Store only the inputs of blocks ("full") or of the named modules ("selective"); the backward runs them again."""
-    for layer in model.layers:
+    """Store only the inputs of every n-th block ("full") or of the named modules of a block ("selective"); the
+    backward runs them again. With ``offload`` the inputs of blocks wait in the CPU's memory.
+    """
+    for block in model.blocks[:: config.every]:
         if config.mode == "full":
-            _recompute(layer)
+            _recompute(block, config.offload)
         elif config.mode == "selective":
             for name in config.modules:
                 for path in SELECTIVE[name]:
-                    _recompute(layer.get_submodule(path))
+                    _recompute(block.get_submodule(path), offload=False)
 
 
-def _recompute(module: nn.Module) -> None:
+def _recompute(module: nn.Module, offload: bool) -> None:
     # The forward itself is wrapped, not the module: its name, hooks and parameters stay as they are.
     # Nothing in a block is random, so there is no random state to restore.
-    module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+    module.forward = partial(_run_twice_from_cpu if offload else _run_twice, module.forward)
+
+
+def _run_twice(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def _run_twice_from_cpu(forward: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
+    """The same with the first input kept on the CPU until the backward."""
+    kept, first = _OnCPU(x), [x]
+
+    def run() -> Tensor:
+        # Held by nothing here after the first run, the input's own memory is free.
+        return forward(first.pop() if first else kept.back(), *others)
+
+    return _run_twice(run)
+
+
+class _OnCPU:
+    """A copy of a tensor in the CPU's memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.device = tensor.device
+        with purpose(OFFLOAD):
+            self.copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+            self.copy.copy_(tensor.detach(), non_blocking=True)
+
+    def back(self) -> Tensor:
+        return self.copy.to(self.device, non_blocking=True).requires_grad_()
 
 
 def compile_blocks(model: Transformer, grid: ParallelConfig) -> None:
     """Compile whole blocks where they hold no collectives, else what lies between the collectives."""
-    for layer in model.layers:
-        if grid.x * grid.y == 1:
-            layer.forward = torch.compile(layer.forward)
-        else:
-            layer.self_attn.core.forward = torch.compile(layer.self_attn.core.forward)
-            layer.mlp.activation.forward = torch.compile(layer.mlp.activation.forward)
+    for block in model.blocks:
+        if grid.x * grid.y * grid.cp == 1:
+            block.forward = torch.compile(block.forward)
+            continue
+        block.mlp.activation.forward = torch.compile(block.mlp.activation.forward)
+        if grid.cp == 1:
+            block.self_attn.core.forward = torch.compile(block.self_attn.core.forward)

@@ -1,7 +1,7 @@
 """The edges of the step, where global metadata exists: materialise, view locally, describe globally, sum and clip.
 
-Inside the step parameters are plain local tensors. FSDP2 keeps them as DTensors on (dp, z) that know nothing of x and
-y, so stock functions on those (``clip_grad_norm_``, ``dcp.save(model.state_dict())``) are silently wrong. Use these.
+Inside the step parameters are plain local tensors. FSDP2 keeps them as DTensors that know nothing of x and y, so
+stock functions on those (``clip_grad_norm_``, ``dcp.save(model.state_dict())``) are silently wrong. Use these.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fourfold.config.run import AXES
 from fourfold.models.initialize import fill_slice
 from fourfold.parallel.communicate import all_reduce, purpose
 from fourfold.parallel.grid import Grid
-from fourfold.parallel.sharding import Tile, tile_table
+from fourfold.parallel.sharding import Tile
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This process's part of one parameter: its tile on (x, y), cut further over dp and z by FSDP2.
+    """This process's part of one parameter: its tile on (x, y), which FSDP2 may cut further over dp, cp and z.
 
     local: the plain tensor that the optimizer steps; slices: which part of the global parameter it is; replicas: how
     many processes hold the same part.
@@ -41,41 +41,20 @@ class LocalShard:
     replicas: int
 
     @property
+    def current(self) -> Tensor:
+        """The local tensor that the parameter has now; it must still be ``local``."""
+        return self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter
+
+    @property
     def grad(self) -> Tensor | None:
         """The local gradient, fully summed only after ``sum_partial_gradients``."""
         grad = self.parameter.grad
         return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def materialize(model: nn.Module, device: torch.device, tied: bool) -> None:
-    """Give a parallelized meta model uninitialised memory on ``device``."""
-    model.to_empty(device=device)
-    if tied:
-        # Materialising visits both modules and parts them.
-        model.lm_head.weight = model.embed_tokens.weight
-
-
-def local_shards(model: nn.Module, grid: Grid) -> list[LocalShard]:
-    """Every parameter as this process holds it, in the model's order; a tied one once."""
-    tiles = tile_table(model)
-    return [_local_shard(name, parameter, tiles[name], grid) for name, parameter in model.named_parameters()]
-
-
-def _local_shard(name: str, parameter: nn.Parameter, tile: Tile, grid: Grid) -> LocalShard:
-    assert isinstance(parameter, DTensor), f"{name} is not sharded by FSDP2"
-    global_shape = tile.global_shape(tuple(parameter.shape), grid)
-    dp_replicates = parameter.device_mesh.ndim == 2
-    sharded_over = grid.axis("z") if dp_replicates else grid.batch
-    # FSDP2 cuts the first dim as torch.chunk does: the last shards may be shorter, or empty.
-    rows, *rest = tile.slices(global_shape, grid)
-    chunk = math.ceil(parameter.shape[0] / sharded_over.size)
-    first, last = (min(rows.start + rank * chunk, rows.stop) for rank in (sharded_over.rank, sharded_over.rank + 1))
-    replicas = grid.axis("cp").size
-    replicas *= grid.x.size if tile.x is None else 1
-    replicas *= grid.y.size if tile.y is None else 1
-    replicas *= grid.axis("dp").size if dp_replicates else 1
-    local = parameter.to_local().detach()
-    return LocalShard(name, parameter, local, tile, global_shape, (slice(first, last), *rest), replicas)
+def replicas_of_tile(tile: Tile, grid: Grid) -> int:
+    """How many ranks of one (x, y) plane hold the same tile."""
+    return (grid.x.size if tile.x is None else 1) * (grid.y.size if tile.y is None else 1)
 
 
 def initialize_shards(shards: Iterable[LocalShard], config: ModelConfig, seed: int) -> None:
@@ -104,10 +83,10 @@ def sum_partial_gradients(shards: Iterable[LocalShard], grid: Grid) -> None:
         )
 
 
-def clip_gradients(shards: Sequence[LocalShard], max_norm: float) -> Tensor:
+def clip_gradients(shards: Sequence[LocalShard], max_norm: float, loss_scale: float = 1.0) -> Tensor:
     """Scale all gradients so that their global 2-norm is at most ``max_norm``; returns the norm before.
 
-    Parts that several processes hold are counted once.
+    Parts that several processes hold are counted once. loss_scale: what the gradients are too large by.
     """
     grads = [shard.grad for shard in shards if shard.grad is not None]
     weights = [1.0 / shard.replicas for shard in shards if shard.grad is not None]
@@ -115,25 +94,25 @@ def clip_gradients(shards: Sequence[LocalShard], max_norm: float) -> Tensor:
     square = (norms.square() * torch.tensor(weights, dtype=torch.float64, device=norms.device)).sum()
     with purpose("gradient norm"):
         dist.all_reduce(square)
-    norm = square.sqrt().float()
-    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    norm = square.sqrt().float() / loss_scale
+    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale)
     return norm
 
 
 class GlobalView:
     """Describes local shards globally, as checkpoints need it: DTensors on a mesh in which x is the outer cut.
 
-    FSDP2 cuts the first dim of a tile, so the mesh is (x, y, dp, z), and (x, y, dp·z) where dp shards too; only the
-    public ``Shard`` placement is needed. No group is made: the mesh is a description.
+    FSDP2 cuts the first dim of a tile, so the mesh is (x, y, dp·cp, z), and (x, y, dp·cp·z) where dp·cp shards too;
+    only the public ``Shard`` placement is needed. No group is made: the mesh is a description.
     """
 
     def __init__(self, grid: Grid, zero: int) -> None:
-        ranks = grid.mesh.mesh.permute([AXES.index(axis) for axis in ("pp", "cp", "x", "y", "dp", "z")])
-        ranks = ranks[grid.axis("pp").rank, grid.axis("cp").rank]
+        ranks = grid.mesh.mesh.permute([AXES.index(axis) for axis in ("pp", "x", "y", "dp", "cp", "z")])
+        ranks = ranks[grid.axis("pp").rank].flatten(2, 3)
         self.data_placements: tuple[Replicate | Shard, ...] = (Replicate(), Shard(0))
-        names: tuple[str, ...] = ("x", "y", "dp", "z")
+        names: tuple[str, ...] = ("x", "y", "dp_cp", "z")
         if zero:
-            ranks, names, self.data_placements = ranks.flatten(2), ("x", "y", "dp_z"), (Shard(0),)
+            ranks, names, self.data_placements = ranks.flatten(2), ("x", "y", "dp_cp_z"), (Shard(0),)
         self.mesh = DeviceMesh(grid.device_type, ranks.contiguous(), mesh_dim_names=names, _init_backend=False)
 
     def of(self, shard: LocalShard, local: Tensor | None = None) -> DTensor:

@@ -45,7 +45,8 @@ _IRRELEVANT = {"preset", "initializer_range"}
 class CheckpointState(Strict):
     """What a checkpoint knows besides tensors.
 
-    step: optimizer steps taken; it is also the position in the data, as long as ``training`` says the same.
+    step: training steps taken; it is also the position in the data, as long as ``training`` says the same.
+    optimizer_steps: of these, the ones that moved the weights; loss_scale: its value, and the steps since it changed.
     """
 
     format: int
@@ -54,6 +55,8 @@ class CheckpointState(Strict):
     training: dict[str, int]
     rng: str
     files: dict[str, int]
+    optimizer_steps: int | None = None
+    loss_scale: tuple[float, int] | None = Field(None, strict=False)
 
 
 class Checkpointer:
@@ -77,7 +80,14 @@ class Checkpointer:
         dist.barrier()
         run = self.job.run
         state = CheckpointState(
-            format=FORMAT, step=step, model=_sizes(run.model), training=_order(run), rng=_rng_state(), files={}
+            format=FORMAT,
+            step=step,
+            model=_sizes(run.model),
+            training=_order(run),
+            rng=_rng_state(),
+            files={},
+            optimizer_steps=self.job.optimizer.steps_taken(),
+            loss_scale=None if self.job.loss_scale is None else self.job.loss_scale.state(),
         )
         writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
         tensors = global_tensors(self.job, self._view)
@@ -149,7 +159,11 @@ def load_checkpoint(path: Path, job: Job) -> int:
     generator = _generator(path, state)
     tensors = global_tensors(job, GlobalView(job.grid, job.run.parallel.zero))
     _load_tensors(tensors, path)
-    job.optimizer.set_steps_taken(state.step)
+    job.optimizer.set_steps_taken(state.step if state.optimizer_steps is None else state.optimizer_steps)
+    if job.loss_scale is not None and state.loss_scale is not None:
+        job.loss_scale.scale, job.loss_scale.steps_since_change = state.loss_scale
+    _fill_second_copies(job)
+    job.publish()
     torch.set_rng_state(generator.get_state())
     return state.step
 
@@ -226,13 +240,27 @@ def check_same_order(path: Path, state: CheckpointState, run: RunConfig) -> None
 
 
 def global_tensors(job: Job, view: GlobalView) -> dict[str, Tensor]:
-    """Weights and moments as global tensors that alias the job's memory."""
+    """Weights and moments as global tensors that alias the job's memory; of two copies of one, the first."""
     tensors: dict[str, Tensor] = {}
     for index, shard in enumerate(job.shards):
+        if f"model.{shard.name}" in tensors:
+            continue
         tensors[f"model.{shard.name}"] = view.of(shard)
         for moment, local in job.optimizer.moments(index).items():
             tensors[f"optimizer.{moment}.{shard.name}"] = view.of(shard, local)
     return tensors
+
+
+@torch.no_grad()
+def _fill_second_copies(job: Job) -> None:
+    """Both ends of a V-shaped pipeline are on one process, which reads a tied embedding once."""
+    first: dict[str, int] = {}
+    for index, shard in enumerate(job.shards):
+        copied = first.setdefault(shard.name, index)
+        if copied != index:
+            shard.local.copy_(job.shards[copied].local)
+            for moment, tensor in job.optimizer.moments(index).items():
+                tensor.copy_(job.optimizer.moments(copied)[moment])
 
 
 def _load_tensors(tensors: dict[str, Tensor], path: Path, no_dist: bool = False) -> None:

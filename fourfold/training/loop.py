@@ -215,6 +215,8 @@ def _check_finite(result: StepResult, step: int, run_dir: Path) -> None:
     if result.kept_tokens.item() == 0:
         raise UserError(f"step {step + 1} has no token to learn: every document of its sequences is one token long")
     for what, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
+        if result.skipped:  # the loss scale was too large, and has been halved
+            continue
         if not math.isfinite(value.item()):
             raise UserError(
                 f"the {what} is {value.item()} at step {step + 1}; lower optimizer.lr or lengthen "

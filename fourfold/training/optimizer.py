@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from fourfold.config.run import OptimizerConfig, SchedulerConfig
 from fourfold.parallel.state import LocalShard
@@ -18,8 +19,9 @@ class ShardedAdamW:
     DTensors would dispatch every operation of every step through Python, and compile a sharding strategy on the first.
     """
 
-    def __init__(self, shards: Sequence[LocalShard], config: OptimizerConfig) -> None:
-        self.shards = list(shards)
+    def __init__(self, shards: Sequence[LocalShard], config: OptimizerConfig, seed: int = 0) -> None:
+        """seed: of stochastic rounding; replicas of a weight are rounded alike."""
+        self.shards, self.config, self.seed = list(shards), config, seed
         self.parameters = [nn.Parameter(shard.local, requires_grad=shard.parameter.requires_grad) for shard in shards]
         decayed = [p for p, s in zip(self.parameters, shards, strict=True) if len(s.global_shape) > 1]
         others = [p for p, s in zip(self.parameters, shards, strict=True) if len(s.global_shape) == 1]
@@ -40,13 +42,48 @@ class ShardedAdamW:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
-            # The optimizer must step the memory that FSDP2 gathers from.
-            assert _same_memory(shard.parameter.to_local(), parameter), f"{shard.name} has moved"
+            # The optimizer must step the memory that the model (or FSDP2's gathering) reads.
+            assert _same_memory(shard.current, parameter), f"{shard.name} has moved"
             # A gradient of another type (a float32 sum for bf16 weights) steps in the weights' type.
             parameter.grad = None if shard.grad is None else shard.grad.to(parameter.dtype).contiguous()
-        self.adamw.step()
+        if self.config.stochastic_rounding:
+            self._step_and_round(lr)
+        else:
+            self.adamw.step()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
             parameter.grad = shard.parameter.grad = None
+
+    @torch.no_grad()
+    def _step_and_round(self, lr: float) -> None:
+        """The same step on float32 copies of the weights, one at a time."""
+        beta1, beta2 = self.config.betas
+        for index, (parameter, shard) in enumerate(zip(self.parameters, self.shards, strict=True)):
+            if parameter.grad is None:
+                continue
+            moments, count = self.moments(index), self.adamw.state[parameter]["step"]
+            wide, grad = parameter.float(), shard.grad.float()
+            adamw(
+                [wide],
+                [grad],
+                [moments["exp_avg"]],
+                [moments["exp_avg_sq"]],
+                [],
+                [count],
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=lr,
+                weight_decay=self.config.weight_decay if len(shard.global_shape) > 1 else 0.0,
+                eps=self.config.eps,
+                maximize=False,
+            )
+            generator = torch.Generator(wide.device)
+            generator.manual_seed(((self.seed * 1_000_003 + int(count)) * 1_000_003 + index) % 2**63)
+            parameter.copy_(stochastically_rounded(wide, generator))
 
     def moments(self, index: int) -> dict[str, torch.Tensor]:
         """First and second moment of shard ``index``, made (zero) where no step has been taken yet."""
@@ -54,15 +91,31 @@ class ShardedAdamW:
         state = self.adamw.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+            dtype = torch.float32 if self.config.stochastic_rounding else parameter.dtype
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         return {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+
+    def steps_taken(self) -> int:
+        """Steps that moved the weights."""
+        state = self.adamw.state[self.parameters[0]]
+        return int(state["step"]) if state else 0
 
     def set_steps_taken(self, steps: int) -> None:
         """Adam's bias correction counts steps; after loading moments, say how many they have seen."""
         for index, parameter in enumerate(self.parameters):
             self.moments(index)
             self.adamw.state[parameter]["step"].fill_(steps)
+
+
+def stochastically_rounded(wide: Tensor, generator: torch.Generator) -> Tensor:
+    """float32 to bfloat16, up or down with probabilities that make it right on average.
+
+    bfloat16 is the upper half of a float32: noise below it carries into it as often as the lower half is large.
+    """
+    noise = torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32, device=wide.device, generator=generator)
+    upper = (wide.view(torch.int32) + noise) & -(1 << 16)
+    return upper.view(torch.float32).bfloat16()
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

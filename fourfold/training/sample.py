@@ -10,7 +10,6 @@ from fourfold.data.tokenizer import Tokenizer
 from fourfold.training.job import Job
 
 
-@torch.no_grad()
 def sample_text(job: Job, tokenizer: Tokenizer) -> str:
     """Continue ``sample.prompt`` by ``sample.max_new_tokens``, or to the end of the document.
 
@@ -26,12 +25,11 @@ def sample_text(job: Job, tokenizer: Tokenizer) -> str:
     for _ in range(config.max_new_tokens):
         recent = tokens[-window:]
         padded = torch.tensor(recent + [tokenizer.eod_id] * (window - len(recent)), device=job.device)
-        logits_V = job.model(padded.expand(rows, -1))[0, len(recent) - 1].float().cpu()
+        logits_V = job.next_token_logits(padded.expand(rows, -1), len(recent) - 1).cpu()
         token = _same_everywhere(_draw(logits_V[: tokenizer.vocab_size], config.temperature, generator), job.device)
         if token == tokenizer.eod_id:
             break
         tokens.append(token)
-    job.free_gathered_weights()
     return config.prompt + tokenizer.decode(tokens[first_new:])
 
 

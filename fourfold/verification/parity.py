@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.config.layout import check_layout
-from fourfold.config.run import CheckpointConfig, ParallelConfig, RunConfig, SchedulerConfig
+from fourfold.config.run import AXES, CheckpointConfig, ParallelConfig, RunConfig, SchedulerConfig
 from fourfold.errors import UserError
 from fourfold.models.initialize import initialize
 from fourfold.models.transformer import IGNORE_INDEX, Transformer
@@ -38,9 +38,9 @@ GRADIENT_FLOOR, WEIGHT_FLOOR = 1e-4, 1e-3
 """A tensor that is smaller than this share of the largest is measured against that share: what is zero in theory, such
 as the gradient of a key bias and the bias after a few steps, has no relative error."""
 
-ADAM_EPS = 1e-6
-"""Adam divides by √v + eps. Some gradients are zero in theory (key biases), and with a smaller eps their rounding noise
-would move weights by whole steps, on any two machines differently."""
+ADAM_EPS = 1e-5
+"""Adam divides by √v + eps. Some gradients are zero in theory (key biases) or nearly, and with a smaller eps rounding
+noise would move weights by whole steps, on any two machines differently."""
 
 MAX_LR = 3e-4
 """What rounding moves a weight by grows with the learning rate, and says nothing about the layout."""
@@ -174,17 +174,18 @@ def resharded(run: RunConfig) -> RunConfig:
     Only one process has no other grid.
     """
     now = run.parallel
-    axes = (now.x, now.y, now.z, now.dp)
-    exchanged = itertools.permutations((now.z, now.x, now.dp, now.y))
-    merged = ((now.x, 1, now.z * now.y, now.dp), (1, now.y, now.z * now.x, now.dp), (1, 1, now.world_size, 1))
-    others = [other for other in dict.fromkeys([*exchanged, *merged]) if other != axes]
-    candidates = [(*other, zero) for other in others for zero in (0, 3)]
-    candidates += [(*axes, zero) for zero in (0, 1, 2, 3) if zero != now.zero]
-    for x, y, z, dp, zero in candidates if now.world_size > 1 else []:
-        candidate = run.model_copy(update={"parallel": ParallelConfig(x=x, y=y, z=z, dp=dp, zero=zero)})
+    sizes = {axis: getattr(now, axis) for axis in AXES}
+    exchanged = itertools.permutations(reversed(sizes.values()))
+    merged = [{axis: now.world_size} for axis in ("z", "x", "y", "dp")]
+    others = [dict(zip(AXES, order, strict=True)) for order in dict.fromkeys(exchanged)] + merged
+    others = [other for other in others if other != sizes]
+    candidates = [{**other, "zero": zero} for other in others for zero in (0, 3)]
+    candidates += [{**sizes, "zero": zero} for zero in (0, 1, 2, 3) if zero != now.zero]
+    for candidate in candidates if now.world_size > 1 else []:
+        other = run.model_copy(update={"parallel": ParallelConfig(**candidate)})
         with contextlib.suppress(UserError):
-            check_layout(candidate)
-            return candidate
+            check_layout(other)
+            return other
     return run
 
 
@@ -209,10 +210,10 @@ def _grid_step(
         result = job.train_step(micro_batches, step)
         return result.loss.item(), result.grad_norm.item(), None
     kept = job.count_kept(micro_batches)
-    loss = job.sum_over_batch(job.backward(micro_batches, kept), "loss") / kept
+    loss = job.backward(micro_batches, kept)
     gradients = gather_full(job.shards, [shard.grad for shard in job.shards])
     norm = job.clip()
-    job.optimizer.step(job.learning_rate(step))
+    job.update(step)
     return loss.item(), norm.item(), gradients
 
 

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fourfold.parallel.communicate import PURPOSE
-from fourfold.parallel.data_parallel import fsdp_modules
 from fourfold.parallel.grid import Grid
-from fourfold.training.job import Job
+from fourfold.parallel.recompute import OFFLOAD
+from fourfold.training.job import Job, MicroBatch
 
-Tag = Literal["parameters", "optimizer", "gradients", "weights", "activations"]
+Tag = Literal["parameters", "optimizer", "gradients", "weights", "activations", "offloaded", "batch"]
 
 OPERATIONS = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "alltoall_base_": "reduce_scatter",  # how gloo's are done: parallel.communicate.by_all_to_all
     "allreduce_": "all_reduce",
+    "send": "send",
 }
-DATA_AXES = ("z", "dp", "dp_z")
+DATA_AXES = ("z", "dp", "cp", "dp_cp", "dp_z", "dp_cp_z")
 # FSDP2 does not say what its collectives are for, but it has only these.
 FSDP_PURPOSE = {"all_gather": "weights", "reduce_scatter": "gradients", "all_reduce": "gradients"}
 
@@ -45,18 +47,19 @@ class Recorder(TorchDispatchMode):
         self._axis_of_group: dict[str, str] = {}
         self.collectives: dict[tuple[str, str, str], list[int]] = {}
         self.live: Counter[str] = Counter()
-        self.peaks: Counter[str] = Counter()
+        self.peaks: Counter[tuple[str, str]] = Counter()
         self.parameters = self.gradients = self.optimizer = 0
         self.window: Literal["early", "late"] = "early"
         self._storages: dict[int, tuple[Tag, int]] = {}
         self._references: dict[int, weakref.ref] = {}
         self._job: Job | None = None
-        self._fsdp_groups: list[Any] = []
 
     def own(self, job: Job) -> None:
         """Learn what is a parameter and what an optimizer state of the job."""
         self._job = job
-        self._fsdp_groups = [group for module in fsdp_modules(job.model) for group in _groups(module)]
+        if job.tied_ends is not None and job.tied_ends.ends is not None:
+            ends = job.tied_ends.ends
+            self._axis_of_ranks[tuple(dist.get_process_group_ranks(ends.group))] = ends.name
         for index, shard in enumerate(job.shards):
             self._tag(shard.local, "parameters")
             job.optimizer.moments(index)
@@ -66,13 +69,23 @@ class Recorder(TorchDispatchMode):
         self.parameters = sum(shard.local.nbytes for shard in job.shards)
         self.optimizer = sum(m.nbytes for i in range(len(job.shards)) for m in job.optimizer.moments(i).values())
 
+    def exclude(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Do not count the memory of what a step reads."""
+        for micro_batch in micro_batches:
+            for field in fields(micro_batch):
+                tensor = getattr(micro_batch, field.name)
+                if tensor is not None:
+                    storage = tensor.untyped_storage()
+                    self._references[storage._cdata] = weakref.ref(storage)
+                    self._storages[storage._cdata] = ("batch", storage.nbytes())
+
     def start(self) -> None:
         """Forget collectives and peaks of the construction."""
         self.collectives.clear()
         self.peaks.clear()
 
-    def watch(self, layers: torch.nn.ModuleList) -> None:
-        """Keep apart the peaks of all bytes before the last layer's backward is over ("early") and after ("late").
+    def watch(self, layers: Sequence[torch.nn.Module]) -> None:
+        """Keep apart the peaks before the last layer's backward is over ("early") and after ("late").
 
         In the first, activations of all layers are alive, in the second gradients grow: each is linear in the layers,
         and the larger of the two is not.
@@ -112,14 +125,16 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _collective(self, operation: str, args: tuple[Any, ...]) -> None:
-        first, group_index = (args[0], 2) if operation != "all_reduce" else (args[0][0], 1)
+        first, group_index = (args[0][0], 1) if operation in ("all_reduce", "send") else (args[0], 2)
         group = dist.ProcessGroup.unbox(args[group_index])
         if group.size() == 1:
             return
         whole = args[1] if operation == "reduce_scatter" else first
         axis = self._axis_of(group)
-        why = PURPOSE.get()
-        if why is None:
+        purpose = PURPOSE.get()
+        if purpose is not None:
+            why, operation = purpose.why, purpose.operation or operation
+        else:
             why = FSDP_PURPOSE[operation]
             assert axis in DATA_AXES, f"a collective over {axis} that says no purpose"
             if operation == "reduce_scatter":
@@ -143,14 +158,11 @@ class Recorder(TorchDispatchMode):
             if (grad := shard.grad) is not None:
                 self._tag(grad, "gradients")
                 total += grad.nbytes
-        for group in self._fsdp_groups:
-            if group._partial_reduce_output is not None:
-                self._tag(group._partial_reduce_output, "gradients")
-            for parameter in group.fsdp_params:
-                for weights in parameter.all_gather_outputs:
-                    self._tag(weights, "weights")
-                if parameter.unsharded_accumulated_grad is not None:
-                    self._tag(parameter.unsharded_accumulated_grad_data, "gradients")
+        for stage in self._job.stages.values():
+            for weights in stage.gathered():
+                self._tag(weights, "weights")
+            for grad in stage.partial_gradients():
+                self._tag(grad, "gradients")
         self.gradients = max(self.gradients, total)
 
     def _see(self, tensor: Tensor) -> None:
@@ -161,14 +173,16 @@ class Recorder(TorchDispatchMode):
             return
         key = storage._cdata
         self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
-        self._storages[key] = ("activations", 0)
+        purpose = PURPOSE.get()
+        offloaded = purpose is not None and purpose.why == OFFLOAD
+        self._storages[key] = ("offloaded" if offloaded else "activations", 0)
         self._resize_to(key, storage.nbytes())
 
     def _tag(self, tensor: Tensor, tag: Tag) -> None:
         self._see(tensor)
         key = tensor.untyped_storage()._cdata
         old, size = self._storages[key]
-        if old == tag or old in ("parameters", "optimizer"):
+        if old == tag or old in ("parameters", "optimizer", "batch"):
             return
         self._storages[key] = (tag, size)
         self.live[old] -= size
@@ -178,10 +192,12 @@ class Recorder(TorchDispatchMode):
         tag, old = self._storages[key]
         self._storages[key] = (tag, size)
         self.live[tag] += size - old
+        if tag in ("offloaded", "batch"):
+            return
         self.live["total"] += size - old
-        for name in ("activations", "weights"):
-            self.peaks[name] = max(self.peaks[name], self.live[name])
-        self.peaks[self.window] = max(self.peaks[self.window], self.live["total"])
+        for name in ("activations", "weights", "total"):
+            at = (name, self.window)
+            self.peaks[at] = max(self.peaks[at], self.live[name])
 
     def _forget(self, key: int) -> None:
         self._resize_to(key, 0)
@@ -202,11 +218,3 @@ class Recorder(TorchDispatchMode):
             return result
 
         return resize_and_count
-
-
-def _groups(module: FSDPModule) -> list[Any]:
-    """The parameter groups of a module; torch 2.13 allows several, and before there was one."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

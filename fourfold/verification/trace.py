@@ -1,13 +1,11 @@
 """What one rank holds and sends in a training step, found by running the step itself without data.
 
 The real step runs in one process under a fake process group of the run file's size, with fake tensors that have shapes
-and no memory. Layers are alike and so are micro-batches: bytes are linear in the number of both, so a long run is
-traced at a few small counts and continued from there (``tests/verification/test_trace.py`` shows that this is exact).
+and no memory. A long run is traced at a few small sizes, and continued from there: ``continuation``.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,8 +19,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fourfold.config.run import RunConfig
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.head import CHUNK_LOGITS
-from fourfold.training.job import Job, MicroBatch, meta_model
+from fourfold.training.job import Job, MicroBatch, meta_stages
+from fourfold.verification.continuation import (
+    Point,
+    continue_memory,
+    continue_sent,
+    layers_of_rank,
+    point_of,
+    run_at,
+    small_points,
+)
 from fourfold.verification.recorder import Recorder
+
+WINDOWS = ("early", "late")
+"""Parts of a step in which the peaks of memory are linear in the layers: ``Recorder.watch``."""
 
 Line = tuple[str, str, str]
 """Axis, operation and purpose of a collective."""
@@ -34,7 +44,8 @@ class Memory:
 
     parameters, gradients, optimizer: the stored shards, gradients as they stand when the optimizer steps.
     activations_peak: the most that saved activations and work space take at once. gathered_weights_peak: the most that
-    weights gathered for use, with their buffers, take. total_peak: the most of all together, at one moment.
+    weights gathered for use, with their buffers, take. total_peak: the most of all together, at one moment. The step's
+    tokens and labels are not counted, nor what waits in the CPU's memory.
     """
 
     parameters: int
@@ -57,12 +68,23 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class RankTrace:
+    """Of one rank of a pipeline: its layers, [first, last + 1] of each of its stages, and what it holds and sends."""
+
+    pp_rank: int
+    layers: list[tuple[int, int]]
+    memory: Memory
+    collectives: list[Collective]
+
+
+@dataclass(frozen=True)
 class TraceReport:
-    """Of rank 0, for one optimizer step."""
+    """For one optimizer step, of rank 0, and of one rank for every place on pp where there are several."""
 
     world_size: int
     memory: Memory
     collectives: list[Collective]
+    pipeline: list[RankTrace]
 
     def record(self) -> dict:
         """The report as JSON values."""
@@ -70,102 +92,90 @@ class TraceReport:
 
 
 class Sample(NamedTuple):
-    """One traced step: count and bytes of every kind of collective, and of the memory what is linear in the layers."""
+    """One traced step: count and bytes of every kind of collective, and the bytes of memory in every window."""
 
     collectives: dict[Line, tuple[int, int]]
-    memory: dict[str, int]
+    memory: dict[str, tuple[int, ...]]
 
 
 def trace(run: RunConfig, whole: bool = False) -> TraceReport:
     """Trace a run; ``whole`` runs every layer and micro-batch instead of continuing from a few."""
-    layers, micro_batches = run.model.num_hidden_layers, run.gradient_accumulation_steps
-    # Beyond the first and the last, and the weights gathered ahead, one layer is like the next; so are micro-batches
-    # beyond the second, when gradients of the one before are there. With a single one gradients outgrow activations
-    # only after some layers.
-    few = (2 if micro_batches > 1 else 4) + run.overlap.weight_prefetch
-    layer_counts = [layers] if whole or layers <= few + 1 else [few, few + 1]
-    batch_counts = [micro_batches] if whole or micro_batches <= 4 else [3, 4]
-    with fake_processes(run.parallel.world_size):
-        grid = Grid(run.parallel, "cpu")
-        samples = {
-            (n_layers, n_batches): _trace_step(_shrunk(run, n_layers, n_batches), grid)
-            for n_layers, n_batches in itertools.product(layer_counts, batch_counts)
-        }
+    traced: dict[Point, Sample] = {}
+    ranks = [_trace_rank(run, pp_rank, whole, traced) for pp_rank in range(run.parallel.pp)]
+    first = ranks[0]
+    return TraceReport(run.parallel.world_size, first.memory, first.collectives, ranks if len(ranks) > 1 else [])
 
-    def continued(value: Callable[[Sample], int]) -> int:
-        return _continue({at: value(sample) for at, sample in samples.items()}, layers, micro_batches)
+
+def _trace_rank(run: RunConfig, pp_rank: int, whole: bool, traced: dict[Point, Sample]) -> RankTrace:
+    """traced: what earlier ranks have traced already; ranks in the middle of a pipeline are alike."""
+    target = point_of(run, pp_rank)
+    points = [target] if whole else small_points(run, pp_rank)
+    samples: dict[Point, Sample] = {}
+    for point in points:
+        if point not in traced:
+            traced[point] = _trace_step(run_at(run, point), point.pp_rank)
+        samples[point] = traced[point]
+
+    def sent(value: Callable[[Sample], int]) -> int:
+        return continue_sent({point: value(sample) for point, sample in samples.items()}, target)
+
+    def held(value: Callable[[Sample], int]) -> int:
+        return continue_memory({point: value(sample) for point, sample in samples.items()}, target)
 
     lines = dict.fromkeys(line for sample in samples.values() for line in sample.collectives)
     collectives = [
-        Collective(*line, *(continued(lambda s, k=k, line=line: s.collectives.get(line, (0, 0))[k]) for k in (0, 1)))
+        Collective(*line, *(sent(lambda s, k=k, line=line: s.collectives.get(line, (0, 0))[k]) for k in (0, 1)))
         for line in lines
     ]
     names = next(iter(samples.values())).memory
-    memory = {name: continued(lambda s, name=name: s.memory[name]) for name in names}
-    memory["total_peak"] = max(memory.pop("early"), memory.pop("late"))
-    return TraceReport(run.parallel.world_size, Memory(**memory), sorted(collectives, key=lambda c: -c.bytes))
-
-
-def _continue(values: dict[tuple[int, int], int], layers: int, micro_batches: int) -> int:
-    """The value at (layers, micro_batches), on the bilinear surface through the values at smaller counts."""
-    layer_counts, batch_counts = (sorted(set(counts)) for counts in zip(*values, strict=True))
-    at_layers = [
-        _continue_line([values[n_layers, n_batches] for n_layers in layer_counts], layers - layer_counts[0])
-        for n_batches in batch_counts
-    ]
-    return _continue_line(at_layers, micro_batches - batch_counts[0])
-
-
-def _continue_line(values: list[int], steps: int) -> int:
-    """The value ``steps`` after the first of one (constant) or two values."""
-    return values[0] + (values[-1] - values[0]) * steps
-
-
-def _shrunk(run: RunConfig, layers: int, micro_batches: int) -> RunConfig:
-    training, parallel = run.training, run.parallel
-    batch = micro_batches * training.micro_batch_size * parallel.batch_ranks
-    return run.model_copy(
-        update={
-            "model": run.model.model_copy(update={"num_hidden_layers": layers}),
-            "training": training.model_copy(update={"global_batch_size": batch, "compile": False}),
-        }
+    memory = {name: max(held(lambda s, n=name, i=i: s.memory[n][i]) for i in range(len(WINDOWS))) for name in names}
+    return RankTrace(
+        pp_rank,
+        [(layers.start, layers.stop) for layers in layers_of_rank(run, pp_rank)],
+        Memory(**memory),
+        sorted(collectives, key=lambda c: -c.bytes),
     )
 
 
-def _trace_step(run: RunConfig, grid: Grid) -> Sample:
-    """One real training step on fake tensors."""
-    model = meta_model(run, grid)
+def _trace_step(run: RunConfig, pp_rank: int) -> Sample:
+    """One real training step on fake tensors, as a rank of one place on pp takes it."""
+    world_size = run.parallel.world_size
+    with fake_processes(world_size, pp_rank * (world_size // run.parallel.pp)):
+        return _fake_step(run, Grid(run.parallel, "cpu"))
+
+
+def _fake_step(run: RunConfig, grid: Grid) -> Sample:
+    stages = meta_stages(run, grid)
     # A trace is of the machine that the run is for, and not of the one that traces.
-    model.lm_head.chunk_logits = CHUNK_LOGITS["cpu" if run.training.device == "cpu" else "cuda"]
+    for stage in stages.values():
+        if stage.model.lm_head is not None:
+            stage.model.lm_head.chunk_logits = CHUNK_LOGITS["cpu" if run.training.device == "cpu" else "cuda"]
     with FakeTensorMode(allow_non_fake_inputs=True):
+        shape = (run.training.micro_batch_size, run.training.seq_length)
+        micro_batches = [
+            MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(4 if run.data.mask_documents else 2)))
+            for _ in range(run.gradient_accumulation_steps)
+        ]
         recorder = Recorder(grid)
+        recorder.exclude(micro_batches)
         with recorder:
-            job = Job(run, grid, torch.device("cpu"), model)
+            job = Job(run, grid, torch.device("cpu"), stages)
+            job.loss_scale = None  # asks whether gradients have overflowed, which only data can tell
             recorder.own(job)
-            recorder.watch(model.layers)
+            recorder.watch(next(iter(stages.values())).model.blocks)
             recorder.start()
-            shape = (run.training.micro_batch_size, run.training.seq_length)
-            micro_batches = [
-                MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(4 if run.data.mask_documents else 2)))
-                for _ in range(run.gradient_accumulation_steps)
-            ]
             job.train_step(micro_batches, 0)
-    memory = {
-        "parameters": recorder.parameters,
-        "gradients": recorder.gradients,
-        "optimizer": recorder.optimizer,
-        "activations_peak": recorder.peaks["activations"],
-        "gathered_weights_peak": recorder.peaks["weights"],
-        "early": recorder.peaks["early"],
-        "late": recorder.peaks["late"],
-    }
+    states = {"parameters": recorder.parameters, "gradients": recorder.gradients, "optimizer": recorder.optimizer}
+    peaks = {"activations_peak": "activations", "gathered_weights_peak": "weights", "total_peak": "total"}
+    memory = {name: (size,) * len(WINDOWS) for name, size in states.items()}
+    memory |= {name: tuple(recorder.peaks[kind, window] for window in WINDOWS) for name, kind in peaks.items()}
     return Sample({line: (count, size) for line, (count, size) in recorder.collectives.items()}, memory)
 
 
 @contextmanager
-def fake_processes(world_size: int) -> Iterator[None]:
-    """This process as rank 0 of a job of ``world_size`` whose collectives move nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+def fake_processes(world_size: int, rank: int = 0) -> Iterator[None]:
+    """This process as one rank of a job of ``world_size`` whose collectives move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:

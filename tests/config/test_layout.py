@@ -99,8 +99,41 @@ MHA = {"preset": "llama-tiny", "num_key_value_heads": 8}
             "training.global_batch_size = 6 is not a multiple of micro_batch_size × dp × z = 2 × 2 × 2 = 8; 8 works",
         ),
         ({}, {}, {"global_batch_size": 7}, "= 2 × 1 × 1 = 2; 8 works"),
-        ({}, {"cp": 2}, {}, "parallel.cp = 2 is not supported yet; split over x, y, z or dp instead"),
-        ({}, {"pp": 2}, {}, "parallel.pp = 2 is not supported yet; split over x, y, z or dp instead"),
+        (
+            {},
+            {"cp": 2},
+            {"seq_length": 34},
+            "two chunks of tokens for each rank: training.seq_length = 34 cannot be split over 2·cp = 4; "
+            "2·cp = 2 or 17 works, and so does training.seq_length = 32",
+        ),
+        (
+            {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32},
+            {"y": 4, "cp": 2},
+            {"micro_batch_size": 2},
+            "attention cannot be shared over y = 4 besides cp = 2: neither model.num_attention_heads = 2 (over x·y = "
+            "4) nor training.micro_batch_size = 2 divides; a micro_batch_size of 4 would",
+        ),
+        ({}, {"cp": 8, "cp_method": "ulysses"}, {"seq_length": 64}, "share the heads; cp_method = 'ring' works"),
+        (
+            {},
+            {"pp": 4},
+            {},
+            "makes 4 stages, and the model has 2 layers; pp = 2 works, and so does num_hidden_layers = 4",
+        ),
+        ({"num_hidden_layers": 4}, {"pp": 2, "layers_per_stage": [3, 2]}, {}, "sum to 4; [2, 2] works"),
+        (
+            {"num_hidden_layers": 4},
+            {"pp": 2, "z": 2, "schedule": "ZBVZeroBubble"},
+            {},
+            "it allows z = 1 with zero 0 or 1, and this grid has z = 2 and zero = 0; schedule = '1F1B'",
+        ),
+        (
+            {"num_hidden_layers": 8},
+            {"pp": 2, "schedule": "Interleaved1F1B"},
+            {"global_batch_size": 10},
+            "runs micro-batches in rounds of pp = 2, and a step has 5; 4 micro-batches work",
+        ),
+        ({"num_hidden_layers": 8}, {"pp": 4, "schedule": "DualPipeV"}, {}, "needs at least 2·pp = 8 micro-batches"),
     ],
 )
 def test_refused(model: dict[str, Any], parallel: dict[str, int], training: dict[str, Any], message: str) -> None:

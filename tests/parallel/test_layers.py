@@ -66,7 +66,7 @@ class _Order(TorchDispatchMode):
         if name == "mm":
             self.issued.append(f"mm {tuple(args[0].shape)} {tuple(args[1].shape)}")
         elif func.namespace == "c10d" and PURPOSE.get() is not None:
-            self.issued.append(PURPOSE.get())
+            self.issued.append(PURPOSE.get().why)
         return func(*args, **(kwargs or {}))
 
 

@@ -1,0 +1,64 @@
+"""Which layers each pipeline stage has, and which rank has which stages."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from fourfold.config.model import ModelConfig
+from fourfold.config.run import ParallelConfig
+
+ONE_STAGE = ("GPipe", "1F1B")
+"""Schedules in which a rank has one stage."""
+
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+"""Schedules in which rank r of p has the stages r and 2p − 1 − r, so that the first and last stage meet on rank 0."""
+
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Schedules that compute weight gradients apart from input gradients (Qi et al. 2024, arXiv 2401.10241)."""
+
+
+def stages_per_rank(grid: ParallelConfig) -> int:
+    """How many stages one rank of pp has."""
+    if grid.pp == 1 or grid.schedule in ONE_STAGE:
+        return 1
+    return 2 if grid.schedule in V_SHAPED else grid.stages_per_rank
+
+
+def splits_backward(grid: ParallelConfig) -> bool:
+    """Whether weight gradients are computed apart from input gradients."""
+    return grid.pp > 1 and grid.schedule in SPLIT_BACKWARD
+
+
+def rank_of_stage(stage: int, grid: ParallelConfig) -> int:
+    """Which rank of pp has a stage: in turn, or down and up again."""
+    if grid.schedule in V_SHAPED:
+        return min(stage, 2 * grid.pp - 1 - stage)
+    return stage % grid.pp
+
+
+def stage_layers(model: ModelConfig, grid: ParallelConfig) -> list[range]:
+    """The layers of every stage: as ``parallel.layers_per_stage`` says, or such that the largest stage is smallest."""
+    counts = grid.layers_per_stage
+    if counts is None:
+        embedding = model.padded_vocab_size * model.hidden_size / model.parameters_per_layer
+        counts = balanced(model.num_hidden_layers, grid.pp * stages_per_rank(grid), embedding, embedding)
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+@lru_cache
+def balanced(layers: int, stages: int, first: float, last: float) -> tuple[int, ...]:
+    """Layers of each stage where the first stage has ``first`` and the last ``last`` layers' worth of work besides.
+
+    A weight of the head is a multiplication for every token, as one of a layer is. One of the embedding is none, but it
+    and its optimizer states fill the first stage's memory, which also holds the most micro-batches.
+    """
+    counts, work = [1] * stages, [1.0] * stages
+    work[0] += first
+    work[-1] += last
+    for _ in range(layers - stages):
+        # The least loaded, and of equals the one in the middle: the ends hold the embedding and the head.
+        at = min(range(stages), key=lambda i: (work[i], abs(2 * i - stages + 1)))
+        counts[at] += 1
+        work[at] += 1.0
+    return tuple(counts)

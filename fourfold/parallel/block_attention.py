@@ -1,0 +1,88 @@
+"""Attention of some queries to some keys with its log-sum-exp, and its backward from the merged result.
+
+torch's public attention does not return the log-sum-exp, so these are its kernels by name. [B, N, Q, D] queries, keys
+and values [B, K, S, D] of as many heads or of a divisor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ATEN = torch.ops.aten
+
+
+def attend_block(
+    q_BNQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, causal: bool, mask_B1QS: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Outputs [B, N, Q, D] and log-sum-exps [B, N, Q], float32; of a query that may see none of the keys 0 and −∞."""
+    k, v = _per_query_head(q_BNQD, k_BKSD), _per_query_head(q_BNQD, v_BKSD)
+    bias = _bias(q_BNQD, mask_B1QS)
+    if q_BNQD.device.type == "cpu":
+        flash = ATEN._scaled_dot_product_flash_attention_for_cpu
+        out, lse = flash(q_BNQD, k, v, 0.0, causal, attn_mask=bias)
+    elif _is_flash(q_BNQD, bias):
+        out, lse = ATEN._scaled_dot_product_flash_attention(q_BNQD, k, v, 0.0, causal)[:2]
+    else:
+        efficient = ATEN._scaled_dot_product_efficient_attention
+        out, lse = efficient(q_BNQD, k, v, bias, True, 0.0, causal)[:2]
+        lse = lse[..., : q_BNQD.shape[2]]  # the kernel pads the queries
+    if mask_B1QS is not None:
+        sees_none_B1Q = ~mask_B1QS.any(-1)
+        lse = lse.masked_fill(sees_none_B1Q, -torch.inf)
+        out = out.masked_fill(sees_none_B1Q[..., None], 0)
+    return out, lse
+
+
+def attend_block_backward(
+    grad_BNQD: Tensor,
+    q_BNQD: Tensor,
+    out_BNQD: Tensor,
+    lse_BNQ: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    causal: bool,
+    mask_B1QS: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v. out and lse are those of all keys: the share of these is exact with them."""
+    k, v = _per_query_head(q_BNQD, k_BKSD), _per_query_head(q_BNQD, v_BKSD)
+    bias = _bias(q_BNQD, mask_B1QS)
+    tensors = (grad_BNQD, q_BNQD, k, v)
+    if q_BNQD.device.type == "cpu":
+        backward = ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = backward(*tensors, out_BNQD, lse_BNQ, 0.0, causal, attn_mask=bias)
+    elif _is_flash(q_BNQD, bias):
+        queries, keys = q_BNQD.shape[2], k.shape[2]
+        no_dropout = torch.zeros((), dtype=torch.int64, device=q_BNQD.device)
+        backward = ATEN._scaled_dot_product_flash_attention_backward
+        lengths = (None, None, queries, keys)
+        dq, dk, dv = backward(*tensors, out_BNQD, lse_BNQ.contiguous(), *lengths, 0.0, causal, no_dropout, no_dropout)
+    else:
+        no_dropout = torch.zeros((), dtype=torch.int64, device=q_BNQD.device)
+        lse = torch.nn.functional.pad(lse_BNQ, (0, -lse_BNQ.shape[2] % 32))
+        backward = ATEN._scaled_dot_product_efficient_attention_backward
+        wanted = (True, True, True, False)
+        dq, dk, dv, _ = backward(*tensors, bias, out_BNQD, lse, no_dropout, no_dropout, 0.0, wanted, causal)
+    return dq, _per_key_head(dk, k_BKSD), _per_key_head(dv, v_BKSD)
+
+
+def _is_flash(q: Tensor, bias: Tensor | None) -> bool:
+    """CUDA's flash kernel knows no mask and no float32."""
+    return bias is None and q.dtype != torch.float32
+
+
+def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
+    """0 where a key is seen and −∞ where not, of the queries' type, as all kernels take it."""
+    if mask is None:
+        return None
+    bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+    return bias.expand(-1, q.shape[1], -1, -1) if q.device.type == "cuda" else bias
+
+
+def _per_query_head(q: Tensor, kv: Tensor) -> Tensor:
+    """Keys or values repeated for all queries that share them."""
+    return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
+
+
+def _per_key_head(gradient: Tensor, kv: Tensor) -> Tensor:
+    return gradient.unflatten(1, (kv.shape[1], -1)).sum(2)

@@ -1,0 +1,75 @@
+"""The context axis: each rank has two chunks of every sequence, and attention runs as if it had them all.
+
+Head–tail layout: of 2n chunks, rank r of n has chunks r and 2n − 1 − r, so that under a causal mask all have the same
+work. Everything but attention is done token by token and needs nothing more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fourfold.models.transformer import AttentionContext, AttentionTables, causal_within
+from fourfold.parallel.communicate import exchange
+from fourfold.parallel.grid import Axis
+
+
+def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
+    """Which two of the 2·ranks chunks of a sequence a rank has."""
+    return rank, 2 * ranks - 1 - rank
+
+
+def take_chunks(t_BS: Tensor, rank: int, ranks: int) -> Tensor:
+    """A rank's tokens of whole sequences, [B, S] → [B, S/ranks]."""
+    if ranks == 1:
+        return t_BS
+    chunks = t_BS.chunk(2 * ranks, dim=1)
+    return torch.cat([chunks[i] for i in chunks_of(rank, ranks)], dim=1)
+
+
+@dataclass(frozen=True)
+class SplitContext(AttentionContext):
+    """cos and sin are of this rank's tokens. documents: of the tokens of the whole sequence, [B, S]."""
+
+    documents_BS: Tensor | None = None
+
+    @cached_property
+    def whole_mask_B1SS(self) -> Tensor | None:
+        """The document mask of the whole sequence, in its own order."""
+        return None if self.documents_BS is None else causal_within(self.documents_BS)
+
+
+class SplitAttentionTables(AttentionTables):
+    """The tables of this rank's tokens; document masks are made where they are needed."""
+
+    def __init__(self, tables: AttentionTables) -> None:
+        super().__init__(tables.config)
+
+    def forward(self, positions_BS: Tensor, documents_BS: Tensor | None) -> SplitContext:
+        tables = super().forward(positions_BS, None)
+        return SplitContext(tables.cos_BS1d, tables.sin_BS1d, documents_BS=documents_BS)
+
+
+def gather_sequence(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, cp: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """From some tokens of all heads to all tokens, in order, of some heads (Ulysses, arXiv 2309.14509)."""
+    heads = [t.unflatten(2, (cp.size, -1)) for t in (q_BTND, k_BTKD, v_BTKD)]
+    parts_nBThD = torch.cat(heads, dim=3).movedim(2, 0)
+    received_nBThD = exchange(parts_nBThD, cp, "attention: heads for tokens")
+    whole_BShD = _in_order(received_nBThD, cp.size)
+    return whole_BShD.split([t.shape[3] for t in heads], dim=2)
+
+
+def scatter_sequence(out_BShD: Tensor, cp: Axis) -> Tensor:
+    """Back to this rank's tokens of all heads, [B, T, N, D]."""
+    parts_nBThD = torch.stack([take_chunks(out_BShD, rank, cp.size) for rank in range(cp.size)])
+    received_nBThD = exchange(parts_nBThD, cp, "attention: tokens for heads")
+    return received_nBThD.movedim(0, 2).flatten(2, 3)
+
+
+def _in_order(parts_nBT: Tensor, ranks: int) -> Tensor:
+    """The tokens of all ranks, [n, B, T, …], in the order of the sequence, [B, S, …]."""
+    heads, tails = parts_nBT.chunk(2, dim=2)
+    return torch.cat([*heads, *tails.flip(0)], dim=1)

@@ -1,0 +1,168 @@
+"""Data parallelism with weights sharded by torch's FSDP2: always over z, over dp·cp as ``zero`` says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.tensor import DTensor
+
+from fourfold.config.run import RunConfig
+from fourfold.models.transformer import Transformer
+from fourfold.parallel.communicate import ExchangeAndSum, by_all_to_all
+from fourfold.parallel.data_parallel import DTYPES, DataParallel
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.sharding import Tile
+from fourfold.parallel.state import LocalShard, replicas_of_tile
+
+
+class FullySharded(DataParallel):
+    """Embedding, each block, head and root are units: gathered one at a time, gradients summed behind the backward.
+
+    zero 0: replicas over dp·cp, gradients all-reduced once a step; 1 and 2: one shard group (dp·cp·z), weights gathered
+    over it and kept as z shards from forward to backward; with z = 1 that is whole, and they are kept until the step
+    ends. 3: gathered from all of (dp·cp·z) both times.
+    """
+
+    def __init__(self, model: Transformer, grid: Grid, run: RunConfig) -> None:
+        super().__init__(model, grid, run)
+        policy = MixedPrecisionPolicy(
+            param_dtype=DTYPES[run.training.precision],
+            reduce_dtype=DTYPES[run.training.reduce_dtype],
+            cast_forward_inputs=False,  # activations have the weights' type already, rotary tables must stay float32
+        )
+        zero, z = run.parallel.zero, run.parallel.z
+        mesh = grid.hybrid_mesh if zero == 0 else grid.tokens_mesh
+        reshard = z > 1 or zero == 3
+        self.keeps_weights_for_the_step = zero in (1, 2) and z == 1
+        self.waits_for_the_last = zero == 1
+
+        def shard(module: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+
+        # The head's weights are needed again as soon as the backward begins; a tied embedding stays with them.
+        last = [module for module in (model.norm, model.lm_head) if module is not None]
+        for embedding in (model.embed_tokens, model.embed_positions):
+            if embedding is not None and model.lm_head is not None and embedding.weight is model.lm_head.weight:
+                last.append(embedding)
+            elif embedding is not None:
+                shard(embedding, reshard)
+                embedding.set_unshard_in_backward(False)  # the gradient of a look-up does not read the table
+        for block in model.blocks:
+            shard(block, reshard)
+        if last:
+            shard(last, False)
+        shard(model, False)
+        if zero in (1, 2) and z > 1:
+            self._keep_z_shards_after_forward()
+        for module in self._units():
+            if by_all_to_all(grid.axis("z").group):
+                module.set_custom_reduce_scatter(ExchangeAndSum())
+            # Losses are divided by the tokens of the whole step, so gradients are sums. gloo knows no scaled sum.
+            if mesh.size() > 1:
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        _prefetch(model, run.overlap.weight_prefetch)
+        self._is_complete = True
+
+    def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
+        assert isinstance(parameter, DTensor), f"{name} is not sharded by FSDP2"
+        global_shape = tile.global_shape(tuple(parameter.shape), self.grid)
+        zero = self.run.parallel.zero
+        sharded_over = self.grid.axis("z") if zero == 0 else self.grid.tokens
+        # FSDP2 cuts the first dim as torch.chunk does: the last shards may be shorter, or empty.
+        rows, *rest = tile.slices(global_shape, self.grid)
+        chunk = math.ceil(parameter.shape[0] / sharded_over.size)
+        first, last = (min(rows.start + rank * chunk, rows.stop) for rank in (sharded_over.rank, sharded_over.rank + 1))
+        replicas = replicas_of_tile(tile, self.grid) * (self.grid.replicas.size if zero == 0 else 1)
+        local = parameter.to_local().detach()
+        return LocalShard(name, parameter, local, tile, global_shape, (slice(first, last), *rest), replicas)
+
+    def begin_backward(self, last: bool) -> None:
+        model, self._is_complete = self.model, last
+        model.set_is_last_backward(last)
+        if self.keeps_weights_for_the_step:
+            model.set_reshard_after_backward(last)
+        if self.run.parallel.zero == 0:
+            model.set_requires_all_reduce(last)  # over z every time, over dp·cp once
+        elif self.waits_for_the_last:
+            model.set_requires_gradient_sync(last)  # whole gradients are kept until then
+
+    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        super().add_gradient(parameter, gradient)
+        next(
+            p for group in self._groups() for p in group.fsdp_params if p._unsharded_param is parameter
+        ).to_accumulated_grad_if_needed()
+
+    def finish_gradients(self) -> None:
+        """FSDP2 sums and waits at the end of the last backward, unless weight gradients came after it."""
+        if self._is_complete:
+            return
+        self.begin_backward(last=True)
+        for group in self._groups():
+            group.post_backward()
+        self.model._get_fsdp_state()._root_post_backward_final_callback()
+
+    def publish(self) -> None:
+        """FSDP2 gathers what the optimizer has stepped, and casts it on the way."""
+
+    def free_gathered(self) -> None:
+        for module in self._units():
+            module.reshard()
+
+    def gathered(self) -> list[Tensor]:
+        outputs = [parameter.all_gather_outputs for group in self._groups() for parameter in group.fsdp_params]
+        return [tensor for tensors in outputs for tensor in tensors]
+
+    def partial_gradients(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        for group in self._groups():
+            if group._partial_reduce_output is not None:
+                found.append(group._partial_reduce_output)
+            for parameter in group.fsdp_params:
+                if parameter.unsharded_accumulated_grad is not None:
+                    found.append(parameter.unsharded_accumulated_grad_data)
+        return found
+
+    def _keep_z_shards_after_forward(self) -> None:
+        """FSDP2 has an argument for this, with which every shard group makes new process groups of its own: where x, y
+        or pp make several shard groups, these wait for each other for ever."""
+        z_shards = HSDPMeshInfo(self.grid.hybrid_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        for group in self._groups():
+            if group.post_forward_mesh_info is not None:
+                group.post_forward_mesh_info = z_shards
+                for parameter in group.fsdp_params:
+                    parameter.post_forward_mesh_info = z_shards
+                    whole = torch.empty(parameter._orig_size, device="meta")
+                    parameter._init_sharded_post_forward_param_metadata(whole)
+
+    def _units(self) -> list[FSDPModule]:
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+    def _groups(self) -> list[Any]:
+        """FSDP2's parameter groups; torch 2.13 allows several to a module, and before there was one."""
+        groups: list[Any] = []
+        for unit in self._units():
+            state = unit._get_fsdp_state()
+            if hasattr(state, "_fsdp_param_groups"):
+                groups += state._fsdp_param_groups
+            elif state._fsdp_param_group is not None:
+                groups.append(state._fsdp_param_group)
+        return groups
+
+
+def _prefetch(model: Transformer, depth: int) -> None:
+    """OAG: while one layer computes, gather the weights of the next ``depth``."""
+    layers = model.blocks
+    if depth == 0:
+        # FSDP2 prefetches the backward by itself; naming the module just used keeps it from doing so.
+        for layer in layers:
+            layer.set_modules_to_backward_prefetch([layer])
+    for i, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + depth])
+        if depth > 0:
+            layer.set_modules_to_backward_prefetch(layers[max(i - depth, 0) : i][::-1])

@@ -1,0 +1,191 @@
+"""One step of a pipeline: every rank runs its list of operations, and hidden states travel between the stages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fourfold.config.run import RunConfig
+from fourfold.config.stages import rank_of_stage, splits_backward, stages_per_rank
+from fourfold.parallel.communicate import Pending, all_reduce, start_receive, start_send
+from fourfold.parallel.data_parallel import DTYPES, DataParallel
+from fourfold.parallel.grid import Axis, Grid
+from fourfold.parallel.linear import Linear4D, WeightGradients, weight_gradients_put_off
+from fourfold.parallel.schedule import Op, Span, schedule_ops, with_transfers
+from fourfold.parallel.state import LocalShard
+
+HIDDEN_STATES, THEIR_GRADIENTS = "pipeline: hidden states", "pipeline: hidden states' gradients"
+
+Forward = Callable[[int, Tensor | None, int], Tensor]
+"""(stage, hidden states from the stage before or None, micro-batch) → hidden states, or the last stage's output."""
+
+
+class Pipeline:
+    """Runs the stages of one process. ``spans``: when each operation of the last step ran, in seconds."""
+
+    def __init__(self, stages: Mapping[int, DataParallel], grid: Grid, run: RunConfig, device: torch.device) -> None:
+        self.stages, self.grid, self.run, self.device = stages, grid, run, device
+        self.last_stage = run.parallel.pp * stages_per_rank(run.parallel) - 1
+        self.linears = {
+            stage: [module for module in part.model.modules() if isinstance(module, Linear4D)]
+            for stage, part in stages.items()
+        }
+        self.spans: list[Span] = []
+
+    def step(self, forward: Forward, micro_batches: int) -> None:
+        """Forward and backward of every micro-batch; what ``forward`` returns in the last stage is differentiated."""
+        ops = with_transfers(schedule_ops(self.run.parallel, micro_batches), self.run.parallel)[self.grid.pp.rank]
+        _Step(self, forward, micro_batches).run(ops)
+
+    @torch.no_grad()
+    def forward(self, forward: Forward, micro_batches: int) -> list[Tensor]:
+        """Forwards alone; what the last stage returned, on the rank that has it."""
+        stages = range(self.last_stage + 1)
+        in_turn = [
+            [Op("F", s, i) for i in range(micro_batches) for s in stages if rank_of_stage(s, self.run.parallel) == rank]
+            for rank in range(self.run.parallel.pp)
+        ]
+        step = _Step(self, forward, micro_batches)
+        step.run(with_transfers(in_turn, self.run.parallel)[self.grid.pp.rank])
+        return step.outputs
+
+    def hidden_states(self) -> Tensor:
+        """Memory for the hidden states of a micro-batch on this rank, [B, S/(cp·x), H/y]."""
+        training, axes = self.run.training, self.run.parallel
+        shape = (
+            training.micro_batch_size,
+            training.seq_length // (axes.cp * axes.x),
+            self.run.model.hidden_size // axes.y,
+        )
+        return torch.empty(shape, dtype=DTYPES[training.precision], device=self.device)
+
+
+class _Step:
+    """What is on its way in one step, by (stage, micro-batch)."""
+
+    def __init__(self, pipeline: Pipeline, forward: Forward, micro_batches: int) -> None:
+        self.pipeline, self.forward, self.micro_batches = pipeline, forward, micro_batches
+        self.arriving: dict[Op, Pending] = {}
+        self.leaving: dict[tuple[str, int], Pending] = {}
+        self.inputs: dict[tuple[int, int], Tensor | None] = {}
+        self.results: dict[tuple[int, int], GradientEdge] = {}
+        self.to_send: dict[Op, Tensor] = {}
+        self.weight_gradients: dict[tuple[int, int], WeightGradients] = {}
+        self.backwards: dict[int, int] = dict.fromkeys(pipeline.stages, 0)
+        self.outputs: list[Tensor] = []
+
+    def run(self, ops: Sequence[Op]) -> None:
+        handlers: dict[str, Callable[[Op], Any]] = {
+            "F": self._forward,
+            "B": self._differentiate,
+            "I": self._input_gradients,
+            "W": self._weight_gradients,
+            "SEND_F": self._send,
+            "SEND_B": self._send,
+            "RECV_F": self._receive,
+            "RECV_B": self._receive,
+        }
+        self.pipeline.spans = spans = []
+        for op in ops:
+            begin = time.perf_counter()
+            handlers[op.kind](op)
+            spans.append(Span(op, begin, time.perf_counter()))
+        for pending in self.leaving.values():
+            pending.wait()
+
+    def _forward(self, op: Op) -> None:
+        key = (op.stage, op.micro_batch)
+        hidden = None
+        if op.stage > 0:
+            hidden = self._take(Op("RECV_F", *key), Op("F", op.stage - 1, op.micro_batch))
+            hidden.requires_grad_(torch.is_grad_enabled())
+        out = self.forward(op.stage, hidden, op.micro_batch)
+        if op.stage == self.pipeline.last_stage:
+            self.outputs.append(out.detach())
+        else:
+            self.to_send[op] = out.detach()
+        if torch.is_grad_enabled():
+            # The graph without the result itself, which nothing reads once it is sent.
+            self.inputs[key], self.results[key] = hidden, get_gradient_edge(out)
+
+    def _input_gradients(self, op: Op) -> None:
+        with weight_gradients_put_off(self.pipeline.linears[op.stage]) as later:
+            self._differentiate(op)
+        self.weight_gradients[op.stage, op.micro_batch] = later
+
+    def _weight_gradients(self, op: Op) -> None:
+        later = self.weight_gradients.pop((op.stage, op.micro_batch))
+        later.compute(self.pipeline.stages[op.stage].add_gradient)
+
+    def _differentiate(self, op: Op) -> None:
+        key, stage = (op.stage, op.micro_batch), self.pipeline.stages[op.stage]
+        self.backwards[op.stage] += 1
+        # Weight gradients that come later complete the sums only when the step ends.
+        last = self.backwards[op.stage] == self.micro_batches and not splits_backward(self.pipeline.run.parallel)
+        stage.begin_backward(last)
+        gradient = torch.ones((), device=self.pipeline.device)
+        if op.stage < self.pipeline.last_stage:
+            gradient = self._take(Op("RECV_B", *key), Op("B", op.stage + 1, op.micro_batch))
+        torch.autograd.backward(self.results.pop(key), gradient)
+        hidden = self.inputs.pop(key)
+        if hidden is not None:
+            self.to_send[Op("B", *key)] = hidden.grad
+
+    def _take(self, received: Op, computed_here: Op) -> Tensor:
+        """What another rank has sent, or another stage of this one has left."""
+        if computed_here in self.to_send:
+            return self.to_send.pop(computed_here)
+        return self.arriving.pop(received).wait()
+
+    def _send(self, op: Op) -> None:
+        forward = op.kind == "SEND_F"
+        tensor = self.to_send.pop(Op("F" if forward else "B", op.stage, op.micro_batch))
+        to = self._rank(op.stage + 1 if forward else op.stage - 1)
+        # One at a time, so that what has been sent is freed. The receiver needs nothing later from here to receive it.
+        if (before := self.leaving.pop((op.kind, to), None)) is not None:
+            before.wait()
+        why = HIDDEN_STATES if forward else THEIR_GRADIENTS
+        self.leaving[op.kind, to] = start_send(tensor, self.pipeline.grid.pp, to, why)
+
+    def _receive(self, op: Op) -> None:
+        forward = op.kind == "RECV_F"
+        from_rank = self._rank(op.stage - 1 if forward else op.stage + 1)
+        why = HIDDEN_STATES if forward else THEIR_GRADIENTS
+        self.arriving[op] = start_receive(self.pipeline.hidden_states(), self.pipeline.grid.pp, from_rank, why)
+
+    def _rank(self, stage: int) -> int:
+        return rank_of_stage(stage, self.pipeline.run.parallel)
+
+
+class TiedEnds:
+    """An embedding that is also the head, in the first stage and in the last: two copies, one gradient."""
+
+    def __init__(self, copies: Sequence[LocalShard], grid: Grid, run: RunConfig) -> None:
+        """copies: this process's, none to two. Every process of the job must call this."""
+        self.copies, self.ends = copies, None
+        last_stage = run.parallel.pp * stages_per_rank(run.parallel) - 1
+        ends = [rank_of_stage(stage, run.parallel) for stage in (0, last_stage)]
+        if ends[0] == ends[1]:
+            return
+        ranks_of_a_stage = dist.get_world_size() // run.parallel.pp  # pp is the outermost axis
+        for place in range(ranks_of_a_stage):
+            ranks = [place + end * ranks_of_a_stage for end in ends]
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                self.ends = Axis("pp", 2, ranks.index(dist.get_rank()), group)
+
+    def sum_gradients(self) -> None:
+        """Give both copies the sum of their gradients."""
+        if self.ends is not None:
+            (copy,) = self.copies
+            copy.grad.copy_(all_reduce(copy.grad.clone(), self.ends, "gradients of the tied embedding"))
+        elif self.copies:
+            first, last = self.copies
+            first.grad.add_(last.grad)
+            last.grad.copy_(first.grad)

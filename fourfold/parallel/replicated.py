@@ -1,0 +1,149 @@
+"""Data parallelism with whole weights on every rank: nothing is gathered, gradients are summed behind the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.config.run import RunConfig
+from fourfold.models.transformer import Transformer
+from fourfold.parallel.communicate import Pending, start_all_reduce
+from fourfold.parallel.data_parallel import DTYPES, DataParallel
+from fourfold.parallel.grid import Axis, Grid
+from fourfold.parallel.sharding import Tile
+from fourfold.parallel.state import LocalShard, replicas_of_tile
+
+
+class Replicated(DataParallel):
+    """z = 1 and ``zero`` 0.
+
+    Where the step computes in another type than weights are stored in, the model holds working copies, gradients are
+    added up in the stored type, and the optimizer steps what is stored.
+    """
+
+    def __init__(self, model: Transformer, grid: Grid, run: RunConfig) -> None:
+        super().__init__(model, grid, run)
+        self.stored_dtype, self.working_dtype = DTYPES[run.training.master_weights], DTYPES[run.training.precision]
+        model.to(self.working_dtype)
+        self._weights: dict[nn.Parameter, Weight] = {}
+        self._buckets: list[Bucket] = []
+
+    def materialize(self, device: torch.device) -> None:
+        super().materialize(device)
+        for working in self.model.parameters():
+            stored = working
+            if self.working_dtype != self.stored_dtype:
+                stored = nn.Parameter(torch.empty_like(working, dtype=self.stored_dtype), working.requires_grad)
+            self._weights[working] = Weight(working, stored)
+        reduce_dtype = DTYPES[self.run.training.reduce_dtype]
+        for parameters in _in_order_of_the_backward(self.model):
+            weights = [self._weights[p] for p in parameters if p.requires_grad]
+            self._buckets.append(Bucket(weights, self.grid.replicas, reduce_dtype))
+
+    def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
+        stored = self._weights[parameter].stored
+        shape = tile.global_shape(tuple(stored.shape), self.grid)
+        replicas = replicas_of_tile(tile, self.grid) * self.grid.replicas.size
+        return LocalShard(name, stored, stored.detach(), tile, shape, tile.slices(shape, self.grid), replicas)
+
+    def begin_backward(self, last: bool) -> None:
+        for bucket in self._buckets:
+            bucket.begin_backward(last)
+
+    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        super().add_gradient(parameter, gradient)
+        self._weights[parameter].keep_gradient()
+
+    def finish_gradients(self) -> None:
+        for bucket in self._buckets:
+            bucket.start()
+        for bucket in self._buckets:
+            bucket.wait()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        if self.working_dtype != self.stored_dtype:
+            torch._foreach_copy_(list(self._weights), [weight.stored for weight in self._weights.values()])
+
+    def free_gathered(self) -> None:
+        """Nothing is gathered."""
+
+    def gathered(self) -> list[Tensor]:
+        return [] if self.working_dtype == self.stored_dtype else [working.detach() for working in self._weights]
+
+    def partial_gradients(self) -> list[Tensor]:
+        working = [p.grad for p in self._weights if p.grad is not None]
+        return working + [b.pending.out for b in self._buckets if b.pending is not None]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What the step computes with and what the optimizer steps: the same parameter where the types are the same."""
+
+    working: nn.Parameter
+    stored: nn.Parameter
+
+    def keep_gradient(self) -> None:
+        """Move what a backward has left on the working copy to the stored weight."""
+        if self.working is self.stored:
+            return
+        if self.stored.grad is None:
+            self.stored.grad = self.working.grad.to(self.stored.dtype)
+        else:
+            self.stored.grad += self.working.grad
+        self.working.grad = None
+
+
+class Bucket:
+    """Weights whose gradients are summed over the replicas together, as soon as the last of them is there."""
+
+    def __init__(self, weights: Sequence[Weight], replicas: Axis, dtype: torch.dtype) -> None:
+        """dtype: in which the ranks' gradients are summed."""
+        self.weights, self.replicas, self.dtype = weights, replicas, dtype
+        self.pending: Pending | None = None
+        self._missing: set[nn.Parameter] | None = None
+        self._weight_of = {weight.working: weight for weight in weights}
+        for weight in weights:
+            weight.working.register_post_accumulate_grad_hook(self._arrived)
+
+    def begin_backward(self, last: bool) -> None:
+        """last: this backward's gradients complete the sums of the step."""
+        self._missing = set(self._weight_of) if last else None
+
+    def _arrived(self, working: nn.Parameter) -> None:
+        self._weight_of[working].keep_gradient()
+        if self._missing is not None:
+            self._missing.discard(working)
+            if not self._missing:
+                self.start()
+
+    def start(self) -> None:
+        """Start the sum over the replicas, unless it has been."""
+        self._missing = None
+        if self.replicas.size == 1 or self.pending is not None:
+            return
+        flat = torch.cat([weight.stored.grad.flatten().to(self.dtype) for weight in self.weights])
+        for weight in self.weights:
+            weight.stored.grad = None
+        self.pending = start_all_reduce(flat, self.replicas, "gradients")
+
+    def wait(self) -> None:
+        """Give the sums to the stored weights."""
+        if self.pending is None:
+            return
+        parts = self.pending.wait().split([weight.stored.numel() for weight in self.weights])
+        for weight, part in zip(self.weights, parts, strict=True):
+            weight.stored.grad = part.view_as(weight.stored).to(weight.stored.dtype)
+        self.pending = None
+
+
+def _in_order_of_the_backward(model: Transformer) -> list[list[nn.Parameter]]:
+    """The head, each layer from the last to the first, the embeddings; a tied weight is with its last gradient."""
+    groups = [[model.lm_head, model.norm], *([block] for block in reversed(model.blocks))]
+    groups.append([model.embed_tokens, model.embed_positions])
+    parameters = [[p for module in group if module is not None for p in module.parameters()] for group in groups]
+    last_group = {p: i for i, group in enumerate(parameters) for p in group}
+    return [[p for p in group if last_group[p] == i] for i, group in enumerate(parameters) if group]

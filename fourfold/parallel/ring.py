@@ -1,0 +1,104 @@
+"""Causal attention over sequences that the ranks of cp share, by passing keys and values around a ring.
+
+Liu et al. 2023 (arXiv 2310.01889), with the head–tail layout of ``context``: every rank meets the keys and values of
+every other, one block at a time, while the next are on their way; partial results are merged by their log-sum-exp. The
+backward passes them round again, and their gradients with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fourfold.parallel.block_attention import attend_block, attend_block_backward
+from fourfold.parallel.communicate import start_rotate
+from fourfold.parallel.context import take_chunks
+from fourfold.parallel.grid import Axis
+
+KEYS_AND_VALUES, THEIR_GRADIENTS = "attention: keys and values", "attention: keys' and values' gradients"
+
+
+def ring_attention(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, documents_BS: Tensor | None, cp: Axis) -> Tensor:
+    """Outputs [B, T, N, D] of this rank's queries. documents_BS: of the whole sequence, where attention heeds them."""
+    q, k, v = (t.transpose(1, 2) for t in (q_BTND, k_BTKD, v_BTKD))
+    return _Ring.apply(q, k, v, documents_BS, cp).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The part of one ring step that is not masked away: which queries meet which keys, and under which mask."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+    mask_B1QK: Tensor | None
+
+
+def block_of_step(source: int, tokens: int, documents_BS: Tensor | None, cp: Axis) -> Block:
+    """What this rank's queries see of the keys of rank ``source``, of ``tokens`` each."""
+    everything, half = slice(0, tokens), tokens // 2
+    if source == cp.rank:
+        queries, keys = everything, everything
+    elif source < cp.rank:
+        queries, keys = everything, slice(0, half)  # its head comes before both of ours, its tail after
+    else:
+        queries, keys = slice(half, tokens), everything  # our tail comes after both of its chunks, our head before
+    causal, mask = source == cp.rank, None
+    if documents_BS is not None:
+        ours = take_chunks(documents_BS, cp.rank, cp.size)[:, queries]
+        theirs = take_chunks(documents_BS, source, cp.size)[:, keys]
+        mask = (ours[:, :, None] == theirs[:, None, :])[:, None]
+        mask = mask.tril() if causal else mask
+        causal = False
+    return Block(queries, keys, causal, mask)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_BNTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, documents_BS: Tensor | None, cp: Axis) -> Tensor:
+        out_BNTD = torch.zeros_like(q_BNTD, dtype=torch.float32)
+        lse_BNT = torch.full(q_BNTD.shape[:3], -torch.inf, device=q_BNTD.device)
+        kv = torch.stack([k_BKTD, v_BKTD])
+        for step in range(cp.size):
+            following = start_rotate(kv, cp, KEYS_AND_VALUES) if step + 1 < cp.size else None
+            block = block_of_step((cp.rank - step) % cp.size, q_BNTD.shape[2], documents_BS, cp)
+            rows, (k, v) = block.queries, kv[..., block.keys, :]
+            part, part_lse = attend_block(q_BNTD[:, :, rows], k, v, block.causal, block.mask_B1QK)
+            _merge(out_BNTD[:, :, rows], lse_BNT[:, :, rows], part, part_lse)
+            if following is not None:
+                kv = following.wait()
+        out_BNTD = out_BNTD.to(q_BNTD.dtype)
+        ctx.save_for_backward(q_BNTD, k_BKTD, v_BKTD, out_BNTD, lse_BNT, documents_BS)
+        ctx.cp = cp
+        return out_BNTD
+
+    @staticmethod
+    def backward(ctx, grad_BNTD: Tensor):
+        q, k, v, out, lse, documents_BS = ctx.saved_tensors
+        cp: Axis = ctx.cp
+        dq = torch.zeros_like(q, dtype=torch.float32)
+        kv, dkv_coming = torch.stack([k, v]), None
+        for step in range(cp.size):
+            following = start_rotate(kv, cp, KEYS_AND_VALUES) if step + 1 < cp.size else None
+            block = block_of_step((cp.rank - step) % cp.size, q.shape[2], documents_BS, cp)
+            rows, (k, v) = block.queries, kv[..., block.keys, :]
+            ours = (t[:, :, rows] for t in (grad_BNTD, q, out, lse))
+            dq_part, dk, dv = attend_block_backward(*ours, k, v, block.causal, block.mask_B1QK)
+            dq[:, :, rows] += dq_part
+            # The gradients of these keys and values, from the ranks that have met them before.
+            dkv = torch.zeros_like(kv, dtype=torch.float32) if dkv_coming is None else dkv_coming.wait()
+            dkv[..., block.keys, :] += torch.stack([dk, dv])
+            dkv_coming = start_rotate(dkv, cp, THEIR_GRADIENTS)
+            if following is not None:
+                kv = following.wait()
+        dk, dv = dkv_coming.wait().to(q.dtype)  # after a whole round they are home
+        return dq.to(q.dtype), dk, dv, None, None
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add the result over more keys to the result so far, in place. The first has seen a key for every query."""
+    both = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - both).exp_()[..., None]).addcmul_(part, (part_lse - both).exp_()[..., None])
+    lse.copy_(both)

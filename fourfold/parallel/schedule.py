@@ -1,0 +1,154 @@
+"""What each rank of a pipeline does, in order: the schedules of torch.distributed.pipelining as lists of operations."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+from fourfold.config.run import ParallelConfig
+from fourfold.config.stages import rank_of_stage, stages_per_rank
+
+Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+"""Forward; backward, or its halves: input gradients and weight gradients; activations (F) and their gradients (B) sent
+and received."""
+
+
+class Op(NamedTuple):
+    """One operation of one stage on one micro-batch."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+class Span(NamedTuple):
+    """When an operation runs, in units of one forward."""
+
+    op: Op
+    begin: float
+    end: float
+
+
+def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
+    """What each rank of pp computes, in order.
+
+    GPipe (Huang et al. 2019, arXiv 1811.06965) and 1F1B (Narayanan et al. 2019) are written out; the others are
+    torch's own lists.
+    """
+    ranks = range(grid.pp)
+    if grid.pp == 1:
+        return [_one_forward_one_backward(0, 1, micro_batches)]
+    if grid.schedule == "GPipe":
+        return [[Op(kind, rank, i) for kind in ("F", "B") for i in range(micro_batches)] for rank in ranks]
+    if grid.schedule == "1F1B":
+        return [_one_forward_one_backward(rank, grid.pp, micro_batches) for rank in ranks]
+    lists = get_schedule_ops(grid.schedule, grid.pp, micro_batches, num_stages_per_rank=stages_per_rank(grid))
+    return [[op for action in actions for op in _flat(action)] for actions in lists]
+
+
+def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Op]:
+    """As many forwards ahead as it takes the first backward to come back, then in turn."""
+    ahead = min(pp - 1 - rank, micro_batches)
+    ops = [Op("F", rank, i) for i in range(ahead)]
+    for i in range(micro_batches):
+        if ahead + i < micro_batches:
+            ops.append(Op("F", rank, ahead + i))
+        ops.append(Op("B", rank, i))
+    return ops
+
+
+def _flat(action) -> list[Op]:
+    """One of torch's actions: none where a rank waits, several where a forward and a backward overlap."""
+    if action is None:
+        return []
+    if action.sub_actions is not None:
+        return [op for sub_action in action.sub_actions for op in _flat(sub_action)]
+    kind = action.computation_type.value
+    return [Op(kind, action.stage_index, action.microbatch_index)] if kind in ("F", "B", "I", "W") else []
+
+
+def with_transfers(ops: Sequence[Sequence[Op]], grid: ParallelConfig) -> list[list[Op]]:
+    """Sends right after what they send, and receives at the same moment on the other side.
+
+    The lists are run through together, so that any two ranks see their transfers in one order: nobody waits for ever.
+    """
+    whole: list[list[Op]] = [[] for _ in ops]
+
+    def run(rank: int, op: Op) -> None:
+        whole[rank].append(op)
+        to = _reader(op, grid)
+        if to is not None and (other := rank_of_stage(to, grid)) != rank:
+            direction = "F" if op.kind == "F" else "B"
+            whole[rank].append(Op(f"SEND_{direction}", op.stage, op.micro_batch))
+            whole[other].append(Op(f"RECV_{direction}", to, op.micro_batch))
+
+    _run_through(ops, grid, run)
+    return whole
+
+
+def timeline(ops: Sequence[Sequence[Op]], grid: ParallelConfig, backward: float = 2.0) -> list[list[Span]]:
+    """When everything runs if a forward takes 1, a backward ``backward``, its halves half of it, and sending none."""
+    seconds = {"F": 1.0, "B": backward, "I": backward / 2, "W": backward / 2}
+    chunks = stages_per_rank(grid)
+    spans: list[list[Span]] = [[] for _ in ops]
+    ends: dict[Op, float] = {}
+
+    def run(rank: int, op: Op) -> None:
+        free = spans[rank][-1].end if spans[rank] else 0.0
+        begin = max([free, *(ends[needed] for needed in _needs(op, grid) if needed in ends)])
+        ends[op] = begin + seconds[op.kind] / chunks
+        spans[rank].append(Span(op, begin, ends[op]))
+
+    _run_through(ops, grid, run)
+    return spans
+
+
+def bubble(spans: Sequence[Sequence[Span]]) -> float:
+    """The share of all ranks' time in which they wait."""
+    begin, end = min(s[0].begin for s in spans), max(s[-1].end for s in spans)
+    busy = sum(span.end - span.begin for rank in spans for span in rank)
+    return 1 - busy / (len(spans) * (end - begin))
+
+
+def _run_through(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[int, Op], None]) -> None:
+    """Call ``run`` for every operation, each rank's in order, and none before what it needs."""
+    waiting, done = [deque(rank_ops) for rank_ops in ops], set()
+    while any(waiting):
+        before = len(done)
+        for rank, queue in enumerate(waiting):
+            if queue and any(all(n in done for n in alternative) for alternative in _alternatives(queue[0], grid)):
+                op = queue.popleft()
+                run(rank, op)
+                done.add(op)
+        assert len(done) > before, f"the schedule {grid.schedule} waits for itself"
+
+
+def _alternatives(op: Op, grid: ParallelConfig) -> list[list[Op]]:
+    """The sets of operations of which one must be done before."""
+    needs = _needs(op, grid)
+    if op.kind in ("F", "W") or len(needs) == 1:
+        return [needs[:1]]
+    forward, *gradients = needs
+    return [[forward, gradient] for gradient in gradients]
+
+
+def _needs(op: Op, grid: ParallelConfig) -> list[Op]:
+    """What an operation reads: of a gradient, either form."""
+    stage, i = op.stage, op.micro_batch
+    last = grid.pp * stages_per_rank(grid) - 1
+    if op.kind == "F":
+        return [Op("F", stage - 1, i)] if stage > 0 else []
+    if op.kind == "W":
+        return [Op("I", stage, i)]
+    return [Op("F", stage, i)] + ([Op("B", stage + 1, i), Op("I", stage + 1, i)] if stage < last else [])
+
+
+def _reader(op: Op, grid: ParallelConfig) -> int | None:
+    """The stage that reads what an operation computes."""
+    last = grid.pp * stages_per_rank(grid) - 1
+    if op.kind == "F":
+        return op.stage + 1 if op.stage < last else None
+    return op.stage - 1 if op.kind in ("B", "I") and op.stage > 0 else None

@@ -1,0 +1,39 @@
+"""Loss scaling: without it fp16's smallest gradients are zero (Micikevicius et al. 2017, arXiv 1710.03740)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fourfold.config.run import LossScalingConfig
+from fourfold.errors import UserError
+
+SMALLEST = 2.0**-14
+
+
+@dataclass
+class LossScale:
+    """What losses are multiplied by. It doubles after so many steps, and halves when a gradient overflows."""
+
+    config: LossScalingConfig
+    scale: float
+    steps_since_change: int = 0
+
+    def state(self) -> tuple[float, int]:
+        """What a checkpoint keeps."""
+        return self.scale, self.steps_since_change
+
+    def update(self, overflowed: bool) -> None:
+        """After a step, which was skipped if it ``overflowed``.
+
+        Raises ``UserError`` when no scale is small enough: the run has diverged.
+        """
+        self.steps_since_change += 1
+        if overflowed:
+            self.scale, self.steps_since_change = self.scale / 2, 0
+            if self.scale < SMALLEST:
+                raise UserError(
+                    f"gradients overflow fp16 even at the loss scale {SMALLEST}: the run has diverged; lower "
+                    "optimizer.lr or lengthen lr_scheduler.warmup_steps, or train with training.precision = 'bf16'"
+                )
+        elif self.steps_since_change >= self.config.growth_interval:
+            self.scale, self.steps_since_change = self.scale * 2, 0

@@ -1,0 +1,110 @@
+"""From a few small traces to a large run: what is traced in its place, and the straight lines through the results.
+
+One layer is like the next and one micro-batch like another, so bytes sent are linear in both. So is memory in the
+layers, and in the micro-batches that a pipeline's rank has under way, which 1F1B makes one more for each stage behind
+it. ``tests/verification/test_trace.py`` shows that this is exact.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from fourfold.config.run import RunConfig
+from fourfold.config.stages import rank_of_stage, stage_layers, stages_per_rank
+
+
+class Point(NamedTuple):
+    """A run as one of its pipeline's ranks sees it: how many layers its stages have, and how many micro-batches run."""
+
+    layers: int
+    micro_batches: int
+    pp: int
+    pp_rank: int
+
+
+def point_of(run: RunConfig, pp_rank: int) -> Point:
+    """The run itself."""
+    layers = max(len(layers) for layers in layers_of_rank(run, pp_rank))
+    return Point(layers, run.gradient_accumulation_steps, run.parallel.pp, pp_rank)
+
+
+def layers_of_rank(run: RunConfig, pp_rank: int) -> list[range]:
+    """The layers of each stage of one rank of pp."""
+    stages = enumerate(stage_layers(run.model, run.parallel))
+    return [layers for stage, layers in stages if rank_of_stage(stage, run.parallel) == pp_rank]
+
+
+def small_points(run: RunConfig, pp_rank: int) -> list[Point]:
+    """What to trace in place of a rank's part of the run: one, two or four points, or the run itself if it is small."""
+    target, grid = point_of(run, pp_rank), run.parallel
+    pipelines = [target]
+    if grid.pp > 1 and grid.schedule == "1F1B":
+        pipelines = _short_pipelines(target)
+    elif grid.pp > 1:
+        # Filled, and by whole rounds: the other schedules know only some numbers of micro-batches.
+        filled, more = 2 * grid.pp * stages_per_rank(grid), grid.pp
+        if target.micro_batches > filled + more and (target.micro_batches - filled) % more == 0:
+            pipelines = [target._replace(micro_batches=m) for m in (filled, filled + more)]
+    elif target.micro_batches > 4:
+        # From the third on the gradients of one before are there.
+        pipelines = [target._replace(micro_batches=m) for m in (3, 4)]
+    # Besides the first and the last layer, and those whose weights are gathered ahead, all are alike. With a single
+    # micro-batch gradients outgrow activations only after some layers.
+    few = (3 if target.micro_batches > 1 else 4) + run.overlap.weight_prefetch
+    counts = [target.layers]
+    if target.layers > few + 1 and all(len(layers) == target.layers for layers in layers_of_rank(run, pp_rank)):
+        counts = [few, few + 1]
+    return [point._replace(layers=layers) for point, layers in itertools.product(pipelines, counts)]
+
+
+def _short_pipelines(target: Point) -> list[Point]:
+    """Of 1F1B: the same end, or a middle, of pipelines with two and three stages behind it."""
+    behind = target.pp - 1 - target.pp_rank
+    if behind <= 3 or target.micro_batches < behind + 3:
+        filled = [behind + 3, behind + 4]
+        return [target._replace(micro_batches=m) for m in filled] if target.micro_batches > filled[-1] else [target]
+    place = min(target.pp_rank, 1)
+    return [Point(target.layers, few + 3, pp=place + 1 + few, pp_rank=place) for few in (2, 3)]
+
+
+def run_at(run: RunConfig, point: Point) -> RunConfig:
+    """The run in the size of a point."""
+    training, grid, model = run.training, run.parallel, run.model
+    stages = point.pp * stages_per_rank(grid)
+    if point != point_of(run, point.pp_rank)._replace(micro_batches=point.micro_batches):
+        # Which layers the other ranks have makes no difference to this one.
+        split = (point.layers,) * stages if point.pp > 1 else None
+        grid = grid.model_copy(update={"pp": point.pp, "layers_per_stage": split})
+        model = model.model_copy(update={"num_hidden_layers": point.layers * stages})
+    batch = point.micro_batches * training.micro_batch_size * grid.batch_ranks
+    training = training.model_copy(update={"global_batch_size": batch, "compile": False})
+    return run.model_copy(update={"parallel": grid, "model": model, "training": training})
+
+
+def continue_sent(values: Mapping[Point, int], target: Point) -> int:
+    """Bytes or counts of collectives at ``target``."""
+    at = {(point.layers, point.micro_batches): value for point, value in values.items()}
+    return _bilinear(at, (target.layers, target.micro_batches))
+
+
+def continue_memory(values: Mapping[Point, int], target: Point) -> int:
+    """Bytes held at ``target``."""
+    if len({point.pp for point in values} | {target.pp}) == 1:
+        return continue_sent(values, target)
+    at = {(point.layers, point.pp - point.pp_rank): value for point, value in values.items()}
+    return _bilinear(at, (target.layers, target.pp - target.pp_rank))
+
+
+def _bilinear(values: Mapping[tuple[int, int], int], wanted: tuple[int, int]) -> int:
+    """On the surface through the values at one or two places along each of two directions."""
+    firsts, seconds = (sorted(set(places)) for places in zip(*values, strict=True))
+    along_first = [_line(firsts, [values[a, b] for a in firsts], wanted[0]) for b in seconds]
+    return _line(seconds, along_first, wanted[1])
+
+
+def _line(at: list[int], values: list[int], wanted: int) -> int:
+    if len(at) == 1:
+        return values[0]
+    return values[0] + (values[1] - values[0]) * (wanted - at[0]) // (at[1] - at[0])

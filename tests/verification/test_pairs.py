@@ -1,0 +1,149 @@
+"""Every setting beside every other: a covering set of layouts, each of which computes what one process computes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from pool import Pool
+from tiny_runs import LLAMA, tiny_run
+
+from fourfold.config.run import RunConfig
+from fourfold.errors import UserError
+from fourfold.verification.parity import ParityReport, parity
+
+
+class Settings(NamedTuple):
+    """One layout of at most 8 processes. accumulate: four micro-batches a step, else one."""
+
+    x: int
+    y: int
+    z: int
+    dp: int
+    cp: int
+    pp: int
+    zero: int
+    schedule: str
+    recompute: str
+    tied: bool
+    kv_heads: int
+    documents: bool
+    accumulate: bool
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("x", "y", "z", "dp", "cp", "pp"), (1, 2)),
+    "zero": (0, 1, 2, 3),
+    "schedule": (
+        "1F1B",
+        "GPipe",
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ),
+    "recompute": ("none", "selective", "full"),
+    "tied": (False, True),
+    "kv_heads": (4, 8),
+    "documents": (False, True),
+    "accumulate": (False, True),
+}
+
+CASES = [
+    Settings(*row)
+    for row in (
+        (1, 1, 1, 1, 1, 1, 0, "1F1B", "full", False, 4, True, False),
+        (1, 1, 2, 2, 1, 2, 2, "GPipe", "selective", True, 8, False, True),
+        (2, 2, 1, 1, 2, 1, 3, "1F1B", "none", True, 8, False, True),
+        (1, 1, 1, 2, 2, 2, 1, "InterleavedZeroBubble", "none", False, 4, True, False),
+        (2, 2, 1, 1, 1, 2, 0, "ZBVZeroBubble", "selective", False, 8, True, False),
+        (1, 1, 2, 2, 1, 2, 3, "Interleaved1F1B", "full", True, 4, False, False),
+        (2, 1, 1, 1, 2, 2, 2, "LoopedBFS", "full", False, 4, True, True),
+        (1, 2, 1, 2, 1, 2, 1, "DualPipeV", "full", True, 8, True, True),
+        (1, 2, 2, 1, 2, 1, 1, "1F1B", "selective", False, 4, False, False),
+        (1, 1, 2, 2, 1, 2, 0, "LoopedBFS", "none", True, 4, False, False),
+        (1, 2, 1, 1, 2, 2, 0, "Interleaved1F1B", "selective", False, 8, True, True),
+        (1, 2, 1, 1, 2, 2, 3, "GPipe", "selective", False, 4, True, False),
+        (2, 1, 1, 2, 1, 2, 1, "ZBVZeroBubble", "full", True, 4, False, True),
+        (2, 2, 1, 1, 1, 2, 0, "InterleavedZeroBubble", "selective", True, 8, False, True),
+        (2, 1, 1, 1, 2, 2, 0, "DualPipeV", "none", False, 4, False, True),
+        (1, 2, 2, 2, 1, 1, 2, "1F1B", "none", False, 8, True, False),
+        (1, 2, 1, 2, 1, 2, 1, "LoopedBFS", "selective", True, 8, False, True),
+        (2, 1, 2, 1, 1, 2, 0, "GPipe", "full", True, 8, False, False),
+        (1, 1, 1, 1, 2, 2, 1, "ZBVZeroBubble", "none", False, 8, False, True),
+        (2, 1, 1, 2, 1, 2, 1, "Interleaved1F1B", "none", True, 4, True, True),
+        (1, 1, 1, 1, 2, 2, 1, "GPipe", "none", False, 4, False, False),
+        (1, 1, 1, 1, 1, 2, 0, "1F1B", "full", False, 8, True, False),
+        (1, 1, 1, 1, 1, 2, 0, "InterleavedZeroBubble", "full", False, 8, True, False),
+        (1, 1, 1, 1, 1, 2, 0, "DualPipeV", "selective", True, 8, False, True),
+        (1, 1, 1, 1, 2, 2, 2, "Interleaved1F1B", "none", True, 8, False, True),
+        (1, 1, 1, 1, 2, 2, 3, "LoopedBFS", "selective", True, 8, True, False),
+    )
+]
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def pairs_of(settings: Settings) -> set[Pair]:
+    return set(itertools.combinations(settings._asdict().items(), 2))
+
+
+def makes_no_sense(pair: Pair) -> bool:
+    """Of the same run as another, or refused."""
+    values = dict(pair)
+    split_backward = values.get("schedule") in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    return (
+        (values.get("pp") == 1 and values.get("schedule", "1F1B") != "1F1B")
+        or (split_backward and (values.get("z") == 2 or values.get("zero", 0) > 1))
+        or (values.get("schedule") == "DualPipeV" and values.get("accumulate") is False)
+    )
+
+
+def run_of(settings: Settings, folder: str) -> RunConfig:
+    s = settings
+    model = LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": s.kv_heads, "tie_word_embeddings": s.tied}
+    grid = {name: getattr(s, name) for name in ("x", "y", "z", "dp", "cp", "pp", "zero", "schedule")}
+    batch = 2 * s.z * s.dp * (4 if s.accumulate else 1)
+    return tiny_run(
+        model,
+        grid,
+        training={"global_batch_size": batch},
+        data={"source": "python-stdlib", "mask_documents": s.documents},
+        activation_checkpoint={"mode": s.recompute},
+        output_dir=folder,
+    )
+
+
+def test_every_pair_of_settings_is_in_some_case() -> None:
+    every = {
+        ((a, value), (b, other))
+        for a, b in itertools.combinations(CHOICES, 2)
+        for value in CHOICES[a]
+        for other in CHOICES[b]
+    }
+    covered = set().union(*(pairs_of(case) for case in CASES))
+    print(f"{len(CASES)} cases cover {len(covered)} of {len(every)} pairs")
+    assert all(makes_no_sense(pair) for pair in every - covered), sorted(map(str, every - covered))
+
+
+def test_zero_bubble_schedules_refuse_what_they_cannot_do() -> None:
+    for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+        for grid in ({"z": 2}, {"dp": 2, "zero": 2}):
+            with pytest.raises(UserError, match="schedule = '1F1B' or 'Interleaved1F1B' works"):
+                tiny_run(LLAMA | {"num_hidden_layers": 4}, {"pp": 2, "schedule": schedule, **grid})
+
+
+def parity_body(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:
+    return parity(run, torch.device("cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", CASES, ids=lambda s: " ".join(map(str, s)))
+def test_layout_computes_what_one_process_computes(pool: Pool, settings: Settings, tmp_path: Path) -> None:
+    run = run_of(settings, str(tmp_path))
+    report = pool.run(run.parallel.world_size, parity_body, run)[0]
+    assert report.ok, report
