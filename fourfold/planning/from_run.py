@@ -6,6 +6,7 @@ import numpy as np
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
+from fourfold.config.stages import stages_per_rank
 from fourfold.planning.layout_bytes import CHUNK_LOGITS
 from fourfold.planning.workload import RECOMPUTE, Workload
 
@@ -34,6 +35,7 @@ def workload_of(run: RunConfig) -> Workload:
         "bits": 32 if training.precision == "fp32" else 16,
         "reduce_bytes": 4 if training.reduce_dtype == "fp32" else 2,
         **{axis: getattr(grid, axis) for axis in ("x", "y", "z", "dp", "cp", "pp", "zero")},
+        "interleave": stages_per_rank(grid),
         "recompute": RECOMPUTE.index(run.activation_checkpoint.mode),
         "overlap_x": np.bool_(run.overlap.input_gradients),
         "overlap_z": np.bool_(run.overlap.weight_prefetch > 0),

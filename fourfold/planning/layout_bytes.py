@@ -92,7 +92,7 @@ def stored_bytes(run: RunConfig) -> tuple[int, int, int]:
     grid, tiles = run.parallel, tiles_of(run)
     item = 4 if run.training.master_weights == "fp32" else 2
     entries = sum(part.chunk(_shards(run)) for part in _all_parts(tiles, run.model.num_hidden_layers))
-    assert grid.pp == 1, "stages are summed in memory.py"
+    assert grid.pp == 1, "of a pipeline's stages memory.py speaks"
     return item * entries, item * entries, 2 * item * entries
 
 
@@ -205,8 +205,10 @@ def _sharding_lines(run: RunConfig) -> list[Line]:
             continue
         padded = sum(part.chunk(shards) for part in parts) * shards
         if shards > 1:
-            gathers = steps * count
-            if parts is tiles.last and tiles.embedding and steps > 1:
+            # With z = 1 the weights of zero 1 and 2 are whole from the first forward until the step ends.
+            once = zero in (1, 2) and grid.z == 1
+            gathers = count if once else steps * count
+            if parts is tiles.last and tiles.embedding and steps > 1 and not once:
                 gathers += 1  # FSDP2's own look-ahead meets it once more, after the first micro-batch
             keeps_z = 0 < zero < 3 and 1 < grid.z < shards
             if parts is tiles.block and (zero == 3 or grid.z > 1):
@@ -253,7 +255,7 @@ def axis_name(run: RunConfig, axes: tuple[str, ...]) -> str:
 
 def _shards(run: RunConfig) -> int:
     grid = run.parallel
-    return grid.z if grid.zero == 0 else grid.z * grid.dp
+    return grid.z if grid.zero == 0 else grid.z * grid.dp * grid.cp
 
 
 def _all_parts(tiles: Tiles, layers: int) -> list[Part]:

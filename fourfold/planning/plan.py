@@ -58,9 +58,12 @@ class Prediction:
         work = self.work
         interleave = int(work.interleave)
         return {
-            "parallel": {**{axis: int(getattr(work, axis)) for axis in AXES}, "zero": int(work.zero)},
-            "schedule": None if work.pp == 1 else "1F1B" if interleave == 1 else "Interleaved1F1B",
-            "interleave": interleave,
+            "parallel": {
+                **{axis: int(getattr(work, axis)) for axis in AXES},
+                "zero": int(work.zero),
+                **({"schedule": "1F1B" if interleave == 1 else "Interleaved1F1B"} if work.pp > 1 else {}),
+                **({"stages_per_rank": interleave} if interleave > 1 else {}),
+            },
             "micro_batch_size": int(work.micro_batch),
             "gradient_accumulation_steps": int(work.micro_batches),
             "activation_checkpoint": RECOMPUTE[int(work.recompute)],

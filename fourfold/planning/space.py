@@ -68,13 +68,13 @@ def rejections(work: Workload) -> np.ndarray:
     tokens = work.micro_batch * work.seq
     shared = work.x * work.y
     whole_heads = heads % shared == 0
-    by_y = whole_heads | (work.micro_batch % work.y == 0) | (work.seq % work.y == 0)
+    by_y = whole_heads | (work.micro_batch % work.y == 0) | ((work.cp == 1) & (work.seq % work.y == 0))
     chunks = work.pp * work.interleave
     rules = (
         (heads % work.x != 0) | (keys % work.x != 0),
         (work.inner % work.x != 0) | (work.vocab % work.x != 0) | (work.positions % work.x != 0),
-        (work.hidden % work.y != 0) | (tokens % work.y != 0),
-        work.seq % (work.x * work.cp) != 0,
+        (work.hidden % work.y != 0) | (tokens % (work.y * work.cp) != 0),
+        (work.seq % (work.x * work.cp) != 0) | ((work.cp > 1) & (work.seq % (2 * work.cp) != 0)),
         ~by_y | (whole_heads & (keys % shared != 0)),
         work.batch % (work.z * work.dp * work.micro_batch) != 0,
         (chunks > work.layers) | ((work.interleave > 1) & (work.layers % chunks != 0)),

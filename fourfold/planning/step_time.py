@@ -111,17 +111,19 @@ def _over_z(work: Workload, machine: Machine, constants: Constants, computing: N
     z_group = group_of(work.z, tensor, machine, constants)
     wide = group_of(work.z * all_of_dp, tensor, machine, constants)
     three, sharded = work.zero == 3, (work.zero > 0) & (work.zero < 3)
-    each = np.where(work.weights_kept, 0.0, 1.0)
+    each = np.where(_kept_for_the_step(work), 0.0, 1.0)
     z_only = gather_seconds(2 * item * weights, 2, z_group) + gather_seconds(work.reduce_bytes * weights, 1, z_group)
     z_three = gather_seconds(2 * item * weights, 2, wide) + gather_seconds(work.reduce_bytes * weights, 1, wide)
     scattered = np.where(work.zero == 2, 1.0, 0.0)
-    z_sharded = each * (
-        gather_seconds(item * weights, 1, wide)
-        + gather_seconds(item * weights, 1, z_group)
-        + scattered * gather_seconds(work.reduce_bytes * weights, 1, wide)
-    )
+    z_sharded = each * (gather_seconds(item * weights, 1, wide) + gather_seconds(item * weights, 1, z_group))
+    z_sharded = z_sharded + scattered * gather_seconds(work.reduce_bytes * weights, 1, wide)
     sending = np.where(three, z_three, np.where(sharded, z_sharded, z_only))
     return sending - np.where(work.overlap_z, _hidden(sending, computing, constants.exposed), 0.0)
+
+
+def _kept_for_the_step(work: Workload) -> Number:
+    """Whether sharded weights are gathered once a step: distributed optimizers, and zero 1 and 2 where z is 1."""
+    return work.weights_kept | ((work.zero > 0) & (work.zero < 3) & (work.z == 1))
 
 
 def _over_dp(work: Workload, machine: Machine, constants: Constants, last_backward: Number) -> Number:
@@ -136,7 +138,7 @@ def _over_dp(work: Workload, machine: Machine, constants: Constants, last_backwa
     wide = group_of(copies * work.z, work.x * work.y, machine, constants)
     reduced = reduce_seconds(work.reduce_bytes * weights / work.z, 1, across)
     scattered = gather_seconds(work.reduce_bytes * weights, 1, wide)
-    gathered = np.where(work.weights_kept, gather_seconds(work.bytes * weights, 1, wide), 0.0)
+    gathered = np.where(_kept_for_the_step(work), gather_seconds(work.bytes * weights, 1, wide), 0.0)
     sending = np.where(work.zero == 0, reduced, np.where(work.zero == 1, scattered + gathered, 0.0))
     sending = np.where(work.zero == 2, gathered, sending)
     return sending - np.where(work.overlap_dp, _hidden(sending, last_backward, constants.exposed), 0.0)

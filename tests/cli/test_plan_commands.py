@@ -165,7 +165,7 @@ def test_scaling_with_the_published_figure(cli: Cli, tmp_path: Path) -> None:
                        "--strong", "--global-batch", 8192, "--json", "--report", page)  # fmt: skip
     points = json.loads(out)["points"]
     assert code == 0 and [p["gpus"] for p in points] == [2048, 4096]
-    assert points[1]["published_pflops"] == 620.1 and points[1]["mfu"] < points[1]["hfu"]
+    assert points[1]["published_pflops"] == 620.1 and points[1]["mfu"] <= points[1]["hfu"]
     assert "<svg" in page.read_text(encoding="utf-8")
 
 
