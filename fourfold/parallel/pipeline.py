@@ -27,7 +27,10 @@ Forward = Callable[[int, Tensor | None, int], Tensor]
 
 
 class Pipeline:
-    """Runs the stages of one process. ``spans``: when each operation of the last step ran, in seconds."""
+    """Runs the stages of one process.
+
+    spans, waits: when each operation of the last step ran, in seconds, and when it waited in that for another rank.
+    """
 
     def __init__(self, stages: Mapping[int, DataParallel], grid: Grid, run: RunConfig, device: torch.device) -> None:
         self.stages, self.grid, self.run, self.device = stages, grid, run, device
@@ -37,6 +40,7 @@ class Pipeline:
             for stage, part in stages.items()
         }
         self.spans: list[Span] = []
+        self.waits: list[Span] = []
 
     def step(self, forward: Forward, micro_batches: int) -> None:
         """Forward and backward of every micro-batch; what ``forward`` returns in the last stage is differentiated."""
@@ -79,6 +83,7 @@ class _Step:
         self.weight_gradients: dict[tuple[int, int], WeightGradients] = {}
         self.backwards: dict[int, int] = dict.fromkeys(pipeline.stages, 0)
         self.outputs: list[Tensor] = []
+        pipeline.spans, pipeline.waits = [], []
 
     def run(self, ops: Sequence[Op]) -> None:
         handlers: dict[str, Callable[[Op], Any]] = {
@@ -91,11 +96,10 @@ class _Step:
             "RECV_F": self._receive,
             "RECV_B": self._receive,
         }
-        self.pipeline.spans = spans = []
         for op in ops:
             begin = time.perf_counter()
             handlers[op.kind](op)
-            spans.append(Span(op, begin, time.perf_counter()))
+            self.pipeline.spans.append(Span(op, begin, time.perf_counter()))
         for pending in self.leaving.values():
             pending.wait()
 
@@ -141,7 +145,10 @@ class _Step:
         """What another rank has sent, or another stage of this one has left."""
         if computed_here in self.to_send:
             return self.to_send.pop(computed_here)
-        return self.arriving.pop(received).wait()
+        begin, pending = time.perf_counter(), self.arriving.pop(received)
+        tensor = pending.wait()
+        self.pipeline.waits.append(Span(received, begin, time.perf_counter()))
+        return tensor
 
     def _send(self, op: Op) -> None:
         forward = op.kind == "SEND_F"

@@ -108,7 +108,7 @@ def finished(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run
 
 
 def test_a_run_from_beginning_to_end(finished: tuple[RunConfig, Outcome]) -> None:
-    outcome = finished[1]
+    run, outcome = finished
     run_dir = Path(run.output_dir, run.name)
     metrics = metrics_of(run)
     assert [record["step"] for record in metrics] == list(range(1, 9))
@@ -296,6 +296,18 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, prefix: str) -> None:
     with pytest.raises(UserError, match=r"cannot make the folder of the run, .*/runs/run: "):
         train(make(tmp_path, prefix))
     assert (tmp_path / "runs").read_text() == "a file"
+
+
+def test_two_jobs_in_one_folder(tmp_path: Path, prefix: str) -> None:
+    run = make(tmp_path, prefix)
+    run_dir = tmp_path / "runs" / "run"
+    run_dir.mkdir(parents=True)
+    with (
+        loop._only_job_in(run_dir),
+        pytest.raises(UserError, match=r"another job is training in .*runs/run; "),
+    ):
+        train(run)
+    assert train(run).steps == 8
 
 
 def train_on_ranks(rank: int, world_size: int, run: RunConfig, stop_rank: int | None = None) -> Outcome:
