@@ -104,7 +104,7 @@ def backward_bytes(work: Workload) -> Number:
 
 def kept_weights(work: Workload, layers: Number) -> Number:
     """Weights between forward and backward under zero 1 and 2, as z-th parts (docs/parallelism.md)."""
-    keeps = (work.zero > 0) & (work.zero < 3) & (work.z > 1) & (work.dp > 1)
+    keeps = (work.zero > 0) & (work.zero < 3) & (work.z > 1)
     weights = layers * work.block_weights + (work.positions + np.where(work.tied, 0, work.vocab)) * work.hidden
     return np.where(keeps, work.bytes * weights / (work.x * work.y * work.z), 0)
 

@@ -208,7 +208,7 @@ def _sharding_lines(run: RunConfig) -> list[Line]:
             # With z = 1 the weights of zero 1 and 2 are whole from the first forward until the step ends.
             once = zero in (1, 2) and grid.z == 1
             gathers = count if once else steps * count
-            if parts is tiles.last and tiles.embedding and steps > 1 and not once:
+            if parts is tiles.last and tiles.embedding and steps > 1:
                 gathers += 1  # FSDP2's own look-ahead meets it once more, after the first micro-batch
             keeps_z = 0 < zero < 3 and 1 < grid.z < shards
             if parts is tiles.block and (zero == 3 or grid.z > 1):
