@@ -77,12 +77,13 @@ def assert_equal_to_the_trace(run: RunConfig) -> None:
 
 
 def activation_tolerance(run: RunConfig) -> float:
-    """5 %, but where what the formulas leave out is not small against what full recompute keeps: buffers of gradients
-    that are summed over dp alone, and single kilobytes of a tiny model cut four ways."""
+    """5 %, but where what the formulas leave out is not small against what is kept: buffers of gradients that are
+    summed over dp alone under full recompute, and single kilobytes of a model of width 64 whose y or dp is 4."""
     grid, full = run.parallel, run.activation_checkpoint.mode == "full"
     if full and grid.dp > 1 and grid.z == 1 and grid.zero == 0:
         return 0.2
-    return 0.1 if grid.y == 4 and run.model.hidden_size < 128 else 0.05
+    tiny = run.model.hidden_size < 128
+    return 0.15 if tiny and (grid.dp > 2 or grid.x * grid.y > 2) else 0.05
 
 
 @pytest.mark.parametrize(("model", "grid", "mode"), [*FAST, *ALL], ids=str)
