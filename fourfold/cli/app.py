@@ -8,8 +8,10 @@ import typer
 
 from fourfold import __version__
 from fourfold.cli.audit import audit
+from fourfold.cli.calibrate import calibrate
 from fourfold.cli.masks import masks
 from fourfold.cli.parity import parity
+from fourfold.cli.plan import plan
 from fourfold.cli.prepare import prepare
 from fourfold.cli.report import report
 from fourfold.cli.trace import trace
@@ -23,8 +25,9 @@ app = typer.Typer(
     add_completion=False,
     help="Train large language models on a four-dimensional grid of devices.",
 )
-for command in (train, prepare, parity, trace, report, masks, audit):
+for command in (train, prepare, parity, trace, report, masks, audit, calibrate):
     app.command()(command)
+app.add_typer(plan, name="plan")
 
 
 @app.callback(invoke_without_command=True)
