@@ -113,8 +113,8 @@ def test_continuing_from_few_layers_is_exact(
     model: dict[str, Any], grid: dict[str, int], sections: dict[str, Any]
 ) -> None:
     ranks = grid.get("z", 1) * grid.get("dp", 1)
-    training = {"global_batch_size": 2 * ranks * 6, "seq_length": 16, **sections.get("training", {})}
-    run = tiny_run(model | {"num_hidden_layers": 8}, grid, **(sections | {"training": training}))
+    training = {"global_batch_size": 2 * ranks * 5, "seq_length": 16, **sections.get("training", {})}
+    run = tiny_run(model | {"num_hidden_layers": 7}, grid, **(sections | {"training": training}))
     assert trace(run) == trace(run, whole=True)
 
 
