@@ -193,7 +193,7 @@ def test_working_copies_are_the_stored_weights_rounded(pool: Pool, model: dict[s
         weights.append(whole)
     for other in weights[1:]:
         for name, tensor in weights[0].items():
-            torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-7, msg=name)
+            torch.testing.assert_close(other[name], tensor, rtol=3e-7, atol=1e-7, msg=name)
 
 
 @pytest.mark.parametrize("grid", [{"dp": 2}, {"dp": 2, "zero": 1}], ids=str)
