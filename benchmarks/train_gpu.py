@@ -29,7 +29,6 @@ import torch.distributed as dist
 
 from benchmarks.peers import Step, hugging_face
 from benchmarks.ranks import fourfold, one_micro_batch_run, random_batch
-from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
 from fourfold.training.flops import flops_per_token
 
@@ -123,7 +122,7 @@ def _measure(
         torch.cuda.reset_peak_memory_stats()
     seconds = _step_seconds(name, maker(), run, device, arguments.rounds)
     tokens = run.training.seq_length
-    tflops = training_flops(run.model, tokens) * tokens / seconds / 1e12
+    tflops = flops_per_token(run.model, tokens).training * tokens / seconds / 1e12
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     torch._dynamo.reset()
     gc.collect()
@@ -170,21 +169,6 @@ def _seconds(function: Callable[[], Any], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - begin
-
-
-def training_flops(c: ModelConfig, sequence: int) -> int:
-    """Model FLOPs of a token; nothing recomputed is counted."""
-    return flops_per_token(
-        num_layers=c.num_hidden_layers,
-        hidden_size=c.hidden_size,
-        num_heads=c.num_attention_heads,
-        num_kv_heads=c.num_key_value_heads,
-        head_dim=c.head_dim,
-        intermediate_size=c.intermediate_size,
-        gated_mlp=c.mlp == "swiglu",
-        vocab_size=c.vocab_size,
-        seq_length=sequence,
-    ).training
 
 
 def layers_that_fit(sequence: int, device: torch.device) -> int:

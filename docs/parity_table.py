@@ -12,13 +12,15 @@ from pathlib import Path
 
 import torch
 
+from fourfold.config.run import AXES
+
 HERE = Path(__file__).parent
 RUN_FILE = HERE.parent / "examples" / "parity.toml"
 FOURFOLD = Path(sys.executable).with_name("fourfold")
 
 MODELS = {
-    "Llama": {"model.preset": "llama-tiny"},
-    "GPT": {"model.preset": "gpt-tiny", "model.vocab_size": 301},
+    "Llama": {"model.preset": "llama-tiny", "model.num_hidden_layers": 4},
+    "GPT": {"model.preset": "gpt-tiny", "model.vocab_size": 301, "model.num_hidden_layers": 4},
 }
 """Llama: grouped-query attention 8/4, RMSNorm, SwiGLU, untied, vocabulary 257. GPT: LayerNorm, learned positions,
 biases, tied, 4 heads, vocabulary 301."""
@@ -39,6 +41,15 @@ GRIDS: list[dict[str, int | str]] = [
     {"x": 2, "dp": 2, "zero": 3},
     {"x": 4, "y": 2},
     {"x": 2, "y": 2, "z": 2, "recompute": "selective"},
+    {"cp": 2},
+    {"cp": 4},
+    {"pp": 2},
+    {"pp": 4},
+    {"pp": 2, "schedule": "Interleaved1F1B"},
+    {"pp": 2, "schedule": "ZBVZeroBubble"},
+    {"pp": 2, "dp": 2, "zero": 1},
+    {"pp": 2, "x": 2, "z": 2},
+    {"pp": 2, "cp": 2, "y": 2},
     {"x": 2, "y": 2, "z": 2, "dp": 2},
 ]
 QUANTITIES = ("loss", "gradients", "grad_norm", "weights", "resumed")
@@ -74,10 +85,11 @@ def parity(keys: dict[str, int | str]) -> dict[str, bool | float]:
 
 
 def name_of(grid: dict[str, int | str]) -> str:
-    axes = " × ".join(f"{axis} {grid[axis]}" for axis in ("dp", "z", "y", "x") if axis in grid)
+    axes = " × ".join(f"{axis} {grid[axis]}" for axis in AXES if axis in grid)
+    schedule = f", {grid['schedule']}" if "schedule" in grid else ""
     zero = f", zero {grid['zero']}" if "zero" in grid else ""
     recompute = f", {grid['recompute']} recompute" if "recompute" in grid else ""
-    return axes + zero + recompute
+    return axes + schedule + zero + recompute
 
 
 def page(rows: list[str]) -> str:
@@ -99,7 +111,7 @@ def page(rows: list[str]) -> str:
             "",
             "Llama: grouped-query attention with 8 heads on 4 key-value heads, RMSNorm, SwiGLU, rotary positions,",
             "untied, a vocabulary of 257. GPT: LayerNorm, GELU, learned positions, biases, tied, 4 heads, a",
-            "vocabulary of 301. Both have 2 layers of width 64. Eight sequences a step in micro-batches of two, so",
+            "vocabulary of 301. Both have 4 layers of width 64. Eight sequences a step in micro-batches of two, so",
             "that every grid with z·dp below 4 accumulates gradients.",
             "",
             f"torch {torch.__version__} (gloo), Python {platform.python_version()}, a CPU with {os.cpu_count()} cores.",

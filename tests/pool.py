@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fourfold.training.workers import end_with_parent, keep_gloo_local
+from fourfold.processes import end_with_parent
+from fourfold.training.workers import keep_gloo_local
 
 ECHO_SECONDS = 10.0
 """How long after one rank's failure the others may take: they should fail soon, for they lose a peer."""

@@ -111,7 +111,8 @@ def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
     for index, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
             raise UserError(f"source {index + 1} of the mixture has weight {weight}; a weight is a positive number")
-    ideal = np.array(weights) / sum(weights) * BLOCK
+    shares = np.array(weights) / max(weights)  # their sum is finite
+    ideal = shares / shares.sum() * BLOCK
     counts = np.floor(ideal).astype(np.int64)
     by_remainder = np.argsort(counts - ideal, kind="stable")
     counts[by_remainder[: BLOCK - counts.sum()]] += 1

@@ -17,8 +17,9 @@ from fourfold.data.progress import Progress
 from fourfold.data.shards import cut, digest
 from fourfold.data.sources import InputFile, list_inputs, read_documents
 from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, train_bpe
-from fourfold.data.workers import available_cores, tokenise_all
+from fourfold.data.workers import tokenise_all
 from fourfold.errors import UserError
+from fourfold.processes import available_cores
 
 _TRAINING_BYTES = 1 << 30  # input that a tokenizer is trained on; more changes it little and takes hours
 _TRAINING_SAMPLE_SEED = 0

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -12,11 +11,7 @@ from pathlib import Path
 from fourfold.data.progress import Progress
 from fourfold.data.shards import Shard, is_done, tokenise
 from fourfold.errors import UserError
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+from fourfold.processes import end_with_parent
 
 
 def tokenise_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
@@ -52,11 +47,4 @@ def tokenise_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
 def _start_worker() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core is parallel enough
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker without a traceback of its own
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "runs in workers only"
-    parent.join()
-    os._exit(1)
+    end_with_parent()

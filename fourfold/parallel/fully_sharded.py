@@ -68,6 +68,7 @@ class FullySharded(DataParallel):
                 module.set_force_sum_reduction_for_comms(True)
         _prefetch(model, run.overlap.weight_prefetch)
         self._is_complete = True
+        self._fsdp_parameters: dict[nn.Parameter, Any] = {}
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
         assert isinstance(parameter, DTensor), f"{name} is not sharded by FSDP2"
@@ -94,9 +95,10 @@ class FullySharded(DataParallel):
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         super().add_gradient(parameter, gradient)
-        next(
-            p for group in self._groups() for p in group.fsdp_params if p._unsharded_param is parameter
-        ).to_accumulated_grad_if_needed()
+        if parameter not in self._fsdp_parameters:
+            every = (p for group in self._groups() for p in group.fsdp_params)
+            self._fsdp_parameters = {p._unsharded_param: p for p in every}
+        self._fsdp_parameters[parameter].to_accumulated_grad_if_needed()
 
     def finish_gradients(self) -> None:
         """FSDP2 sums and waits at the end of the last backward, unless weight gradients came after it."""

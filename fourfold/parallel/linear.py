@@ -44,6 +44,7 @@ class WeightGradients:
     def add(self, linear: Linear4D, grad: Tensor, x: Tensor) -> None:
         self._products.append((linear, grad, x))
 
+    @torch.no_grad()
     def compute(self, give: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Compute them, and ``give`` each with its parameter."""
         for linear, grad, x in self._products:

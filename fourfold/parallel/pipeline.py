@@ -27,7 +27,10 @@ Forward = Callable[[int, Tensor | None, int], Tensor]
 
 
 class Pipeline:
-    """Runs the stages of one process. ``spans``: when each operation of the last step ran, in seconds."""
+    """Runs the stages of one process.
+
+    spans, waits: when each operation of the last step ran, in seconds, and when it waited in that for another rank.
+    """
 
     def __init__(self, stages: Mapping[int, DataParallel], grid: Grid, run: RunConfig, device: torch.device) -> None:
         self.stages, self.grid, self.run, self.device = stages, grid, run, device
@@ -37,40 +40,44 @@ class Pipeline:
             for stage, part in stages.items()
         }
         self.spans: list[Span] = []
+        self.waits: list[Span] = []
+        self._ops: dict[int, list[Op]] = {}
 
-    def step(self, forward: Forward, micro_batches: int) -> None:
-        """Forward and backward of every micro-batch; what ``forward`` returns in the last stage is differentiated."""
-        ops = with_transfers(schedule_ops(self.run.parallel, micro_batches), self.run.parallel)[self.grid.pp.rank]
-        _Step(self, forward, micro_batches).run(ops)
+    def step(self, forward: Forward, micro_batches: int, sequences: int) -> None:
+        """Forward and backward of every micro-batch (of so many ``sequences`` each).
+
+        What ``forward`` returns in the last stage is differentiated.
+        """
+        if micro_batches not in self._ops:
+            everyone = with_transfers(schedule_ops(self.run.parallel, micro_batches), self.run.parallel)
+            self._ops[micro_batches] = everyone[self.grid.pp.rank]
+        _Step(self, forward, micro_batches, sequences).run(self._ops[micro_batches])
 
     @torch.no_grad()
-    def forward(self, forward: Forward, micro_batches: int) -> list[Tensor]:
+    def forward(self, forward: Forward, micro_batches: int, sequences: int) -> list[Tensor]:
         """Forwards alone; what the last stage returned, on the rank that has it."""
         stages = range(self.last_stage + 1)
         in_turn = [
             [Op("F", s, i) for i in range(micro_batches) for s in stages if rank_of_stage(s, self.run.parallel) == rank]
             for rank in range(self.run.parallel.pp)
         ]
-        step = _Step(self, forward, micro_batches)
+        step = _Step(self, forward, micro_batches, sequences)
         step.run(with_transfers(in_turn, self.run.parallel)[self.grid.pp.rank])
         return step.outputs
 
-    def hidden_states(self) -> Tensor:
+    def hidden_states(self, sequences: int) -> Tensor:
         """Memory for the hidden states of a micro-batch on this rank, [B, S/(cp·x), H/y]."""
         training, axes = self.run.training, self.run.parallel
-        shape = (
-            training.micro_batch_size,
-            training.seq_length // (axes.cp * axes.x),
-            self.run.model.hidden_size // axes.y,
-        )
+        shape = (sequences, training.seq_length // (axes.cp * axes.x), self.run.model.hidden_size // axes.y)
         return torch.empty(shape, dtype=DTYPES[training.precision], device=self.device)
 
 
 class _Step:
     """What is on its way in one step, by (stage, micro-batch)."""
 
-    def __init__(self, pipeline: Pipeline, forward: Forward, micro_batches: int) -> None:
-        self.pipeline, self.forward, self.micro_batches = pipeline, forward, micro_batches
+    def __init__(self, pipeline: Pipeline, forward: Forward, micro_batches: int, sequences: int) -> None:
+        self.pipeline, self.forward = pipeline, forward
+        self.micro_batches, self.sequences = micro_batches, sequences
         self.arriving: dict[Op, Pending] = {}
         self.leaving: dict[tuple[str, int], Pending] = {}
         self.inputs: dict[tuple[int, int], Tensor | None] = {}
@@ -79,6 +86,7 @@ class _Step:
         self.weight_gradients: dict[tuple[int, int], WeightGradients] = {}
         self.backwards: dict[int, int] = dict.fromkeys(pipeline.stages, 0)
         self.outputs: list[Tensor] = []
+        pipeline.spans, pipeline.waits = [], []
 
     def run(self, ops: Sequence[Op]) -> None:
         handlers: dict[str, Callable[[Op], Any]] = {
@@ -91,11 +99,10 @@ class _Step:
             "RECV_F": self._receive,
             "RECV_B": self._receive,
         }
-        self.pipeline.spans = spans = []
         for op in ops:
             begin = time.perf_counter()
             handlers[op.kind](op)
-            spans.append(Span(op, begin, time.perf_counter()))
+            self.pipeline.spans.append(Span(op, begin, time.perf_counter()))
         for pending in self.leaving.values():
             pending.wait()
 
@@ -141,7 +148,10 @@ class _Step:
         """What another rank has sent, or another stage of this one has left."""
         if computed_here in self.to_send:
             return self.to_send.pop(computed_here)
-        return self.arriving.pop(received).wait()
+        begin, pending = time.perf_counter(), self.arriving.pop(received)
+        tensor = pending.wait()
+        self.pipeline.waits.append(Span(received, begin, time.perf_counter()))
+        return tensor
 
     def _send(self, op: Op) -> None:
         forward = op.kind == "SEND_F"
@@ -157,7 +167,9 @@ class _Step:
         forward = op.kind == "RECV_F"
         from_rank = self._rank(op.stage - 1 if forward else op.stage + 1)
         why = HIDDEN_STATES if forward else THEIR_GRADIENTS
-        self.arriving[op] = start_receive(self.pipeline.hidden_states(), self.pipeline.grid.pp, from_rank, why)
+        self.arriving[op] = start_receive(
+            self.pipeline.hidden_states(self.sequences), self.pipeline.grid.pp, from_rank, why
+        )
 
     def _rank(self, stage: int) -> int:
         return rank_of_stage(stage, self.pipeline.run.parallel)

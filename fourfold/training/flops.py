@@ -3,6 +3,8 @@
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from fourfold.config.model import ModelConfig
+
 if TYPE_CHECKING:
     import torch
 
@@ -24,18 +26,7 @@ class FlopCount(NamedTuple):
     training: int
 
 
-def flops_per_token(
-    *,
-    num_layers: int,
-    hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    intermediate_size: int,
-    gated_mlp: bool,
-    vocab_size: int,
-    seq_length: int,
-) -> FlopCount:
+def flops_per_token(model: ModelConfig, seq_length: int) -> FlopCount:
     """Count the model FLOPs of one token of a decoder by `FLOP_FORMULA` (source: `FLOP_SOURCE`).
 
     A multiplication and an addition are two FLOPs. Attention is QK^T and PV, 2·S·heads·head_dim each per token when
@@ -43,10 +34,11 @@ def flops_per_token(
     Backward is twice the forward: one product for the input gradient, one for the weight gradient. Norms, softmax,
     rotary embedding and activation functions are left out, as in the source.
     """
-    attention_projections = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)  # q and output; k and v
-    mlp = hidden_size * intermediate_size * (3 if gated_mlp else 2)
-    matmul_parameters = num_layers * (attention_projections + mlp) + hidden_size * vocab_size
-    causal_attention = num_layers * 4 * seq_length * num_heads * head_dim // 2
+    hidden, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
+    attention_projections = hidden * model.head_dim * (2 * heads + 2 * kv_heads)  # q and output; k and v
+    mlp = hidden * model.intermediate_size * (3 if model.mlp == "swiglu" else 2)
+    matmul_parameters = model.num_hidden_layers * (attention_projections + mlp) + hidden * model.vocab_size
+    causal_attention = model.num_hidden_layers * 4 * seq_length * heads * model.head_dim // 2
     forward = 2 * matmul_parameters + causal_attention
     return FlopCount(matmul_parameters, forward, 3 * forward)
 

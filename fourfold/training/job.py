@@ -117,7 +117,7 @@ class Job:
             losses.append(out.detach())
             return out * scale
 
-        self.pipeline.step(forward, len(micro_batches))
+        self.pipeline.step(forward, len(micro_batches), sequences=len(micro_batches[0].tokens))
         for stage in self.stages.values():
             stage.finish_gradients()
         if self.tied_ends is not None:
@@ -173,7 +173,7 @@ class Job:
         def forward(stage: int, hidden: Tensor | None, micro_batch: int) -> Tensor:
             return self.forward(stage, hidden, micro_batches[micro_batch])
 
-        outputs = self.pipeline.forward(forward, len(micro_batches))
+        outputs = self.pipeline.forward(forward, len(micro_batches), sequences=len(micro_batches[0].tokens))
         for stage in self.stages.values():
             stage.free_gathered()
         return outputs

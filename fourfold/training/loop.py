@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import signal
@@ -38,7 +40,7 @@ from fourfold.training.metrics import MetricsWriter, StepMetrics, peak_memory_by
 from fourfold.training.progress import Progress
 from fourfold.training.sample import sample_text
 
-SAMPLE_FILE, SUMMARY_FILE, RUN_FILE = "sample.txt", "summary.json", "run.toml"
+SAMPLE_FILE, SUMMARY_FILE, RUN_FILE, LOCK_FILE = "sample.txt", "summary.json", "run.toml", ".lock"
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ def train(place: Place, run: RunConfig) -> Outcome:
         is_first = dist.get_rank() == 0
         if is_first:
             _make_folder(run_dir)
+            stack.enter_context(_only_job_in(run_dir))
         record = stack.enter_context(Record(run, run_dir, job, first_step)) if is_first else None
         if is_first:
             write_whole(run_dir / RUN_FILE, to_toml(run).encode())
@@ -125,17 +128,7 @@ class Record:
         self.run, self.run_dir, self.job = run, run_dir, job
         training, model = run.training, run.model
         self.tokens_per_step = training.global_batch_size * training.seq_length
-        self.flops: FlopCount = flops_per_token(
-            num_layers=model.num_hidden_layers,
-            hidden_size=model.hidden_size,
-            num_heads=model.num_attention_heads,
-            num_kv_heads=model.num_key_value_heads,
-            head_dim=model.head_dim,
-            intermediate_size=model.intermediate_size,
-            gated_mlp=model.mlp == "swiglu",
-            vocab_size=model.vocab_size,
-            seq_length=training.seq_length,
-        )
+        self.flops: FlopCount = flops_per_token(model, training.seq_length)
         on_gpu = job.device.type == "cuda"
         name = torch.cuda.get_device_name(job.device) if on_gpu else "CPU"
         self.peak = peak_flops(name, DTYPES[training.precision]) if on_gpu else None
@@ -208,6 +201,25 @@ def _make_folder(run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the folder of the run, {run_dir}: {error.strerror}") from None
+
+
+@contextmanager
+def _only_job_in(run_dir: Path) -> Iterator[None]:
+    """Raise ``UserError`` when another job of this machine writes to the folder of the run.
+
+    The lock goes with the process, however it ends. File systems without locks do without.
+    """
+    with (run_dir / LOCK_FILE).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another job is training in {run_dir}; wait for it, or give this run another name"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+        yield
 
 
 def _check_finite(result: StepResult, step: int, run_dir: Path) -> None:

@@ -6,7 +6,6 @@ Nothing here imports torch: the parent of the workers does not need it, and star
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import pickle
@@ -23,13 +22,13 @@ from types import FrameType
 from typing import Any, Literal
 
 from fourfold.errors import UserError
+from fourfold.processes import available_cores, end_with_parent
 from fourfold.training.environment import Place
 
 ECHO_SECONDS = 0.5
 """After one worker's failure, how long the others may be silent before the cause is chosen among the reports."""
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
-PR_SET_PDEATHSIG = 1
 
 
 class WorkerFailed(RuntimeError):
@@ -71,22 +70,8 @@ def run_workers(target: Callable[..., Any], args: Sequence[object], world_size: 
             _show_cursor()
 
 
-def end_with_parent() -> None:
-    """Let this worker die when the thread that started it does, even by SIGKILL."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "runs in workers only"
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if not parent.is_alive():  # before the call above
-            os._exit(1)
-    else:
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-
-
 def prepare_environment(world_size: int) -> None:
     """Share out the cores, and keep gloo on this machine, whose name may not resolve; before torch is imported."""
-    from fourfold.data.workers import available_cores  # brings NumPy, which the parent can do without
-
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // world_size)))
     keep_gloo_local()
 

@@ -1,23 +1,31 @@
 """The FLOP formula against arithmetic by hand and against PyTorch's own counter; the table of peaks."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fourfold.training.flops import flops_per_token, mfu, model_tflops_per_device, peak_flops
+from fourfold.config.model import ModelConfig
+from fourfold.training.flops import FlopCount, flops_per_token, mfu, model_tflops_per_device, peak_flops
 
 TINY = {
-    "num_layers": 2,
+    "num_hidden_layers": 2,
     "hidden_size": 8,
-    "num_heads": 4,
-    "num_kv_heads": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 3,
     "intermediate_size": 16,
-    "gated_mlp": True,
+    "mlp": "swiglu",
+    "position_embedding": "learned",  # rotary embeddings allow no head_dim of 3
     "vocab_size": 32,
-    "seq_length": 10,
+    "pad_vocab_size_to_multiple_of": 1,
 }
+
+
+def count_of(seq_length: int = 10, **changes: Any) -> FlopCount:
+    return flops_per_token(ModelConfig.model_validate(TINY | changes), seq_length)
 
 
 def test_a_tiny_decoder_by_hand():
@@ -26,20 +34,20 @@ def test_a_tiny_decoder_by_hand():
     assert layer == 672
     matmul_parameters = 2 * 672 + 256
     attention = 2 * (4 * 10 * 4 * 3 // 2)  # layers x 240
-    count = flops_per_token(**TINY)
+    count = count_of()
     assert count.matmul_parameters == matmul_parameters == 1600
     assert count.forward == 2 * 1600 + attention == 3680
     assert count.training == 11040
 
 
 def test_an_mlp_without_gate_has_two_matrices():
-    gated, plain = flops_per_token(**TINY), flops_per_token(**TINY | {"gated_mlp": False})
+    gated, plain = count_of(), count_of(mlp="gelu")
     assert gated.matmul_parameters - plain.matmul_parameters == 2 * 8 * 16
 
 
 def test_agrees_with_palm_up_to_the_causal_half():
     """PaLM, appendix B: 6N + 12 L H Q T per token; ours counts half of the second term."""
-    count = flops_per_token(**TINY)
+    count = count_of()
     palm = 6 * count.matmul_parameters + 12 * 2 * 4 * 3 * 10
     assert palm - count.training == 6 * 2 * 4 * 3 * 10
 
@@ -59,7 +67,7 @@ def test_linear_layers_agree_with_the_flop_counter(gated):
     with FlopCounterMode(display=False) as backward:
         sum(output.sum() for output in outputs).backward()
 
-    count = flops_per_token(**TINY | {"gated_mlp": gated, "seq_length": 0})
+    count = count_of(0, mlp="swiglu" if gated else "gelu")
     assert forward.get_total_flops() == tokens * count.forward
     assert forward.get_total_flops() + backward.get_total_flops() == tokens * count.training
 
@@ -69,8 +77,8 @@ def test_attention_is_half_of_what_the_flop_counter_sees_without_a_mask():
     q, k, v = (torch.randn(heads, seq, head_dim) for _ in range(3))
     with FlopCounterMode(display=False) as counter:
         (q @ k.mT).softmax(-1) @ v
-    without_attention = flops_per_token(**TINY | {"seq_length": 0})
-    attention_per_layer = (flops_per_token(**TINY).forward - without_attention.forward) // 2
+    without_attention = count_of(0)
+    attention_per_layer = (count_of().forward - without_attention.forward) // 2
     assert counter.get_total_flops() == 2 * seq * attention_per_layer
 
 

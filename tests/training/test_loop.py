@@ -54,6 +54,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make(folder: Path, prefix: str, **changes: Any) -> RunConfig:
+    folder.mkdir(exist_ok=True)
     return load_run(run_file(folder, prefix, **changes))
 
 
@@ -297,6 +298,18 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, prefix: str) -> None:
     assert (tmp_path / "runs").read_text() == "a file"
 
 
+def test_two_jobs_in_one_folder(tmp_path: Path, prefix: str) -> None:
+    run = make(tmp_path, prefix)
+    run_dir = tmp_path / "runs" / "run"
+    run_dir.mkdir(parents=True)
+    with (
+        loop._only_job_in(run_dir),
+        pytest.raises(UserError, match=r"another job is training in .*runs/run; "),
+    ):
+        train(run)
+    assert train(run).steps == 8
+
+
 def train_on_ranks(rank: int, world_size: int, run: RunConfig, stop_rank: int | None = None) -> Outcome:
     place = Place(rank, rank, world_size, world_size, "local")
     if stop_rank is None:
@@ -325,6 +338,52 @@ def test_on_a_grid_it_stops_on_all_ranks_and_goes_on_on_another(
     for ours, theirs in zip(metrics, expected, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
         assert ours["trained_token_share"] == pytest.approx(theirs["trained_token_share"], abs=1e-6)
+
+
+def test_one_run_on_four_grids(pool: Pool, tmp_path: Path, prefix: str) -> None:
+    """pp 4, x 4, cp 2 · dp 2, one process: model, optimizer and data go on as if nothing had happened."""
+    changes = {"model__num_hidden_layers": 4, "training__micro_batch_size": 1, "checkpoint__interval": 2}
+    expected = make(tmp_path / "expected", prefix, **changes)
+    pool.run(1, train_on_ranks, expected)
+    grids = [{"pp": 4}, {"x": 4}, {"cp": 2, "dp": 2}, {}]
+    for steps, grid in zip((2, 4, 6, 8), grids, strict=True):
+        axes = {f"parallel__{axis}": size for axis, size in grid.items()}
+        run = make(tmp_path / "run", prefix, **changes, **axes)
+        pool.run(run.parallel.world_size, stop_after, run, steps)
+    for ours, theirs in zip(metrics_of(run), metrics_of(expected), strict=True):
+        assert ours["step"] == theirs["step"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    ours, theirs = weights_of(run, 8), weights_of(expected, 8)
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def stop_after(rank: int, world_size: int, run: RunConfig, steps: int) -> None:
+    """Train to ``steps`` of the run's steps, as a signal would have it."""
+    place = Place(rank, rank, world_size, world_size, "local")
+    with pytest.MonkeyPatch.context() as patched:
+        at_step(patched, steps - 1, ask_to_stop)
+        loop.train(place, run)
+
+
+@pytest.mark.parametrize("grid", [{"pp": 2, "cp": 2}, {"cp": 4}, {"pp": 2, "x": 2, "schedule": "GPipe"}], ids=str)
+def test_the_sample_is_the_same_on_every_grid(
+    finished: tuple[RunConfig, Outcome], pool: Pool, tmp_path: Path, prefix: str, grid: dict[str, Any]
+) -> None:
+    outcome = finished[1]
+    changes = {
+        "training__micro_batch_size": 2,  # a sample is of one sequence
+        "checkpoint__resume": outcome.checkpoint,
+        "sample__prompt": "the ",
+        "sample__max_new_tokens": 8,
+        "sample__temperature": 0.0,
+    }
+    axes = {f"parallel__{key}": value for key, value in grid.items()}
+    one, other = make(tmp_path / "one", prefix, **changes), make(tmp_path / "grid", prefix, **changes, **axes)
+    outcomes = pool.run(1, train_on_ranks, one) + pool.run(4, train_on_ranks, other)
+    texts = [outcome.sample for outcome in outcomes]
+    assert len(set(texts)) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0])

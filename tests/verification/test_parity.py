@@ -19,6 +19,17 @@ Case = tuple[dict[str, Any], dict[str, int], dict[str, Any]]
 PACKED = {"data": {"source": "python-stdlib", "mask_documents": True}}
 FULL = {"activation_checkpoint": {"mode": "full"}}
 SELECTIVE = {"activation_checkpoint": {"mode": "selective", "modules": ["attention", "mlp", "norms"]}}
+OFFLOADED = {"activation_checkpoint": {"mode": "full", "every": 2, "offload": True}}
+DEEP_LLAMA, DEEP_GPT = LLAMA | {"num_hidden_layers": 4}, GPT | {"num_hidden_layers": 4}
+SCHEDULES = (
+    "1F1B",
+    "GPipe",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
 SIX_HEADS = {"preset": "llama-tiny", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
 ONE_SEQUENCE = {"training": {"micro_batch_size": 1}}
 UNEVEN = {"preset": "llama-tiny", "hidden_size": 56, "head_dim": 8, "intermediate_size": 72}
@@ -56,11 +67,40 @@ CASES: dict[str, Case] = {
     "x2 dp2 zero 3": (LLAMA, {"x": 2, "dp": 2, "zero": 3}, ONE_SEQUENCE),
     "no overlap": (LLAMA, {"x": 2, "z": 2}, {"overlap": {"input_gradients": False, "weight_prefetch": 0}}),
     "deep prefetch": (LLAMA | {"num_hidden_layers": 4}, {"z": 2}, {"overlap": {"weight_prefetch": 3}}),
+    "cp2 ring, gpt packed": (GPT, {"cp": 2}, PACKED),
+    "cp2 ulysses": (LLAMA, {"cp": 2, "cp_method": "ulysses"}, PACKED),
+    "cp4 ring": (LLAMA, {"cp": 4, "cp_method": "ring"}, PACKED | SELECTIVE),
+    "x2 cp2 packed": (LLAMA, {"x": 2, "cp": 2}, PACKED),
+    "z2 cp2 zero 1 qwen": (QWEN, {"z": 2, "cp": 2, "zero": 1}, {}),
+    "dp2 cp2": (GPT, {"dp": 2, "cp": 2}, FULL),
+    **{f"pp2 {schedule}": (DEEP_GPT, {"pp": 2, "schedule": schedule}, ONE_SEQUENCE) for schedule in SCHEDULES},
+    "pp4": (DEEP_LLAMA, {"pp": 4}, ONE_SEQUENCE),
+    "pp4 two micro-batches": (
+        DEEP_GPT,
+        {"pp": 4, "layers_per_stage": [1, 1, 1, 1]},
+        {"training": {"micro_batch_size": 4}},
+    ),
+    "pp2 dp2 zero 1 ZBV": (DEEP_GPT, {"pp": 2, "dp": 2, "zero": 1, "schedule": "ZBVZeroBubble"}, ONE_SEQUENCE),
+    **{f"pp2 dp2 zero {zero}": (DEEP_LLAMA, {"pp": 2, "dp": 2, "zero": zero}, ONE_SEQUENCE) for zero in (0, 2, 3)},
+    "pp2 z2, every second block from the CPU": (DEEP_GPT, {"pp": 2, "z": 2}, ONE_SEQUENCE | OFFLOADED),
+    "pp2 x2 packed": (DEEP_GPT, {"pp": 2, "x": 2}, ONE_SEQUENCE | PACKED),
+    "pp2 cp2 interleaved": (DEEP_GPT, {"pp": 2, "cp": 2, "schedule": "Interleaved1F1B"}, ONE_SEQUENCE | PACKED),
     "x2 y2 z2": (QWEN, {"x": 2, "y": 2, "z": 2}, FULL | ONE_SEQUENCE),
     "x2 y2 z2 gpt": (GPT, {"x": 2, "y": 2, "z": 2}, {}),
 }
 
 SLOW_CASES: dict[str, Case] = {
+    **{
+        f"pp4 {schedule}": (model | {"num_hidden_layers": 8}, {"pp": 4, "schedule": schedule}, ONE_SEQUENCE)
+        for schedule in SCHEDULES
+        for model in (LLAMA if schedule in ("GPipe", "LoopedBFS") else GPT,)
+    },
+    "pp2 x2 z2": (DEEP_LLAMA, {"pp": 2, "x": 2, "z": 2}, ONE_SEQUENCE),
+    "pp2 cp2 y2": (DEEP_GPT, {"pp": 2, "cp": 2, "y": 2}, ONE_SEQUENCE | PACKED),
+    "pp2 dp2 cp2 zero 1": (DEEP_LLAMA, {"pp": 2, "dp": 2, "cp": 2, "zero": 1}, ONE_SEQUENCE),
+    "x2 y2 cp2 shared batch": (SIX_HEADS, {"x": 2, "y": 2, "cp": 2}, {}),
+    "pp2 cp2 z2 x2, 16 ranks": (DEEP_LLAMA, {"pp": 2, "cp": 2, "z": 2, "x": 2}, ONE_SEQUENCE | FULL),
+    "pp2 cp2 z2 y2, 16 ranks": (DEEP_GPT, {"pp": 2, "cp": 2, "z": 2, "y": 2}, ONE_SEQUENCE | PACKED),
     "x4 y2": (LLAMA, {"x": 4, "y": 2}, {}),
     "x2 y4 gpt, y shares the batch": (GPT, {"x": 2, "y": 4}, {"training": {"micro_batch_size": 4}}),
     "x2 y4, y shares the queries": (SIX_HEADS, {"x": 2, "y": 4}, PACKED | ONE_SEQUENCE),
