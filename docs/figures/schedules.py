@@ -44,7 +44,9 @@ def schedules() -> None:
     for unit in range(0, int(longest) + 1, 3):
         d.line(LEFT + unit * UNIT, TOP - 8, LEFT + unit * UNIT, bottom, "#e4e7eb")
         d.text(LEFT + unit * UNIT, bottom + 16, str(unit), 12, SOFT)
-    d.text(LEFT + longest * UNIT / 2, bottom + 36, "time, in forwards of a rank's layers; a backward takes 2", 12.5, SOFT)
+    d.text(
+        LEFT + longest * UNIT / 2, bottom + 36, "time, in forwards of a rank's layers; a backward takes 2", 12.5, SOFT
+    )
     for i, name in enumerate(names):
         chart(d, name, spans[name], TOP + i * (PP * ROW + GAP))
     d.save("schedules.svg")
@@ -75,7 +77,9 @@ def chart(d: Drawing, name: str, spans: Sequence[Sequence[Span]], top: float) ->
 
 def table() -> str:
     """Of each schedule what waits and what is kept."""
-    rows = [f"| schedule | stages of a rank | idle, m = 4 | idle, m = 16 | kept at once by ranks 0 to {PP - 1}, m = 16 |"]
+    rows = [
+        f"| schedule | stages of a rank | idle, m = 4 | idle, m = 16 | kept at once by ranks 0 to {PP - 1}, m = 16 |"
+    ]
     rows.append("|---|---|---|---|---|")
     for name in get_args(Schedule):
         grid = ParallelConfig(pp=PP, schedule=name)

@@ -189,9 +189,7 @@ def test_a_timeline_keeps_to_what_an_operation_needs(backward: float) -> None:
         (4, 4, 9.0, 9.0, (1, 1, 1, 1)),
     ],
 )
-def test_layers_are_evened_out(
-    layers: int, stages: int, first: float, last: float, expected: tuple[int, ...]
-) -> None:
+def test_layers_are_evened_out(layers: int, stages: int, first: float, last: float, expected: tuple[int, ...]) -> None:
     assert balanced(layers, stages, first, last) == expected
 
 
