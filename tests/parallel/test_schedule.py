@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import get_args
 
 import pytest
@@ -165,7 +166,7 @@ def test_a_timeline_keeps_to_what_an_operation_needs(backward: float) -> None:
         spans = timeline(schedule_ops(grid, 8), grid, backward)
         ends = {span.op: span.end for rank in spans for span in rank}
         for rank in spans:
-            for before, after in zip(rank, rank[1:], strict=False):
+            for before, after in pairwise(rank):
                 assert after.begin >= before.end, "a rank does one thing at a time"
             for span in rank:
                 kind, stage, i = span.op
