@@ -8,10 +8,12 @@ import typer
 
 from fourfold import __version__
 from fourfold.cli.audit import audit
+from fourfold.cli.calibrate import calibrate
 from fourfold.cli.export_hf import export_hf
 from fourfold.cli.import_hf import import_hf
 from fourfold.cli.masks import masks
 from fourfold.cli.parity import parity
+from fourfold.cli.plan import plan
 from fourfold.cli.prepare import prepare
 from fourfold.cli.report import report
 from fourfold.cli.trace import trace
@@ -25,8 +27,9 @@ app = typer.Typer(
     add_completion=False,
     help="Train large language models on a four-dimensional grid of devices.",
 )
-for command in (train, prepare, parity, trace, report, masks, audit, import_hf, export_hf):
+for command in (train, prepare, parity, trace, report, masks, audit, calibrate, import_hf, export_hf):
     app.command()(command)
+app.add_typer(plan, name="plan")
 
 
 @app.callback(invoke_without_command=True)

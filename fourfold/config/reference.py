@@ -95,6 +95,8 @@ def _type_name(annotation: Any) -> str:
         return _one_of([_type_name(arg) for arg in args])
     if origin is list:
         return f"list of {_type_name(args[0])}" if _section_of(args[0]) is None else "list of tables"
+    if origin is tuple and args[-1] is Ellipsis:
+        return f"list of {_type_name(args[0])}s"
     if origin is tuple:
         return f"list of {len(args)} {_type_name(args[0])}s"
     return "table"

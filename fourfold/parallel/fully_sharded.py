@@ -128,6 +128,9 @@ class FullySharded(DataParallel):
             for parameter in group.fsdp_params:
                 if parameter.unsharded_accumulated_grad is not None:
                     found.append(parameter.unsharded_accumulated_grad_data)
+                whole = getattr(parameter, "_unsharded_param", None)  # made when it is first gathered
+                if whole is not None and whole.grad is not None:
+                    found.append(whole.grad)
         return found
 
     def _keep_z_shards_after_forward(self) -> None:

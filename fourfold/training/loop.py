@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -50,7 +51,7 @@ from fourfold.training.metrics import MetricsWriter, StepMetrics, peak_memory_by
 from fourfold.training.progress import Progress
 from fourfold.training.sample import sample_text
 
-SAMPLE_FILE, SUMMARY_FILE, RUN_FILE, LOCK_FILE = "sample.txt", "summary.json", "run.toml", ".lock"
+SAMPLE_FILE, SUMMARY_FILE, RUN_FILE = "sample.txt", "summary.json", "run.toml"
 
 
 @dataclass(frozen=True)
@@ -254,17 +255,19 @@ def _only_job_in(run_dir: Path) -> Iterator[None]:
 
     The lock goes with the process, however it ends. File systems without locks do without.
     """
-    with (run_dir / LOCK_FILE).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another job is training in {run_dir}; wait for it, or give this run another name"
-            ) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
+    folder = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        raise UserError(f"another job is training in {run_dir}; wait for it, or change the run's name") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+    try:
         yield
+    finally:
+        os.close(folder)
 
 
 def _check_finite(result: StepResult, step: int, run_dir: Path) -> None:

@@ -22,6 +22,7 @@ class ShardedAdamW:
     def __init__(self, shards: Sequence[LocalShard], config: OptimizerConfig, seed: int = 0) -> None:
         """seed: of stochastic rounding; replicas of a weight are rounded alike."""
         self.shards, self.config, self.seed = list(shards), config, seed
+        self._steps = 0  # as AdamW's own counters, which a trace without data cannot read
         self.parameters = [nn.Parameter(shard.local, requires_grad=shard.parameter.requires_grad) for shard in shards]
         decayed = [p for p, s in zip(self.parameters, shards, strict=True) if len(s.global_shape) > 1]
         others = [p for p, s in zip(self.parameters, shards, strict=True) if len(s.global_shape) == 1]
@@ -46,6 +47,7 @@ class ShardedAdamW:
             assert _same_memory(shard.current, parameter), f"{shard.name} has moved"
             # A gradient of another type (a float32 sum for bf16 weights) steps in the weights' type.
             parameter.grad = None if shard.grad is None else shard.grad.to(parameter.dtype).contiguous()
+        self._steps += 1
         if self.config.stochastic_rounding:
             self._step_and_round(lr)
         else:
@@ -82,7 +84,7 @@ class ShardedAdamW:
                 maximize=False,
             )
             generator = torch.Generator(wide.device)
-            generator.manual_seed(((self.seed * 1_000_003 + int(count)) * 1_000_003 + index) % 2**63)
+            generator.manual_seed(((self.seed * 1_000_003 + self._steps) * 1_000_003 + index) % 2**63)
             parameter.copy_(stochastically_rounded(wide, generator))
 
     def moments(self, index: int) -> dict[str, torch.Tensor]:
@@ -103,6 +105,7 @@ class ShardedAdamW:
 
     def set_steps_taken(self, steps: int) -> None:
         """Adam's bias correction counts steps; after loading moments, say how many they have seen."""
+        self._steps = steps
         for index, parameter in enumerate(self.parameters):
             self.moments(index)
             self.adamw.state[parameter]["step"].fill_(steps)

@@ -68,6 +68,7 @@ class Recorder(TorchDispatchMode):
                 self._tag(tensor, "optimizer")
         self.parameters = sum(shard.local.nbytes for shard in job.shards)
         self.optimizer = sum(m.nbytes for i in range(len(job.shards)) for m in job.optimizer.moments(i).values())
+        self._find_gradients_and_weights()
 
     def exclude(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Do not count the memory of what a step reads."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -60,10 +61,15 @@ def test_the_rows_of_the_parity_table_load() -> None:
             load_run(table.RUN_FILE, [f"{key}={value}" for key, value in table.overrides(sizes, grid).items()])
 
 
-def test_the_figures_are_what_their_script_draws(tmp_path: Path) -> None:
+def test_the_figures_are_what_their_scripts_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = script(DOCS / "figures" / "make.py")
     make.HERE = tmp_path
     make.block()
     make.grid()
+    monkeypatch.setitem(sys.modules, "make", make)
+    schedules = script(DOCS / "figures" / "schedules.py")
+    schedules.schedules()
+    assert schedules.table() in (DOCS / "pipeline.md").read_text(encoding="utf-8")
     for drawn in tmp_path.glob("*.svg"):
-        assert drawn.read_bytes() == (DOCS / "figures" / drawn.name).read_bytes(), "run: python docs/figures/make.py"
+        stored = (DOCS / "figures" / drawn.name).read_bytes()
+        assert drawn.read_bytes() == stored, "run: python docs/figures/make.py && python docs/figures/schedules.py"

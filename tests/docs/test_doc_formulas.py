@@ -8,46 +8,17 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from letters import letters_of
 from markdown import REPOSITORY, formula_in, tables_of
 from tiny_runs import GPT, LLAMA, tiny_run
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
-from fourfold.config.run import RunConfig
+from fourfold.config.run import ParallelConfig, RunConfig
 from fourfold.verification.trace import TraceReport, trace
 
 TABLES = tables_of(REPOSITORY / "docs" / "parallelism.md")
-AXES = {"dp·z": "dp_z"}
 Line = tuple[str, str, str]
-
-
-def letters_of(run: RunConfig) -> dict[str, float]:
-    """What the letters of the page stand for in a run."""
-    model, grid, training = run.model, run.parallel, run.training
-    inner, rms = model.intermediate_size, model.norm == "rmsnorm"
-    queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    ups = 2 * inner if model.mlp == "swiglu" else inner
-    return {
-        "B": training.micro_batch_size,
-        "S": training.seq_length,
-        "H": model.hidden_size,
-        "F": inner,
-        "U": ups,
-        "Q": queries,
-        "K": keys,
-        "V": model.padded_vocab_size,
-        "e": 4 if training.precision == "fp32" else 2,
-        "g": 4 if training.reduce_dtype == "fp32" else 2,
-        "f": 4 if rms else 16,
-        "b": 4 if rms else 8,
-        "A": run.gradient_accumulation_steps,
-        "P": model.num_parameters,
-        "W": model.hidden_size * (2 * queries + 2 * keys + ups + inner) / (grid.x * grid.y),
-        "x": grid.x,
-        "y": grid.y,
-        "z": grid.z,
-        "dp": grid.dp,
-    }
 
 
 def bytes_of(report: TraceReport) -> Counter[Line]:
@@ -100,29 +71,39 @@ def test_the_tables_of_a_block_and_of_the_head_say_what_the_trace_counts(
 WIDE = {"preset": "llama-tiny", "hidden_size": 256, "head_dim": 32, "intermediate_size": 512}
 
 
+ZERO = "`zero` | operation | over | bytes | bytes with z = 1 | what the step does"
+
+
+def name_of(over: str, grid: ParallelConfig) -> str | None:
+    """What the trace calls the axes that a cell names, of which some have size 1: as the first that is the same."""
+    split = [axis for axis in over.split("·") if getattr(grid, axis) > 1]
+    names = {"dp", "cp", "z", "dp_cp", "dp_z"}
+    name = "_".join(split)
+    return None if not split else name if name in names else "dp_cp_z"
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("grid", [{"x": 2, "z": 2, "dp": 2}, {"dp": 4}], ids=str)
+@pytest.mark.parametrize("grid", [{"x": 2, "z": 2, "dp": 2}, {"dp": 4}, {"cp": 2, "dp": 2}, {"cp": 2, "z": 2}], ids=str)
 def test_the_table_of_zero_says_what_the_trace_counts(zero: int, grid: dict[str, int]) -> None:
     run = tiny_run(WIDE, grid | {"zero": zero}, training={"global_batch_size": 16, "precision": "bf16"})
     said: Counter[tuple[str, str]] = Counter()
-    for level, operation, axis, formula, _ in TABLES["`zero` | operation | over | bytes | what the step does"]:
-        axis = AXES.get(axis, axis) if run.parallel.z > 1 else {"z": "z", "dp·z": "dp", "dp": "dp"}[axis]
-        if int(level) == zero and (axis != "z" or run.parallel.z > 1):
-            said[axis, operation] += formula_in(formula, **letters_of(run))
+    for level, operation, over, formula, with_one, _ in TABLES[ZERO]:
+        cell = formula if run.parallel.z > 1 else with_one
+        if int(level) == zero and cell != "none" and (axis := name_of(over, run.parallel)) is not None:
+            said[axis, operation] += formula_in(cell, **letters_of(run))
     counted: Counter[tuple[str, str]] = Counter()
     for (axis, operation, purpose), size in of_a_block(run).items():
         if purpose in ("weights", "gradients"):
             counted[axis, operation] += size
-    if run.parallel.z == 1 and zero == 0:
-        said = Counter({line: size for line, size in said.items() if line[0] == "dp"})
     assert counted.keys() == said.keys()
     for line, size in counted.items():
         assert size == pytest.approx(said[line], rel=4e-3), line
 
 
 @pytest.mark.parametrize("zero", [0, 2])
-def test_the_table_of_states_says_what_the_trace_counts(zero: int) -> None:
-    run = tiny_run(WIDE, {"x": 2, "z": 2, "dp": 2, "zero": zero}, training={"global_batch_size": 8})
+@pytest.mark.parametrize("other", ["dp", "cp"])
+def test_the_table_of_states_says_what_the_trace_counts(zero: int, other: str) -> None:
+    run = tiny_run(WIDE, {"x": 2, "z": 2, other: 2, "zero": zero}, training={"global_batch_size": 8})
     memory = trace(run).memory
     rows = TABLES["`zero` | weights | gradients at the step | optimizer | besides, during the step"]
     _, weights, gradients, optimizer, _ = rows[zero]

@@ -1,0 +1,113 @@
+"""Draw when each rank of a pipeline does what, and print the table of docs/pipeline.md from the same lists of
+operations: python docs/figures/schedules.py"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import make
+from make import INK, LINE, PAPER, SOFT, Drawing
+
+from fourfold.config.run import ParallelConfig, Schedule
+from fourfold.config.stages import stages_per_rank
+from fourfold.parallel.schedule import Op, Span, bubble, schedule_ops, timeline
+
+PP, DRAWN = 4, 8
+COLOURS = {
+    "F": ("forward", "#0072b2", "#8cc4e6"),
+    "B": ("backward", "#b84a00", "#f0b48c"),
+    "I": ("input gradients", "#a87400", "#f5d58a"),
+    "W": ("weight gradients", "#00714f", "#8fd3bd"),
+}
+"""Name, and colour of the first and of the later stages of a rank: Okabe and Ito's palette, which the colour-blind can
+tell apart, darkened so that white letters can be read, and lightened for dark ones."""
+
+LEFT, TOP, ROW, GAP, UNIT = 206, 70, 17, 26, 28
+
+
+def schedules() -> None:
+    """Every schedule on one time axis, with pp = 4 and 8 micro-batches."""
+    names = get_args(Schedule)
+    spans = {name: spans_of(name, DRAWN) for name in names}
+    longest = max(rank[-1].end for of_all in spans.values() for rank in of_all)
+    height = TOP + len(names) * (PP * ROW + GAP) + 34
+    d = Drawing(round(LEFT + longest * UNIT + 30), height, f"Schedules of {PP} ranks and {DRAWN} micro-batches")
+    x = float(LEFT)
+    for kind, (name, dark, light) in COLOURS.items():
+        d.rect(x, 20, 18, 18, dark)
+        d.rect(x + 18, 20, 18, 18, light)
+        d.text(x + 42, 34, f"{kind}: {name}", 13, anchor="start")
+        x += 178
+    d.text(x, 34, "light: later stages of the rank", 13, SOFT, "start")
+    bottom = TOP + len(names) * (PP * ROW + GAP) - GAP + 6
+    for unit in range(0, int(longest) + 1, 3):
+        d.line(LEFT + unit * UNIT, TOP - 8, LEFT + unit * UNIT, bottom, "#e4e7eb")
+        d.text(LEFT + unit * UNIT, bottom + 16, str(unit), 12, SOFT)
+    d.text(
+        LEFT + longest * UNIT / 2, bottom + 36, "time, in forwards of a rank's layers; a backward takes 2", 12.5, SOFT
+    )
+    for i, name in enumerate(names):
+        chart(d, name, spans[name], TOP + i * (PP * ROW + GAP))
+    d.save("schedules.svg")
+
+
+def chart(d: Drawing, name: str, spans: Sequence[Sequence[Span]], top: float) -> None:
+    """One schedule: a row for each rank, and in it a box with the micro-batch's number for each operation."""
+    d.text(LEFT - 42, top + ROW * 1.7, name, 12.5, anchor="end", bold=True)
+    d.text(LEFT - 42, top + ROW * 2.8, f"idle {100 * bubble(spans):.1f} %", 12.5, SOFT, "end")
+    end = max(rank[-1].end for rank in spans)
+    boxes: dict[tuple[str, str], tuple[list[str], list[str]]] = {}
+    for rank, of_rank in enumerate(spans):
+        y = top + rank * ROW
+        d.text(LEFT - 6, y + 12.5, f"rank {rank}", 10.5, SOFT, "end")
+        d.rect(LEFT, y, end * UNIT, ROW - 2, "#eef1f4", "none")
+        for op, begin, stop in of_rank:
+            _, dark, light = COLOURS[op.kind]
+            first = op.stage < PP
+            box, number = boxes.setdefault((dark, PAPER) if first else (light, INK), ([], []))
+            left, width = LEFT + begin * UNIT, (stop - begin) * UNIT - 1
+            box.append(f"M{left:g} {y:g}h{width:g}v{ROW - 2}h{-width:g}z")
+            number.append(f'<text x="{left + width / 2:g}" y="{y + 12:g}">{op.micro_batch}</text>')
+    for (fill, ink), (box, number) in boxes.items():  # one path and one group of a colour: a third of the bytes
+        d.parts.append(f'<path fill="{fill}" d="{"".join(box)}"/>')
+        d.parts.append(f'<g font-size="10.5" text-anchor="middle" fill="{ink}">{"".join(number)}</g>')
+    d.line(LEFT + end * UNIT, top - 3, LEFT + end * UNIT, top + PP * ROW, LINE)
+
+
+def table() -> str:
+    """Of each schedule what waits and what is kept."""
+    rows = [
+        f"| schedule | stages of a rank | idle, m = 4 | idle, m = 16 | kept at once by ranks 0 to {PP - 1}, m = 16 |"
+    ]
+    rows.append("|---|---|---|---|---|")
+    for name in get_args(Schedule):
+        grid = ParallelConfig(pp=PP, schedule=name)
+        chunks = stages_per_rank(grid)
+        idle = [
+            "refused" if name == "DualPipeV" and m < 2 * PP else f"{100 * bubble(spans_of(name, m)):.1f} %"
+            for m in (4, 16)
+        ]
+        kept = ", ".join(f"{held(ops) / chunks:g}" for ops in schedule_ops(grid, 16))
+        rows.append(f"| `{name}` | {chunks} | {idle[0]} | {idle[1]} | {kept} |")
+    return "\n".join(rows) + "\n"
+
+
+def spans_of(schedule: str, micro_batches: int) -> list[list[Span]]:
+    grid = ParallelConfig(pp=PP, schedule=schedule)
+    return timeline(schedule_ops(grid, micro_batches), grid)
+
+
+def held(ops: Sequence[Op]) -> int:
+    """The most forwards that wait for a gradient at one moment."""
+    most = now = 0
+    for op in ops:
+        now += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]
+        most = max(most, now)
+    return most
+
+
+if __name__ == "__main__":
+    schedules()
+    print(table(), end="")
+    print(f"drawn in {make.HERE}")

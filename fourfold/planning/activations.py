@@ -1,0 +1,121 @@
+"""Bytes of activations on one rank: what each block keeps for its backward, and the most that is alive at once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fourfold.planning.machine import Number
+from fourfold.planning.workload import Workload
+
+
+class Pieces(NamedTuple):
+    """Bytes on the rank, of one micro-batch: residual [T/x, H/y], gathered [T, H/y], inner [T, F/x]."""
+
+    residual: Number
+    gathered: Number
+    queries: Number
+    keys: Number
+    whole_queries: Number
+    inner: Number
+    statistics: Number
+
+
+def pieces(work: Workload) -> Pieces:
+    token = work.bytes * work.tokens
+    shared = work.x * work.y
+    return Pieces(
+        residual=token * work.hidden / (work.y * np.where(work.split_residual, work.x, 1)),
+        gathered=token * work.hidden / work.y,
+        queries=token * work.queries / shared,
+        # Fewer key-value heads than ranks: each rank holds the whole head that it reads.
+        keys=token * np.maximum(work.keys / shared, np.minimum(work.head_dim, work.keys)),
+        whole_queries=token * work.queries / work.x,
+        inner=token * work.inner / work.x,
+        statistics=4 * work.tokens / np.where(work.split_residual, work.x, 1),
+    )
+
+
+def kept_by_block(work: Workload, recompute: Number) -> Number:
+    """Bytes that one block keeps of a micro-batch, by mode of recompute (an index into ``RECOMPUTE``).
+
+    As autograd keeps them in ``parallel``: the inputs of
+    both norms, tokens as gathered for q, k, v and for up, what the attention kernel reads and writes, and of the MLP
+    gate, up, silu(gate) and their product (GELU: its input and output).
+    """
+    p = pieces(work)
+    gated = work.ups > work.inner
+    # Features arrive from the sum over y in one buffer, of which v keeps the whole alive.
+    rotated = np.where(work.rope, p.queries + p.keys, 0)
+    one_buffer = (work.y > 1) & ~np.asarray(work.biases, bool)
+    plain = np.where(work.rope, p.keys, p.queries + 2 * p.keys)
+    qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
+    normed = np.where(work.head_norms, (p.queries + p.keys) * (1 + 4 / work.bytes), 0)
+    out = np.where(work.y > 1, p.queries + p.whole_queries, p.queries)
+    heads = work.queries / work.head_dim
+    log_sums = 4 * work.tokens * heads / (work.x * work.y)
+    # Without a fused kernel the softmax's output, dropout's output and its mask are kept for every pair of tokens.
+    scores = np.where(work.flash, 0, 5 * work.micro_batch * work.seq**2 / work.cp * heads / (work.x * work.y))
+    core = qkv + normed + log_sums + scores
+    core_inputs = np.where(one_buffer, p.queries + 2 * p.keys, p.queries + 2 * p.keys)
+    mlp = np.where(gated, 4, 2) * p.inner
+    mlp_inputs = np.where(gated, 3, 2) * p.inner
+    selective = recompute == 1
+    # Gathered inputs are kept as they are; Megatron-LM keeps its share of them and gathers again.
+    tokens = np.where(work.regather, p.residual, p.gathered)
+    attention = np.where(selective & work.attention_again, core_inputs, core) + out
+    kept = (
+        2 * p.residual
+        + 2 * p.statistics
+        + 2 * tokens
+        + attention
+        + np.where(selective & work.mlp_again, mlp_inputs, mlp)
+    )
+    products = work.queries + 2 * work.keys + 2 * work.hidden + work.ups
+    per_op = p.residual + p.queries + log_sums + work.bytes * work.tokens * products / (2 * work.x * work.y)
+    kept = np.where(selective & np.asarray(work.per_op, bool), per_op, kept)
+    return np.where(recompute == 2, p.residual, kept)
+
+
+def head_bytes(work: Workload) -> Number:
+    """The most that head and loss need besides: tokens, their gradient, the weight's gradient in fp32, some logits."""
+    p = pieces(work)
+    columns = work.vocab / work.x
+    weights = columns * work.hidden / work.y
+    rows = np.minimum(work.tokens, np.maximum(1, np.floor(work.chunk_logits / columns / work.y)) * work.y)
+    # The partial sums, the sums in fp32, and their gradient in the step's type, with the product of that gradient.
+    first = rows * columns * (2 * work.bytes + 4 / work.y) + work.bytes * weights
+    # The next piece's sums are made while names still hold those of the piece before.
+    then = np.minimum(rows, np.maximum(work.tokens - rows, 0))
+    summed = (np.where(work.y > 1, work.bytes, 0) + 4) / work.y
+    second = columns * (rows * (work.bytes + 4 / work.y) + then * (work.bytes + summed))
+    tokens = p.residual + np.where(work.x > 1, p.residual, 0) + p.statistics + 2 * p.gathered
+    return tokens + np.maximum(first, np.where(then > 0, second, 0)) + 4 * weights
+
+
+def backward_bytes(work: Workload) -> Number:
+    """The most that the backward of one block needs besides what the forward has kept."""
+    p = pieces(work)
+    gated = work.ups > work.inner
+    down = p.inner + p.gathered + work.bytes * work.hidden * work.inner / (work.x * work.y)
+    return p.residual + np.maximum(np.where(gated, 2, 1) * p.inner, down)
+
+
+def kept_weights(work: Workload, layers: Number) -> Number:
+    """Weights between forward and backward under zero 1 and 2, as z-th parts (docs/parallelism.md)."""
+    keeps = (work.zero > 0) & (work.zero < 3) & (work.z > 1)
+    weights = layers * work.block_weights + (work.positions + np.where(work.tied, 0, work.vocab)) * work.hidden
+    return np.where(keeps, work.bytes * weights / (work.x * work.y * work.z), 0)
+
+
+def peak_bytes(work: Workload, layers: Number, in_flight: Number, has_head: Number = True) -> Number:
+    """The most that is alive at once on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches."""
+    kept = kept_by_block(work, work.recompute)
+    again = np.where(work.recompute == 2, kept_by_block(work, 0), 0)
+    head = np.where(has_head, head_bytes(work), 0)
+    inputs = 16 * work.micro_batch * work.seq * work.micro_batches + np.where(
+        work.rope, 4 * work.seq * work.head_dim, 0
+    )
+    working = np.maximum(head, again + backward_bytes(work))
+    return in_flight * layers * kept + working + inputs + kept_weights(work, layers)

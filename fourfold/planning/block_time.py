@@ -1,0 +1,168 @@
+"""Seconds of one block and of the head for one micro-batch: what they compute, and what they send over x, y and cp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from fourfold.planning.constants import Constants
+from fourfold.planning.machine import Machine, Number
+from fourfold.planning.terms import attention, launch, pointwise
+from fourfold.planning.terms.collective import Group, gather_seconds, group_of, reduce_seconds
+from fourfold.planning.terms.matmul import matmul_seconds
+from fourfold.planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class BlockTime:
+    """Seconds of one block (head: of the head), of one micro-batch. They depend on x, y, cp and the micro-batch alone.
+
+    compute, over_x, over_y: forward and backward; attention_forward: the part that selective recompute repeats;
+    hideable_x, hideable_y: collectives of the backward that can run while the weight gradient is computed, and the
+    computation there is for that; launches_forward, launches_backward: host seconds.
+    """
+
+    forward: Number
+    backward: Number
+    attention_forward: Number
+    x_forward: Number
+    x_backward: Number
+    y_forward: Number
+    y_backward: Number
+    hideable_x: Number
+    hideable_y: Number
+    weight_gradients: Number
+    launch_forward: Number
+    launch_backward: Number
+    head: Number
+    head_x: Number
+    head_y: Number
+    embedding: Number
+
+    def take(self, index: np.ndarray) -> BlockTime:
+        return BlockTime(
+            **{f.name: np.broadcast_to(getattr(self, f.name), index.max() + 1)[index] for f in fields(self)}
+        )
+
+
+class Rates:
+    """Rates of a machine under a program."""
+
+    def __init__(self, work: Workload, machine: Machine, constants: Constants) -> None:
+        rate = np.where(work.bits == 8, machine.achieved_fp8, machine.achieved)
+        self.matmul = constants.matmul * np.where(work.bits == 32, machine.achieved_fp32, rate)
+        self.head = constants.matmul * np.where(work.bits == 32, machine.achieved_fp32, machine.achieved)
+        self.attention = constants.attention * np.where(
+            work.bits == 32, machine.achieved_fp32 / machine.achieved, 1.0
+        ) * machine.attention  # fmt: skip
+        self.bandwidth = constants.memory * machine.memory_bandwidth
+        self.units = machine.units
+        self.launch = constants.launch * machine.launch
+
+
+def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockTime:
+    """Of each case of ``work``."""
+    rates = Rates(work, machine, constants)
+    x_group = group_of(work.x, 1, machine, constants)
+    y_group = group_of(work.y, work.x, machine, constants)
+    forward, input_gradients, weight_gradients = _products(work, rates)
+    attend, attend_backward = _attention(work, rates)
+    pointwise_forward = _pointwise(work, rates)
+    x_forward, x_backward, hideable_x = _over_x(work, x_group)
+    y_forward, y_backward, hideable_y = _over_y(work, y_group)
+    collectives = 4 * (work.x > 1) + 5 * (work.y > 1)
+    none = np.zeros(())
+    head, head_x, head_y, embedding = _head(work, rates, x_group, y_group)
+    return BlockTime(
+        forward=forward + attend + pointwise_forward,
+        backward=input_gradients + weight_gradients + attend_backward + pointwise.BACKWARD * pointwise_forward,
+        attention_forward=attend,
+        x_forward=x_forward,
+        x_backward=x_backward,
+        y_forward=y_forward,
+        y_backward=y_backward,
+        hideable_x=hideable_x,
+        hideable_y=hideable_y,
+        weight_gradients=weight_gradients,
+        launch_forward=rates.launch * launch.block_launches(False, none, work.fused, collectives),
+        launch_backward=rates.launch * launch.block_launches(True, none, work.fused, collectives),
+        head=head,
+        head_x=head_x,
+        head_y=head_y,
+        embedding=embedding,
+    )
+
+
+def _products(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
+    """Forward, input gradients, weight gradients of the four linear layers (q, k, v in one; gate and up in one)."""
+    tokens = work.tokens
+    shapes = (
+        (work.hidden / work.y, (work.queries + 2 * work.keys) / work.x),
+        (work.queries / work.x, work.hidden / work.y),
+        (work.hidden / work.y, work.ups / work.x),
+        (work.inner / work.x, work.hidden / work.y),
+    )
+    how = {"rate": rates.matmul, "units": rates.units, "bandwidth": rates.bandwidth, "item": work.bytes}
+    forward = sum(matmul_seconds(tokens, out, inner, **how) for inner, out in shapes)
+    inputs = sum(matmul_seconds(tokens, inner, out, **how) for inner, out in shapes)
+    weights = sum(matmul_seconds(out, inner, tokens, **how) for inner, out in shapes)
+    return forward, inputs, weights
+
+
+def _attention(work: Workload, rates: Rates) -> tuple[Number, Number]:
+    """Forward and backward of the attention core; each rank has its share of heads (or sequences, or queries)."""
+    scores = work.micro_batch * work.seq * work.seq * work.queries / work.head_dim / (work.x * work.y * work.cp)
+    flops = 4 * scores * work.head_dim / 2
+    flash = attention.flash_seconds(flops, work.seq, work.head_dim, rate=rates.attention)
+    how = {"rate": rates.matmul, "bandwidth": rates.bandwidth}
+    plain = attention.unfused_seconds(scores, work.head_dim, **how, moved_per_score=attention.UNFUSED_FORWARD)
+    plain_backward = attention.unfused_seconds(2 * scores, work.head_dim, **how,
+                                               moved_per_score=attention.UNFUSED_BACKWARD / 2)  # fmt: skip
+    return (
+        np.where(work.flash, flash, plain),
+        np.where(work.flash, attention.BACKWARD * flash, plain_backward),
+    )
+
+
+def _pointwise(work: Workload, rates: Rates) -> Number:
+    item = work.bytes
+    residual = item * work.tokens * work.hidden / (work.y * np.where(work.split_residual, work.x, 1))
+    heads = item * work.tokens * (work.queries + 2 * work.keys) / (work.x * work.y)
+    inner = item * work.tokens * work.inner / work.x
+    return pointwise.pointwise_bytes(residual, heads, inner, work.ups > work.inner, work.fused) / rates.bandwidth
+
+
+def _over_x(work: Workload, group: Group) -> tuple[Number, Number, Number]:
+    """Forward, backward, and what of the backward has a weight gradient to hide behind."""
+    residual = work.bytes * work.tokens * work.hidden / work.y
+    one = gather_seconds(residual, 1, group)
+    again = np.where(work.regather, 2 * one, 0.0)
+    return 4 * one, 4 * one + again, 2 * one + again
+
+
+def _over_y(work: Workload, group: Group) -> tuple[Number, Number, Number]:
+    item = work.bytes * work.tokens / work.x
+    qkv, queries = work.queries + 2 * work.keys, work.queries
+    statistics = reduce_seconds(4 * work.tokens / work.x, 1, group)
+    forward = gather_seconds(item * (qkv + queries), 2, group) + reduce_seconds(item * work.ups, 1, group)
+    hideable = reduce_seconds(item * work.inner, 1, group) + gather_seconds(item * queries, 1, group)
+    return forward + 2 * statistics, hideable + gather_seconds(item * qkv, 1, group) + 2 * statistics, hideable
+
+
+def _head(work: Workload, rates: Rates, x_group: Group, y_group: Group) -> tuple[Number, Number, Number, Number]:
+    """Head and loss, forward and backward: compute, over x, over y; and the embedding."""
+    tokens, columns, hidden = work.tokens, work.vocab / work.x, work.hidden / work.y
+    how = {"rate": rates.head, "units": rates.units, "bandwidth": rates.bandwidth, "item": work.bytes}
+    products = (
+        matmul_seconds(tokens, columns, hidden, **how)
+        + matmul_seconds(tokens, hidden, columns, **how)
+        + matmul_seconds(columns, hidden, tokens, **how)
+    )
+    # Logits in 16 and in 32 bits, written and read by softmax, loss and gradient.
+    loss = tokens / work.y * columns * (2 * work.bytes + 20) / rates.bandwidth
+    residual = work.bytes * tokens * hidden
+    over_x = gather_seconds(2 * residual, 2, x_group)
+    over_y = gather_seconds(2 * work.bytes * tokens * columns, 2, y_group)
+    embedding = 6 * residual / rates.bandwidth + gather_seconds(2 * residual, 2, x_group)
+    return products + loss, over_x, over_y, embedding

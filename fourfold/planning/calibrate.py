@@ -1,0 +1,103 @@
+"""Fits the constants to the user's own runs, and says how well they then predict rows that were not fitted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from fourfold.config.load import load_run
+from fourfold.errors import UserError
+from fourfold.planning.calibration import Calibration
+from fourfold.planning.from_run import workload_of
+from fourfold.planning.machine import Machine
+from fourfold.planning.machine_file import with_constants
+from fourfold.planning.request import features
+from fourfold.planning.validation.rows import Row, read_rows
+from fourfold.planning.validation.score import calibrate_on, errors_of, predict
+
+WARM_UP = 3
+"""First steps of a run that are not counted: compilers and allocators work in them."""
+FOLDS = 5
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The machine with fitted constants; error on rows that were not fitted (cross-validation), before and after."""
+
+    machine: Machine
+    rows: int
+    skipped: dict[str, int]
+    before: dict[str, float | int | None]
+    held_out: dict[str, float | int | None]
+
+
+def calibrate(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) -> Fitted:
+    """From tables of rows (.csv) and metrics of runs (metrics.jsonl, its run.toml beside it)."""
+    rows, skipped = read_rows([path for path in paths if path.suffix == ".csv"])
+    rows += [row_of_run(path, base) for path in paths if path.suffix != ".csv"]
+    # One machine and one program: levels below "all" would take what belongs to it.
+    rows = [replace(row, source=name, machine=base) if path_is_run(row) else row for row in rows]
+    rows = [row for row in rows if row.seconds is not None]
+    if not rows:
+        raise UserError("no row with a step time to calibrate on: " + (", ".join(skipped) or "the files are empty"))
+    calibration = calibrate_on(rows)
+    known = [s for s in predict(rows, Calibration()) if s.error is not None]
+    order = np.random.default_rng(seed).permutation(len(rows))
+    held_out = []
+    for fold in range(min(FOLDS, len(rows)) if len(rows) > 1 else 0):
+        out = set(order[fold::FOLDS].tolist())
+        fit_rows = [row for i, row in enumerate(rows) if i not in out]
+        held_out += predict([rows[i] for i in sorted(out)], calibrate_on(fit_rows))
+    machine_names, sources = {r.machine.name for r in rows}, {r.source for r in rows}
+    logs = calibration.logs(
+        machine_names.pop() if len(machine_names) == 1 else "", sources.pop() if len(sources) == 1 else ""
+    )
+    values = [features(row.work) for row in rows]
+    extent = {key: (min(v[key] for v in values), max(v[key] for v in values)) for key in values[0]}
+    return Fitted(with_constants(base, name, logs, extent), len(rows), skipped, errors_of(known), errors_of(held_out))
+
+
+def path_is_run(row: Row) -> bool:
+    return row.source == RUN_SOURCE
+
+
+RUN_SOURCE = "run"
+
+
+def row_of_run(path: Path, machine: Machine) -> Row:
+    """A run's median step, from its metrics and the run file beside them."""
+    run_file = path.with_name("run.toml")
+    if not run_file.is_file():
+        raise UserError(f"{run_file} does not exist: metrics.jsonl must stand in the folder of its run")
+    try:
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON, one object a line: {error}") from None
+    seconds = [r["step_seconds"] for r in records if r.get("step_seconds") is not None][WARM_UP:]
+    if not seconds:
+        raise UserError(f"{path} records no step beyond the first {WARM_UP}; train longer")
+    work = workload_of(load_run(run_file))
+    peaks = [r["peak_memory_bytes"] for r in records if r.get("peak_memory_bytes")]
+    return Row(str(path.parent.name), RUN_SOURCE, RUN_SOURCE, work, machine, float(np.median(seconds)),
+               max(peaks) / 1e9 if peaks else None, False, work.bits == 16, (RUN_SOURCE,))  # fmt: skip
+
+
+def predicted_against_measured(metrics: Path, machine: Machine) -> dict[str, float | None]:
+    """Of one run: step seconds and bytes, predicted and measured; for a training loop to print and keep."""
+    from fourfold.planning.plan import predict as predict_one
+    from fourfold.planning.request import constants_for
+
+    row = row_of_run(metrics, machine)
+    told = predict_one(row.work, machine, constants_for(machine))
+    return {
+        "predicted_step_seconds": told.seconds,
+        "measured_step_seconds": row.seconds,
+        "predicted_memory_bytes": told.memory_bytes,
+        "measured_memory_bytes": None if row.memory_gb is None else row.memory_gb * 1e9,
+    }

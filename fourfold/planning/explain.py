@@ -1,0 +1,177 @@
+"""Why a layout wins: against what, by how much, and what would have to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fourfold.errors import UserError
+from fourfold.planning.machine import Machine
+from fourfold.planning.plan import Plan, Prediction, make_plan, predict
+from fourfold.planning.search import Limits, evaluate
+from fourfold.planning.space import AXES, REASONS
+from fourfold.planning.step_time import PARTS
+
+KNOBS = {
+    "the network of a node": ("node", "GB/s", 1e9),
+    "the link inside a node": ("intra8", "GB/s", 1e9),
+    "the matmul rate": ("achieved", "TFLOP/s", 1e12),
+    "the latency of a hop between nodes": ("inter_hop", "µs", 1e-6),
+}
+"""Constants whose break-even is looked for: the machine's field, the unit, and its size."""
+CANDIDATES = 400
+"""Fastest layouts that are evaluated again under changed constants."""
+FACTORS = np.geomspace(1 / 8, 8, 61)
+NEAR = 0.05
+"""Neighbours within this of the best belong to its basin."""
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Where another layout overtakes the best: the constant's value there, above or below the machine's own."""
+
+    what: str
+    now: float
+    at: float
+    unit: str
+    other: str
+
+    def sentence(self) -> str:
+        side = "exceeds" if self.at > self.now else "falls below"
+        return f"wins until {self.what} {side} {self.at:.3g} {self.unit} (now {self.now:.3g}); then {self.other}"
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """One step away: what changes, and how much slower it is (None: refused, for the reason)."""
+
+    change: str
+    slower: float | None
+    reason: str
+
+
+def runner_up(plan: Plan) -> Prediction | None:
+    """The fastest layout whose grid is another."""
+    best = plan.best.work
+    work, order = plan.found.work, plan.found.order
+    other = np.zeros(len(order), dtype=bool)
+    for axis in AXES:
+        other |= np.asarray(getattr(work, axis))[order] != getattr(best, axis)
+    places = np.flatnonzero(other)
+    return predict(plan.found.point(order[places[0]]), plan.machine, plan.constants) if len(places) else None
+
+
+def waterfall(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
+    """Seconds of each part, one column for each prediction; parts that are nothing everywhere are left out."""
+    rows = {part: [p.parts[part] for p in predictions] for part in PARTS}
+    return {part: row for part, row in rows.items() if max(row) > 0}
+
+
+def break_evens(plan: Plan) -> list[BreakEven]:
+    """For each of ``KNOBS`` and direction, where the best grid stops being the best of the candidates."""
+    order = plan.found.order[:CANDIDATES]
+    if len(order) < 2:
+        return []
+    work = plan.found.work.take(order)
+    work = replace(
+        work, **{k: np.asarray(v, float) for k, v in vars(work).items() if np.ndim(v) and v.dtype.kind == "i"}
+    )
+    grids = np.stack([np.asarray(getattr(work, axis)) for axis in AXES], axis=1)
+    found = []
+    for what, (field, unit, size) in KNOBS.items():
+        now = getattr(plan.machine, field)
+        for factors in (FACTORS[FACTORS > 1.001], FACTORS[FACTORS < 0.999][::-1]):
+            for factor in factors:
+                best = int(np.argmin(evaluate(work, _changed(plan.machine, field, factor), plan.constants)))
+                if (grids[best] != grids[0]).any():
+                    other = predict(plan.found.point(order[best]), plan.machine, plan.constants).describe()
+                    found.append(BreakEven(what, now / size, now * factor / size, unit, other))
+                    break
+    return found
+
+
+def _changed(machine: Machine, field: str, factor: float) -> Machine:
+    names = ("intra2", "intra4", "intra8", "intra_far") if field == "intra8" else (field,)
+    return replace(machine, **{name: getattr(machine, name) * factor for name in names})
+
+
+def neighbours(plan: Plan) -> list[Neighbour]:
+    """The best layout with one factor of two moved between axes, or one other knob one step away."""
+    found, best = plan.found, plan.best
+    columns = {name: np.asarray(getattr(found.work, name))
+               for name in (*AXES, "micro_batch", "interleave", "zero", "recompute")}  # fmt: skip
+    here = {name: int(getattr(best.work, name)) for name in columns}
+
+    def look(changes: dict[str, int], text: str) -> Neighbour:
+        mask = np.ones(len(found.seconds), dtype=bool)
+        for name, column in columns.items():
+            if name == "zero" and (changes.get("dp", here["dp"]) * changes.get("cp", here["cp"])) == 1:
+                continue
+            if name == "interleave" and changes.get("pp", here["pp"]) == 1:
+                continue
+            mask &= column == changes.get(name, here[name])
+        places = np.flatnonzero(mask)
+        if not len(places):
+            return Neighbour(text, None, "outside the searched sizes")
+        place = places[np.argmin(found.seconds[places])]
+        if found.reason[place]:
+            return Neighbour(text, None, REASONS[found.reason[place]])
+        return Neighbour(text, float(found.seconds[place] / best.seconds - 1), "")
+
+    table = []
+    for taken in AXES:
+        for given in AXES:
+            if taken != given and here[taken] % 2 == 0:
+                change = {taken: here[taken] // 2, given: here[given] * 2}
+                text = f"{taken} {here[taken]} → {change[taken]}, {given} {here[given]} → {change[given]}"
+                table.append(look(change, text))
+    for name, values in (
+        ("micro_batch", (here["micro_batch"] // 2, here["micro_batch"] * 2)),
+        ("interleave", (here["interleave"] - 1, here["interleave"] + 1) if here["pp"] > 1 else ()),
+        ("zero", (here["zero"] - 1, here["zero"] + 1)),
+        ("recompute", (here["recompute"] - 1, here["recompute"] + 1)),
+    ):
+        for value in values:
+            if value >= (1 if name in ("micro_batch", "interleave") else 0) and value in columns[name]:
+                table.append(look({name: value}, f"{name} {here[name]} → {value}"))
+    return table
+
+
+def basin(table: Sequence[Neighbour]) -> str:
+    """Sharp peak or broad basin, in one sentence."""
+    known = [n.slower for n in table if n.slower is not None]
+    near = sum(slower <= NEAR for slower in known)
+    if not known:
+        return "No neighbour is legal and fits: the layout stands alone."
+    shape = "a broad basin" if near >= len(known) / 3 else "a sharp peak"
+    return f"{near} of {len(known)} neighbours that fit are within {NEAR:.0%}: {shape}."
+
+
+def next_doubling(plan: Plan, limits: Limits | None) -> dict[str, Any] | None:
+    """The same batch on twice the GPUs, replanned: speed-up and efficiency."""
+    base = replace(plan.best.work, x=1, y=1, z=1, dp=1, cp=1, pp=1)
+    try:
+        more = make_plan(base, plan.machine, plan.constants, 2 * plan.gpus, 1, limits).best
+    except UserError:
+        return None
+    speedup = plan.best.seconds / more.seconds
+    return {"gpus": 2 * plan.gpus, "layout": more.describe(), "step_seconds": more.seconds, "speedup": speedup,
+            "efficiency": speedup / 2}  # fmt: skip
+
+
+def explain(plan: Plan, own: Prediction | None = None, limits: Limits | None = None) -> dict[str, Any]:
+    """All of it as JSON values."""
+    second = runner_up(plan)
+    shown = {"best": plan.best} | ({"runner_up": second} if second else {}) | ({"yours": own} if own else {})
+    table = neighbours(plan)
+    return {
+        "layouts": {name: p.describe() for name, p in shown.items()},
+        "waterfall": {"columns": list(shown), "seconds": waterfall(list(shown.values()))},
+        "break_evens": [vars(b) | {"sentence": b.sentence()} for b in break_evens(plan)],
+        "neighbours": [vars(n) for n in table],
+        "basin": basin(table),
+        "next_doubling": next_doubling(plan, limits),
+    }

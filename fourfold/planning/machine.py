@@ -1,0 +1,137 @@
+"""A machine as the planner sees it: what one device computes and holds, and what carries data between devices.
+
+Machines are TOML files (``fourfold/planning/machines``); every constant there stands beside its source.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fourfold.errors import UserError
+
+Number = Any
+"""A float, or an array of them with one entry for each case that is predicted at once."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Constants of one machine, in SI units (bytes, seconds, floating-point operations per second).
+
+    peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates as advertised (bf16) and as the best shape reaches;
+    units: processors that share the tiles of a matmul; attention: best rate of a fused attention kernel; intra2,
+    intra4, intra8: one-directional bandwidth of a device to a group of that many neighbours, intra_far: to members of
+    a group that are not neighbours; node: injection bandwidth of a node; base, intra_hop, inter_hop: latency of a
+    collective and of each step of its ring; launch: host time of a kernel; reserved: bytes that the runtime takes of a
+    device.
+    """
+
+    name: str
+    gpus_per_node: Number
+    domain: Number
+    units: Number
+    peak: Number
+    achieved: Number
+    achieved_fp8: Number
+    achieved_fp32: Number
+    attention: Number
+    memory: Number
+    memory_bandwidth: Number
+    intra2: Number
+    intra4: Number
+    intra8: Number
+    intra_far: Number
+    node: Number
+    base: Number
+    intra_hop: Number
+    inter_hop: Number
+    launch: Number
+    reserved: Number
+    price_per_gpu_hour: float | None = None
+    watts_per_gpu: float | None = None
+    mtbf_gpu_hours: float | None = None
+    checkpoint_bandwidth: float | None = None
+    efficiency: tuple[tuple[str, float], ...] = ()
+    """What ``fourfold calibrate`` has fitted: constants of ``constants.Constants`` by name."""
+    calibrated_range: tuple[tuple[str, tuple[float, float]], ...] = ()
+    """Smallest and largest value of each feature among the calibration's rows; outside is extrapolation."""
+
+
+SECTIONS = {
+    "device": ("units", "peak", "achieved", "achieved_fp8", "achieved_fp32", "attention", "memory",
+               "memory_bandwidth", "reserved"),
+    "node": ("gpus_per_node", "domain", "intra2", "intra4", "intra8", "intra_far"),
+    "network": ("node",),
+    "latency": ("base", "intra_hop", "inter_hop", "launch"),
+    "costs": ("price_per_gpu_hour", "watts_per_gpu", "mtbf_gpu_hours", "checkpoint_bandwidth"),
+}  # fmt: skip
+_OPTIONAL = {*SECTIONS["costs"]}
+
+
+def machine_names() -> list[str]:
+    """Names of the machines that come with fourfold."""
+    return sorted(file.name.removesuffix(".toml") for file in _folder().iterdir() if file.name.endswith(".toml"))
+
+
+@cache
+def load_machine(name: str) -> Machine:
+    """The machine of a built-in name or of a TOML file; raises ``UserError`` for what is unknown or wrong in it."""
+    if name.endswith(".toml"):
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{name} cannot be read: {error.strerror}") from None
+        return parse_machine(text, where=name)
+    if name not in machine_names():
+        near = difflib.get_close_matches(name, machine_names(), n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(machine_names())}"
+        raise UserError(f"machine '{name}' is unknown; {hint} A file of your own ends in .toml.")
+    return parse_machine((_folder() / f"{name}.toml").read_text(encoding="utf-8"), where=f"{name}.toml")
+
+
+def parse_machine(text: str, where: str) -> Machine:
+    """A machine from the text of its file."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{where} is not valid TOML: {error}") from None
+    values: dict[str, Any] = {"name": table.pop("name", Path(where).stem)}
+    table.pop("sources", None)
+    efficiency, extent = table.pop("efficiency", {}), table.pop("calibrated_range", {})
+    for section, keys in SECTIONS.items():
+        given = table.pop(section, {})
+        for key in keys:
+            if key in given:
+                value = given.pop(key)
+                if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                    raise UserError(f"{where}: {section}.{key} = {value!r} must be a number above 0")
+                values[key] = float(value)
+            elif key not in _OPTIONAL:
+                raise UserError(f"{where}: {section}.{key} is missing; machines/dgx-h100.toml shows every key")
+        if given:
+            raise UserError(f"{where}: unknown key '{section}.{next(iter(given))}'; there are {', '.join(keys)}")
+    if table:
+        raise UserError(f"{where}: unknown section '{next(iter(table))}'; there are {', '.join(SECTIONS)}")
+    return Machine(
+        **values,
+        efficiency=tuple((key, float(value)) for key, value in efficiency.items()),
+        calibrated_range=tuple((key, (float(low), float(high))) for key, (low, high) in extent.items()),
+    )
+
+
+def stack_machines(machines: Sequence[Machine]) -> Machine:
+    """Many machines as one whose constants are arrays, an entry for each."""
+    numeric = [f.name for f in fields(Machine) if f.type == "Number"]
+    return Machine(name="several", **{key: np.array([getattr(m, key) for m in machines]) for key in numeric})
+
+
+def _folder() -> Any:
+    return files("fourfold.planning") / "machines"

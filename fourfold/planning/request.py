@@ -1,0 +1,158 @@
+"""What the command line asks for, as workloads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fourfold.config.dump import to_toml
+from fourfold.config.load import load_run, make_run
+from fourfold.config.model import ModelConfig
+from fourfold.config.run import RunConfig
+from fourfold.errors import UserError
+from fourfold.planning.calibration import Calibration, shipped
+from fourfold.planning.constants import NAMES, Constants, moved, prior_constants
+from fourfold.planning.from_run import workload_of, workload_of_model
+from fourfold.planning.machine import Machine
+from fourfold.planning.model_file import load_model
+from fourfold.planning.plan import Prediction
+from fourfold.planning.space import AXES, Limits
+from fourfold.planning.workload import RECOMPUTE, Workload
+
+STEP_TOKENS = 4 << 20
+"""Tokens of a step where no batch is given: a common size for models of billions of parameters."""
+LONGEST_DEFAULT = 8192
+BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8": 8}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model with a step, on a number of GPUs of a machine; own: the layout of the run file that was given."""
+
+    name: str
+    model: ModelConfig
+    base: Workload
+    gpus: int
+    own: Workload | None
+    run: RunConfig | None
+
+
+def request(
+    model: str | None,
+    run_file: Path | None,
+    overrides: list[str],
+    gpus: int | None,
+    seq: int | None,
+    batch: int | None,
+    precision: str | None,
+) -> Request:
+    """From options; raises ``UserError`` for what does not go together."""
+    if (model is None) == (run_file is None):
+        raise UserError("give either --model (a preset, a config.json or its folder) or a run file")
+    if precision is not None and precision not in BITS:
+        raise UserError(f"--precision {precision} is unknown; there are {', '.join(BITS)}")
+    if gpus is not None and gpus < 1:
+        raise UserError(f"--gpus {gpus} must be at least 1")
+    run = own = None
+    if run_file is not None:
+        run = load_run(run_file, overrides)
+        sizes, name, own = run.model, run.name, workload_of(run)
+        gpus = gpus or run.parallel.world_size
+        base = replace(own, **dict.fromkeys(AXES, 1), micro_batch=1, zero=0, recompute=0)
+    else:
+        assert model is not None
+        if gpus is None:
+            raise UserError("--gpus is missing: how many GPUs to plan for")
+        sizes, name = load_model(model)
+        seq = seq or min(sizes.max_position_embeddings, LONGEST_DEFAULT)
+        base = replace(workload_of_model(sizes), seq=seq, batch=batch or max(1, round(STEP_TOKENS / seq / gpus)) * gpus)
+    changes: dict[str, Any] = {}
+    changes |= {"seq": seq} if seq else {}
+    changes |= {"batch": batch} if batch else {}
+    changes |= {"bits": BITS[precision]} if precision else {}
+    base = replace(base, **changes)
+    own = replace(own, **changes) if own is not None else None
+    if sizes.position_embedding == "learned" and base.seq > sizes.max_position_embeddings:
+        raise UserError(
+            f"--seq {base.seq} is longer than the model's position table of {sizes.max_position_embeddings}"
+        )
+    return Request(name, sizes, base, gpus, own, run)
+
+
+def constants_for(machine: Machine, calibration: Calibration | None = None) -> Constants:
+    """Those that the machine's own file holds, else those that come with fourfold."""
+    if machine.efficiency:
+        logs = dict(machine.efficiency)
+        return moved(prior_constants(), np.log([logs.get(name, 1.0) for name in NAMES]))
+    return (calibration or shipped()).constants(machine.name)
+
+
+def limits_of(settings: list[str]) -> Limits:
+    """``x<=8``, ``pp=1``, ``zero=0``, ``recompute=full`` as limits of the search."""
+    most, fixed, modes = [], [], {}
+    choices = {"zero": "zeros", "micro_batch": "micro_batches", "interleave": "interleaves"}
+    for setting in settings:
+        name, sign, text = setting.partition("<=") if "<=" in setting else setting.partition("=")
+        try:
+            if name == "recompute" and sign == "=":
+                modes["recomputes"] = (RECOMPUTE.index(text),)
+            elif name in choices and sign == "=":
+                modes[choices[name]] = (int(text),)
+            elif name in AXES:
+                (most if sign == "<=" else fixed).append((name, int(text)))
+            else:
+                raise ValueError
+        except ValueError:
+            raise UserError(
+                f"--limit {setting}: write it as x<=8, pp=1, zero=0, micro_batch=1, interleave=1 or recompute=full"
+            ) from None
+    return Limits(at_most=tuple(most), fixed=tuple(fixed), **modes)
+
+
+def run_of(asked: Request, layout: Prediction) -> RunConfig:
+    """A run with a planned layout: the given run file's other keys, or defaults and built-in text."""
+    work = layout.work
+    table = asked.run.model_dump(mode="json", exclude_none=True) if asked.run is not None else {
+        "name": asked.name,
+        "model": asked.model.model_dump(mode="json", exclude_none=True),
+        "data": {"source": "python-stdlib"},
+        "training": {"train_steps": 1000, "precision": "fp32" if work.bits == 32 else "bf16"},
+    }  # fmt: skip
+    record = layout.record()
+    table["parallel"] = dict(table.get("parallel", {})) | record["parallel"]
+    table["training"] |= {
+        "micro_batch_size": record["micro_batch_size"],
+        "global_batch_size": int(work.batch),
+        "seq_length": int(work.seq),
+    }
+    table["activation_checkpoint"] = dict(table.get("activation_checkpoint", {})) | {
+        "mode": record["activation_checkpoint"]
+    }
+    return make_run(table, where="the planned layout")
+
+
+def write_run(path: Path, asked: Request, layout: Prediction) -> None:
+    """Write the run file of a planned layout."""
+    comment = f"# Planned for {asked.gpus} GPUs of {layout.machine.name}: {layout.seconds:.3g} s a step.\n"
+    if asked.run is None:
+        comment += "# [data] is built-in text: name your own corpora.\n"
+    path.write_text(comment + to_toml(run_of(asked, layout)), encoding="utf-8")
+
+
+def outside_calibration(machine: Machine, work: Workload) -> list[str]:
+    """What of a prediction lies outside the range that the machine's constants were calibrated in."""
+    values = features(work)
+    return [
+        f"{name} {values[name]:,.0f} (calibrated from {low:,.0f} to {high:,.0f})"
+        for name, (low, high) in machine.calibrated_range
+        if name in values and not low <= values[name] <= high
+    ]
+
+
+def features(work: Workload) -> dict[str, float]:
+    """What a calibration's range is told in."""
+    return {"gpus": float(work.gpus), "hidden": float(work.hidden), "seq": float(work.seq),
+            "tokens of a micro-batch": float(work.micro_batch * work.seq)}  # fmt: skip

@@ -1,0 +1,86 @@
+"""How a model scales with the number of GPUs, replanned at each size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fourfold.errors import UserError
+from fourfold.planning.constants import Constants
+from fourfold.planning.machine import Machine
+from fourfold.planning.plan import Prediction, make_plan
+from fourfold.planning.published import published_table
+from fourfold.planning.space import Limits
+from fourfold.planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size: the best layout there, and its efficiency against the first size that fits (None: nothing fits)."""
+
+    gpus: int
+    best: Prediction | None
+    efficiency: float | None
+    why_not: str
+    published_pflops: float | None
+
+    def record(self) -> dict[str, Any]:
+        if self.best is None:
+            return {"gpus": self.gpus, "why_not": self.why_not}
+        record = self.best.record()
+        record = {key: value for key, value in record.items() if key not in ("parts", "stages")}
+        flops = self.best.work.megatron_flops() / self.best.seconds / 1e15
+        return {"gpus": self.gpus, "layout": self.best.describe(), **record, "efficiency": self.efficiency,
+                "megatron_pflops": float(flops), "published_pflops": self.published_pflops}  # fmt: skip
+
+
+def sizes_of(text: str) -> list[int]:
+    """``512:32768`` as the doublings from the first to the last; ``8,24,64`` as they stand."""
+    try:
+        if ":" not in text:
+            return [int(part) for part in text.split(",")]
+        low, high = (int(part) for part in text.split(":"))
+        if not 0 < low <= high:
+            raise ValueError
+    except ValueError:
+        raise UserError(f"--gpus {text}: write it as 512:32768 (doublings) or 512,768,1024") from None
+    sizes = [low]
+    while sizes[-1] * 2 <= high:
+        sizes.append(sizes[-1] * 2)
+    return sizes
+
+
+def scaling(
+    base: Workload,
+    machine: Machine,
+    constants: Constants,
+    sizes: Sequence[int],
+    weak: bool,
+    limits: Limits | None = None,
+    model: str = "",
+) -> list[Point]:
+    """Weak: the batch grows with the GPUs from what ``base`` says at the first size. Strong: it stays."""
+    points: list[Point] = []
+    first: tuple[int, float] | None = None
+    for gpus in sizes:
+        batch = base.batch * gpus // sizes[0] if weak else base.batch
+        published = _published(machine.name, model, gpus)
+        try:
+            best = make_plan(replace(base, batch=batch), machine, constants, gpus, 1, limits).best
+        except UserError as error:
+            points.append(Point(gpus, None, None, str(error), published))
+            continue
+        rate = best.tokens_per_second / gpus
+        first = first or (gpus, rate)
+        points.append(Point(gpus, best, rate / first[1], "", published))
+    return points
+
+
+def _published(machine: str, model: str, gpus: int) -> float | None:
+    rows = (
+        row
+        for row in published_table()["figure"]
+        if (row["machine"], row["model"], row["gpus"]) == (machine, model, gpus)
+    )
+    return next((row["pflops"] for row in rows), None)

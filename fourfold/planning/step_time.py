@@ -1,0 +1,160 @@
+"""Seconds of a step, split into what they are spent on."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fourfold.planning.block_time import BlockTime, block_time
+from fourfold.planning.constants import Constants
+from fourfold.planning.machine import Machine, Number
+from fourfold.planning.terms.collective import gather_seconds, group_of, reduce_seconds
+from fourfold.planning.terms.launch import OPTIMIZER_KERNELS, overlapped
+from fourfold.planning.terms.optimizer import optimizer_seconds
+from fourfold.planning.terms.pipeline import bubble_slots, transfer_seconds
+from fourfold.planning.workload import Workload
+
+PARTS = (
+    "compute", "recompute", "x", "y", "z", "cp", "dp", "pp", "bubble", "logits", "launch", "optimizer", "other",
+)  # fmt: skip
+"""What a step is spent on. Of x, y, z, cp and dp: the communication that nothing hides."""
+
+
+def step_parts(
+    work: Workload, machine: Machine, constants: Constants, block: BlockTime | None = None
+) -> dict[str, Number]:
+    """Seconds of each of ``PARTS``; their sum is the step. ``block``: when it is known already."""
+    block = block_time(work, machine, constants) if block is None else block
+    exposed = constants.exposed
+    full, selective = work.recompute == 2, work.recompute == 1
+
+    # One block, one micro-batch.
+    products = np.where(work.per_op, (block.forward - block.attention_forward) / 2, block.attention_forward)
+    recompute = np.where(full, block.forward, np.where(selective, products, 0.0))
+    x = block.x_forward + block.x_backward + np.where(full, block.x_forward, 0.0)
+    y = block.y_forward + block.y_backward + np.where(full, block.y_forward, 0.0)
+    hidden_x = np.where(work.overlap_x, _hidden(block.hideable_x, block.weight_gradients / 2, exposed), 0.0)
+    hidden_y = np.where(work.overlap_x, _hidden(block.hideable_y, block.weight_gradients / 2, exposed), 0.0)
+    ahead = _hidden(block.x_forward, (block.forward - block.attention_forward) / 2, exposed)
+    hidden_x = hidden_x + np.where(work.overlap_forward, ahead * (1 + full), 0.0)
+    x, y = x - hidden_x, y - hidden_y
+    cp = _over_cp(work, machine, constants, block)
+    compute = block.forward + block.backward
+    device = compute + recompute + x + y + cp
+    host = block.launch_forward * (1 + full) + block.launch_backward
+    launch = np.where(work.blocking, host, overlapped(device, host) - device)
+    z = _over_z(work, machine, constants, device + launch)
+
+    # One stage, one micro-batch; the last stage has the head, and all wait for the slowest.
+    layers, micro_batches = work.stage_layers, work.micro_batches
+    mean_layers = work.layers / work.pp
+    head = block.head + block.head_x + block.head_y
+    ends = head + np.where(work.pp > 1, 0.0, block.embedding)
+    stage = mean_layers * (device + launch + z) + (head + block.embedding) / work.pp
+    block_seconds = device + launch + z
+    slowest = np.maximum(layers * block_seconds, work.end_layers * block_seconds + ends)
+    # A slower stage is waited for in the steady state, and shows as bubble.
+    waiting = np.where(work.pp > 1, micro_batches * (slowest - mean_layers * block_seconds - head / work.pp), 0.0)
+    bubble = bubble_slots(work.pp, work.interleave) * stage + waiting
+    pp = _over_pp(work, machine, constants)
+    # Of the head, like of the layers, a stage's share on average counts as its own: the rest is waiting.
+    scale, heads = micro_batches * mean_layers, micro_batches / work.pp
+    dispersion = 1 + constants.dispersion * np.log2(np.maximum(work.gpus / machine.gpus_per_node, 1))
+    dp = _over_dp(work, machine, constants, scale * (block.backward + recompute) / micro_batches)
+    held = work.layers * work.block_weights / work.pp + work.vocab * work.hidden
+    stepped = held / (work.x * work.y * work.z * np.where(work.zero > 0, work.dp * work.cp, 1))
+    optimizer = optimizer_seconds(stepped, constants.memory * machine.memory_bandwidth)
+    optimizer = optimizer + OPTIMIZER_KERNELS * constants.launch * machine.launch
+    parts = {
+        "compute": scale * compute * dispersion,
+        "recompute": scale * recompute * dispersion,
+        "x": scale * x + heads * block.head_x,
+        "y": scale * y + heads * block.head_y,
+        "z": scale * z,
+        "cp": scale * cp,
+        "dp": dp,
+        "pp": pp,
+        "bubble": bubble,
+        "logits": heads * (block.head + np.where(work.pp > 1, 0.0, block.embedding)) * dispersion,
+        "launch": scale * launch,
+        "optimizer": optimizer,
+        "other": constants.step,
+    }
+    assert tuple(parts) == PARTS
+    return parts
+
+
+def step_seconds(work: Workload, machine: Machine, constants: Constants, block: BlockTime | None = None) -> Number:
+    """Seconds of a whole step."""
+    return sum(step_parts(work, machine, constants, block).values())
+
+
+def _hidden(communication: Number, computation: Number, exposed: Number) -> Number:
+    """Seconds of communication that computation beside it hides."""
+    return (1 - exposed) * np.minimum(communication, computation)
+
+
+def _over_cp(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
+    """Keys and values of all of the sequence: gathered forward and backward, gradients scattered; the ring of blocks
+    runs behind the attention of the block before."""
+    group = group_of(work.cp, work.x * work.y * work.z, machine, constants)
+    size = work.bytes * work.micro_batch * work.seq * 2 * work.keys / (work.x * work.y)
+    times = 3 + (work.recompute > 0)
+    sending = gather_seconds(times * size, times, group)
+    return sending - _hidden(sending, block.attention_forward * 2, constants.exposed)
+
+
+def _over_z(work: Workload, machine: Machine, constants: Constants, computing: Number) -> Number:
+    """What is exposed of one block's weights gathered and gradients scattered, behind ``computing`` of a block."""
+    item, weights = work.bytes, work.block_weights / (work.x * work.y)
+    tensor = work.x * work.y
+    all_of_dp = work.dp * work.cp
+    z_group = group_of(work.z, tensor, machine, constants)
+    wide = group_of(work.z * all_of_dp, tensor, machine, constants)
+    three, sharded = work.zero == 3, (work.zero > 0) & (work.zero < 3)
+    each = np.where(_kept_for_the_step(work), 0.0, 1.0)
+    z_only = gather_seconds(2 * item * weights, 2, z_group) + gather_seconds(work.reduce_bytes * weights, 1, z_group)
+    z_three = gather_seconds(2 * item * weights, 2, wide) + gather_seconds(work.reduce_bytes * weights, 1, wide)
+    scattered = np.where(work.zero == 2, 1.0, 0.0)
+    z_sharded = each * (gather_seconds(item * weights, 1, wide) + gather_seconds(item * weights, 1, z_group))
+    z_sharded = z_sharded + scattered * gather_seconds(work.reduce_bytes * weights, 1, wide)
+    sending = np.where(three, z_three, np.where(sharded, z_sharded, z_only))
+    return sending - np.where(work.overlap_z, _hidden(sending, computing, constants.exposed), 0.0)
+
+
+def _kept_for_the_step(work: Workload) -> Number:
+    """Whether sharded weights are gathered once a step: distributed optimizers, and zero 1 and 2 where z is 1."""
+    return work.weights_kept | ((work.zero > 0) & (work.zero < 3) & (work.z == 1))
+
+
+def _over_dp(work: Workload, machine: Machine, constants: Constants, last_backward: Number) -> Number:
+    """Gradients over the ranks that hold copies, once a step; behind the last micro-batch's backward where overlapped.
+
+    With a distributed optimizer (zero 1 whose weights are kept) gradients are scattered and weights gathered, which
+    runs behind the next forward.
+    """
+    weights = (work.layers / work.pp * work.block_weights + work.vocab * work.hidden) / (work.x * work.y)
+    copies = work.dp * work.cp
+    across = group_of(copies, work.x * work.y * work.z, machine, constants)
+    wide = group_of(copies * work.z, work.x * work.y, machine, constants)
+    reduced = reduce_seconds(work.reduce_bytes * weights / work.z, 1, across)
+    scattered = gather_seconds(work.reduce_bytes * weights, 1, wide)
+    gathered = np.where(_kept_for_the_step(work), gather_seconds(work.bytes * weights, 1, wide), 0.0)
+    sending = np.where(work.zero == 0, reduced, np.where(work.zero == 1, scattered + gathered, 0.0))
+    sending = np.where(work.zero == 2, gathered, sending)
+    return sending - np.where(work.overlap_dp, _hidden(sending, last_backward, constants.exposed), 0.0)
+
+
+def _over_pp(work: Workload, machine: Machine, constants: Constants) -> Number:
+    """Activations and their gradients between stages, for each micro-batch and chunk."""
+    size = work.bytes * work.tokens * work.hidden / (work.x * work.y)
+    one = transfer_seconds(
+        size,
+        work.gpus / work.pp,
+        work.gpus,
+        constants.intra * machine.intra8,
+        constants.inter * machine.node / machine.gpus_per_node,
+        constants.latency * (machine.base + machine.inter_hop),
+        machine.gpus_per_node,
+    )
+    exposed = np.where(work.overlap_dp & (work.interleave > 1), constants.exposed, 1.0)
+    return np.where(work.pp > 1, 2 * work.micro_batches * work.interleave * one * exposed, 0.0)

@@ -1,0 +1,1 @@
+"""What a training step spends its time on: one file for each term."""

@@ -1,0 +1,147 @@
+"""What is predicted: models, batches and layouts, as arrays with one entry for each case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from fourfold.planning.machine import Number
+
+RECOMPUTE = ("none", "selective", "full")
+"""``recompute`` counts in these: selective runs the attention core again, full the whole block."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sizes of one step; every field is a number or an array [n] of them.
+
+    The model: layers, hidden, queries and keys (features), head_dim, inner, ups (outputs of up and gate together),
+    vocab (padded), tied, rope, biases (of q, k, v), head_norms, positions (rows of a learned table).
+    The step: seq, batch (global, sequences), micro_batch, bits (16 or 32 in the step; 8: matmuls in FP8), reduce_bytes
+    (of a gradient in sums), recompute (index into ``RECOMPUTE``).
+    The grid: x, y, z, dp, cp, pp, interleave (chunks of layers a stage), zero.
+
+    What the program does, as others' programs differ here:
+    split_residual: the stream between the layers lies over x; false for tensor without sequence parallelism.
+    regather: inputs are kept split over x and gathered again for the backward (Megatron-LM's sequence parallelism).
+    flash: fused attention; fused: fused pointwise operations; per_op: selective keeps the attention's output and every
+    second matmul's (torchtitan); attention_again, mlp_again: what selective computes again.
+    overlap_x, overlap_z, overlap_dp: communication runs behind computation (of x in the backward; overlap_forward:
+    also in the forward, piece by piece with the product that it feeds); blocking: the host waits for every kernel.
+    weights_kept: weights are gathered once a step and not for every micro-batch (distributed optimizers).
+    half_weights: 16-bit weights are stored besides the optimizer's; gradient_copy: the optimizer makes an fp32 copy of
+    its gradients (DeepSpeed); stored_gradients: bytes of a gradient where they are not those of the sums.
+    balanced_ends: embedding and head count as a layer each where layers are split into stages.
+    prefetch: blocks gathered ahead; chunk_logits: logits made at once; count_runtime: memory includes what the driver
+    and the communication library take.
+    """
+
+    layers: Number
+    hidden: Number
+    queries: Number
+    keys: Number
+    head_dim: Number
+    inner: Number
+    ups: Number
+    vocab: Number
+    tied: Number
+    seq: Number
+    batch: Number
+    micro_batch: Number
+    bits: Number
+    reduce_bytes: Number
+    x: Number
+    y: Number
+    z: Number
+    dp: Number
+    cp: Number
+    pp: Number
+    interleave: Number
+    zero: Number
+    recompute: Number
+    split_residual: Number = True
+    flash: Number = True
+    fused: Number = False
+    overlap_x: Number = True
+    overlap_forward: Number = False
+    overlap_z: Number = True
+    overlap_dp: Number = True
+    weights_kept: Number = False
+    regather: Number = False
+    balanced_ends: Number = False
+    rope: Number = True
+    biases: Number = False
+    head_norms: Number = False
+    positions: Number = 0
+    blocking: Number = False
+    half_weights: Number = False
+    gradient_copy: Number = False
+    stored_gradients: Number = 0
+    count_runtime: Number = True
+    per_op: Number = False
+    prefetch: Number = 1
+    chunk_logits: Number = 1 << 27
+    attention_again: Number = True
+    mlp_again: Number = False
+
+    @property
+    def gpus(self) -> Number:
+        return self.x * self.y * self.z * self.dp * self.cp * self.pp
+
+    @property
+    def micro_batches(self) -> Number:
+        """Micro-batches that one rank runs in a step."""
+        return self.batch / (self.micro_batch * self.z * self.dp)
+
+    @property
+    def tokens(self) -> Number:
+        """Tokens of a micro-batch on one rank, gathered over x."""
+        return self.micro_batch * self.seq / self.cp
+
+    @property
+    def bytes(self) -> Number:
+        """Bytes of an activation or a weight in the step."""
+        return np.maximum(self.bits, 16) / 8
+
+    @property
+    def block_weights(self) -> Number:
+        """Matrix entries of one block."""
+        return self.hidden * (2 * self.queries + 2 * self.keys + self.ups + self.inner)
+
+    @property
+    def stage_layers(self) -> Number:
+        """Blocks of the fullest stage."""
+        ends = np.where(self.balanced_ends, 2, 0)
+        return np.ceil((self.layers + ends) / (self.pp * self.interleave)) * self.interleave
+
+    @property
+    def end_layers(self) -> Number:
+        """Blocks of the first and of the last stage, which have embedding and head besides."""
+        return self.stage_layers - np.where(self.balanced_ends, 1, 0)
+
+    def model_flops(self) -> Number:
+        """Of one step: matmul parameters (head included) six times a token, attention over half of the square."""
+        tokens = 1.0 * self.batch * self.seq
+        attention = 6.0 * self.layers * self.seq * self.queries
+        return tokens * (6 * (self.layers * self.block_weights + self.vocab * self.hidden) + attention)
+
+    def hardware_flops(self) -> Number:
+        """Model FLOPs and what is computed again for the backward."""
+        tokens = 1.0 * self.batch * self.seq
+        attention = 2.0 * self.layers * self.seq * self.queries
+        block = 2 * self.layers * self.block_weights
+        again = np.where(self.recompute == 2, block + attention, np.where(self.recompute == 1, attention, 0))
+        return self.model_flops() + tokens * again
+
+    def megatron_flops(self) -> Number:
+        """Hardware FLOPs with everything recomputed and the whole square of the attention (Narayanan et al. 2021,
+        arXiv 2104.04473, equation 3), the convention of many published figures."""
+        tokens = 1.0 * self.batch * self.seq
+        attention = 16.0 * self.layers * self.seq * self.queries
+        return tokens * (8 * self.layers * self.block_weights + attention + 6 * self.vocab * self.hidden)
+
+    def take(self, index: np.ndarray) -> Workload:
+        """The cases at ``index``; scalars stay scalars."""
+        arrays = {f.name: v[index] for f in fields(self) if np.ndim(v := getattr(self, f.name))}
+        return replace(self, **arrays)

@@ -1,0 +1,202 @@
+"""The page of a plan: one file that needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fourfold.planning.pipeline_schedule import pipeline_slots
+from fourfold.planning.space import OUT_OF_MEMORY, REASONS
+from fourfold.reports import html
+from fourfold.reports.plan_charts import Dot, scatter, timetable
+from fourfold.reports.plan_terminal import costs_sentence
+from fourfold.reports.svg import Series, line_chart, stacked_bars
+
+if TYPE_CHECKING:
+    from fourfold.planning.answer import Answer
+    from fourfold.planning.plan import Prediction
+    from fourfold.planning.scaling import Point
+
+SHOWN = 1500
+"""Dots of the scatter: the front, the fastest, and an even sample of the rest."""
+SHOWN_STAGES, SHOWN_MICRO_BATCHES = 16, 32
+"""Of the timetable; a longer pipeline shows its first part."""
+
+
+def write_plan_report(path: Path, told: Answer) -> None:
+    """Write the plan's page: scatter, ranking, waterfall, memory by stage, pipeline, scaling."""
+    plan, best = told.plan, told.plan.best
+    wide = [_scatter(told)]
+    if told.explanation is not None:
+        wide.append(_waterfall(told.explanation))
+    wide.append(stacked_bars("Memory of the fullest rank of each stage, GB", _stages(best), width=1072))
+    if best.work.pp > 1:
+        wide.append(_timetable(best))
+    if told.curve:
+        wide.append(_curve(told.curve))
+    sections = [html.facts(_headline(told)), _ranking(told), html.charts([], wide)]
+    if told.costs is not None:
+        sections.insert(1, f"<p>{escape(costs_sentence(told))}</p>")
+    if told.extrapolation:
+        sections.insert(0, html.notice(f"Extrapolation: {'; '.join(told.extrapolation)}."))
+    if told.explanation is not None:
+        sections += _explanation(told.explanation)
+    title = f"{told.asked.name} on {told.asked.gpus} GPUs of {plan.machine.name}"
+    html.write_page(path, html.page(title, best.describe(), sections))
+
+
+def write_scaling_report(path: Path, points: Sequence[Point], model: str, machine: str, weak: bool) -> None:
+    """Write the page of a scaling curve."""
+    kind = "Weak" if weak else "Strong"
+    rows = [
+        [f"{p.gpus:,}", p.best.describe(), f"{p.best.seconds:.4g}", f"{p.efficiency:.1%}",
+         "" if p.published_pflops is None else f"{p.published_pflops:,.0f}"]
+        if p.best is not None else [f"{p.gpus:,}", p.why_not, "", "", ""]
+        for p in points
+    ]  # fmt: skip
+    table = _table(["GPUs", "layout", "s/step", "efficiency", "published PFLOP/s"], rows)
+    html.write_page(path, html.page(f"{model} on {machine}", f"{kind} scaling, replanned at each size",
+                                    [html.charts([], [_curve(points)]), table]))  # fmt: skip
+
+
+def _headline(told: Answer) -> dict[str, str | int | float | None]:
+    best = told.plan.best
+    return {
+        "step": f"{best.seconds:.4g} s",
+        "tokens/s a GPU": round(best.tokens_per_second / told.asked.gpus),
+        "MFU": f"{best.utilisation(best.work.model_flops()):.1%}",
+        "HFU": f"{best.utilisation(best.work.hardware_flops()):.1%}",
+        "memory": f"{best.memory_bytes / 1e9:.1f} GB",
+        "P(out of memory)": f"{best.p_oom:.1%}",
+        "layouts evaluated": f"{told.plan.found.evaluated:,}",
+    }
+
+
+def _scatter(told: Answer) -> str:
+    found, machine = told.plan.found, told.plan.machine
+    legal = np.flatnonzero(np.isfinite(found.seconds))
+    near = legal[found.memory[legal] < 2 * machine.memory]
+    near = near if len(near) else legal
+    by_memory = near[np.lexsort((found.seconds[near], found.memory[near]))]
+    front = by_memory[found.seconds[by_memory] <= np.minimum.accumulate(found.seconds[by_memory])]
+    sample = near[:: max(1, len(near) // SHOWN)]
+    shown = np.unique(np.concatenate([front, found.order[:100], sample]))
+    best = found.order[0]
+    dots = [
+        Dot(
+            float(found.memory[i] / 1e9),
+            float(found.seconds[i]),
+            _layout_text(told, int(i)),
+            out=found.reason[i] == OUT_OF_MEMORY,
+            best=i == best,
+        )
+        for i in shown
+    ]
+    return scatter(
+        "Step time, seconds (log scale), against memory of the fullest rank, GB: grey does not fit, orange is the best",
+        dots,
+        machine.memory / 1e9,
+        x_label="GB",
+        limit_label=f"{machine.memory / 1e9:.0f} GB",
+    )
+
+
+def _layout_text(told: Answer, index: int) -> str:
+    from fourfold.planning.plan import describe_layout
+
+    found = told.plan.found
+    text = f"{describe_layout(found.point(index))}: {found.seconds[index]:.4g} s, {found.memory[index] / 1e9:.1f} GB"
+    return text + (f"; {REASONS[found.reason[index]]}" if found.reason[index] else "")
+
+
+def _waterfall(explanation: dict[str, Any]) -> str:
+    told = explanation["waterfall"]
+    names = {"best": "best", "runner_up": "runner-up", "yours": "yours"}
+    bars = {
+        names[column]: {part: values[i] for part, values in told["seconds"].items()}
+        for i, column in enumerate(told["columns"])
+    }
+    return stacked_bars("What a step is spent on, seconds", bars, width=1072)
+
+
+def _stages(best: Prediction) -> dict[str, dict[str, float]]:
+    return {f"stage {place}": {name: value / 1e9 for name, value in stage.items()}
+            for place, stage in zip(best.stage_numbers, best.stages, strict=True)}  # fmt: skip
+
+
+def _timetable(best: Prediction) -> str:
+    work, parts = best.work, best.parts
+    stages, interleave = min(int(work.pp), SHOWN_STAGES), int(work.interleave)
+    micro_batches = min(int(work.micro_batches), SHOWN_MICRO_BATCHES)
+    micro_batches = max(stages, micro_batches // stages * stages) if interleave > 1 else micro_batches
+    busy = sum(parts[name] for name in ("compute", "recompute", "x", "y", "z", "cp", "launch")) / float(
+        work.micro_batches
+    )
+    again = 1 if work.recompute == 2 else 0
+    slots = pipeline_slots(stages, micro_batches, interleave, busy / (3 + again), busy * (2 + again) / (3 + again))
+    title = f"Pipeline, seconds: {parts['bubble'] / best.seconds:.1%} of the step is bubble"
+    if (stages, micro_batches) != (int(work.pp), int(work.micro_batches)):
+        title += f"; drawn for {stages} of {int(work.pp)} stages"
+        title += f" and {micro_batches} of {int(work.micro_batches)} micro-batches"
+    return timetable(slots, title)
+
+
+def _curve(points: Sequence[Point]) -> str:
+    fitting = [p for p in points if p.best is not None]
+    gpus = [float(p.gpus) for p in fitting]
+    return line_chart(
+        "Tokens/s of all GPUs, replanned at each size",
+        [
+            Series("predicted", gpus, [p.best.tokens_per_second for p in fitting if p.best], dots=True),
+            Series("as the first size", gpus, [fitting[0].best.tokens_per_second * n / gpus[0] for n in gpus]),
+        ]
+        if fitting and fitting[0].best
+        else [],
+        x_label="GPUs",
+        from_zero=True,
+        width=1072,
+    )
+
+
+def _ranking(told: Answer) -> str:
+    rows = [("", p) for p in told.plan.ranked] + ([("yours: ", told.own)] if told.own is not None else [])
+    return _table(
+        ["layout", "s/step", "GB", "P(OOM)", "MFU", "tokens/s/GPU"],
+        [
+            [name + p.describe(), f"{p.seconds:.4g}", f"{p.memory_bytes / 1e9:.1f}", f"{p.p_oom:.1%}",
+             f"{p.utilisation(p.work.model_flops()):.1%}", f"{p.tokens_per_second / told.asked.gpus:,.0f}"]
+            for name, p in rows
+        ],
+    )  # fmt: skip
+
+
+def _explanation(told: dict[str, Any]) -> list[str]:
+    points = "".join(f"<li>The best {escape(point['sentence'])}.</li>" for point in told["break_evens"])
+    steps = _table(
+        ["one step away", "slower by"],
+        [[n["change"], f"{n['slower']:+.1%}" if n["slower"] is not None else n["reason"]] for n in told["neighbours"]],
+    )
+    sections = [
+        f"<h2>Break-evens</h2><ul>{points}</ul>" if points else "",
+        f"<h2>Neighbours</h2><p>{escape(told['basin'])}</p>{steps}",
+    ]
+    if more := told["next_doubling"]:
+        sections.append(
+            f"<p>{more['gpus']:,} GPUs with the same batch: {more['step_seconds']:.4g} s a step, "
+            f"{more['speedup']:.2f} times as fast; {escape(more['layout'])}.</p>"
+        )
+    return sections
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    style = (
+        "<style>table{border-collapse:collapse;margin:0 0 16px;font-variant-numeric:tabular-nums}"
+        "td,th{padding:3px 14px 3px 0;text-align:left;border-bottom:1px solid var(--edge)}</style>"
+    )
+    return f"{style}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -1,0 +1,1 @@
+"""Measurements on the user's own devices."""

@@ -1,0 +1,163 @@
+"""Measures what a machine file holds, on the devices of this job: matmuls, memory, attention, launches, collectives."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from fourfold.training.environment import Place
+
+SECONDS_PER_POINT = 0.4
+"""How long one point is repeated; the fastest repetition counts, as the slower ones are of something else."""
+
+
+@dataclass
+class Measured:
+    """Rates in SI units. matmuls: FLOP/s by shape (m×n×k) and layout of the operands (N: as stored, T: transposed);
+    collectives: (ranks, bytes) → seconds of an all-reduce and of an all-gather of that many bytes."""
+
+    device: str
+    ranks: int
+    gpus_per_node: int
+    nodes: int
+    memory: float
+    units: int
+    matmuls: dict[str, dict[str, float]] = field(default_factory=dict)
+    fp32_matmul: float = 0.0
+    memory_bandwidth: float = 0.0
+    attention: float = 0.0
+    launch: float = 0.0
+    all_reduce: dict[int, dict[int, float]] = field(default_factory=dict)
+    all_gather: dict[int, dict[int, float]] = field(default_factory=dict)
+
+    def record(self) -> dict:
+        return asdict(self)
+
+
+def measure(place: Place) -> Measured:
+    """On every process of the job, inside its default group; all return the same shape of result, rank 0's counts."""
+    on_gpu = torch.cuda.is_available() and dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    properties = torch.cuda.get_device_properties(device) if on_gpu else None
+    found = Measured(
+        device=properties.name if properties else "cpu",
+        ranks=place.world_size,
+        gpus_per_node=place.local_world_size,
+        nodes=math.ceil(place.world_size / place.local_world_size),
+        memory=float(properties.total_memory) if properties else _host_memory(place),
+        units=properties.multi_processor_count if properties else 1,
+    )
+    sizes = (2048, 4096, 8192) if on_gpu else (256, 512, 1024)
+    for m in sizes[:2]:
+        for n in sizes[1:]:
+            k = sizes[1]
+            found.matmuls[f"{m}x{n}x{k}"] = {kind: _matmul(m, n, k, kind, dtype, device) for kind in ("NN", "NT", "TN")}
+    found.fp32_matmul = _matmul(sizes[1], sizes[1], sizes[1], "NN", torch.float32, device)
+    found.memory_bandwidth = _copy(1 << (30 if on_gpu else 27), device)
+    found.attention = _attention(sizes[1] // (1 if on_gpu else 2), dtype, device)
+    found.launch = _launch(device)
+    if place.world_size > 1:
+        _collectives(found, place, device, on_gpu)
+    return found
+
+
+def _fastest(run: Callable[[], object], device: torch.device, seconds: float = SECONDS_PER_POINT) -> float:
+    """Seconds of the fastest of as many repetitions as fit."""
+    run()
+    _wait(device)
+    best, begin = math.inf, time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _matmul(m: int, n: int, k: int, kind: str, dtype: torch.dtype, device: torch.device) -> float:
+    left = torch.randn((m, k) if kind[0] == "N" else (k, m), dtype=dtype, device=device)
+    right = torch.randn((k, n) if kind[1] == "N" else (n, k), dtype=dtype, device=device)
+    left, right = (left if kind[0] == "N" else left.T), (right if kind[1] == "N" else right.T)
+    return 2 * m * n * k / _fastest(lambda: left @ right, device)
+
+
+def _copy(size: int, device: torch.device) -> float:
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _fastest(lambda: target.copy_(source), device)
+
+
+def _attention(seq: int, dtype: torch.dtype, device: torch.device) -> float:
+    heads, head_dim = 8, 128
+    q, k, v = (torch.randn(1, heads, seq, head_dim, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+
+    def both() -> None:
+        out: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out.backward(torch.ones_like(out))
+
+    return 3.5 * 4 * heads * seq * seq * head_dim / 2 / _fastest(both, device)
+
+
+def _launch(device: torch.device) -> float:
+    """Seconds of one small operation with its autograd, as the host pays them."""
+    x = torch.ones(16, device=device, requires_grad=True)
+
+    def many() -> None:
+        y = x
+        for _ in range(200):
+            y = y * 1.0
+
+    return _fastest(many, device) / 200
+
+
+def _collectives(found: Measured, place: Place, device: torch.device, on_gpu: bool) -> None:
+    """All-reduce and all-gather of three sizes over the first 2, 4, … ranks, and over all."""
+    counts = [n for n in (2, 4, 8) if n < min(place.world_size, place.local_world_size)]
+    counts += sorted({min(place.world_size, place.local_world_size), place.world_size} - {1})
+    sizes = (1 << 12, 1 << 22, 1 << (28 if on_gpu else 24))
+    for count in counts:
+        group = dist.new_group(list(range(count)))
+        if place.rank < count:
+            for size in sizes:
+                tensor = torch.ones(size // 4 // count * count, device=device)
+                part = tensor[: tensor.numel() // count].clone()
+                repetitions = 20 if size < 1 << 22 else 5
+                found.all_reduce.setdefault(count, {})[size] = _repeated(
+                    lambda t=tensor, g=group: dist.all_reduce(t, group=g), device, repetitions
+                )
+                found.all_gather.setdefault(count, {})[size] = _repeated(
+                    lambda t=tensor, p=part, g=group: dist.all_gather_into_tensor(t, p, group=g), device, repetitions
+                )
+        dist.barrier()
+
+
+def _repeated(run: Callable[[], object], device: torch.device, times: int) -> float:
+    """Every rank must call a collective equally often, so the number of repetitions is fixed."""
+    run()
+    _wait(device)
+    best = math.inf
+    for _ in range(times):
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _host_memory(place: Place) -> float:
+    import os
+
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / place.local_world_size

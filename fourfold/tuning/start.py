@@ -1,0 +1,22 @@
+"""Starts the microbenchmark on all processes of the job."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fourfold.training.environment import read_environment
+from fourfold.training.launch import run_on_grid
+
+
+def microbenchmark(processes: int | None) -> dict[str, Any] | None:
+    """Measure, on a launcher's processes or on ``processes`` local ones; None on all but the first of a launcher's."""
+    place = read_environment(os.environ)
+    if place is not None:
+        processes = place.world_size
+    elif processes is None:
+        import torch
+
+        processes = torch.cuda.device_count() or 2
+    measured = run_on_grid("fourfold.tuning.microbenchmark:measure", [], processes)
+    return measured.record() if place is None or place.rank == 0 else None

@@ -1,0 +1,217 @@
+"""fourfold plan and fourfold calibrate as a user types them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from planner_rows import HEADER, row_text
+
+from fourfold.cli.app import main
+from fourfold.config.load import load_run
+from fourfold.planning.machine import load_machine
+
+Result = tuple[int, str, str]
+Cli = Callable[..., Result]
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["fourfold", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        capsys.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 0
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+SMALL = ("plan", "--model", "llama3-8b", "--machine", "dgx-h100", "--gpus", 16, "--global-batch", 64)
+
+
+def test_json_is_what_scripts_rely_on(cli: Cli) -> None:
+    code, out, _ = cli(*SMALL, "--json", "--top", 3)
+    told = json.loads(out)
+    assert code == 0 and set(told) >= {"best", "ranked", "evaluated", "seconds"}
+    wanted = (
+        "parallel micro_batch_size activation_checkpoint step_seconds memory_bytes mfu hfu tokens_per_second_per_gpu"
+    )
+    assert set(told["best"]) >= set(wanted.split())
+    assert len(told["ranked"]) == 3 and told["ranked"][0] == told["best"]
+    assert told["evaluated"] > 1000 and told["seconds"] > 0
+
+
+def test_planning_imports_no_torch_and_starts_at_once() -> None:
+    script = (
+        "import sys, time; begin = time.perf_counter(); "
+        "sys.argv = ['fourfold', *'plan --model llama3-8b --gpus 8 --global-batch 64 --json'.split()]; "
+        "from fourfold.cli.app import app\n"
+        "try: app()\n"
+        "except SystemExit: pass\n"
+        "print(time.process_time(), 'torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=REPOSITORY)
+    seconds, has_torch = done.stderr.split()[-2:]
+    assert has_torch == "False"
+    assert float(seconds) < 1, "CPU seconds of the whole command"
+
+
+def test_tables_and_explanation(cli: Cli) -> None:
+    code, out, _ = cli(*SMALL, "--explain", "--tokens", "1e12", "--top", 2)
+    assert code == 0
+    for text in ("runner-up", "One step away", "GPU-hours", "checkpoint every", "The best wins until", "compute"):
+        assert text in out, text
+
+
+def test_a_written_run_file_loads(cli: Cli, tmp_path: Path) -> None:
+    target = tmp_path / "planned.toml"
+    code, out, _ = cli(*SMALL, "--limit", "pp=1", "--limit", "cp=1", "--write", target, "--json")
+    run = load_run(target)
+    best = json.loads(out)["best"]
+    assert code == 0 and run.parallel.world_size == 16
+    assert {axis: getattr(run.parallel, axis) for axis in best["parallel"]} == best["parallel"]
+    assert run.training.micro_batch_size == best["micro_batch_size"]
+    assert run.activation_checkpoint.mode == best["activation_checkpoint"]
+
+
+def test_a_run_file_is_predicted_and_replanned(cli: Cli) -> None:
+    code, out, _ = cli("plan", REPOSITORY / "examples" / "llama3-8b-8gpus.toml", "--machine", "dgx-h100", "--json")
+    told = json.loads(out)
+    run = load_run(REPOSITORY / "examples" / "llama3-8b-8gpus.toml")
+    assert code == 0 and told["gpus"] == run.parallel.world_size
+    assert told["own"]["parallel"]["z"] == run.parallel.z
+    assert told["own"]["step_seconds"] >= told["best"]["step_seconds"] or told["own"]["p_out_of_memory"] > 0.05
+
+
+def test_a_hugging_face_model_is_the_preset(cli: Cli, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+              "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+              "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = ("--gpus", 8, "--global-batch", 32, "--json")
+    told = [json.loads(cli("plan", "--model", model, *args)[1])["best"] for model in (tmp_path, "llama3-8b")]
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--model", "llama9", "--gpus", 8), "did you mean 'llama3-8b'"),
+        (("--model", "llama3-8b"), "--gpus is missing"),
+        (("--model", "llama3-8b", "--gpus", 0), "--gpus 0"),
+        (("--model", "llama3-8b", "--gpus", 8, "--machine", "dgx-h10"), "did you mean 'dgx-h100'"),
+        (("--model", "llama3-405b", "--gpus", 8), "GPUs would do"),
+        (("--model", "llama3-8b", "--gpus", 8, "--precision", "fp4"), "there are bf16"),
+        (("--model", "llama3-8b", "--gpus", 8, "--limit", "q=1"), "--limit q=1"),
+        (("--model", "gpt2", "--gpus", 8, "--seq", 4096), "position table"),
+        (("--model", "none/config.json", "--gpus", 8), "cannot be read"),
+    ],
+)
+def test_bad_input_is_a_sentence(cli: Cli, arguments: tuple[object, ...], sentence: str) -> None:
+    code, out, error = cli("plan", *arguments)
+    assert code == 2 and sentence in error and not out
+    assert error.startswith("fourfold: ") and error.count("\n") == 1
+
+
+def measured_rows(path: Path, first: int, count: int) -> Path:
+    lines = [
+        row_text(row_id=str(first + i), tp=2**(i % 4), dp=8 // 2**(i % 4), micro_batch=1 + (i // 4) % 2,
+                 step_time_s=1 + 0.1 * i)
+        for i in range(count)
+    ]  # fmt: skip
+    path.write_text("\n".join([HEADER, *lines]), encoding="utf-8")
+    return path
+
+
+def test_validate_prints_what_scripts_rely_on(cli: Cli, tmp_path: Path) -> None:
+    rows, others = measured_rows(tmp_path / "a.csv", 0, 9), measured_rows(tmp_path / "b.csv", 100, 8)
+    code, out, _ = cli("plan", "validate", rows, "--calibrate-on", others, "--json")
+    told = json.loads(out)
+    assert code == 0 and told["rows"] == 9 and told["skipped"] == {}
+    assert set(told) >= {"median_abs_error", "mean_abs_error", "by_source", "sweeps", "machine_file_only"}
+    assert (
+        told["by_source"]["T"]["mean_abs_error"] == told["mean_abs_error"] < told["machine_file_only"]["mean_abs_error"]
+    )
+    assert set(told["sweeps"]) >= {"regret_mean", "spearman_median"}
+    assert "8 rows" in told["constants"]
+    code, out, _ = cli("plan", "validate", rows, "--rows")
+    assert code == 0 and "mean" in out and "predicted s" in out
+
+
+def test_rows_to_validate_are_held_out_of_the_fit(cli: Cli, tmp_path: Path) -> None:
+    rows = measured_rows(tmp_path / "a.csv", 0, 9)
+    code, _, error = cli("plan", "validate", rows, "--calibrate-on", rows)
+    assert code == 2 and "is also to be validated" in error
+    code, _, error = cli("plan", "validate", tmp_path / "none.csv")
+    assert code == 2 and "cannot be read" in error
+
+
+def test_scaling_with_the_published_figure(cli: Cli, tmp_path: Path) -> None:
+    page = tmp_path / "scaling.html"
+    code, out, _ = cli("plan", "scaling", "--model", "gpt-40b", "--machine", "perlmutter", "--gpus", "2048:4096",
+                       "--strong", "--global-batch", 8192, "--json", "--report", page)  # fmt: skip
+    points = json.loads(out)["points"]
+    assert code == 0 and [p["gpus"] for p in points] == [2048, 4096]
+    assert points[1]["published_pflops"] == 620.1 and points[1]["mfu"] <= points[1]["hfu"]
+    assert "<svg" in page.read_text(encoding="utf-8")
+
+
+def test_the_page_needs_no_network_and_shows_everything(cli: Cli, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    code, *_ = cli("plan", "--model", "llama3-70b", "--machine", "dgx-h100", "--gpus", 128, "--global-batch", 256,
+                   "--limit", "pp=4", "--tokens", "1e12", "--report", page)  # fmt: skip
+    text = page.read_text(encoding="utf-8")
+    assert code == 0 and not re.search(r"(src|href)=", text)
+    for part in ("against memory", "What a step is spent on", "each stage", "Pipeline", "Tokens/s", "Break-evens",
+                 "Neighbours", "GPU-hours"):  # fmt: skip
+        assert part in text, part
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no headless browser on this machine to look at the page with")
+    done = subprocess.run(
+        [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}",
+         "--virtual-time-budget=2000", "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    drawn = done.stdout
+    assert drawn.count("<circle") > 100 and drawn.count("<rect") > 100
+    assert "NaN" not in drawn and "undefined" not in drawn
+
+
+def test_calibrate_measures_this_machine(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fourfold.tuning import microbenchmark
+
+    monkeypatch.setattr(microbenchmark, "SECONDS_PER_POINT", 0.02)
+    target = tmp_path / "mine.toml"
+    begin = time.perf_counter()
+    code, out, _ = cli("calibrate", "--out", target, "--processes", 1, "--json")
+    told = json.loads(out)
+    assert code == 0 and time.perf_counter() - begin < 120
+    machine = load_machine(str(target))
+    assert machine.achieved == pytest.approx(max(max(kinds.values()) for kinds in told["matmuls"].values()), rel=1e-4)
+    assert set(next(iter(told["matmuls"].values()))) == {"NN", "NT", "TN"}
+    assert machine.memory_bandwidth > 1e8 and machine.launch < 1e-3
+    code, out, _ = cli("plan", "--model", "gpt2", "--machine", target, "--gpus", 1, "--global-batch", 4, "--precision",
+                       "fp32", "--json")  # fmt: skip
+    assert code == 0 and json.loads(out)["best"]["step_seconds"] > 0
+
+
+def test_calibrate_on_a_table(cli: Cli, tmp_path: Path) -> None:
+    target = tmp_path / "mine.toml"
+    code, out, _ = cli("calibrate", "--out", target, "--from", measured_rows(tmp_path / "a.csv", 0, 9), "--machine",
+                       "dgx-a100", "--json")  # fmt: skip
+    assert code == 0 and json.loads(out)["rows"] == 9
+    assert dict(load_machine(str(target)).efficiency)["matmul"] > 0

@@ -1,0 +1,202 @@
+"""Every formula and number of the pages on pipelines, context and memory, read from the page and compared."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from typing import Any
+
+import pytest
+from letters import letters_of
+from markdown import REPOSITORY, blocks_of, formula_in, tables_of
+from tiny_runs import GPT, LLAMA, tiny_run
+
+from fourfold.config.load import load_run, make_run
+from fourfold.config.model import ModelConfig
+from fourfold.config.presets import PRESETS
+from fourfold.config.run import ParallelConfig, RunConfig
+from fourfold.config.stages import stage_layers
+from fourfold.parallel.context import chunks_of
+from fourfold.parallel.schedule import bubble, schedule_ops, timeline
+from fourfold.verification.trace import TraceReport, trace
+
+DOCS = REPOSITORY / "docs"
+PIPELINE, CONTEXT, MEMORY = (DOCS / f"{name}.md" for name in ("pipeline", "context", "memory"))
+
+
+def sent(report: TraceReport, rank: int | None = None) -> dict[tuple[str, str, str], int]:
+    collectives = report.collectives if rank is None else report.pipeline[rank].collectives
+    return {(line.axis, line.op, line.purpose): line.bytes for line in collectives}
+
+
+def formula_after(page_text: str, words: str, **letters: float) -> float:
+    """The value of the first code behind some words of a page."""
+    code = re.search(re.escape(words) + r"\s+(`[^`]+`)", page_text)
+    assert code, words
+    return formula_in(code[1], min=min, **letters)
+
+
+def test_the_bubble_formulas() -> None:
+    text = PIPELINE.read_text(encoding="utf-8")
+    for p, m in ((2, 4), (4, 4), (4, 16)):
+        plain = formula_after(text, "the share of that in a step is", p=p, m=m)
+        for schedule in ("GPipe", "1F1B"):
+            grid = ParallelConfig(pp=p, schedule=schedule)
+            assert bubble(timeline(schedule_ops(grid, m), grid)) == pytest.approx(plain)
+        for v in (2, 4):
+            grid = ParallelConfig(pp=p, schedule="Interleaved1F1B", stages_per_rank=v)
+            pieces = formula_after(text, "the pipeline fills in smaller pieces,", p=p, m=m, v=v)
+            assert bubble(timeline(schedule_ops(grid, m), grid)) == pytest.approx(pieces)
+
+
+def test_the_layers_of_stages() -> None:
+    rows = tables_of(PIPELINE)["model | pp | layers of the stages"]
+    assert len(rows) == 3
+    for name, pp, layers in rows:
+        stages = stage_layers(ModelConfig(**PRESETS[name.strip("`")]), ParallelConfig(pp=int(pp)))
+        assert layers == ", ".join(str(len(stage)) for stage in stages)
+
+
+@pytest.mark.parametrize("grid", [{"x": 2, "cp": 2}, {"y": 2}], ids=str)
+def test_a_border_sends_what_the_page_says(grid: dict[str, int]) -> None:
+    run = tiny_run(
+        GPT | {"num_attention_heads": 8}, {"pp": 2, **grid}, training={"precision": "bf16", "global_batch_size": 4}
+    )
+    letters, report = letters_of(run), trace(run, whole=True)
+    (forward, over, operation, formula), (backward, _, _, other) = tables_of(PIPELINE)[
+        "what | over | operation | bytes"
+    ]
+    micro_batches = run.gradient_accumulation_steps
+    assert sent(report, 0)[over, operation, forward] == micro_batches * formula_in(formula, **letters)
+    assert sent(report, 1)[over, operation, backward] == micro_batches * formula_in(other, **letters)
+    ((tied, over, operation, formula),) = tables_of(PIPELINE)["once a step | over | operation | bytes"]
+    for rank in range(2):
+        assert sent(report, rank)[over, operation, tied] == formula_in(formula, **letters)
+
+
+KEPT = "model | kept | bytes"
+
+
+def kept_by_a_block(model: str, kept: str, run: RunConfig) -> float:
+    """What docs/memory.md says."""
+    ((_, _, formula),) = [row for row in tables_of(MEMORY)[KEPT] if row[0] in (model, "both") and row[1] == kept]
+    return formula_in(formula, **letters_of(run))
+
+
+@pytest.mark.parametrize(("model", "micro_batches"), [("GPT", 5), ("Llama", 5), ("Llama", 2)])
+def test_a_rank_keeps_a_micro_batch_more_than_the_next(model: str, micro_batches: int) -> None:
+    """Of the middle ranks, which differ in nothing else, in a filled pipeline and in one that never fills."""
+    sizes = {"GPT": GPT, "Llama": LLAMA}[model] | {"num_hidden_layers": 6, "max_position_embeddings": 128}
+    text = PIPELINE.read_text(encoding="utf-8")
+    training = {"global_batch_size": 2 * micro_batches, "seq_length": 128}
+    run = tiny_run(sizes, {"pp": 4, "layers_per_stage": [1, 2, 2, 1]}, training=training)
+    letters = letters_of(run) | {
+        "L": 2,
+        "C": kept_by_a_block(model, "everything", run),
+        "R": run.model.head_dim / 2 if model == "Llama" else 0,
+    }
+    report = trace(run, whole=True)
+    under_way = [formula_after(text, "1F1B's rank r keeps", m=micro_batches, p=4, r=r) for r in (1, 2)]
+    one = formula_after(text, "a rank\nkeeps", **letters)
+    peaks = [report.pipeline[rank].memory.activations_peak for rank in (1, 2)]
+    assert peaks[0] - peaks[1] == (under_way[0] - under_way[1]) * one
+
+
+@pytest.mark.parametrize("row", tables_of(MEMORY)[KEPT], ids=lambda row: " ".join(row[:2]))
+def test_a_block_keeps_what_the_page_says(row: list[str]) -> None:
+    """Of two models that differ by one layer, the difference."""
+    model, kept, formula = row
+    recompute: dict[str, Any] = {"mode": (re.search(r"`(full|selective)", kept) or ["", "none"])[1]}
+    if modules := re.search(r"\[\"(\w+)\"\]", kept):
+        recompute["modules"] = [modules[1]]
+    recompute["offload"] = "offload" in kept
+    peaks, sizes = [], LLAMA if model == "Llama" else GPT
+    for layers in (2, 3):
+        run = tiny_run(
+            sizes | {"num_hidden_layers": layers, "max_position_embeddings": 1024},
+            training={"global_batch_size": 1, "micro_batch_size": 1, "seq_length": 1024, "precision": "bf16"},
+            activation_checkpoint=recompute,
+        )
+        peaks.append(trace(run, whole=True).memory.activations_peak)
+    assert peaks[1] - peaks[0] == formula_in(formula, **letters_of(run))
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_the_context_axis_keeps_its_share(method: str) -> None:
+    peaks = []
+    for layers in (2, 3):
+        run = tiny_run(
+            LLAMA | {"num_hidden_layers": layers},
+            {"cp": 2, "cp_method": method},
+            training={"global_batch_size": 1, "micro_batch_size": 1, "seq_length": 512, "precision": "bf16"},
+        )
+        peaks.append(trace(run, whole=True).memory.activations_peak)
+    text = CONTEXT.read_text(encoding="utf-8")
+    more = formula_after(text, "Ulysses keeps", **letters_of(run)) if method == "ulysses" else 0
+    assert peaks[1] - peaks[0] == kept_by_a_block("Llama", "everything", run) + more
+
+
+@pytest.mark.parametrize("grid", [{"cp": 2}, {"cp": 4}, {"cp": 2, "x": 2}, {"cp": 2, "y": 2}], ids=str)
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_attention_over_cp_sends_what_the_page_says(method: str, grid: dict[str, int]) -> None:
+    reports = []
+    for layers in (1, 2):
+        run = tiny_run(
+            LLAMA | {"num_hidden_layers": layers},
+            grid | {"cp_method": method},
+            training={"global_batch_size": 2, "seq_length": 64, "precision": "bf16"},
+        )
+        reports.append(sent(trace(run, whole=True)))
+    block = {line: reports[1][line] - reports[0][line] for line in reports[1] if "attention" in line[2]}
+    said: dict[tuple[str, str, str], float] = {}
+    for name, _, operation, what, formula in tables_of(CONTEXT)["method | pass | operation | what | bytes"]:
+        if name == method:
+            line = ("cp", operation, what)
+            said[line] = said.get(line, 0) + formula_in(formula, **letters_of(run))
+    assert block == said
+
+
+def test_who_has_which_chunks() -> None:
+    rows = tables_of(CONTEXT)["chunks with cp = 4"]
+    assert [row[1] for row in rows] == [", ".join(map(str, chunks_of(rank, 4))) for rank in range(4)]
+
+
+@pytest.mark.parametrize("row", tables_of(MEMORY)["run file | weights | gradients | optimizer | working copy"])
+def test_the_bytes_of_a_weight(row: list[str]) -> None:
+    file, *numbers = row
+    rounding = "stochastic_rounding" in file
+    text = " ".join(re.findall(r"`([^`]+)`", file))
+    training = {"precision": "bf16", "master_weights": "bf16"} if rounding else tomllib.loads(text.replace('" ', '"\n'))
+    run = tiny_run(LLAMA, training=training, optimizer={"stochastic_rounding": rounding})
+    memory, weights = trace(run, whole=True).memory, run.model.num_parameters
+    counted = (memory.parameters, memory.gradients, memory.optimizer, memory.gathered_weights_peak)
+    assert [formula_in(number) * weights for number in numbers] == list(counted)
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_pipeline_is_the_traces() -> None:
+    (shown,) = [block.text for block in blocks_of(PIPELINE) if block.language == "toml"]
+    report = trace(make_run(tomllib.loads(shown)))
+    rows = tables_of(PIPELINE)["rank | layers | activations peak, GiB | total peak, GiB"]
+    for rank, row in zip(report.pipeline, rows, strict=True):
+        ((first, stop),) = rank.layers
+        peaks = (f"{size / 2**30:.3f}" for size in (rank.memory.activations_peak, rank.memory.total_peak))
+        assert row == [str(rank.pp_rank), f"{first} to {stop}", *peaks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("column", "method"), [(1, "auto"), (2, "ring")])
+def test_the_memory_of_a_long_sequence_is_the_traces(column: int, method: str) -> None:
+    (command,) = [b.text for b in blocks_of(CONTEXT) if "131072" in b.text]
+    run = load_run(
+        REPOSITORY / "examples" / "llama3-8b-8gpus.toml",
+        [*re.findall(r"--set (\S+)", command), f"parallel.cp_method={method}"],
+    )
+    report = trace(run)
+    sizes = report.record()["memory"] | {
+        "sent over cp for attention": sum(line.bytes for line in report.collectives if "attention" in line.purpose)
+    }
+    rows = tables_of(CONTEXT)["GiB of one rank | ulysses (auto) | ring"]
+    assert len(rows) == len(sizes)
+    for row in rows:
+        assert row[column] == f"{sizes.get(row[0], sizes.get(row[0].replace(' ', '_'))) / 2**30:.3f}", row[0]

@@ -1,0 +1,144 @@
+"""The fit finds constants that made the data, keeps to the prior without any, and shrugs off outliers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from planner_rows import HEADER, row_text
+
+from fourfold.config.dump import to_toml as run_toml
+from fourfold.config.model import ModelConfig
+from fourfold.config.presets import PRESETS
+from fourfold.errors import UserError
+from fourfold.planning.calibrate import calibrate, predicted_against_measured
+from fourfold.planning.calibration import Calibration, fit, from_table, to_toml
+from fourfold.planning.constants import NAMES, moved, prior_constants
+from fourfold.planning.from_run import workload_of_model
+from fourfold.planning.machine import load_machine, parse_machine, stack_machines
+from fourfold.planning.machine_file import machine_toml
+from fourfold.planning.request import constants_for, outside_calibration
+from fourfold.planning.step_time import step_seconds
+from fourfold.planning.validation.rows import read_rows
+from fourfold.planning.validation.score import calibrate_on, predict
+from fourfold.planning.workload import Workload
+
+
+def cases() -> Workload:
+    """Models from small to large, on one to many nodes."""
+    base = replace(workload_of_model(ModelConfig(**PRESETS["gpt-5b"])), seq=2048.0)
+    rows = [
+        {"hidden": h, "inner": 4 * h, "ups": 4 * h, "queries": h, "keys": h, "x": x, "z": z, "dp": dp,
+         "micro_batch": mb, "batch": mb * z * dp * 4}
+        for h in (512.0, 2048.0, 8192.0)
+        for x, z, dp in ((1.0, 1.0, 8.0), (8.0, 1.0, 8.0), (2.0, 16.0, 4.0))
+        for mb in (1.0, 4.0)
+    ]  # fmt: skip
+    return replace(base, **{key: np.array([row[key] for row in rows]) for key in rows[0]})
+
+
+def fitted(seconds: np.ndarray, work: Workload) -> Calibration:
+    machine = stack_machines([load_machine("dgx-a100")] * len(seconds))
+    return fit(work, machine, seconds, ["dgx-a100"] * len(seconds), ["p"] * len(seconds))
+
+
+def truth(work: Workload) -> np.ndarray:
+    logs = np.array([{"matmul": -0.15, "launch": 0.6, "inter": -0.4}.get(name, 0.0) for name in NAMES])
+    return step_seconds(work, load_machine("dgx-a100"), moved(prior_constants(), logs))
+
+
+def test_the_fit_predicts_what_made_the_data() -> None:
+    work = cases()
+    seconds = truth(work)
+    constants = fitted(seconds, work).constants("dgx-a100", "p")
+    error = step_seconds(work, load_machine("dgx-a100"), constants) / seconds - 1
+    before = step_seconds(work, load_machine("dgx-a100"), prior_constants()) / seconds - 1
+    assert np.abs(error).mean() < 0.01 < 0.08 < np.abs(before).mean()
+
+
+def test_an_outlier_does_not_decide() -> None:
+    work = cases()
+    seconds = truth(work)
+    wrong = seconds.copy()
+    wrong[4] *= 5
+    constants = fitted(wrong, work).constants("dgx-a100", "p")
+    error = np.delete(step_seconds(work, load_machine("dgx-a100"), constants) / seconds - 1, 4)
+    assert np.abs(error).mean() < 0.02
+
+
+def test_what_no_row_tells_stays_at_the_prior() -> None:
+    work = replace(cases().take(np.array([0])), x=1.0, z=1.0, dp=1.0, batch=4.0)
+    calibration = fitted(truth(work) * np.ones(1), work)
+    constants = calibration.constants("dgx-a100", "p")
+    assert constants.inter == pytest.approx(prior_constants().inter)
+    assert calibration.constants("another", "q").matmul != constants.matmul
+
+
+def test_a_calibration_is_written_and_read() -> None:
+    import tomllib
+
+    work = cases()
+    calibration = fitted(truth(work), work)
+    again = from_table(tomllib.loads(to_toml(calibration))["constants"])
+    for key, logs in calibration.offsets.items():
+        assert again.offsets[key] == pytest.approx(logs, abs=1e-3)
+
+
+def table_of(path: Path, count: int, slower: float) -> Path:
+    """Rows whose measured seconds are predictions times ``slower``."""
+    layouts = [(1, 8), (2, 4), (4, 2), (8, 1)]
+    texts = [
+        row_text(row_id=str(i), tp=layouts[i % 4][0], dp=layouts[i % 4][1], hidden=1024 * (1 + i % 3), heads=16,
+                 ffn_hidden=4096 * (1 + i % 3), global_batch_seqs=64, step_time_s=1)
+        for i in range(count)
+    ]  # fmt: skip
+    path.write_text("\n".join([HEADER, *texts]), encoding="utf-8")
+    rows, _ = read_rows([path])
+    seconds = [s.seconds * slower for s in predict(rows, Calibration())]
+    texts = [text.replace(",1,end", f",{value},end") for text, value in zip(texts, seconds, strict=True)]
+    path.write_text("\n".join([HEADER, *texts]), encoding="utf-8")
+    return path
+
+
+def test_a_table_calibrates_a_machine(tmp_path: Path) -> None:
+    table = table_of(tmp_path / "t.csv", 24, 1.3)
+    told = calibrate([table], load_machine("dgx-a100"), "mine")
+    assert told.rows == 24
+    assert told.before["mean_abs_error"] > 0.2 > 0.03 > told.held_out["mean_abs_error"]
+    machine = parse_machine(machine_toml(told.machine, "mine", load_machine("dgx-a100")), "mine.toml")
+    rows, _ = read_rows([table])
+    error = [float(step_seconds(r.work, machine, constants_for(machine))) / r.seconds - 1 for r in rows]
+    assert np.abs(error).mean() < 0.03
+    work = replace(rows[0].work, hidden=99999.0)
+    assert any("hidden" in text for text in outside_calibration(machine, work))
+    assert not outside_calibration(machine, rows[0].work)
+
+
+def test_a_run_calibrates_a_machine(tmp_path: Path) -> None:
+    from tiny_runs import tiny_run
+
+    run = tiny_run()
+    (tmp_path / "run.toml").write_text(run_toml(run), encoding="utf-8")
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [f'{{"step": {i}, "step_seconds": {9 if i < 3 else 0.5}, "peak_memory_bytes": 1000}}' for i in range(9)]
+    metrics.write_text("\n".join(lines), encoding="utf-8")
+    told = calibrate([metrics], load_machine("laptop"), "mine")
+    assert told.rows == 1
+    compared = predicted_against_measured(metrics, told.machine)
+    assert compared["measured_step_seconds"] == 0.5
+    assert compared["predicted_step_seconds"] == pytest.approx(0.5, rel=0.5)
+    assert compared["measured_memory_bytes"] == 1000
+    metrics.write_text("{}\n", encoding="utf-8")
+    with pytest.raises(UserError, match="no step"):
+        calibrate([metrics], load_machine("laptop"), "mine")
+
+
+def test_nothing_to_calibrate_on_is_a_sentence(tmp_path: Path) -> None:
+    empty = tmp_path / "t.csv"
+    empty.write_text(HEADER + "\n", encoding="utf-8")
+    with pytest.raises(UserError, match="no row with a step time"):
+        calibrate([empty], load_machine("laptop"), "mine")
+    with pytest.raises(UserError, match="no row to calibrate on has a step time"):
+        calibrate_on([])

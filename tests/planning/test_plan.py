@@ -1,0 +1,137 @@
+"""Plans: what is best, what is said about it, and what is said when there is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fourfold.config.model import ModelConfig
+from fourfold.config.presets import PRESETS
+from fourfold.errors import UserError
+from fourfold.planning.constants import prior_constants
+from fourfold.planning.explain import KNOBS, _changed, explain, runner_up
+from fourfold.planning.from_run import workload_of_model
+from fourfold.planning.machine import load_machine
+from fourfold.planning.memory import CATEGORIES, in_flight, p_out_of_memory, peak_memory, stage_memory
+from fourfold.planning.plan import Plan, make_plan, predict
+from fourfold.planning.published import figures, weak_scaling
+from fourfold.planning.scaling import scaling, sizes_of
+from fourfold.planning.space import AXES, Limits
+from fourfold.planning.step_time import PARTS
+from fourfold.planning.workload import Workload
+
+H100 = load_machine("dgx-h100")
+PRIOR = prior_constants()
+
+
+def base(preset: str, seq: int, batch: int) -> Workload:
+    return replace(workload_of_model(ModelConfig(**PRESETS[preset])), seq=seq, batch=batch)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(base("llama3-70b", 8192, 256), H100, PRIOR, 128)
+
+
+def test_the_best_is_first_and_fits(plan: Plan) -> None:
+    assert plan.best is plan.ranked[0]
+    assert [p.seconds for p in plan.ranked] == sorted(p.seconds for p in plan.ranked)
+    assert all(p.p_oom <= 0.05 and p.memory_bytes < H100.memory for p in plan.ranked)
+    record = plan.best.record()
+    assert np.prod([record["parallel"][axis] for axis in AXES]) == 128
+    assert record["step_seconds"] == pytest.approx(sum(record["parts"][part] for part in PARTS))
+    assert record["mfu"] <= record["hfu"] < 0.8
+    assert record["tokens_per_second_per_gpu"] == pytest.approx(256 * 8192 / record["step_seconds"] / 128)
+
+
+def test_memory_is_that_of_the_fullest_stage(plan: Plan) -> None:
+    work = plan.best.work
+    totals = [sum(float(stage_memory(work, H100, s)[c]) for c in CATEGORIES) for s in range(int(work.pp))]
+    assert plan.best.memory_bytes == pytest.approx(max(totals))
+
+
+def test_stages_of_1f1b_hold_fewer_micro_batches_towards_the_end() -> None:
+    work = replace(base("llama3-70b", 8192, 256), pp=8, dp=2)
+    assert [int(in_flight(work, stage)) for stage in range(8)] == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert float(in_flight(replace(work, interleave=2), 0)) == (8 + 2 * 8 - 1) / 2
+    assert float(in_flight(replace(work, batch=6), 0)) == 3
+
+
+def test_p_out_of_memory_is_a_distribution() -> None:
+    assert p_out_of_memory(80e9, 80e9) == pytest.approx(0.5, abs=1e-6)
+    assert p_out_of_memory(40e9, 80e9) < 1e-6 < 1 - 1e-6 < p_out_of_memory(160e9, 80e9)
+    assert p_out_of_memory(74e9, 80e9) == pytest.approx(1 - p_out_of_memory(80e9**2 / 74e9, 80e9), abs=1e-6)
+
+
+@pytest.mark.parametrize("change", [{"z": 8}, {"dp": 8, "zero": 3}, {"recompute": 2}, {"x": 8}])
+def test_what_should_save_memory_does(change: dict[str, int]) -> None:
+    work = replace(base("llama3-8b", 8192, 64), dp=8)
+    other = replace(work, **({"dp": 1} | change if "x" in change or "z" in change else change))
+    assert float(peak_memory(other, H100)) < float(peak_memory(work, H100))
+
+
+def test_the_explanation_adds_up(plan: Plan) -> None:
+    told = explain(plan, own=plan.ranked[3])
+    columns = list(zip(*told["waterfall"]["seconds"].values(), strict=True))
+    assert [sum(c) for c in columns] == pytest.approx(
+        [plan.best.seconds, runner_up(plan).seconds, plan.ranked[3].seconds]
+    )
+    assert told["neighbours"] and any(n["slower"] is not None for n in told["neighbours"])
+    assert all(n["slower"] is None or n["slower"] >= 0 for n in told["neighbours"])
+    assert told["next_doubling"]["gpus"] == 256 and 1 < told["next_doubling"]["speedup"] < 2.2
+    assert told["break_evens"]
+
+
+def test_beyond_a_break_even_another_layout_is_best(plan: Plan) -> None:
+    point = explain(plan)["break_evens"][0]
+    field, _, _ = KNOBS[point["what"]]
+    moved = _changed(H100, field, 1.01 * point["at"] / point["now"] if point["at"] > point["now"]
+                     else 0.99 * point["at"] / point["now"])  # fmt: skip
+    again = make_plan(base("llama3-70b", 8192, 256), moved, PRIOR, 128)
+    best = plan.best.work
+    assert any(getattr(again.best.work, axis) != getattr(best, axis) for axis in AXES)
+
+
+def test_nothing_fits_says_what_would() -> None:
+    with pytest.raises(UserError, match=r"nothing fits: .* needs [\d.]+ GB of the 80 GB .* GPUs"):
+        make_plan(base("llama3-405b", 8192, 64), H100, PRIOR, 8)
+    with pytest.raises(UserError, match="no layout of 7 GPUs is legal"):
+        make_plan(base("gpt2", 1024, 8), H100, PRIOR, 7, limits=Limits(fixed=(("pp", 1),)))
+
+
+def test_scaling_replans_at_each_size() -> None:
+    points = scaling(base("llama3-8b", 8192, 128), H100, PRIOR, sizes_of("8:32"), weak=False)
+    assert [p.gpus for p in points] == [8, 16, 32]
+    assert points[0].efficiency == 1 and 0.5 < points[-1].efficiency < 1.3
+    weak = scaling(base("llama3-8b", 8192, 128), H100, PRIOR, [8, 32], weak=True)
+    assert weak[1].best.work.batch == 512
+    none = scaling(base("llama3-405b", 8192, 64), H100, PRIOR, [8], weak=False)
+    assert none[0].best is None and "nothing fits" in none[0].why_not
+    with pytest.raises(UserError, match="--gpus 8-16"):
+        sizes_of("8-16")
+
+
+@pytest.mark.slow
+def test_published_figures_are_predicted_within_reason() -> None:
+    from fourfold.planning.calibration import shipped
+
+    found = figures(shipped())
+    assert len(found) == 6
+    for figure in found:
+        record = figure.record()
+        assert record["mfu"] < record["hfu"] < 0.7
+        assert 0.6 < figure.as_run_pflops / figure.published < 1.4, record
+    curve = weak_scaling(shipped())
+    assert curve[0]["efficiency"] == 1
+    assert [r["efficiency"] for r in curve] == sorted((r["efficiency"] for r in curve), reverse=True)
+
+
+def test_a_layout_is_predicted_alike_alone_and_among_others() -> None:
+    work = replace(base("llama3-8b", 8192, 64), x=2, z=4)
+    alone = predict(work, H100, PRIOR).seconds
+    assert alone == pytest.approx(make_plan(
+        base("llama3-8b", 8192, 64), H100, PRIOR, 8,
+        limits=Limits(fixed=(("x", 2), ("z", 4)), zeros=(0,), recomputes=(0,), micro_batches=(1,)),
+    ).best.seconds)  # fmt: skip

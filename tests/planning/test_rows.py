@@ -1,0 +1,104 @@
+"""Measured rows are read as they were run, or skipped with a reason; scores are what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from planner_rows import COLUMNS, HEADER, row_text
+
+from fourfold.errors import UserError
+from fourfold.planning.calibration import Calibration
+from fourfold.planning.validation.rows import Skipped, read_rows, row_of
+from fourfold.planning.validation.score import Scored, errors_of, memory_of, predict, sweeps_of
+
+
+def row(**cells: object):
+    return row_of(dict(zip(COLUMNS, row_text(**cells).split(","), strict=True)))
+
+
+def test_a_megatron_row() -> None:
+    told = row(tp=2, pp=2, vpp=3, dp=2, zero_fsdp="distributed optimizer (ZeRO-1)", seq_parallel="yes", act_ckpt="none")
+    work = told.work
+    assert (work.x, work.pp, work.interleave, work.dp, work.z, work.zero) == (2, 2, 3, 2, 1, 1)
+    assert work.split_residual and work.regather and work.overlap_dp and work.weights_kept and work.half_weights
+    assert work.gpus == 8 and work.micro_batches == 16
+    assert told.machine.name == "dgx-a100" and told.dense_half
+
+
+def test_an_fsdp_row() -> None:
+    work = row(n_gpus=64, zero_fsdp="FSDP2 full shard (group 8)", global_batch_seqs=128).work
+    assert (work.z, work.dp, work.zero) == (8, 8, 0)
+    assert not work.half_weights
+    work = row(zero_fsdp="ZeRO-3 (DeepSpeed)").work
+    assert (work.z, work.dp, work.zero) == (1, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "node"),
+    [
+        ("NVLink3; 4x Omni-Path 100 Gb/s per node", 50e9),
+        ("NVLink; 8x HDR InfiniBand 200 Gb/s per node", 200e9),
+        ("800 Gb/s per node (README)", 100e9),
+        ("NVLink in host; 400 Gb/s RDMA per GPU", 400e9),
+        ("", 200e9),
+    ],
+)
+def test_the_network_of_a_row(text: str, node: float) -> None:
+    assert row(interconnect=text).machine.node == node
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"ep": 8}, "mixture of experts"),
+        ({"gpu_type": "TPU v4"}, "unknown GPU"),
+        ({"layers": ""}, "no layers"),
+        ({"micro_batch": ""}, "no micro_batch"),
+        ({"tp": 3}, "does not divide"),
+        ({"step_time_s": ""}, "nothing measured"),
+        ({"hidden": "wide"}, "hidden is not a number"),
+        ({"precision": "NVFP4"}, "below 8 bits"),
+        ({"micro_batch": 16}, "more than the global batch"),
+    ],
+)
+def test_a_row_that_cannot_be_predicted_has_a_reason(cells: dict[str, object], reason: str) -> None:
+    with pytest.raises(Skipped, match=reason):
+        row(**cells)
+
+
+def test_a_file_is_read_and_its_skipped_rows_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join([HEADER, row_text(), row_text(ep=8), row_text(ep=4), row_text(precision="fp8")]))
+    rows, skipped = read_rows([path])
+    assert len(rows) == 2 and skipped == {"mixture of experts": 2}
+    assert [r.dense_half for r in rows] == [True, False]
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match="has no column gpu_type"):
+        read_rows([path])
+    with pytest.raises(UserError, match="cannot be read"):
+        read_rows([tmp_path / "none.csv"])
+
+
+def test_out_of_memory_rows() -> None:
+    assert row(mem_gb_per_gpu="OOM", step_time_s="").out_of_memory
+    told = predict([row(mem_gb_per_gpu="OOM", step_time_s="", hidden=20480, heads=128), row(mem_gb_per_gpu=30)],
+                   Calibration())  # fmt: skip
+    memory = memory_of(told)
+    assert memory["out_of_memory_told"] == 1 and memory["fitting_told"] == 1 and memory["rows"] == 1
+
+
+def scored(measured: float, predicted: float) -> Scored:
+    return Scored(row(step_time_s=measured), predicted, 1.0, 0.0)
+
+
+def test_errors_and_sweeps() -> None:
+    errors = errors_of([scored(1.0, 1.1), scored(2.0, 1.6), scored(1.0, 1.0)])
+    assert errors["mean_abs_error"] == pytest.approx(0.1)
+    assert errors["median_abs_error"] == pytest.approx(0.1)
+    assert errors["bias"] == pytest.approx(-0.1 / 3)
+    right = sweeps_of([scored(float(i), float(i) ** 2) for i in range(1, 10)])
+    assert right["regret_mean"] == 0 and right["spearman_median"] == pytest.approx(1)
+    wrong = sweeps_of([scored(float(i), 1 / i) for i in range(1, 10)])
+    assert wrong["regret_mean"] == pytest.approx(8) and wrong["spearman_median"] == pytest.approx(-1)
+    assert sweeps_of([scored(1.0, 1.0)])["regret_mean"] is None

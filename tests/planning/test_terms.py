@@ -1,0 +1,115 @@
+"""Each term of the step's time does what its source says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fourfold.planning.constants import prior_constants
+from fourfold.planning.costs import checkpoint_interval, costs
+from fourfold.planning.machine import load_machine
+from fourfold.planning.pipeline_schedule import bubble_share, pipeline_slots
+from fourfold.planning.terms.collective import gather_seconds, group_of, reduce_seconds
+from fourfold.planning.terms.launch import overlapped
+from fourfold.planning.terms.matmul import matmul_seconds
+from fourfold.planning.terms.optimizer import BYTES, optimizer_seconds
+
+A100 = load_machine("dgx-a100")
+PRIOR = prior_constants()
+
+
+def matmul(m: int, n: int, k: int, bandwidth: float = 2e12) -> float:
+    return float(matmul_seconds(m, n, k, rate=270e12, units=108, bandwidth=bandwidth, item=2))
+
+
+def test_a_wave_that_is_not_full_costs_as_much_as_a_full_one() -> None:
+    one_wave = matmul(256 * 12, 128 * 9, 4096)  # 108 tiles
+    assert matmul(256 * 12, 128 * 9 - 100, 4096) == pytest.approx(one_wave)
+    assert matmul(256 * 12, 128 * 9 + 1, 4096) > 1.2 * one_wave
+
+
+def test_large_products_come_near_the_rate_and_thin_ones_are_bound_by_memory() -> None:
+    size = 16384
+    assert 0.9 < 2 * size**3 / matmul(size, size, size) / 270e12 <= 1
+    assert matmul(1, 8192, 8192) >= 2 * 8192 * 8192 / 2e12
+
+
+def test_small_depth_is_inefficient() -> None:
+    per_flop = [matmul(8192, 8192, k) / k for k in (64, 512, 4096)]
+    assert per_flop[0] > 1.5 * per_flop[1] > 1.5 * per_flop[2]
+
+
+def test_an_all_reduce_moves_twice_what_a_gather_moves() -> None:
+    group = group_of(8, 1, A100, PRIOR)
+    size = 1e9
+    assert reduce_seconds(size, 1, group) == pytest.approx(2 * gather_seconds(size, 1, group), rel=1e-2)
+    assert gather_seconds(size, 1, group) == pytest.approx(7 / 8 * size / (0.75 * 300e9), rel=1e-2)
+    assert gather_seconds(size, 3, group_of(1, 1, A100, PRIOR)) == 0
+
+
+def test_groups_of_one_node_share_its_adapters() -> None:
+    whole_node = group_of(16, 1, A100, PRIOR)  # both nodes' 8 GPUs in one ring
+    one_gpu_a_node = group_of(2, 8, A100, PRIOR)  # eight rings through the same adapters
+    assert whole_node.bandwidth == pytest.approx(0.75 * 200e9)
+    assert one_gpu_a_node.bandwidth == pytest.approx(0.75 * 200e9 / 8)
+    assert (whole_node.nodes, one_gpu_a_node.nodes, one_gpu_a_node.inside) == (2, 2, 1)
+
+
+def test_a_nvlink_domain_is_wider_than_a_node() -> None:
+    assert group_of(72, 1, load_machine("gb200"), PRIOR).nodes == 1
+    assert group_of(144, 1, load_machine("gb200"), PRIOR).nodes == 2
+
+
+def test_two_dies_of_a_package_are_the_fastest_pair() -> None:
+    frontier = load_machine("frontier")
+    assert group_of(2, 1, frontier, PRIOR).bandwidth > group_of(2, 2, frontier, PRIOR).bandwidth
+
+
+def test_latency_grows_with_a_ring_and_less_with_a_tree() -> None:
+    small = [gather_seconds(8, 1, group_of(n, 1, A100, PRIOR)) for n in (64, 512)]
+    assert 7 < small[1] / small[0] < 9
+    tree = [reduce_seconds(8, 1, group_of(n, 1, A100, PRIOR)) for n in (64, 512)]
+    assert tree[1] / tree[0] < 2
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "interleave"), [(4, 8, 1), (8, 32, 1), (4, 8, 2), (4, 16, 4)])
+def test_the_bubble_is_that_of_the_timetable(stages: int, micro_batches: int, interleave: int) -> None:
+    slots = pipeline_slots(stages, micro_batches, interleave, 1.0, 2.0)
+    assert len(slots) == 2 * stages * micro_batches * interleave
+    waiting = (stages - 1) / interleave
+    assert bubble_share(slots) == pytest.approx(waiting / (micro_batches + waiting))
+
+
+def test_host_and_device_overlap() -> None:
+    assert overlapped(1.0, 0.1) == pytest.approx(1.0, rel=1e-3)
+    assert overlapped(0.1, 1.0) == pytest.approx(1.0, rel=1e-3)
+    assert 1.0 < overlapped(1.0, 1.0) < 1.25
+
+
+def test_the_optimizer_reads_and_writes_every_state_once() -> None:
+    assert optimizer_seconds(1e9, 1e12) == pytest.approx(BYTES * 1e-3)
+
+
+def test_checkpoints_as_young_says_lose_least() -> None:
+    writing, mtbf = 60.0, 50_000.0
+    best = checkpoint_interval(writing, mtbf)
+
+    def lost(interval: float) -> float:
+        return writing / interval + interval / 2 / mtbf
+
+    assert lost(best) < min(lost(0.9 * best), lost(1.1 * best))
+
+
+def test_costs_of_a_training_run() -> None:
+    told = costs(1e12, 1e6, 1024, 70e9, load_machine("dgx-h100"))
+    assert told.mtbf_hours == pytest.approx(50700 / 1024)
+    assert 0.98 < told.goodput < 1
+    assert told.days == pytest.approx(1e6 / 86400 / told.goodput)
+    assert told.gpu_hours == pytest.approx(told.days * 24 * 1024)
+    assert told.kwh == pytest.approx(told.gpu_hours * 0.7)
+    assert told.price is None
+
+
+def test_terms_take_arrays() -> None:
+    sizes = np.array([1.0, 2.0, 8.0, 64.0])
+    assert gather_seconds(1e6, 1, group_of(sizes, 1.0, A100, PRIOR)).shape == (4,)

@@ -1,0 +1,53 @@
+"""What a GPT block keeps for its backward is what Korthikanti et al. 2022 (arXiv 2205.05198) count, to the byte.
+
+Their section 4.1 with two bytes a number: 34·s·b·h + 5·a·s²·b of one block. Two of the 34 are masks of dropout, and the
+scores are never stored by flash attention, which keeps a float32 log-sum-exp for each head and token instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiny_runs import GPT, tiny_run
+
+from fourfold.verification.trace import trace
+
+S, B = 512, 2
+MODEL = GPT | {"max_position_embeddings": S}
+
+
+def kept(blocks: tuple[int, int], precision: str, **recompute: Any) -> int:
+    """Bytes by which a model of more blocks keeps more."""
+    training = {"global_batch_size": B, "micro_batch_size": B, "seq_length": S, "precision": precision}
+    few, more = (
+        trace(
+            tiny_run(MODEL | {"num_hidden_layers": n}, training=training, activation_checkpoint=recompute), whole=True
+        ).memory.activations_peak
+        for n in blocks
+    )
+    return more - few
+
+
+@pytest.mark.parametrize(("precision", "wide"), [("bf16", 1), ("fp16", 1), ("fp32", 2)])
+def test_a_gpt_block_keeps_what_korthikanti_counts(precision: str, wide: int) -> None:
+    model = tiny_run(MODEL).model
+    h, a = model.hidden_size, model.num_attention_heads
+    statistics = 2 * 2 * 4 * S * B  # float32 mean and 1/σ of two norms
+    sums = 4 * a * S * B
+    assert kept((2, 3), precision) == wide * 32 * S * B * h + sums + statistics
+    assert kept((2, 3), precision, mode="selective") == wide * 32 * S * B * h + statistics
+    assert kept((2, 3), precision, mode="full") == wide * 2 * S * B * h
+
+
+def test_every_second_block_recomputed_keeps_half_of_both() -> None:
+    assert kept((2, 4), "bf16", mode="full", every=2) == kept((2, 3), "bf16") + kept((2, 3), "bf16", mode="full")
+
+
+def test_working_copies_of_weights_are_no_activations() -> None:
+    """With few tokens they are larger than all that is kept."""
+    training = {"global_batch_size": 1, "micro_batch_size": 1, "precision": "bf16"}
+    run = tiny_run(GPT, training=training, activation_checkpoint={"mode": "full"})
+    memory = trace(run, whole=True).memory
+    assert memory.gathered_weights_peak == 2 * run.model.num_parameters
+    assert memory.activations_peak < memory.gathered_weights_peak
