@@ -83,7 +83,7 @@ def test_a_page_that_speaks_of_a_run_file_shows_it() -> None:
     for page in PAGES:
         shown = {name for block in blocks_of(page) for name in re.findall(r"^# (\w+\.toml)$", block.text, re.MULTILINE)}
         for block in filter(is_run, blocks_of(page)):
-            used = set(re.findall(r"(?<![\w/])\w+\.toml", block.text))
+            used = set(re.findall(r"(?<![\w/-])[\w-]+\.toml", block.text))
             assert used <= shown, f"{page.name}: {used - shown}"
 
 
