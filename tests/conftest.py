@@ -1,10 +1,15 @@
 """Fixtures of all tests."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterator
 
 import pytest
+import torch
+from command_line import Cli, Result, exit_code
 from pool import Pool
+from tiny_corpus import make_corpus
 
 
 @pytest.fixture(scope="session")
@@ -12,3 +17,34 @@ def pool() -> Iterator[Pool]:
     """Worker processes for tests on several ranks: ``pool.run(world_size, body, *args)``; started at first use."""
     with contextlib.closing(Pool()) as workers:
         yield workers
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """The workers have the other cores."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one around the tests, nor what they set in this process."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture
+def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
+    """The command line in this process."""
+
+    def run(*arguments: object) -> Result:
+        capfd.readouterr()
+        return (exit_code(*arguments), *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny corpus of bytes."""
+    return make_corpus(tmp_path_factory.mktemp("corpora"))

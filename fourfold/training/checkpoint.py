@@ -247,25 +247,24 @@ def read_state(path: Path) -> CheckpointState:
 
 def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> None:
     """Raise ``UserError`` naming the first size in which the checkpoint's model differs from ``model``."""
-    sizes = _sizes(model)
-    for key in sizes:
-        if state.model.get(key) != sizes[key]:
-            raise UserError(
-                f"the checkpoint {path} is of another model: its {key} is {state.model.get(key)!r}, "
-                f"and the run file's is {sizes[key]!r}"
-            )
+    for key, was, now in _differences(state.model, _sizes(model)):
+        raise UserError(
+            f"the checkpoint {path} is of another model: its {key} is {was!r}, and the run file's is {now!r}"
+        )
 
 
 def check_same_order(path: Path, state: CheckpointState, run: RunConfig) -> None:
     """Raise ``UserError`` when the run's steps are of other samples than those that the checkpoint has counted."""
-    order = _order(run)
-    for key in order:
-        if state.training.get(key) != order[key]:
-            raise UserError(
-                f"the checkpoint {path} was trained with training.{key} = {state.training.get(key)}, and the run file "
-                f"has {order[key]}, with which samples would be repeated or skipped; set it back, or set "
-                "checkpoint.resume = 'never'"
-            )
+    for key, was, now in _differences(state.training, _order(run)):
+        raise UserError(
+            f"the checkpoint {path} was trained with training.{key} = {was}, and the run file has {now}, with which "
+            "samples would be repeated or skipped; set it back, or set checkpoint.resume = 'never'"
+        )
+
+
+def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Key, saved value and wanted value wherever they differ."""
+    return ((key, saved.get(key), value) for key, value in wanted.items() if saved.get(key) != value)
 
 
 def global_tensors(job: Job, view: GlobalView) -> dict[str, Tensor]:

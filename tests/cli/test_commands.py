@@ -8,60 +8,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import Cli, Result
 from tiny_corpus import make_corpus, run_file
 from tiny_huggingface import make_model
 
 from fourfold import __version__
-from fourfold.cli.app import main
 from fourfold.config.load import load_run
 from fourfold.data.tokenizer import train_bpe
 from fourfold.training.job import Job, StepResult
 
-Result = tuple[int, str, str]
-"""Exit code, standard output, standard error."""
-
-Cli = Callable[..., Result]
 COMMANDS = ("train", "prepare", "parity", "trace", "report", "masks", "audit", "import-hf", "export-hf")
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Neither one around the tests, nor what they set in this process; one thread, for workers have the cores."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
-    """The command line in this process."""
-
-    def run(*arguments: object) -> Result:
-        monkeypatch.setattr(sys, "argv", ["fourfold", *map(str, arguments)])
-        capfd.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else 0
-        return (code, *capfd.readouterr())
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_corpus(tmp_path_factory.mktemp("corpora"))
 
 
 def in_a_process(*arguments: object) -> subprocess.CompletedProcess[str]:

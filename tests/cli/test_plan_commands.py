@@ -8,38 +8,22 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_line import Cli
 from planner_rows import HEADER, row_text
 
-from fourfold.cli.app import main
 from fourfold.config.load import load_run
 from fourfold.planning.machine import load_machine
 
-Result = tuple[int, str, str]
-Cli = Callable[..., Result]
 REPOSITORY = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    def run(*arguments: object) -> Result:
-        monkeypatch.setattr(sys, "argv", ["fourfold", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
-        capsys.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else 0
-        return (code, *capsys.readouterr())
-
-    return run
-
-
 SMALL = ("plan", "--model", "llama3-8b", "--machine", "dgx-h100", "--gpus", 16, "--global-batch", 64)
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
 
 
 def test_json_is_what_scripts_rely_on(cli: Cli) -> None:

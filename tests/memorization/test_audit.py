@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from command_line import Cli, exit_code
 from pool import Pool
 from tiny_corpus import make_corpus, run_file
 
-from fourfold.cli.app import main
 from fourfold.data.canaries import Canaries, ledger_path
 from fourfold.data.prepare import prepare
 from fourfold.errors import UserError
@@ -24,28 +22,6 @@ from fourfold.memorization.documents import AuditDocument, with_others_before
 from fourfold.memorization.scores import Sampling
 from fourfold.reports.audit_report import write_audit_report
 from fourfold.training.environment import Place
-
-Cli = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
-    """The command line in this process, on one thread and outside any launcher."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fourfold", *map(str, arguments)])
-        capfd.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else 0
-        return (code, *capfd.readouterr())
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -58,25 +34,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = run_file(folder, str(folder / "c"), training__seq_length=64, training__train_steps=200,
                     training__global_batch_size=8, training__micro_batch_size=8,
                     **{"masks.goldfish__strategy": "hash", "masks.goldfish__h": 5})  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["fourfold", "train", str(path)])
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        main_returns()
-        torch.set_num_threads(threads)
+    assert exit_code("train", path) == 0
     return folder
-
-
-def main_returns() -> None:
-    try:
-        main()
-    except SystemExit as leaving:
-        assert not leaving.code
 
 
 def request_of(folder: Path, *overrides: str, **options: Any) -> AuditRequest:
     sizes = {"suffix": 20, "prefix": 10, **options}
     return AuditRequest(str(folder / "runs" / "run"), ledger_path(folder / "c"), overrides=overrides, **sizes)
+
+
+def audit_of_run(folder: Path, name: str = "run") -> list[object]:
+    """The command's first words."""
+    return ["audit", "--model", folder / "runs" / name, "--documents", ledger_path(folder / "c")]
 
 
 def on_grid(rank: int, world_size: int, request: AuditRequest) -> dict[str, Any] | None:
@@ -142,9 +111,7 @@ def test_generation_confirms_the_one_pass(record: dict[str, Any]) -> None:
 )
 def test_every_grid_finds_the_same(trained: Path, record: dict[str, Any], pool: Pool, grid: dict[str, int]) -> None:
     overrides = [f"parallel.{axis}={size}" for axis, size in grid.items()]
-    request = request_of(
-        trained, *overrides, generate=3, sampling=Sampling(1.0, 50, 0.95), micro_batch_size=4
-    )  # fmt: skip
+    request = request_of(trained, *overrides, generate=3, sampling=Sampling(1.0, 50, 0.95), micro_batch_size=4)
     found, *others = pool.run(int(np.prod(list(grid.values()))), on_grid, request)
     assert others == [None] * len(others)
     compared = [key for key in record if key != "generation"]
@@ -155,15 +122,7 @@ def test_every_grid_finds_the_same(trained: Path, record: dict[str, Any], pool: 
 
 
 def test_command(trained: Path, cli: Cli) -> None:
-    arguments = [
-        "audit",
-        "--model",
-        trained / "runs" / "run",
-        "--documents",
-        ledger_path(trained / "c"),
-        "--suffix",
-        20,
-    ]
+    arguments = [*audit_of_run(trained), "--suffix", 20]
     code, output, errors = cli(*arguments, "--prefix", 10, "--json", "--out", trained / "out")
     assert (code, errors) == (0, "")
     record = json.loads(output)
@@ -198,18 +157,7 @@ def test_canaries_are_audited_while_the_model_trains(trained: Path, cli: Cli) ->
     assert [row["step"] for row in repeated] == [4, 6]
     assert close(repeated[1], lines[1])
     # The last checkpoint, audited after the fact.
-    _, output, _ = cli(
-        "audit",
-        "--model",
-        path.parent,
-        "--documents",
-        ledger_path(trained / "c"),
-        "--suffix",
-        20,
-        "--prefix",
-        20,
-        "--json",
-    )
+    _, output, _ = cli(*audit_of_run(trained, "watched"), "--suffix", 20, "--prefix", 20, "--json")
     assert json.loads(output)["loss"]["mean"] == pytest.approx(lines[1]["by_count"]["60"]["loss"], rel=1e-4)
 
 
@@ -321,15 +269,7 @@ def test_masks_command(trained: Path, cli: Cli) -> None:
 
 
 def test_gate(trained: Path, cli: Cli) -> None:
-    arguments = [
-        "audit",
-        "--model",
-        trained / "runs" / "run",
-        "--documents",
-        ledger_path(trained / "c"),
-        "--prefix",
-        10,
-    ]
+    arguments = [*audit_of_run(trained), "--prefix", 10]
     # One token is repeated by chance; twenty are not.
     assert cli(*arguments, "--suffix", 1, "--max-exact-match", 0.01, "--json")[0] == 4
     assert cli(*arguments, "--suffix", 1, "--max-exact-match", 1, "--json")[0] == 0

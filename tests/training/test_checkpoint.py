@@ -41,15 +41,6 @@ SHORT = {"head_dim": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
 """With qk_norm: norm weights of 4 numbers, so that over z = 3 one process has none."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Other tests' workers have the other cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A default group of this process."""

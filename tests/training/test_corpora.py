@@ -24,12 +24,6 @@ from fourfold.training.corpora import Corpora, micro_batches, open_corpora
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A corpus of bytes, and its validation part."""
-    return make_corpus(tmp_path_factory.mktemp("corpora"))
-
-
 def make(data: dict[str, Any], **sections: Any) -> RunConfig:
     training = {"global_batch_size": 8, "micro_batch_size": 2, "seq_length": 32, "train_steps": 4}
     table = {"model": {"preset": "llama-tiny"}, "data": data, **sections}

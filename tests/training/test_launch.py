@@ -19,14 +19,6 @@ from fourfold.training.launch import device_of, run_on_grid
 from fourfold.training.workers import WorkerFailed, run_workers
 
 
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither one around the tests, nor what they set in this process."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMP_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of rank 0 of 1."""

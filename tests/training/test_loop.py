@@ -6,7 +6,7 @@ import json
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from pool import Pool
 from safetensors.torch import load_file
-from tiny_corpus import make_corpus, run_file
+from tiny_corpus import run_file
 
 from fourfold.config.load import load_run
 from fourfold.config.run import RunConfig
@@ -29,28 +29,6 @@ from fourfold.training.launch import run_on_grid
 from fourfold.training.loop import Outcome
 from fourfold.training.metrics import read_metrics
 from fourfold.training.optimizer import learning_rate
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Other tests' workers have the other cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither one around the tests, nor what they set in this process."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_corpus(tmp_path_factory.mktemp("corpora"))
 
 
 def make(folder: Path, prefix: str, **changes: Any) -> RunConfig:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
 from pool import Pool
 from tiny_runs import LLAMA, tiny_run
 
-from fourfold.config.run import RunConfig
+from fourfold.config.run import RunConfig, Schedule
 from fourfold.errors import UserError
 from fourfold.verification.parity import ParityReport, parity
 
@@ -37,15 +37,7 @@ class Settings(NamedTuple):
 CHOICES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("x", "y", "z", "dp", "cp", "pp"), (1, 2)),
     "zero": (0, 1, 2, 3),
-    "schedule": (
-        "1F1B",
-        "GPipe",
-        "Interleaved1F1B",
-        "LoopedBFS",
-        "InterleavedZeroBubble",
-        "ZBVZeroBubble",
-        "DualPipeV",
-    ),
+    "schedule": get_args(Schedule),
     "recompute": ("none", "selective", "full"),
     "tied": (False, True),
     "kv_heads": (4, 8),

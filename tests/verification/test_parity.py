@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+from unittest.mock import patch
 
 import pytest
 import torch
 from pool import Pool
 from tiny_runs import GPT, LLAMA, QWEN, tiny_run
 
-from fourfold.config.run import RunConfig
-from fourfold.parallel import linear
+from fourfold.config.run import RunConfig, Schedule
 from fourfold.verification.parity import ParityReport, parity, relative_differences, resharded
 
 Case = tuple[dict[str, Any], dict[str, int], dict[str, Any]]
@@ -22,15 +22,7 @@ FULL = {"activation_checkpoint": {"mode": "full"}}
 SELECTIVE = {"activation_checkpoint": {"mode": "selective", "modules": ["attention", "mlp", "norms"]}}
 OFFLOADED = {"activation_checkpoint": {"mode": "full", "every": 2, "offload": True}}
 DEEP_LLAMA, DEEP_GPT = LLAMA | {"num_hidden_layers": 4}, GPT | {"num_hidden_layers": 4}
-SCHEDULES = (
-    "1F1B",
-    "GPipe",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-)
+SCHEDULES = get_args(Schedule)
 SIX_HEADS = {"preset": "llama-tiny", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
 ONE_SEQUENCE = {"training": {"micro_batch_size": 1}}
 UNEVEN = {"preset": "llama-tiny", "hidden_size": 56, "head_dim": 8, "intermediate_size": 72}
@@ -151,19 +143,14 @@ def test_larger_layout_computes_what_one_process_computes(pool: Pool, name: str,
     check(pool, SLOW_CASES[name], tmp_path)
 
 
-def broken_body(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:
+def unsummed_gradients_body(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:
     """The classical defect: gradients of norm weights that no one sums over the tokens' ranks."""
-    from fourfold.training import job
-
-    keep, job.sum_partial_gradients = job.sum_partial_gradients, lambda shards, grid: None
-    try:
+    with patch("fourfold.training.job.sum_partial_gradients"):
         return parity(run, torch.device("cpu"), steps=1)
-    finally:
-        job.sum_partial_gradients = keep
 
 
 def test_parity_sees_a_gradient_that_is_not_summed(pool: Pool, tmp_path: Path) -> None:
-    report = pool.run(2, broken_body, tiny_run(LLAMA, {"x": 2}, output_dir=str(tmp_path)))[0]
+    report = pool.run(2, unsummed_gradients_body, tiny_run(LLAMA, {"x": 2}, output_dir=str(tmp_path)))[0]
     assert not report.ok
     wrong = {name for name, error in report.each_gradient.items() if error > 1e-3}
     assert wrong == {name for name in report.each_gradient if "norm" in name}
@@ -172,11 +159,8 @@ def test_parity_sees_a_gradient_that_is_not_summed(pool: Pool, tmp_path: Path) -
 
 def lost_rows_body(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:
     """A sum over y that one layer forgets."""
-    keep, linear.all_reduce = linear.all_reduce, lambda partial, axis, why: partial
-    try:
+    with patch("fourfold.parallel.linear.all_reduce", lambda partial, axis, why: partial):
         return parity(run, torch.device("cpu"), steps=1)
-    finally:
-        linear.all_reduce = keep
 
 
 def test_parity_sees_a_sum_that_is_missing(pool: Pool, tmp_path: Path) -> None:
@@ -208,13 +192,8 @@ def test_resume_is_tried_on_another_grid(grid: dict[str, int]) -> None:
 
 
 def idle_optimizer_body(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:
-    from fourfold.training.optimizer import ShardedAdamW
-
-    keep, ShardedAdamW.step = ShardedAdamW.step, lambda self, lr: None
-    try:
+    with patch("fourfold.training.optimizer.ShardedAdamW.step"):
         return parity(run, torch.device("cpu"), steps=1)
-    finally:
-        ShardedAdamW.step = keep
 
 
 def test_parity_sees_an_optimizer_that_does_nothing(pool: Pool, tmp_path: Path) -> None:
