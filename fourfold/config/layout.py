@@ -13,6 +13,9 @@ from fourfold.errors import UserError
 AttentionSplit = Literal["heads", "batch", "sequence"]
 ContextMethod = Literal["ring", "ulysses"]
 
+CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
+"""Logits that one rank makes at once: what fits a CPU's cache; enough rows for a GPU's matrix units."""
+
 
 def check_layout(run: RunConfig) -> None:
     """Raise ``UserError`` when the model, the batch or the sequence cannot be divided over the grid."""
