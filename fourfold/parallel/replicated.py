@@ -88,7 +88,8 @@ class Weight:
 
     def keep_gradient(self) -> None:
         """Move what a backward has left on the working copy to the stored weight."""
-        if self.working is self.stored:
+        # A layer that puts its weight gradient off has left none.
+        if self.working is self.stored or self.working.grad is None:
             return
         if self.stored.grad is None:
             self.stored.grad = self.working.grad.to(self.stored.dtype)
