@@ -16,6 +16,9 @@ ContextMethod = Literal["ring", "ulysses"]
 FLOAT8_MULTIPLE = 16
 """What every size of a float8 matrix product is a multiple of (torch._scaled_mm)."""
 
+CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
+"""Logits that one rank makes at once: what fits a CPU's cache; enough rows for a GPU's matrix units."""
+
 
 def check_layout(run: RunConfig) -> None:
     """Raise ``UserError`` when the model, the batch or the sequence cannot be divided over the grid."""

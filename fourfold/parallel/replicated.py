@@ -88,8 +88,8 @@ class Weight:
     stored: nn.Parameter
 
     def keep_gradient(self) -> None:
-        """Move what a backward has left on the working copy to the stored weight."""
-        # A layer that puts its weight gradient off has left none.
+        """Move what a backward has left on the working copy to the stored weight: nothing, where weight gradients are
+        computed apart from it."""
         if self.working is self.stored or self.working.grad is None:
             return
         if self.stored.grad is None:
