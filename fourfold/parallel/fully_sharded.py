@@ -98,7 +98,10 @@ class FullySharded(DataParallel):
         if parameter not in self._fsdp_parameters:
             every = (p for group in self._groups() for p in group.fsdp_params)
             self._fsdp_parameters = {p._unsharded_param: p for p in every}
-        self._fsdp_parameters[parameter].to_accumulated_grad_if_needed()
+        fsdp_parameter = self._fsdp_parameters[parameter]
+        # Added to the sum in reduce_dtype where there is one, else its first summand: the second call would replace it.
+        fsdp_parameter.accumulate_unsharded_grad_if_needed()
+        fsdp_parameter.to_accumulated_grad_if_needed()
 
     def finish_gradients(self) -> None:
         """FSDP2 sums and waits at the end of the last backward, unless weight gradients came after it."""

@@ -31,6 +31,24 @@ OverY = Literal["replicate", "features", "batch", "sequence"]
 SHARED_DIM = {"batch": 0, "sequence": 1, "features": 2}
 
 
+class Products:
+    """The three matrix products of a linear layer, in the type of the operands; float8.py has others."""
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.T
+
+    def input_gradient(self, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        """Of layers that read one input: Σ grad @ weight, accumulated inside the products."""
+        total = grads[0] @ weights[0]
+        flat = total.flatten(0, -2)
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            flat.addmm_(grad.flatten(0, -2), weight)
+        return total
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        return grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+
 class WeightGradients:
     """Weight gradients that zero-bubble schedules compute apart, when a rank would wait.
 
@@ -48,7 +66,7 @@ class WeightGradients:
     def compute(self, give: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Compute them, and ``give`` each with its parameter."""
         for linear, grad, x in self._products:
-            give(linear.weight, _weight_gradient(grad, x))
+            give(linear.weight, linear.products.weight_gradient(grad, x))
         self._products.clear()
 
 
@@ -66,8 +84,9 @@ def weight_gradients_put_off(linears: Iterable[Linear4D]) -> Iterator[WeightGrad
 
 
 class Linear4D(Tiled):
-    """One weight of the 4D algorithm, and where its gradient is put off to."""
+    """One weight of the 4D algorithm, how it is multiplied, and where its gradient is put off to."""
 
+    products = Products()
     later: WeightGradients | None = None
 
 
@@ -77,6 +96,8 @@ class NormalLinears(Tiled):
     Gathers the tokens over x once for all of them, and sums over y what they compute: into every rank
     (``"replicate"``, MLP) or into each rank's share of the features, batch or sequence (attention).
     """
+
+    products = Products()
 
     def __init__(self, linears: nn.ModuleDict, grid: Grid, over_y: OverY, overlap: bool, name: str) -> None:
         super().__init__()
@@ -123,7 +144,7 @@ class _NormalLinears(torch.autograd.Function):
         x_BSh = all_gather(x_BTh, layer.x, 1, f"{layer.name}: tokens")
         ctx.save_for_backward(x_BSh, *weights)
         ctx.layer = layer
-        partials = [x_BSh @ weight.T for weight in weights]
+        partials = [layer.products.output(x_BSh, weight) for weight in weights]
         why = f"{layer.name}: outputs"
         if layer.y.size == 1:
             return tuple(partials)
@@ -141,7 +162,7 @@ class _NormalLinears(torch.autograd.Function):
         grads = _gather_output_gradients(grads, layer)
         dx = None
         if ctx.needs_input_grad[0]:
-            partial_BSh = _sum_of_products(grads, weights)
+            partial_BSh = layer.products.input_gradient(grads, weights)
             dx = start_reduce_scatter(partial_BSh, layer.x, 1, f"{layer.name}: input gradient")
             if not layer.overlap:
                 dx = Pending(dx.wait())
@@ -157,7 +178,7 @@ class _TransposedLinear(torch.autograd.Function):
             a = all_gather(a, layer.y, SHARED_DIM[layer.over_y], f"{layer.name}: inputs")
         ctx.save_for_backward(a, weight)
         ctx.layer = layer
-        return reduce_scatter(a @ weight.T, layer.x, 1, f"{layer.name}: outputs")
+        return reduce_scatter(layer.products.output(a, weight), layer.x, 1, f"{layer.name}: outputs")
 
     @staticmethod
     def backward(ctx, grad_BTh: Tensor):
@@ -167,7 +188,7 @@ class _TransposedLinear(torch.autograd.Function):
         da = None
         if ctx.needs_input_grad[0]:
             why = f"{layer.name}: input gradient"
-            partial = grad_BSh @ weight
+            partial = layer.products.input_gradient([grad_BSh], [weight])
             if layer.over_y == "replicate":
                 da = start_all_reduce(partial, layer.y, why)
             else:
@@ -216,21 +237,8 @@ def _gather_output_gradients(grads: Sequence[Tensor], layer: NormalLinears) -> S
     return all_gather(_concatenate(grads), layer.y, SHARED_DIM[layer.over_y], why).split(sizes, dim=-1)
 
 
-def _sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Σ grad @ weight, accumulated inside the matrix products."""
-    total = grads[0] @ weights[0]
-    flat = total.flatten(0, 1)
-    for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        flat.addmm_(grad.flatten(0, 1), weight)
-    return total
-
-
 def _weight_gradient_or_later(linear: Linear4D, grad: Tensor, x: Tensor) -> Tensor | None:
     if linear.later is None:
-        return _weight_gradient(grad, x)
+        return linear.products.weight_gradient(grad, x)
     linear.later.add(linear, grad, x)
     return None
-
-
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    return grad.flatten(0, 1).T @ x.flatten(0, 1)
