@@ -21,8 +21,8 @@ from fourfold.planning.workload import Workload
 
 AXONN = Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),))
 """What AxoNN's program could do: x, y, z, dp; full recompute."""
-AXONN_BLOCKS = {"overlap_dp": np.bool_(False)}
-"""And could not: hide the sum over dp."""
+AXONN_BLOCKS = {"overlap_dp": np.bool_(False), "split_residual": np.bool_(False)}
+"""And could not: hide the sum over dp, or split what lies between the layers over x."""
 
 
 @dataclass(frozen=True)
