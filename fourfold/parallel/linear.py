@@ -71,7 +71,30 @@ class Linear4D(Tiled):
     later: WeightGradients | None = None
 
 
-class NormalLinears(Tiled):
+class NormalLayer(Tiled):
+    """What the computation of normal layers must know. x: the axis over which the tokens of its input lie."""
+
+    x: Axis
+    y: Axis
+    over_y: OverY
+    overlap: bool
+    name: str
+
+    def linears(self) -> list[Linear4D]:
+        """The layers that read one input."""
+        raise NotImplementedError
+
+
+BIAS_TILES: dict[OverY, Tile] = {
+    "replicate": Tile(x=0),
+    "features": Tile(x=0, y=0),
+    "batch": Tile(x=0, partial_over=("y",)),
+    "sequence": Tile(x=0, partial_over=("y",)),
+}
+"""Of a normal layer's bias."""
+
+
+class NormalLinears(NormalLayer):
     """Linear layers that read the same part of the residual stream: weights [out/x, in/y].
 
     Gathers the tokens over x once for all of them, and sums over y what they compute: into every rank
@@ -81,20 +104,17 @@ class NormalLinears(Tiled):
     def __init__(self, linears: nn.ModuleDict, grid: Grid, over_y: OverY, overlap: bool, name: str) -> None:
         super().__init__()
         self.x, self.y, self.over_y, self.overlap, self.name = grid.x, grid.y, over_y, overlap, name
-        bias_tile = {
-            "replicate": Tile(x=0),
-            "features": Tile(x=0, y=0),
-            "batch": Tile(x=0, partial_over=("y",)),
-            "sequence": Tile(x=0, partial_over=("y",)),
-        }[over_y]
         for child_name, linear in linears.items():
             child = Linear4D()
             child.add_tile("weight", linear.weight, Tile(x=0, y=1), grid)
-            child.add_tile("bias", linear.bias, bias_tile, grid)
+            child.add_tile("bias", linear.bias, BIAS_TILES[over_y], grid)
             self.add_module(child_name, child)
 
+    def linears(self) -> list[Linear4D]:
+        return list(self.children())
+
     def forward(self, x_BTh: Tensor) -> list[Tensor]:
-        linears = list(self.children())
+        linears = self.linears()
         outs = normal_linears(x_BTh, self, *(linear.weight for linear in linears))
         return [out if linear.bias is None else out + linear.bias for out, linear in zip(outs, linears, strict=True)]
 
@@ -119,7 +139,7 @@ class TransposedLinear(Linear4D):
 
 class _NormalLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_BTh: Tensor, layer: NormalLinears, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, x_BTh: Tensor, layer: NormalLayer, *weights: Tensor) -> tuple[Tensor, ...]:
         x_BSh = all_gather(x_BTh, layer.x, 1, f"{layer.name}: tokens")
         ctx.save_for_backward(x_BSh, *weights)
         ctx.layer = layer
@@ -137,7 +157,7 @@ class _NormalLinears(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x_BSh, *weights = ctx.saved_tensors
-        layer: NormalLinears = ctx.layer
+        layer: NormalLayer = ctx.layer
         grads = _gather_output_gradients(grads, layer)
         dx = None
         if ctx.needs_input_grad[0]:
@@ -145,7 +165,7 @@ class _NormalLinears(torch.autograd.Function):
             dx = start_reduce_scatter(partial_BSh, layer.x, 1, f"{layer.name}: input gradient")
             if not layer.overlap:
                 dx = Pending(dx.wait())
-        linears = zip(layer.children(), grads, ctx.needs_input_grad[2:], strict=True)
+        linears = zip(layer.linears(), grads, ctx.needs_input_grad[2:], strict=True)
         dws = [_weight_gradient_or_later(linear, grad, x_BSh) if needed else None for linear, grad, needed in linears]
         return dx.wait() if dx is not None else None, None, *dws
 
@@ -180,7 +200,7 @@ class _TransposedLinear(torch.autograd.Function):
 
 # Asynchronous collectives cannot be traced into a compiled graph: the compiler stops at these two and goes on behind.
 @torch.compiler.disable
-def normal_linears(x_BTh: Tensor, layer: NormalLinears, *weights: Tensor) -> tuple[Tensor, ...]:
+def normal_linears(x_BTh: Tensor, layer: NormalLayer, *weights: Tensor) -> tuple[Tensor, ...]:
     return _NormalLinears.apply(x_BTh, layer, *weights)
 
 
@@ -205,7 +225,7 @@ def _scatter_features(partials: Sequence[Tensor], y: Axis, why: str) -> tuple[Te
     return kept_BSf.split([partial.shape[-1] // y.size for partial in partials], dim=-1)
 
 
-def _gather_output_gradients(grads: Sequence[Tensor], layer: NormalLinears) -> Sequence[Tensor]:
+def _gather_output_gradients(grads: Sequence[Tensor], layer: NormalLayer) -> Sequence[Tensor]:
     """The mirror of the sum over y: gradients of whole outputs from the shares that the ranks of y hold."""
     if layer.y.size == 1 or layer.over_y == "replicate":
         return grads

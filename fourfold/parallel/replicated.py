@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fourfold.config.run import RunConfig
-from fourfold.models.transformer import Transformer
 from fourfold.parallel.communicate import Pending, start_all_reduce
-from fourfold.parallel.data_parallel import DTYPES, DataParallel
+from fourfold.parallel.data_parallel import DataParallel, StepTypes, Units
 from fourfold.parallel.grid import Axis, Grid
 from fourfold.parallel.sharding import Tile
 from fourfold.parallel.state import LocalShard, replicas_of_tile
@@ -24,9 +22,9 @@ class Replicated(DataParallel):
     added up in the stored type, and the optimizer steps what is stored.
     """
 
-    def __init__(self, model: Transformer, grid: Grid, run: RunConfig) -> None:
-        super().__init__(model, grid, run)
-        self.stored_dtype, self.working_dtype = DTYPES[run.training.master_weights], DTYPES[run.training.precision]
+    def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:
+        super().__init__(model, units, grid, types)
+        self.stored_dtype, self.working_dtype = types.stored, types.working
         model.to(self.working_dtype)
         self._weights: dict[nn.Parameter, Weight] = {}
         self._buckets: list[Bucket] = []
@@ -38,10 +36,10 @@ class Replicated(DataParallel):
             if self.working_dtype != self.stored_dtype:
                 stored = nn.Parameter(torch.empty_like(working, dtype=self.stored_dtype), working.requires_grad)
             self._weights[working] = Weight(working, stored)
-        reduce_dtype = DTYPES[self.run.training.reduce_dtype]
-        for parameters in _in_order_of_the_backward(self.model):
+        for parameters in _in_order_of_the_backward(self.model, self.units):
             weights = [self._weights[p] for p in parameters if p.requires_grad]
-            self._buckets.append(Bucket(weights, self.grid.replicas, reduce_dtype))
+            if weights:
+                self._buckets.append(Bucket(weights, self.grid.replicas, self.types.reduced))
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
         stored = self._weights[parameter].stored
@@ -140,10 +138,12 @@ class Bucket:
         self.pending = None
 
 
-def _in_order_of_the_backward(model: Transformer) -> list[list[nn.Parameter]]:
-    """The head, each layer from the last to the first, the embeddings; a tied weight is with its last gradient."""
-    groups = [[model.lm_head, model.norm], *([block] for block in reversed(model.blocks))]
-    groups.append([model.embed_tokens, model.embed_positions])
-    parameters = [[p for module in group if module is not None for p in module.parameters()] for group in groups]
+def _in_order_of_the_backward(model: nn.Module, units: Units) -> list[list[nn.Parameter]]:
+    """The head, each layer from the last to the first, the embeddings, the rest; a tied weight is with its last
+    gradient."""
+    groups = [units.last, *([block] for block in reversed(units.blocks)), units.embeddings]
+    parameters = [[p for module in group for p in module.parameters()] for group in groups]
+    named = {p for group in parameters for p in group}
+    parameters.append([p for p in model.parameters() if p not in named])
     last_group = {p: i for i, group in enumerate(parameters) for p in group}
     return [[p for p in group if last_group[p] == i] for i, group in enumerate(parameters) if group]

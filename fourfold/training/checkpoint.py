@@ -94,7 +94,7 @@ class Checkpointer:
         writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
         tensors = global_tensors(self.job, self._view)
         if self._group is None:
-            with _failures_told(f"cannot write the checkpoint {partial}"):
+            with failures_told(f"cannot write the checkpoint {partial}"):
                 dcp.save(tensors, storage_writer=writer)
             self._publish(step, state)
             dist.barrier()
@@ -113,7 +113,7 @@ class Checkpointer:
             return
         future, step, state = self._pending
         self._pending = None
-        with _failures_told(f"cannot write the checkpoint {self._partial(step)}"):
+        with failures_told(f"cannot write the checkpoint {self._partial(step)}"):
             future.result()
         self._publish(step, state)
 
@@ -163,7 +163,7 @@ def load_checkpoint(path: Path, job: Job) -> int:
     check_same_order(path, state, job.run)
     generator = _generator(path, state)
     tensors = global_tensors(job, GlobalView(job.grid, job.run.parallel.zero))
-    _load_tensors(tensors, path)
+    load_tensors(tensors, path)
     job.optimizer.set_steps_taken(state.step if state.optimizer_steps is None else state.optimizer_steps)
     if job.loss_scale is not None and state.loss_scale is not None:
         job.loss_scale.scale, job.loss_scale.steps_since_change = state.loss_scale
@@ -181,7 +181,7 @@ def load_model(path: Path, job: Job) -> None:
     check_same_model(path, read_state(path), job.run.model)
     view = GlobalView(job.grid, job.run.parallel.zero)
     first = {shard.name: shard for shard in reversed(job.shards)}
-    _load_tensors({f"model.{name}": view.of(shard) for name, shard in first.items()}, path)
+    load_tensors({f"model.{name}": view.of(shard) for name, shard in first.items()}, path)
     with torch.no_grad():
         for shard in job.shards:
             if shard is not first[shard.name]:
@@ -192,7 +192,7 @@ def load_model(path: Path, job: Job) -> None:
 def load_weights(path: Path, weights: dict[str, Tensor]) -> None:
     """Fill whole tensors, by parameter name, in one process and without a process group."""
     read_state(path)
-    _load_tensors({f"model.{name}": tensor for name, tensor in weights.items()}, path, no_dist=True)
+    load_tensors({f"model.{name}": tensor for name, tensor in weights.items()}, path, no_dist=True)
 
 
 def write_imported(path: Path, model: ModelConfig, files: dict[str, int]) -> None:
@@ -291,8 +291,8 @@ def _fill_second_copies(job: Job) -> None:
                 tensor.copy_(job.optimizer.moments(copied)[moment])
 
 
-def _load_tensors(tensors: dict[str, Tensor], path: Path, no_dist: bool = False) -> None:
-    with _failures_told(f"the checkpoint {path} is damaged"), _torch_silenced():
+def load_tensors(tensors: dict[str, Tensor], path: Path, no_dist: bool = False) -> None:
+    with failures_told(f"the checkpoint {path} is damaged"), _torch_silenced():
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=no_dist)
 
 
@@ -310,7 +310,7 @@ def _torch_silenced() -> Iterator[None]:
 
 
 @contextmanager
-def _failures_told(what: str) -> Iterator[None]:
+def failures_told(what: str) -> Iterator[None]:
     """Turn torch's CheckpointException, which is no Exception and would pass by every handler, into a sentence."""
     try:
         yield
