@@ -204,8 +204,8 @@ def _check_no_dropout(model: nn.Module) -> None:
 def _check_type(name: str, module: nn.Module, kind: type[nn.Module], style: str) -> None:
     if type(module) is not kind:
         raise UserError(
-            f"{name} is a {type(module).__name__}, and '{style}' lays out nn.{kind.__name__} only; 'replicate' computes "
-            "it whole on every rank"
+            f"{name} is a {type(module).__name__}, and '{style}' lays out nn.{kind.__name__} only; 'replicate' "
+            "computes it whole on every rank"
         )
 
 

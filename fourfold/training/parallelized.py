@@ -44,9 +44,9 @@ def parallelize(
     """Put a causal language model on the grid, for a training loop of one's own. Every process must call this.
 
     model: of transformers, or any ``nn.Module`` with ``rules``; its weights must be the same on every process, or on
-    the meta device with ``weights`` naming a folder of safetensors of which each process reads its slices. rules: patterns
-    of module names to styles (``tensor_plan.STYLES``), before those that the model publishes. precision: in which the
-    step computes (fp32, bf16), by default the type of the weights. weight_prefetch: blocks gathered ahead.
+    the meta device with ``weights`` naming a folder of safetensors of which each process reads its slices. rules:
+    patterns of module names to styles (``tensor_plan.STYLES``), before those that the model publishes. precision: in
+    which the step computes (fp32, bf16), by default the type of the weights. weight_prefetch: blocks gathered ahead.
 
     Raises ``UserError`` naming what cannot be laid out; the model is in parts then, and no longer of use.
     """

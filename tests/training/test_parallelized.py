@@ -217,7 +217,7 @@ def refused(rank: int, world_size: int, grid: dict[str, int], name: str, changes
 @pytest.mark.parametrize(
     ("grid", "name", "changes", "rules", "says"),
     [
-        ({"x": 2}, "own", {}, {"head": "colwise_gather_output"}, "publishes no tensor-parallel plan"),
+        ({"x": 2}, "own", {}, {"table": "embedding"}, "publishes no tensor-parallel plan"),
         ({"x": 2}, "own", {}, {k: v for k, v in OWN_RULES.items() if k != "head"}, "head (Linear, weight [64, 32])"),
         ({"x": 2}, "own", {}, OWN_RULES | {"*.up": "diagonal"}, "layers.0.mlp.up: the style 'diagonal'"),
         ({"x": 2}, "own", {}, OWN_RULES | {"*.norm": "colwise"}, "layers.0.norm is a LayerNorm"),
