@@ -28,6 +28,12 @@ class Corpus(Strict):
 class DataConfig(Strict):
     """What is read. Give `train`, or `source` for text that every machine has."""
 
+    format: Literal["text", "sft"] = Field(
+        "text",
+        description="sft: conversations made by `fourfold prepare --format sft`; whole ones share a sequence without "
+        "seeing each other (mask_documents), and only answers are trained.",
+    )
+
     train: list[Corpus] = Field([], description="Corpora made by `fourfold prepare`, or any Megatron .bin/.idx pair.")
     validation: list[Corpus] = Field([], description="Corpora of the validation loss.")
     source: Literal["python-stdlib"] | None = Field(
@@ -47,6 +53,19 @@ class DataConfig(Strict):
     def _one_source(self) -> DataConfig:
         if bool(self.train) == (self.source is not None):
             raise ValueError("give either data.train (corpora) or data.source (built-in text)")
+        return self
+
+    @model_validator(mode="after")
+    def _conversations_are_apart(self) -> DataConfig:
+        if self.format == "sft":
+            if self.source is not None:
+                raise ValueError("data.source is text; format = 'sft' needs data.train")
+            if "mask_documents" in self.model_fields_set and not self.mask_documents:
+                raise ValueError(
+                    "format = 'sft' packs conversations into one sequence, which must not see each other; leave "
+                    "mask_documents out"
+                )
+            self.mask_documents = True
         return self
 
 

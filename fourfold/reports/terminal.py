@@ -77,12 +77,15 @@ def audit_tables(record: Mapping[str, Any]) -> None:
 
 
 def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[str, Any]) -> None:
-    """Sequences with what the goldfish mask drops in brackets and what else is not trained dimmed, and the numbers."""
+    """Sequences with what is trained in green, what the goldfish mask drops in red and brackets, and what else is not
+    trained dimmed; and the numbers."""
     console = Console()
     for sample in preview.samples:
         text = Text()
         for piece, trained, dropped in zip(sample.pieces(tokenizer), sample.trained, sample.dropped, strict=True):
-            text.append(f"[{piece}]" if dropped else piece, style="bold red" if dropped else "" if trained else "dim")
+            text.append(
+                f"[{piece}]" if dropped else piece, style="bold red" if dropped else "green" if trained else "dim"
+            )
         console.print(text, end="\n\n")
     facts = [["trained", f"{record['trained_share']:.1%} of the tokens"]]
     if record["goldfish"] is not None:

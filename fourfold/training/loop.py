@@ -184,6 +184,17 @@ class Record:
             "peak": "n/a: no published figure for this device, so no MFU" if self.peak is None else self.peak.source,
             "starts at step": first_step,
         }
+        for packed in corpora.packing():
+            self.facts["conversations"] = (
+                f"{packed.conversations:,} in {packed.windows:,} sequences, {packed.filled:.1%} filled; "
+                f"{corpora.trained_share():.1%} of the tokens trained"
+            )
+            if packed.cut or packed.left_out:
+                print(
+                    f"warning: training.seq_length = {training.seq_length} cuts the end of {packed.cut:,} "
+                    f"conversations and leaves out {packed.left_out:,}, whose answers begin beyond it",
+                    file=sys.stderr,
+                )
         masked = corpora.goldfish_statistics()
         if masked is not None:
             goldfish = run.masks.goldfish
