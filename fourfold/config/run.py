@@ -190,6 +190,20 @@ class OptimizerConfig(Strict):
         return self
 
 
+class LoRAConfig(Strict):
+    """Fine-tuning of small additions to a model that stays as it is, in the step's type and without optimizer states.
+
+    It needs `model.from_hf`. Checkpoints hold the additions alone; `fourfold export-hf` writes them as peft reads them,
+    or merged into the model ([huggingface.md](huggingface.md#lora)).
+    """
+
+    rank: int = Field(0, ge=0, description="Rank r of the additions; 0 trains the whole model.")
+    alpha: float = Field(32.0, gt=0, description="The additions are multiplied by alpha / rank.")
+    targets: list[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]] | None = Field(
+        None, min_length=1, description="Linear layers that get one. Default: all of a block's."
+    )
+
+
 class LossScalingConfig(Strict):
     """Of training.precision = 'fp16'."""
 
@@ -259,6 +273,7 @@ class RunConfig(Strict):
     training: TrainingConfig
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoRAConfig = LoRAConfig()
     loss_scaling: LossScalingConfig = LossScalingConfig()
     lr_scheduler: SchedulerConfig = SchedulerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -271,6 +286,15 @@ class RunConfig(Strict):
     def _rounding_needs_bf16(self) -> RunConfig:
         if self.optimizer.stochastic_rounding and self.training.master_weights != "bf16":
             raise ValueError("optimizer.stochastic_rounding = true needs training.master_weights = 'bf16'")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> RunConfig:
+        if self.lora.rank and self.parallel.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+            raise ValueError(
+                f"parallel.schedule = '{self.parallel.schedule}' computes weight gradients apart, and with lora there "
+                "are hardly any; schedule = '1F1B' or 'Interleaved1F1B' works"
+            )
         return self
 
     @property

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from fourfold.models.lora import LoRALinear
 from fourfold.parallel.communicate import (
     Pending,
     all_gather,
@@ -66,9 +67,65 @@ def weight_gradients_put_off(linears: Iterable[Linear4D]) -> Iterator[WeightGrad
 
 
 class Linear4D(Tiled):
-    """One weight of the 4D algorithm, and where its gradient is put off to."""
+    """One weight of the 4D algorithm, and where its gradient is put off to; perhaps a LoRA adapter beside it.
+
+    x Aᵀ Bᵀ is summed where x Wᵀ is, so that an adapter needs no collective of its own. Each of its gradients is a share
+    of a sum over the axis that its matrix does not lie on.
+    """
 
     later: WeightGradients | None = None
+    lora_scale: float = 0.0
+
+    def add_adapter(
+        self, linear: nn.Linear, out_over: Literal["x", "y"], in_over: Literal["x", "y"], grid: Grid
+    ) -> None:
+        """Take over the adapter of a linear layer that has one."""
+        if not isinstance(linear, LoRALinear):
+            return
+        self.lora_scale = linear.scale
+        self.add_tile("lora_A", linear.lora_A, Tile(**{in_over: 1}, partial_over=(out_over,)), grid)
+        self.add_tile("lora_B", linear.lora_B, Tile(**{out_over: 0}, partial_over=(in_over,)), grid)
+
+    def matrices(self) -> tuple[Tensor, ...]:
+        """The weight, and the adapter's A and B where there is one."""
+        return (self.weight, self.lora_A, self.lora_B) if self.lora_scale else (self.weight,)
+
+    def product(self, x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+        """x Wᵀ + α/r · (x Aᵀ) Bᵀ, of this rank's share of the inputs."""
+        weight, *adapter = matrices
+        out = x @ weight.T
+        if adapter:
+            a, b = adapter
+            out.view(-1, out.shape[-1]).addmm_((x @ a.T).flatten(0, 1), b.T, alpha=self.lora_scale)
+        return out
+
+    def add_input_gradient(self, total: Tensor | None, grad: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+        """total + grad @ (W + α/r · B A), accumulated inside the matrix products."""
+        weight, *adapter = matrices
+        if total is None:
+            total = grad @ weight
+        else:
+            total.view(-1, total.shape[-1]).addmm_(grad.flatten(0, 1), weight)
+        if adapter:
+            a, b = adapter
+            total.view(-1, total.shape[-1]).addmm_((grad @ b).flatten(0, 1), a, alpha=self.lora_scale)
+        return total
+
+    def weight_gradients(
+        self, grad: Tensor, x: Tensor, matrices: Sequence[Tensor], needed: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Of the matrices, None for a frozen one and one that is put off."""
+        gradients: list[Tensor | None] = [None] * len(matrices)
+        if needed[0]:
+            if self.later is None:
+                gradients[0] = _weight_gradient(grad, x)
+            else:
+                self.later.add(self, grad, x)
+        if len(matrices) > 1:
+            _, a, b = matrices
+            gradients[1] = _weight_gradient(grad @ b, x).mul_(self.lora_scale)
+            gradients[2] = _weight_gradient(grad, x @ a.T).mul_(self.lora_scale)
+        return gradients
 
 
 class NormalLayer(Tiled):
@@ -108,6 +165,7 @@ class NormalLinears(NormalLayer):
             child = Linear4D()
             child.add_tile("weight", linear.weight, Tile(x=0, y=1), grid)
             child.add_tile("bias", linear.bias, BIAS_TILES[over_y], grid)
+            child.add_adapter(linear, "x", "y", grid)
             self.add_module(child_name, child)
 
     def linears(self) -> list[Linear4D]:
@@ -115,7 +173,7 @@ class NormalLinears(NormalLayer):
 
     def forward(self, x_BTh: Tensor) -> list[Tensor]:
         linears = self.linears()
-        outs = normal_linears(x_BTh, self, *(linear.weight for linear in linears))
+        outs = normal_linears(x_BTh, self, *(matrix for linear in linears for matrix in linear.matrices()))
         return [out if linear.bias is None else out + linear.bias for out, linear in zip(outs, linears, strict=True)]
 
 
@@ -131,19 +189,20 @@ class TransposedLinear(Linear4D):
         self.x, self.y, self.over_y, self.overlap, self.name = grid.x, grid.y, over_y, overlap, name
         self.add_tile("weight", linear.weight, Tile(x=1, y=0), grid)
         self.add_tile("bias", linear.bias, Tile(y=0, partial_over=("x",)), grid)
+        self.add_adapter(linear, "y", "x", grid)
 
     def forward(self, a: Tensor) -> Tensor:
-        out_BTh = transposed_linear(a, self, self.weight)
+        out_BTh = transposed_linear(a, self, *self.matrices())
         return out_BTh if self.bias is None else out_BTh + self.bias
 
 
 class _NormalLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_BTh: Tensor, layer: NormalLayer, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, x_BTh: Tensor, layer: NormalLayer, *matrices: Tensor) -> tuple[Tensor, ...]:
         x_BSh = all_gather(x_BTh, layer.x, 1, f"{layer.name}: tokens")
-        ctx.save_for_backward(x_BSh, *weights)
+        ctx.save_for_backward(x_BSh, *matrices)
         ctx.layer = layer
-        partials = [x_BSh @ weight.T for weight in weights]
+        partials = [linear.product(x_BSh, each) for linear, each in _by_linear(layer, matrices)]
         why = f"{layer.name}: outputs"
         if layer.y.size == 1:
             return tuple(partials)
@@ -156,57 +215,75 @@ class _NormalLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        x_BSh, *weights = ctx.saved_tensors
+        x_BSh, *matrices = ctx.saved_tensors
         layer: NormalLayer = ctx.layer
         grads = _gather_output_gradients(grads, layer)
+        linears = _by_linear(layer, matrices)
         dx = None
         if ctx.needs_input_grad[0]:
-            partial_BSh = _sum_of_products(grads, weights)
+            partial_BSh = None
+            for (linear, each), grad in zip(linears, grads, strict=True):
+                partial_BSh = linear.add_input_gradient(partial_BSh, grad, each)
             dx = start_reduce_scatter(partial_BSh, layer.x, 1, f"{layer.name}: input gradient")
             if not layer.overlap:
                 dx = Pending(dx.wait())
-        linears = zip(layer.linears(), grads, ctx.needs_input_grad[2:], strict=True)
-        dws = [_weight_gradient_or_later(linear, grad, x_BSh) if needed else None for linear, grad, needed in linears]
+        needed = [flags for _, flags in _by_linear(layer, ctx.needs_input_grad[2:])]
+        dws: list[Tensor | None] = []
+        for (linear, each), grad, flags in zip(linears, grads, needed, strict=True):
+            dws += linear.weight_gradients(grad, x_BSh, each, flags)
         return dx.wait() if dx is not None else None, None, *dws
 
 
 class _TransposedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a: Tensor, layer: TransposedLinear, weight: Tensor) -> Tensor:
+    def forward(ctx, a: Tensor, layer: TransposedLinear, *matrices: Tensor) -> Tensor:
         if layer.over_y != "replicate":
             a = all_gather(a, layer.y, SHARED_DIM[layer.over_y], f"{layer.name}: inputs")
-        ctx.save_for_backward(a, weight)
+        ctx.save_for_backward(a, *matrices)
         ctx.layer = layer
-        return reduce_scatter(a @ weight.T, layer.x, 1, f"{layer.name}: outputs")
+        return reduce_scatter(layer.product(a, matrices), layer.x, 1, f"{layer.name}: outputs")
 
     @staticmethod
     def backward(ctx, grad_BTh: Tensor):
-        a, weight = ctx.saved_tensors
+        a, *matrices = ctx.saved_tensors
         layer: TransposedLinear = ctx.layer
         grad_BSh = all_gather(grad_BTh, layer.x, 1, f"{layer.name}: output gradient")
         da = None
         if ctx.needs_input_grad[0]:
             why = f"{layer.name}: input gradient"
-            partial = grad_BSh @ weight
+            partial = layer.add_input_gradient(None, grad_BSh, matrices)
             if layer.over_y == "replicate":
                 da = start_all_reduce(partial, layer.y, why)
             else:
                 da = start_reduce_scatter(partial, layer.y, SHARED_DIM[layer.over_y], why)
             if not layer.overlap:
                 da = Pending(da.wait())
-        dw = _weight_gradient_or_later(layer, grad_BSh, a) if ctx.needs_input_grad[2] else None
-        return da.wait() if da is not None else None, None, dw
+        dws = layer.weight_gradients(grad_BSh, a, matrices, ctx.needs_input_grad[2:])
+        return da.wait() if da is not None else None, None, *dws
 
 
 # Asynchronous collectives cannot be traced into a compiled graph: the compiler stops at these two and goes on behind.
 @torch.compiler.disable
-def normal_linears(x_BTh: Tensor, layer: NormalLayer, *weights: Tensor) -> tuple[Tensor, ...]:
-    return _NormalLinears.apply(x_BTh, layer, *weights)
+def normal_linears(x_BTh: Tensor, layer: NormalLayer, *matrices: Tensor) -> tuple[Tensor, ...]:
+    return _NormalLinears.apply(x_BTh, layer, *matrices)
 
 
 @torch.compiler.disable
-def transposed_linear(a: Tensor, layer: TransposedLinear, weight: Tensor) -> Tensor:
-    return _TransposedLinear.apply(a, layer, weight)
+def transposed_linear(a: Tensor, layer: TransposedLinear, *matrices: Tensor) -> Tensor:
+    return _TransposedLinear.apply(a, layer, *matrices)
+
+
+T = TypeVar("T")
+
+
+def _by_linear(layer: NormalLayer, flat: Sequence[T]) -> list[tuple[Linear4D, Sequence[T]]]:
+    """What was given for all matrices of a layer, by linear."""
+    found, first = [], 0
+    for linear in layer.linears():
+        count = 3 if linear.lora_scale else 1
+        found.append((linear, flat[first : first + count]))
+        first += count
+    return found
 
 
 def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
@@ -234,22 +311,6 @@ def _gather_output_gradients(grads: Sequence[Tensor], layer: NormalLayer) -> Seq
         shares_BSyf = all_gather(_concatenate(grads).unsqueeze(2), layer.y, 2, why)
         return [part.flatten(2) for part in shares_BSyf.split(sizes, dim=-1)]
     return all_gather(_concatenate(grads), layer.y, SHARED_DIM[layer.over_y], why).split(sizes, dim=-1)
-
-
-def _sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Σ grad @ weight, accumulated inside the matrix products."""
-    total = grads[0] @ weights[0]
-    flat = total.flatten(0, 1)
-    for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        flat.addmm_(grad.flatten(0, 1), weight)
-    return total
-
-
-def _weight_gradient_or_later(linear: Linear4D, grad: Tensor, x: Tensor) -> Tensor | None:
-    if linear.later is None:
-        return _weight_gradient(grad, x)
-    linear.later.add(linear, grad, x)
-    return None
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:

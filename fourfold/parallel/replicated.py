@@ -24,17 +24,18 @@ class Replicated(DataParallel):
 
     def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:
         super().__init__(model, units, grid, types)
-        self.stored_dtype, self.working_dtype = types.stored, types.working
-        model.to(self.working_dtype)
+        # LoRA freezes weights in the step's type.
+        self._stored_dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        model.to(types.working)
         self._weights: dict[nn.Parameter, Weight] = {}
         self._buckets: list[Bucket] = []
 
     def materialize(self, device: torch.device) -> None:
         super().materialize(device)
-        for working in self.model.parameters():
-            stored = working
-            if self.working_dtype != self.stored_dtype:
-                stored = nn.Parameter(torch.empty_like(working, dtype=self.stored_dtype), working.requires_grad)
+        for name, working in self.model.named_parameters():
+            stored, dtype = working, self._stored_dtypes[name]
+            if working.dtype != dtype:
+                stored = nn.Parameter(torch.empty_like(working, dtype=dtype), working.requires_grad)
             self._weights[working] = Weight(working, stored)
         for parameters in _in_order_of_the_backward(self.model, self.units):
             weights = [self._weights[p] for p in parameters if p.requires_grad]
@@ -63,14 +64,15 @@ class Replicated(DataParallel):
 
     @torch.no_grad()
     def publish(self) -> None:
-        if self.working_dtype != self.stored_dtype:
-            torch._foreach_copy_(list(self._weights), [weight.stored for weight in self._weights.values()])
+        copies = [weight for weight in self._weights.values() if weight.working is not weight.stored]
+        if copies:
+            torch._foreach_copy_([weight.working for weight in copies], [weight.stored for weight in copies])
 
     def free_gathered(self) -> None:
         """Nothing is gathered."""
 
     def gathered(self) -> list[Tensor]:
-        return [] if self.working_dtype == self.stored_dtype else [working.detach() for working in self._weights]
+        return [weight.working.detach() for weight in self._weights.values() if weight.working is not weight.stored]
 
     def partial_gradients(self) -> list[Tensor]:
         working = [p.grad for p in self._weights if p.grad is not None]

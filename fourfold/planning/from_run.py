@@ -7,6 +7,7 @@ import numpy as np
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import stages_per_rank
+from fourfold.errors import UserError
 from fourfold.planning.layout_bytes import CHUNK_LOGITS
 from fourfold.planning.workload import RECOMPUTE, Workload
 
@@ -26,7 +27,9 @@ def workload_of_model(model: ModelConfig) -> Workload:
 
 
 def workload_of(run: RunConfig) -> Workload:
-    """The step that a run file describes."""
+    """The step that a run file describes. Raises ``UserError`` for LoRA, whose memory and time are others."""
+    if run.lora.rank:
+        raise UserError("the planner does not predict LoRA; `fourfold trace` counts its memory and its collectives")
     training, grid = run.training, run.parallel
     values = vars(workload_of_model(run.model)) | {
         "seq": training.seq_length,
