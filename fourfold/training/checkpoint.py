@@ -270,15 +270,15 @@ def check_same_adapters(path: Path, state: CheckpointState, lora: LoRAConfig) ->
         ours = getattr(now, key)
         if theirs != ours:
             raise UserError(
-                f"the checkpoint {path} was trained with lora.{key} = {theirs!r}, and the run file has {ours!r}; set it "
-                "back, or set checkpoint.resume = 'never'"
+                f"the checkpoint {path} was trained with lora.{key} = {theirs!r}, and the run file has {ours!r}; set "
+                "it back, or set checkpoint.resume = 'never'"
             )
 
 
 def check_whole(path: Path, state: CheckpointState) -> None:
     """Raise ``UserError`` for adapters without the model that they belong to."""
     if state.lora is not None:
-        raise UserError(f"{path} has LoRA adapters only; `fourfold export-hf {path} OUT --merge` makes a model")
+        raise UserError(f"{path} has LoRA adapters only; `fourfold export-hf {path} OUT --merge` makes a model of it")
 
 
 def check_same_order(path: Path, state: CheckpointState, run: RunConfig) -> None:
