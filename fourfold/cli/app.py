@@ -9,6 +9,7 @@ import typer
 from fourfold import __version__
 from fourfold.cli.audit import audit
 from fourfold.cli.calibrate import calibrate
+from fourfold.cli.evaluate import evaluate
 from fourfold.cli.export_hf import export_hf
 from fourfold.cli.import_hf import import_hf
 from fourfold.cli.masks import masks
@@ -27,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     help="Train large language models on a four-dimensional grid of devices.",
 )
-for command in (train, prepare, parity, trace, report, masks, audit, calibrate, import_hf, export_hf):
+for command in (train, prepare, parity, trace, report, masks, audit, evaluate, calibrate, import_hf, export_hf):
     app.command()(command)
 app.add_typer(plan, name="plan")
 

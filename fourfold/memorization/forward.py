@@ -148,6 +148,9 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return self._tokenizer(texts)["input_ids"]
 
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
 
 def import_transformers() -> Any:
     """The transformers library, or a sentence that says how to get it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -104,6 +105,21 @@ def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[st
     console.print(_table("Masks", ("", ""), facts))
     for warning in record["warnings"]:
         console.print(Text.assemble(("Warning: ", "bold"), warning))
+
+
+def evaluation_tables(record: Mapping[str, Any]) -> None:
+    """How well texts are predicted, and the numbers of tasks."""
+    console = Console()
+    rows = [
+        [Path(name).name, f"{t['tokens']:,}", f"{t['loss']:.4f}", f"{t['perplexity']:.3f}", f"{t['bits_per_byte']:.4f}"]
+        for name, t in record["texts"].items()
+    ]
+    if rows:
+        header = ("text", "tokens", "nats per token", "perplexity", "bits per byte")
+        console.print(_table(f"{record['model']}, context {record['context']}", header, rows))
+    rows = [[task, key, f"{value:.4f}"] for task, numbers in record["tasks"].items() for key, value in numbers.items()]
+    if rows:
+        console.print(_table(f"{record['model']}: lm-eval", ("task", "metric", "value"), rows))
 
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
