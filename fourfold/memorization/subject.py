@@ -18,9 +18,10 @@ from fourfold.errors import UserError
 from fourfold.memorization.forward import AuditedModel, GridModel, HuggingFaceModel, HuggingFaceTokenizer
 from fourfold.memorization.scores import Sampling
 from fourfold.training.checkpoint import STATE_FILE, list_checkpoints, read_state
+from fourfold.training.huggingface import SOURCE_FOLDER, TOKENIZER_FILE
 
 LONGEST_UNKNOWN = 2048
-"""Tokens of a document that a Hugging Face model without a stated context is given."""
+"""Tokens of a document that a model without a stated context is given, and at most one that was imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,9 @@ def _run_of(checkpoint: Path, run_file: Path, request: ScoringRequest) -> RunCon
         table = tomllib.loads(run_file.read_text(encoding="utf-8"))
     table["model"] = dict(state.model)
     table["parallel"] = {}
-    training = {"seq_length": state.training["seq_length"], "micro_batch_size": request.micro_batch_size}
+    # A model that was imported was never trained here, and says only what it can see.
+    longest = state.training.get("seq_length") or min(state.model["max_position_embeddings"], LONGEST_UNKNOWN)
+    training = {"seq_length": longest, "micro_batch_size": request.micro_batch_size}
     precision = {key: table.get("training", {}).get(key) for key in ("precision", "master_weights", "device")}
     table["training"] = {**{k: v for k, v in precision.items() if v is not None}, **training, "train_steps": 1}
     # The loop's other sections say nothing of a forward pass.
@@ -107,7 +110,8 @@ def tokenizer_of(request: ScoringRequest, subject: Subject) -> Tokenizer | Huggi
     if request.tokenizer is not None:
         return load_tokenizer(request.tokenizer)
     if not subject.knows_data:
-        return None
+        imported = subject.checkpoint / SOURCE_FOLDER / TOKENIZER_FILE
+        return load_tokenizer(imported) if imported.is_file() else None
     data = subject.run.data
     if data.source is not None:
         prefix = ensure_builtin(data.source, data.tokenizer, data.cache_dir, subject.run.model.vocab_size)

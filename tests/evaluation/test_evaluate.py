@@ -161,20 +161,8 @@ def test_lm_eval_gives_a_run_and_its_export_the_same(cli: Cli, tmp_path: Path) -
     assert code == 0, err
     found = []
     for model in (folder, tmp_path / "imported" / "checkpoints" / "step_0"):
-        options = (
-            [] if model == folder else ["--tokenizer", folder / "tokenizer.json", "--set", "training.seq_length=64"]
-        )
-        code, out, err = cli(
-            "evaluate",
-            "--model",
-            model,
-            "--tasks",
-            "tiny_choice",
-            "--include-path",
-            tmp_path / "tasks",
-            "--json",
-            *options,
-        )
+        options = ["--tasks", "tiny_choice", "--include-path", tmp_path / "tasks", "--json"]
+        code, out, err = cli("evaluate", "--model", model, *options)
         assert code == 0, err
         found.append(json.loads(out[out.index("{") :])["tasks"]["tiny_choice"]["acc,none"])
     theirs = lm_eval.simple_evaluate(
