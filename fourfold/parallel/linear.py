@@ -172,16 +172,26 @@ class _NormalLinears(torch.autograd.Function):
 
 
 class _TransposedLinear(torch.autograd.Function):
+    """A transposed layer's backward. The forward gathers and saves what that reads, and leaves the product to the next.
+
+    At the end of a block that is recomputed nothing reads the product, nor its sum over x: the recomputation stops as
+    soon as all that was saved is there again.
+    """
+
     @staticmethod
-    def forward(ctx, a: Tensor, layer: TransposedLinear, weight: Tensor) -> Tensor:
+    def forward(ctx, a: Tensor, layer: TransposedLinear, weight: Tensor) -> tuple[Tensor, Tensor]:
         if layer.over_y != "replicate":
             a = all_gather(a, layer.y, SHARED_DIM[layer.over_y], f"{layer.name}: inputs")
         ctx.save_for_backward(a, weight)
         ctx.layer = layer
-        return reduce_scatter(layer.products.output(a, weight), layer.x, 1, f"{layer.name}: outputs")
+        gathered = a.detach()
+        ctx.mark_non_differentiable(gathered)
+        ctx.set_materialize_grads(False)  # no zeros for the gradient of ``gathered``
+        out_to_come = a.new_empty(()).expand(a.shape[0], a.shape[1] // layer.x.size, len(weight))
+        return out_to_come, gathered
 
     @staticmethod
-    def backward(ctx, grad_BTh: Tensor):
+    def backward(ctx, grad_BTh: Tensor, _: None):
         a, weight = ctx.saved_tensors
         layer: TransposedLinear = ctx.layer
         grad_BSh = all_gather(grad_BTh, layer.x, 1, f"{layer.name}: output gradient")
@@ -199,6 +209,18 @@ class _TransposedLinear(torch.autograd.Function):
         return da.wait() if da is not None else None, None, dw
 
 
+class _SummedProduct(torch.autograd.Function):
+    """The product of a transposed layer, summed over x into each rank's tokens."""
+
+    @staticmethod
+    def forward(ctx, out_to_come: Tensor, a: Tensor, weight: Tensor, layer: TransposedLinear) -> Tensor:
+        return reduce_scatter(layer.products.output(a, weight), layer.x, 1, f"{layer.name}: outputs")
+
+    @staticmethod
+    def backward(ctx, grad_BTh: Tensor):
+        return grad_BTh, None, None, None
+
+
 # Asynchronous collectives cannot be traced into a compiled graph: the compiler stops at these two and goes on behind.
 @torch.compiler.disable
 def normal_linears(x_BTh: Tensor, layer: NormalLinears, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -207,7 +229,8 @@ def normal_linears(x_BTh: Tensor, layer: NormalLinears, *weights: Tensor) -> tup
 
 @torch.compiler.disable
 def transposed_linear(a: Tensor, layer: TransposedLinear, weight: Tensor) -> Tensor:
-    return _TransposedLinear.apply(a, layer, weight)
+    out_to_come, gathered = _TransposedLinear.apply(a, layer, weight)
+    return _SummedProduct.apply(out_to_come, gathered, weight.detach(), layer)
 
 
 def _concatenate(tensors: Sequence[Tensor]) -> Tensor:

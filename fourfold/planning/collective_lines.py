@@ -97,7 +97,7 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     yield from line("x", "all_gather", "qkv: tokens", residual, forward)
     yield from line("x", "reduce_scatter", "o_proj: outputs", residual, forward)
     yield from line("x", "all_gather", "up: tokens", residual, forward)
-    yield from line("x", "reduce_scatter", "down: outputs", residual, forward)
+    yield from line("x", "reduce_scatter", "down: outputs", residual, once)  # nothing that is recomputed reads them
     yield from line("x", "all_gather", "down: output gradient", residual, once)
     yield from line("x", "reduce_scatter", "up: input gradient", residual, once)
     yield from line("x", "all_gather", "o_proj: output gradient", residual, once)
