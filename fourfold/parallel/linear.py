@@ -32,6 +32,24 @@ OverY = Literal["replicate", "features", "batch", "sequence"]
 SHARED_DIM = {"batch": 0, "sequence": 1, "features": 2}
 
 
+class Products:
+    """The three matrix products of a linear layer, in the type of the operands; float8.py has others."""
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.T
+
+    def input_gradient(self, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        """Of layers that read one input: Σ grad @ weight, accumulated inside the products."""
+        total = grads[0] @ weights[0]
+        flat = total.flatten(0, -2)
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            flat.addmm_(grad.flatten(0, -2), weight)
+        return total
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        return grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+
 class WeightGradients:
     """Weight gradients that zero-bubble schedules compute apart, when a rank would wait.
 
@@ -49,7 +67,7 @@ class WeightGradients:
     def compute(self, give: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Compute them, and ``give`` each with its parameter."""
         for linear, grad, x in self._products:
-            give(linear.weight, _weight_gradient(grad, x))
+            give(linear.weight, linear.products.weight_gradient(grad, x))
         self._products.clear()
 
 
@@ -67,12 +85,13 @@ def weight_gradients_put_off(linears: Iterable[Linear4D]) -> Iterator[WeightGrad
 
 
 class Linear4D(Tiled):
-    """One weight of the 4D algorithm, and where its gradient is put off to; perhaps a LoRA adapter beside it.
+    """One weight of the 4D algorithm, how it is multiplied, where its gradient is put off to, perhaps a LoRA adapter.
 
     x Aᵀ Bᵀ is summed where x Wᵀ is, so that an adapter needs no collective of its own. Each of its gradients is a share
     of a sum over the axis that its matrix does not lie on.
     """
 
+    products = Products()
     later: WeightGradients | None = None
     lora_scale: float = 0.0
 
@@ -93,23 +112,17 @@ class Linear4D(Tiled):
     def product(self, x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
         """x Wᵀ + α/r · (x Aᵀ) Bᵀ, of this rank's share of the inputs."""
         weight, *adapter = matrices
-        out = x @ weight.T
+        out = self.products.output(x, weight)
         if adapter:
             a, b = adapter
             out.view(-1, out.shape[-1]).addmm_((x @ a.T).flatten(0, 1), b.T, alpha=self.lora_scale)
         return out
 
-    def add_input_gradient(self, total: Tensor | None, grad: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-        """total + grad @ (W + α/r · B A), accumulated inside the matrix products."""
-        weight, *adapter = matrices
-        if total is None:
-            total = grad @ weight
-        else:
-            total.view(-1, total.shape[-1]).addmm_(grad.flatten(0, 1), weight)
-        if adapter:
-            a, b = adapter
+    def add_adapter_gradient(self, total: Tensor, grad: Tensor, matrices: Sequence[Tensor]) -> None:
+        """Add the adapter's part, α/r · (grad B) A, to the gradient of the input."""
+        if len(matrices) > 1:
+            _, a, b = matrices
             total.view(-1, total.shape[-1]).addmm_((grad @ b).flatten(0, 1), a, alpha=self.lora_scale)
-        return total
 
     def weight_gradients(
         self, grad: Tensor, x: Tensor, matrices: Sequence[Tensor], needed: Sequence[bool]
@@ -118,19 +131,21 @@ class Linear4D(Tiled):
         gradients: list[Tensor | None] = [None] * len(matrices)
         if needed[0]:
             if self.later is None:
-                gradients[0] = _weight_gradient(grad, x)
+                gradients[0] = self.products.weight_gradient(grad, x)
             else:
                 self.later.add(self, grad, x)
         if len(matrices) > 1:
             _, a, b = matrices
-            gradients[1] = _weight_gradient(grad @ b, x).mul_(self.lora_scale)
-            gradients[2] = _weight_gradient(grad, x @ a.T).mul_(self.lora_scale)
+            plain = Products()
+            gradients[1] = plain.weight_gradient(grad @ b, x).mul_(self.lora_scale)
+            gradients[2] = plain.weight_gradient(grad, x @ a.T).mul_(self.lora_scale)
         return gradients
 
 
 class NormalLayer(Tiled):
     """What the computation of normal layers must know. x: the axis over which the tokens of its input lie."""
 
+    products = Products()
     x: Axis
     y: Axis
     over_y: OverY
@@ -221,9 +236,10 @@ class _NormalLinears(torch.autograd.Function):
         linears = _by_linear(layer, matrices)
         dx = None
         if ctx.needs_input_grad[0]:
-            partial_BSh = None
+            weights = [each[0] for _, each in linears]
+            partial_BSh = layer.products.input_gradient(grads, weights)
             for (linear, each), grad in zip(linears, grads, strict=True):
-                partial_BSh = linear.add_input_gradient(partial_BSh, grad, each)
+                linear.add_adapter_gradient(partial_BSh, grad, each)
             dx = start_reduce_scatter(partial_BSh, layer.x, 1, f"{layer.name}: input gradient")
             if not layer.overlap:
                 dx = Pending(dx.wait())
@@ -235,23 +251,34 @@ class _NormalLinears(torch.autograd.Function):
 
 
 class _TransposedLinear(torch.autograd.Function):
+    """A transposed layer's backward. The forward gathers and saves what that reads, and leaves the product to the next.
+
+    At the end of a block that is recomputed nothing reads the product, nor its sum over x: the recomputation stops as
+    soon as all that was saved is there again.
+    """
+
     @staticmethod
-    def forward(ctx, a: Tensor, layer: TransposedLinear, *matrices: Tensor) -> Tensor:
+    def forward(ctx, a: Tensor, layer: TransposedLinear, *matrices: Tensor) -> tuple[Tensor, Tensor]:
         if layer.over_y != "replicate":
             a = all_gather(a, layer.y, SHARED_DIM[layer.over_y], f"{layer.name}: inputs")
         ctx.save_for_backward(a, *matrices)
         ctx.layer = layer
-        return reduce_scatter(layer.product(a, matrices), layer.x, 1, f"{layer.name}: outputs")
+        gathered = a.detach()
+        ctx.mark_non_differentiable(gathered)
+        ctx.set_materialize_grads(False)  # no zeros for the gradient of ``gathered``
+        out_to_come = a.new_empty(()).expand(a.shape[0], a.shape[1] // layer.x.size, len(matrices[0]))
+        return out_to_come, gathered
 
     @staticmethod
-    def backward(ctx, grad_BTh: Tensor):
+    def backward(ctx, grad_BTh: Tensor, _: None):
         a, *matrices = ctx.saved_tensors
         layer: TransposedLinear = ctx.layer
         grad_BSh = all_gather(grad_BTh, layer.x, 1, f"{layer.name}: output gradient")
         da = None
         if ctx.needs_input_grad[0]:
             why = f"{layer.name}: input gradient"
-            partial = layer.add_input_gradient(None, grad_BSh, matrices)
+            partial = layer.products.input_gradient([grad_BSh], matrices[:1])
+            layer.add_adapter_gradient(partial, grad_BSh, matrices)
             if layer.over_y == "replicate":
                 da = start_all_reduce(partial, layer.y, why)
             else:
@@ -262,6 +289,18 @@ class _TransposedLinear(torch.autograd.Function):
         return da.wait() if da is not None else None, None, *dws
 
 
+class _SummedProduct(torch.autograd.Function):
+    """The product of a transposed layer, summed over x into each rank's tokens."""
+
+    @staticmethod
+    def forward(ctx, out_to_come: Tensor, a: Tensor, layer: TransposedLinear, *matrices: Tensor) -> Tensor:
+        return reduce_scatter(layer.product(a, matrices), layer.x, 1, f"{layer.name}: outputs")
+
+    @staticmethod
+    def backward(ctx, grad_BTh: Tensor):
+        return grad_BTh, *(None for _ in ctx.needs_input_grad[1:])
+
+
 # Asynchronous collectives cannot be traced into a compiled graph: the compiler stops at these two and goes on behind.
 @torch.compiler.disable
 def normal_linears(x_BTh: Tensor, layer: NormalLayer, *matrices: Tensor) -> tuple[Tensor, ...]:
@@ -270,7 +309,8 @@ def normal_linears(x_BTh: Tensor, layer: NormalLayer, *matrices: Tensor) -> tupl
 
 @torch.compiler.disable
 def transposed_linear(a: Tensor, layer: TransposedLinear, *matrices: Tensor) -> Tensor:
-    return _TransposedLinear.apply(a, layer, *matrices)
+    out_to_come, gathered = _TransposedLinear.apply(a, layer, *matrices)
+    return _SummedProduct.apply(out_to_come, gathered, layer, *(matrix.detach() for matrix in matrices))
 
 
 T = TypeVar("T")
@@ -311,7 +351,3 @@ def _gather_output_gradients(grads: Sequence[Tensor], layer: NormalLayer) -> Seq
         shares_BSyf = all_gather(_concatenate(grads).unsqueeze(2), layer.y, 2, why)
         return [part.flatten(2) for part in shares_BSyf.split(sizes, dim=-1)]
     return all_gather(_concatenate(grads), layer.y, SHARED_DIM[layer.over_y], why).split(sizes, dim=-1)
-
-
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    return grad.flatten(0, 1).T @ x.flatten(0, 1)

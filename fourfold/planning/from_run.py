@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from fourfold.config.layout import CHUNK_LOGITS
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import stages_per_rank
 from fourfold.errors import UserError
-from fourfold.planning.layout_bytes import CHUNK_LOGITS
 from fourfold.planning.workload import RECOMPUTE, Workload
 
 

@@ -27,6 +27,7 @@ from fourfold.errors import UserError
 from fourfold.models.lora import adapter_shapes
 from fourfold.parallel.communicate import purpose
 from fourfold.parallel.data_parallel import DTYPES
+from fourfold.parallel.float8 import require_float8
 from fourfold.parallel.grid import Grid
 from fourfold.training.checkpoint import Checkpointer, find_checkpoint, load_checkpoint
 from fourfold.training.corpora import Corpora, micro_batches, open_corpora
@@ -84,6 +85,8 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
     if run.lora.rank and run.model.from_hf is None:
         raise UserError("lora trains additions to a model that stays as it is; name that model in model.from_hf")
     device = device_of(place, run.training.device)
+    if run.training.float8 != "none":
+        require_float8(device)
     run_dir = Path(run.output_dir) / run.name
     checkpoint = find_checkpoint(run.checkpoint.resume, run_dir / "checkpoints")
 
