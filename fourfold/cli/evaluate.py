@@ -29,8 +29,7 @@ def evaluate(
     are as long as the model's context, or as training.seq_length. Any grid works: --set parallel.z=2.
     """
     from fourfold.evaluation.evaluate import EvaluationRequest
-    from fourfold.memorization.subject import subject_of
-    from fourfold.training.launch import run_on_grid
+    from fourfold.memorization.subject import run_on_its_grid
 
     request = EvaluationRequest(
         model=model,
@@ -45,12 +44,7 @@ def evaluate(
         limit=limit,
     )
     request.check()
-    subject = subject_of(model, request)
-    world_size = 1 if subject.run is None else subject.run.parallel.world_size
-    device = "auto" if subject.run is None else subject.run.training.device
-    record = run_on_grid(
-        "fourfold.evaluation.evaluate:evaluate_of_place", [request, subject], world_size, wanted_device=device
-    )
+    record = run_on_its_grid("fourfold.evaluation.evaluate:evaluate_of_place", request)
     if record is None:  # not the first process of a launcher's
         return
     if as_json:

@@ -19,6 +19,7 @@ from fourfold.memorization.forward import AuditedModel, GridModel, HuggingFaceMo
 from fourfold.memorization.scores import Sampling
 from fourfold.training.checkpoint import STATE_FILE, list_checkpoints, read_state
 from fourfold.training.huggingface import SOURCE_FOLDER, TOKENIZER_FILE
+from fourfold.training.launch import run_on_grid
 
 LONGEST_UNKNOWN = 2048
 """Tokens of a document that a model without a stated context is given, and at most one that was imported."""
@@ -101,6 +102,15 @@ def _run_of(checkpoint: Path, run_file: Path, request: ScoringRequest) -> RunCon
     ranks = parallel.get("dp", 1) * parallel.get("z", 1)
     table["training"]["global_batch_size"] = table["training"]["micro_batch_size"] * ranks
     return make_run(table, where=str(checkpoint))
+
+
+def run_on_its_grid(function: str, request: ScoringRequest) -> Any:
+    """Call ``"module:name"`` with (place, request, subject) on every process of the grid of the request's model; what
+    the first one returned."""
+    subject = subject_of(request.model, request)
+    world_size = 1 if subject.run is None else subject.run.parallel.world_size
+    device = "auto" if subject.run is None else subject.run.training.device
+    return run_on_grid(function, [request, subject], world_size, wanted_device=device)
 
 
 def tokenizer_of(request: ScoringRequest, subject: Subject) -> Tokenizer | HuggingFaceTokenizer | None:
