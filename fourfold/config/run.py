@@ -142,8 +142,10 @@ class ActivationCheckpointConfig(Strict):
     mode: Literal["none", "selective", "full"] = Field(
         "none", description="full recomputes whole blocks in the backward, selective only the modules listed."
     )
-    modules: list[Literal["attention", "mlp", "norms"]] = Field(
-        ["attention"], description="selective: the attention core, the MLP's activation, the norms."
+    modules: list[Literal["attention", "mlp", "norms", "gathers"]] = Field(
+        ["attention"],
+        description="selective: the attention core, the MLP's activation, the norms; gathers: linear layers keep only "
+        "their own part of an input that the ranks of x or y share, and gather it again.",
     )
     every: int = Field(1, ge=1, description="Only in every n-th block; the others keep everything.")
     offload: bool = Field(False, description="full: the inputs of blocks wait in the CPU's memory for the backward.")

@@ -52,7 +52,7 @@ def kept_by_block(work: Workload, recompute: Number) -> Number:
     plain = np.where(work.rope, p.keys, p.queries + 2 * p.keys)
     qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
     normed = np.where(work.head_norms, (p.queries + p.keys) * (1 + 4 / work.bytes), 0)
-    out = np.where(work.y > 1, p.queries + p.whole_queries, p.queries)
+    out = np.where((work.y > 1) & ~np.asarray(work.regather, bool), p.queries + p.whole_queries, p.queries)
     heads = work.queries / work.head_dim
     log_sums = 4 * work.tokens * heads / (work.x * work.y)
     # Without a fused kernel the softmax's output, dropout's output and its mask are kept for every pair of tokens.
@@ -60,9 +60,9 @@ def kept_by_block(work: Workload, recompute: Number) -> Number:
     core = qkv + normed + log_sums + scores
     core_inputs = np.where(one_buffer, p.queries + 2 * p.keys, p.queries + 2 * p.keys)
     mlp = np.where(gated, 4, 2) * p.inner
-    mlp_inputs = np.where(gated, 3, 2) * p.inner
+    mlp_inputs = np.where(gated, 2, 1) * p.inner
     selective = recompute == 1
-    # Gathered inputs are kept as they are; Megatron-LM keeps its share of them and gathers again.
+    # Gathered inputs are kept as they are, or a share of them that is gathered again (Megatron-LM's way).
     tokens = np.where(work.regather, p.residual, p.gathered)
     attention = np.where(selective & work.attention_again, core_inputs, core) + out
     kept = (

@@ -27,7 +27,7 @@ def workload_of_model(model: ModelConfig) -> Workload:
 
 def workload_of(run: RunConfig) -> Workload:
     """The step that a run file describes."""
-    training, grid = run.training, run.parallel
+    training, grid, again = run.training, run.parallel, run.activation_checkpoint
     values = vars(workload_of_model(run.model)) | {
         "seq": training.seq_length,
         "batch": training.global_batch_size,
@@ -36,14 +36,15 @@ def workload_of(run: RunConfig) -> Workload:
         "reduce_bytes": 4 if training.reduce_dtype == "fp32" else 2,
         **{axis: getattr(grid, axis) for axis in ("x", "y", "z", "dp", "cp", "pp", "zero")},
         "interleave": stages_per_rank(grid),
-        "recompute": RECOMPUTE.index(run.activation_checkpoint.mode),
+        "recompute": RECOMPUTE.index(again.mode),
         "overlap_x": np.bool_(run.overlap.input_gradients),
         "overlap_z": np.bool_(run.overlap.weight_prefetch > 0),
         "overlap_dp": np.bool_(True),
         "fused": np.bool_(training.compile),
         "prefetch": run.overlap.weight_prefetch,
         "chunk_logits": CHUNK_LOGITS["cpu" if training.device == "cpu" else "cuda"],
-        "attention_again": np.bool_("attention" in run.activation_checkpoint.modules),
-        "mlp_again": np.bool_("mlp" in run.activation_checkpoint.modules),
+        "attention_again": np.bool_("attention" in again.modules),
+        "mlp_again": np.bool_("mlp" in again.modules),
+        "regather": np.bool_(again.mode == "selective" and "gathers" in again.modules),
     }
     return Workload(**values)
