@@ -207,6 +207,11 @@ class CheckpointConfig(Strict):
 class MetricsConfig(Strict):
     log_interval: int = Field(10, gt=0, description="Steps between lines when the output is not a terminal.")
     tensorboard: bool = Field(False, description="Also write TensorBoard events (needs the extra `tensorboard`).")
+    machine: str | None = Field(
+        None,
+        description="A machine of the planner, or a machine file: after ten steps, what was predicted for it stands "
+        "beside what was measured. On a CPU only with a file that `fourfold calibrate` has written.",
+    )
 
 
 class ValidationConfig(Strict):

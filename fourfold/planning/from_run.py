@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.config.layout import CHUNK_LOGITS
+from fourfold.config.layout import CHUNK_LOGITS, context_method
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import stages_per_rank
-from fourfold.planning.workload import RECOMPUTE, Workload
+from fourfold.planning.workload import CONTEXTS, RECOMPUTE, SCHEDULES, Workload
 
 
 def workload_of_model(model: ModelConfig) -> Workload:
@@ -22,6 +22,7 @@ def workload_of_model(model: ModelConfig) -> Workload:
         recompute=0, rope=np.bool_(model.position_embedding == "rope"), biases=np.bool_(model.attention_bias),
         head_norms=np.bool_(model.qk_norm),
         positions=model.max_position_embeddings if model.position_embedding == "learned" else 0,
+        ends=model.padded_vocab_size * model.hidden_size / model.parameters_per_layer,
     )  # fmt: skip
 
 
@@ -36,10 +37,15 @@ def workload_of(run: RunConfig) -> Workload:
         "reduce_bytes": 4 if training.reduce_dtype == "fp32" else 2,
         **{axis: getattr(grid, axis) for axis in ("x", "y", "z", "dp", "cp", "pp", "zero")},
         "interleave": stages_per_rank(grid),
+        "schedule": SCHEDULES.index(grid.schedule) if grid.pp > 1 else 0,
+        "layers_per_stage": grid.layers_per_stage if grid.pp > 1 else None,
+        "context": CONTEXTS.index(context_method(run.model, grid, training, run.data.mask_documents)),
         "recompute": RECOMPUTE.index(again.mode),
         "overlap_x": np.bool_(run.overlap.input_gradients),
         "overlap_z": np.bool_(run.overlap.weight_prefetch > 0),
         "overlap_dp": np.bool_(True),
+        "every": run.activation_checkpoint.every if run.activation_checkpoint.mode != "none" else 1,
+        "offload": np.bool_(run.activation_checkpoint.offload),
         "fused": np.bool_(training.compile),
         "prefetch": run.overlap.weight_prefetch,
         "chunk_logits": CHUNK_LOGITS["cpu" if training.device == "cpu" else "cuda"],
