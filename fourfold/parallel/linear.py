@@ -20,6 +20,7 @@ from fourfold.parallel.communicate import (
     all_gather,
     all_reduce,
     reduce_scatter,
+    start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
@@ -146,6 +147,9 @@ class NormalLayer(Tiled):
     """What the computation of normal layers must know. x: the axis over which the tokens of its input lie."""
 
     products = Products()
+    gather_again = False
+    """Keep this rank's tokens for the backward instead of those of all ranks of x, and gather them again."""
+
     x: Axis
     y: Axis
     over_y: OverY
@@ -199,12 +203,21 @@ class TransposedLinear(Linear4D):
     tokens.
     """
 
+    gather_again = False
+    """Keep this rank's share of the input for the backward instead of the whole, and gather it again."""
+
     def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, overlap: bool, name: str) -> None:
         super().__init__()
         self.x, self.y, self.over_y, self.overlap, self.name = grid.x, grid.y, over_y, overlap, name
         self.add_tile("weight", linear.weight, Tile(x=1, y=0), grid)
         self.add_tile("bias", linear.bias, Tile(y=0, partial_over=("x",)), grid)
         self.add_adapter(linear, "y", "x", grid)
+
+    def start_gathering(self, a: Tensor) -> Pending:
+        """What the ranks of y hold shares of."""
+        if self.over_y == "replicate":
+            return Pending(a)
+        return start_all_gather(a, self.y, SHARED_DIM[self.over_y], f"{self.name}: inputs")
 
     def forward(self, a: Tensor) -> Tensor:
         out_BTh = transposed_linear(a, self, *self.matrices())
@@ -215,7 +228,7 @@ class _NormalLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BTh: Tensor, layer: NormalLayer, *matrices: Tensor) -> tuple[Tensor, ...]:
         x_BSh = all_gather(x_BTh, layer.x, 1, f"{layer.name}: tokens")
-        ctx.save_for_backward(x_BSh, *matrices)
+        ctx.save_for_backward(x_BTh if layer.gather_again else x_BSh, *matrices)
         ctx.layer = layer
         partials = [linear.product(x_BSh, each) for linear, each in _by_linear(layer, matrices)]
         why = f"{layer.name}: outputs"
@@ -230,8 +243,9 @@ class _NormalLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        x_BSh, *matrices = ctx.saved_tensors
+        x, *matrices = ctx.saved_tensors
         layer: NormalLayer = ctx.layer
+        gathered = start_all_gather(x, layer.x, 1, f"{layer.name}: tokens") if layer.gather_again else Pending(x)
         grads = _gather_output_gradients(grads, layer)
         linears = _by_linear(layer, matrices)
         dx = None
@@ -243,6 +257,7 @@ class _NormalLinears(torch.autograd.Function):
             dx = start_reduce_scatter(partial_BSh, layer.x, 1, f"{layer.name}: input gradient")
             if not layer.overlap:
                 dx = Pending(dx.wait())
+        x_BSh = gathered.wait()
         needed = [flags for _, flags in _by_linear(layer, ctx.needs_input_grad[2:])]
         dws: list[Tensor | None] = []
         for (linear, each), grad, flags in zip(linears, grads, needed, strict=True):
@@ -259,20 +274,20 @@ class _TransposedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, a: Tensor, layer: TransposedLinear, *matrices: Tensor) -> tuple[Tensor, Tensor]:
-        if layer.over_y != "replicate":
-            a = all_gather(a, layer.y, SHARED_DIM[layer.over_y], f"{layer.name}: inputs")
-        ctx.save_for_backward(a, *matrices)
+        gathered = layer.start_gathering(a).wait().detach()
+        ctx.save_for_backward(a if layer.gather_again else gathered, *matrices)
         ctx.layer = layer
-        gathered = a.detach()
         ctx.mark_non_differentiable(gathered)
         ctx.set_materialize_grads(False)  # no zeros for the gradient of ``gathered``
-        out_to_come = a.new_empty(()).expand(a.shape[0], a.shape[1] // layer.x.size, len(matrices[0]))
+        batch, tokens, _ = gathered.shape
+        out_to_come = a.new_empty(()).expand(batch, tokens // layer.x.size, len(matrices[0]))
         return out_to_come, gathered
 
     @staticmethod
     def backward(ctx, grad_BTh: Tensor, _: None):
         a, *matrices = ctx.saved_tensors
         layer: TransposedLinear = ctx.layer
+        gathered = layer.start_gathering(a) if layer.gather_again else Pending(a)
         grad_BSh = all_gather(grad_BTh, layer.x, 1, f"{layer.name}: output gradient")
         da = None
         if ctx.needs_input_grad[0]:
@@ -285,6 +300,7 @@ class _TransposedLinear(torch.autograd.Function):
                 da = start_reduce_scatter(partial, layer.y, SHARED_DIM[layer.over_y], why)
             if not layer.overlap:
                 da = Pending(da.wait())
+        a = gathered.wait()
         dws = layer.weight_gradients(grad_BSh, a, matrices, ctx.needs_input_grad[2:])
         return da.wait() if da is not None else None, None, *dws
 

@@ -21,6 +21,7 @@ from fourfold.parallel.linear import (
     Linear4D,
     NormalLayer,
     OverY,
+    TransposedLinear,
     normal_linears,
     transposed_linear,
 )
@@ -89,7 +90,7 @@ class ColumnLinear(Linear4D, NormalLayer):
         return whole(out, self.grid.x, 2, f"{self.name}: features")
 
 
-class RowLinear(Linear4D):
+class RowLinear(TransposedLinear):
     """A transposed layer, weight [out/y, in/x]: from features over x (and y) to the whole residual.
 
     split_input: its input is whole, for the code before must see all of it.
@@ -98,7 +99,7 @@ class RowLinear(Linear4D):
     def __init__(
         self, linear: nn.Linear, grid: Grid, over_y: OverY, split_input: bool, overlap: bool, name: str
     ) -> None:
-        super().__init__()
+        Linear4D.__init__(self)
         self.grid, self.split_input = grid, split_input
         self.x, self.y, self.over_y, self.overlap, self.name = _whole_tokens(grid), grid.y, over_y, overlap, name
         self.add_tile("weight", linear.weight, Tile(x=1, y=0), grid)

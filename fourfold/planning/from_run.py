@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.config.layout import CHUNK_LOGITS
+from fourfold.config.layout import CHUNK_LOGITS, context_method
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import stages_per_rank
 from fourfold.errors import UserError
-from fourfold.planning.workload import RECOMPUTE, Workload
+from fourfold.planning.workload import CONTEXTS, RECOMPUTE, SCHEDULES, Workload
 
 
 def workload_of_model(model: ModelConfig) -> Workload:
@@ -23,6 +23,7 @@ def workload_of_model(model: ModelConfig) -> Workload:
         recompute=0, rope=np.bool_(model.position_embedding == "rope"), biases=np.bool_(model.attention_bias),
         head_norms=np.bool_(model.qk_norm),
         positions=model.max_position_embeddings if model.position_embedding == "learned" else 0,
+        ends=model.padded_vocab_size * model.hidden_size / model.parameters_per_layer,
     )  # fmt: skip
 
 
@@ -30,7 +31,7 @@ def workload_of(run: RunConfig) -> Workload:
     """The step that a run file describes. Raises ``UserError`` for LoRA, whose memory and time are others."""
     if run.lora.rank:
         raise UserError("the planner does not predict LoRA; `fourfold trace` counts its memory and its collectives")
-    training, grid = run.training, run.parallel
+    training, grid, again = run.training, run.parallel, run.activation_checkpoint
     values = vars(workload_of_model(run.model)) | {
         "seq": training.seq_length,
         "batch": training.global_batch_size,
@@ -39,14 +40,20 @@ def workload_of(run: RunConfig) -> Workload:
         "reduce_bytes": 4 if training.reduce_dtype == "fp32" else 2,
         **{axis: getattr(grid, axis) for axis in ("x", "y", "z", "dp", "cp", "pp", "zero")},
         "interleave": stages_per_rank(grid),
-        "recompute": RECOMPUTE.index(run.activation_checkpoint.mode),
+        "schedule": SCHEDULES.index(grid.schedule) if grid.pp > 1 else 0,
+        "layers_per_stage": grid.layers_per_stage if grid.pp > 1 else None,
+        "context": CONTEXTS.index(context_method(run.model, grid, training, run.data.mask_documents)),
+        "recompute": RECOMPUTE.index(again.mode),
         "overlap_x": np.bool_(run.overlap.input_gradients),
         "overlap_z": np.bool_(run.overlap.weight_prefetch > 0),
         "overlap_dp": np.bool_(True),
+        "every": run.activation_checkpoint.every if run.activation_checkpoint.mode != "none" else 1,
+        "offload": np.bool_(run.activation_checkpoint.offload),
         "fused": np.bool_(training.compile),
         "prefetch": run.overlap.weight_prefetch,
         "chunk_logits": CHUNK_LOGITS["cpu" if training.device == "cpu" else "cuda"],
-        "attention_again": np.bool_("attention" in run.activation_checkpoint.modules),
-        "mlp_again": np.bool_("mlp" in run.activation_checkpoint.modules),
+        "attention_again": np.bool_("attention" in again.modules),
+        "mlp_again": np.bool_("mlp" in again.modules),
+        "regather": np.bool_(again.mode == "selective" and "gathers" in again.modules),
     }
     return Workload(**values)

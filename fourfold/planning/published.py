@@ -19,7 +19,7 @@ from fourfold.planning.plan import Prediction, make_plan, predict
 from fourfold.planning.space import Limits
 from fourfold.planning.workload import Workload
 
-AXONN = Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=(2,), interleaves=(1,))
+AXONN = Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),))
 """What AxoNN's program could do: x, y, z, dp; full recompute."""
 AXONN_BLOCKS = {"overlap_dp": np.bool_(False)}
 """And could not: hide the sum over dp."""
