@@ -53,8 +53,7 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     plain = np.where(work.rope, p.keys, p.queries + 2 * p.keys)
     qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
     normed = np.where(work.head_norms, (p.queries + p.keys) * (1 + 4 / work.bytes), 0)
-    # Where recompute is selective, blocks that it leaves out keep everything.
-    shares = np.asarray(work.regather, bool) & (selective | (np.asarray(work.recompute) != 1))
+    shares = np.asarray(work.regather, bool) | (np.asarray(work.gathers_again, bool) & selective)
     out = np.where((work.y > 1) & ~shares, p.queries + p.whole_queries, p.queries)
     heads = work.queries / work.head_dim
     log_sums = 4 * work.tokens * heads / (work.x * work.y)

@@ -11,6 +11,14 @@ from fourfold.config.stages import stages_per_rank
 from fourfold.errors import UserError
 from fourfold.planning.workload import CONTEXTS, RECOMPUTE, SCHEDULES, Workload
 
+AGAIN = {
+    "attention_again": np.bool_(False),
+    "mlp_again": np.bool_(True),
+    "gathers_again": np.bool_(True),
+    "stops_early": np.bool_(True),
+}
+"""The run file's recompute, with the modules that it has when none are named."""
+
 
 def workload_of_model(model: ModelConfig) -> Workload:
     """A workload of the model's sizes on one device, with a batch of one token still to be replaced."""
@@ -21,7 +29,7 @@ def workload_of_model(model: ModelConfig) -> Workload:
         inner=model.intermediate_size, ups=ups, vocab=model.padded_vocab_size, tied=model.tie_word_embeddings,
         seq=1, batch=1, micro_batch=1, bits=16, reduce_bytes=4, x=1, y=1, z=1, dp=1, cp=1, pp=1, interleave=1, zero=0,
         recompute=0, rope=np.bool_(model.position_embedding == "rope"), biases=np.bool_(model.attention_bias),
-        head_norms=np.bool_(model.qk_norm),
+        head_norms=np.bool_(model.qk_norm), **AGAIN,
         positions=model.max_position_embeddings if model.position_embedding == "learned" else 0,
         ends=model.padded_vocab_size * model.hidden_size / model.parameters_per_layer,
     )  # fmt: skip
@@ -54,6 +62,6 @@ def workload_of(run: RunConfig) -> Workload:
         "chunk_logits": CHUNK_LOGITS["cpu" if training.device == "cpu" else "cuda"],
         "attention_again": np.bool_("attention" in again.modules),
         "mlp_again": np.bool_("mlp" in again.modules),
-        "regather": np.bool_(again.mode == "selective" and "gathers" in again.modules),
+        "gathers_again": np.bool_("gathers" in again.modules),
     }
     return Workload(**values)
