@@ -1,0 +1,75 @@
+"""One decoding step: rank the cached keys, gather the best, attend to these exactly.
+
+Letters of shapes: B sequences, N query heads, K KV heads, G = N / K, S keys, D head_dim, d leading dims, k chosen keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fourfold.inference.loki.config import LokiConfig
+from fourfold.inference.loki.select import agree, choose
+
+
+def decode(
+    query_BND: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    proxy_BKdS: Tensor,
+    basis_KDd: Tensor | None,
+    k: int,
+    config: LokiConfig,
+    scaling: float,
+    visible_B1S: Tensor | None = None,
+) -> Tensor:
+    """Attention of one token to the best k of its cached keys, [B, N, D] (Loki, arXiv 2406.02542, algorithm 1).
+
+    The query head j uses the KV head j // G. basis_KDd: None where queries and keys are rotated already, so that the
+    leading dims are those that rank. A sequence that sees no key at all gets zeros.
+    """
+    query_BKGD = query_BND.unflatten(1, (key_BKSD.shape[1], -1))
+    if basis_KDd is None:
+        query_BKGd = query_BKGD[..., : proxy_BKdS.shape[2]]
+    else:
+        query_BKGd = project(query_BKGD, basis_KDd)
+    worth_BKS = agree(torch.matmul(query_BKGd, proxy_BKdS), scaling, config.group_reduce, visible_B1S)
+    chosen_BKk = choose(worth_BKS, k, config, visible_B1S)
+    return attend_to(query_BKGD, key_BKSD, value_BKSD, chosen_BKk, scaling, visible_B1S).flatten(1, 2)
+
+
+def project(x_BKSD: Tensor, basis_KDd: Tensor) -> Tensor:
+    """Rotated dims, [B, K, S, d]; the products are summed in float32 and rounded once."""
+    return torch.matmul(x_BKSD.float(), basis_KDd).to(x_BKSD.dtype)
+
+
+def attend_to(
+    query_BKGD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    chosen_BKk: Tensor,
+    scaling: float,
+    visible_B1S: Tensor | None = None,
+) -> Tensor:
+    """Exact attention to the chosen keys, [B, K, G, D]."""
+    key_BKkD, value_BKkD = gather(key_BKSD, chosen_BKk), gather(value_BKSD, chosen_BKk)
+    seen_BK1k = None
+    if visible_B1S is not None:
+        seen_BK1k = visible_B1S.expand(-1, chosen_BKk.shape[1], -1).gather(-1, chosen_BKk)[:, :, None]
+    out_BKGD = torch.nn.functional.scaled_dot_product_attention(
+        query_BKGD, key_BKkD, value_BKkD, attn_mask=seen_BK1k, scale=scaling
+    )
+    return out_BKGD if seen_BK1k is None else out_BKGD.masked_fill(~seen_BK1k.any(-1, keepdim=True), 0.0)
+
+
+def gather(x_BKSD: Tensor, chosen_BKk: Tensor) -> Tensor:
+    """The rows at these places, [B, K, k, D], out of a cache that has room to grow behind each head's rows."""
+    batch, heads, length, width = x_BKSD.shape
+    of_batch, of_head, of_row, _ = x_BKSD.stride()
+    assert of_row == width and x_BKSD.stride(3) == 1, "the rows of a head must follow each other"
+    spanned = ((batch - 1) * of_batch + (heads - 1) * of_head) // width + length
+    rows = x_BKSD.as_strided((spanned, width), (width, 1))
+    first_BK = torch.arange(batch, device=x_BKSD.device)[:, None] * (of_batch // width) + (
+        torch.arange(heads, device=x_BKSD.device) * (of_head // width)
+    )
+    return rows.index_select(0, (chosen_BKk + first_BK[..., None]).flatten()).view(batch, heads, -1, width)
