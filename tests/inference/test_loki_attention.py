@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 from fourfold.errors import UserError
 from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
+from fourfold.inference.loki.architecture import SUPPORTED
 from fourfold.inference.loki.attend import attend_to, decode
 from fourfold.inference.loki.basis import Components
 from fourfold.inference.loki.cache import GrowingLayer, LokiLayer, RotatedLayer, StaticLokiLayer
@@ -76,26 +77,41 @@ def test_all_keys_are_eager_attention(name: str, kv_heads: int) -> None:
     assert torch.equal(model(tokens).logits, expected)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["Mixtral", "Qwen2Moe", "Qwen3Moe", "Phi3", "Granite", "Olmo", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2", "Ministral"],
-)
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2}
+FULL = {"layer_types": ["full_attention"] * 2}
+OTHERS: dict[str, dict[str, Any]] = {
+    "Granite": {},
+    "Ministral": FULL | {"head_dim": 8},
+    "Mixtral": EXPERTS,
+    "Olmo": {},
+    "Olmo2": {},
+    "Olmo3": FULL,
+    "Phi3": {},
+    "Qwen2Moe": EXPERTS,
+    "Qwen3Moe": EXPERTS,
+    "SmolLM3": FULL,
+    "Starcoder2": {},
+}
+"""What is supported besides SHAPES, with keys that make it small and without windows."""
+
+
+@pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.usefixtures("never_dense")
-def test_architectures(kind: str) -> None:
-    """Each that is said to be supported, with all keys; those of SHAPES are tested more closely."""
+def test_other_architectures(kind: str) -> None:
     import transformers
     from tiny_huggingface import SIZES
 
-    experts = {"moe_intermediate_size": 16, "num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2}
-    layers = {"layer_types": ["full_attention"] * 2} if kind in ("Olmo3", "Ministral", "SmolLM3") else {}
-    config = getattr(transformers, f"{kind}Config")(
-        **(SIZES | {"num_key_value_heads": 2} | (experts if "Mo" in kind or kind == "Mixtral" else {}) | layers)
-    )
+    sizes = SIZES | {"num_key_value_heads": 2, "initializer_range": 0.1} | OTHERS[kind]
+    config = getattr(transformers, f"{kind}Config")(**sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     tokens = prompt(length=40)
     expected = model(tokens).logits
     enable_loki(model, calibrate(model, windows(2, 40)), EVERY)
     torch.testing.assert_close(step_by_step(model, tokens, 30), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_supported_is_tested() -> None:
+    assert {*SHAPES, *(kind.lower().replace("moe", "_moe") for kind in OTHERS)} == set(SUPPORTED)
 
 
 def one_step(kv_heads: int = 2, group: int = 4, length: int = 40, size: int = 12) -> dict[str, Tensor]:
@@ -405,15 +421,18 @@ def test_the_cache_does_not_move_at_every_token(llama: tuple[Any, LokiBasis]) ->
     assert len(places) <= 3 * 3  # room for 64, 128, 256
 
 
-def test_half_precision(llama: tuple[Any, LokiBasis]) -> None:
+@pytest.mark.usefixtures("never_dense")
+@pytest.mark.parametrize("cache", ["proxy", "rotated"])
+def test_half_precision(llama: tuple[Any, LokiBasis], cache: str) -> None:
+    """Of the same weights, rounded, and as near to float32 as full attention is."""
     model, basis = llama
     half = copy.deepcopy(model).bfloat16()
     tokens = prompt()
-    enable_loki(half, basis, LokiConfig(d=8, k=49, min_seq=0))  # the same weights, rounded: the same model
-    assert half.model.layers[0].self_attn.loki.recipe.basis_KDd.dtype == torch.float32
-    found = step_by_step(half, tokens, 49)[:, 49].float()
-    expected = model(tokens).logits[:, 49]
-    assert (found - expected).abs().max() < 0.05 * expected.abs().max() + 0.05
+    expected = model(tokens).logits
+    rounding = (half(tokens).logits.float() - expected).abs().mean()
+    enable_loki(half, basis, EVERY.but(cache=cache))
+    found = step_by_step(half, tokens, 20).float()
+    assert (found - expected).abs().mean() < 1.3 * rounding
 
 
 def test_rows_are_gathered_out_of_a_growing_cache() -> None:
