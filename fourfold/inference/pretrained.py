@@ -85,6 +85,11 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
         raise UserError(f"cannot load the model {name}: {_first_line(error)}") from error
 
 
+def positions_of(model: Any) -> int | None:
+    """The longest sequence that a model knows; None where it does not say."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
 def import_transformers() -> Any:
     """The transformers library, or a sentence that says how to get it."""
     try:

@@ -1,8 +1,8 @@
 """Loki: long-context generation with low-rank keys (Singhania et al. 2024, arXiv 2406.02542), training-free.
 
-    basis = calibrate(model, windows)
-    enable_loki(model, basis, LokiConfig(d=32, k=2048))
-    model.generate(...)
+basis = calibrate(model, windows)
+enable_loki(model, basis, LokiConfig(d=32, k=2048))
+model.generate(...)
 """
 
 from fourfold.inference.pretrained import import_transformers

@@ -1,4 +1,4 @@
-"""Puts Loki's layers into a cache of transformers, whatever it holds already, or refuses what would give wrong logits."""
+"""Puts Loki's layers into a cache of transformers, whatever it holds, or refuses what would give wrong logits."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def _filled(new: GrowingLayer, layer: DynamicLayer | LokiLayer) -> GrowingLayer:
 def _fixed(layer: StaticLayer, recipe: LayerRecipe) -> StaticLokiLayer:
     if recipe.config.k is None or recipe.config.cache == "rotated":
         raise UserError(
-            'loki: a cache of fixed size needs cache = "proxy" and a number of keys, k, because its length is not known '
-            "to the host; give k instead of k_f"
+            'loki: a cache of fixed size needs cache = "proxy" and a number of keys, because how much of it is filled '
+            "is not known to the host; give k instead of k_f"
         )
     fixed = StaticLokiLayer(recipe.basis_KDd, layer.max_cache_len)
     fixed.adopt(layer)

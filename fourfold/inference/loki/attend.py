@@ -29,10 +29,8 @@ def decode(
     leading dims are those that rank. A sequence that sees no key at all gets zeros.
     """
     query_BKGD = query_BND.unflatten(1, (key_BKSD.shape[1], -1))
-    if basis_KDd is None:
-        query_BKGd = query_BKGD[..., : proxy_BKdS.shape[2]]
-    else:
-        query_BKGd = project(query_BKGD, basis_KDd)
+    d = proxy_BKdS.shape[2]
+    query_BKGd = query_BKGD[..., :d] if basis_KDd is None else project(query_BKGD, basis_KDd)
     worth_BKS = agree(torch.matmul(query_BKGd, proxy_BKdS), scaling, config.group_reduce, visible_B1S)
     chosen_BKk = choose(worth_BKS, k, config, visible_B1S)
     return attend_to(query_BKGD, key_BKSD, value_BKSD, chosen_BKk, scaling, visible_B1S).flatten(1, 2)

@@ -129,9 +129,18 @@ class LokiBasis:
             json.loads(about["recall"]),
         )
 
-    def rank_record(self, share: float = 0.9) -> dict[str, Any]:
-        """Rank@90 of every layer and head, per kind, as JSON values."""
-        return {kind: each.ranks_at(share).tolist() for kind, each in self.components.items()}
+    def record(self) -> dict[str, Any]:
+        """What calibration found, as JSON values: Rank@90 of every layer and head, and what ranked better."""
+        ranks = {kind: each.ranks_at(0.9) for kind, each in self.components.items()}
+        return {
+            "seq_length": self.seq_length,
+            "tokens": self.tokens,
+            "head_dim": self.head_dim,
+            "ranks": {kind: of_kind.tolist() for kind, of_kind in ranks.items()},
+            "mean_rank": {kind: float(of_kind.double().mean()) for kind, of_kind in ranks.items()},
+            "recall": self.recall,
+            "best": list(self.best),
+        }
 
     def _of_kind(self, kind: str) -> Components:
         if kind not in self.components:

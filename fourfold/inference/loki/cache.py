@@ -6,6 +6,7 @@ Layers take the place of transformers' own in a cache of theirs, and adopt what 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class GrowingLayer(DynamicLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append, and return all keys and values: views, no copies."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -100,7 +101,7 @@ class LokiLayer(GrowingLayer):
     def proxy_BKdS(self) -> Tensor:
         return self.proxy_plane.view
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.proxy_plane.append(project(key_states, self.basis).transpose(-1, -2))
         return super().update(key_states, value_states)
 
@@ -120,7 +121,7 @@ class RotatedLayer(GrowingLayer):
     def proxy_BKdS(self) -> Tensor:
         return self.key_plane.view[..., : self.d].transpose(-1, -2)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Rotate and append. Raises ``UserError`` where the attention would not know that the keys are rotated."""
         if not self.expected:
             raise UserError(
@@ -132,7 +133,7 @@ class RotatedLayer(GrowingLayer):
 
 
 class StaticLokiLayer(StaticLayer):
-    """As ``LokiLayer`` with buffers of fixed size and address, for CUDA graphs: the tail beyond the tokens is masked."""
+    """As ``LokiLayer`` with buffers of fixed size and address, for CUDA graphs; what is not filled is masked."""
 
     def __init__(self, basis_KDd: Tensor, max_cache_len: int) -> None:
         super().__init__(max_cache_len)
@@ -149,7 +150,7 @@ class StaticLokiLayer(StaticLayer):
         shape = (self.batch_size, self.num_heads, self.basis.shape[-1], self.max_cache_len)
         self.proxy_BKdS = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         places = torch.arange(key_states.shape[-2], device=self.device) + self.cumulative_length

@@ -119,9 +119,7 @@ def _compare(
         key = keys["post"][:, :, :ROWS_COMPARED]
         for kind, each in components.items():
             basis_KDd = each.vectors_LKDD[number, ..., : config.dims_of(key.shape[-1])].to(key.device)
-            simulate(
-                query[:, :, :ROWS_COMPARED], key, key, basis_KDd, 0, config, scaling, None, probes[kind][number]
-            )
+            simulate(query[:, :, :ROWS_COMPARED], key, key, basis_KDd, 0, config, scaling, None, probes[kind][number])
 
     with _watched(model, attentions, rank):
         for window in held:

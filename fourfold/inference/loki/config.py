@@ -18,7 +18,7 @@ class LokiConfig:
     """How keys are ranked, and how many are attended to.
 
     d, d_f, variance: leading dims of the rotated keys that rank them: a number, a share of head_dim, or per layer as
-        many as explain this share of the variance in its worst head. One of the three; a quarter of head_dim by default.
+        many as explain this share of the variance in its worst head. One of the three; else a quarter of head_dim.
     k, k_f: keys that a step attends to: a number, or a share of the context, which is then never below ``min_k``. One
         of the two; a quarter of the context by default.
     sink, recent: of these k, the first and the last ones that are always among them.
@@ -101,7 +101,9 @@ class LokiConfig:
     def _one_of(self, *names: str) -> None:
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) > 1:
-            raise UserError(f"loki: {' and '.join(given)} say the same; leave out {'all but one' if given[2:] else 'one'}")
+            raise UserError(
+                f"loki: {' and '.join(given)} say the same; leave out {'all but one' if given[2:] else 'one'}"
+            )
 
 
 _CHOICES = {

@@ -20,7 +20,9 @@ from fourfold.inference.loki.fingerprint import Fingerprint
 log = logging.getLogger("fourfold.loki")
 
 
-def enable_loki(model: nn.Module, basis: LokiBasis, config: LokiConfig | None = None, *, capacity: int = 0) -> nn.Module:
+def enable_loki(
+    model: nn.Module, basis: LokiBasis, config: LokiConfig | None = None, *, capacity: int = 0
+) -> nn.Module:
     """Let a model attend with Loki from now on; the same model is returned.
 
     ``model.generate`` and ``model(...)`` work as before, with any cache of transformers: its layers are exchanged as
@@ -84,8 +86,8 @@ def _recipes(attentions: list[nn.Module], basis: LokiBasis, config: LokiConfig, 
             recipes.append(LayerRecipe(config, *basis.of_layer(number, config), capacity=capacity))
     if len(windows) == len(attentions):
         raise UserError(
-            f"loki: every layer of this model sees only the last {max(windows.values())} tokens (sliding_window), which "
-            "dense attention reads fast; use full attention"
+            f"loki: every layer of this model sees only the last {max(windows.values())} tokens (sliding_window); use "
+            "full attention, which reads no more than these"
         )
     if windows:
         log.warning("layers %s have a sliding window and stay dense", ", ".join(map(str, windows)))

@@ -37,7 +37,9 @@ class Fingerprint:
             for _, parameter in sorted(attention.named_parameters())
             if parameter.ndim == 2
         ]
-        return cls(", ".join([config.model_type, *sizes]), json.dumps(rope, sort_keys=True, default=str), torch.cat(parts))
+        return cls(
+            ", ".join([config.model_type, *sizes]), json.dumps(rope, sort_keys=True, default=str), torch.cat(parts)
+        )
 
     def check(self, other: Fingerprint) -> None:
         """Raise ``UserError`` unless ``other``, of the model at hand, is the same."""
@@ -45,7 +47,9 @@ class Fingerprint:
         if self.model != other.model:
             raise UserError(f"the basis is of another model ({self.model}) than this ({other.model}); {again}")
         if self.rope != other.rope:
-            raise UserError(f"the basis was made with the rotary embedding {self.rope}, this model has {other.rope}; {again}")
+            raise UserError(
+                f"the basis was made with the rotary embedding {self.rope}, this model has {other.rope}; {again}"
+            )
         if self.sample.shape != other.sample.shape or not _same(self.sample, other.sample):
             raise UserError(f"the basis is of another model of the same sizes: its weights differ; {again}")
 

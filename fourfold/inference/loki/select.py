@@ -45,9 +45,7 @@ def _with_ends(worth_BK_S: Tensor, config: LokiConfig, visible_B1_S: Tensor | No
     """The first and the last visible keys above all others."""
     if visible_B1_S is None:
         places_S = torch.arange(worth_BK_S.shape[-1], device=worth_BK_S.device)
-        return worth_BK_S.masked_fill(
-            (places_S < config.sink) | (places_S >= len(places_S) - config.recent), ALWAYS
-        )
+        return worth_BK_S.masked_fill((places_S < config.sink) | (places_S >= len(places_S) - config.recent), ALWAYS)
     from_left = visible_B1_S.cumsum(-1)
     from_right = from_left[..., -1:] - from_left
     kept = visible_B1_S & ((from_left <= config.sink) | (from_right < config.recent))
