@@ -131,9 +131,9 @@ def one_step(kv_heads: int = 2, group: int = 4, length: int = 40, size: int = 12
 
 def fast(tensors: dict[str, Tensor], d: int, k: int, basis_KDD: Tensor) -> Tensor:
     basis_KDd = basis_KDD[..., :d]
-    proxy_BKdS = (tensors["key"] @ basis_KDd).transpose(-1, -2)
+    proxy_BKSd = tensors["key"] @ basis_KDd
     return decode(
-        tensors["query"], tensors["key"], tensors["value"], proxy_BKdS, basis_KDd, k, LokiConfig(min_seq=0), 0.3
+        tensors["query"], tensors["key"], tensors["value"], proxy_BKSd, basis_KDd, k, LokiConfig(min_seq=0), 0.3
     )
 
 
@@ -222,7 +222,7 @@ def test_a_sequence_that_sees_nothing_gives_zeros() -> None:
     visible_B1S[1] = False
     visible_B1S[2, :, 4:] = False
     config = LokiConfig(min_seq=0)
-    proxy = (tensors["key"] @ tensors["basis"]).transpose(-1, -2)
+    proxy = tensors["key"] @ tensors["basis"]
     out = decode(
         tensors["query"], tensors["key"], tensors["value"], proxy, tensors["basis"], 6, config, 0.3, visible_B1S
     )

@@ -11,12 +11,15 @@ from torch import Tensor
 from fourfold.inference.loki.config import LokiConfig
 from fourfold.inference.loki.select import agree, choose
 
+LONG = 1 << 16
+"""Scores or gathered numbers of one KV head from which on a CPU takes the heads one by one."""
+
 
 def decode(
     query_BND: Tensor,
     key_BKSD: Tensor,
     value_BKSD: Tensor,
-    proxy_BKdS: Tensor,
+    proxy_BKSd: Tensor,
     basis_KDd: Tensor | None,
     k: int,
     config: LokiConfig,
@@ -29,11 +32,45 @@ def decode(
     leading dims are those that rank. A sequence that sees no key at all gets zeros.
     """
     query_BKGD = query_BND.unflatten(1, (key_BKSD.shape[1], -1))
-    d = proxy_BKdS.shape[2]
+    length, d = proxy_BKSd.shape[2:]
     query_BKGd = query_BKGD[..., :d] if basis_KDd is None else project(query_BKGD, basis_KDd)
-    worth_BKS = agree(torch.matmul(query_BKGd, proxy_BKdS), scaling, config.group_reduce, visible_B1S)
+    query_BKGd = query_BKGd * scaling
+    most = max(length * query_BKGD.shape[2], k * query_BKGD.shape[3])
+    if query_BND.device.type == "cpu" and most >= LONG:
+        return _head_by_head(
+            query_BKGD, query_BKGd, key_BKSD, value_BKSD, proxy_BKSd, k, config, scaling, visible_B1S
+        ).flatten(1, 2)
+    worth_BKS = agree(torch.matmul(query_BKGd, proxy_BKSd.transpose(-1, -2)), config.group_reduce, visible_B1S)
     chosen_BKk = choose(worth_BKS, k, config, visible_B1S)
     return attend_to(query_BKGD, key_BKSD, value_BKSD, chosen_BKk, scaling, visible_B1S).flatten(1, 2)
+
+
+def _head_by_head(
+    query_BKGD: Tensor,
+    query_BKGd: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    proxy_BKSd: Tensor,
+    k: int,
+    config: LokiConfig,
+    scaling: float,
+    visible_B1S: Tensor | None,
+) -> Tensor:
+    """The same, one KV head after the other, so that scores and gathered rows stay in a CPU's cache."""
+    batch, heads, group, _ = query_BKGD.shape
+    out_BKGD = torch.empty_like(query_BKGD)
+    scores_GS = query_BKGd.new_empty(group, key_BKSD.shape[2])
+    for row in range(batch):
+        visible_11S = None if visible_B1S is None else visible_B1S[row, None]
+        for head in range(heads):
+            here = (slice(row, row + 1), slice(head, head + 1))
+            torch.matmul(query_BKGd[row, head], proxy_BKSd[row, head].T, out=scores_GS)
+            worth_11S = agree(scores_GS[None, None], config.group_reduce, visible_11S)
+            chosen_11k = choose(worth_11S, k, config, visible_11S)
+            out_BKGD[here] = attend_to(
+                query_BKGD[here], key_BKSD[here], value_BKSD[here], chosen_11k, scaling, visible_11S
+            )
+    return out_BKGD
 
 
 def project(x_BKSD: Tensor, basis_KDd: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def loki_attention(
     basis_KDd = None if is_rotated else recipe.basis_KDd
     if query.shape[2] == 1 and _decodes_sparsely(state, key.shape[2], attention_mask):
         visible_B1S = None if attention_mask is None else attention_mask[:, :, 0].expand(query.shape[0], -1, -1)
-        k, proxy = config.keys_of(key.shape[2]), state.layer.proxy_BKdS
+        k, proxy = config.keys_of(key.shape[2]), state.layer.proxy_BKSd
         return decode(query[:, :, 0], key, value, proxy, basis_KDd, k, config, scaling, visible_B1S)[:, None], None
     if _is_simulated(config, query, key, attention_mask):
         mask = attention_mask

@@ -22,7 +22,7 @@ class GrowingLayer(DynamicLayer):
 
     def __init__(self, capacity: int = 0) -> None:
         super().__init__()
-        self.key_plane, self.value_plane = Plane(-2, capacity), Plane(-2, capacity)
+        self.key_plane, self.value_plane = Plane(capacity), Plane(capacity)
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -86,23 +86,23 @@ class GrowingLayer(DynamicLayer):
 
 
 class LokiLayer(GrowingLayer):
-    """Raw keys and values, and a proxy [B, K, d, S] of the keys, which alone is read to rank them."""
+    """Raw keys and values, and a proxy [B, K, S, d] of the keys, which alone is read to rank them."""
 
     def __init__(self, basis_KDd: Tensor, capacity: int = 0) -> None:
         super().__init__(capacity)
         self.basis = basis_KDd
-        self.proxy_plane = Plane(-1, capacity)
+        self.proxy_plane = Plane(capacity)
 
     @property
     def planes(self) -> tuple[Plane, ...]:
         return self.key_plane, self.value_plane, self.proxy_plane
 
     @property
-    def proxy_BKdS(self) -> Tensor:
+    def proxy_BKSd(self) -> Tensor:
         return self.proxy_plane.view
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.proxy_plane.append(project(key_states, self.basis).transpose(-1, -2))
+        self.proxy_plane.append(project(key_states, self.basis))
         return super().update(key_states, value_states)
 
 
@@ -118,8 +118,8 @@ class RotatedLayer(GrowingLayer):
         self.expected = False
 
     @property
-    def proxy_BKdS(self) -> Tensor:
-        return self.key_plane.view[..., : self.d].transpose(-1, -2)
+    def proxy_BKSd(self) -> Tensor:
+        return self.key_plane.view[..., : self.d]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Rotate and append. Raises ``UserError`` where the attention would not know that the keys are rotated."""
@@ -138,23 +138,23 @@ class StaticLokiLayer(StaticLayer):
     def __init__(self, basis_KDd: Tensor, max_cache_len: int) -> None:
         super().__init__(max_cache_len)
         self.basis = basis_KDd
-        self.proxy_BKdS: Tensor | None = None
+        self.proxy_BKSd: Tensor | None = None
 
     @property
     def held_bytes(self) -> int:
-        held = (self.keys, self.values, self.proxy_BKdS)
+        held = (self.keys, self.values, self.proxy_BKSd)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        shape = (self.batch_size, self.num_heads, self.basis.shape[-1], self.max_cache_len)
-        self.proxy_BKdS = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        shape = (self.batch_size, self.num_heads, self.max_cache_len, self.basis.shape[-1])
+        self.proxy_BKSd = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         places = torch.arange(key_states.shape[-2], device=self.device) + self.cumulative_length
-        self.proxy_BKdS.index_copy_(3, places, project(key_states, self.basis).transpose(-1, -2))
+        self.proxy_BKSd.index_copy_(2, places, project(key_states, self.basis))
         return super().update(key_states, value_states)
 
     def adopt(self, layer: StaticLayer) -> None:
@@ -163,24 +163,24 @@ class StaticLokiLayer(StaticLayer):
             return
         self.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])
         self.keys, self.values, self.cumulative_length = layer.keys, layer.values, layer.cumulative_length
-        self.proxy_BKdS.copy_(project(layer.keys, self.basis).transpose(-1, -2))
+        self.proxy_BKSd.copy_(project(layer.keys, self.basis))
 
     def offload(self) -> None:
         super().offload()
-        if self.proxy_BKdS is not None:
-            self.proxy_BKdS = self.proxy_BKdS.to("cpu", non_blocking=True)
+        if self.proxy_BKSd is not None:
+            self.proxy_BKSd = self.proxy_BKSd.to("cpu", non_blocking=True)
 
     def prefetch(self) -> None:
         super().prefetch()
-        if self.proxy_BKdS is not None:
-            self.proxy_BKdS = self.proxy_BKdS.to(self.device, non_blocking=True)
+        if self.proxy_BKSd is not None:
+            self.proxy_BKSd = self.proxy_BKSd.to(self.device, non_blocking=True)
 
     def reset(self) -> None:
         super().reset()
-        if self.proxy_BKdS is not None:
-            self.proxy_BKdS.zero_()
+        if self.proxy_BKSd is not None:
+            self.proxy_BKSd.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        if self.proxy_BKdS is not None:
-            self.proxy_BKdS = self.proxy_BKdS.index_select(0, beam_idx.to(self.proxy_BKdS.device))
+        if self.proxy_BKSd is not None:
+            self.proxy_BKSd = self.proxy_BKSd.index_select(0, beam_idx.to(self.proxy_BKSd.device))

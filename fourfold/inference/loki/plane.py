@@ -6,35 +6,32 @@ import torch
 from torch import Tensor
 
 LEAST = 64
+DIM = 2
 
 
 class Plane:
-    """Grows along ``dim`` (-1 or -2) by doubling; ``capacity``: room to begin with, where the length is known."""
+    """[B, K, S, any], which grows along S by doubling; ``capacity``: room at once, where the length is known."""
 
-    def __init__(self, dim: int, capacity: int = 0) -> None:
-        self.dim, self.capacity, self.length = dim, capacity, 0
+    def __init__(self, capacity: int = 0) -> None:
+        self.capacity, self.length = capacity, 0
         self._data: Tensor | None = None
 
     @property
     def view(self) -> Tensor:
         """What has been appended."""
         assert self._data is not None, "nothing has been appended"
-        return self._data.narrow(self.dim, 0, self.length)
+        return self._data.narrow(DIM, 0, self.length)
 
     @property
     def held_bytes(self) -> int:
         return 0 if self._data is None else self.view.numel() * self._data.element_size()
 
-    @property
-    def allocated_bytes(self) -> int:
-        return 0 if self._data is None else self._data.nbytes
-
     def append(self, new: Tensor) -> None:
         """Write behind the last token, into the room that is there or into twice as much."""
-        count = new.shape[self.dim]
-        if self._data is None or self.length + count > self._data.shape[self.dim]:
+        count = new.shape[DIM]
+        if self._data is None or self.length + count > self._data.shape[DIM]:
             self._grow(new, self.length + count)
-        self._data.narrow(self.dim, self.length, count).copy_(new)
+        self._data.narrow(DIM, self.length, count).copy_(new)
         self.length += count
 
     def crop(self, count: int) -> None:
@@ -60,9 +57,9 @@ class Plane:
 
     def _grow(self, new: Tensor, needed: int) -> None:
         held = None if self._data is None else self.view
-        room = 0 if self._data is None else self._data.shape[self.dim]
+        room = 0 if self._data is None else self._data.shape[DIM]
         shape = list(new.shape)
-        shape[self.dim] = max(needed, 2 * room, self.capacity, LEAST)
+        shape[DIM] = max(needed, 2 * room, self.capacity, LEAST)
         self._data = new.new_empty(shape)
         if held is not None:
-            self._data.narrow(self.dim, 0, self.length).copy_(held)
+            self._data.narrow(DIM, 0, self.length).copy_(held)

@@ -95,12 +95,12 @@ def _attend_rows(
     probe: Probe | None,
 ) -> Tensor:
     k = config.keys_of(key_BKSD.shape[2])
-    ranking_BKGQS = torch.matmul(query_BKGQd, key_BKSd.transpose(-1, -2)[:, :, None])
-    worth_BKQS = agree(ranking_BKGQS, scaling, config.group_reduce, visible_B1QS)
+    ranking_BKGQS = torch.matmul(query_BKGQd * scaling, key_BKSd.transpose(-1, -2)[:, :, None])
+    worth_BKQS = agree(ranking_BKGQS, config.group_reduce, visible_B1QS)
     chosen_BKQS = _as_mask(choose(worth_BKQS, k, config, visible_B1QS), worth_BKQS) & visible_B1QS
     scores_BKGQS = torch.matmul(query_BKGQD, key_BKSD.transpose(-1, -2)[:, :, None]).float() * scaling
     if probe is not None:
-        exact_BKQS = agree(scores_BKGQS, 1.0, config.group_reduce, visible_B1QS)
+        exact_BKQS = agree(scores_BKGQS, config.group_reduce, visible_B1QS)
         best_BKQS = _as_mask(choose(exact_BKQS, k, config, visible_B1QS), exact_BKQS) & visible_B1QS
         weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~visible_B1QS[:, :, None], NEVER), -1)
         sparse_BKQ = (visible_B1QS.sum(-1) > k).expand(worth_BKQS.shape[:3])
