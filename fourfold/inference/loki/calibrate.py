@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import rotate_half
 
 from fourfold.errors import UserError
 from fourfold.inference.loki.architecture import attentions_of, text_config
@@ -17,6 +14,7 @@ from fourfold.inference.loki.basis import KINDS, Components, LokiBasis
 from fourfold.inference.loki.config import LokiConfig
 from fourfold.inference.loki.fingerprint import Fingerprint
 from fourfold.inference.loki.simulate import Probe, simulate
+from fourfold.inference.loki.watch import watched
 
 HELD_OUT = 0.1
 """Share of the windows that no sum sees, on which the kinds of components are compared."""
@@ -82,7 +80,7 @@ def calibrate(
         for kind in kinds:
             moments[kind][number].add(keys[kind])
 
-    with _watched(model, attentions, add):
+    with watched(model, attentions, add):
         for window in progress(summed):
             _run(model, window)
     tokens = sum(map(len, summed))
@@ -121,7 +119,7 @@ def _compare(
             basis_KDd = each.vectors_LKDD[number, ..., : config.dims_of(key.shape[-1])].to(key.device)
             simulate(query[:, :, :ROWS_COMPARED], key, key, basis_KDd, 0, config, scaling, None, probes[kind][number])
 
-    with _watched(model, attentions, rank):
+    with watched(model, attentions, rank):
         for window in held:
             _run(model, window)
     return {kind: [float(torch.cat(probe.recall).mean()) for probe in each] for kind, each in probes.items()}
@@ -130,49 +128,3 @@ def _compare(
 def _run(model: nn.Module, window: Sequence[int]) -> None:
     tokens = torch.tensor(window, device=model.device)[None]
     model.get_decoder()(input_ids=tokens, use_cache=False)
-
-
-Watcher = Callable[[int, Tensor, dict[str, Tensor], float], None]
-"""Called with the number of a layer, its queries [B, N, S, D], its keys [B, K, S, D] by kind, and the scaling."""
-
-
-@contextmanager
-def _watched(model: nn.Module, attentions: list[nn.Module], watcher: Watcher) -> Iterator[None]:
-    """Inside, every attention shows its queries and keys before it computes what it always does."""
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-
-    turns: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def remember_turn(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
-        turns[module.layer_idx] = keywords["position_embeddings"]
-
-    def show(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any) -> Any:
-        scaling = keywords.get("scaling") or query.shape[-1] ** -0.5
-        keys = {"post": key, "pre": turned_back(key, *turns.pop(module.layer_idx))}
-        watcher(module.layer_idx, query, keys, scaling)
-        return sdpa_attention_forward(module, query, key, value, mask, **keywords)
-
-    before = text_config(model)._attn_implementation
-    AttentionInterface.register("loki_watch", show)
-    AttentionMaskInterface.register("loki_watch", sdpa_mask)
-    hooks = [each.register_forward_pre_hook(remember_turn, with_kwargs=True) for each in attentions]
-    model.set_attn_implementation("loki_watch")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-        for hook in hooks:
-            hook.remove()
-
-
-def turned_back(key_BKSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
-    """Keys before their rotary embedding, from those after it, in float32.
-
-    cos and sin may turn only the first R dims of a head, and may be scaled, as YaRN's are.
-    """
-    turned = key_BKSD[..., : cos_BSR.shape[-1]].float()
-    cos, sin = cos_BSR[:, None].float(), sin_BSR[:, None].float()
-    straight = (turned * cos - rotate_half(turned) * sin) / (cos**2 + sin**2)
-    return torch.cat([straight, key_BKSD[..., cos_BSR.shape[-1] :].float()], -1)
