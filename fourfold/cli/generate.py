@@ -69,7 +69,6 @@ def generate(
 
             print(json.dumps(continued(opened, text, prompt, max_new_tokens, sampling).record()))
             return
-        print(prompt, end="", flush=True)
         done = continued(opened, text, prompt, max_new_tokens, sampling, lambda new: print(new, end="", flush=True))
     from fourfold.reports.terminal import generation_line
 

@@ -99,7 +99,7 @@ def generate(
     sampling: Sampling,
     show: Callable[[str], None] = lambda text: None,
 ) -> Generation:
-    """Continue a prompt; ``show`` gets the new text piece by piece as it comes.
+    """Continue a prompt; ``show`` gets it, and then the new text piece by piece as it comes.
 
     Raises ``UserError`` for an empty prompt of a model without a first token, and for more tokens than the model has
     positions.
@@ -110,6 +110,7 @@ def generate(
     if not ids:
         raise UserError("the prompt is empty, and this model has no token to begin with; give --prompt")
     check_length(model, len(ids), max_new_tokens)
+    show(prompt)
     stream = _Stream(tokenizer, show)
     tokens = torch.tensor([ids], device=model.device)
     torch.manual_seed(sampling.seed)

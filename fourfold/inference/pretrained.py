@@ -36,10 +36,9 @@ class HuggingFaceText:
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError, ImportError, AttributeError) as error:
-            raise UserError(
-                f"cannot load the tokenizer of {name} ({_first_line(error)}); name one with --tokenizer: a folder, or "
-                "bytes"
-            ) from error
+            raise UserError(_no_tokenizer(name, _first_line(error))) from error
+        if len(self.tokenizer) <= len(self.tokenizer.all_special_ids):  # made of nothing but the model's type
+            raise UserError(_no_tokenizer(name, "it has no vocabulary"))
         end = self.tokenizer.eos_token_id
         self.eos_ids = () if end is None else (end,)
 
@@ -100,6 +99,10 @@ def import_transformers() -> Any:
         ) from error
     transformers.utils.logging.disable_progress_bar()
     return transformers
+
+
+def _no_tokenizer(name: str, reason: str) -> str:
+    return f"cannot load the tokenizer of {name} ({reason}); name one with --tokenizer: a folder, or bytes"
 
 
 def _first_line(error: Exception) -> str:
