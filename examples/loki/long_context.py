@@ -47,7 +47,7 @@ def main() -> None:
     rank_table(record)
     write_rank_report(record, folder / "ranks.html")
 
-    held_out = windows_of(text, [LIBRARY / "zipfile" / "__init__.py", LIBRARY / "tarfile.py"], CONTEXT)[:6]
+    held_out = windows_of(text, [LIBRARY / "tarfile.py", LIBRARY / "typing.py"], CONTEXT)[:6]
     loki_tables(evaluate(model, held_out, basis, LokiConfig(k_f=0.25, d_f=0.25)))
 
     continue_with_both(model, basis, text, (LIBRARY / "tarfile.py").read_text(encoding="utf-8")[:900])

@@ -17,7 +17,7 @@ VARIANTS = {"loki": "Loki", "oracle": "exact top-k", "random": "random basis"}
 
 def rank_header(record: Record) -> list[str]:
     """Columns of ``rank_rows``."""
-    header = ["layer", *(f"Rank@90, {KINDS[kind]}" for kind in record["ranks"])]
+    header = ["layer", *(f"{kind}-rotary: mean (most)" for kind in record["ranks"])]
     return [*header, *(f"recall, {kind}" for kind in record["recall"]), *(["ranked by"] if record["recall"] else [])]
 
 
@@ -28,7 +28,7 @@ def rank_rows(record: Record) -> Rows:
         row = [str(layer)]
         for ranks in record["ranks"].values():
             heads = ranks[layer]
-            row.append(f"{sum(heads) / len(heads):.1f} (at most {max(heads)})")
+            row.append(f"{sum(heads) / len(heads):.1f} ({max(heads)})")
         row += [f"{recall[layer]:.1%}" for recall in record["recall"].values()]
         rows.append([*row, *([record["best"][layer]] if record["recall"] else [])])
     return rows
