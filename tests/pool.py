@@ -172,10 +172,8 @@ def _answer(rank: int, task: Task) -> bytes:
     except BaseException as error:  # pytest's own failures are no Exceptions
         now = time.monotonic()
         answer = pickle.dumps(Answer(error=_portable(error), traceback=traceback.format_exc(), time=now))
-    # Peers that wait for this rank learn of its failure when its connections close, which the groups that the
-    # exception still referred to kept open.
+    # Peers that wait for this rank learn of its failure when its connections close.
     _leave_group()
-    gc.collect()
     return answer
 
 
@@ -184,6 +182,8 @@ def _leave_group() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+        # Cycles hold groups, whose threads wake up a hundred times a second: hundreds of them would fill the cores.
+        gc.collect()
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fourfold.config.model import ModelConfig
+from fourfold.config.presets import filled
 from fourfold.errors import UserError
 
 CONFIG_FILE = "config.json"
@@ -337,7 +338,7 @@ def from_huggingface(section: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"model.from_hf = {name!r} is no folder and no id of the Hub")
     if section.get("preset") is not None:
         raise UserError("model.from_hf and model.preset both give the sizes; leave one of them out")
-    return {**model_keys(read_config(local_folder(name)), f"model.from_hf = '{name}'"), **section}
+    return filled(section, model_keys(read_config(local_folder(name)), f"model.from_hf = '{name}'"))
 
 
 def check_length(name: str, max_position_embeddings: int, seq_length: int) -> None:

@@ -13,6 +13,12 @@ from fourfold.errors import UserError
 AttentionSplit = Literal["heads", "batch", "sequence"]
 ContextMethod = Literal["ring", "ulysses"]
 
+FLOAT8_MULTIPLE = 16
+"""What every size of a float8 matrix product is a multiple of (torch._scaled_mm)."""
+
+CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
+"""Logits that one rank makes at once: what fits a CPU's cache; enough rows for a GPU's matrix units."""
+
 
 def check_layout(run: RunConfig) -> None:
     """Raise ``UserError`` when the model, the batch or the sequence cannot be divided over the grid."""
@@ -42,6 +48,8 @@ def check_layout(run: RunConfig) -> None:
             f"training.seq_length = {training.seq_length} is longer than the position table: "
             f"model.max_position_embeddings = {model.max_position_embeddings} is the most"
         )
+    if training.float8 != "none":
+        _check_float8(model, grid, training)
     _check_batch(training, grid)
     if grid.pp > 1:
         _check_pipeline(model, grid, run.gradient_accumulation_steps)
@@ -100,6 +108,22 @@ def _divides(what: str, number: int, axis: str, size: int, layer: str, unit: int
         f"{layer}: {what} = {number} cannot be split over {axis} = {size}; {axis} = {sizes} works, "
         f"and so does {what} = {works}"
     )
+
+
+def _check_float8(model: ModelConfig, grid: ParallelConfig, training: TrainingConfig) -> None:
+    sizes = {
+        "model.hidden_size / y": model.hidden_size // grid.y,
+        "query features / x": model.num_attention_heads * model.head_dim // grid.x,
+        "key and value features / x": model.num_key_value_heads * model.head_dim // grid.x,
+        "model.intermediate_size / x": model.intermediate_size // grid.x,
+        "tokens of a micro-batch / cp": training.micro_batch_size * training.seq_length // grid.cp,
+    }
+    for what, size in sizes.items():
+        if size % FLOAT8_MULTIPLE:
+            raise UserError(
+                f"training.float8 = '{training.float8}': {what} = {size} must be a multiple of {FLOAT8_MULTIPLE} on "
+                f"every rank; {round_to_multiple(size, FLOAT8_MULTIPLE)} works, and so does float8 = 'none'"
+            )
 
 
 def _check_batch(training: TrainingConfig, grid: ParallelConfig) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from fourfold.config.strict import Strict
 
@@ -69,7 +69,9 @@ class ModelConfig(Strict):
         "rope", description="rope turns queries and keys; learned adds a row of a table to the embedding."
     )
     rope_theta: float = Field(10000.0, gt=1, description="Base of the rotary frequencies.")
-    rope_scaling: RopeScaling | None = Field(None, description="Stretches the rotary frequencies; none: as trained.")
+    rope_scaling: RopeScaling | None = Field(
+        None, description="Stretches the rotary frequencies. Default, and with rope_type = 'default': as trained."
+    )
     attention_bias: bool = Field(False, description="Biases of the query, key and value projections.")
     attention_output_bias: bool = Field(False, description="Bias of the attention's output projection.")
     mlp_bias: bool = Field(False, description="Biases of the MLP's projections.")
@@ -79,6 +81,12 @@ class ModelConfig(Strict):
     pad_vocab_size_to_multiple_of: int = Field(
         128, gt=0, description="Rows of the embedding and head are padded to this; padding is never predicted."
     )
+
+    @field_validator("rope_scaling", mode="before")
+    @classmethod
+    def _default_is_none(cls, value: Any) -> Any:
+        """As in Hugging Face's files; it takes a preset's scaling away."""
+        return None if isinstance(value, dict) and value.get("rope_type") == "default" else value
 
     @model_validator(mode="after")
     def _fill_and_check(self) -> ModelConfig:

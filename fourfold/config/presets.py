@@ -94,4 +94,17 @@ def with_preset(section: dict[str, Any]) -> dict[str, Any]:
         near = difflib.get_close_matches(str(name), PRESETS, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PRESETS)}"
         raise UserError(f"model.preset = '{name}' is not a preset; {hint}")
-    return {**PRESETS[name], **section}
+    return filled(section, PRESETS[name])
+
+
+def filled(section: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """A ``[model]`` table with what it leaves out; of ``rope_scaling`` too it may give some keys."""
+    both = {**defaults, **section}
+    of_default, own = defaults.get("rope_scaling"), section.get("rope_scaling")
+    if (
+        isinstance(of_default, dict)
+        and isinstance(own, dict)
+        and own.get("rope_type") in (None, of_default["rope_type"])
+    ):
+        both["rope_scaling"] = {**of_default, **own}
+    return both

@@ -116,6 +116,11 @@ class TrainingConfig(Strict):
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="Type in which gradients are summed over ranks: fp32, or that of the step."
     )
+    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
+        "none",
+        description="Matrix products of the blocks in 8-bit floats, by torchao's recipe of that name; with "
+        "precision = 'bf16', on a GPU that has them.",
+    )
     compile: bool = Field(False, description="torch.compile each block.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seeds the weights and the order of the samples.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")
@@ -128,6 +133,8 @@ class TrainingConfig(Strict):
             raise ValueError(
                 f"reduce_dtype = '{self.reduce_dtype}' must be 'fp32' or training.precision = '{self.precision}'"
             )
+        if self.float8 != "none" and self.precision != "bf16":
+            raise ValueError(f"float8 = '{self.float8}' needs training.precision = 'bf16'")
         return self
 
 

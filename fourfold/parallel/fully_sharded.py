@@ -98,7 +98,10 @@ class FullySharded(DataParallel):
         if parameter not in self._fsdp_parameters:
             every = (p for group in self._groups() for p in group.fsdp_params)
             self._fsdp_parameters = {p._unsharded_param: p for p in every}
-        self._fsdp_parameters[parameter].to_accumulated_grad_if_needed()
+        fsdp_parameter = self._fsdp_parameters[parameter]
+        # Added to the sum in reduce_dtype where there is one, else its first summand: the second call would replace it.
+        fsdp_parameter.accumulate_unsharded_grad_if_needed()
+        fsdp_parameter.to_accumulated_grad_if_needed()
 
     def finish_gradients(self) -> None:
         """FSDP2 sums and waits at the end of the last backward, unless weight gradients came after it."""
@@ -161,13 +164,17 @@ class FullySharded(DataParallel):
 
 
 def _prefetch(model: Transformer, depth: int) -> None:
-    """OAG: while one layer computes, gather the weights of the next ``depth``."""
-    layers = model.blocks
-    if depth == 0:
-        # FSDP2 prefetches the backward by itself; naming the module just used keeps it from doing so.
-        for layer in layers:
-            layer.set_modules_to_backward_prefetch([layer])
+    """OAG: while one layer computes, gather the weights of the next ``depth``.
+
+    A unit that names nothing to gather in the backward lets FSDP2 look in the order of the forwards, in which the unit
+    before is of another micro-batch as often as not; the root, which has no weights of its own, stands for none.
+    """
+    layers, nothing = model.blocks, [model]
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_modules_to_backward_prefetch(nothing)
+    if model.norm is not None and depth > 0 and layers:
+        model.norm.set_modules_to_backward_prefetch(layers[-1:])
     for i, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + depth])
-        if depth > 0:
-            layer.set_modules_to_backward_prefetch(layers[max(i - depth, 0) : i][::-1])
+        layer.set_modules_to_backward_prefetch(layers[max(i - depth, 0) : i][::-1] or nothing)

@@ -10,13 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fourfold.config.layout import CHUNK_LOGITS
 from fourfold.models.transformer import IGNORE_INDEX, LMHead
 from fourfold.parallel.communicate import all_gather, all_reduce, reduce_scatter
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.sharding import Tile, Tiled
-
-CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
-"""Logits that one rank makes at once: what fits a CPU's cache; enough rows for a GPU's matrix units."""
 
 
 class ParallelHead(Tiled):

@@ -31,6 +31,24 @@ OverY = Literal["replicate", "features", "batch", "sequence"]
 SHARED_DIM = {"batch": 0, "sequence": 1, "features": 2}
 
 
+class Products:
+    """The three matrix products of a linear layer, in the type of the operands; float8.py has others."""
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.T
+
+    def input_gradient(self, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        """Of layers that read one input: Σ grad @ weight, accumulated inside the products."""
+        total = grads[0] @ weights[0]
+        flat = total.flatten(0, -2)
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            flat.addmm_(grad.flatten(0, -2), weight)
+        return total
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        return grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+
 class WeightGradients:
     """Weight gradients that zero-bubble schedules compute apart, when a rank would wait.
 
@@ -48,7 +66,7 @@ class WeightGradients:
     def compute(self, give: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Compute them, and ``give`` each with its parameter."""
         for linear, grad, x in self._products:
-            give(linear.weight, _weight_gradient(grad, x))
+            give(linear.weight, linear.products.weight_gradient(grad, x))
         self._products.clear()
 
 
@@ -66,8 +84,9 @@ def weight_gradients_put_off(linears: Iterable[Linear4D]) -> Iterator[WeightGrad
 
 
 class Linear4D(Tiled):
-    """One weight of the 4D algorithm, and where its gradient is put off to."""
+    """One weight of the 4D algorithm, how it is multiplied, and where its gradient is put off to."""
 
+    products = Products()
     later: WeightGradients | None = None
 
 
@@ -77,6 +96,8 @@ class NormalLinears(Tiled):
     Gathers the tokens over x once for all of them, and sums over y what they compute: into every rank
     (``"replicate"``, MLP) or into each rank's share of the features, batch or sequence (attention).
     """
+
+    products = Products()
 
     def __init__(self, linears: nn.ModuleDict, grid: Grid, over_y: OverY, overlap: bool, name: str) -> None:
         super().__init__()
@@ -123,7 +144,7 @@ class _NormalLinears(torch.autograd.Function):
         x_BSh = all_gather(x_BTh, layer.x, 1, f"{layer.name}: tokens")
         ctx.save_for_backward(x_BSh, *weights)
         ctx.layer = layer
-        partials = [x_BSh @ weight.T for weight in weights]
+        partials = [layer.products.output(x_BSh, weight) for weight in weights]
         why = f"{layer.name}: outputs"
         if layer.y.size == 1:
             return tuple(partials)
@@ -141,7 +162,7 @@ class _NormalLinears(torch.autograd.Function):
         grads = _gather_output_gradients(grads, layer)
         dx = None
         if ctx.needs_input_grad[0]:
-            partial_BSh = _sum_of_products(grads, weights)
+            partial_BSh = layer.products.input_gradient(grads, weights)
             dx = start_reduce_scatter(partial_BSh, layer.x, 1, f"{layer.name}: input gradient")
             if not layer.overlap:
                 dx = Pending(dx.wait())
@@ -151,23 +172,33 @@ class _NormalLinears(torch.autograd.Function):
 
 
 class _TransposedLinear(torch.autograd.Function):
+    """A transposed layer's backward. The forward gathers and saves what that reads, and leaves the product to the next.
+
+    At the end of a block that is recomputed nothing reads the product, nor its sum over x: the recomputation stops as
+    soon as all that was saved is there again.
+    """
+
     @staticmethod
-    def forward(ctx, a: Tensor, layer: TransposedLinear, weight: Tensor) -> Tensor:
+    def forward(ctx, a: Tensor, layer: TransposedLinear, weight: Tensor) -> tuple[Tensor, Tensor]:
         if layer.over_y != "replicate":
             a = all_gather(a, layer.y, SHARED_DIM[layer.over_y], f"{layer.name}: inputs")
         ctx.save_for_backward(a, weight)
         ctx.layer = layer
-        return reduce_scatter(a @ weight.T, layer.x, 1, f"{layer.name}: outputs")
+        gathered = a.detach()
+        ctx.mark_non_differentiable(gathered)
+        ctx.set_materialize_grads(False)  # no zeros for the gradient of ``gathered``
+        out_to_come = a.new_empty(()).expand(a.shape[0], a.shape[1] // layer.x.size, len(weight))
+        return out_to_come, gathered
 
     @staticmethod
-    def backward(ctx, grad_BTh: Tensor):
+    def backward(ctx, grad_BTh: Tensor, _: None):
         a, weight = ctx.saved_tensors
         layer: TransposedLinear = ctx.layer
         grad_BSh = all_gather(grad_BTh, layer.x, 1, f"{layer.name}: output gradient")
         da = None
         if ctx.needs_input_grad[0]:
             why = f"{layer.name}: input gradient"
-            partial = grad_BSh @ weight
+            partial = layer.products.input_gradient([grad_BSh], [weight])
             if layer.over_y == "replicate":
                 da = start_all_reduce(partial, layer.y, why)
             else:
@@ -178,6 +209,18 @@ class _TransposedLinear(torch.autograd.Function):
         return da.wait() if da is not None else None, None, dw
 
 
+class _SummedProduct(torch.autograd.Function):
+    """The product of a transposed layer, summed over x into each rank's tokens."""
+
+    @staticmethod
+    def forward(ctx, out_to_come: Tensor, a: Tensor, weight: Tensor, layer: TransposedLinear) -> Tensor:
+        return reduce_scatter(layer.products.output(a, weight), layer.x, 1, f"{layer.name}: outputs")
+
+    @staticmethod
+    def backward(ctx, grad_BTh: Tensor):
+        return grad_BTh, None, None, None
+
+
 # Asynchronous collectives cannot be traced into a compiled graph: the compiler stops at these two and goes on behind.
 @torch.compiler.disable
 def normal_linears(x_BTh: Tensor, layer: NormalLinears, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -186,7 +229,8 @@ def normal_linears(x_BTh: Tensor, layer: NormalLinears, *weights: Tensor) -> tup
 
 @torch.compiler.disable
 def transposed_linear(a: Tensor, layer: TransposedLinear, weight: Tensor) -> Tensor:
-    return _TransposedLinear.apply(a, layer, weight)
+    out_to_come, gathered = _TransposedLinear.apply(a, layer, weight)
+    return _SummedProduct.apply(out_to_come, gathered, weight.detach(), layer)
 
 
 def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
@@ -216,21 +260,8 @@ def _gather_output_gradients(grads: Sequence[Tensor], layer: NormalLinears) -> S
     return all_gather(_concatenate(grads), layer.y, SHARED_DIM[layer.over_y], why).split(sizes, dim=-1)
 
 
-def _sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Σ grad @ weight, accumulated inside the matrix products."""
-    total = grads[0] @ weights[0]
-    flat = total.flatten(0, 1)
-    for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        flat.addmm_(grad.flatten(0, 1), weight)
-    return total
-
-
 def _weight_gradient_or_later(linear: Linear4D, grad: Tensor, x: Tensor) -> Tensor | None:
     if linear.later is None:
-        return _weight_gradient(grad, x)
+        return linear.products.weight_gradient(grad, x)
     linear.later.add(linear, grad, x)
     return None
-
-
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    return grad.flatten(0, 1).T @ x.flatten(0, 1)

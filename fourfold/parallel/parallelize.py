@@ -1,4 +1,4 @@
-"""A single-device model onto the grid, on one screen: tensor → recompute → compile → data sharding."""
+"""A single-device model onto the grid, on one screen: tensor → float8 → recompute → compile → data sharding."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fourfold.parallel.attention import OVER_Y, SharedAttentionCore
 from fourfold.parallel.context import SplitAttentionTables
 from fourfold.parallel.data_parallel import DataParallel
 from fourfold.parallel.embedding import Embedding
+from fourfold.parallel.float8 import use_float8
 from fourfold.parallel.fully_sharded import FullySharded
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.head import ParallelHead
@@ -34,6 +35,8 @@ def parallelize(model: Transformer, grid: Grid, run: RunConfig) -> DataParallel:
         assert_nothing_serial(model)
     if run.model.tie_word_embeddings and not isinstance(model, Stage):
         model.lm_head.weight = model.embed_tokens.weight
+    if run.training.float8 != "none":
+        use_float8(model, run.training.float8)
     recompute(model, run.activation_checkpoint)
     if run.training.compile:
         compile_blocks(model, run.parallel)

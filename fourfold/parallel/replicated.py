@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -87,8 +88,9 @@ class Weight:
     stored: nn.Parameter
 
     def keep_gradient(self) -> None:
-        """Move what a backward has left on the working copy to the stored weight."""
-        if self.working is self.stored:
+        """Move what a backward has left on the working copy to the stored weight: nothing, where weight gradients are
+        computed apart from it."""
+        if self.working is self.stored or self.working.grad is None:
             return
         if self.stored.grad is None:
             self.stored.grad = self.working.grad.to(self.stored.dtype)
@@ -106,8 +108,10 @@ class Bucket:
         self.pending: Pending | None = None
         self._missing: set[nn.Parameter] | None = None
         self._weight_of = {weight.working: weight for weight in weights}
+        # A weight that held the bucket that holds it would never be freed: the collector does not see hooks.
+        arrived = WeakMethod(self._arrived)
         for weight in weights:
-            weight.working.register_post_accumulate_grad_hook(self._arrived)
+            weight.working.register_post_accumulate_grad_hook(lambda working: arrived()(working))
 
     def begin_backward(self, last: bool) -> None:
         """last: this backward's gradients complete the sums of the step."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from fourfold.config.layout import CHUNK_LOGITS
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import stages_per_rank
-from fourfold.planning.layout_bytes import CHUNK_LOGITS
 from fourfold.planning.workload import RECOMPUTE, Workload
 
 

@@ -20,10 +20,9 @@ class Slot:
 def pipeline_slots(stages: int, micro_batches: int, interleave: int, forward: float, backward: float) -> list[Slot]:
     """Every slot, in order of its start. forward, backward: seconds of a stage's whole share of one micro-batch.
 
-    Interleaving needs micro-batches in multiples of the stages. Sending takes no time here.
+    Interleaving needs micro-batches in whole rounds. Sending takes no time here.
     """
-    assert interleave == 1 or micro_batches % stages == 0
-    orders = [_order(stage, stages, micro_batches, interleave) for stage in range(stages)]
+    orders = [stage_order(stage, stages, micro_batches, interleave) for stage in range(stages)]
     last = stages * interleave - 1
     done: dict[tuple[int, int, bool], float] = {}
     free, at, slots = [0.0] * stages, [0] * stages, []
@@ -55,26 +54,34 @@ def bubble_share(slots: list[Slot]) -> float:
     return 1 - sum(slot.end - slot.start for slot in slots) / whole
 
 
-def _order(stage: int, stages: int, micro_batches: int, interleave: int) -> list[tuple[int, int, bool]]:
-    """(chunk, micro-batch, backward) in the order in which a stage runs them."""
-    total = micro_batches * interleave
+def stage_order(stage: int, stages: int, micro_batches: int, interleave: int) -> list[tuple[int, int, bool]]:
+    """(chunk, micro-batch, backward) in the order in which a rank runs them, as torch's lists have it."""
+    total, rounds = micro_batches * interleave, max(1, micro_batches // stages)
+    at_once = micro_batches // rounds
+    assert interleave == 1 or micro_batches % rounds == 0
     if interleave == 1:
         ahead = min(stages - stage - 1, total)
     else:
-        ahead = min(2 * (stages - stage - 1) + (interleave - 1) * stages, total)
+        ahead = min(2 * (stages - stage - 1) + (interleave - 1) * at_once, total)
 
     def place(step: int, back: bool) -> tuple[int, int, bool]:
-        group, inside = divmod(step, stages * interleave)
-        chunk = inside // stages
-        return (interleave - 1 - chunk if back else chunk, group * stages + inside % stages, back)
+        if interleave == 1:
+            return (0, step, back)
+        group, inside = divmod(step, at_once * interleave)
+        chunk = inside // at_once
+        return (interleave - 1 - chunk if back else chunk, group * at_once + inside % at_once, back)
 
-    if interleave == 1:
-        forwards = [(0, mb, False) for mb in range(total)]
-        backwards = [(0, mb, True) for mb in range(total)]
-    else:
-        forwards = [place(step, False) for step in range(total)]
-        backwards = [place(step, True) for step in range(total)]
+    forwards, backwards = ([place(step, back) for step in range(total)] for back in (False, True))
     order = forwards[:ahead]
     for step in range(total - ahead):
         order += [forwards[ahead + step], backwards[step]]
     return order + backwards[total - ahead :]
+
+
+def directions(schedule: str, stage: int, stages: int, micro_batches: int, interleave: int) -> list[bool]:
+    """Of one stage (of stages · interleave) whether its operations are backwards, in their order; for the schedules
+    that do not split the backward."""
+    if schedule in ("GPipe", "LoopedBFS"):
+        return [False] * micro_batches + [True] * micro_batches
+    chunk, rank = divmod(stage, stages)
+    return [back for c, _, back in stage_order(rank, stages, micro_batches, interleave) if c == chunk]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -49,26 +50,41 @@ def parity_table(report: ParityReport) -> None:
 
 
 def trace_tables(report: TraceReport) -> None:
-    """Memory by kind and collectives by axis and purpose, of one rank."""
-    memory = Table(title=f"Memory of one rank of {report.world_size}", title_justify="left")
-    memory.add_column("kind")
-    memory.add_column("GiB", justify="right")
-    for name, size in report.record()["memory"].items():
-        memory.add_row(name.replace("_", " "), f"{size / 2**30:,.3f}")
-    sent = Table(title="Collectives of one rank in one optimizer step", title_justify="left")
-    for name, justify in (
-        ("axis", "left"),
-        ("operation", "left"),
-        ("purpose", "left"),
-        ("count", "right"),
-        ("MiB", "right"),
-    ):
-        sent.add_column(name, justify=justify)
+    """Memory by kind and collectives by axis and purpose: of one rank, and of one for every place on a pipeline."""
+    console = Console()
+    if report.pipeline:
+        console.print(_pipeline_memory(report))
+    else:
+        memory = [(name.replace("_", " "), _gib(size)) for name, size in asdict(report.memory).items()]
+        console.print(_table(f"Memory of one rank of {report.world_size}", ("kind", "GiB"), memory))
+    sent = Table(title=f"Collectives of {_rank_shown(report)} in one optimizer step", title_justify="left")
+    for name in ("axis", "operation", "purpose"):
+        sent.add_column(name)
+    for name in ("count", "MiB"):
+        sent.add_column(name, justify="right")
     for line in report.collectives:
         sent.add_row(line.axis, line.op, line.purpose, f"{line.count:,}", f"{line.bytes / 2**20:,.3f}")
-    console = Console()
-    console.print(memory)
     console.print(sent)
+
+
+def _rank_shown(report: TraceReport) -> str:
+    return "the pipeline's first rank" if report.pipeline else "one rank"
+
+
+def _pipeline_memory(report: TraceReport) -> Table:
+    """A line for every place on the pipeline."""
+    rows: list[list[str]] = []
+    for rank in report.pipeline:
+        memory, layers = rank.memory, ", ".join(f"{first}–{end - 1}" for first, end in rank.layers)
+        states = memory.parameters + memory.gradients + memory.optimizer
+        sizes = (states, memory.activations_peak, memory.gathered_weights_peak, memory.total_peak)
+        rows.append([str(rank.pp_rank), layers, *map(_gib, sizes)])
+    title = f"Memory of one rank of {report.world_size}, by its place on the pipeline, in GiB"
+    return _table(title, ("pp", "layers", "states", "activations", "gathered", "total peak"), rows)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.3f}"
 
 
 def audit_tables(record: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from fourfold.data.files import write_whole
 from fourfold.errors import UserError
 from fourfold.parallel.communicate import purpose
 from fourfold.parallel.data_parallel import DTYPES
+from fourfold.parallel.float8 import require_float8
 from fourfold.parallel.grid import Grid
 from fourfold.training.checkpoint import Checkpointer, find_checkpoint, load_checkpoint
 from fourfold.training.corpora import Corpora, micro_batches, open_corpora
@@ -81,6 +82,8 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
     callbacks: ``"package.module:name"`` of each ``Callback``, strings so that the loop need not know them.
     """
     device = device_of(place, run.training.device)
+    if run.training.float8 != "none":
+        require_float8(device)
     run_dir = Path(run.output_dir) / run.name
     checkpoint = find_checkpoint(run.checkpoint.resume, run_dir / "checkpoints")
 

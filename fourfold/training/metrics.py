@@ -60,6 +60,8 @@ class MetricsWriter:
 
     def __init__(self, run_dir: Path, tensorboard: bool, resume_step: int | None = None) -> None:
         self._path = Path(run_dir) / METRICS_FILE
+        if tensorboard:
+            _require_tensorboard()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is None and self._path.exists() and self._path.stat().st_size > 0:
             raise UserError(f"{self._path} holds the record of an earlier run: resume that run or choose a new folder.")
@@ -154,12 +156,18 @@ def _drop_after(path: Path, step: int) -> None:
     unfinished.replace(path)
 
 
-def _open_tensorboard(folder: Path, resume_step: int | None) -> "SummaryWriter":
+def _require_tensorboard() -> None:
+    """Before anything is written."""
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        import torch.utils.tensorboard  # noqa: F401
     except ImportError as error:
         raise UserError(
             "The run file asks for TensorBoard, which is not installed: pip install 'fourfold[tensorboard]'."
         ) from error
+
+
+def _open_tensorboard(folder: Path, resume_step: int | None) -> "SummaryWriter":
+    from torch.utils.tensorboard import SummaryWriter
+
     # TensorBoard hides the events from purge_step on that an interrupted run wrote: the same cut as in metrics.jsonl.
     return SummaryWriter(str(folder), purge_step=None if resume_step is None else resume_step + 1)

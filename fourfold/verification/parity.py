@@ -155,7 +155,7 @@ class OneProcess:
 
 def in_float32(run: RunConfig) -> RunConfig:
     """The run as parity runs it."""
-    exact = {"precision": "fp32", "master_weights": "fp32", "reduce_dtype": "fp32", "compile": False}
+    exact = {"precision": "fp32", "master_weights": "fp32", "reduce_dtype": "fp32", "float8": "none", "compile": False}
     return run.model_copy(
         update={
             "training": run.training.model_copy(update=exact),

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fourfold.config.layout import CHUNK_LOGITS
 from fourfold.config.run import RunConfig
 from fourfold.parallel.grid import Grid
-from fourfold.parallel.head import CHUNK_LOGITS
 from fourfold.training.job import Job, MicroBatch, meta_stages
 from fourfold.verification.continuation import (
     Point,

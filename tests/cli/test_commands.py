@@ -181,6 +181,15 @@ def test_trace_json(cli: Cli, tmp_path: Path) -> None:
     assert files_in(tmp_path) == before
 
 
+def test_trace_of_a_pipeline_shows_every_place_on_it(cli: Cli, tmp_path: Path) -> None:
+    path = run_file(tmp_path, "/nowhere/corpus", parallel__pp=2, model__num_hidden_layers=4)
+    code, output, _ = cli("trace", path, "--set", "parallel.schedule=Interleaved1F1B")
+    assert code == 0
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if line.startswith("│")]
+    assert [row[:2] for row in rows[:2]] == [["0", "0–0, 2–2"], ["1", "1–1, 3–3"]]
+    assert "Collectives of the pipeline's first rank" in output
+
+
 def test_parity_json(cli: Cli, tmp_path: Path) -> None:
     path = run_file(tmp_path, "/nowhere/corpus", optimizer__lr=3e-4)  # it makes its own data
     before = files_in(tmp_path)

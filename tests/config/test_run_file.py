@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fourfold.config.load import ELSEWHERE, load_run, make_run
-from fourfold.config.model import ModelConfig
+from fourfold.config.model import ModelConfig, RopeScaling
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 
@@ -251,6 +251,22 @@ def test_overrides(tmp_path: Path) -> None:
     assert (run.checkpoint.resume, run.training.train_steps) == ("runs/a=b", 9)
     assert run.model.rope_scaling is not None
     assert run.training.seq_length == 128
+
+
+def test_a_presets_scaling_is_changed_in_part_or_taken_away() -> None:
+    training = {"global_batch_size": 1, "seq_length": 8, "train_steps": 1}
+    table = {"training": training, "data": {"source": "python-stdlib"}}
+
+    def scaling(**own: object) -> RopeScaling | None:
+        return make_run({"model": {"preset": "llama3-8b", "rope_scaling": own}, **table}).model.rope_scaling
+
+    given = scaling()
+    assert given is not None and given.rope_type == "llama3"
+    assert scaling(factor=16.0) == given.model_copy(update={"factor": 16.0})
+    assert scaling(rope_type="linear", factor=2.0) == RopeScaling(rope_type="linear", factor=2.0)
+    assert scaling(rope_type="default") is None
+    with pytest.raises(UserError, match=r"rope_scaling.factor' is missing"):
+        scaling(rope_type="linear")
 
 
 @pytest.mark.parametrize(

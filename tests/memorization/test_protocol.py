@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import Cli
+from tiny_corpus import make_corpus
+from tiny_huggingface import make_model
 
 from fourfold.config.load import load_run
 
@@ -38,3 +41,24 @@ def test_two_arms_side_by_side(tmp_path: Path) -> None:
     assert (tmp_path / "results.md").read_text().count("\n") == 4
     assert "| standard | 1 | **0.0%**" in done.stdout
     assert done.stdout.count("model FLOPs per token") == 1
+
+
+def test_a_pretrained_model_goes_on_among_buckets(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of the run file's comment, in small."""
+    pytest.importorskip("transformers", reason="Hugging Face models are made by transformers")
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "MODEL", "llama", vocab_size=257, max_position_embeddings=128)
+    make_corpus(tmp_path, "pages", documents=200)
+    planted = ("--canaries", 5, "--repeats", "0,1,4,6", "--canary-tokens", 64)
+    assert cli("prepare", "pages.jsonl", "--out", "corpora/pages", "--tokenizer", "bytes", *planted)[0] == 0
+    small = {"model.from_hf": "MODEL", "parallel.z": 1, "training.global_batch_size": 4, "training.seq_length": 64,
+             "training.train_steps": 4, "audit.interval": 2, "audit.suffix": 20}  # fmt: skip
+    changes = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
+    code, _, errors = cli("train", EXAMPLE / "buckets.toml", *changes)
+    assert code == 0, errors
+    audit = ("--documents", "corpora/pages-canaries.jsonl", "--prefix", 10, "--suffix", 20, "--json")
+    code, output, errors = cli("audit", "--model", "runs/buckets", *audit)
+    assert code == 0, errors
+    assert list(json.loads(output)["by_count"]) == ["0", "1", "4", "6"]
+    rows = (tmp_path / "runs" / "buckets" / "memorization.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [2, 4]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import gc
 import itertools
+import weakref
 from pathlib import Path
 
 import pytest
@@ -199,3 +201,19 @@ def test_compiled_blocks_compute_the_same(pool: Pool, grid: dict[str, int]) -> N
         for c in (False, True)
     )
     assert compiled == pytest.approx(plain, rel=1e-4)
+
+
+def dropped_body(rank: int, world_size: int, run: RunConfig) -> bool:
+    """Whether a job that nobody refers to any more gives its memory and its groups back."""
+    job = job_of(run)
+    job.train_step(micro_batches_of(random_global_batch(run, 0), run, job.grid, job.device), 0)
+    kept = [weakref.ref(part) for part in (job.grid, *job.stages.values())]
+    del job
+    gc.collect()
+    return all(ref() is None for ref in kept)
+
+
+@pytest.mark.parametrize("grid", [{"dp": 2}, {"z": 2}, {"x": 2}], ids=str)
+def test_a_dropped_job_is_freed(pool: Pool, grid: dict[str, int]) -> None:
+    run = tiny_run(LLAMA, grid, training={"precision": "bf16"})
+    assert pool.run(2, dropped_body, run) == [True, True]

@@ -9,9 +9,10 @@ from tiny_runs import GPT, LLAMA, QWEN, tiny_run
 
 from fourfold.config.run import RunConfig
 from fourfold.planning.activations import peak_bytes
+from fourfold.planning.collective_lines import collective_lines
 from fourfold.planning.from_run import workload_of
-from fourfold.planning.layout_bytes import CHUNK_LOGITS, collective_lines, stored_bytes
-from fourfold.verification.trace import trace
+from fourfold.planning.tiles import stored_bytes
+from fourfold.verification.trace import TraceReport, trace
 
 MODELS = {"llama": LLAMA, "gpt": GPT, "qwen": QWEN}
 FAST = [
@@ -56,22 +57,29 @@ ALL = [
 ]
 
 
-def run_of(model: str, grid: dict[str, int], mode: str, **training: Any) -> RunConfig:
+def run_of(model: str, grid: dict[str, Any], mode: str, layers: int = 3, every: int = 1, **training: Any) -> RunConfig:
     ranks = grid.get("z", 1) * grid.get("dp", 1)
     return tiny_run(
-        MODELS[model] | {"num_hidden_layers": 3},
+        MODELS[model] | {"num_hidden_layers": layers},
         grid,
         training={"precision": "bf16", "global_batch_size": 4 * ranks} | training,
-        activation_checkpoint={"mode": mode},
+        activation_checkpoint={"mode": mode, "every": every},
     )
 
 
-def assert_equal_to_the_trace(run: RunConfig) -> None:
+def assert_equal_to_the_trace(run: RunConfig) -> TraceReport:
+    """Everything that is sent and stored, on a rank of every place on pp."""
     traced = trace(run, whole=True)
-    counted = {(c.axis, c.op, c.purpose): (c.count, c.bytes) for c in traced.collectives}
-    assert {(c.axis, c.op, c.purpose): (c.count, c.bytes) for c in collective_lines(run)} == counted
-    memory = traced.memory
-    assert stored_bytes(run) == (memory.parameters, memory.gradients, memory.optimizer)
+    for place, told in enumerate(traced.pipeline or [traced]):
+        counted = {(c.axis, c.op, c.purpose): (c.count, c.bytes) for c in told.collectives}
+        assert {(c.axis, c.op, c.purpose): (c.count, c.bytes) for c in collective_lines(run, place)} == counted, place
+        memory = told.memory
+        assert stored_bytes(run, place) == (memory.parameters, memory.gradients, memory.optimizer), place
+    return traced
+
+
+def assert_activations_too(run: RunConfig) -> None:
+    memory = assert_equal_to_the_trace(run).memory
     work = workload_of(run)
     assert peak_bytes(work, work.layers, 1) == pytest.approx(memory.activations_peak, rel=activation_tolerance(run))
 
@@ -88,7 +96,7 @@ def activation_tolerance(run: RunConfig) -> float:
 
 @pytest.mark.parametrize(("model", "grid", "mode"), [*FAST, *ALL], ids=str)
 def test_formulas_equal_the_trace(model: str, grid: dict[str, int], mode: str) -> None:
-    assert_equal_to_the_trace(run_of(model, grid, mode))
+    assert_activations_too(run_of(model, grid, mode))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +113,7 @@ def test_formulas_equal_the_trace(model: str, grid: dict[str, int], mode: str) -
     ids=str,
 )
 def test_formulas_equal_the_trace_with_other_steps(model: str, grid: dict[str, int], training: dict[str, Any]) -> None:
-    assert_equal_to_the_trace(run_of(model, grid, "none", **training))
+    assert_activations_too(run_of(model, grid, "none", **training))
 
 
 @pytest.mark.slow
@@ -113,7 +121,7 @@ def test_formulas_equal_the_trace_with_other_steps(model: str, grid: dict[str, i
 @pytest.mark.parametrize("grid", [{"x": 4}, {"x": 2, "y": 2}, {"y": 4}, {"z": 4, "dp": 2, "zero": 2}], ids=str)
 def test_formulas_equal_the_trace_of_a_large_model(grid: dict[str, int], mode: str) -> None:
     ranks = grid.get("z", 1) * grid.get("dp", 1)
-    assert_equal_to_the_trace(
+    assert_activations_too(
         tiny_run(
             {"preset": "llama3-8b", "num_hidden_layers": 6},
             grid,
@@ -128,7 +136,48 @@ def test_formulas_equal_the_trace_of_a_large_model(grid: dict[str, int], mode: s
     )
 
 
-def test_the_head_makes_as_many_logits_at_once_as_the_plan_says() -> None:
-    from fourfold.parallel import head
+ZERO_BUBBLE = {"pp": 2, "schedule": "InterleavedZeroBubble"}
+PIPELINES_AND_CONTEXTS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    ("llama", {"cp": 2, "dp": 2, "zero": 1}, "none", {}),
+    ("llama", {"pp": 3, "x": 2, "z": 2}, "full", {"layers": 7, "every": 2}),
+    ("gpt", {"pp": 2, "dp": 2, "schedule": "ZBVZeroBubble"}, "none", {"layers": 5}),
+    ("qwen", {"pp": 2, "z": 2, "dp": 2, "zero": 2, "schedule": "Interleaved1F1B"}, "none", {"layers": 6}),
+]
+MORE_OF_THEM: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    ("llama", {"cp": 2}, "none", {}),
+    ("llama", {"cp": 2, "cp_method": "ring"}, "selective", {}),
+    ("qwen", {"cp": 4, "x": 2}, "none", {}),
+    ("llama", {"cp": 2, "y": 4}, "full", {}),
+    ("qwen", {"y": 4, "x": 2, "cp": 2}, "none", {"micro_batch_size": 4}),
+    ("gpt", {"cp": 2, "x": 2, "y": 2, "dp": 2}, "none", {}),
+    ("qwen", {"cp": 2, "dp": 2, "z": 2, "zero": 2}, "none", {}),
+    ("llama", {"cp": 2, "z": 2}, "none", {}),
+    ("llama", {"cp": 2, "zero": 3}, "full", {}),
+    ("gpt", {"pp": 2}, "none", {"layers": 5}),
+    ("llama", {"pp": 2, "z": 2}, "none", {"layers": 5}),
+    ("llama", {"pp": 2, "dp": 2, "zero": 1}, "none", {"layers": 5}),
+    ("gpt", {"pp": 2, "dp": 2, "zero": 2}, "none", {"layers": 5, "global_batch_size": 16}),
+    ("llama", {"pp": 3, "dp": 2, "z": 2, "zero": 1}, "full", {"layers": 6, "global_batch_size": 32}),
+    ("llama", {"pp": 2, "cp": 2, "z": 2}, "none", {"layers": 5}),
+    ("llama", {"pp": 2, "cp": 2, "x": 2, "y": 2, "cp_method": "ring"}, "none", {"layers": 4}),
+    ("llama", {"pp": 2, "dp": 2, "zero": 3, "schedule": "GPipe"}, "none", {"layers": 6}),
+    ("llama", {"pp": 2, "dp": 2, "z": 2, "zero": 2, "schedule": "LoopedBFS"}, "none", {"layers": 6}),
+    ("gpt", {"pp": 2, "z": 2, "schedule": "Interleaved1F1B"}, "none", {"layers": 8, "global_batch_size": 16}),
+    ("llama", {"pp": 2, "z": 2, "dp": 2, "zero": 3, "schedule": "Interleaved1F1B"}, "none", {"layers": 8}),
+    ("llama", {"dp": 2, "x": 2, **ZERO_BUBBLE}, "none", {"layers": 6}),
+    ("llama", {"dp": 2, "zero": 1, **ZERO_BUBBLE}, "none", {"layers": 6, "global_batch_size": 16}),
+    ("qwen", {"pp": 2, "dp": 2, "zero": 1, "schedule": "ZBVZeroBubble"}, "none", {"layers": 6}),
+    ("gpt", {"pp": 2, "dp": 2, "schedule": "DualPipeV"}, "none", {"layers": 5, "global_batch_size": 16}),
+    ("llama", {"z": 2}, "full", {"every": 2}),
+]
 
-    assert head.CHUNK_LOGITS == CHUNK_LOGITS
+
+@pytest.mark.parametrize(
+    ("model", "grid", "mode", "more"),
+    [*PIPELINES_AND_CONTEXTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_OF_THEM)],
+    ids=str,
+)
+def test_pipelines_and_contexts_equal_the_trace(
+    model: str, grid: dict[str, Any], mode: str, more: dict[str, Any]
+) -> None:
+    assert_equal_to_the_trace(run_of(model, grid, mode, **more))

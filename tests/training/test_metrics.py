@@ -161,6 +161,9 @@ def test_missing_tensorboard_names_the_extra_and_leaves_the_record_alone(tmp_pat
     with pytest.raises(UserError, match=r"pip install 'fourfold\[tensorboard\]'"):
         MetricsWriter(tmp_path, tensorboard=True, resume_step=0)
     assert steps_in(path) == [1, 2]
+    with pytest.raises(UserError, match="not installed"):
+        MetricsWriter(tmp_path / "new", tensorboard=True)
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")

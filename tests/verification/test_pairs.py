@@ -10,9 +10,14 @@ import pytest
 import torch
 from pool import Pool
 from tiny_runs import LLAMA, tiny_run
+from torch import Tensor
 
 from fourfold.config.run import RunConfig, Schedule
 from fourfold.errors import UserError
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.state import gather_full
+from fourfold.training.job import Job
+from fourfold.verification.batches import micro_batches_of, random_global_batch
 from fourfold.verification.parity import ParityReport, parity
 
 
@@ -95,7 +100,7 @@ def makes_no_sense(pair: Pair) -> bool:
     )
 
 
-def run_of(settings: Settings, folder: str) -> RunConfig:
+def run_of(settings: Settings, folder: str, precision: str = "fp32") -> RunConfig:
     s = settings
     model = LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": s.kv_heads, "tie_word_embeddings": s.tied}
     grid = {name: getattr(s, name) for name in ("x", "y", "z", "dp", "cp", "pp", "zero", "schedule")}
@@ -103,9 +108,10 @@ def run_of(settings: Settings, folder: str) -> RunConfig:
     return tiny_run(
         model,
         grid,
-        training={"global_batch_size": batch},
+        training={"global_batch_size": batch, "precision": precision},
         data={"source": "python-stdlib", "mask_documents": s.documents},
         activation_checkpoint={"mode": s.recompute},
+        loss_scaling={"initial": 1024.0},
         output_dir=folder,
     )
 
@@ -139,3 +145,28 @@ def test_layout_computes_what_one_process_computes(pool: Pool, settings: Setting
     run = run_of(settings, str(tmp_path))
     report = pool.run(run.parallel.world_size, parity_body, run)[0]
     assert report.ok, report
+
+
+def gradients_body(rank: int, world_size: int, run: RunConfig) -> tuple[float, dict[str, Tensor] | None]:
+    """The loss of two steps, and every gradient of the second before it is clipped, in the size of the loss."""
+    job = Job(run, Grid(run.parallel, "cpu"), torch.device("cpu"))
+    job.initialize(0)
+    batches = [micro_batches_of(random_global_batch(run, step), run, job.grid, job.device) for step in range(2)]
+    losses = job.train_step(batches[0], 0).loss.item()
+    losses += job.backward(batches[1], job.count_kept(batches[1])).item()
+    scale = 1.0 if job.loss_scale is None else job.loss_scale.scale
+    return losses, gather_full(job.shards, [shard.grad.float() / scale for shard in job.shards])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", CASES, ids=lambda s: " ".join(map(str, s)))
+def test_lower_precision_only_rounds(pool: Pool, settings: Settings, tmp_path: Path) -> None:
+    """Gradients differ by the rounding of the type: a layer that is missing, or counted twice, is far outside."""
+    runs = {precision: run_of(settings, str(tmp_path), precision) for precision in ("fp32", "bf16", "fp16")}
+    ranks = runs["fp32"].parallel.world_size
+    exact_loss, exact = pool.run(ranks, gradients_body, runs["fp32"])[0]
+    for precision, limit in (("bf16", 0.06), ("fp16", 0.01)):
+        loss, gradients = pool.run(ranks, gradients_body, runs[precision])[0]
+        assert loss == pytest.approx(exact_loss, rel=limit / 10)
+        errors = {name: float((gradients[name] - g).norm() / g.norm()) for name, g in exact.items()}
+        assert max(errors.values()) < limit, errors

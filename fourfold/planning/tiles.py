@@ -1,0 +1,128 @@
+"""What one rank of fourfold's own grid stores, in closed form: the parameters of its stages as FSDP2 groups them.
+
+With every rounding, so that bytes equal ``fourfold trace`` (tests/planning/test_exact.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fourfold.config.layout import attention_split
+from fourfold.config.run import RunConfig
+from fourfold.config.stages import rank_of_stage, stage_layers
+
+
+class Part(NamedTuple):
+    """A parameter's tile on one rank of (x, y): rows, entries of a row, and over which axes its gradient is a share."""
+
+    rows: int
+    width: int
+    partial_over: tuple[str, ...] = ()
+
+    def chunk(self, shards: int) -> int:
+        """Entries of the first of ``shards``: FSDP2 cuts rows as torch.chunk does."""
+        return math.ceil(self.rows / shards) * self.width
+
+
+class Stage(NamedTuple):
+    """One of a rank's pipeline stages; the whole model where pp is 1."""
+
+    number: int
+    layers: int
+    is_first: bool
+    is_last: bool
+
+    def recomputed(self, every: int) -> int:
+        """Of its layers those that recompute."""
+        return math.ceil(self.layers / every)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The parameters of one stage on a rank of (x, y), in the groups that FSDP2 gathers together; () is no group."""
+
+    block: tuple[Part, ...]
+    layers: int
+    last: tuple[Part, ...]
+    embedding: tuple[Part, ...]
+    positions: tuple[Part, ...]
+
+    def parts(self) -> list[Part]:
+        return [*self.block * self.layers, *self.last, *self.embedding, *self.positions]
+
+
+def stages_of_rank(run: RunConfig, pp_rank: int) -> list[Stage]:
+    """The stages of one rank of pp, as ``config.stages`` splits the layers."""
+    every = stage_layers(run.model, run.parallel)
+    return [
+        Stage(number, len(layers), number == 0, number == len(every) - 1)
+        for number, layers in enumerate(every)
+        if rank_of_stage(number, run.parallel) == pp_rank
+    ]
+
+
+def tiles_of(run: RunConfig, stage: Stage) -> Tiles:
+    """The parameters of a stage as one rank of (x, y) holds them."""
+    model, grid = run.model, run.parallel
+    hidden = model.hidden_size // grid.y
+    table = Part(model.padded_vocab_size // grid.x, hidden)
+    shared = model.tie_word_embeddings and grid.pp == 1
+    learned = stage.is_first and model.position_embedding == "learned"
+    return Tiles(
+        block=_block(run),
+        layers=stage.layers,
+        last=(*_norm(run), table) if stage.is_last else (),
+        embedding=(table,) if stage.is_first and not shared else (),
+        positions=(Part(model.max_position_embeddings // grid.x, hidden),) if learned else (),
+    )
+
+
+def _norm(run: RunConfig) -> list[Part]:
+    return [Part(run.model.hidden_size // run.parallel.y, 1, ("x",))] * (2 if run.model.norm == "layernorm" else 1)
+
+
+def _block(run: RunConfig) -> tuple[Part, ...]:
+    model, grid = run.model, run.parallel
+    x, y = grid.x, grid.y
+    hidden, inner = model.hidden_size // y, model.intermediate_size // x
+    queries, keys = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
+    split = attention_split(model, grid, run.training)
+    bias_over = () if split == "heads" else ("y",)
+    bias_ranks = x * y if split == "heads" else x
+    block = [*_norm(run), *_norm(run)]
+    for out in (queries, keys, keys):
+        block.append(Part(out // x, hidden))
+        if model.attention_bias:
+            block.append(Part(out // bias_ranks, 1, bias_over))
+    if model.qk_norm:
+        block += [Part(model.head_dim, 1, ("y", "x"))] * 2
+    block.append(Part(hidden, queries // x))
+    if model.attention_output_bias:
+        block.append(Part(hidden, 1, ("x",)))
+    for _ in range(2 if model.mlp == "swiglu" else 1):
+        block.append(Part(inner, hidden))
+        if model.mlp_bias:
+            block.append(Part(inner, 1))
+    block.append(Part(hidden, inner))
+    if model.mlp_bias:
+        block.append(Part(hidden, 1, ("x",)))
+    return tuple(block)
+
+
+def weight_shards(run: RunConfig) -> int:
+    """Ranks that share the stored parameters of one tile."""
+    grid = run.parallel
+    return grid.z if grid.zero == 0 else grid.z * grid.dp * grid.cp
+
+
+def stored_bytes(run: RunConfig, pp_rank: int = 0) -> tuple[int, int, int]:
+    """Bytes of the parameters, the gradients at the step, and the optimizer's states on the first rank of a place on
+    pp."""
+    item = 4 if run.training.master_weights == "fp32" else 2
+    shards = weight_shards(run)
+    parts = (part for stage in stages_of_rank(run, pp_rank) for part in tiles_of(run, stage).parts())
+    entries = sum(part.chunk(shards) for part in parts)
+    moment = 4 if run.optimizer.stochastic_rounding else item
+    return item * entries, item * entries, 2 * moment * entries
