@@ -4,7 +4,8 @@
 
 The whole operation of one layer is timed: append to the cache, project, score, select, attend. Dense attention is
 whichever of torch's ways is fastest at that context, with the same preallocated cache. Contenders take turns, so that
-other work on the machine strikes all alike. Keys lie in few directions, as real ones do; times do not depend on it. On
+other work on the machine strikes all alike; with OMP_NUM_THREADS=1 the clock is processor time, which leaves out when
+others had the processor. Keys lie in few directions, as real ones do; times do not depend on it. On
 a GPU both are replayed as CUDA graphs. Needs ``pip install fourfold[benchmarks]``.
 """
 
@@ -177,15 +178,16 @@ def interleaved(steps: dict[str, Step], rounds: int, device: str) -> dict[str, l
     """Seconds of every step, taking turns."""
     if device != "cpu":
         steps = {name: _graph(step) for name, step in steps.items()}
+    clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(rounds + 2):
         for name, step in steps.items():
             _finish(device)
-            begin = time.perf_counter()
+            begin = clock()
             step()
             _finish(device)
             if round_ >= 2:  # the first ones fill caches
-                times[name].append(time.perf_counter() - begin)
+                times[name].append(clock() - begin)
     return times
 
 

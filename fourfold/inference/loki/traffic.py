@@ -62,6 +62,6 @@ def dense_bytes(length: int, head_dim: int, heads: int, itemsize: int) -> int:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """First and last address of the storage of a tensor."""
+    """Where the storage of a tensor begins and ends."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
