@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fourfold.inference.loki.config import LokiConfig
-from fourfold.inference.loki.select import agree, choose
+from fourfold.inference.loki.select import NEVER, agree, choose
 
 LONG = 1 << 16
 """Scores or gathered numbers of one KV head from which on a CPU takes the heads one by one."""
@@ -63,14 +63,16 @@ def _head_by_head(
     for row in range(batch):
         visible_11S = None if visible_B1S is None else visible_B1S[row, None]
         for head in range(heads):
-            here = (slice(row, row + 1), slice(head, head + 1))
             torch.matmul(query_BKGd[row, head], proxy_BKSd[row, head].T, out=scores_GS)
             worth_11S = agree(scores_GS[None, None], config.group_reduce, visible_11S)
-            chosen_11k = choose(worth_11S, k, config, visible_11S)
-            out_BKGD[here] = attend_to(
-                query_BKGD[here], key_BKSD[here], value_BKSD[here], chosen_11k, scaling, visible_11S
-            )
-    return out_BKGD
+            chosen_k = choose(worth_11S, k, config, visible_11S).flatten()
+            key_kD, value_kD = (cached[row, head].index_select(0, chosen_k) for cached in (key_BKSD, value_BKSD))
+            exact_Gk = torch.matmul(query_BKGD[row, head] * scaling, key_kD.T).float()
+            if visible_B1S is not None:
+                exact_Gk.masked_fill_(~visible_B1S[row, 0, chosen_k], NEVER)
+            weights_Gk = torch.softmax(exact_Gk, -1).to(value_kD.dtype)
+            torch.matmul(weights_Gk, value_kD, out=out_BKGD[row, head])
+    return out_BKGD if visible_B1S is None else out_BKGD.masked_fill(~visible_B1S.any(-1)[..., None, None], 0.0)
 
 
 def project(x_BKSD: Tensor, basis_KDd: Tensor) -> Tensor:
