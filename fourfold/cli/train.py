@@ -19,6 +19,10 @@ def train(run_file: RunFile, overrides: Overrides = []) -> None:  # noqa: B006 (
     from fourfold.training.launch import run_on_grid
 
     run = load_run(run_file, overrides)
+    if run.metrics.machine is not None:
+        from fourfold.planning.machine import load_machine
+
+        load_machine(run.metrics.machine)  # every process refuses what is wrong in it, before any has started
     callbacks = ["fourfold.memorization.in_training:CanaryAudit"] if run.audit.interval else []
     outcome = run_on_grid(
         "fourfold.training.loop:train", [run, callbacks], run.parallel.world_size, wanted_device=run.training.device

@@ -142,8 +142,11 @@ class ActivationCheckpointConfig(Strict):
     mode: Literal["none", "selective", "full"] = Field(
         "none", description="full recomputes whole blocks in the backward, selective only the modules listed."
     )
-    modules: list[Literal["attention", "mlp", "norms"]] = Field(
-        ["attention"], description="selective: the attention core, the MLP's activation, the norms."
+    modules: list[Literal["attention", "mlp", "norms", "gathers"]] = Field(
+        ["mlp", "norms", "gathers"],
+        description="selective: the attention core, the MLP's activation, the norms; gathers: linear layers keep only "
+        "their own part of an input that the ranks of x or y share, and gather it again. All but attention cost "
+        "next to nothing.",
     )
     every: int = Field(1, ge=1, description="Only in every n-th block; the others keep everything.")
     offload: bool = Field(False, description="full: the inputs of blocks wait in the CPU's memory for the backward.")
@@ -205,6 +208,11 @@ class CheckpointConfig(Strict):
 class MetricsConfig(Strict):
     log_interval: int = Field(10, gt=0, description="Steps between lines when the output is not a terminal.")
     tensorboard: bool = Field(False, description="Also write TensorBoard events (needs the extra `tensorboard`).")
+    machine: str | None = Field(
+        None,
+        description="A machine of the planner, or a machine file: after ten steps, what was predicted for it stands "
+        "beside what was measured. On a CPU only with a file that `fourfold calibrate` has written.",
+    )
 
 
 class ValidationConfig(Strict):

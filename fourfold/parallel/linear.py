@@ -19,6 +19,7 @@ from fourfold.parallel.communicate import (
     all_gather,
     all_reduce,
     reduce_scatter,
+    start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
@@ -98,6 +99,8 @@ class NormalLinears(Tiled):
     """
 
     products = Products()
+    gather_again = False
+    """Keep this rank's tokens for the backward instead of those of all ranks of x, and gather them again."""
 
     def __init__(self, linears: nn.ModuleDict, grid: Grid, over_y: OverY, overlap: bool, name: str) -> None:
         super().__init__()
@@ -127,11 +130,20 @@ class TransposedLinear(Linear4D):
     tokens.
     """
 
+    gather_again = False
+    """Keep this rank's share of the input for the backward instead of the whole, and gather it again."""
+
     def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, overlap: bool, name: str) -> None:
         super().__init__()
         self.x, self.y, self.over_y, self.overlap, self.name = grid.x, grid.y, over_y, overlap, name
         self.add_tile("weight", linear.weight, Tile(x=1, y=0), grid)
         self.add_tile("bias", linear.bias, Tile(y=0, partial_over=("x",)), grid)
+
+    def start_gathering(self, a: Tensor) -> Pending:
+        """What the ranks of y hold shares of."""
+        if self.over_y == "replicate":
+            return Pending(a)
+        return start_all_gather(a, self.y, SHARED_DIM[self.over_y], f"{self.name}: inputs")
 
     def forward(self, a: Tensor) -> Tensor:
         out_BTh = transposed_linear(a, self, self.weight)
@@ -142,7 +154,7 @@ class _NormalLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BTh: Tensor, layer: NormalLinears, *weights: Tensor) -> tuple[Tensor, ...]:
         x_BSh = all_gather(x_BTh, layer.x, 1, f"{layer.name}: tokens")
-        ctx.save_for_backward(x_BSh, *weights)
+        ctx.save_for_backward(x_BTh if layer.gather_again else x_BSh, *weights)
         ctx.layer = layer
         partials = [layer.products.output(x_BSh, weight) for weight in weights]
         why = f"{layer.name}: outputs"
@@ -157,8 +169,9 @@ class _NormalLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        x_BSh, *weights = ctx.saved_tensors
+        x, *weights = ctx.saved_tensors
         layer: NormalLinears = ctx.layer
+        gathered = start_all_gather(x, layer.x, 1, f"{layer.name}: tokens") if layer.gather_again else Pending(x)
         grads = _gather_output_gradients(grads, layer)
         dx = None
         if ctx.needs_input_grad[0]:
@@ -166,7 +179,7 @@ class _NormalLinears(torch.autograd.Function):
             dx = start_reduce_scatter(partial_BSh, layer.x, 1, f"{layer.name}: input gradient")
             if not layer.overlap:
                 dx = Pending(dx.wait())
-        linears = zip(layer.children(), grads, ctx.needs_input_grad[2:], strict=True)
+        x_BSh, linears = gathered.wait(), zip(layer.children(), grads, ctx.needs_input_grad[2:], strict=True)
         dws = [_weight_gradient_or_later(linear, grad, x_BSh) if needed else None for linear, grad, needed in linears]
         return dx.wait() if dx is not None else None, None, *dws
 
@@ -180,20 +193,20 @@ class _TransposedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, a: Tensor, layer: TransposedLinear, weight: Tensor) -> tuple[Tensor, Tensor]:
-        if layer.over_y != "replicate":
-            a = all_gather(a, layer.y, SHARED_DIM[layer.over_y], f"{layer.name}: inputs")
-        ctx.save_for_backward(a, weight)
+        gathered = layer.start_gathering(a).wait().detach()
+        ctx.save_for_backward(a if layer.gather_again else gathered, weight)
         ctx.layer = layer
-        gathered = a.detach()
         ctx.mark_non_differentiable(gathered)
         ctx.set_materialize_grads(False)  # no zeros for the gradient of ``gathered``
-        out_to_come = a.new_empty(()).expand(a.shape[0], a.shape[1] // layer.x.size, len(weight))
+        batch, tokens, _ = gathered.shape
+        out_to_come = a.new_empty(()).expand(batch, tokens // layer.x.size, len(weight))
         return out_to_come, gathered
 
     @staticmethod
     def backward(ctx, grad_BTh: Tensor, _: None):
         a, weight = ctx.saved_tensors
         layer: TransposedLinear = ctx.layer
+        gathered = layer.start_gathering(a) if layer.gather_again else Pending(a)
         grad_BSh = all_gather(grad_BTh, layer.x, 1, f"{layer.name}: output gradient")
         da = None
         if ctx.needs_input_grad[0]:
@@ -205,6 +218,7 @@ class _TransposedLinear(torch.autograd.Function):
                 da = start_reduce_scatter(partial, layer.y, SHARED_DIM[layer.over_y], why)
             if not layer.overlap:
                 da = Pending(da.wait())
+        a = gathered.wait()
         dw = _weight_gradient_or_later(layer, grad_BSh, a) if ctx.needs_input_grad[2] else None
         return da.wait() if da is not None else None, None, dw
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -37,8 +38,8 @@ def pieces(work: Workload) -> Pieces:
     )
 
 
-def kept_by_block(work: Workload, recompute: Number) -> Number:
-    """Bytes that one block keeps of a micro-batch, by mode of recompute (an index into ``RECOMPUTE``).
+def kept_by_block(work: Workload, selective: bool) -> Number:
+    """Bytes that one block keeps of a micro-batch, with nothing computed again or with selective recompute.
 
     As autograd keeps them in ``parallel``: the inputs of
     both norms, tokens as gathered for q, k, v and for up, what the attention kernel reads and writes, and of the MLP
@@ -52,30 +53,25 @@ def kept_by_block(work: Workload, recompute: Number) -> Number:
     plain = np.where(work.rope, p.keys, p.queries + 2 * p.keys)
     qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
     normed = np.where(work.head_norms, (p.queries + p.keys) * (1 + 4 / work.bytes), 0)
-    out = np.where(work.y > 1, p.queries + p.whole_queries, p.queries)
+    shares = np.asarray(work.regather, bool) | (np.asarray(work.gathers_again, bool) & selective)
+    out = np.where((work.y > 1) & ~shares, p.queries + p.whole_queries, p.queries)
     heads = work.queries / work.head_dim
     log_sums = 4 * work.tokens * heads / (work.x * work.y)
     # Without a fused kernel the softmax's output, dropout's output and its mask are kept for every pair of tokens.
     scores = np.where(work.flash, 0, 5 * work.micro_batch * work.seq**2 / work.cp * heads / (work.x * work.y))
     core = qkv + normed + log_sums + scores
-    core_inputs = np.where(one_buffer, p.queries + 2 * p.keys, p.queries + 2 * p.keys)
+    core_inputs = p.queries + 2 * p.keys
     mlp = np.where(gated, 4, 2) * p.inner
-    mlp_inputs = np.where(gated, 3, 2) * p.inner
-    selective = recompute == 1
-    # Gathered inputs are kept as they are; Megatron-LM keeps its share of them and gathers again.
-    tokens = np.where(work.regather, p.residual, p.gathered)
-    attention = np.where(selective & work.attention_again, core_inputs, core) + out
-    kept = (
-        2 * p.residual
-        + 2 * p.statistics
-        + 2 * tokens
-        + attention
-        + np.where(selective & work.mlp_again, mlp_inputs, mlp)
-    )
+    mlp_inputs = np.where(gated, 2, 1) * p.inner
+    # Gathered inputs are kept as they are, or a share of them that is gathered again (Megatron-LM's way).
+    tokens = np.where(shares, p.residual, p.gathered)
+    stream = 2 * p.residual + 2 * p.statistics + 2 * tokens + out
+    if not selective:
+        return stream + core + mlp
+    kept = stream + np.where(work.attention_again, core_inputs, core) + np.where(work.mlp_again, mlp_inputs, mlp)
     products = work.queries + 2 * work.keys + 2 * work.hidden + work.ups
     per_op = p.residual + p.queries + log_sums + work.bytes * work.tokens * products / (2 * work.x * work.y)
-    kept = np.where(selective & np.asarray(work.per_op, bool), per_op, kept)
-    return np.where(recompute == 2, p.residual, kept)
+    return np.where(work.per_op, per_op, kept)
 
 
 def head_bytes(work: Workload) -> Number:
@@ -109,13 +105,46 @@ def kept_weights(work: Workload, layers: Number) -> Number:
     return np.where(keeps, work.bytes * weights / (work.x * work.y * work.z), 0)
 
 
-def peak_bytes(work: Workload, layers: Number, in_flight: Number, has_head: Number = True) -> Number:
+@dataclass(frozen=True)
+class BlockBytes:
+    """Of one micro-batch: what a block keeps with nothing computed again, with selective recompute, and with full; what
+    its backward, and what head and loss, need besides. They depend on x, y, cp and the micro-batch alone."""
+
+    whole: Number
+    selective: Number
+    full: Number
+    backward: Number
+    head: Number
+
+    def take(self, index: np.ndarray) -> BlockBytes:
+        return BlockBytes(
+            **{f.name: np.broadcast_to(getattr(self, f.name), index.max() + 1)[index] for f in fields(self)}
+        )
+
+
+def block_bytes(work: Workload) -> BlockBytes:
+    """Of each case of ``work``."""
+    return BlockBytes(
+        kept_by_block(work, False),
+        kept_by_block(work, True),
+        pieces(work).residual,
+        backward_bytes(work),
+        head_bytes(work),
+    )
+
+
+def peak_bytes(
+    work: Workload, layers: Number, in_flight: Number, has_head: Number = True, block: BlockBytes | None = None
+) -> Number:
     """The most that is alive at once on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches."""
-    kept = kept_by_block(work, work.recompute)
-    again = np.where(work.recompute == 2, kept_by_block(work, 0), 0)
-    head = np.where(has_head, head_bytes(work), 0)
+    block = block_bytes(work) if block is None else block
+    full = work.recompute == 2
+    light = np.where(full, np.where(work.offload, 0, block.full), np.where(work.recompute == 1, block.selective,
+                                                                           block.whole))  # fmt: skip
+    recomputed = np.ceil(layers / work.every)
+    kept = recomputed * light + (layers - recomputed) * block.whole
     inputs = 16 * work.micro_batch * work.seq * work.micro_batches + np.where(
         work.rope, 4 * work.seq * work.head_dim, 0
     )
-    working = np.maximum(head, again + backward_bytes(work))
-    return in_flight * layers * kept + working + inputs + kept_weights(work, layers)
+    working = np.maximum(np.where(has_head, block.head, 0), np.where(full, block.whole, 0) + block.backward)
+    return in_flight * kept + working + inputs + kept_weights(work, layers)

@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from fourfold.config.load import load_run
+from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.planning.calibration import Calibration
 from fourfold.planning.from_run import workload_of
 from fourfold.planning.machine import Machine
 from fourfold.planning.machine_file import with_constants
-from fourfold.planning.request import features
+from fourfold.planning.plan import predict as predict_one
+from fourfold.planning.request import constants_for, features
 from fourfold.planning.validation.rows import Row, read_rows
 from fourfold.planning.validation.score import calibrate_on, errors_of, predict
 
@@ -88,16 +90,39 @@ def row_of_run(path: Path, machine: Machine) -> Row:
                max(peaks) / 1e9 if peaks else None, False, work.bits == 16, (RUN_SOURCE,))  # fmt: skip
 
 
-def predicted_against_measured(metrics: Path, machine: Machine) -> dict[str, float | None]:
-    """Of one run: step seconds and bytes, predicted and measured; for a training loop to print and keep."""
-    from fourfold.planning.plan import predict as predict_one
-    from fourfold.planning.request import constants_for
+@dataclass(frozen=True)
+class Comparison:
+    """Of the first steps of a run: median seconds of one, and bytes that the first process has allocated at most;
+    predicted and measured (None: not measured)."""
 
-    row = row_of_run(metrics, machine)
-    told = predict_one(row.work, machine, constants_for(machine))
-    return {
-        "predicted_step_seconds": told.seconds,
-        "measured_step_seconds": row.seconds,
-        "predicted_memory_bytes": told.memory_bytes,
-        "measured_memory_bytes": None if row.memory_gb is None else row.memory_gb * 1e9,
-    }
+    machine: str
+    steps: int
+    predicted_step_seconds: float
+    measured_step_seconds: float
+    predicted_memory_bytes: int
+    measured_memory_bytes: int | None
+
+    @property
+    def step_error(self) -> float:
+        return self.predicted_step_seconds / self.measured_step_seconds - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        measured = self.measured_memory_bytes
+        return None if measured is None else self.predicted_memory_bytes / measured - 1
+
+
+def predicted_against_measured(
+    run: RunConfig, machine: Machine, seconds: Sequence[float], memory_bytes: int | None
+) -> Comparison:
+    """What the plan says of a run, beside its steps so far. What the runtime and the allocator take besides is not
+    compared: nothing in the process measures it."""
+    told = predict_one(workload_of(run), machine, constants_for(machine))
+    allocated = sum(size for name, size in told.stages[0].items() if name != "reserve")
+    measured = float(np.median(seconds[WARM_UP:]))
+    return Comparison(machine.name, len(seconds), told.seconds, measured, round(allocated), memory_bytes)
+
+
+def is_calibrated(machine: Machine) -> bool:
+    """Whether its constants were measured or fitted by ``fourfold calibrate``."""
+    return bool(machine.efficiency)

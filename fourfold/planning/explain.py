@@ -12,8 +12,9 @@ from fourfold.errors import UserError
 from fourfold.planning.machine import Machine
 from fourfold.planning.plan import Plan, Prediction, make_plan, predict
 from fourfold.planning.search import Limits, evaluate
-from fourfold.planning.space import AXES, REASONS
+from fourfold.planning.space import AXES, PIPELINES, REASONS
 from fourfold.planning.step_time import PARTS
+from fourfold.planning.workload import SCHEDULES
 
 KNOBS = {
     "the network of a node": ("node", "GB/s", 1e9),
@@ -85,7 +86,7 @@ def break_evens(plan: Plan) -> list[BreakEven]:
         now = getattr(plan.machine, field)
         for factors in (FACTORS[FACTORS > 1.001], FACTORS[FACTORS < 0.999][::-1]):
             for factor in factors:
-                best = int(np.argmin(evaluate(work, _changed(plan.machine, field, factor), plan.constants)))
+                best = int(np.argmin(evaluate(work, _changed(plan.machine, field, factor), plan.constants)[1]))
                 if (grids[best] != grids[0]).any():
                     other = predict(plan.found.point(order[best]), plan.machine, plan.constants).describe()
                     found.append(BreakEven(what, now / size, now * factor / size, unit, other))
@@ -102,7 +103,8 @@ def neighbours(plan: Plan) -> list[Neighbour]:
     """The best layout with one factor of two moved between axes, or one other knob one step away."""
     found, best = plan.found, plan.best
     columns = {name: np.asarray(getattr(found.work, name))
-               for name in (*AXES, "micro_batch", "interleave", "zero", "recompute")}  # fmt: skip
+               for name in (*AXES, "micro_batch", "interleave", "schedule", "context", "zero", "recompute", "every",
+                            "offload")}  # fmt: skip
     here = {name: int(getattr(best.work, name)) for name in columns}
 
     def look(changes: dict[str, int], text: str) -> Neighbour:
@@ -110,7 +112,11 @@ def neighbours(plan: Plan) -> list[Neighbour]:
         for name, column in columns.items():
             if name == "zero" and (changes.get("dp", here["dp"]) * changes.get("cp", here["cp"])) == 1:
                 continue
-            if name == "interleave" and changes.get("pp", here["pp"]) == 1:
+            if name in ("interleave", "schedule") and changes.get("pp", here["pp"]) == 1:
+                continue
+            if name == "context" and changes.get("cp", here["cp"]) == 1:
+                continue
+            if name in ("every", "offload") and "recompute" in changes:
                 continue
             mask &= column == changes.get(name, here[name])
         places = np.flatnonzero(mask)
@@ -130,14 +136,27 @@ def neighbours(plan: Plan) -> list[Neighbour]:
                 table.append(look(change, text))
     for name, values in (
         ("micro_batch", (here["micro_batch"] // 2, here["micro_batch"] * 2)),
-        ("interleave", (here["interleave"] - 1, here["interleave"] + 1) if here["pp"] > 1 else ()),
         ("zero", (here["zero"] - 1, here["zero"] + 1)),
         ("recompute", (here["recompute"] - 1, here["recompute"] + 1)),
     ):
         for value in values:
-            if value >= (1 if name in ("micro_batch", "interleave") else 0) and value in columns[name]:
+            if value >= (name == "micro_batch") and value in columns[name]:
                 table.append(look({name: value}, f"{name} {here[name]} → {value}"))
-    return table
+    return table + [look(change, text) for change, text in _other_pipelines(here)]
+
+
+def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
+    """The schedules before and after in ``space.PIPELINES``."""
+    pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in PIPELINES]
+    now = (here["schedule"], here["interleave"])
+    if here["pp"] == 1 or now not in pipelines:
+        return []
+    at = pipelines.index(now)
+    return [
+        ({"schedule": schedule, "interleave": chunks},
+         f"{SCHEDULES[now[0]]}, {now[1]} stages a rank → {SCHEDULES[schedule]}, {chunks}")
+        for schedule, chunks in pipelines[max(at - 1, 0) : at] + pipelines[at + 1 : at + 2]
+    ]  # fmt: skip
 
 
 def basin(table: Sequence[Neighbour]) -> str:

@@ -29,9 +29,9 @@ class Machine:
     peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates as advertised (bf16) and as the best shape reaches;
     units: processors that share the tiles of a matmul; attention: best rate of a fused attention kernel; intra2,
     intra4, intra8: one-directional bandwidth of a device to a group of that many neighbours, intra_far: to members of
-    a group that are not neighbours; node: injection bandwidth of a node; base, intra_hop, inter_hop: latency of a
-    collective and of each step of its ring; launch: host time of a kernel; reserved: bytes that the runtime takes of a
-    device.
+    a group that are not neighbours; host: to the host's memory, 0 where unknown; node: injection bandwidth of a node;
+    base, intra_hop, inter_hop: latency of a collective and of each step of its ring; launch: host time of a kernel;
+    reserved: bytes that the runtime takes of a device.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Machine:
     inter_hop: Number
     launch: Number
     reserved: Number
+    host: Number = 0.0
     price_per_gpu_hour: float | None = None
     watts_per_gpu: float | None = None
     mtbf_gpu_hours: float | None = None
@@ -68,12 +69,12 @@ class Machine:
 SECTIONS = {
     "device": ("units", "peak", "achieved", "achieved_fp8", "achieved_fp32", "attention", "memory",
                "memory_bandwidth", "reserved"),
-    "node": ("gpus_per_node", "domain", "intra2", "intra4", "intra8", "intra_far"),
+    "node": ("gpus_per_node", "domain", "intra2", "intra4", "intra8", "intra_far", "host"),
     "network": ("node",),
     "latency": ("base", "intra_hop", "inter_hop", "launch"),
     "costs": ("price_per_gpu_hour", "watts_per_gpu", "mtbf_gpu_hours", "checkpoint_bandwidth"),
 }  # fmt: skip
-_OPTIONAL = {*SECTIONS["costs"]}
+_OPTIONAL = {*SECTIONS["costs"], "host"}
 
 
 def machine_names() -> list[str]:

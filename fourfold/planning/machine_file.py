@@ -16,7 +16,7 @@ def machine_toml(machine: Machine, title: str, base: Machine) -> str:
     """A machine as a file that ``load_machine`` reads; beside every constant stands whether it is ``base``'s."""
     lines = [f"# {title}", f'name = "{machine.name}"']
     for section, keys in SECTIONS.items():
-        given = {key: getattr(machine, key) for key in keys if getattr(machine, key) is not None}
+        given = {key: getattr(machine, key) for key in keys if getattr(machine, key)}
         if given:
             lines += ["", f"[{section}]", *(_constant(key, value, base) for key, value in given.items())]
     if machine.efficiency:

@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 
-from fourfold.planning.activations import head_bytes, peak_bytes
+from fourfold.planning.activations import BlockBytes, block_bytes, peak_bytes
 from fourfold.planning.machine import Machine, Number
-from fourfold.planning.workload import Workload
+from fourfold.planning.stage_split import blocks_of_ranks, split_of
+from fourfold.planning.workload import SCHEDULES, Workload
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", "logits", "reserve")
 """weights: gathered for use, or 16-bit copies; logits: what head and loss need besides the activations; reserve: the
@@ -25,24 +26,36 @@ SPREAD = 0.07
 """Standard deviation of measured over predicted bytes: kernels' work spaces, library versions, fragmentation."""
 
 
-def in_flight(work: Workload, stage: Number) -> Number:
-    """Micro-batches whose activations stage 0, 1, … holds at once under 1F1B, in units of its whole share of layers.
+def in_flight(work: Workload, rank: Number) -> Number:
+    """Micro-batches whose activations rank 0, 1, … of pp holds at once, in units of its whole share of layers.
 
-    Interleaved: (v − 1)·p + 2(p − stage) − 1 chunks of 1/v of the layers (Narayanan et al. 2021, arXiv 2104.04473).
+    1F1B: one for each stage behind and its own; interleaved (v − 1)·p + 2(p − rank) − 1 chunks of 1/v of the layers
+    (Narayanan et al. 2021, arXiv 2104.04473); zero-bubble schedules p everywhere, until the weight gradients are there
+    (DualPipeV half of one more); GPipe and LoopedBFS all.
     """
-    plain = work.pp - stage
-    chunks = (work.interleave - 1) * work.pp + 2 * plain - 1
-    held = np.where(work.interleave > 1, np.maximum(chunks / work.interleave, 1), plain)
+    behind = work.pp - rank
+    chunks = (work.interleave - 1) * work.pp + 2 * behind - 1
+    held = np.where(work.interleave > 1, np.maximum(chunks / work.interleave, 1), behind)
+    kinds = [np.equal(work.schedule, SCHEDULES.index(name)) for name in ("GPipe", "LoopedBFS", "DualPipeV")]
+    held = np.where(work.split_backward, work.pp, held)
+    held = np.select(kinds, [work.micro_batches, work.micro_batches, work.pp + 0.5], held)
     return np.minimum(np.where(work.pp > 1, held, 1), work.micro_batches)
 
 
-def stage_memory(work: Workload, machine: Machine, stage: Number) -> dict[str, Number]:
-    """Bytes by ``CATEGORIES`` on one rank of a pipeline stage, counted from 0."""
-    first, last = np.equal(stage, 0), np.equal(stage, work.pp - 1)
-    layers = np.where(first | last, work.end_layers, work.stage_layers)
+def stage_memory(
+    work: Workload, machine: Machine, rank: Number, layers: Number | None = None, block: BlockBytes | None = None
+) -> dict[str, Number]:
+    """Bytes by ``CATEGORIES`` on one device of a rank of pp, counted from 0, which has so many ``layers``."""
+    if layers is None:
+        ranks = blocks_of_ranks(int(work.layers), int(work.pp), int(work.interleave), bool(work.v_shaped),
+                                float(work.ends), work.layers_per_stage)  # fmt: skip
+        layers = ranks[int(rank)]
+    both_ends = work.v_shaped & (work.pp > 1)
+    first = np.equal(rank, 0)
+    last = np.where(both_ends, first, np.equal(rank, work.pp - 1))
     table = work.vocab * work.hidden
     tables = np.where(first, table + work.positions * work.hidden, 0) + np.where(
-        last & ~(first & np.asarray(work.tied, bool)), table, 0
+        last & ~(first & np.asarray(work.tied, bool) & (work.pp == 1)), table, 0
     )
     entries = (layers * work.block_weights + tables) / (work.x * work.y)
     copies = work.dp * work.cp
@@ -72,8 +85,9 @@ def stage_memory(work: Workload, machine: Machine, stage: Number) -> dict[str, N
     gathered = gathered + np.where(resharded, work.reduce_bytes * work.block_weights / (work.x * work.y), 0)
     weights = np.where((shards > 1) & ~np.asarray(work.half_weights, bool), gathered,
                        np.where(work.half_weights | (work.bits == 32), 0, item * entries))  # fmt: skip
-    both = peak_bytes(work, layers, in_flight(work, stage), last)
-    without = peak_bytes(work, layers, in_flight(work, stage), False)
+    held, block = in_flight(work, rank), block_bytes(work) if block is None else block
+    both = peak_bytes(work, layers, held, last, block)
+    without = peak_bytes(work, layers, held, False, block)
     activations = without
     logits = np.maximum(both - without, 0)
     allocated = parameters + gradients + optimizer + weights + both
@@ -84,14 +98,16 @@ def stage_memory(work: Workload, machine: Machine, stage: Number) -> dict[str, N
     return dict(zip(CATEGORIES, values, strict=True))
 
 
-def peak_memory(work: Workload, machine: Machine) -> Number:
-    """Bytes of the fullest rank: of the first stage, which holds most micro-batches, or the last, with the head; or of
-    the second, where the ends have fewer blocks."""
-    stages = [np.zeros(()), work.pp - 1]
-    if np.any(work.balanced_ends):
-        stages.append(np.minimum(1, work.pp - 1))
+def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = None) -> Number:
+    """Bytes of the fullest rank: the first of a pipeline, which holds most micro-batches, the last, with the head, the
+    second, or the first that has the most blocks."""
+    split, block = split_of(work), block_bytes(work) if block is None else block
+    places = [(np.zeros(()), split.first)]
+    if np.any(work.pp > 1):
+        second = np.minimum(1, work.pp - 1)
+        places += [(work.pp - 1, split.last), (second, split.second), (split.most_at, split.most)]
     return np.max(
-        [np.broadcast_arrays(sum(stage_memory(work, machine, s).values()), work.pp)[0] for s in stages], axis=0
+        [np.broadcast_arrays(sum(stage_memory(work, machine, *p, block).values()), work.pp)[0] for p in places], axis=0
     )
 
 
@@ -106,6 +122,3 @@ def _erf(x: Number) -> Number:
     t = 1 / (1 + 0.3275911 * np.abs(x))
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
     return np.sign(x) * (1 - series * np.exp(-x * x))
-
-
-__all__ = ["CATEGORIES", "head_bytes", "in_flight", "p_out_of_memory", "peak_memory", "stage_memory"]

@@ -15,7 +15,7 @@ from fourfold.planning.memory import CATEGORIES, p_out_of_memory, peak_memory, s
 from fourfold.planning.search import MAX_P_OUT_OF_MEMORY, Found, Limits, search
 from fourfold.planning.space import AXES
 from fourfold.planning.step_time import step_parts
-from fourfold.planning.workload import RECOMPUTE, Workload
+from fourfold.planning.workload import CONTEXTS, RECOMPUTE, SCHEDULES, Workload
 
 GRID = ("pp", "dp", "cp", "z", "y", "x")
 
@@ -56,17 +56,20 @@ class Prediction:
     def record(self) -> dict[str, Any]:
         """As JSON values: what scripts rely on, then the parts and stages."""
         work = self.work
-        interleave = int(work.interleave)
+        schedule, interleave = SCHEDULES[int(work.schedule)], int(work.interleave)
         return {
             "parallel": {
                 **{axis: int(getattr(work, axis)) for axis in AXES},
                 "zero": int(work.zero),
-                **({"schedule": "1F1B" if interleave == 1 else "Interleaved1F1B"} if work.pp > 1 else {}),
+                **({"schedule": schedule} if work.pp > 1 else {}),
                 **({"stages_per_rank": interleave} if interleave > 1 else {}),
+                **({"cp_method": CONTEXTS[int(work.context)]} if work.cp > 1 and work.context > 0 else {}),
             },
             "micro_batch_size": int(work.micro_batch),
             "gradient_accumulation_steps": int(work.micro_batches),
             "activation_checkpoint": RECOMPUTE[int(work.recompute)],
+            "activation_checkpoint_every": int(work.every),
+            "activation_checkpoint_offload": bool(work.offload),
             "step_seconds": self.seconds,
             "memory_bytes": int(self.memory_bytes),
             "p_out_of_memory": self.p_oom,
@@ -103,8 +106,12 @@ def describe_layout(work: Workload) -> str:
     """A layout in one line; axes of size 1 are left out."""
     axes = [f"{axis} {int(size)}" for axis in GRID if (size := getattr(work, axis)) > 1] or ["one GPU"]
     more = [f"zero {int(work.zero)}"] if work.zero > 0 else []
+    more += [CONTEXTS[int(work.context)]] if work.cp > 1 and work.context > 0 else []
+    more += [SCHEDULES[int(work.schedule)]] if work.pp > 1 and work.schedule > 0 else []
     more += [f"interleave {int(work.interleave)}"] if work.interleave > 1 else []
-    more += [f"{RECOMPUTE[int(work.recompute)]} recompute"] if work.recompute > 0 else []
+    some = {1: "", 2: " of every second block"}.get(int(work.every), f" of every {int(work.every)}th block")
+    more += [f"{RECOMPUTE[int(work.recompute)]} recompute{some}"] if work.recompute > 0 else []
+    more += ["offload"] if work.offload else []
     return ", ".join([" × ".join(axes), *more, f"micro-batch {int(work.micro_batch)}"])
 
 

@@ -19,12 +19,14 @@ from fourfold.planning.from_run import workload_of, workload_of_model
 from fourfold.planning.machine import Machine
 from fourfold.planning.model_file import load_model
 from fourfold.planning.plan import Prediction
-from fourfold.planning.space import AXES, Limits
+from fourfold.planning.space import AXES, PIPELINES, RECOMPUTES, Limits
 from fourfold.planning.workload import RECOMPUTE, Workload
 
 STEP_TOKENS = 4 << 20
 """Tokens of a step where no batch is given: a common size for models of billions of parameters."""
 LONGEST_DEFAULT = 8192
+PLANNED = ("schedule", "stages_per_rank", "layers_per_stage", "cp_method")
+"""Of [parallel] besides the axes: what a plan decides, or what goes with the axes that it replaces."""
 BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8": 8}
 
 
@@ -91,25 +93,43 @@ def constants_for(machine: Machine, calibration: Calibration | None = None) -> C
 
 
 def limits_of(settings: list[str]) -> Limits:
-    """``x<=8``, ``pp=1``, ``zero=0``, ``recompute=full`` as limits of the search."""
-    most, fixed, modes = [], [], {}
-    choices = {"zero": "zeros", "micro_batch": "micro_batches", "interleave": "interleaves"}
+    """``x<=8``, ``pp=1``, ``zero=0``, ``recompute=full``, ``schedule=1F1B`` as limits of the search."""
+    most, fixed, choices = [], [], {}
     for setting in settings:
         name, sign, text = setting.partition("<=") if "<=" in setting else setting.partition("=")
         try:
-            if name == "recompute" and sign == "=":
-                modes["recomputes"] = (RECOMPUTE.index(text),)
-            elif name in choices and sign == "=":
-                modes[choices[name]] = (int(text),)
-            elif name in AXES:
+            if name in AXES and sign:
                 (most if sign == "<=" else fixed).append((name, int(text)))
+            elif sign == "=":
+                kind, chosen = _choices(name, text)
+                choices[kind] = chosen
             else:
                 raise ValueError
         except ValueError:
             raise UserError(
-                f"--limit {setting}: write it as x<=8, pp=1, zero=0, micro_batch=1, interleave=1 or recompute=full"
+                f"--limit {setting}: write it as x<=8, pp=1, zero=0, micro_batch=1, interleave=1, schedule=1F1B, "
+                "cp_method=ring or recompute=full"
             ) from None
-    return Limits(at_most=tuple(most), fixed=tuple(fixed), **modes)
+    return Limits(at_most=tuple(most), fixed=tuple(fixed), **choices)
+
+
+def _choices(name: str, text: str) -> tuple[str, tuple]:
+    """A field of ``Limits`` and what is left of it; raises ``ValueError`` for what there is not."""
+    if name in ("zero", "micro_batch"):
+        return f"{name}s" if name == "zero" else "micro_batches", (int(text),)
+    found: tuple = ()
+    if name == "recompute":
+        kind, found = "recomputes", tuple(mode for mode in RECOMPUTES if RECOMPUTE[mode[0]] == text)
+    elif name == "interleave":
+        kind, found = "pipelines", tuple(p for p in PIPELINES if p[1] == int(text))
+    elif name == "schedule":
+        more = (("GPipe", 1), *(("LoopedBFS", chunks) for chunks in (2, 4)), ("DualPipeV", 2))
+        kind, found = "pipelines", tuple(p for p in (*PIPELINES, *more) if p[0] == text)
+    elif name == "cp_method":
+        kind, found = "contexts", tuple(c for c in Limits().contexts if c == text)
+    if not found:
+        raise ValueError(name)
+    return kind, found
 
 
 def run_of(asked: Request, layout: Prediction) -> RunConfig:
@@ -122,14 +142,17 @@ def run_of(asked: Request, layout: Prediction) -> RunConfig:
         "training": {"train_steps": 1000, "precision": "fp32" if work.bits == 32 else "bf16"},
     }  # fmt: skip
     record = layout.record()
-    table["parallel"] = dict(table.get("parallel", {})) | record["parallel"]
+    own = {key: value for key, value in table.get("parallel", {}).items() if key not in PLANNED}
+    table["parallel"] = own | record["parallel"]
     table["training"] |= {
         "micro_batch_size": record["micro_batch_size"],
         "global_batch_size": int(work.batch),
         "seq_length": int(work.seq),
     }
     table["activation_checkpoint"] = dict(table.get("activation_checkpoint", {})) | {
-        "mode": record["activation_checkpoint"]
+        "mode": record["activation_checkpoint"],
+        "every": record["activation_checkpoint_every"],
+        "offload": record["activation_checkpoint_offload"],
     }
     return make_run(table, where="the planned layout")
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fourfold.errors import UserError
+from fourfold.planning.activations import block_bytes
 from fourfold.planning.block_time import block_time
 from fourfold.planning.constants import Constants
 from fourfold.planning.machine import Machine
 from fourfold.planning.memory import p_out_of_memory, peak_memory
 from fourfold.planning.space import OUT_OF_MEMORY, REASONS, Limits, all_layouts, rejections
 from fourfold.planning.step_time import step_seconds
-from fourfold.planning.workload import Workload
+from fourfold.planning.workload import Workload, alike
 
 CHUNK = 1 << 14
 """Points evaluated at once: their arrays stay in a processor's cache."""
@@ -40,8 +41,10 @@ class Found:
     seconds_taken: float
 
     def point(self, index: int) -> Workload:
-        """One layout, with plain numbers."""
-        return self.work.take(np.array(index))
+        """One layout, with plain numbers: those of the search are as narrow as its sizes need."""
+        point = self.work.take(np.array(index))
+        numbers = {name: value.item() for name, value in vars(point).items() if isinstance(value, np.integer)}
+        return replace(point, **numbers)
 
     def rejected(self) -> dict[str, int]:
         """How many points each reason has refused."""
@@ -57,30 +60,31 @@ def search(base: Workload, machine: Machine, constants: Constants, gpus: int, li
     count = np.size(work.x)
     if count == 0:
         raise UserError(f"no layout of {gpus} GPUs is left by the given limits; allow more axes or sizes")
-    reason = rejections(work)
+    reason = np.empty(count, dtype=np.uint8)
     seconds, memory, p_oom = np.full(count, np.inf), np.full(count, np.nan), np.full(count, np.nan)
+    for begin_at in range(0, count, CHUNK):
+        chunk = slice(begin_at, min(begin_at + CHUNK, count))
+        reason[chunk] = rejections(work.take(chunk), machine)
+        index = begin_at + np.flatnonzero(reason[chunk] == 0)
+        if len(index):
+            part = _as_floats(work.take(index))
+            memory[index], seconds[index] = evaluate(part, machine, constants)
+            p_oom[index] = p_out_of_memory(memory[index], machine.memory)
     legal = np.flatnonzero(reason == 0)
-    for begin_at in range(0, len(legal), CHUNK):
-        index = legal[begin_at : begin_at + CHUNK]
-        part = _as_floats(work.take(index))
-        memory[index] = peak_memory(part, machine)
-        p_oom[index] = p_out_of_memory(memory[index], machine.memory)
-        seconds[index] = evaluate(part, machine, constants)
     reason[legal[p_oom[legal] > MAX_P_OUT_OF_MEMORY]] = OUT_OF_MEMORY
     fits = np.flatnonzero(reason == 0)
     order = fits[np.argsort(seconds[fits], kind="stable")]
     return Found(work, seconds, memory, p_oom, reason, order, count, time.perf_counter() - begin)
 
 
-def evaluate(work: Workload, machine: Machine, constants: Constants) -> np.ndarray:
-    """Seconds of a step of every point; a block's time is computed once for all points that share it."""
-    keys = np.zeros(np.size(work.x), dtype=np.int64)
-    for name in BLOCK_KEY:
-        values, codes = np.unique(getattr(work, name), return_inverse=True)
-        keys = keys * len(values) + codes
-    _, first, back = np.unique(keys, return_index=True, return_inverse=True)
-    block = block_time(work.take(first), machine, constants)
-    return np.broadcast_to(step_seconds(work, machine, constants, block.take(back)), keys.shape)
+def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of the fullest rank and seconds of a step of every point; what a block takes is computed once for all
+    points that share it."""
+    first, back = alike([getattr(work, name) for name in BLOCK_KEY])
+    blocks = work.take(first)
+    memory = peak_memory(work, machine, block_bytes(blocks).take(back))
+    seconds = step_seconds(work, machine, constants, block_time(blocks, machine, constants).take(back))
+    return np.broadcast_to(memory, back.shape), np.broadcast_to(seconds, back.shape)
 
 
 def _as_floats(work: Workload) -> Workload:

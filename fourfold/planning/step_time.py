@@ -7,11 +7,13 @@ import numpy as np
 from fourfold.planning.block_time import BlockTime, block_time
 from fourfold.planning.constants import Constants
 from fourfold.planning.machine import Machine, Number
+from fourfold.planning.stage_split import split_of
 from fourfold.planning.terms.collective import gather_seconds, group_of, reduce_seconds
 from fourfold.planning.terms.launch import OPTIMIZER_KERNELS, overlapped
+from fourfold.planning.terms.offload import offload_seconds
 from fourfold.planning.terms.optimizer import optimizer_seconds
-from fourfold.planning.terms.pipeline import bubble_slots, transfer_seconds
-from fourfold.planning.workload import Workload
+from fourfold.planning.terms.pipeline import bubble_seconds, transfer_seconds
+from fourfold.planning.workload import CONTEXTS, Workload
 
 PARTS = (
     "compute", "recompute", "x", "y", "z", "cp", "dp", "pp", "bubble", "logits", "launch", "optimizer", "other",
@@ -28,33 +30,49 @@ def step_parts(
     full, selective = work.recompute == 2, work.recompute == 1
 
     # One block, one micro-batch.
-    products = np.where(work.per_op, (block.forward - block.attention_forward) / 2, block.attention_forward)
-    recompute = np.where(full, block.forward, np.where(selective, products, 0.0))
-    x = block.x_forward + block.x_backward + np.where(full, block.x_forward, 0.0)
-    y = block.y_forward + block.y_backward + np.where(full, block.y_forward, 0.0)
-    hidden_x = np.where(work.overlap_x, _hidden(block.hideable_x, block.weight_gradients / 2, exposed), 0.0)
-    hidden_y = np.where(work.overlap_x, _hidden(block.hideable_y, block.weight_gradients / 2, exposed), 0.0)
+    parts = np.where(work.attention_again, block.attention_forward, 0.0)
+    parts = parts + np.where(work.mlp_again, block.activation_forward, 0.0)
+    parts = np.where(work.per_op, (block.forward - block.attention_forward) / 2, parts)
+    whole = block.forward - np.where(work.stops_early, block.last_product, 0.0)
+    recompute = np.where(full, whole, np.where(selective, parts, 0.0)) * work.recomputing
+    again = np.where(full, work.recomputing, 0.0)
+    gathers = np.where(selective & work.gathers_again, work.recomputing, 0.0)
+    x_whole = block.x_forward - np.where(work.stops_early, block.last_sum, 0.0)
+    x = block.x_forward + again * x_whole + gathers * block.x_again + block.x_backward
+    y = block.y_forward * (1 + again) + gathers * block.y_again + block.y_backward
+    # Weight gradients that are computed apart are not there to hide anything.
+    overlap = np.asarray(work.overlap_x, bool) & ~work.split_backward
+    hideable_x, hideable_y = block.hideable_x + gathers * block.x_again, block.hideable_y + gathers * block.y_again
+    hidden_x = np.where(overlap, _hidden(hideable_x, block.weight_gradients / 2, exposed), 0.0)
+    hidden_y = np.where(overlap, _hidden(hideable_y, block.weight_gradients / 2, exposed), 0.0)
     ahead = _hidden(block.x_forward, (block.forward - block.attention_forward) / 2, exposed)
-    hidden_x = hidden_x + np.where(work.overlap_forward, ahead * (1 + full), 0.0)
+    hidden_x = hidden_x + np.where(work.overlap_forward, ahead * (1 + again), 0.0)
     x, y = x - hidden_x, y - hidden_y
     cp = _over_cp(work, machine, constants, block)
     compute = block.forward + block.backward
-    device = compute + recompute + x + y + cp
-    host = block.launch_forward * (1 + full) + block.launch_backward
+    offload = np.where(full & work.offload, offload_seconds(work, machine), 0.0)
+    device = compute + recompute + x + y + cp + offload
+    host = block.launch_forward * (1 + again) + block.launch_backward
     launch = np.where(work.blocking, host, overlapped(device, host) - device)
     z = _over_z(work, machine, constants, device + launch)
 
-    # One stage, one micro-batch; the last stage has the head, and all wait for the slowest.
-    layers, micro_batches = work.stage_layers, work.micro_batches
+    # One rank, one micro-batch; the last has the head, the first the embedding, and all wait for the slowest.
+    split, micro_batches = split_of(work), work.micro_batches
     mean_layers = work.layers / work.pp
     head = block.head + block.head_x + block.head_y
-    ends = head + np.where(work.pp > 1, 0.0, block.embedding)
-    stage = mean_layers * (device + launch + z) + (head + block.embedding) / work.pp
+    several, v_shaped = work.pp > 1, work.v_shaped
     block_seconds = device + launch + z
-    slowest = np.maximum(layers * block_seconds, work.end_layers * block_seconds + ends)
-    # A slower stage is waited for in the steady state, and shows as bubble.
-    waiting = np.where(work.pp > 1, micro_batches * (slowest - mean_layers * block_seconds - head / work.pp), 0.0)
-    bubble = bubble_slots(work.pp, work.interleave) * stage + waiting
+    at_the_end = np.where(v_shaped, 0.0, head + np.where(several, 0.0, block.embedding))
+    at_the_start = np.where(v_shaped, head, 0.0)
+    slowest = np.maximum(split.most * block_seconds, split.last * block_seconds + at_the_end)
+    slowest = np.maximum(slowest, split.first * block_seconds + at_the_start)
+    # A slower rank is waited for in the steady state, and shows as bubble.
+    waiting = np.where(several, micro_batches * (slowest - mean_layers * block_seconds - head / work.pp), 0.0)
+    ends = (head + block.embedding) / work.pp
+    weights = mean_layers * block.weight_gradients + block.head / (3 * work.pp)
+    forward = mean_layers * (block.forward + block.x_forward + block.y_forward + launch / 3) + ends / 3
+    rest = mean_layers * block_seconds + ends - forward - weights
+    bubble = bubble_seconds(work.schedule, work.pp, work.interleave, forward, rest, weights) + waiting
     pp = _over_pp(work, machine, constants)
     # Of the head, like of the layers, a stage's share on average counts as its own: the rest is waiting.
     scale, heads = micro_batches * mean_layers, micro_batches / work.pp
@@ -66,7 +84,7 @@ def step_parts(
     optimizer = optimizer + OPTIMIZER_KERNELS * constants.launch * machine.launch
     parts = {
         "compute": scale * compute * dispersion,
-        "recompute": scale * recompute * dispersion,
+        "recompute": scale * (recompute * dispersion + offload),
         "x": scale * x + heads * block.head_x,
         "y": scale * y + heads * block.head_y,
         "z": scale * z,
@@ -94,13 +112,19 @@ def _hidden(communication: Number, computation: Number, exposed: Number) -> Numb
 
 
 def _over_cp(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
-    """Keys and values of all of the sequence: gathered forward and backward, gradients scattered; the ring of blocks
-    runs behind the attention of the block before."""
+    """Keys and values of all of the sequence, forward and backward, and their gradients home: gathered and scattered,
+    or round a ring, behind the attention of the block before (gradients in fp32). Or heads are exchanged for tokens and
+    back, before and after the attention, with nothing to hide behind."""
     group = group_of(work.cp, work.x * work.y * work.z, machine, constants)
-    size = work.bytes * work.micro_batch * work.seq * 2 * work.keys / (work.x * work.y)
-    times = 3 + (work.recompute > 0)
-    sending = gather_seconds(times * size, times, group)
-    return sending - _hidden(sending, block.attention_forward * 2, constants.exposed)
+    token = work.micro_batch * work.seq / (work.x * work.y)
+    pair, forwards = work.bytes * token * 2 * work.keys, 2 + np.where(work.recompute > 0, work.recomputing, 0.0)
+    ring = work.context == CONTEXTS.index("ring")
+    home = np.where(ring, 4 / work.bytes * work.cp / np.maximum(work.cp - 1, 1), 1.0)
+    sending = gather_seconds((forwards + home) * pair, forwards + 1, group)
+    passed = sending - _hidden(sending, block.attention_forward * 2, constants.exposed)
+    heads = work.bytes * token / work.cp * (2 * work.queries + 2 * work.keys)
+    exchanged = gather_seconds(forwards * heads, 2 * forwards, group)
+    return np.where(work.context == CONTEXTS.index("ulysses"), exchanged, passed)
 
 
 def _over_z(work: Workload, machine: Machine, constants: Constants, computing: Number) -> Number:
@@ -141,7 +165,9 @@ def _over_dp(work: Workload, machine: Machine, constants: Constants, last_backwa
     gathered = np.where(_kept_for_the_step(work), gather_seconds(work.bytes * weights, 1, wide), 0.0)
     sending = np.where(work.zero == 0, reduced, np.where(work.zero == 1, scattered + gathered, 0.0))
     sending = np.where(work.zero == 2, gathered, sending)
-    return sending - np.where(work.overlap_dp, _hidden(sending, last_backward, constants.exposed), 0.0)
+    # Weight gradients that are computed apart come last, and their sums after all of them.
+    overlap = np.asarray(work.overlap_dp, bool) & ~work.split_backward
+    return sending - np.where(overlap, _hidden(sending, last_backward, constants.exposed), 0.0)
 
 
 def _over_pp(work: Workload, machine: Machine, constants: Constants) -> Number:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fourfold.config.stages import SPLIT_BACKWARD, V_SHAPED
 from fourfold.planning.machine import Number
 
 RECOMPUTE = ("none", "selective", "full")
-"""``recompute`` counts in these: selective runs the attention core again, full the whole block."""
+"""``recompute`` counts in these: selective runs parts of a block again, full the whole block."""
+
+SCHEDULES = (
+    "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",
+)  # fmt: skip
+"""``schedule`` counts in these; 1F1B with several chunks a stage is Interleaved1F1B."""
+
+CONTEXTS = ("gathered", "ring", "ulysses")
+"""``context`` counts in these: keys and values gathered (others' programs), passed round, or heads exchanged."""
 
 
 @dataclass(frozen=True)
@@ -20,19 +30,24 @@ class Workload:
     vocab (padded), tied, rope, biases (of q, k, v), head_norms, positions (rows of a learned table).
     The step: seq, batch (global, sequences), micro_batch, bits (16 or 32 in the step; 8: matmuls in FP8), reduce_bytes
     (of a gradient in sums), recompute (index into ``RECOMPUTE``).
-    The grid: x, y, z, dp, cp, pp, interleave (chunks of layers a stage), zero.
+    The grid: x, y, z, dp, cp, pp, interleave (chunks of layers a stage), zero, schedule (index into ``SCHEDULES``),
+    context (into ``CONTEXTS``).
 
     What the program does, as others' programs differ here:
     split_residual: the stream between the layers lies over x; false for tensor without sequence parallelism.
-    regather: inputs are kept split over x and gathered again for the backward (Megatron-LM's sequence parallelism).
+    regather: inputs are kept split over x and gathered again for the backward, whatever the recompute (Megatron-LM's
+    sequence parallelism).
     flash: fused attention; fused: fused pointwise operations; per_op: selective keeps the attention's output and every
-    second matmul's (torchtitan); attention_again, mlp_again: what selective computes again.
+    second matmul's (torchtitan); attention_again, mlp_again, gathers_again: what selective does again; stops_early:
+    full leaves out a block's last product and its sum over x, which nothing reads.
     overlap_x, overlap_z, overlap_dp: communication runs behind computation (of x in the backward; overlap_forward:
     also in the forward, piece by piece with the product that it feeds); blocking: the host waits for every kernel.
     weights_kept: weights are gathered once a step and not for every micro-batch (distributed optimizers).
     half_weights: 16-bit weights are stored besides the optimizer's; gradient_copy: the optimizer makes an fp32 copy of
     its gradients (DeepSpeed); stored_gradients: bytes of a gradient where they are not those of the sums.
-    balanced_ends: embedding and head count as a layer each where layers are split into stages.
+    ends: how many layers' worth of work embedding and head each count for where layers are split into stages;
+    layers_per_stage: of one layout, where its run file says them. every: only every n-th block recomputes; offload:
+    what full recompute keeps waits in the host's memory.
     prefetch: blocks gathered ahead; chunk_logits: logits made at once; count_runtime: memory includes what the driver
     and the communication library take.
     """
@@ -69,7 +84,12 @@ class Workload:
     overlap_dp: Number = True
     weights_kept: Number = False
     regather: Number = False
-    balanced_ends: Number = False
+    ends: Number = 0.0
+    layers_per_stage: tuple[int, ...] | None = None
+    schedule: Number = 0
+    context: Number = 0
+    every: Number = 1
+    offload: Number = False
     rope: Number = True
     biases: Number = False
     head_norms: Number = False
@@ -84,6 +104,8 @@ class Workload:
     chunk_logits: Number = 1 << 27
     attention_again: Number = True
     mlp_again: Number = False
+    gathers_again: Number = False
+    stops_early: Number = False
 
     @property
     def gpus(self) -> Number:
@@ -110,15 +132,19 @@ class Workload:
         return self.hidden * (2 * self.queries + 2 * self.keys + self.ups + self.inner)
 
     @property
-    def stage_layers(self) -> Number:
-        """Blocks of the fullest stage."""
-        ends = np.where(self.balanced_ends, 2, 0)
-        return np.ceil((self.layers + ends) / (self.pp * self.interleave)) * self.interleave
+    def split_backward(self) -> Number:
+        """Whether weight gradients are computed apart from input gradients."""
+        return _is_one_of(self.schedule, SPLIT_BACKWARD) & (np.asarray(self.pp) > 1)
 
     @property
-    def end_layers(self) -> Number:
-        """Blocks of the first and of the last stage, which have embedding and head besides."""
-        return self.stage_layers - np.where(self.balanced_ends, 1, 0)
+    def v_shaped(self) -> Number:
+        """Whether the first and the last stage meet on the first rank."""
+        return _is_one_of(self.schedule, V_SHAPED)
+
+    @property
+    def recomputing(self) -> Number:
+        """Share of the blocks that recompute."""
+        return 1 / self.every
 
     def model_flops(self) -> Number:
         """Of one step: matmul parameters (head included) six times a token, attention over half of the square."""
@@ -130,9 +156,11 @@ class Workload:
         """Model FLOPs and what is computed again for the backward."""
         tokens = 1.0 * self.batch * self.seq
         attention = 2.0 * self.layers * self.seq * self.queries
-        block = 2 * self.layers * self.block_weights
-        again = np.where(self.recompute == 2, block + attention, np.where(self.recompute == 1, attention, 0))
-        return self.model_flops() + tokens * again
+        last = np.where(self.stops_early, self.hidden * self.inner, 0)
+        full = 2 * self.layers * (self.block_weights - last) + attention
+        selective = np.where(self.attention_again, attention, 0)
+        again = np.where(self.recompute == 2, full, np.where(self.recompute == 1, selective, 0))
+        return self.model_flops() + tokens * again * self.recomputing
 
     def megatron_flops(self) -> Number:
         """Hardware FLOPs with everything recomputed and the whole square of the attention (Narayanan et al. 2021,
@@ -143,5 +171,19 @@ class Workload:
 
     def take(self, index: np.ndarray) -> Workload:
         """The cases at ``index``; scalars stay scalars."""
-        arrays = {f.name: v[index] for f in fields(self) if np.ndim(v := getattr(self, f.name))}
-        return replace(self, **arrays)
+        values = vars(self).items()
+        return replace(self, **{name: v[index] for name, v in values if isinstance(v, np.ndarray) and v.ndim})
+
+
+def _is_one_of(schedule: Number, names: tuple[str, ...]) -> Number:
+    return np.isin(schedule, [SCHEDULES.index(name) for name in names])
+
+
+def alike(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """[n] whole numbers in columns: one place of each different row, and which of them every row is like."""
+    codes = np.zeros(np.shape(columns[0]), dtype=np.int64)
+    for column in columns:
+        if any(np.asarray(column).strides):  # a broadcast scalar tells no rows apart
+            codes = codes * (int(column.max()) + 1) + column.astype(np.int64)
+    _, first, back = np.unique(codes, return_index=True, return_inverse=True)
+    return first, back

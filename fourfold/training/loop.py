@@ -39,6 +39,7 @@ from fourfold.training.flops import (
     model_tflops_per_device,
     peak_flops,
 )
+from fourfold.training.forecast import Forecast
 from fourfold.training.huggingface import (
     PATTERNS,
     SOURCE_FOLDER,
@@ -194,6 +195,7 @@ class Record:
                 f"{goldfish.strategy}, k {goldfish.k}, h {goldfish.h}, from step {goldfish.start_step} on: "
                 f"{masked.drop_rate:.1%} not trained, at most {masked.longest_undropped_span} kept in a row"
             )
+        self.forecast = Forecast(run, run_dir, on_gpu)
         self.progress.start_summary(self.facts)
         for warning in masked.warnings() if masked is not None else []:
             print(f"warning: {warning}", file=sys.stderr)
@@ -226,6 +228,8 @@ class Record:
         )
         self.writer.write(metrics)
         self.progress.update(metrics)
+        if (compared := self.forecast.after_step(metrics)) is not None:
+            self.progress.note("Predicted and measured", compared)
 
     def end(self, outcome: Outcome) -> None:
         seconds = time.perf_counter() - self.started

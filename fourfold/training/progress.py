@@ -45,6 +45,10 @@ class Progress:
         """Print the derived numbers (label to value) before the first step."""
         self._print_facts("Run", lines)
 
+    def note(self, title: str, lines: Facts) -> None:
+        """Print what is known only after some steps (label to value), above the live display."""
+        self._print_facts(title, lines)
+
     def end_summary(self, lines: Facts) -> None:
         """End the live display, if any, and print the results (label to value)."""
         self.close()
@@ -140,7 +144,7 @@ class Progress:
         table.add_column(overflow="fold")
         for label, value in facts.items():
             table.add_row(Text(label), Text(format_fact(value)))
-        self._console.print(table)
+        (self._console if self._live is None else self._live.console).print(table)
 
 
 def format_fact(value: str | int | float | None) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from command_line import Cli
 from planner_rows import HEADER, row_text
+from tiny_corpus import make_corpus, run_file
 
 from fourfold.config.load import load_run
 from fourfold.planning.machine import load_machine
@@ -199,3 +200,26 @@ def test_calibrate_on_a_table(cli: Cli, tmp_path: Path) -> None:
                        "dgx-a100", "--json")  # fmt: skip
     assert code == 0 and json.loads(out)["rows"] == 9
     assert dict(load_machine(str(target)).efficiency)["matmul"] > 0
+
+
+def test_training_shows_what_was_predicted_once_its_machine_is_calibrated(cli: Cli, tmp_path: Path) -> None:
+    path = run_file(tmp_path, make_corpus(tmp_path), training__train_steps=12)
+    machine = tmp_path / "mine.toml"
+    steps = ("--set", f"metrics.machine={machine}")
+
+    code, out, _ = cli("train", path, "--set", "metrics.machine=laptop", "--set", "name=first")
+    first = tmp_path / "runs" / "first"
+    assert code == 0 and "predicted" not in out and not (first / "prediction.json").exists()
+
+    assert cli("calibrate", "--from", first / "metrics.jsonl", "--machine", "laptop", "--out", machine)[0] == 0
+    code, out, _ = cli("train", path, *steps, "--set", "name=second")
+    assert code == 0 and "Predicted and measured" in out and "seconds a step" in out
+    told = json.loads((tmp_path / "runs" / "second" / "prediction.json").read_text())
+    assert told["machine"] == "mine" and told["steps"] == 10 and told["measured_memory_bytes"] is None
+    lines = (tmp_path / "runs" / "second" / "metrics.jsonl").read_text().splitlines()
+    seconds = sorted(json.loads(line)["step_seconds"] for line in lines[3:10])
+    assert told["measured_step_seconds"] == pytest.approx(seconds[3])
+    assert 0.2 < told["predicted_step_seconds"] / told["measured_step_seconds"] < 5
+
+    code, out, errors = cli("train", path, "--set", "metrics.machine=lapptop", "--set", "name=third")
+    assert code == 2 and "did you mean 'laptop'?" in errors and not (tmp_path / "runs" / "third").exists()

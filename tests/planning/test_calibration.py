@@ -16,9 +16,10 @@ from fourfold.errors import UserError
 from fourfold.planning.calibrate import calibrate, predicted_against_measured
 from fourfold.planning.calibration import Calibration, fit, from_table, to_toml
 from fourfold.planning.constants import NAMES, moved, prior_constants
-from fourfold.planning.from_run import workload_of_model
+from fourfold.planning.from_run import workload_of, workload_of_model
 from fourfold.planning.machine import load_machine, parse_machine, stack_machines
 from fourfold.planning.machine_file import machine_toml
+from fourfold.planning.memory import CATEGORIES, stage_memory
 from fourfold.planning.request import constants_for, outside_calibration
 from fourfold.planning.step_time import step_seconds
 from fourfold.planning.validation.rows import read_rows
@@ -126,10 +127,13 @@ def test_a_run_calibrates_a_machine(tmp_path: Path) -> None:
     metrics.write_text("\n".join(lines), encoding="utf-8")
     told = calibrate([metrics], load_machine("laptop"), "mine")
     assert told.rows == 1
-    compared = predicted_against_measured(metrics, told.machine)
-    assert compared["measured_step_seconds"] == 0.5
-    assert compared["predicted_step_seconds"] == pytest.approx(0.5, rel=0.5)
-    assert compared["measured_memory_bytes"] == 1000
+    compared = predicted_against_measured(run, told.machine, [9.0] * 3 + [0.5] * 7, 1000)
+    assert compared.measured_step_seconds == 0.5
+    assert compared.predicted_step_seconds == pytest.approx(0.5, rel=0.5)
+    work = workload_of(run)
+    held = sum(stage_memory(work, told.machine, 0)[name] for name in CATEGORIES if name != "reserve")
+    assert compared.predicted_memory_bytes == pytest.approx(float(held), abs=1)
+    assert compared.memory_error == pytest.approx(compared.predicted_memory_bytes / 1000 - 1)
     metrics.write_text("{}\n", encoding="utf-8")
     with pytest.raises(UserError, match="no step"):
         calibrate([metrics], load_machine("laptop"), "mine")

@@ -5,21 +5,29 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from fourfold.config.load import make_run
+from fourfold.config.load import load_run, make_run
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
+from fourfold.planning.collective_lines import collective_lines
 from fourfold.planning.constants import prior_constants
-from fourfold.planning.from_run import workload_of_model
+from fourfold.planning.from_run import workload_of, workload_of_model
 from fourfold.planning.machine import load_machine
+from fourfold.planning.plan import predict
+from fourfold.planning.request import request, write_run
 from fourfold.planning.search import search
-from fourfold.planning.space import REASONS, Limits, all_layouts, factorisations, rejections
+from fourfold.planning.space import PIPELINES, REASONS, RECOMPUTES, Limits, all_layouts, factorisations, rejections
+from fourfold.planning.stage_split import split_of
 from fourfold.planning.step_time import step_seconds
-from fourfold.planning.workload import Workload
+from fourfold.planning.tiles import stages_of_rank, stored_bytes
+from fourfold.planning.workload import SCHEDULES, Workload
+from fourfold.verification.trace import trace
 
 
 def base(preset: str, seq: int, batch: int, **changes: object) -> Workload:
@@ -40,28 +48,75 @@ def test_factorisations_are_all_and_different(number: int) -> None:
     assert len(rows) == expected
 
 
+def run_of(preset: str, point: Workload, **sizes: int) -> dict[str, Any]:
+    """The tables of the run file of a point."""
+    record = predict(point, load_machine("dgx-h100"), prior_constants()).record()
+    return {
+        "model": {"preset": preset, **sizes},
+        "data": {"source": "python-stdlib"},
+        "parallel": record["parallel"],
+        "training": {
+            "global_batch_size": int(point.batch),
+            "seq_length": int(point.seq),
+            "train_steps": 1,
+            "micro_batch_size": int(point.micro_batch),
+        },
+        "activation_checkpoint": {
+            "mode": record["activation_checkpoint"],
+            "every": record["activation_checkpoint_every"],
+            "offload": record["activation_checkpoint_offload"],
+        },
+    }
+
+
+ALL_SCHEDULES = (*PIPELINES, ("GPipe", 1), ("LoopedBFS", 2), ("DualPipeV", 2))
+
+
 @pytest.mark.parametrize("preset", ["llama-tiny", "gpt-tiny", "llama-12m"])
-def test_legality_is_that_of_the_run_file(preset: str) -> None:
-    work = all_layouts(base(preset, 96, 24), 24, Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=(0,)))
-    reasons = rejections(work)
-    picked = np.random.default_rng(0).permutation(len(reasons))[:150]
-    legal = 0
-    for index in picked:
-        point = work.take(np.array(index))
-        table = {
-            "model": {"preset": preset},
-            "data": {"source": "python-stdlib"},
-            "parallel": {axis: int(getattr(point, axis)) for axis in ("x", "y", "z", "dp")},
-            "training": {"global_batch_size": 24, "seq_length": 96, "train_steps": 1,
-                         "micro_batch_size": int(point.micro_batch)},
-        }  # fmt: skip
-        if reasons[index] == 0:
-            make_run(table)
-            legal += 1
-        else:
-            with pytest.raises(UserError):
-                make_run(table)
-    assert 10 < legal < 140
+@pytest.mark.parametrize("limits", [
+    Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=RECOMPUTES[:1]),
+    Limits(fixed=(("pp", 1),), at_most=(("y", 4),), recomputes=RECOMPUTES[:1]),
+    Limits(at_most=(("x", 2), ("y", 2), ("cp", 2)), pipelines=ALL_SCHEDULES),
+], ids=["x, y, z, dp", "cp", "pp"])  # fmt: skip
+def test_legality_is_that_of_the_run_file(preset: str, limits: Limits) -> None:
+    gpus = 24
+    work = all_layouts(base(preset, 96, 48), gpus, limits)
+    reasons = rejections(work, load_machine("dgx-h100"))
+    random = np.random.default_rng(0)
+    legal, illegal = (random.permutation(np.flatnonzero(found))[:60] for found in (reasons == 0, reasons > 0))
+    assert len(legal) > 10 and len(illegal) > 10
+    for index in legal:
+        make_run(run_of(preset, work.take(np.array(index))))
+    for index in illegal:
+        with pytest.raises(UserError):
+            make_run(run_of(preset, work.take(np.array(index))))
+
+
+@pytest.mark.parametrize("schedule", [*PIPELINES, ("LoopedBFS", 2), ("DualPipeV", 2)], ids=str)
+def test_the_split_of_the_layers_is_that_of_the_run_file(schedule: tuple[str, int]) -> None:
+    for pp, layers in ((2, 16), (4, 37), (3, 29)):
+        work = replace(base("llama-12m", 96, 48), layers=layers, pp=pp, schedule=SCHEDULES.index(schedule[0]),
+                       interleave=schedule[1])  # fmt: skip
+        run = make_run(run_of("llama-12m", work, num_hidden_layers=layers))
+        ranks = [sum(s.layers for s in stages_of_rank(run, rank)) for rank in range(pp)]
+        split = split_of(workload_of(run))
+        assert split == split_of(work) == (ranks[0], ranks[1], ranks[-1], max(ranks), ranks.index(max(ranks)))
+
+
+@pytest.mark.slow
+def test_random_legal_points_are_run_files_that_train(tmp_path: Path) -> None:
+    """They are written, loaded and traced, and what they send and store is what the plan's formulas say."""
+    machine = load_machine("dgx-h100")
+    found = search(base("llama-tiny", 64, 32), machine, prior_constants(), 8, Limits(micro_batches=(1, 2)))
+    for index in np.random.default_rng(1).permutation(found.order)[:24]:
+        asked = request("llama-tiny", None, [], 8, 64, 32, None)
+        write_run(tmp_path / "RUN.toml", asked, predict(found.point(index), machine, prior_constants()))
+        run = load_run(tmp_path / "RUN.toml")
+        traced = trace(run, whole=True)
+        for place, told in enumerate(traced.pipeline or [traced]):
+            counted = {(c.axis, c.op, c.purpose): (c.count, c.bytes) for c in told.collectives}
+            assert {(c.axis, c.op, c.purpose): (c.count, c.bytes) for c in collective_lines(run, place)} == counted
+            assert stored_bytes(run, place)[0] == told.memory.parameters
 
 
 def test_every_rejected_point_keeps_its_reason() -> None:
@@ -90,7 +145,7 @@ def test_the_whole_space_of_175b_on_512_gpus_takes_seconds() -> None:
 
 
 def test_limits_leave_out_what_they_say() -> None:
-    limits = Limits(at_most=(("x", 4),), fixed=(("pp", 2),), zeros=(1,), recomputes=(2,))
+    limits = Limits(at_most=(("x", 4),), fixed=(("pp", 2),), zeros=(1,), recomputes=((2, 1, False),))
     found = search(base("llama3-8b", 8192, 256), load_machine("dgx-h100"), prior_constants(), 32, limits)
     work = found.work
     assert (work.x <= 4).all() and (work.pp == 2).all() and (work.zero == 1).all() and (work.recompute == 2).all()

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from fourfold.config.model import ModelConfig
+from fourfold.config.presets import PRESETS
+from fourfold.config.run import ParallelConfig
+from fourfold.config.stages import SPLIT_BACKWARD
 from fourfold.planning.constants import prior_constants
 from fourfold.planning.costs import checkpoint_interval, costs
+from fourfold.planning.from_run import workload_of_model
 from fourfold.planning.machine import load_machine
+from fourfold.planning.memory import in_flight
 from fourfold.planning.pipeline_schedule import bubble_share, pipeline_slots
 from fourfold.planning.terms.collective import gather_seconds, group_of, reduce_seconds
 from fourfold.planning.terms.launch import overlapped
 from fourfold.planning.terms.matmul import matmul_seconds
 from fourfold.planning.terms.optimizer import BYTES, optimizer_seconds
+from fourfold.planning.terms.pipeline import bubble_seconds
+from fourfold.planning.workload import SCHEDULES
 
 A100 = load_machine("dgx-a100")
 PRIOR = prior_constants()
@@ -78,6 +88,33 @@ def test_the_bubble_is_that_of_the_timetable(stages: int, micro_batches: int, in
     assert len(slots) == 2 * stages * micro_batches * interleave
     waiting = (stages - 1) / interleave
     assert bubble_share(slots) == pytest.approx(waiting / (micro_batches + waiting))
+
+
+@pytest.mark.parametrize("backward", [2.0, 3.0])
+@pytest.mark.parametrize(("schedule", "chunks"), [
+    ("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("LoopedBFS", 2),
+    ("InterleavedZeroBubble", 2), ("InterleavedZeroBubble", 4), ("ZBVZeroBubble", 2), ("DualPipeV", 2),
+])  # fmt: skip
+def test_bubble_and_micro_batches_under_way_are_those_of_the_schedules_that_run(
+    schedule: str, chunks: int, backward: float
+) -> None:
+    from fourfold.parallel.schedule import schedule_ops, timeline
+
+    pp, micro_batches = 4, 24
+    grid = ParallelConfig(pp=pp, schedule=schedule, stages_per_rank=max(chunks, 2))
+    spans = timeline(schedule_ops(grid, micro_batches), grid, backward)
+    waited = max(rank[-1].end for rank in spans) - micro_batches * (1 + backward)
+    number = SCHEDULES.index(schedule)
+    told = bubble_seconds(number, pp, chunks, 1.0, backward / 2, backward / 2)
+    # Torch's lists are made for halves of a backward that take as long as a forward.
+    exact = backward == 2 or schedule not in SPLIT_BACKWARD
+    assert float(told) == pytest.approx(waited, rel=1e-6 if exact else 0.25)
+
+    work = replace(workload_of_model(ModelConfig(**PRESETS["gpt-5b"])), seq=1, batch=micro_batches, pp=pp,
+                   schedule=number, interleave=chunks)  # fmt: skip
+    for rank, ops in enumerate(schedule_ops(grid, micro_batches)):
+        steps = np.cumsum([(op.kind == "F") - (op.kind in ("B", "W")) for op in ops])
+        assert float(in_flight(work, rank)) == pytest.approx(steps.max() / chunks, abs=0.5)
 
 
 def test_host_and_device_overlap() -> None:

@@ -131,7 +131,7 @@ def row_of(record: Mapping[str, str]) -> Row:
                    count_runtime=memory is None or "smi" in kind)  # fmt: skip
     chunks = work.pp * work.interleave
     ends = work.layers % chunks != 0 and (work.layers + 2) % chunks == 0
-    work = replace(work, balanced_ends=ends or "embedding counted as a layer" in cells.get("notes", ""))
+    work = replace(work, ends=float(ends or "embedding counted as a layer" in cells.get("notes", "")))
     source = cells.get("source_id") or "unnamed"
     complete = cells.get("grade", "A") in ("A", "A-")
     return Row(
@@ -252,4 +252,4 @@ def stack_work(rows: Sequence[Row]) -> Workload:
     def column(name: str) -> np.ndarray:
         return np.array([getattr(row.work, name) for row in rows], dtype=bool if name in FLAGS else float)
 
-    return Workload(**{f.name: column(f.name) for f in fields(Workload)})
+    return Workload(**{f.name: column(f.name) for f in fields(Workload) if f.name != "layers_per_stage"})
