@@ -2,7 +2,8 @@
 
     python examples/loki/long_context.py [--out runs] [--steps 120]
 
-Needs ``pip install fourfold[huggingface]``. A run that is there already is not trained again.
+Needs ``pip install fourfold[huggingface]``. A run that is there already is not trained again. A model trained for a
+minute spreads its attention widely and hardly uses a long context: what it loses says little about a real one.
 """
 
 from __future__ import annotations
