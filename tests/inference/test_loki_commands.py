@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -183,6 +184,8 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
 def test_tasks_of_lm_eval(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
     """A task of our own that generates: with all keys Loki's answers are full attention's."""
     pytest.importorskip("lm_eval")
+    if os.environ.get("HF_HUB_OFFLINE") != "1":
+        pytest.skip("lm-eval asks the Hub about metrics, and waits where there is none: set HF_HUB_OFFLINE=1")
     rows = [{"question": "grid axis", "answer": "tile"}, {"question": "norm loss", "answer": "head"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "words.yaml").write_text(
