@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
 from fourfold.evaluation.perplexity import perplexity
+from fourfold.inference.tasks import import_lm_eval, run_tasks
 from fourfold.memorization.forward import AuditedModel, HuggingFaceTokenizer
 from fourfold.memorization.subject import ScoringRequest, Subject, context_of, open_model, tokenizer_of
 from fourfold.training.environment import Place
@@ -83,37 +84,7 @@ def _perplexity(
 def _tasks(
     model: AuditedModel, tokenizer: Tokenizer | HuggingFaceTokenizer, context: int, request: EvaluationRequest
 ) -> dict[str, dict[str, float]]:
-    """Every task's numbers by metric, as lm-eval names them."""
-    lm_eval = import_lm_eval()
-    from lm_eval.tasks import TaskManager
-
     from fourfold.evaluation.harness import HarnessModel
 
-    manager = TaskManager(include_path=None if request.include_path is None else str(request.include_path))
-    unknown = [task for task in request.tasks if task not in manager.all_tasks]
-    if unknown:
-        raise UserError(f"--tasks {unknown[0]}: lm-eval has no such task; --include-path names a folder of your own")
-    results = lm_eval.simple_evaluate(
-        HarnessModel(model, tokenizer, context),
-        tasks=list(request.tasks),
-        num_fewshot=request.num_fewshot,
-        limit=request.limit,
-        task_manager=manager,
-        bootstrap_iters=0,
-        log_samples=False,
-    )
-    if results is None:  # not the first process of a launcher's
-        return {}
-    return {
-        task: {key: value for key, value in numbers.items() if isinstance(value, (int, float))}
-        for task, numbers in results["results"].items()
-    }
-
-
-def import_lm_eval() -> Any:
-    """The lm-eval library, or a sentence that says how to get it."""
-    try:
-        import lm_eval
-    except ImportError as error:
-        raise UserError("tasks need the lm-eval library: pip install 'fourfold[evaluate]'") from error
-    return lm_eval
+    harness = HarnessModel(model, tokenizer, context)
+    return run_tasks(harness, request.tasks, request.include_path, request.limit, request.num_fewshot)

@@ -12,6 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from fourfold.reports.audit_report import ATTACK_HEADER, COUNT_HEADER, attack_rows, count_rows, replay_facts
+from fourfold.reports.loki_report import (
+    LAYER_HEADER,
+    PERPLEXITY_HEADER,
+    TASK_HEADER,
+    layer_rows,
+    perplexity_rows,
+    rank_header,
+    rank_rows,
+    task_rows,
+)
 
 if TYPE_CHECKING:
     from fourfold.data.preview import Preview
@@ -151,3 +161,34 @@ def transferred_line(record: Mapping[str, Any]) -> str:
     """What an import or export of a Hugging Face model wrote."""
     what = f"{record['model_type']}, {record['parameters']:,} parameters, {record['bytes']:,} bytes"
     return f"{record['folder']}: {what} in {record['files']} file{'s' * (record['files'] != 1)}"
+
+
+def rank_table(record: Mapping[str, Any]) -> None:
+    """What a calibration found, layer by layer."""
+    console = Console()
+    title = f"Dims that explain 90 % of the variance of the keys, of {record['head_dim']}"
+    console.print(_table(title, rank_header(record), rank_rows(record)))
+    for kind, mean in record["mean_rank"].items():
+        console.print(f"mean of all heads, {kind}-rotary: {mean:.1f}")
+    console.print(f"{record['tokens']:,} tokens in windows of {record['seq_length']:,}. Written: {record['basis']}")
+
+
+def loki_tables(record: Mapping[str, Any]) -> None:
+    """What Loki loses: on a text, and in tasks."""
+    console = Console()
+    if "perplexity" in record:
+        title = f"{record['windows']} windows of {record['seq_length']:,} tokens"
+        console.print(_table(title, PERPLEXITY_HEADER, perplexity_rows(record)))
+        console.print(_table("Layers: recall of the best keys, and captured mass", LAYER_HEADER, layer_rows(record)))
+    if "tasks" in record:
+        console.print(_table("Tasks", TASK_HEADER, task_rows(record["tasks"])))
+
+
+def generation_line(record: Mapping[str, Any]) -> str:
+    """How fast a text was generated."""
+    speed = record["tokens_per_second"]
+    rate = "" if speed is None else f", then {speed:.1f} tokens/s"
+    return (
+        f"{record['prompt_tokens']:,} + {record['new_tokens']:,} tokens: the first after "
+        f"{record['prompt_seconds']:.2f} s{rate}; cache {record['cache_bytes'] / 2**20:,.2f} MiB"
+    )

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch import Tensor
 from fourfold.config.huggingface import CONFIG_FILE, config_of, local_folder, model_of, read_config, same_model
 from fourfold.config.load import load_run
 from fourfold.config.model import ModelConfig
+from fourfold.data.build import ensure_builtin
 from fourfold.data.files import write_whole
 from fourfold.data.manifest import corpus_tokenizer, read_manifest
 from fourfold.data.tokenizer import HFTokenizer, load_tokenizer
@@ -161,6 +163,26 @@ def _export_adapter(checkpoint: Path, saved: SavedWeights, out: Path) -> Transfe
     return Transferred(str(out), f"LoRA of {base.kind}", sum(map(math.prod, saved.shapes.values())), files)
 
 
+@contextmanager
+def as_huggingface(name: str) -> Iterator[tuple[str, str]]:
+    """A model as transformers opens it, and its tokenizer: a folder or an id of the Hub each, or "bytes".
+
+    A checkpoint or run of ours is exported into a temporary folder for as long as the block lasts, in the types in
+    which its weights are stored, adapters merged. Raises ``UserError`` where there is no model of that name.
+    """
+    path = Path(name).expanduser()
+    if not path.is_dir() or (path / CONFIG_FILE).is_file():
+        folder = str(local_folder(name, PATTERNS))
+        yield folder, folder
+        return
+    checkpoint = _newest(path)
+    with tempfile.TemporaryDirectory(prefix="fourfold-") as temporary:
+        folder = Path(temporary) / "model"
+        export_huggingface(checkpoint, folder, merge=SavedWeights(checkpoint).state.lora is not None)
+        has_tokenizer = (folder / TOKENIZER_FILE).is_file()
+        yield str(folder), str(folder) if has_tokenizer or _tokenizer_of_run(checkpoint) is None else "bytes"
+
+
 def load_pretrained(job: Job, name: str) -> None:
     """Fill a job's weights from a Hugging Face model: every process reads the slices that it holds.
 
@@ -271,7 +293,10 @@ def _tokenizer_of_run(checkpoint: Path) -> AnyTokenizer | None:
     run_file = checkpoint.resolve().parent.parent / "run.toml"
     if not run_file.is_file():
         return None
-    data = load_run(run_file).data
+    run = load_run(run_file)
+    data = run.data
+    if data.source is not None:
+        return corpus_tokenizer(ensure_builtin(data.source, data.tokenizer, data.cache_dir, run.model.vocab_size))
     if data.train and read_manifest(data.train[0].path) is not None:
         return corpus_tokenizer(data.train[0].path)
     return load_tokenizer(data.tokenizer) if data.tokenizer is not None else None
