@@ -201,4 +201,4 @@ def test_tasks_of_lm_eval(cli: Cli, model: Path, basis: Path, tmp_path: Path) ->
     assert code == 0
     assert record["full"]["exact_match"] == record["loki"]["exact_match"]
     code, output, errors = cli(*arguments[:-4], "--tasks", "no_such_task")
-    assert (code, "knows no task 'no_such_task'" in errors) == (2, True)
+    assert (code, "no_such_task: lm-eval has no such task" in errors) == (2, True)
