@@ -109,7 +109,9 @@ def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None) -> None:
     if outcome.stopped:
         raise SystemExit(3)  # by a signal; another start goes on from its checkpoint
     # The suffix after all that precedes it, for members and for those that stand 0 times alike.
-    request = AuditRequest(str(folder), ledger_path(corpus), suffix=SUFFIX, prefix=CANARIES.length - SUFFIX)
+    request = AuditRequest(
+        model=str(folder), documents=ledger_path(corpus), suffix=SUFFIX, prefix=CANARIES.length - SUFFIX
+    )
     record = run_on_grid("fourfold.memorization.audit:audit_of_place", [request, subject_of(request.model, request)], 1)
     write_audit_report(record, folder)
 

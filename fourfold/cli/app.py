@@ -9,8 +9,11 @@ import typer
 from fourfold import __version__
 from fourfold.cli.audit import audit
 from fourfold.cli.calibrate import calibrate
+from fourfold.cli.evaluate import evaluate
 from fourfold.cli.export_hf import export_hf
+from fourfold.cli.generate import generate
 from fourfold.cli.import_hf import import_hf
+from fourfold.cli.loki import loki
 from fourfold.cli.masks import masks
 from fourfold.cli.parity import parity
 from fourfold.cli.plan import plan
@@ -27,9 +30,23 @@ app = typer.Typer(
     add_completion=False,
     help="Train large language models on a four-dimensional grid of devices.",
 )
-for command in (train, prepare, parity, trace, report, masks, audit, calibrate, import_hf, export_hf):
+for command in (
+    train,
+    prepare,
+    parity,
+    trace,
+    report,
+    masks,
+    audit,
+    evaluate,
+    calibrate,
+    import_hf,
+    export_hf,
+    generate,
+):
     app.command()(command)
 app.add_typer(plan, name="plan")
+app.add_typer(loki, name="loki")
 
 
 @app.callback(invoke_without_command=True)

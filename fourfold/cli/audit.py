@@ -57,9 +57,9 @@ def audit(
 
     if max_exact_match is not None and not 0 <= max_exact_match <= 1:
         raise UserError(f"--max-exact-match {max_exact_match} is a share between 0 and 1, such as 0.01")
-    from fourfold.memorization.audit import AuditRequest, subject_of
+    from fourfold.memorization.audit import AuditRequest
     from fourfold.memorization.scores import Sampling
-    from fourfold.training.launch import run_on_grid
+    from fourfold.memorization.subject import run_on_its_grid
 
     request = AuditRequest(
         model=model,
@@ -79,12 +79,7 @@ def audit(
         overrides=tuple(overrides),
     )
     request.check()
-    subject = subject_of(model, request)
-    world_size = 1 if subject.run is None else subject.run.parallel.world_size
-    device = "auto" if subject.run is None else subject.run.training.device
-    record = run_on_grid(
-        "fourfold.memorization.audit:audit_of_place", [request, subject], world_size, wanted_device=device
-    )
+    record = run_on_its_grid("fourfold.memorization.audit:audit_of_place", request)
     if record is None:  # not the first process of a launcher's
         return
     if out is not None:

@@ -30,16 +30,18 @@ def export_hf(
     tokenizer: Annotated[
         str | None, typer.Option(metavar="PATH", help="A tokenizer.json. Default: the original's, or the corpus's.")
     ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="LoRA: the merged model, not the adapter.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint of any grid as a folder that transformers opens.
 
-    With config.json, generation_config.json and the tokenizer; one tensor is in memory at a time.
+    With config.json, generation_config.json and the tokenizer; one tensor is in memory at a time. A run with LoRA
+    becomes an adapter that peft opens.
     """
     from fourfold.reports.terminal import transferred_line
     from fourfold.training.huggingface import export_huggingface
 
-    transferred = export_huggingface(checkpoint, out, dtype.value, model_type, tokenizer)
+    transferred = export_huggingface(checkpoint, out, dtype.value, model_type, tokenizer, merge)
     if as_json:
         import json
 

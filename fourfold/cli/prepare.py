@@ -1,9 +1,14 @@
 """`fourfold prepare`: text to a corpus on disk."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from fourfold.data.prepare import PrepareSummary
 
 
 def prepare(
@@ -22,6 +27,12 @@ def prepare(
     train_tokenizer: Annotated[
         int | None,
         typer.Option(metavar="VOCAB", help="Train a byte-level BPE tokenizer of this size on the input instead."),
+    ] = None,
+    format: Annotated[
+        str, typer.Option(metavar="text|sft", help="sft: rows of messages, or of prompt and completion.")
+    ] = "text",
+    chat_template: Annotated[
+        Path | None, typer.Option(help="With --format sft: a Jinja file. Default: that of the tokenizer's folder.")
     ] = None,
     text_key: Annotated[str, typer.Option(help="The key, or column, that holds the text.")] = "text",
     workers: Annotated[
@@ -58,6 +69,11 @@ def prepare(
     from fourfold.data import prepare as data
     from fourfold.data.canaries import Canaries
 
+    if format == "sft":
+        refused = {"--train-tokenizer": train_tokenizer, "--canaries": canaries, "--workers": workers}
+        _conversations(inputs, out, tokenizer, chat_template, validation_fraction, refused)
+        return
+    _check_text(format, chat_template)
     wanted = None
     if canaries:
         wanted = Canaries(canaries, _numbers(repeats), canary_tokens, canary_noise, canary_shift, canaries_from)
@@ -72,13 +88,51 @@ def prepare(
         canaries=wanted,
         force=force,
     )
+    _show(summary)
+
+
+def _conversations(
+    inputs: list[str],
+    out: Path,
+    tokenizer: str | None,
+    chat_template: Path | None,
+    validation_fraction: float,
+    refused: dict[str, object],
+) -> None:
+    from fourfold.data.prepare_conversations import prepare_conversations
+    from fourfold.errors import UserError
+
+    given = [name for name, value in refused.items() if value]
+    if given or tokenizer is None:
+        raise UserError(
+            f"--format sft does not know {given[0]}" if given else "--format sft needs --tokenizer, the model's folder"
+        )
+    _show(
+        prepare_conversations(
+            inputs, out, tokenizer=tokenizer, chat_template=chat_template, validation_fraction=validation_fraction
+        )
+    )
+
+
+def _check_text(format: str, chat_template: Path | None) -> None:
+    from fourfold.errors import UserError
+
+    if format != "text":
+        raise UserError(f"--format {format}: there are text and sft")
+    if chat_template is not None:
+        raise UserError("--chat-template is for --format sft")
+
+
+def _show(summary: PrepareSummary) -> None:
     if summary.reused:
         typer.echo("Already prepared from the same files in the same way; --force builds it again.")
     for manifest in filter(None, (summary.train, summary.validation)):
-        typer.echo(
-            f"{manifest.split}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, {manifest.bytes:,} bytes,"
-            f" {manifest.bytes / manifest.tokens:.2f} bytes/token"
-        )
+        what = f"{manifest.split}: {manifest.documents:,} documents, {manifest.tokens:,} tokens"
+        if manifest.trained_tokens is None:
+            what += f", {manifest.bytes:,} bytes, {manifest.bytes / manifest.tokens:.2f} bytes/token"
+        else:
+            what += f", {manifest.trained_tokens / manifest.tokens:.1%} of them trained"
+        typer.echo(what)
     typer.echo(f"tokenizer: {summary.train.vocab_size:,} ids, stored as {summary.train.dtype}")
     typer.echo(f"{summary.seconds:.1f} s: {', '.join(map(str, summary.files))}")
 

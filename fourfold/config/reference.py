@@ -29,7 +29,7 @@ A short one is [examples/laptop.toml](../examples/laptop.toml). Sizes must divid
 is refused with a sentence ([parallelism.md](parallelism.md#what-is-refused)).
 
 The sections are [model](#model), [data](#data), [masks](#masks), [parallel](#parallel), [overlap](#overlap),
-[training](#training), [activation_checkpoint](#activation_checkpoint), [optimizer](#optimizer),
+[training](#training), [activation_checkpoint](#activation_checkpoint), [optimizer](#optimizer), [lora](#lora),
 [lr_scheduler](#lr_scheduler), [checkpoint](#checkpoint), [metrics](#metrics), [validation](#validation),
 [audit](#audit) and [sample](#sample). Only `[model]`,
 `[data]` and `[training]` have keys that must be given; a preset gives those of `[model]`. At the end are the

@@ -28,6 +28,12 @@ class Corpus(Strict):
 class DataConfig(Strict):
     """What is read. Give `train`, or `source` for text that every machine has."""
 
+    format: Literal["text", "sft"] = Field(
+        "text",
+        description="sft: conversations made by `fourfold prepare --format sft`; whole ones share a sequence without "
+        "seeing each other (mask_documents), and only answers are trained.",
+    )
+
     train: list[Corpus] = Field([], description="Corpora made by `fourfold prepare`, or any Megatron .bin/.idx pair.")
     validation: list[Corpus] = Field([], description="Corpora of the validation loss.")
     source: Literal["python-stdlib"] | None = Field(
@@ -47,6 +53,19 @@ class DataConfig(Strict):
     def _one_source(self) -> DataConfig:
         if bool(self.train) == (self.source is not None):
             raise ValueError("give either data.train (corpora) or data.source (built-in text)")
+        return self
+
+    @model_validator(mode="after")
+    def _conversations_are_apart(self) -> DataConfig:
+        if self.format == "sft":
+            if self.source is not None:
+                raise ValueError("data.source is text; format = 'sft' needs data.train")
+            if "mask_documents" in self.model_fields_set and not self.mask_documents:
+                raise ValueError(
+                    "format = 'sft' packs conversations into one sequence, which must not see each other; leave "
+                    "mask_documents out"
+                )
+            self.mask_documents = True
         return self
 
 
@@ -142,8 +161,11 @@ class ActivationCheckpointConfig(Strict):
     mode: Literal["none", "selective", "full"] = Field(
         "none", description="full recomputes whole blocks in the backward, selective only the modules listed."
     )
-    modules: list[Literal["attention", "mlp", "norms"]] = Field(
-        ["attention"], description="selective: the attention core, the MLP's activation, the norms."
+    modules: list[Literal["attention", "mlp", "norms", "gathers"]] = Field(
+        ["mlp", "norms", "gathers"],
+        description="selective: the attention core, the MLP's activation, the norms; gathers: linear layers keep only "
+        "their own part of an input that the ranks of x or y share, and gather it again. All but attention cost "
+        "next to nothing.",
     )
     every: int = Field(1, ge=1, description="Only in every n-th block; the others keep everything.")
     offload: bool = Field(False, description="full: the inputs of blocks wait in the CPU's memory for the backward.")
@@ -176,6 +198,20 @@ class OptimizerConfig(Strict):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {list(self.betas)} must both be at least 0 and below 1")
         return self
+
+
+class LoRAConfig(Strict):
+    """Fine-tuning of small additions to a model that stays as it is, in the step's type and without optimizer states.
+
+    It needs `model.from_hf`. Checkpoints hold the additions alone; `fourfold export-hf` writes them as peft reads them,
+    or merged into the model ([huggingface.md](huggingface.md#lora)).
+    """
+
+    rank: int = Field(0, ge=0, description="Rank r of the additions; 0 trains the whole model.")
+    alpha: float = Field(32.0, gt=0, description="The additions are multiplied by alpha / rank.")
+    targets: list[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]] | None = Field(
+        None, min_length=1, description="Linear layers that get one. Default: all of a block's."
+    )
 
 
 class LossScalingConfig(Strict):
@@ -252,6 +288,7 @@ class RunConfig(Strict):
     training: TrainingConfig
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoRAConfig = LoRAConfig()
     loss_scaling: LossScalingConfig = LossScalingConfig()
     lr_scheduler: SchedulerConfig = SchedulerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -264,6 +301,19 @@ class RunConfig(Strict):
     def _rounding_needs_bf16(self) -> RunConfig:
         if self.optimizer.stochastic_rounding and self.training.master_weights != "bf16":
             raise ValueError("optimizer.stochastic_rounding = true needs training.master_weights = 'bf16'")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> RunConfig:
+        if self.lora.rank and self.parallel.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+            raise ValueError(
+                f"parallel.schedule = '{self.parallel.schedule}' computes weight gradients apart, and with lora there "
+                "are hardly any; schedule = '1F1B' or 'Interleaved1F1B' works"
+            )
+        if self.lora.rank and self.training.float8 != "none":
+            raise ValueError("lora keeps what it freezes in bf16; set training.float8 = 'none'")
+        if self.lora.rank and self.metrics.machine is not None:
+            raise ValueError("the planner does not predict lora; leave metrics.machine out")
         return self
 
     @property

@@ -6,9 +6,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from fourfold.data.dataset import Mixture, TokenWindows
+from fourfold.data.conversations import PackedConversations
+from fourfold.data.dataset import Mixture, Samples, TokenWindows
 from fourfold.data.files import locked
-from fourfold.data.indexed import IndexedDataset
 from fourfold.data.manifest import read_manifest
 from fourfold.data.prepare import prepare
 from fourfold.data.sources import PYTHON_STDLIB
@@ -27,11 +27,12 @@ def build_dataset(
     made with different tokenizers (as far as their manifests tell).
     """
     _check_one_tokenizer([prefix for prefix, _ in sources])
-    windows = [
-        (TokenWindows(IndexedDataset(prefix), seq_length, seed + number, look_back), weight)
-        for number, (prefix, weight) in enumerate(sources)
-    ]
-    return Mixture(windows, seed)
+    samples: list[tuple[Samples, float]] = []
+    for number, (prefix, weight) in enumerate(sources):
+        manifest = read_manifest(prefix)
+        kind = PackedConversations if manifest is not None and manifest.format == "sft" else TokenWindows
+        samples.append((kind.open(prefix, seq_length, seed + number, look_back), weight))
+    return Mixture(samples, seed)
 
 
 def ensure_builtin(

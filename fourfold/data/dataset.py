@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,12 +26,14 @@ class Windows:
 
     `stream`, `stream_documents`: int64 [samples, look_back + seq_length + 1]. A document's number counts from 0 at the
     window's first token; those before have negative numbers. `numbers`: int64 [samples], the samples' own.
+    `answers`: bool [samples, seq_length + 1], the tokens of conversations that answers are made of; None for text.
     """
 
     stream: NDArray[np.int64]
     stream_documents: NDArray[np.int64]
     numbers: NDArray[np.int64]
     look_back: int = 0
+    answers: NDArray[np.bool_] | None = None
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -75,6 +78,10 @@ class TokenWindows:
         self.seq_length = seq_length
         self.seed = seed
         self.look_back = look_back
+
+    @classmethod
+    def open(cls, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> Self:
+        return cls(IndexedDataset(prefix), seq_length, seed, look_back)
 
     def __len__(self) -> int:
         """Windows in one epoch."""
@@ -128,12 +135,14 @@ class Mixture:
         own_number = block * self.counts[source] + self._rank[place]
         stream = np.empty((len(place), self.look_back + self.seq_length + 1), dtype=np.int64)
         documents = np.empty_like(stream)
+        answers = np.ones((len(place), self.seq_length + 1), dtype=bool)
         for index in np.unique(source):
             rows = np.flatnonzero(source == index)
             windows = self.sources[index].read(own_number[rows])
             stream[rows] = windows.stream
             documents[rows] = windows.stream_documents
-        return Windows(stream, documents, numbers, self.look_back)
+            answers[rows] = True if windows.answers is None else windows.answers
+        return Windows(stream, documents, numbers, self.look_back, answers)
 
 
 def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """OUT.json, beside OUT.bin and OUT.idx: what a prepared corpus is and how its tokens were made."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 from fourfold.data.files import write_whole
@@ -16,7 +16,8 @@ class Manifest:
     `split`: "train" or "validation"; `documents`, `tokens` (ends of documents included), `bytes` (of UTF-8 text):
     how many; `tokenizer`: "bytes", or the name of a tokenizer.json in the same folder; `fingerprint` of the
     tokenizer; `vocab_size`, `eod_id`, `dtype` of the stored tokens; `inputs` and `text_key` as the user gave them;
-    `validation_fraction` and `seed` of the split; `request`: a digest of everything that decides the content.
+    `validation_fraction` and `seed` of the split; `request`: a digest of everything that decides the content;
+    `format`: "text", or "sft" for conversations; `trained_tokens`: of those, the ones that an answer is made of.
     """
 
     split: str
@@ -33,6 +34,8 @@ class Manifest:
     validation_fraction: float
     seed: int
     request: str
+    format: str = "text"
+    trained_tokens: int | None = None
 
 
 def manifest_path(prefix: str | Path) -> Path:
@@ -43,6 +46,11 @@ def manifest_path(prefix: str | Path) -> Path:
 def validation_prefix(prefix: str | Path) -> str:
     """The prefix of the validation split that belongs to a corpus."""
     return f"{prefix}-validation"
+
+
+def trained_prefix(prefix: str | Path) -> str:
+    """The prefix of what is 1 for every token of a corpus of conversations that is trained, and 0 elsewhere."""
+    return f"{prefix}-trained"
 
 
 def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
@@ -63,7 +71,8 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}); remove it and prepare the corpus again") from error
     names = {field.name for field in fields(Manifest)}
-    if not isinstance(content, dict) or set(content) != names:
+    needed = {field.name for field in fields(Manifest) if field.default is MISSING}
+    if not isinstance(content, dict) or not needed <= set(content) <= names:
         raise UserError(f"{path} is not the manifest of a corpus; remove it and prepare the corpus again")
     return Manifest(**content)
 

@@ -27,6 +27,13 @@ def document_boundary(windows: Windows) -> NDArray[np.bool_]:
     return windows.documents[:, 1:] == windows.documents[:, :-1]
 
 
+def answers_only(windows: Windows) -> NDArray[np.bool_]:
+    """Of a conversation, train what the assistant says; of text, everything."""
+    if windows.answers is None:
+        return np.ones(windows.tokens[:, 1:].shape, dtype=bool)
+    return windows.answers[:, 1:]
+
+
 @dataclass(frozen=True)
 class Responses:
     """Keep what stands after a `start` marker, up to an `end` marker (kept too) or the end of the document.
@@ -63,7 +70,7 @@ def build_masks(
     Raises UserError for a marker without a tokenizer to read it, a function that cannot be imported, and an h of the
     published hash that no sequence is long enough for.
     """
-    masks: list[LossMask] = [document_boundary]
+    masks: list[LossMask] = [document_boundary, answers_only]
     if config.responses.start is not None:
         end = config.responses.end
         masks.append(

@@ -6,9 +6,10 @@ import json
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fourfold.errors import UserError
 
@@ -70,6 +71,37 @@ def read_documents(path: str | Path, text_key: str = "text", start: int = 0, sto
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
+def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every row of a .jsonl, .jsonl.gz or .parquet file, after where it stands ("FILE, line 3").
+
+    Raises UserError with the file, and the line if there is one, for what cannot be read.
+    """
+    path = Path(path)
+    try:
+        if path.name.endswith(".parquet"):
+            for number, row in enumerate(_parquet_rows(path), start=1):
+                yield f"{path}, row {number}", row
+            return
+        if not path.name.endswith((".jsonl", ".jsonl.gz")):
+            raise UserError(f"{path} has no rows; conversations are read from .jsonl, .jsonl.gz and .parquet")
+        with (gzip.open if path.name.endswith(".gz") else open)(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.isspace():
+                    continue
+                try:
+                    yield f"{path}, line {number}", _row(line)
+                except ValueError as error:
+                    raise UserError(f"{path}, line {number}: {error}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    with _opened_parquet(path) as file:
+        for batch in file.iter_batches():
+            yield from batch.to_pylist()
+
+
 def _reader(path: Path, text_key: str, start: int, stop: int | None) -> Iterator[str | None]:
     if path.name.endswith(".jsonl"):
         return _read_jsonl(path, text_key, start, stop)
@@ -123,6 +155,17 @@ def _document(line: bytes, key: str) -> str | None:
     """The text in one JSON line; raises ValueError that says what is wrong with it."""
     if line.isspace():
         return None
+    row = _row(line, f' with "{key}"')
+    if key not in row:
+        raise ValueError(f'no key "{key}" among {", ".join(sorted(row)) or "none"}; choose one with text_key')
+    text = row[key]
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f'"{key}" holds a {type(text).__name__}, not text; choose another with text_key')
+    return text and _without_lone_surrogates(text)
+
+
+def _row(line: bytes, having: str = "") -> dict[str, Any]:
+    """The object in one JSON line; raises ValueError that says what is wrong with it."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -130,13 +173,8 @@ def _document(line: bytes, key: str) -> str | None:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at character {error.pos + 1})") from error
     if not isinstance(row, dict):
-        raise ValueError(f'a {type(row).__name__} where an object with "{key}" is expected')
-    if key not in row:
-        raise ValueError(f'no key "{key}" among {", ".join(sorted(row)) or "none"}; choose one with text_key')
-    text = row[key]
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f'"{key}" holds a {type(text).__name__}, not text; choose another with text_key')
-    return text and _without_lone_surrogates(text)
+        raise ValueError(f"a {type(row).__name__} where an object{having} is expected")
+    return row
 
 
 def _without_lone_surrogates(text: str) -> str:
@@ -155,6 +193,19 @@ def _lines_before(path: Path, position: int) -> int:
 
 
 def _read_parquet(path: Path, key: str) -> Iterator[str | None]:
+    with _opened_parquet(path) as file:
+        names = file.schema_arrow.names
+        if key not in names:
+            raise UserError(f'{path} has no column "{key}" among {", ".join(names)}; choose one with text_key')
+        kind = file.schema_arrow.field(key).type
+        if str(kind) not in ("string", "large_string"):
+            raise UserError(f'{path}: column "{key}" holds {kind}, not text; choose another with text_key')
+        for batch in file.iter_batches(columns=[key]):
+            yield from batch.column(0).to_pylist()
+
+
+@contextmanager
+def _opened_parquet(path: Path) -> Iterator[Any]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -162,14 +213,7 @@ def _read_parquet(path: Path, key: str) -> Iterator[str | None]:
         raise UserError(f"{path} needs pyarrow to be read: pip install fourfold[parquet]") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if key not in names:
-                raise UserError(f'{path} has no column "{key}" among {", ".join(names)}; choose one with text_key')
-            kind = file.schema_arrow.field(key).type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise UserError(f'{path}: column "{key}" holds {kind}, not text; choose another with text_key')
-            for batch in file.iter_batches(columns=[key]):
-                yield from batch.column(0).to_pylist()
+            yield file
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{path} is no Parquet file: {error}") from error
 

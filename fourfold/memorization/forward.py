@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
+from fourfold.inference.pretrained import import_transformers
 from fourfold.memorization.scores import Sampling, score_logits
 from fourfold.parallel.communicate import all_gather, reduce_scatter
 from fourfold.parallel.context import take_chunks
@@ -148,17 +149,8 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return self._tokenizer(texts)["input_ids"]
 
-
-def import_transformers() -> Any:
-    """The transformers library, or a sentence that says how to get it."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise UserError(
-            "Hugging Face models need the transformers library: pip install 'fourfold[huggingface]'"
-        ) from error
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @contextmanager

@@ -29,16 +29,19 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
 def fill_slice(out: Tensor, name: str, shape: tuple[int, ...], slices: Slices, config: ModelConfig, seed: int) -> None:
     """Write the part ``slices`` of the initial value of the parameter ``name``, globally of ``shape``, into ``out``."""
-    if name.endswith("bias"):
+    if name.endswith(("bias", "lora_B")):  # an addition is zero at first
         out.zero_()
     elif len(shape) == 1:
         out.fill_(1.0)
     else:
-        _fill_normal(out, _std(name, config), name, shape, slices, seed)
+        _fill_normal(out, _std(name, shape, config), name, shape, slices, seed)
 
 
-def _std(name: str, config: ModelConfig) -> float:
-    """Projections that write to the residual stream are scaled down with depth (GPT-2, Radford et al. 2019)."""
+def _std(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
+    """Projections that write to the residual stream are scaled down with depth (GPT-2, Radford et al. 2019); LoRA's
+    have the variance of peft's."""
+    if name.endswith("lora_A"):
+        return 1 / math.sqrt(3 * shape[1])
     writes_to_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     return config.initializer_range / (math.sqrt(2 * config.num_hidden_layers) if writes_to_residual else 1.0)
 

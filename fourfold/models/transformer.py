@@ -133,7 +133,11 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        return self.down_proj(self.activation(*self.up(x_BSH)))
+        return self.down(*self.up(x_BSH))
+
+    def down(self, *up_BSF: Tensor) -> Tensor:
+        """Gate and up, or up alone, to the hidden size."""
+        return self.down_proj(self.activation(*up_BSF))
 
 
 class Block(nn.Module):

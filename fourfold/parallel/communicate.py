@@ -222,3 +222,74 @@ def exchange(parts: Tensor, axis: Axis, why: str) -> Tensor:
 def scatter_sum(partial: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
     """Reduce-scatter forward, all-gather backward."""
     return partial if axis.size == 1 else _ScatterSum.apply(partial, axis, dim, why)
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, whole: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
+        ctx.axis, ctx.dim, ctx.why = axis, dim, why
+        return _own_part(whole, axis, dim)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return all_gather(grad, ctx.axis, ctx.dim, ctx.why), None, None, None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return all_gather(part, axis, dim, why)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _own_part(grad, ctx.axis, ctx.dim), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, partial: Tensor, axis: Axis, why: str) -> Tensor:
+        return all_reduce(partial.clone(), axis, why)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None, None
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: Tensor, axis: Axis, why: str) -> Tensor:
+        ctx.axis, ctx.why = axis, why
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return all_reduce(grad.clone(), ctx.axis, ctx.why), None, None
+
+
+# Between tensors of which every rank of an axis has the same copy, and its whole gradient, and shares of the work on
+# them. (``gather`` and ``scatter_sum`` are between shares, whose copies' gradients must still be summed.)
+
+
+def share(whole: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
+    """This rank's part of what all have; backward, an all-gather."""
+    return whole if axis.size == 1 else _Share.apply(whole, axis, dim, why)
+
+
+def whole(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
+    """All-gather, for work that every rank repeats; backward, this rank's part."""
+    return part if axis.size == 1 else _Whole.apply(part, axis, dim, why)
+
+
+def sum_of(partial: Tensor, axis: Axis, why: str) -> Tensor:
+    """All-reduce; backward, nothing, for all have the gradient."""
+    return partial if axis.size == 1 else _Sum.apply(partial, axis, why)
+
+
+def sum_gradient(tensor: Tensor, axis: Axis, why: str) -> Tensor:
+    """Nothing; backward, an all-reduce of the ranks' shares of the gradient."""
+    return tensor if axis.size == 1 else _SumGradient.apply(tensor, axis, why)
+
+
+def _own_part(whole: Tensor, axis: Axis, dim: int) -> Tensor:
+    return whole.chunk(axis.size, dim)[axis.rank].contiguous()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.config.run import RunConfig
+from fourfold.config.run import TrainingConfig
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.sharding import Tile, tile_table
@@ -18,19 +18,53 @@ from fourfold.parallel.state import LocalShard
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@dataclass(frozen=True)
+class StepTypes:
+    """stored: in which the optimizer steps the weights; working: in which the step computes with them; reduced: in
+    which gradients are summed over ranks."""
+
+    stored: torch.dtype
+    working: torch.dtype
+    reduced: torch.dtype
+
+    @classmethod
+    def of(cls, training: TrainingConfig) -> StepTypes:
+        return cls(DTYPES[training.master_weights], DTYPES[training.precision], DTYPES[training.reduce_dtype])
+
+
+@dataclass(frozen=True)
+class Units:
+    """Modules whose weights are gathered, and whose gradients are summed, together, in the order of the forward.
+
+    last: what follows the blocks, one unit; whatever is named nowhere goes with the whole model.
+    """
+
+    embeddings: list[nn.Module]
+    blocks: list[nn.Module]
+    last: list[nn.Module]
+
+
+def units_of(model: Transformer) -> Units:
+    """Embeddings, each block, and norm and head, as far as a stage has them."""
+    embeddings = [module for module in (model.embed_tokens, model.embed_positions) if module is not None]
+    last = [module for module in (model.norm, model.lm_head) if module is not None]
+    return Units(embeddings, list(model.blocks), last)
+
+
 class DataParallel(ABC):
     """A model as the ranks that split the tokens hold it: what each stores, gathers for use, and sums of gradients."""
 
-    def __init__(self, model: Transformer, grid: Grid, run: RunConfig) -> None:
+    def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:
         """Wrap a model on the meta device whose weights have the type in which they are stored."""
-        self.model, self.grid, self.run = model, grid, run
+        self.model, self.units, self.grid, self.types = model, units, grid, types
 
     def materialize(self, device: torch.device) -> None:
         """Give the model uninitialised memory."""
+        tied = _tied_parameters(self.model)
         self.model.to_empty(device=device)
-        if self.run.model.tie_word_embeddings and not isinstance(self.model, Stage):
-            # Materialising visits both modules and parts them.
-            self.model.lm_head.weight = self.model.embed_tokens.weight
+        for (first, first_name), *others in tied:  # materialising visits every module and parts them
+            for module, name in others:
+                setattr(module, name, getattr(first, first_name))
 
     def shards(self) -> list[LocalShard]:
         """Every parameter as this process stores it, in the model's order; a tied one once.
@@ -39,7 +73,7 @@ class DataParallel(ABC):
         """
         tiles = tile_table(self.model)
         shards = [self.shard(name, parameter, tiles[name]) for name, parameter in self.model.named_parameters()]
-        if self.run.model.tie_word_embeddings and isinstance(self.model, Stage):
+        if isinstance(self.model, Stage) and self.model.config.tie_word_embeddings:
             ends = {"embed_tokens.weight", "lm_head.weight"}
             return [
                 replace(shard, name="embed_tokens.weight", replicas=2 * shard.replicas) if shard.name in ends else shard
@@ -78,3 +112,12 @@ class DataParallel(ABC):
     @abstractmethod
     def partial_gradients(self) -> list[Tensor]:
         """Gradients that are not yet those of the shards, as they are now."""
+
+
+def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """The places, module and name, of every parameter that has several."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((module, name))
+    return [each for each in places.values() if len(each) > 1]

@@ -19,9 +19,12 @@ class Embedding(Tiled):
         self.add_tile("weight", embedding.weight, Tile(x=0, y=1), grid)
 
     def forward(self, indices_BS: Tensor) -> Tensor:
+        return scatter_sum(self.look_up(indices_BS), self.x, 1, f"{self.name}: rows")
+
+    def look_up(self, indices_BS: Tensor) -> Tensor:
+        """[B, S, H/y] of the indices whose rows are here, zero elsewhere."""
         rows = self.weight.shape[0]
         local_BS = indices_BS - self.x.rank * rows
         elsewhere_BS = (local_BS < 0) | (local_BS >= rows)
         partial_BSh = F.embedding(local_BS.masked_fill(elsewhere_BS, 0), self.weight)
-        partial_BSh = partial_BSh.masked_fill(elsewhere_BS[..., None], 0)
-        return scatter_sum(partial_BSh, self.x, 1, f"{self.name}: rows")
+        return partial_BSh.masked_fill(elsewhere_BS[..., None], 0)

@@ -11,31 +11,31 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
-from fourfold.config.run import RunConfig
-from fourfold.models.transformer import Transformer
 from fourfold.parallel.communicate import ExchangeAndSum, by_all_to_all
-from fourfold.parallel.data_parallel import DTYPES, DataParallel
+from fourfold.parallel.data_parallel import DataParallel, StepTypes, Units
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.sharding import Tile
 from fourfold.parallel.state import LocalShard, replicas_of_tile
 
 
 class FullySharded(DataParallel):
-    """Embedding, each block, head and root are units: gathered one at a time, gradients summed behind the backward.
+    """Embeddings, each block, the last modules and the rest are gathered one at a time, gradients summed behind the
+    backward.
 
     zero 0: replicas over dp·cp, gradients all-reduced once a step; 1 and 2: one shard group (dp·cp·z), weights gathered
     over it and kept as z shards from forward to backward; with z = 1 that is whole, and they are kept until the step
     ends. 3: gathered from all of (dp·cp·z) both times.
     """
 
-    def __init__(self, model: Transformer, grid: Grid, run: RunConfig) -> None:
-        super().__init__(model, grid, run)
+    def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes, prefetch: int) -> None:
+        """prefetch: blocks whose weights are gathered ahead."""
+        super().__init__(model, units, grid, types)
         policy = MixedPrecisionPolicy(
-            param_dtype=DTYPES[run.training.precision],
-            reduce_dtype=DTYPES[run.training.reduce_dtype],
+            param_dtype=types.working,
+            reduce_dtype=types.reduced,
             cast_forward_inputs=False,  # activations have the weights' type already, rotary tables must stay float32
         )
-        zero, z = run.parallel.zero, run.parallel.z
+        zero, z = grid.sizes.zero, grid.z.size
         mesh = grid.hybrid_mesh if zero == 0 else grid.tokens_mesh
         reshard = z > 1 or zero == 3
         self.keeps_weights_for_the_step = zero in (1, 2) and z == 1
@@ -45,14 +45,15 @@ class FullySharded(DataParallel):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
 
         # The head's weights are needed again as soon as the backward begins; a tied embedding stays with them.
-        last = [module for module in (model.norm, model.lm_head) if module is not None]
-        for embedding in (model.embed_tokens, model.embed_positions):
-            if embedding is not None and model.lm_head is not None and embedding.weight is model.lm_head.weight:
-                last.append(embedding)
-            elif embedding is not None:
+        last = list(units.last)
+        of_last = {parameter for module in last for parameter in module.parameters()}
+        for embedding in units.embeddings:
+            if of_last.isdisjoint(embedding.parameters()):
                 shard(embedding, reshard)
                 embedding.set_unshard_in_backward(False)  # the gradient of a look-up does not read the table
-        for block in model.blocks:
+            else:
+                last.append(embedding)
+        for block in units.blocks:
             shard(block, reshard)
         if last:
             shard(last, False)
@@ -66,14 +67,14 @@ class FullySharded(DataParallel):
             if mesh.size() > 1:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        _prefetch(model, run.overlap.weight_prefetch)
+        _prefetch(model, units, prefetch)
         self._is_complete = True
         self._fsdp_parameters: dict[nn.Parameter, Any] = {}
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
         assert isinstance(parameter, DTensor), f"{name} is not sharded by FSDP2"
         global_shape = tile.global_shape(tuple(parameter.shape), self.grid)
-        zero = self.run.parallel.zero
+        zero = self.grid.sizes.zero
         sharded_over = self.grid.axis("z") if zero == 0 else self.grid.tokens
         # FSDP2 cuts the first dim as torch.chunk does: the last shards may be shorter, or empty.
         rows, *rest = tile.slices(global_shape, self.grid)
@@ -88,7 +89,7 @@ class FullySharded(DataParallel):
         model.set_is_last_backward(last)
         if self.keeps_weights_for_the_step:
             model.set_reshard_after_backward(last)
-        if self.run.parallel.zero == 0:
+        if self.grid.sizes.zero == 0:
             model.set_requires_all_reduce(last)  # over z every time, over dp·cp once
         elif self.waits_for_the_last:
             model.set_requires_gradient_sync(last)  # whole gradients are kept until then
@@ -163,18 +164,18 @@ class FullySharded(DataParallel):
         return groups
 
 
-def _prefetch(model: Transformer, depth: int) -> None:
+def _prefetch(model: nn.Module, units: Units, depth: int) -> None:
     """OAG: while one layer computes, gather the weights of the next ``depth``.
 
     A unit that names nothing to gather in the backward lets FSDP2 look in the order of the forwards, in which the unit
     before is of another micro-batch as often as not; the root, which has no weights of its own, stands for none.
     """
-    layers, nothing = model.blocks, [model]
+    layers, nothing = units.blocks, [model]
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.set_modules_to_backward_prefetch(nothing)
-    if model.norm is not None and depth > 0 and layers:
-        model.norm.set_modules_to_backward_prefetch(layers[-1:])
+    if units.last and depth > 0 and layers:
+        units.last[0].set_modules_to_backward_prefetch(layers[-1:])
     for i, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + depth])
         layer.set_modules_to_backward_prefetch(layers[max(i - depth, 0) : i][::-1] or nothing)

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from fourfold.models.lora import LoRALinear
 from fourfold.parallel.communicate import (
     Pending,
     all_gather,
     all_reduce,
     reduce_scatter,
+    start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
@@ -84,39 +86,113 @@ def weight_gradients_put_off(linears: Iterable[Linear4D]) -> Iterator[WeightGrad
 
 
 class Linear4D(Tiled):
-    """One weight of the 4D algorithm, how it is multiplied, and where its gradient is put off to."""
+    """One weight of the 4D algorithm, how it is multiplied, where its gradient is put off to, perhaps a LoRA adapter.
+
+    x Aᵀ Bᵀ is summed where x Wᵀ is, so that an adapter needs no collective of its own. Each of its gradients is a share
+    of a sum over the axis that its matrix does not lie on.
+    """
 
     products = Products()
     later: WeightGradients | None = None
+    lora_scale: float = 0.0
+
+    def add_adapter(
+        self, linear: nn.Linear, out_over: Literal["x", "y"], in_over: Literal["x", "y"], grid: Grid
+    ) -> None:
+        """Take over the adapter of a linear layer that has one."""
+        if not isinstance(linear, LoRALinear):
+            return
+        self.lora_scale = linear.scale
+        self.add_tile("lora_A", linear.lora_A, Tile(**{in_over: 1}, partial_over=(out_over,)), grid)
+        self.add_tile("lora_B", linear.lora_B, Tile(**{out_over: 0}, partial_over=(in_over,)), grid)
+
+    def matrices(self) -> tuple[Tensor, ...]:
+        """The weight, and the adapter's A and B where there is one."""
+        return (self.weight, self.lora_A, self.lora_B) if self.lora_scale else (self.weight,)
+
+    def product(self, x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+        """x Wᵀ + α/r · (x Aᵀ) Bᵀ, of this rank's share of the inputs."""
+        weight, *adapter = matrices
+        out = self.products.output(x, weight)
+        if adapter:
+            a, b = adapter
+            out.view(-1, out.shape[-1]).addmm_((x @ a.T).flatten(0, 1), b.T, alpha=self.lora_scale)
+        return out
+
+    def add_adapter_gradient(self, total: Tensor, grad: Tensor, matrices: Sequence[Tensor]) -> None:
+        """Add the adapter's part, α/r · (grad B) A, to the gradient of the input."""
+        if len(matrices) > 1:
+            _, a, b = matrices
+            total.view(-1, total.shape[-1]).addmm_((grad @ b).flatten(0, 1), a, alpha=self.lora_scale)
+
+    def weight_gradients(
+        self, grad: Tensor, x: Tensor, matrices: Sequence[Tensor], needed: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Of the matrices, None for a frozen one and one that is put off."""
+        gradients: list[Tensor | None] = [None] * len(matrices)
+        if needed[0]:
+            if self.later is None:
+                gradients[0] = self.products.weight_gradient(grad, x)
+            else:
+                self.later.add(self, grad, x)
+        if len(matrices) > 1:
+            _, a, b = matrices
+            plain = Products()
+            gradients[1] = plain.weight_gradient(grad @ b, x).mul_(self.lora_scale)
+            gradients[2] = plain.weight_gradient(grad, x @ a.T).mul_(self.lora_scale)
+        return gradients
 
 
-class NormalLinears(Tiled):
+class NormalLayer(Tiled):
+    """What the computation of normal layers must know. x: the axis over which the tokens of its input lie."""
+
+    products = Products()
+    gather_again = False
+    """Keep this rank's tokens for the backward instead of those of all ranks of x, and gather them again."""
+
+    x: Axis
+    y: Axis
+    over_y: OverY
+    overlap: bool
+    name: str
+
+    def linears(self) -> list[Linear4D]:
+        """The layers that read one input."""
+        raise NotImplementedError
+
+
+BIAS_TILES: dict[OverY, Tile] = {
+    "replicate": Tile(x=0),
+    "features": Tile(x=0, y=0),
+    "batch": Tile(x=0, partial_over=("y",)),
+    "sequence": Tile(x=0, partial_over=("y",)),
+}
+"""Of a normal layer's bias."""
+
+
+class NormalLinears(NormalLayer):
     """Linear layers that read the same part of the residual stream: weights [out/x, in/y].
 
     Gathers the tokens over x once for all of them, and sums over y what they compute: into every rank
     (``"replicate"``, MLP) or into each rank's share of the features, batch or sequence (attention).
     """
 
-    products = Products()
-
     def __init__(self, linears: nn.ModuleDict, grid: Grid, over_y: OverY, overlap: bool, name: str) -> None:
         super().__init__()
         self.x, self.y, self.over_y, self.overlap, self.name = grid.x, grid.y, over_y, overlap, name
-        bias_tile = {
-            "replicate": Tile(x=0),
-            "features": Tile(x=0, y=0),
-            "batch": Tile(x=0, partial_over=("y",)),
-            "sequence": Tile(x=0, partial_over=("y",)),
-        }[over_y]
         for child_name, linear in linears.items():
             child = Linear4D()
             child.add_tile("weight", linear.weight, Tile(x=0, y=1), grid)
-            child.add_tile("bias", linear.bias, bias_tile, grid)
+            child.add_tile("bias", linear.bias, BIAS_TILES[over_y], grid)
+            child.add_adapter(linear, "x", "y", grid)
             self.add_module(child_name, child)
 
+    def linears(self) -> list[Linear4D]:
+        return list(self.children())
+
     def forward(self, x_BTh: Tensor) -> list[Tensor]:
-        linears = list(self.children())
-        outs = normal_linears(x_BTh, self, *(linear.weight for linear in linears))
+        linears = self.linears()
+        outs = normal_linears(x_BTh, self, *(matrix for linear in linears for matrix in linear.matrices()))
         return [out if linear.bias is None else out + linear.bias for out, linear in zip(outs, linears, strict=True)]
 
 
@@ -127,24 +203,34 @@ class TransposedLinear(Linear4D):
     tokens.
     """
 
+    gather_again = False
+    """Keep this rank's share of the input for the backward instead of the whole, and gather it again."""
+
     def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, overlap: bool, name: str) -> None:
         super().__init__()
         self.x, self.y, self.over_y, self.overlap, self.name = grid.x, grid.y, over_y, overlap, name
         self.add_tile("weight", linear.weight, Tile(x=1, y=0), grid)
         self.add_tile("bias", linear.bias, Tile(y=0, partial_over=("x",)), grid)
+        self.add_adapter(linear, "y", "x", grid)
+
+    def start_gathering(self, a: Tensor) -> Pending:
+        """What the ranks of y hold shares of."""
+        if self.over_y == "replicate":
+            return Pending(a)
+        return start_all_gather(a, self.y, SHARED_DIM[self.over_y], f"{self.name}: inputs")
 
     def forward(self, a: Tensor) -> Tensor:
-        out_BTh = transposed_linear(a, self, self.weight)
+        out_BTh = transposed_linear(a, self, *self.matrices())
         return out_BTh if self.bias is None else out_BTh + self.bias
 
 
 class _NormalLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_BTh: Tensor, layer: NormalLinears, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, x_BTh: Tensor, layer: NormalLayer, *matrices: Tensor) -> tuple[Tensor, ...]:
         x_BSh = all_gather(x_BTh, layer.x, 1, f"{layer.name}: tokens")
-        ctx.save_for_backward(x_BSh, *weights)
+        ctx.save_for_backward(x_BTh if layer.gather_again else x_BSh, *matrices)
         ctx.layer = layer
-        partials = [layer.products.output(x_BSh, weight) for weight in weights]
+        partials = [linear.product(x_BSh, each) for linear, each in _by_linear(layer, matrices)]
         why = f"{layer.name}: outputs"
         if layer.y.size == 1:
             return tuple(partials)
@@ -157,57 +243,103 @@ class _NormalLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        x_BSh, *weights = ctx.saved_tensors
-        layer: NormalLinears = ctx.layer
+        x, *matrices = ctx.saved_tensors
+        layer: NormalLayer = ctx.layer
+        gathered = start_all_gather(x, layer.x, 1, f"{layer.name}: tokens") if layer.gather_again else Pending(x)
         grads = _gather_output_gradients(grads, layer)
+        linears = _by_linear(layer, matrices)
         dx = None
         if ctx.needs_input_grad[0]:
+            weights = [each[0] for _, each in linears]
             partial_BSh = layer.products.input_gradient(grads, weights)
+            for (linear, each), grad in zip(linears, grads, strict=True):
+                linear.add_adapter_gradient(partial_BSh, grad, each)
             dx = start_reduce_scatter(partial_BSh, layer.x, 1, f"{layer.name}: input gradient")
             if not layer.overlap:
                 dx = Pending(dx.wait())
-        linears = zip(layer.children(), grads, ctx.needs_input_grad[2:], strict=True)
-        dws = [_weight_gradient_or_later(linear, grad, x_BSh) if needed else None for linear, grad, needed in linears]
+        x_BSh = gathered.wait()
+        needed = [flags for _, flags in _by_linear(layer, ctx.needs_input_grad[2:])]
+        dws: list[Tensor | None] = []
+        for (linear, each), grad, flags in zip(linears, grads, needed, strict=True):
+            dws += linear.weight_gradients(grad, x_BSh, each, flags)
         return dx.wait() if dx is not None else None, None, *dws
 
 
 class _TransposedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, a: Tensor, layer: TransposedLinear, weight: Tensor) -> Tensor:
-        if layer.over_y != "replicate":
-            a = all_gather(a, layer.y, SHARED_DIM[layer.over_y], f"{layer.name}: inputs")
-        ctx.save_for_backward(a, weight)
-        ctx.layer = layer
-        return reduce_scatter(layer.products.output(a, weight), layer.x, 1, f"{layer.name}: outputs")
+    """A transposed layer's backward. The forward gathers and saves what that reads, and leaves the product to the next.
+
+    At the end of a block that is recomputed nothing reads the product, nor its sum over x: the recomputation stops as
+    soon as all that was saved is there again.
+    """
 
     @staticmethod
-    def backward(ctx, grad_BTh: Tensor):
-        a, weight = ctx.saved_tensors
+    def forward(ctx, a: Tensor, layer: TransposedLinear, *matrices: Tensor) -> tuple[Tensor, Tensor]:
+        gathered = layer.start_gathering(a).wait().detach()
+        ctx.save_for_backward(a if layer.gather_again else gathered, *matrices)
+        ctx.layer = layer
+        ctx.mark_non_differentiable(gathered)
+        ctx.set_materialize_grads(False)  # no zeros for the gradient of ``gathered``
+        batch, tokens, _ = gathered.shape
+        out_to_come = a.new_empty(()).expand(batch, tokens // layer.x.size, len(matrices[0]))
+        return out_to_come, gathered
+
+    @staticmethod
+    def backward(ctx, grad_BTh: Tensor, _: None):
+        a, *matrices = ctx.saved_tensors
         layer: TransposedLinear = ctx.layer
+        gathered = layer.start_gathering(a) if layer.gather_again else Pending(a)
         grad_BSh = all_gather(grad_BTh, layer.x, 1, f"{layer.name}: output gradient")
         da = None
         if ctx.needs_input_grad[0]:
             why = f"{layer.name}: input gradient"
-            partial = layer.products.input_gradient([grad_BSh], [weight])
+            partial = layer.products.input_gradient([grad_BSh], matrices[:1])
+            layer.add_adapter_gradient(partial, grad_BSh, matrices)
             if layer.over_y == "replicate":
                 da = start_all_reduce(partial, layer.y, why)
             else:
                 da = start_reduce_scatter(partial, layer.y, SHARED_DIM[layer.over_y], why)
             if not layer.overlap:
                 da = Pending(da.wait())
-        dw = _weight_gradient_or_later(layer, grad_BSh, a) if ctx.needs_input_grad[2] else None
-        return da.wait() if da is not None else None, None, dw
+        a = gathered.wait()
+        dws = layer.weight_gradients(grad_BSh, a, matrices, ctx.needs_input_grad[2:])
+        return da.wait() if da is not None else None, None, *dws
+
+
+class _SummedProduct(torch.autograd.Function):
+    """The product of a transposed layer, summed over x into each rank's tokens."""
+
+    @staticmethod
+    def forward(ctx, out_to_come: Tensor, a: Tensor, layer: TransposedLinear, *matrices: Tensor) -> Tensor:
+        return reduce_scatter(layer.product(a, matrices), layer.x, 1, f"{layer.name}: outputs")
+
+    @staticmethod
+    def backward(ctx, grad_BTh: Tensor):
+        return grad_BTh, *(None for _ in ctx.needs_input_grad[1:])
 
 
 # Asynchronous collectives cannot be traced into a compiled graph: the compiler stops at these two and goes on behind.
 @torch.compiler.disable
-def normal_linears(x_BTh: Tensor, layer: NormalLinears, *weights: Tensor) -> tuple[Tensor, ...]:
-    return _NormalLinears.apply(x_BTh, layer, *weights)
+def normal_linears(x_BTh: Tensor, layer: NormalLayer, *matrices: Tensor) -> tuple[Tensor, ...]:
+    return _NormalLinears.apply(x_BTh, layer, *matrices)
 
 
 @torch.compiler.disable
-def transposed_linear(a: Tensor, layer: TransposedLinear, weight: Tensor) -> Tensor:
-    return _TransposedLinear.apply(a, layer, weight)
+def transposed_linear(a: Tensor, layer: TransposedLinear, *matrices: Tensor) -> Tensor:
+    out_to_come, gathered = _TransposedLinear.apply(a, layer, *matrices)
+    return _SummedProduct.apply(out_to_come, gathered, layer, *(matrix.detach() for matrix in matrices))
+
+
+T = TypeVar("T")
+
+
+def _by_linear(layer: NormalLayer, flat: Sequence[T]) -> list[tuple[Linear4D, Sequence[T]]]:
+    """What was given for all matrices of a layer, by linear."""
+    found, first = [], 0
+    for linear in layer.linears():
+        count = 3 if linear.lora_scale else 1
+        found.append((linear, flat[first : first + count]))
+        first += count
+    return found
 
 
 def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
@@ -226,7 +358,7 @@ def _scatter_features(partials: Sequence[Tensor], y: Axis, why: str) -> tuple[Te
     return kept_BSf.split([partial.shape[-1] // y.size for partial in partials], dim=-1)
 
 
-def _gather_output_gradients(grads: Sequence[Tensor], layer: NormalLinears) -> Sequence[Tensor]:
+def _gather_output_gradients(grads: Sequence[Tensor], layer: NormalLayer) -> Sequence[Tensor]:
     """The mirror of the sum over y: gradients of whole outputs from the shares that the ranks of y hold."""
     if layer.y.size == 1 or layer.over_y == "replicate":
         return grads
@@ -235,10 +367,3 @@ def _gather_output_gradients(grads: Sequence[Tensor], layer: NormalLinears) -> S
         shares_BSyf = all_gather(_concatenate(grads).unsqueeze(2), layer.y, 2, why)
         return [part.flatten(2) for part in shares_BSyf.split(sizes, dim=-1)]
     return all_gather(_concatenate(grads), layer.y, SHARED_DIM[layer.over_y], why).split(sizes, dim=-1)
-
-
-def _weight_gradient_or_later(linear: Linear4D, grad: Tensor, x: Tensor) -> Tensor | None:
-    if linear.later is None:
-        return linear.products.weight_gradient(grad, x)
-    linear.later.add(linear, grad, x)
-    return None

@@ -12,7 +12,7 @@ from fourfold.config.run import RunConfig
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.attention import OVER_Y, SharedAttentionCore
 from fourfold.parallel.context import SplitAttentionTables
-from fourfold.parallel.data_parallel import DataParallel
+from fourfold.parallel.data_parallel import DataParallel, StepTypes, units_of
 from fourfold.parallel.embedding import Embedding
 from fourfold.parallel.float8 import use_float8
 from fourfold.parallel.fully_sharded import FullySharded
@@ -40,8 +40,10 @@ def parallelize(model: Transformer, grid: Grid, run: RunConfig) -> DataParallel:
     recompute(model, run.activation_checkpoint)
     if run.training.compile:
         compile_blocks(model, run.parallel)
-    everyone_has_all = grid.z.size == 1 and (run.parallel.zero == 0 or grid.replicas.size == 1)
-    return (Replicated if everyone_has_all else FullySharded)(model, grid, run)
+    units, types = units_of(model), StepTypes.of(run.training)
+    if grid.z.size == 1 and (run.parallel.zero == 0 or grid.replicas.size == 1):
+        return Replicated(model, units, grid, types)
+    return FullySharded(model, units, grid, types, run.overlap.weight_prefetch)
 
 
 def tensor_rules(grid: Grid, run: RunConfig) -> Rules:

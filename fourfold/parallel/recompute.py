@@ -13,34 +13,45 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.config.run import ActivationCheckpointConfig, ParallelConfig
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.communicate import purpose
+from fourfold.parallel.linear import NormalLinears, TransposedLinear
 
 SELECTIVE = {
-    "attention": ("self_attn.core",),
-    "mlp": ("mlp.activation",),
-    "norms": ("input_layernorm", "post_attention_layernorm"),
+    "attention": ("self_attn.core.forward",),
+    "mlp": ("mlp.down",),
+    "norms": ("input_layernorm.forward", "post_attention_layernorm.forward"),
 }
-"""Which modules of a block a name of the run file stands for."""
+"""Methods of a block that a name of the run file has run again. Of ``mlp.down`` only the activation is: the backward
+does not read the product behind it."""
 
 OFFLOAD = "offload to the CPU"
 
 
 def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
-    """Store only the inputs of every n-th block ("full") or of the named modules of a block ("selective"); the
-    backward runs them again. With ``offload`` the inputs of blocks wait in the CPU's memory.
+    """Store only the inputs of every n-th block ("full") or of the named parts of a block ("selective"); the backward
+    runs them again. With ``offload`` the inputs of blocks wait in the CPU's memory.
     """
     for block in model.blocks[:: config.every]:
         if config.mode == "full":
-            _recompute(block, config.offload)
+            _recompute(block, "forward", _run_twice_from_cpu if config.offload else _run_twice)
         elif config.mode == "selective":
             for name in config.modules:
-                for path in SELECTIVE[name]:
-                    _recompute(block.get_submodule(path), offload=False)
+                for path in SELECTIVE.get(name, ()):
+                    module, _, method = path.rpartition(".")
+                    _recompute(block.get_submodule(module), method, _run_twice)
+            if "gathers" in config.modules:
+                _gather_again(block)
 
 
-def _recompute(module: nn.Module, offload: bool) -> None:
-    # The forward itself is wrapped, not the module: its name, hooks and parameters stay as they are.
+def _recompute(module: nn.Module, method: str, run: Callable[..., Tensor]) -> None:
+    # The method itself is wrapped, not the module: its name, hooks and parameters stay as they are.
     # Nothing in a block is random, so there is no random state to restore.
-    module.forward = partial(_run_twice_from_cpu if offload else _run_twice, module.forward)
+    setattr(module, method, partial(run, getattr(module, method)))
+
+
+def _gather_again(block: nn.Module) -> None:
+    for module in block.modules():
+        if isinstance(module, (NormalLinears, TransposedLinear)):
+            module.gather_again = True
 
 
 def _run_twice(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:

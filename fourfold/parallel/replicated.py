@@ -9,10 +9,8 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from fourfold.config.run import RunConfig
-from fourfold.models.transformer import Transformer
 from fourfold.parallel.communicate import Pending, start_all_reduce
-from fourfold.parallel.data_parallel import DTYPES, DataParallel
+from fourfold.parallel.data_parallel import DataParallel, StepTypes, Units
 from fourfold.parallel.grid import Axis, Grid
 from fourfold.parallel.sharding import Tile
 from fourfold.parallel.state import LocalShard, replicas_of_tile
@@ -25,24 +23,25 @@ class Replicated(DataParallel):
     added up in the stored type, and the optimizer steps what is stored.
     """
 
-    def __init__(self, model: Transformer, grid: Grid, run: RunConfig) -> None:
-        super().__init__(model, grid, run)
-        self.stored_dtype, self.working_dtype = DTYPES[run.training.master_weights], DTYPES[run.training.precision]
-        model.to(self.working_dtype)
+    def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:
+        super().__init__(model, units, grid, types)
+        # LoRA freezes weights in the step's type.
+        self._stored_dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        model.to(types.working)
         self._weights: dict[nn.Parameter, Weight] = {}
         self._buckets: list[Bucket] = []
 
     def materialize(self, device: torch.device) -> None:
         super().materialize(device)
-        for working in self.model.parameters():
-            stored = working
-            if self.working_dtype != self.stored_dtype:
-                stored = nn.Parameter(torch.empty_like(working, dtype=self.stored_dtype), working.requires_grad)
+        for name, working in self.model.named_parameters():
+            stored, dtype = working, self._stored_dtypes[name]
+            if working.dtype != dtype:
+                stored = nn.Parameter(torch.empty_like(working, dtype=dtype), working.requires_grad)
             self._weights[working] = Weight(working, stored)
-        reduce_dtype = DTYPES[self.run.training.reduce_dtype]
-        for parameters in _in_order_of_the_backward(self.model):
+        for parameters in _in_order_of_the_backward(self.model, self.units):
             weights = [self._weights[p] for p in parameters if p.requires_grad]
-            self._buckets.append(Bucket(weights, self.grid.replicas, reduce_dtype))
+            if weights:
+                self._buckets.append(Bucket(weights, self.grid.replicas, self.types.reduced))
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
         stored = self._weights[parameter].stored
@@ -66,14 +65,15 @@ class Replicated(DataParallel):
 
     @torch.no_grad()
     def publish(self) -> None:
-        if self.working_dtype != self.stored_dtype:
-            torch._foreach_copy_(list(self._weights), [weight.stored for weight in self._weights.values()])
+        copies = [weight for weight in self._weights.values() if weight.working is not weight.stored]
+        if copies:
+            torch._foreach_copy_([weight.working for weight in copies], [weight.stored for weight in copies])
 
     def free_gathered(self) -> None:
         """Nothing is gathered."""
 
     def gathered(self) -> list[Tensor]:
-        return [] if self.working_dtype == self.stored_dtype else [working.detach() for working in self._weights]
+        return [weight.working.detach() for weight in self._weights.values() if weight.working is not weight.stored]
 
     def partial_gradients(self) -> list[Tensor]:
         working = [p.grad for p in self._weights if p.grad is not None]
@@ -144,10 +144,12 @@ class Bucket:
         self.pending = None
 
 
-def _in_order_of_the_backward(model: Transformer) -> list[list[nn.Parameter]]:
-    """The head, each layer from the last to the first, the embeddings; a tied weight is with its last gradient."""
-    groups = [[model.lm_head, model.norm], *([block] for block in reversed(model.blocks))]
-    groups.append([model.embed_tokens, model.embed_positions])
-    parameters = [[p for module in group if module is not None for p in module.parameters()] for group in groups]
+def _in_order_of_the_backward(model: nn.Module, units: Units) -> list[list[nn.Parameter]]:
+    """The head, each layer from the last to the first, the embeddings, the rest; a tied weight is with its last
+    gradient."""
+    groups = [units.last, *([block] for block in reversed(units.blocks)), units.embeddings]
+    parameters = [[p for module in group for p in module.parameters()] for group in groups]
+    named = {p for group in parameters for p in group}
+    parameters.append([p for p in model.parameters() if p not in named])
     last_group = {p: i for i, group in enumerate(parameters) for p in group}
     return [[p for p in group if last_group[p] == i] for i, group in enumerate(parameters) if group]

@@ -67,10 +67,13 @@ class Tiled(nn.Module):
 
 
 def tile_table(model: nn.Module) -> dict[str, Tile]:
-    """The tile of every parameter of a model, by its full name; whole parameters have an empty ``Tile``."""
+    """The tile of every parameter of a model, by its full name; whole parameters have an empty ``Tile``.
+
+    A module that is no ``Tiled`` may have ``tiles`` too, for whole parameters whose gradients are shares.
+    """
     table: dict[str, Tile] = {}
     for prefix, module in model.named_modules():
-        tiles = module.tiles if isinstance(module, Tiled) else {}
+        tiles: dict[str, Tile] = getattr(module, "tiles", {})
         for name, parameter in module.named_parameters(recurse=False):
             if parameter is not None:
                 table[f"{prefix}.{name}" if prefix else name] = tiles.get(name, Tile())

@@ -53,7 +53,8 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     plain = np.where(work.rope, p.keys, p.queries + 2 * p.keys)
     qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
     normed = np.where(work.head_norms, (p.queries + p.keys) * (1 + 4 / work.bytes), 0)
-    out = np.where(work.y > 1, p.queries + p.whole_queries, p.queries)
+    shares = np.asarray(work.regather, bool) | (np.asarray(work.gathers_again, bool) & selective)
+    out = np.where((work.y > 1) & ~shares, p.queries + p.whole_queries, p.queries)
     heads = work.queries / work.head_dim
     log_sums = 4 * work.tokens * heads / (work.x * work.y)
     # Without a fused kernel the softmax's output, dropout's output and its mask are kept for every pair of tokens.
@@ -61,9 +62,9 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     core = qkv + normed + log_sums + scores
     core_inputs = p.queries + 2 * p.keys
     mlp = np.where(gated, 4, 2) * p.inner
-    mlp_inputs = np.where(gated, 3, 2) * p.inner
-    # Gathered inputs are kept as they are; Megatron-LM keeps its share of them and gathers again.
-    tokens = np.where(work.regather, p.residual, p.gathered)
+    mlp_inputs = np.where(gated, 2, 1) * p.inner
+    # Gathered inputs are kept as they are, or a share of them that is gathered again (Megatron-LM's way).
+    tokens = np.where(shares, p.residual, p.gathered)
     stream = 2 * p.residual + 2 * p.statistics + 2 * tokens + out
     if not selective:
         return stream + core + mlp

@@ -18,7 +18,8 @@ from fourfold.planning.workload import Workload
 class BlockTime:
     """Seconds of one block (head: of the head), of one micro-batch. They depend on x, y, cp and the micro-batch alone.
 
-    compute, over_x, over_y: forward and backward; attention_forward: the part that selective recompute repeats;
+    compute, over_x, over_y: forward and backward; attention_forward, activation_forward, x_again, y_again: the parts
+    that selective recompute repeats; last_product, last_sum: those at the end, which full recompute need not;
     hideable_x, hideable_y: collectives of the backward that can run while the weight gradient is computed, and the
     computation there is for that; launches_forward, launches_backward: host seconds.
     """
@@ -26,6 +27,11 @@ class BlockTime:
     forward: Number
     backward: Number
     attention_forward: Number
+    activation_forward: Number
+    last_product: Number
+    last_sum: Number
+    x_again: Number
+    y_again: Number
     x_forward: Number
     x_backward: Number
     y_forward: Number
@@ -79,6 +85,19 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
         forward=forward + attend + pointwise_forward,
         backward=input_gradients + weight_gradients + attend_backward + pointwise.BACKWARD * pointwise_forward,
         attention_forward=attend,
+        activation_forward=_activation(work, rates),
+        last_product=matmul_seconds(
+            work.tokens,
+            work.hidden / work.y,
+            work.inner / work.x,
+            rate=rates.matmul,
+            units=rates.units,
+            bandwidth=rates.bandwidth,
+            item=work.bytes,
+        ),
+        last_sum=x_forward / 4,
+        x_again=x_forward / 2,
+        y_again=gather_seconds(work.bytes * work.tokens * work.queries / work.x, 1, y_group),
         x_forward=x_forward,
         x_backward=x_backward,
         y_forward=y_forward,
@@ -139,6 +158,11 @@ def _pointwise(work: Workload, rates: Rates) -> Number:
     heads = item * work.tokens * (work.queries + 2 * work.keys) / (work.x * work.y)
     inner = item * work.tokens * work.inner / work.x
     return pointwise.pointwise_bytes(residual, heads, inner, work.ups > work.inner, work.fused) / rates.bandwidth
+
+
+def _activation(work: Workload, rates: Rates) -> Number:
+    """Of the MLP: reads gate and up, writes what down_proj reads."""
+    return work.bytes * work.tokens * (work.ups + work.inner) / work.x / rates.bandwidth
 
 
 def _over_x(work: Workload, group: Group) -> tuple[Number, Number, Number]:

@@ -73,6 +73,7 @@ class _Sizes:
         mode, modules = run.activation_checkpoint.mode, run.activation_checkpoint.modules
         self.block_again = mode == "full"
         self.norms_again = mode == "full" or (mode == "selective" and "norms" in modules)
+        self.gathers_again = mode == "full" or (mode == "selective" and "gathers" in modules)
         self.core_again = mode == "full" or (mode == "selective" and "attention" in modules)
 
 
@@ -88,22 +89,22 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     features, queries, keys = sizes.queries + 2 * sizes.keys, sizes.queries, sizes.keys
     ups = model.intermediate_size * (2 if model.mlp == "swiglu" else 1)
     once, forward = _times(run, stage, False), _times(run, stage, sizes.block_again)
-    norms = _times(run, stage, sizes.norms_again)
+    gathers, norms = _times(run, stage, sizes.gathers_again), _times(run, stage, sizes.norms_again)
 
     def line(axis: str, op: str, purpose: str, size: int, count: int) -> Iterator[Line]:
         if getattr(grid, axis) > 1:
             yield Line(axis, op, purpose, count, count * size)
 
-    yield from line("x", "all_gather", "qkv: tokens", residual, forward)
+    yield from line("x", "all_gather", "qkv: tokens", residual, gathers)
     yield from line("x", "reduce_scatter", "o_proj: outputs", residual, forward)
-    yield from line("x", "all_gather", "up: tokens", residual, forward)
-    yield from line("x", "reduce_scatter", "down: outputs", residual, forward)
+    yield from line("x", "all_gather", "up: tokens", residual, gathers)
+    yield from line("x", "reduce_scatter", "down: outputs", residual, once)  # nothing that is recomputed reads them
     yield from line("x", "all_gather", "down: output gradient", residual, once)
     yield from line("x", "reduce_scatter", "up: input gradient", residual, once)
     yield from line("x", "all_gather", "o_proj: output gradient", residual, once)
     yield from line("x", "reduce_scatter", "qkv: input gradient", residual, once)
     yield from line("y", "reduce_scatter", "qkv: outputs", item * tokens * features // x, forward)
-    yield from line("y", "all_gather", "o_proj: inputs", item * tokens * queries // x, forward)
+    yield from line("y", "all_gather", "o_proj: inputs", item * tokens * queries // x, gathers)
     yield from line("y", "all_reduce", "up: outputs", item * tokens * ups // x, forward)
     yield from line("y", "all_reduce", "down: input gradient", item * tokens * model.intermediate_size // x, once)
     yield from line("y", "reduce_scatter", "o_proj: input gradient", item * tokens * queries // x, once)

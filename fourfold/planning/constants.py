@@ -54,9 +54,7 @@ PRIORS: dict[str, Prior] = {
     "inter": Prior(0.75, 0.15, "nccl-tests on 200 and 400 Gb/s adapters: 85 to 95 %, less in production"),
     "latency": Prior(1.0, 0.50, "the machine file's latencies"),
     "exposed": Prior(0.15, 0.60, "kernels that run beside communication lose processors and bandwidth to it"),
-    "dispersion": Prior(
-        0.005, 0.80, "weak scaling of published runs without other causes: hundreds of nodes lose 0 to 4 %"
-    ),
+    "dispersion": Prior(0.005, 0.80, "nodes of one machine differ by half a percent: an assumption"),
     "step": Prior(0.010, 0.80, "synchronisation, clipping, and data loading between steps"),
 }
 NAMES = tuple(f.name for f in fields(Constants))

@@ -8,7 +8,16 @@ from fourfold.config.layout import CHUNK_LOGITS, context_method
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import stages_per_rank
+from fourfold.errors import UserError
 from fourfold.planning.workload import CONTEXTS, RECOMPUTE, SCHEDULES, Workload
+
+AGAIN = {
+    "attention_again": np.bool_(False),
+    "mlp_again": np.bool_(True),
+    "gathers_again": np.bool_(True),
+    "stops_early": np.bool_(True),
+}
+"""The run file's recompute, with the modules that it has when none are named."""
 
 
 def workload_of_model(model: ModelConfig) -> Workload:
@@ -20,15 +29,17 @@ def workload_of_model(model: ModelConfig) -> Workload:
         inner=model.intermediate_size, ups=ups, vocab=model.padded_vocab_size, tied=model.tie_word_embeddings,
         seq=1, batch=1, micro_batch=1, bits=16, reduce_bytes=4, x=1, y=1, z=1, dp=1, cp=1, pp=1, interleave=1, zero=0,
         recompute=0, rope=np.bool_(model.position_embedding == "rope"), biases=np.bool_(model.attention_bias),
-        head_norms=np.bool_(model.qk_norm),
+        head_norms=np.bool_(model.qk_norm), **AGAIN,
         positions=model.max_position_embeddings if model.position_embedding == "learned" else 0,
         ends=model.padded_vocab_size * model.hidden_size / model.parameters_per_layer,
     )  # fmt: skip
 
 
 def workload_of(run: RunConfig) -> Workload:
-    """The step that a run file describes."""
-    training, grid = run.training, run.parallel
+    """The step that a run file describes. Raises ``UserError`` for LoRA, whose memory and time are others."""
+    if run.lora.rank:
+        raise UserError("the planner does not predict LoRA; `fourfold trace` counts its memory and its collectives")
+    training, grid, again = run.training, run.parallel, run.activation_checkpoint
     values = vars(workload_of_model(run.model)) | {
         "seq": training.seq_length,
         "batch": training.global_batch_size,
@@ -40,7 +51,7 @@ def workload_of(run: RunConfig) -> Workload:
         "schedule": SCHEDULES.index(grid.schedule) if grid.pp > 1 else 0,
         "layers_per_stage": grid.layers_per_stage if grid.pp > 1 else None,
         "context": CONTEXTS.index(context_method(run.model, grid, training, run.data.mask_documents)),
-        "recompute": RECOMPUTE.index(run.activation_checkpoint.mode),
+        "recompute": RECOMPUTE.index(again.mode),
         "overlap_x": np.bool_(run.overlap.input_gradients),
         "overlap_z": np.bool_(run.overlap.weight_prefetch > 0),
         "overlap_dp": np.bool_(True),
@@ -49,7 +60,8 @@ def workload_of(run: RunConfig) -> Workload:
         "fused": np.bool_(training.compile),
         "prefetch": run.overlap.weight_prefetch,
         "chunk_logits": CHUNK_LOGITS["cpu" if training.device == "cpu" else "cuda"],
-        "attention_again": np.bool_("attention" in run.activation_checkpoint.modules),
-        "mlp_again": np.bool_("mlp" in run.activation_checkpoint.modules),
+        "attention_again": np.bool_("attention" in again.modules),
+        "mlp_again": np.bool_("mlp" in again.modules),
+        "gathers_again": np.bool_("gathers" in again.modules),
     }
     return Workload(**values)

@@ -21,8 +21,9 @@ from fourfold.planning.workload import Workload
 
 AXONN = Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),))
 """What AxoNN's program could do: x, y, z, dp; full recompute."""
-AXONN_BLOCKS = {"overlap_dp": np.bool_(False), "split_residual": np.bool_(False)}
-"""And could not: hide the sum over dp, or split what lies between the layers over x."""
+AXONN_BLOCKS = {"overlap_dp": np.bool_(False), "split_residual": np.bool_(False), "stops_early": np.bool_(False)}
+"""And could not: hide the sum over dp, split what lies between the layers over x, or leave out of a recomputed block
+what nothing reads."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ MEGATRON = {
     "weights_kept": np.bool_(True),
     "overlap_dp": np.bool_(False),
     "overlap_x": np.bool_(False),
+    "stops_early": np.bool_(False),
     "reduce_bytes": 2,
 }
 """Megatron-DeepSpeed without sequence parallelism, in the words of ``Workload``."""

@@ -30,15 +30,21 @@ def step_parts(
     full, selective = work.recompute == 2, work.recompute == 1
 
     # One block, one micro-batch.
-    products = np.where(work.per_op, (block.forward - block.attention_forward) / 2, block.attention_forward)
-    recompute = np.where(full, block.forward, np.where(selective, products, 0.0)) * work.recomputing
+    parts = np.where(work.attention_again, block.attention_forward, 0.0)
+    parts = parts + np.where(work.mlp_again, block.activation_forward, 0.0)
+    parts = np.where(work.per_op, (block.forward - block.attention_forward) / 2, parts)
+    whole = block.forward - np.where(work.stops_early, block.last_product, 0.0)
+    recompute = np.where(full, whole, np.where(selective, parts, 0.0)) * work.recomputing
     again = np.where(full, work.recomputing, 0.0)
-    x = block.x_forward * (1 + again) + block.x_backward
-    y = block.y_forward * (1 + again) + block.y_backward
+    gathers = np.where(selective & work.gathers_again, work.recomputing, 0.0)
+    x_whole = block.x_forward - np.where(work.stops_early, block.last_sum, 0.0)
+    x = block.x_forward + again * x_whole + gathers * block.x_again + block.x_backward
+    y = block.y_forward * (1 + again) + gathers * block.y_again + block.y_backward
     # Weight gradients that are computed apart are not there to hide anything.
     overlap = np.asarray(work.overlap_x, bool) & ~work.split_backward
-    hidden_x = np.where(overlap, _hidden(block.hideable_x, block.weight_gradients / 2, exposed), 0.0)
-    hidden_y = np.where(overlap, _hidden(block.hideable_y, block.weight_gradients / 2, exposed), 0.0)
+    hideable_x, hideable_y = block.hideable_x + gathers * block.x_again, block.hideable_y + gathers * block.y_again
+    hidden_x = np.where(overlap, _hidden(hideable_x, block.weight_gradients / 2, exposed), 0.0)
+    hidden_y = np.where(overlap, _hidden(hideable_y, block.weight_gradients / 2, exposed), 0.0)
     ahead = _hidden(block.x_forward, (block.forward - block.attention_forward) / 2, exposed)
     hidden_x = hidden_x + np.where(work.overlap_forward, ahead * (1 + again), 0.0)
     x, y = x - hidden_x, y - hidden_y

@@ -11,7 +11,7 @@ from fourfold.config.stages import SPLIT_BACKWARD, V_SHAPED
 from fourfold.planning.machine import Number
 
 RECOMPUTE = ("none", "selective", "full")
-"""``recompute`` counts in these: selective runs the attention core again, full the whole block."""
+"""``recompute`` counts in these: selective runs parts of a block again, full the whole block."""
 
 SCHEDULES = (
     "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",
@@ -35,9 +35,11 @@ class Workload:
 
     What the program does, as others' programs differ here:
     split_residual: the stream between the layers lies over x; false for tensor without sequence parallelism.
-    regather: inputs are kept split over x and gathered again for the backward (Megatron-LM's sequence parallelism).
+    regather: inputs are kept split over x and gathered again for the backward, whatever the recompute (Megatron-LM's
+    sequence parallelism).
     flash: fused attention; fused: fused pointwise operations; per_op: selective keeps the attention's output and every
-    second matmul's (torchtitan); attention_again, mlp_again: what selective computes again.
+    second matmul's (torchtitan); attention_again, mlp_again, gathers_again: what selective does again; stops_early:
+    full leaves out a block's last product and its sum over x, which nothing reads.
     overlap_x, overlap_z, overlap_dp: communication runs behind computation (of x in the backward; overlap_forward:
     also in the forward, piece by piece with the product that it feeds); blocking: the host waits for every kernel.
     weights_kept: weights are gathered once a step and not for every micro-batch (distributed optimizers).
@@ -102,6 +104,8 @@ class Workload:
     chunk_logits: Number = 1 << 27
     attention_again: Number = True
     mlp_again: Number = False
+    gathers_again: Number = False
+    stops_early: Number = False
 
     @property
     def gpus(self) -> Number:
@@ -152,8 +156,10 @@ class Workload:
         """Model FLOPs and what is computed again for the backward."""
         tokens = 1.0 * self.batch * self.seq
         attention = 2.0 * self.layers * self.seq * self.queries
-        block = 2 * self.layers * self.block_weights
-        again = np.where(self.recompute == 2, block + attention, np.where(self.recompute == 1, attention, 0))
+        last = np.where(self.stops_early, self.hidden * self.inner, 0)
+        full = 2 * self.layers * (self.block_weights - last) + attention
+        selective = np.where(self.attention_again, attention, 0)
+        again = np.where(self.recompute == 2, full, np.where(self.recompute == 1, selective, 0))
         return self.model_flops() + tokens * again * self.recomputing
 
     def megatron_flops(self) -> Number:

@@ -54,6 +54,7 @@ svg .strong { fill: var(--ink); font-weight: 600; }
 .line { fill: none; stroke: currentColor; stroke-width: 1.5; stroke-linejoin: round; stroke-linecap: round; }
 .dot, .mark, .part { fill: currentColor; }
 .part { stroke: var(--card); }
+.cell { fill: var(--s0); }
 .rule, .mark { visibility: hidden; pointer-events: none; }
 .rule { stroke: var(--faint); stroke-dasharray: 3 3; } .mark { stroke: var(--card); stroke-width: 1.5; }
 .hover .rule, .hover .mark { visibility: visible; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -11,6 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from fourfold.reports.audit_report import ATTACK_HEADER, COUNT_HEADER, attack_rows, count_rows, replay_facts
+from fourfold.reports.loki_report import (
+    LAYER_HEADER,
+    PERPLEXITY_HEADER,
+    TASK_HEADER,
+    layer_rows,
+    perplexity_rows,
+    rank_header,
+    rank_rows,
+    task_rows,
+)
 
 if TYPE_CHECKING:
     from fourfold.data.preview import Preview
@@ -93,12 +104,15 @@ def audit_tables(record: Mapping[str, Any]) -> None:
 
 
 def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[str, Any]) -> None:
-    """Sequences with what the goldfish mask drops in brackets and what else is not trained dimmed, and the numbers."""
+    """Sequences with what is trained in green, what the goldfish mask drops in red and brackets, and what else is not
+    trained dimmed; and the numbers."""
     console = Console()
     for sample in preview.samples:
         text = Text()
         for piece, trained, dropped in zip(sample.pieces(tokenizer), sample.trained, sample.dropped, strict=True):
-            text.append(f"[{piece}]" if dropped else piece, style="bold red" if dropped else "" if trained else "dim")
+            text.append(
+                f"[{piece}]" if dropped else piece, style="bold red" if dropped else "green" if trained else "dim"
+            )
         console.print(text, end="\n\n")
     facts = [["trained", f"{record['trained_share']:.1%} of the tokens"]]
     if record["goldfish"] is not None:
@@ -119,6 +133,21 @@ def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[st
         console.print(Text.assemble(("Warning: ", "bold"), warning))
 
 
+def evaluation_tables(record: Mapping[str, Any]) -> None:
+    """How well texts are predicted, and the numbers of tasks."""
+    console = Console()
+    rows = [
+        [Path(name).name, f"{t['tokens']:,}", f"{t['loss']:.4f}", f"{t['perplexity']:.3f}", f"{t['bits_per_byte']:.4f}"]
+        for name, t in record["texts"].items()
+    ]
+    if rows:
+        header = ("text", "tokens", "nats per token", "perplexity", "bits per byte")
+        console.print(_table(f"{record['model']}, context {record['context']}", header, rows))
+    rows = [[task, key, f"{value:.4f}"] for task, numbers in record["tasks"].items() for key, value in numbers.items()]
+    if rows:
+        console.print(_table(f"{record['model']}: lm-eval", ("task", "metric", "value"), rows))
+
+
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(title=Text(title), title_justify="left", show_header=any(header))
     for number, name in enumerate(header):
@@ -132,3 +161,34 @@ def transferred_line(record: Mapping[str, Any]) -> str:
     """What an import or export of a Hugging Face model wrote."""
     what = f"{record['model_type']}, {record['parameters']:,} parameters, {record['bytes']:,} bytes"
     return f"{record['folder']}: {what} in {record['files']} file{'s' * (record['files'] != 1)}"
+
+
+def rank_table(record: Mapping[str, Any]) -> None:
+    """What a calibration found, layer by layer."""
+    console = Console()
+    title = f"Dims that explain 90 % of the variance of the keys, of {record['head_dim']}"
+    console.print(_table(title, rank_header(record), rank_rows(record)))
+    for kind, mean in record["mean_rank"].items():
+        console.print(f"mean of all heads, {kind}-rotary: {mean:.1f}")
+    console.print(f"{record['tokens']:,} tokens in windows of {record['seq_length']:,}. Written: {record['basis']}")
+
+
+def loki_tables(record: Mapping[str, Any]) -> None:
+    """What Loki loses: on a text, and in tasks."""
+    console = Console()
+    if "perplexity" in record:
+        title = f"{record['windows']} windows of {record['seq_length']:,} tokens"
+        console.print(_table(title, PERPLEXITY_HEADER, perplexity_rows(record)))
+        console.print(_table("Layers: recall of the best keys, and captured mass", LAYER_HEADER, layer_rows(record)))
+    if "tasks" in record:
+        console.print(_table("Tasks", TASK_HEADER, task_rows(record["tasks"])))
+
+
+def generation_line(record: Mapping[str, Any]) -> str:
+    """How fast a text was generated."""
+    speed = record["tokens_per_second"]
+    rate = "" if speed is None else f", then {speed:.1f} tokens/s"
+    return (
+        f"{record['prompt_tokens']:,} + {record['new_tokens']:,} tokens: the first after "
+        f"{record['prompt_seconds']:.2f} s{rate}; cache {record['cache_bytes'] / 2**20:,.2f} MiB"
+    )

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fourfold.config.model import ModelConfig
-from fourfold.config.run import CheckpointConfig, RunConfig
+from fourfold.config.run import CheckpointConfig, LoRAConfig, RunConfig
 from fourfold.config.strict import Strict
 from fourfold.errors import UserError
 from fourfold.parallel.state import GlobalView
@@ -47,7 +47,8 @@ class CheckpointState(Strict):
 
     step: training steps taken; it is also the position in the data, as long as ``training`` says the same.
     optimizer_steps: of these, the ones that moved the weights; loss_scale: its value, and the steps since it changed.
-    weights_only: it was imported, and a run that begins with it has taken no step.
+    weights_only: it was imported, and a run that begins with it has taken no step. lora: the run's table where only
+    adapters were trained, and are here; base: the model that they belong to.
     """
 
     format: int
@@ -59,6 +60,8 @@ class CheckpointState(Strict):
     optimizer_steps: int | None = None
     loss_scale: tuple[float, int] | None = Field(None, strict=False)
     weights_only: bool = False
+    lora: LoRAConfig | None = None
+    base: str | None = None
 
 
 class Checkpointer:
@@ -90,11 +93,13 @@ class Checkpointer:
             files={},
             optimizer_steps=self.job.optimizer.steps_taken(),
             loss_scale=None if self.job.loss_scale is None else self.job.loss_scale.state(),
+            lora=run.lora if run.lora.rank else None,
+            base=run.model.from_hf if run.lora.rank else None,
         )
         writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
         tensors = global_tensors(self.job, self._view)
         if self._group is None:
-            with _failures_told(f"cannot write the checkpoint {partial}"):
+            with failures_told(f"cannot write the checkpoint {partial}"):
                 dcp.save(tensors, storage_writer=writer)
             self._publish(step, state)
             dist.barrier()
@@ -113,7 +118,7 @@ class Checkpointer:
             return
         future, step, state = self._pending
         self._pending = None
-        with _failures_told(f"cannot write the checkpoint {self._partial(step)}"):
+        with failures_told(f"cannot write the checkpoint {self._partial(step)}"):
             future.result()
         self._publish(step, state)
 
@@ -157,13 +162,14 @@ def load_checkpoint(path: Path, job: Job) -> int:
     """
     state = read_state(path)
     check_same_model(path, state, job.run.model)
+    check_same_adapters(path, state, job.run.lora)
     if state.weights_only:
         load_model(path, job)
         return 0
     check_same_order(path, state, job.run)
     generator = _generator(path, state)
     tensors = global_tensors(job, GlobalView(job.grid, job.run.parallel.zero))
-    _load_tensors(tensors, path)
+    load_tensors(tensors, path)
     job.optimizer.set_steps_taken(state.step if state.optimizer_steps is None else state.optimizer_steps)
     if job.loss_scale is not None and state.loss_scale is not None:
         job.loss_scale.scale, job.loss_scale.steps_since_change = state.loss_scale
@@ -178,10 +184,12 @@ def load_model(path: Path, job: Job) -> None:
 
     Raises ``UserError`` when the checkpoint is damaged or belongs to another model.
     """
-    check_same_model(path, read_state(path), job.run.model)
+    state = read_state(path)
+    check_same_model(path, state, job.run.model)
+    check_whole(path, state)
     view = GlobalView(job.grid, job.run.parallel.zero)
     first = {shard.name: shard for shard in reversed(job.shards)}
-    _load_tensors({f"model.{name}": view.of(shard) for name, shard in first.items()}, path)
+    load_tensors({f"model.{name}": view.of(shard) for name, shard in first.items()}, path)
     with torch.no_grad():
         for shard in job.shards:
             if shard is not first[shard.name]:
@@ -192,7 +200,7 @@ def load_model(path: Path, job: Job) -> None:
 def load_weights(path: Path, weights: dict[str, Tensor]) -> None:
     """Fill whole tensors, by parameter name, in one process and without a process group."""
     read_state(path)
-    _load_tensors({f"model.{name}": tensor for name, tensor in weights.items()}, path, no_dist=True)
+    load_tensors({f"model.{name}": tensor for name, tensor in weights.items()}, path, no_dist=True)
 
 
 def write_imported(path: Path, model: ModelConfig, files: dict[str, int]) -> None:
@@ -253,6 +261,26 @@ def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> 
         )
 
 
+def check_same_adapters(path: Path, state: CheckpointState, lora: LoRAConfig) -> None:
+    """Raise ``UserError`` when the checkpoint's adapters are others than the run's, or only one of them has any."""
+    was, now = state.lora or LoRAConfig(), lora
+    if (was.rank, now.rank) == (0, 0):
+        return
+    for key, theirs in was.model_dump().items():
+        ours = getattr(now, key)
+        if theirs != ours:
+            raise UserError(
+                f"the checkpoint {path} was trained with lora.{key} = {theirs!r}, and the run file has {ours!r}; set "
+                "it back, or set checkpoint.resume = 'never'"
+            )
+
+
+def check_whole(path: Path, state: CheckpointState) -> None:
+    """Raise ``UserError`` for adapters without the model that they belong to."""
+    if state.lora is not None:
+        raise UserError(f"{path} has LoRA adapters only; `fourfold export-hf {path} OUT --merge` makes a model of it")
+
+
 def check_same_order(path: Path, state: CheckpointState, run: RunConfig) -> None:
     """Raise ``UserError`` when the run's steps are of other samples than those that the checkpoint has counted."""
     for key, was, now in _differences(state.training, _order(run)):
@@ -268,9 +296,10 @@ def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> Iterator[tupl
 
 
 def global_tensors(job: Job, view: GlobalView) -> dict[str, Tensor]:
-    """Weights and moments as global tensors that alias the job's memory; of two copies of one, the first."""
+    """Trained weights, and their moments, as global tensors that alias the job's memory; of two copies of one, the
+    first."""
     tensors: dict[str, Tensor] = {}
-    for index, shard in enumerate(job.shards):
+    for index, shard in enumerate(job.trained):
         if f"model.{shard.name}" in tensors:
             continue
         tensors[f"model.{shard.name}"] = view.of(shard)
@@ -283,16 +312,16 @@ def global_tensors(job: Job, view: GlobalView) -> dict[str, Tensor]:
 def _fill_second_copies(job: Job) -> None:
     """Both ends of a V-shaped pipeline are on one process, which reads a tied embedding once."""
     first: dict[str, int] = {}
-    for index, shard in enumerate(job.shards):
+    for index, shard in enumerate(job.trained):
         copied = first.setdefault(shard.name, index)
         if copied != index:
-            shard.local.copy_(job.shards[copied].local)
+            shard.local.copy_(job.trained[copied].local)
             for moment, tensor in job.optimizer.moments(index).items():
                 tensor.copy_(job.optimizer.moments(copied)[moment])
 
 
-def _load_tensors(tensors: dict[str, Tensor], path: Path, no_dist: bool = False) -> None:
-    with _failures_told(f"the checkpoint {path} is damaged"), _torch_silenced():
+def load_tensors(tensors: dict[str, Tensor], path: Path, no_dist: bool = False) -> None:
+    with failures_told(f"the checkpoint {path} is damaged"), _torch_silenced():
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=no_dist)
 
 
@@ -310,7 +339,7 @@ def _torch_silenced() -> Iterator[None]:
 
 
 @contextmanager
-def _failures_told(what: str) -> Iterator[None]:
+def failures_told(what: str) -> Iterator[None]:
     """Turn torch's CheckpointException, which is no Exception and would pass by every handler, into a sentence."""
     try:
         yield

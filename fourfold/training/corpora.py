@@ -10,13 +10,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
 from fourfold.data.build import build_dataset, ensure_builtin
+from fourfold.data.conversations import PackedConversations, PackingStatistics
+from fourfold.data.dataset import Mixture
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.loader import Batch, Loader
 from fourfold.data.manifest import corpus_tokenizer, read_manifest, validation_prefix
 from fourfold.data.mask_statistics import MaskStatistics, sample_statistics
-from fourfold.data.masks import LossMask, build_masks
+from fourfold.data.masks import LossMask, build_masks, labels_of
 from fourfold.data.preview import Preview, preview
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
@@ -41,6 +44,18 @@ class Corpora:
     masks: list[LossMask]
     goldfish: Goldfish | None
 
+    def packing(self) -> list[PackingStatistics]:
+        """How each corpus of conversations fills its sequences."""
+        mixture = self.train.dataset
+        found = (source for source in mixture.sources) if isinstance(mixture, Mixture) else ()
+        return [source.statistics for source in found if isinstance(source, PackedConversations)]
+
+    def trained_share(self) -> float:
+        """Of the tokens at the beginning of the training data, how many every mask keeps."""
+        masks = self.masks if self.goldfish is None else [*self.masks, self.goldfish]
+        windows = self.train.dataset.read(np.arange(max(1, STATISTICS_TOKENS // self.train.dataset.seq_length)))
+        return float((labels_of(windows, masks) != IGNORE_INDEX).mean())
+
     def goldfish_statistics(self) -> MaskStatistics | None:
         """What the goldfish mask does to the beginning of the training data; None without one."""
         if self.goldfish is None:
@@ -56,6 +71,7 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
     train, validation = _prefixes(run)
     for prefix, _ in [*train, *validation]:
         _check_vocabulary(prefix, run)
+        _check_format(prefix, run)
         _check_same_tokenizer(prefix, train[0][0])
     tokenizer = _tokenizer(run, train)
     if run.sample.prompt is not None and tokenizer is None:
@@ -82,6 +98,8 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
 def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, Tokenizer | None]:
     """The masks of a run on the beginning of its training data, in one process and without a model."""
     train, _ = _prefixes(run)
+    for prefix, _ in train:
+        _check_format(prefix, run)
     tokenizer = _tokenizer(run, train)
     masks, goldfish = build_masks(run.masks, tokenizer, run.training.seq_length, run.training.global_batch_size)
     look_back = 0 if goldfish is None else goldfish.look_back
@@ -148,6 +166,19 @@ def _check_vocabulary(prefix: str, run: RunConfig) -> None:
     manifest = read_manifest(prefix)
     if manifest is not None:
         _check_fits(f"the corpus {prefix} was made with", manifest.vocab_size, run)
+
+
+def _check_format(prefix: str, run: RunConfig) -> None:
+    """Conversations read as text would train prompts too, and text has no answers."""
+    manifest = read_manifest(prefix)
+    made = "text" if manifest is None else manifest.format
+    if made != run.data.format:
+        remedy = f"set data.format = '{made}'"
+        if made == "text":
+            remedy += ", or prepare conversations with `fourfold prepare --format sft`"
+        raise UserError(
+            f"the corpus {prefix} is of the format '{made}', and data.format = '{run.data.format}'; {remedy}"
+        )
 
 
 def _check_fits(whose: str, vocab_size: int, run: RunConfig) -> None:

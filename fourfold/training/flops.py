@@ -26,13 +26,14 @@ class FlopCount(NamedTuple):
     training: int
 
 
-def flops_per_token(model: ModelConfig, seq_length: int) -> FlopCount:
+def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -> FlopCount:
     """Count the model FLOPs of one token of a decoder by `FLOP_FORMULA` (source: `FLOP_SOURCE`).
 
     A multiplication and an addition are two FLOPs. Attention is QK^T and PV, 2·S·heads·head_dim each per token when
     every position sees all S; a causal token sees S/2 on average (exactly (S+1)/2), hence the division by two.
     Backward is twice the forward: one product for the input gradient, one for the weight gradient. Norms, softmax,
-    rotary embedding and activation functions are left out, as in the source.
+    rotary embedding and activation functions are left out, as in the source. Of a `frozen` model (LoRA) no weight
+    gradient is computed, and what is added to it is left out too.
     """
     hidden, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
     attention_projections = hidden * model.head_dim * (2 * heads + 2 * kv_heads)  # q and output; k and v
@@ -40,7 +41,8 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> FlopCount:
     matmul_parameters = model.num_hidden_layers * (attention_projections + mlp) + hidden * model.vocab_size
     causal_attention = model.num_hidden_layers * 4 * seq_length * heads * model.head_dim // 2
     forward = 2 * matmul_parameters + causal_attention
-    return FlopCount(matmul_parameters, forward, 3 * forward)
+    training = 3 * forward - (2 * matmul_parameters if frozen else 0)
+    return FlopCount(matmul_parameters, forward, training)
 
 
 def model_tflops_per_device(training_flops_per_token: int, tokens_per_second: float, num_devices: int) -> float:

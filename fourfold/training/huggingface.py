@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,14 +22,18 @@ from torch import Tensor
 from fourfold.config.huggingface import CONFIG_FILE, config_of, local_folder, model_of, read_config, same_model
 from fourfold.config.load import load_run
 from fourfold.config.model import ModelConfig
+from fourfold.data.build import ensure_builtin
 from fourfold.data.files import write_whole
 from fourfold.data.manifest import corpus_tokenizer, read_manifest
 from fourfold.data.tokenizer import HFTokenizer, load_tokenizer
 from fourfold.data.tokenizer import Tokenizer as AnyTokenizer
 from fourfold.errors import UserError
 from fourfold.models.huggingface import TheirTensor, name_map
+from fourfold.models.lora import ADAPTERS
 from fourfold.models.pretrained import Pretrained
 from fourfold.models.tensor_files import Entry, write_tensor_files
+from fourfold.parallel.state import initialize_shards
+from fourfold.training.adapters import Merged, open_base, write_adapter
 from fourfold.training.checkpoint import STATE_FILE, list_checkpoints, write_imported
 from fourfold.training.job import Job
 from fourfold.training.saved_weights import SavedWeights
@@ -98,9 +103,16 @@ def import_huggingface(name: str, out: Path) -> Transferred:
 
 
 def export_huggingface(
-    checkpoint: Path, out: Path, dtype: str = "auto", kind: str | None = None, tokenizer: str | None = None
+    checkpoint: Path,
+    out: Path,
+    dtype: str = "auto",
+    kind: str | None = None,
+    tokenizer: str | None = None,
+    merge: bool = False,
 ) -> Transferred:
     """Write a checkpoint of any grid as a folder that transformers opens; one tensor is in memory at a time.
+
+    LoRA's adapters become a folder that peft opens, or with ``merge`` the model that they make with their base.
 
     dtype: of the weights; auto: as the model that training began with, else as stored. kind: the model_type to write,
     by default that of the original, else the first that computes the same. tokenizer: a tokenizer.json; by default
@@ -108,9 +120,14 @@ def export_huggingface(
     """
     checkpoint = _newest(checkpoint)
     saved = SavedWeights(checkpoint)
+    if merge and saved.state.lora is None:
+        raise UserError(f"the checkpoint {checkpoint} holds a whole model; there are no adapters to merge")
+    if saved.state.lora is not None and not merge:
+        return _export_adapter(checkpoint, saved, out)
+    weights = Merged(saved, open_base(saved, PATTERNS)) if merge else saved
     source = _source_of(checkpoint)
     config = _config(saved.model, source, kind)
-    types = dict(saved.dtypes)
+    types = dict(weights.dtypes)
     wanted = EXPORT_DTYPES.get(dtype)
     if wanted is None and source is not None and not saved.state.weights_only:
         wanted = _TYPE_NAMES.get(str(config.get("dtype", config.get("torch_dtype"))))
@@ -122,7 +139,7 @@ def export_huggingface(
     entries = []
     tensors = name_map(config["model_type"], saved.model)
     for tensor in tensors:
-        make = partial(_joined, saved, tensor, types[tensor.pieces[0].name])
+        make = partial(_joined, weights, tensor, types[tensor.pieces[0].name])
         entries.append(Entry(tensor.name, types[tensor.pieces[0].name], tensor.shape, make))
     with _appears_whole(out) as partial_folder:
         if source is not None:
@@ -134,16 +151,56 @@ def export_huggingface(
     return Transferred(str(out), config["model_type"], _count(tensors), files)
 
 
+def _export_adapter(checkpoint: Path, saved: SavedWeights, out: Path) -> Transferred:
+    base = open_base(saved, PATTERNS)
+    with _appears_whole(out) as partial_folder:
+        files = write_adapter(partial_folder, saved, base)
+        source = _source_of(checkpoint)
+        if source is not None:
+            keep_small_files(
+                source, partial_folder, [n for n in SMALL_FILES if n not in (CONFIG_FILE, GENERATION_FILE)]
+            )
+    return Transferred(str(out), f"LoRA of {base.kind}", sum(map(math.prod, saved.shapes.values())), files)
+
+
+@contextmanager
+def as_huggingface(name: str) -> Iterator[tuple[str, str]]:
+    """A model as transformers opens it, and its tokenizer: a folder or an id of the Hub each, or "bytes".
+
+    A checkpoint or run of ours is exported into a temporary folder for as long as the block lasts, in the types in
+    which its weights are stored, adapters merged. Raises ``UserError`` where there is no model of that name.
+    """
+    path = Path(name).expanduser()
+    if not path.is_dir() or (path / CONFIG_FILE).is_file():
+        folder = str(local_folder(name, PATTERNS))
+        yield folder, folder
+        return
+    checkpoint = _newest(path)
+    with tempfile.TemporaryDirectory(prefix="fourfold-") as temporary:
+        folder = Path(temporary) / "model"
+        export_huggingface(checkpoint, folder, merge=SavedWeights(checkpoint).state.lora is not None)
+        has_tokenizer = (folder / TOKENIZER_FILE).is_file()
+        yield str(folder), str(folder) if has_tokenizer or _tokenizer_of_run(checkpoint) is None else "bytes"
+
+
 def load_pretrained(job: Job, name: str) -> None:
-    """Fill a job's weights from a Hugging Face model: every process reads the slices that it holds."""
+    """Fill a job's weights from a Hugging Face model: every process reads the slices that it holds.
+
+    LoRA's adapters are as at the start of a run.
+    """
     if dist.get_rank() == 0:
         local_folder(name, PATTERNS)
     dist.barrier()
     pretrained = Pretrained(local_folder(name, PATTERNS), job.run.model)
+    initialize_shards([shard for shard in job.shards if _is_adapter(shard.name)], job.run.model, job.run.training.seed)
     for shard in job.shards:
-        if shard.local.numel():
+        if shard.local.numel() and not _is_adapter(shard.name):
             pretrained.read_into(shard.local, shard.name, shard.slices)
     job.publish()
+
+
+def _is_adapter(name: str) -> bool:
+    return name.endswith(ADAPTERS)
 
 
 def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
@@ -164,10 +221,10 @@ def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
     )
 
 
-def keep_small_files(folder: Path, out: Path) -> None:
+def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES) -> None:
     """Copy what a Hugging Face model has besides weights."""
     out.mkdir(exist_ok=True)
-    for name in SMALL_FILES:
+    for name in names:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
 
@@ -182,9 +239,9 @@ def _whole(pretrained: Pretrained, name: str, shape: tuple[int, ...]) -> Tensor:
     return out
 
 
-def _joined(saved: SavedWeights, tensor: TheirTensor, dtype: torch.dtype) -> Tensor:
+def _joined(weights: SavedWeights | Merged, tensor: TheirTensor, dtype: torch.dtype) -> Tensor:
     """A tensor of theirs: its pieces without padding, one below the other, transposed where theirs is."""
-    pieces = [saved.read(piece.name)[: piece.rows].to(dtype) for piece in tensor.pieces]
+    pieces = [weights.read(piece.name)[: piece.rows].to(dtype) for piece in tensor.pieces]
     whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return whole.T.contiguous() if tensor.transposed else whole
 
@@ -236,7 +293,10 @@ def _tokenizer_of_run(checkpoint: Path) -> AnyTokenizer | None:
     run_file = checkpoint.resolve().parent.parent / "run.toml"
     if not run_file.is_file():
         return None
-    data = load_run(run_file).data
+    run = load_run(run_file)
+    data = run.data
+    if data.source is not None:
+        return corpus_tokenizer(ensure_builtin(data.source, data.tokenizer, data.cache_dir, run.model.vocab_size))
     if data.train and read_manifest(data.train[0].path) is not None:
         return corpus_tokenizer(data.train[0].path)
     return load_tokenizer(data.tokenizer) if data.tokenizer is not None else None

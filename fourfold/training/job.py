@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import rank_of_stage, stage_layers
+from fourfold.models.lora import add_adapters
 from fourfold.models.transformer import IGNORE_INDEX, Transformer
 from fourfold.parallel.communicate import all_reduce
 from fourfold.parallel.context import take_chunks
@@ -58,6 +59,7 @@ class Job:
     """A model on the grid with its optimizer.
 
     stages: this process's pipeline stages by number; the whole model is stage 0 where nothing splits the layers.
+    trained: the shards that the optimizer steps, all but what LoRA freezes.
     """
 
     def __init__(
@@ -70,11 +72,12 @@ class Job:
             stage.materialize(device)
         self.pipeline = Pipeline(self.stages, grid, run, device)
         self.shards: list[LocalShard] = [shard for stage in self.stages.values() for shard in stage.shards()]
+        self.trained = [shard for shard in self.shards if shard.parameter.requires_grad]
         self.tied_ends: TiedEnds | None = None
-        if run.model.tie_word_embeddings and run.parallel.pp > 1:
+        if run.model.tie_word_embeddings and run.parallel.pp > 1 and not run.lora.rank:
             copies = [shard for shard in self.shards if shard.name == "embed_tokens.weight"]
             self.tied_ends = TiedEnds(copies, grid, run)
-        self.optimizer = ShardedAdamW(self.shards, run.optimizer, run.training.seed)
+        self.optimizer = ShardedAdamW(self.trained, run.optimizer, run.training.seed)
         self.loss_scale: LossScale | None = None
         if run.training.precision == "fp16":
             self.loss_scale = LossScale(run.loss_scaling, run.loss_scaling.initial)
@@ -195,12 +198,22 @@ class Job:
         return total / kept
 
 
+def build_model(run: RunConfig) -> Transformer:
+    """The run's model in the types in which weights are stored; LoRA keeps what it freezes in the step's type."""
+    stored = DTYPES[run.training.master_weights]
+    if not run.lora.rank:
+        return Transformer(run.model).to(stored)
+    model = Transformer(run.model).to(DTYPES[run.training.precision])
+    add_adapters(model, run.lora, stored)
+    return model
+
+
 def meta_stages(run: RunConfig, grid: Grid) -> dict[int, DataParallel]:
     """This process's part of the model by pipeline stage, without memory; the whole never exists."""
     stages: dict[int, DataParallel] = {}
     for number, layers in enumerate(stage_layers(run.model, run.parallel)):
         if rank_of_stage(number, run.parallel) == grid.pp.rank:
             with torch.device("meta"):
-                model = Transformer(run.model).to(DTYPES[run.training.master_weights])
+                model = build_model(run)
             stages[number] = parallelize(model if run.parallel.pp == 1 else Stage(model, layers), grid, run)
     return stages

@@ -24,6 +24,7 @@ from fourfold.config.huggingface import local_folder
 from fourfold.config.run import RunConfig
 from fourfold.data.files import write_whole
 from fourfold.errors import UserError
+from fourfold.models.lora import adapter_shapes
 from fourfold.parallel.communicate import purpose
 from fourfold.parallel.data_parallel import DTYPES
 from fourfold.parallel.float8 import require_float8
@@ -82,6 +83,8 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
 
     callbacks: ``"package.module:name"`` of each ``Callback``, strings so that the loop need not know them.
     """
+    if run.lora.rank and run.model.from_hf is None:
+        raise UserError("lora trains additions to a model that stays as it is; name that model in model.from_hf")
     device = device_of(place, run.training.device)
     if run.training.float8 != "none":
         require_float8(device)
@@ -93,10 +96,10 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
     if run.model.from_hf is not None:
         check_same_tokenizer(run.model.from_hf, corpora.tokenizer)
     job = Job(run, grid, device)
-    if checkpoint is None:
-        first_step = 0
+    first_step = 0
+    if checkpoint is None or run.lora.rank:  # a checkpoint of LoRA has only the adapters
         _first_weights(job)
-    else:
+    if checkpoint is not None:
         first_step = load_checkpoint(checkpoint, job)
 
     with ExitStack() as stack:
@@ -169,7 +172,7 @@ class Record:
         self.run, self.run_dir, self.job = run, run_dir, job
         training, model = run.training, run.model
         self.tokens_per_step = training.global_batch_size * training.seq_length
-        self.flops: FlopCount = flops_per_token(model, training.seq_length)
+        self.flops: FlopCount = flops_per_token(model, training.seq_length, frozen=run.lora.rank > 0)
         on_gpu = job.device.type == "cuda"
         name = torch.cuda.get_device_name(job.device) if on_gpu else "CPU"
         self.peak = peak_flops(name, DTYPES[training.precision]) if on_gpu else None
@@ -179,6 +182,7 @@ class Record:
         self.facts = {
             "run": run.name,
             "parameters": model.num_parameters,
+            **({"LoRA": _adapters(run)} if run.lora.rank else {}),
             "grid": f"{run.parallel.describe()} ({run.parallel.world_size} × {name})",
             "batch": f"{training.global_batch_size} sequences = {self.tokens_per_step:,} tokens a step, "
             f"gradient_accumulation_steps {run.gradient_accumulation_steps}",
@@ -188,6 +192,17 @@ class Record:
             "peak": "n/a: no published figure for this device, so no MFU" if self.peak is None else self.peak.source,
             "starts at step": first_step,
         }
+        for packed in corpora.packing():
+            self.facts["conversations"] = (
+                f"{packed.conversations:,} in {packed.windows:,} sequences, {packed.filled:.1%} filled; "
+                f"{corpora.trained_share():.1%} of the tokens trained"
+            )
+            if packed.cut or packed.left_out:
+                print(
+                    f"warning: training.seq_length = {training.seq_length} cuts the end of {packed.cut:,} "
+                    f"conversations and leaves out {packed.left_out:,}, whose answers begin beyond it",
+                    file=sys.stderr,
+                )
         masked = corpora.goldfish_statistics()
         if masked is not None:
             goldfish = run.masks.goldfish
@@ -247,6 +262,11 @@ class Record:
         if outcome.sample is not None:
             write_whole(self.run_dir / SAMPLE_FILE, outcome.sample.encode())
         self.progress.end_summary(facts)
+
+
+def _adapters(run: RunConfig) -> str:
+    trained = sum(math.prod(shape) for shape in adapter_shapes(run.model, run.lora).values())
+    return f"rank {run.lora.rank}, {trained:,} parameters trained ({trained / run.model.num_parameters:.2%})"
 
 
 def _make_folder(run_dir: Path) -> None:

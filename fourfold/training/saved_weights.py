@@ -13,6 +13,7 @@ from torch import Tensor
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
 from fourfold.models.huggingface import parameter_shapes
+from fourfold.models.lora import adapter_shapes
 from fourfold.models.tensor_files import DTYPES
 from fourfold.training.checkpoint import CheckpointState, read_state
 
@@ -27,13 +28,14 @@ class _Part:
 
 
 class SavedWeights:
-    """A checkpoint that any grid has written. Raises ``UserError`` when it is damaged or not whole."""
+    """A checkpoint that any grid has written; with LoRA, its adapters. Raises ``UserError`` when it is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.state: CheckpointState = read_state(path)
         self.model = ModelConfig(**self.state.model)
-        self.shapes = parameter_shapes(self.model)
+        lora = self.state.lora
+        self.shapes = parameter_shapes(self.model) if lora is None else adapter_shapes(self.model, lora)
         self.dtypes: dict[str, torch.dtype] = {}
         self._parts: dict[str, list[_Part]] = {name: [] for name in self.shapes}
         for file in sorted(self.state.files):

@@ -21,12 +21,12 @@ from fourfold.config.layout import check_layout
 from fourfold.config.run import AXES, CheckpointConfig, ParallelConfig, RunConfig, SchedulerConfig
 from fourfold.errors import UserError
 from fourfold.models.initialize import initialize
-from fourfold.models.transformer import IGNORE_INDEX, Transformer
+from fourfold.models.transformer import IGNORE_INDEX
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.training.checkpoint import Checkpointer, load_checkpoint
 from fourfold.training.environment import Place
-from fourfold.training.job import Job, MicroBatch
+from fourfold.training.job import Job, MicroBatch, build_model
 from fourfold.training.launch import device_of
 from fourfold.training.optimizer import learning_rate
 from fourfold.verification.batches import micro_batches_of, random_global_batch, rows_of
@@ -120,7 +120,7 @@ class OneProcess:
 
     def __init__(self, run: RunConfig, device: torch.device) -> None:
         self.run, self.device = run, device
-        self.model = Transformer(run.model).to(device)
+        self.model = build_model(run).to(device)
         initialize(self.model, run.model, run.training.seed)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]
@@ -141,7 +141,7 @@ class OneProcess:
             part_loss = self.model(part.tokens, part.labels, part.positions, part.documents) / kept
             part_loss.backward()
             loss += part_loss.item()
-        gradients = {name: p.grad.clone().cpu() for name, p in self.model.named_parameters()}
+        gradients = {name: p.grad.clone().cpu() for name, p in self.model.named_parameters() if p.requires_grad}
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.optimizer.max_grad_norm).item()
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate(step, run.training.train_steps, run.optimizer.lr, run.lr_scheduler)
@@ -211,7 +211,7 @@ def _grid_step(
         return result.loss.item(), result.grad_norm.item(), None
     kept = job.count_kept(micro_batches)
     loss = job.backward(micro_batches, kept)
-    gradients = gather_full(job.shards, [shard.grad for shard in job.shards])
+    gradients = gather_full(job.trained, [shard.grad for shard in job.trained])
     norm = job.clip()
     job.update(step)
     return loss.item(), norm.item(), gradients
@@ -222,6 +222,8 @@ def _resume_elsewhere(job: Job, other: RunConfig, step: int) -> Job:
     folder = Path(job.run.output_dir) / f".parity-{job.run.name}"
     Checkpointer(folder, job, CheckpointConfig()).save(step)
     resumed = Job(other, Grid(other.parallel, job.device.type), job.device)
+    if other.lora.rank:  # whose checkpoints hold nothing else
+        resumed.initialize(other.training.seed)
     load_checkpoint(folder / f"step_{step}", resumed)
     dist.barrier()
     if dist.get_rank() == 0:

@@ -60,14 +60,15 @@ class Recorder(TorchDispatchMode):
         if job.tied_ends is not None and job.tied_ends.ends is not None:
             ends = job.tied_ends.ends
             self._axis_of_ranks[tuple(dist.get_process_group_ranks(ends.group))] = ends.name
-        for index, shard in enumerate(job.shards):
+        for shard in job.shards:
             self._tag(shard.local, "parameters")
+        for index in range(len(job.trained)):
             job.optimizer.moments(index)
         for state in job.optimizer.adamw.state.values():
             for tensor in state.values():
                 self._tag(tensor, "optimizer")
         self.parameters = sum(shard.local.nbytes for shard in job.shards)
-        self.optimizer = sum(m.nbytes for i in range(len(job.shards)) for m in job.optimizer.moments(i).values())
+        self.optimizer = sum(m.nbytes for i in range(len(job.trained)) for m in job.optimizer.moments(i).values())
         self._find_gradients_and_weights()
 
     def exclude(self, micro_batches: Sequence[MicroBatch]) -> None:

@@ -23,7 +23,7 @@ from fourfold.config.load import load_run
 from fourfold.data.tokenizer import train_bpe
 from fourfold.training.job import Job, StepResult
 
-COMMANDS = ("train", "prepare", "parity", "trace", "report", "masks", "audit", "import-hf", "export-hf")
+COMMANDS = ("train", "prepare", "parity", "trace", "report", "masks", "audit", "import-hf", "export-hf", "generate")
 
 
 def in_a_process(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ from fourfold.config.masks import GoldfishConfig, MasksConfig, ResponsesConfig
 from fourfold.data.dataset import Windows
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.mask_statistics import MaskStatistics, longest_run, mask_statistics
-from fourfold.data.masks import Responses, build_masks, document_boundary, labels_of
+from fourfold.data.masks import Responses, answers_only, build_masks, document_boundary, labels_of
 from fourfold.data.tokenizer import ByteTokenizer
 from fourfold.errors import UserError
 
@@ -58,7 +58,7 @@ def test_masks_of_the_run_file() -> None:
         functions=[f"{__name__}:no_ones"],
     )
     masks, goldfish = build_masks(config, ByteTokenizer(), 32, 4)
-    assert masks[:2] == [document_boundary, Responses((65, 58), (10,))]
+    assert masks[:3] == [document_boundary, answers_only, Responses((65, 58), (10,))]
     labels = labels_of(windows_of([65, 58, 1, 2, 10, 3]), masks)
     assert labels.tolist() == [[-100, -100, 2, 10, -100]]
     assert goldfish.exempt == (256,)

@@ -161,9 +161,11 @@ def test_the_table_of_two_axes_follows_from_its_formula() -> None:
 
 
 @pytest.mark.slow
-def test_the_table_of_activations_is_the_traces() -> None:
-    header = " | x = 4 | x = y = 2 | y = 4 | one process".strip("| ")
-    (_, *numbers), *_ = TABLES[header]
+@pytest.mark.parametrize("row", TABLES["x = 4 | x = y = 2 | y = 4 | one process"], ids=lambda row: row[0])
+def test_the_table_of_activations_is_the_traces(row: list[str]) -> None:
+    kept, *numbers = row
+    modules = re.findall(r"\"(\w+)\"", kept)
+    recompute = {"mode": "selective", "modules": modules} if modules else {"mode": "none"}
     for grid, number in zip(({"x": 4}, {"x": 2, "y": 2}, {"y": 4}, {}), numbers, strict=True):
         peaks = [
             trace(
@@ -171,6 +173,7 @@ def test_the_table_of_activations_is_the_traces() -> None:
                     {"preset": "llama3-8b", "num_hidden_layers": layers},
                     grid,
                     training={"global_batch_size": 1, "micro_batch_size": 1, "seq_length": 8192, "precision": "bf16"},
+                    activation_checkpoint=recompute,
                 ),
                 whole=True,
             ).memory.activations_peak

@@ -40,7 +40,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def request_of(folder: Path, *overrides: str, **options: Any) -> AuditRequest:
     sizes = {"suffix": 20, "prefix": 10, **options}
-    return AuditRequest(str(folder / "runs" / "run"), ledger_path(folder / "c"), overrides=overrides, **sizes)
+    model, documents = str(folder / "runs" / "run"), ledger_path(folder / "c")
+    return AuditRequest(model=model, documents=documents, overrides=overrides, **sizes)
 
 
 def audit_of_run(folder: Path, name: str = "run") -> list[object]:

@@ -18,7 +18,8 @@ MODELS = {"llama": LLAMA, "gpt": GPT, "qwen": QWEN}
 FAST = [
     ("llama", {"x": 2, "y": 2, "z": 2, "dp": 2}, "none"),
     ("gpt", {"x": 2, "y": 2}, "full"),
-    ("qwen", {"x": 2, "y": 2, "z": 2}, "selective"),
+    ("qwen", {"x": 2, "y": 2, "z": 2}, "selective attention"),
+    ("llama", {"x": 2, "y": 2}, "selective mlp gathers"),
     ("gpt", {"z": 2, "dp": 2, "zero": 1}, "none"),
     ("llama", {"z": 2, "dp": 2, "zero": 2}, "full"),
     ("llama", {"dp": 4, "zero": 3}, "none"),
@@ -52,18 +53,20 @@ ALL = [
     pytest.param(model, grid, mode, marks=pytest.mark.slow)
     for grid in GRIDS
     for model in MODELS
-    for mode in ("none", "selective", "full")
+    for mode in ("none", "selective attention", "selective attention mlp gathers", "full")
     if (model, grid, mode) not in FAST
 ]
 
 
 def run_of(model: str, grid: dict[str, Any], mode: str, layers: int = 3, every: int = 1, **training: Any) -> RunConfig:
+    """mode: of recompute, and its modules."""
+    mode, *modules = mode.split()
     ranks = grid.get("z", 1) * grid.get("dp", 1)
     return tiny_run(
         MODELS[model] | {"num_hidden_layers": layers},
         grid,
         training={"precision": "bf16", "global_batch_size": 4 * ranks} | training,
-        activation_checkpoint={"mode": mode, "every": every},
+        activation_checkpoint={"mode": mode, "modules": modules, "every": every},
     )
 
 
@@ -135,7 +138,7 @@ PIPELINES_AND_CONTEXTS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = 
 ]
 MORE_OF_THEM: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("llama", {"cp": 2}, "none", {}),
-    ("llama", {"cp": 2, "cp_method": "ring"}, "selective", {}),
+    ("llama", {"cp": 2, "cp_method": "ring"}, "selective attention", {}),
     ("qwen", {"cp": 4, "x": 2}, "none", {}),
     ("llama", {"cp": 2, "y": 4}, "full", {}),
     ("qwen", {"y": 4, "x": 2, "cp": 2}, "none", {"micro_batch_size": 4}),

@@ -110,7 +110,7 @@ def run_of(settings: Settings, folder: str, precision: str = "fp32") -> RunConfi
         grid,
         training={"global_batch_size": batch, "precision": precision},
         data={"source": "python-stdlib", "mask_documents": s.documents},
-        activation_checkpoint={"mode": s.recompute},
+        activation_checkpoint={"mode": s.recompute, "modules": ["attention", "mlp", "norms", "gathers"]},
         loss_scaling={"initial": 1024.0},
         output_dir=folder,
     )

@@ -1,0 +1,249 @@
+"""One decoding step of Loki against the best dense attention that torch has: one run prints one table of ratios.
+
+    python -m benchmarks.loki_decode [--rounds 30] [--contexts 4096,32768,131072] [--dtype fp32] [--json results.json]
+
+The whole operation of one layer is timed: append to the cache, project, score, select, attend. Dense attention is
+whichever of torch's ways is fastest at that context, with the same preallocated cache. Contenders take turns, so that
+other work on the machine strikes all alike; with OMP_NUM_THREADS=1 the clock is processor time, which leaves out when
+others had the processor. Keys lie in few directions, as real ones do; times do not depend on it. On
+a GPU both are replayed as CUDA graphs. Needs ``pip install fourfold[benchmarks]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fourfold.inference.loki import LokiConfig
+from fourfold.inference.loki.attend import decode
+from fourfold.inference.loki.cache import GrowingLayer, LokiLayer
+from fourfold.inference.loki.traffic import CacheTraffic, dense_bytes, floor_bytes
+from fourfold.inference.pretrained import DTYPES
+
+GOALS = {"cpu": {32_768: 3.0, 131_072: 6.0}, "cuda": {131_072: 2.5}}
+Step = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer of Llama-3-8B, and what Loki keeps of it."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    d: int
+    k: int
+    dtype: torch.dtype
+    device: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One context: milliseconds (the median, and the least of all rounds), and the bytes of K, V and proxy read."""
+
+    context: int
+    dense: str
+    dense_ms: float
+    loki_ms: float
+    least_dense_ms: float
+    least_loki_ms: float
+    goal: float | None
+    share_of_dense_bytes: float
+    share_of_floor_bytes: float | None
+
+    @property
+    def ratio(self) -> float:
+        return self.dense_ms / self.loki_ms
+
+    @property
+    def least_ratio(self) -> float:
+        return self.least_dense_ms / self.least_loki_ms
+
+
+def main() -> int:
+    arguments = _arguments()
+    shape = Shape(arguments.batch, 32, 8, 128, arguments.d, arguments.k, DTYPES[arguments.dtype], arguments.device)
+    header = f"{'context':>8}{'dense':>18}{'ms':>10}{'Loki ms':>10}{'ratio':>8}{'of least':>10}"
+    print(f"{header}{'bytes/dense':>13}{'/floor':>8}  goal")
+    rows = []
+    for context in map(int, arguments.contexts.split(",")):
+        rows.append(measure(shape, context, arguments.rounds))
+        _print(rows[-1])
+    if arguments.json:
+        record = {
+            "torch": torch.__version__,
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "shape": {**asdict(shape), "dtype": arguments.dtype},
+            "rounds": arguments.rounds,
+            "rows": [{**asdict(row), "ratio": row.ratio, "least_ratio": row.least_ratio} for row in rows],
+        }
+        Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+@torch.no_grad()
+def measure(shape: Shape, context: int, rounds: int) -> Row:
+    torch.manual_seed(0)
+    step, traffic = loki_step(shape, context)
+    steps = {"loki": step, **dense_steps(shape, context)}
+    expected = steps["sdpa, grouped"]()
+    for name, each in steps.items():
+        if name != "loki":
+            torch.testing.assert_close(each(), expected, rtol=2e-2, atol=2e-2)
+    times = interleaved(steps, rounds, shape.device)
+    medians = {name: statistics.median(of_step) * 1e3 for name, of_step in times.items()}
+    best = min((name for name in steps if name != "loki"), key=medians.__getitem__)
+    size = (context, shape.head_dim)
+    itemsize = shape.dtype.itemsize
+    floor = shape.batch * floor_bytes(*size, shape.d, min(shape.k, context), shape.kv_heads, itemsize)
+    dense = shape.batch * dense_bytes(*size, shape.kv_heads, itemsize)
+    return Row(
+        context,
+        best,
+        medians[best],
+        medians["loki"],
+        min(times[best]) * 1e3,
+        min(times["loki"]) * 1e3,
+        GOALS[shape.device].get(context),
+        floor / dense if traffic is None else traffic / dense,
+        None if traffic is None else traffic / floor,
+    )
+
+
+def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
+    """The step, and the bytes of the cache that it reads; None where its kernels are not torch's."""
+    basis_KDd = torch.linalg.qr(torch.randn(shape.kv_heads, shape.head_dim, shape.head_dim)).Q[..., : shape.d]
+    basis_KDd = basis_KDd.contiguous().to(shape.device)
+    layer, config = LokiLayer(basis_KDd, context), LokiConfig(d=shape.d, k=shape.k)
+    _fill(layer, shape, context - 1)
+    new, query = _tokens(shape, 1), _query(shape)
+
+    def step() -> Tensor:
+        layer.update(new, new)
+        out = decode(
+            query, layer.keys, layer.values, layer.proxy_BKSd, basis_KDd, shape.k, config, shape.head_dim**-0.5
+        )
+        layer.crop(-1)
+        return out
+
+    if shape.device != "cpu":
+        return step, None
+    with CacheTraffic([plane.view for plane in layer.planes]) as traffic:
+        step()
+    return step, traffic.bytes_read
+
+
+def dense_steps(shape: Shape, context: int) -> dict[str, Step]:
+    """Ways in which torch attends with one token to all, each appending it to a cache of its own."""
+    attention = torch.nn.functional.scaled_dot_product_attention
+    layer = GrowingLayer(context)
+    _fill(layer, shape, context - 1)
+    new, query_BND = _tokens(shape, 1), _query(shape)
+    query_BKGD, query_BN1D = query_BND.unflatten(1, (shape.kv_heads, -1)), query_BND[:, :, None]
+
+    def appended(attend: Callable[[Tensor, Tensor], Tensor]) -> Step:
+        def step() -> Tensor:
+            out = attend(*layer.update(new, new))
+            layer.crop(-1)
+            return out.reshape(query_BND.shape)
+
+        return step
+
+    def products(keys: Tensor, values: Tensor) -> Tensor:
+        scores = torch.matmul(query_BKGD * shape.head_dim**-0.5, keys.transpose(-1, -2))
+        return torch.matmul(torch.softmax(scores, -1), values)
+
+    return {
+        "sdpa, grouped": appended(lambda keys, values: attention(query_BKGD, keys, values)),
+        "sdpa, enable_gqa": appended(lambda keys, values: attention(query_BN1D, keys, values, enable_gqa=True)),
+        "matmul, softmax": appended(products),
+    }
+
+
+def interleaved(steps: dict[str, Step], rounds: int, device: str) -> dict[str, list[float]]:
+    """Seconds of every step, taking turns."""
+    if device != "cpu":
+        steps = {name: _graph(step) for name, step in steps.items()}
+    clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(rounds + 2):
+        for name, step in steps.items():
+            _finish(device)
+            begin = clock()
+            step()
+            _finish(device)
+            if round_ >= 2:  # the first ones fill caches
+                times[name].append(clock() - begin)
+    return times
+
+
+def _graph(step: Step) -> Callable[[], object]:
+    """The step as a CUDA graph."""
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _finish(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def _fill(layer: GrowingLayer, shape: Shape, count: int) -> None:
+    for begin in range(0, count, 8192):
+        tokens = _tokens(shape, min(8192, count - begin))
+        layer.update(tokens, tokens)
+
+
+def _tokens(shape: Shape, count: int) -> Tensor:
+    """Keys of variances that fall like 1/i, as real ones'."""
+    scale_D = torch.arange(1, shape.head_dim + 1, device=shape.device) ** -0.5
+    size = (shape.batch, shape.kv_heads, count, shape.head_dim)
+    return (torch.randn(size, device=shape.device) * scale_D).to(shape.dtype)
+
+
+def _query(shape: Shape) -> Tensor:
+    return torch.randn(shape.batch, shape.heads, shape.head_dim, device=shape.device).to(shape.dtype)
+
+
+def _print(row: Row) -> None:
+    met = "" if row.goal is None else f"≥ {row.goal:g}  {'met' if row.ratio >= row.goal else 'MISSED'}"
+    floor = "" if row.share_of_floor_bytes is None else f"{row.share_of_floor_bytes:.3f}"
+    print(
+        f"{row.context:8}{row.dense:>18}{row.dense_ms:10.2f}{row.loki_ms:10.2f}{row.ratio:7.2f}x{row.least_ratio:9.2f}x"
+        f"{row.share_of_dense_bytes:13.3f}{floor:>8}  {met}",
+        flush=True,
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=30, help="timed steps of every contender")
+    parser.add_argument("--contexts", default="4096,32768,131072")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--d", type=int, default=32)
+    parser.add_argument("--k", type=int, default=2048)
+    parser.add_argument("--dtype", default="fp32", choices=list(DTYPES))
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--json", metavar="FILE", help="also write the table there")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

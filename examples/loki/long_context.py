@@ -1,0 +1,68 @@
+"""Loki from the beginning to the end, on a CPU in under two minutes: train, calibrate, measure, generate.
+
+    python examples/loki/long_context.py [--out runs] [--steps 120]
+
+Needs ``pip install fourfold[huggingface]``. A run that is there already is not trained again. A model trained for a
+minute spreads its attention widely and hardly uses a long context: what it loses says little about a real one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+from pathlib import Path
+
+from fourfold.config.load import load_run
+from fourfold.inference.generate import Sampling, generate
+from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
+from fourfold.inference.loki.evaluate import evaluate
+from fourfold.inference.pretrained import load_model, load_text
+from fourfold.inference.text import windows_of
+from fourfold.reports.loki_report import write_rank_report
+from fourfold.reports.terminal import generation_line, loki_tables, rank_table
+from fourfold.training.huggingface import as_huggingface
+from fourfold.training.launch import run_on_grid
+
+HERE = Path(__file__).parent
+LIBRARY = Path(sysconfig.get_path("stdlib"))
+CONTEXT = 1024
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--out", type=Path, default=Path("runs"))
+    options.add_argument("--steps", type=int, help="Fewer training steps, to try it out.")
+    given = options.parse_args()
+
+    steps = [] if given.steps is None else [f"training.train_steps={given.steps}"]
+    run = load_run(HERE / "model.toml", [f"output_dir={given.out}", *steps])
+    if run_on_grid("fourfold.training.loop:train", [run], 1).stopped:
+        raise SystemExit(3)
+    folder = given.out / run.name
+    with as_huggingface(str(folder)) as (exported, tokenizer):
+        model, text = load_model(exported), load_text(tokenizer)
+
+    basis = calibrate(model, windows_of(text, [LIBRARY / "argparse.py"], CONTEXT)[:12])
+    basis.save(folder / "basis.safetensors")
+    record = {"basis": str(folder / "basis.safetensors"), "model": run.name, **basis.record()}
+    rank_table(record)
+    write_rank_report(record, folder / "ranks.html")
+
+    held_out = windows_of(text, [LIBRARY / "tarfile.py", LIBRARY / "typing.py"], CONTEXT)[:6]
+    loki_tables(evaluate(model, held_out, basis, LokiConfig(k_f=0.25, d_f=0.25)))
+
+    continue_with_both(model, basis, text, (LIBRARY / "tarfile.py").read_text(encoding="utf-8")[:900])
+
+
+def continue_with_both(model: object, basis: LokiBasis, text: object, prompt: str) -> None:
+    """The same prompt with full attention, and with Loki's quarter of the keys."""
+    for name in ("full", "loki"):
+        if name == "loki":
+            enable_loki(model, basis, LokiConfig(k_f=0.25, d_f=0.25, min_seq=0))
+        done = generate(model, text, prompt, CONTEXT - 900, Sampling())
+        print(f"\n{name}: {done.text[:70]!r} …\n{generation_line(done.record())}")
+    disable_loki(model)
+
+
+if __name__ == "__main__":
+    main()

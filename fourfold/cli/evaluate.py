@@ -1,0 +1,57 @@
+"""fourfold evaluate"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fourfold.cli.options import AsJson, Overrides
+
+
+def evaluate(
+    model: Annotated[str, typer.Option(metavar="CHECKPOINT|RUN|HF", help="What to evaluate.", show_default=False)],
+    text: Annotated[list[Path], typer.Option(metavar="FILE", help="A text to predict; repeatable.")] = [],  # noqa: B006
+    tasks: Annotated[str, typer.Option(metavar="NAMES", help="Tasks of lm-eval, with commas between.")] = "",
+    include_path: Annotated[Path | None, typer.Option(help="A folder of tasks of your own.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(help="Examples in a task's prompt. Default: the task's.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Documents of each task. Default: all.")] = None,
+    overlap: Annotated[int, typer.Option(help="Tokens that a window of a text sees of the one before.")] = 1,
+    tokenizer: Annotated[str | None, typer.Option(metavar="PATH|bytes", help="Default: the model's own.")] = None,
+    micro_batch_size: Annotated[int, typer.Option(help="Sequences that one rank scores at once.")] = 8,
+    as_json: AsJson = False,
+    overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
+) -> None:
+    """Say how well a model predicts a text, and how it does on the tasks of lm-eval.
+
+    Of a text: loss in nats per token, perplexity, and bits per byte, which can be compared between tokenizers. Windows
+    are as long as the model's context, or as training.seq_length. Any grid works: --set parallel.z=2.
+    """
+    from fourfold.evaluation.evaluate import EvaluationRequest
+    from fourfold.memorization.subject import run_on_its_grid
+
+    request = EvaluationRequest(
+        model=model,
+        tokenizer=tokenizer,
+        micro_batch_size=micro_batch_size,
+        overrides=tuple(overrides),
+        texts=tuple(text),
+        overlap=overlap,
+        tasks=tuple(name.strip() for name in tasks.split(",") if name.strip()),
+        include_path=include_path,
+        num_fewshot=num_fewshot,
+        limit=limit,
+    )
+    request.check()
+    record = run_on_its_grid("fourfold.evaluation.evaluate:evaluate_of_place", request)
+    if record is None:  # not the first process of a launcher's
+        return
+    if as_json:
+        import json
+
+        print(json.dumps(record))
+    else:
+        from fourfold.reports.terminal import evaluation_tables
+
+        evaluation_tables(record)

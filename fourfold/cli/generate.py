@@ -1,0 +1,84 @@
+"""fourfold generate"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fourfold.cli import loki_options as loki
+from fourfold.cli.options import AsJson
+
+
+def generate(
+    model: loki.ModelName,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with it.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw from so many of the likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the likeliest with this share of the probability.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    attention: Annotated[str, typer.Option(help="full, or loki: to the keys that low-rank keys choose.")] = "full",
+    basis: loki.BasisFile = None,
+    loki_values: loki.LokiValues = [],  # noqa: B006 (typer reads it, nobody writes it)
+    tokenizer: loki.TokenizerName = None,
+    dtype: loki.DtypeName = "auto",
+    device: loki.DeviceName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a text, and say how fast, and how large the cache was.
+
+    A run of ours is exported to a temporary folder first, so that there is one way of running models.
+
+    Example: fourfold generate --model exported --prompt "Once" --attention loki --basis basis.safetensors
+    """
+    from fourfold.errors import UserError
+
+    if (prompt is None) == (prompt_file is None):
+        raise UserError("give either --prompt or --prompt-file")
+    if attention not in ("full", "loki"):
+        raise UserError(f"--attention {attention} is neither full nor loki")
+    if (attention == "loki") != (basis is not None):
+        raise UserError(
+            "--attention loki and --basis BASIS.safetensors go together (fourfold loki calibrate makes one)"
+        )
+    if prompt_file is not None:
+        prompt = _text(prompt_file)
+    loki.checked_dtype(dtype)
+    from fourfold.inference.generate import Sampling
+    from fourfold.inference.generate import generate as continued
+    from fourfold.inference.pretrained import load_model, load_text
+    from fourfold.training.huggingface import as_huggingface
+
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    with as_huggingface(model) as (folder, own_tokenizer):
+        text = load_text(tokenizer or own_tokenizer)
+        opened = load_model(folder, dtype, device)
+        if basis is not None:
+            from fourfold.inference.loki import LokiBasis, enable_loki
+
+            config = loki.loki_config(loki_values)
+            capacity = len(text.encode(prompt)) + max_new_tokens
+            enable_loki(opened, LokiBasis.load(basis), config, capacity=capacity)
+        if as_json:
+            import json
+
+            print(json.dumps(continued(opened, text, prompt, max_new_tokens, sampling).record()))
+            return
+        done = continued(opened, text, prompt, max_new_tokens, sampling, lambda new: print(new, end="", flush=True))
+    from fourfold.reports.terminal import generation_line
+
+    print(f"\n\n{generation_line(done.record())}")
+
+
+def _text(file: Path) -> str:
+    from fourfold.errors import UserError
+
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the prompt {file}: {error}") from None

@@ -1,0 +1,72 @@
+"""Options of the commands that run models."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from fourfold.inference.loki import LokiConfig
+
+ModelName = Annotated[
+    str, typer.Option("--model", metavar="DIR|ID|RUN", help="A Hugging Face model, or a run or checkpoint of ours.")
+]
+TokenizerName = Annotated[str | None, typer.Option(metavar="DIR|ID|bytes", help="Default: the model's own.")]
+DtypeName = Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: as the weights are stored.")]
+DeviceName = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU where there is one.")]
+BasisFile = Annotated[Path | None, typer.Option(metavar="BASIS.safetensors", help="Of `fourfold loki calibrate`.")]
+LokiValues = Annotated[
+    list[str],
+    typer.Option(
+        "--loki",
+        metavar="KEY=VALUE",
+        help="d=32, d_f=0.25, k=2048, k_f=0.25, min_k=128, sink=4, skip_layers=0,1 …; repeatable. All keys are in "
+        "docs/loki.md.",
+    ),
+]
+
+
+def loki_config(values: Sequence[str], **defaults: Any) -> LokiConfig:
+    """Keys and values as a configuration; unknown ones are an error with the nearest right one."""
+    from fourfold.errors import UserError
+    from fourfold.inference.loki import LokiConfig
+
+    kinds = typing.get_type_hints(LokiConfig)
+    found = dict(defaults)
+    for pair in values:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise UserError(f"--loki {pair} is no KEY=VALUE, such as k=2048")
+        if name not in kinds:
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, kinds, 1)
+            raise UserError(f"--loki {pair}: there is no {name}; " + (f"{near[0]}?" if near else ", ".join(kinds)))
+        found[name] = _value(pair, value, str(kinds[name]))
+    return LokiConfig(**found)
+
+
+def checked_dtype(name: str) -> str:
+    """Raise ``UserError`` for a type that weights cannot be loaded in."""
+    from fourfold.errors import UserError
+    from fourfold.inference.pretrained import DTYPES
+
+    if name != "auto" and name not in DTYPES:
+        raise UserError(f"--dtype {name} is none of auto, {', '.join(DTYPES)}")
+    return name
+
+
+def _value(pair: str, value: str, kind: str) -> Any:
+    from fourfold.errors import UserError
+
+    try:
+        if "tuple" in kind:
+            return tuple(int(part) for part in value.split(",") if part.strip())
+        return float(value) if "float" in kind else int(value) if "int" in kind else value
+    except ValueError:
+        wanted = "a list of whole numbers" if "tuple" in kind else "a number" if "float" in kind else "a whole number"
+        raise UserError(f"--loki {pair}: {value!r} is not {wanted}") from None

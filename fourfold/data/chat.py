@@ -1,0 +1,120 @@
+"""A conversation to tokens, and which of them the assistant says, by the chat template of a model."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.data.tokenizer import Tokenizer
+from fourfold.errors import UserError
+
+Message = Mapping[str, Any]
+
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatTemplate:
+    """The template and the tokenizer of a folder of transformers, or another template with that tokenizer.
+
+    Tokens are those that transformers' `apply_chat_template` gives for the whole conversation. What the assistant says
+    is what the template marks with {% generation %}; of a template without marks it is what each answer adds to the
+    prompt before it, the end of the turn included, and whitespace after that left out. A token belongs to where its
+    first character stands.
+
+    Raises UserError without transformers, a tokenizer or a template.
+    """
+
+    def __init__(self, folder: str | Path, template: str | Path | None = None) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise UserError("chat templates need transformers: pip install 'fourfold[huggingface]'") from error
+        self.folder = Path(folder) if Path(folder).is_dir() else Path(folder).parent
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+            if template is not None:
+                self._tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"the tokenizer or template of {self.folder} cannot be read: {reason}") from error
+        if not isinstance(self._tokenizer.chat_template, str):
+            raise UserError(
+                f"{self.folder} has no chat template (chat_template.jinja, or in tokenizer_config.json); give one with "
+                "--chat-template"
+            )
+        self._special = tuple(self._tokenizer.all_special_tokens) + tuple(
+            token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special
+        )
+
+    @property
+    def source(self) -> str:
+        """The template itself."""
+        return self._tokenizer.chat_template
+
+    def encode(self, messages: Sequence[Message]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The tokens, and whether each is trained. Raises ValueError that says what is wrong with the conversation."""
+        _check(messages)
+        text = self._render(messages)
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        begins = np.array([begin for begin, _ in encoding["offset_mapping"]], dtype=np.int64)
+        if _MARKED.search(self.source):
+            trained = self._marked(messages)
+        else:
+            trained = np.zeros(len(begins), dtype=bool)
+            for begin, end in self._answers(messages, text):
+                trained |= (begins >= begin) & (begins < end)
+        return np.array(encoding["input_ids"], dtype=np.int64), trained
+
+    def _marked(self, messages: Sequence[Message]) -> NDArray[np.bool_]:
+        result = self._tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return np.array(result["assistant_masks"], dtype=bool)
+
+    def _answers(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
+        """Characters [begin, end) of every answer in the whole text."""
+        found: list[tuple[int, int]] = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self._render(messages[:number], add_generation_prompt=True)
+            answered = self._render(messages[: number + 1])
+            if not (answered.startswith(prompt) and text.startswith(answered)):
+                raise ValueError(
+                    f"the template writes message {number + 1} otherwise when others follow, so that its tokens cannot "
+                    "be told; mark answers in the template with {% generation %} … {% endgeneration %}"
+                )
+            trimmed = answered.rstrip()
+            end = len(trimmed) if trimmed.endswith(self._special) else len(answered)
+            found.append((len(prompt), end))
+        return found
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # templates raise what they like
+            raise ValueError(f"the chat template refuses the conversation: {error}") from error
+
+
+def encode_completion(
+    prompt: str, completion: str, tokenizer: Tokenizer
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """A prompt and its completion, each tokenised by itself as at inference, and the end of the document."""
+    asked, answered = tokenizer.encode_batch([prompt, completion])
+    ids = [*asked, *answered, tokenizer.eod_id]
+    return np.array(ids, dtype=np.int64), np.arange(len(ids)) >= len(asked)
+
+
+def _check(messages: Sequence[Message]) -> None:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError("messages is no list of messages")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError(f"message {number} is no object with role and content")
+    if all(message["role"] != "assistant" for message in messages):
+        raise ValueError("no message is the assistant's, so there is nothing to train")

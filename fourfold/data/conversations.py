@@ -1,0 +1,144 @@
+"""Conversations as samples: whole ones packed into windows, none cut to fit and none seeing another."""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fourfold.data.dataset import NO_DOCUMENT, Windows
+from fourfold.data.indexed import IndexedDataset
+from fourfold.data.manifest import corpus_tokenizer, trained_prefix
+from fourfold.data.order import sample_permutation
+from fourfold.errors import UserError
+
+
+@dataclass(frozen=True)
+class PackingStatistics:
+    """How a corpus of conversations fills its windows. filled: share of the places that hold one; cut: conversations
+    longer than a window, which lose their end; left_out: of these, the ones whose answers begin beyond it."""
+
+    windows: int
+    conversations: int
+    filled: float
+    cut: int
+    left_out: int
+
+
+class PackedConversations:
+    """Windows of `seq_length` + 1 tokens that hold whole conversations, each a document; the rest is padding, a
+    document of its own that is never trained.
+
+    Which conversations share a window depends on their lengths alone. Sample n is a window: epoch n // len(self) visits
+    all of them in an order of its own, drawn from `seed`. Nothing stands before a conversation, so the `look_back`
+    places before a window are empty.
+
+    Raises UserError if the two corpora do not belong together, or nothing is left to train.
+    """
+
+    def __init__(
+        self,
+        corpus: IndexedDataset,
+        answers: IndexedDataset,
+        seq_length: int,
+        seed: int,
+        padding: int,
+        look_back: int = 0,
+    ) -> None:
+        if answers.tokens != corpus.tokens or answers.documents != corpus.documents:
+            raise UserError(f"{answers.prefix}.bin does not belong to {corpus.prefix}.bin; prepare the corpus again")
+        self.corpus, self.answers, self.padding = corpus, answers, padding
+        self.seq_length, self.seed, self.look_back = seq_length, seed, look_back
+        self._offsets = corpus.document_offsets
+        room = seq_length + 1
+        lengths = np.diff(self._offsets)
+        first_answers = _first_answers(answers, self._offsets)
+        kept = np.flatnonzero(first_answers < np.minimum(lengths, room))
+        if len(kept) == 0:
+            raise UserError(
+                f"no conversation of {corpus.prefix}.bin has an answer within training.seq_length = {seq_length}"
+            )
+        self._windows = pack(np.minimum(lengths[kept], room), room)
+        self._windows = [kept[window] for window in self._windows]
+        self.statistics = PackingStatistics(
+            windows=len(self._windows),
+            conversations=len(kept),
+            filled=float(np.minimum(lengths[kept], room).sum() / (len(self._windows) * room)),
+            cut=int((lengths[kept] > room).sum()),
+            left_out=len(lengths) - len(kept),
+        )
+
+    @classmethod
+    def open(cls, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> Self:
+        """The corpus that `fourfold prepare --format sft` made."""
+        padding = corpus_tokenizer(prefix).eod_id
+        answers = IndexedDataset(trained_prefix(prefix))
+        return cls(IndexedDataset(prefix), answers, seq_length, seed, padding, look_back)
+
+    def __len__(self) -> int:
+        """Windows in one epoch."""
+        return len(self._windows)
+
+    def read(self, numbers: ArrayLike) -> Windows:
+        """The samples of these numbers (int [B], from 0), in this order."""
+        numbers = np.asarray(numbers, dtype=np.int64)
+        epoch, within = np.divmod(numbers, len(self))
+        windows = sample_permutation(within, len(self), self.seed, epoch)
+        room = self.seq_length + 1
+        stream = np.full((len(windows), self.look_back + room), self.padding, dtype=np.int64)
+        documents = np.full_like(stream, NO_DOCUMENT)
+        answers = np.zeros((len(windows), room), dtype=bool)
+        for row, window in enumerate(windows.tolist()):
+            place = 0
+            for number, conversation in enumerate(self._windows[window].tolist()):
+                start = int(self._offsets[conversation])
+                length = min(int(self._offsets[conversation + 1]) - start, room)
+                here = slice(place, place + length)
+                stream[row, self.look_back :][here] = self.corpus.read(start, length)
+                answers[row, here] = self.answers.read(start, length)
+                documents[row, self.look_back :][here] = number
+                place += length
+            documents[row, self.look_back + place :] = len(self._windows[window])
+        return Windows(stream, documents, numbers, self.look_back, answers)
+
+
+def pack(lengths: Sequence[int] | NDArray[np.integer], room: int) -> list[NDArray[np.int64]]:
+    """Best fit, the longest first: the items of every bin of size `room`, by their numbers.
+
+    Each goes into the fullest bin that still holds it. Raises nothing; no length may exceed `room`.
+    """
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    bins: list[list[int]] = []
+    rest_of: dict[int, list[int]] = {}  # bins by what they still hold
+    rests: list[int] = []  # the keys of rest_of, ascending
+    for item in order.tolist():
+        length = int(lengths[item])
+        at = bisect_left(rests, length)
+        if at == len(rests):
+            chosen, rest = len(bins), room
+            bins.append([])
+        else:
+            rest = rests[at]
+            chosen = rest_of[rest].pop()
+            if not rest_of[rest]:
+                del rest_of[rest], rests[at]
+        bins[chosen].append(item)
+        rest -= length
+        if rest > 0:
+            if rest not in rest_of:
+                rest_of[rest] = []
+                insort(rests, rest)
+            rest_of[rest].append(chosen)
+    return [np.array(each, dtype=np.int64) for each in bins]
+
+
+def _first_answers(answers: IndexedDataset, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where in each conversation the first trained token stands that something stands before; far away if nowhere."""
+    trained = np.flatnonzero(answers.read(0, answers.tokens))
+    # A conversation's very first token is predicted from nothing.
+    trained = trained[~np.isin(trained, offsets)]
+    next_trained = np.append(trained, np.iinfo(np.int64).max // 2)[np.searchsorted(trained, offsets[:-1])]
+    return next_trained - offsets[:-1]

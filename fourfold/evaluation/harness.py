@@ -1,0 +1,91 @@
+"""A model on any grid as lm-eval sees one. Every process runs the tasks, and all score together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from numpy.typing import NDArray
+
+from fourfold.data.tokenizer import Tokenizer
+from fourfold.evaluation.perplexity import perplexity
+from fourfold.memorization.forward import AuditedModel, HuggingFaceTokenizer
+
+
+class HarnessModel(TemplateLM):
+    """context: tokens of the longest input; requests at once are scored in one pass, on every rank's share."""
+
+    def __init__(
+        self, model: AuditedModel, tokenizer: Tokenizer | HuggingFaceTokenizer, context: int, max_new_tokens: int = 256
+    ) -> None:
+        super().__init__()
+        self._model, self._tokenizer, self.max_length = model, tokenizer, context
+        self._max_new_tokens = max_new_tokens
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._tokenizer.eod_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._tokenizer.fingerprint
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self._tokenizer.encode_batch([string])[0]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        documents = [np.array(context + answer)[-(self.max_length + 1) :] for _, context, answer in requests]
+        answers: list[tuple[float, bool]] = []
+        for document, (_, _, answer), fields in zip(documents, requests, self._score(documents), strict=True):
+            places = slice(len(document) - 1 - len(answer), len(document) - 1)
+            log_prob, predicted = fields[0, places].astype(np.float64), fields[1, places].astype(np.int64)
+            answers.append((float(log_prob.sum()), bool((predicted == answer).all())))
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        found: list[float] = []
+        for request in requests:
+            tokens = np.array(self.tok_encode(request.args[0]), dtype=np.int64)
+            whole = perplexity(self._model, tokens, 1, self.prefix_token_id, self.max_length, overlap=1)
+            found.append(_same_everywhere(None if whole is None else -whole.nats))
+        return found
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Greedy: a pass over the whole text for each token, without a cache, but on any grid."""
+        return [self._generate(*request.args) for request in requests]
+
+    def _generate(self, prompt: str, options: dict[str, Any]) -> str:
+        until = options.get("until") or []
+        stops = [until] if isinstance(until, str) else list(until)
+        tokens, made = self.tok_encode(prompt), []
+        for _ in range(int(options.get("max_gen_toks", self._max_new_tokens))):
+            # A pass says what is likeliest in the place of each token, so there must be one; its value is no input.
+            window = np.array([*[*tokens, *made][-self.max_length :], 0])
+            (fields,) = self._score([window])
+            token = int(fields[1, len(window) - 2])
+            if token == self.eot_token_id:
+                break
+            made.append(token)
+            text = self._tokenizer.decode(made)
+            for stop in stops:
+                if stop in text:
+                    return text.partition(stop)[0]
+        return self._tokenizer.decode(made)
+
+    def _score(self, documents: list[NDArray[np.int64]]) -> list[NDArray[np.float32]]:
+        return _same_everywhere(self._model.score(documents))
+
+
+def _same_everywhere(value: Any) -> Any:
+    """What the first process has: the others need it to ask the same next."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+    return value

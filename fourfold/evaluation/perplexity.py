@@ -1,0 +1,79 @@
+"""How well a model predicts a text: loss, perplexity, and bits per byte, which do not depend on the tokenizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.memorization.forward import AuditedModel
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Of a text: nats over all its tokens; each counts once."""
+
+    tokens: int
+    bytes: int
+    nats: float
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens
+
+    def record(self) -> dict[str, float]:
+        """As JSON values."""
+        return {
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "loss": self.loss,
+            "perplexity": math.exp(min(self.loss, 700.0)),
+            "bits_per_byte": self.nats / math.log(2) / self.bytes,
+        }
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens that are run together, of which those from ``first`` on are counted."""
+
+    tokens: NDArray[np.int64]
+    first: int
+
+
+def windows_of(tokens: NDArray[np.int64], before: int, context: int, overlap: int) -> list[Window]:
+    """Every token predicted once, the first from the token ``before``, later ones from ``overlap`` tokens at least.
+
+    A window has at most ``context`` inputs. With ``overlap`` 1 they are disjoint, as lm-eval's are.
+    """
+    stream = np.concatenate([[before], tokens])
+    windows: list[Window] = []
+    begin = 1  # the next token to predict
+    while begin < len(stream):
+        start = max(0, begin - (1 if begin == 1 else overlap))
+        stop = min(start + context + 1, len(stream))
+        windows.append(Window(stream[start:stop], begin - start))
+        begin = stop
+    return windows
+
+
+def perplexity(
+    model: AuditedModel, tokens: NDArray[np.int64], text_bytes: int, before: int, context: int, overlap: int
+) -> Perplexity | None:
+    """Of a tokenised text; None but on the first process. Every process of the model's grid must call this."""
+    windows = windows_of(tokens, before, context, overlap)
+    scores = model.score([window.tokens for window in windows])
+    if scores is None:
+        return None
+    return Perplexity(len(tokens), text_bytes, -sum(_counted(windows, scores)))
+
+
+def _counted(windows: Sequence[Window], scores: Sequence[NDArray[np.float32]]) -> list[float]:
+    """The log probabilities of what each window counts, summed in double precision."""
+    return [
+        float(fields[0, window.first - 1 : len(window.tokens) - 1].astype(np.float64).sum())
+        for window, fields in zip(windows, scores, strict=True)
+    ]

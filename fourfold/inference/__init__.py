@@ -1,0 +1,1 @@
+"""Running models: loading, generating text, and attention with low-rank keys."""

@@ -1,0 +1,160 @@
+"""Generation of text with figures of its speed and of its cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.errors import UserError
+from fourfold.inference.pretrained import TextTokenizer, positions_of
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn; temperature 0: the likeliest. Raises ``UserError`` for what is no such number."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise UserError(f"--temperature {self.temperature} must be at least 0, where 0 is the likeliest token")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"--top-k {self.top_k} must be at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"--top-p {self.top_p} is a share, above 0 and at most 1")
+
+    def options(self) -> dict[str, Any]:
+        if self.temperature == 0:
+            return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+        return {
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_k": self.top_k or 0,
+            "top_p": self.top_p or 1.0,
+        }
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The text, and what it took.
+
+    prompt_seconds: to the first new token; tokens_per_second: of those after it, None where there are none.
+    cache_bytes: what all tokens take at the end.
+    """
+
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    prompt_seconds: float
+    tokens_per_second: float | None
+    cache_bytes: int
+
+    def record(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+class _Stream:
+    """What transformers calls with new ids: the text so far goes on in whole characters, and the clock is read."""
+
+    def __init__(self, tokenizer: TextTokenizer, show: Callable[[str], None]) -> None:
+        self.tokenizer, self.show = tokenizer, show
+        self.ids: list[int] = []
+        self.shown = ""
+        self.times: list[float] = []
+        self._saw_prompt = False
+
+    def put(self, ids: Tensor) -> None:
+        if not self._saw_prompt:
+            self._saw_prompt = True
+            return
+        self.times.append(time.perf_counter())
+        self.ids += ids.flatten().tolist()
+        text = self.tokenizer.decode(self.ids)
+        if not text.endswith("\ufffd"):  # the rest of a character is still to come
+            self._show_up_to(text)
+
+    def end(self) -> None:
+        self._show_up_to(self.tokenizer.decode(self.ids))
+
+    def _show_up_to(self, text: str) -> None:
+        if text.startswith(self.shown):
+            self.show(text[len(self.shown) :])
+            self.shown = text
+
+
+def generate(
+    model: Any,
+    tokenizer: TextTokenizer,
+    prompt: str,
+    max_new_tokens: int,
+    sampling: Sampling,
+    show: Callable[[str], None] = lambda text: None,
+) -> Generation:
+    """Continue a prompt; ``show`` gets it, and then the new text piece by piece as it comes.
+
+    Raises ``UserError`` for an empty prompt of a model without a first token, and for more tokens than the model has
+    positions.
+    """
+    from fourfold.inference.loki import cache_bytes
+
+    ids = tokenizer.encode(prompt)
+    if not ids:
+        raise UserError("the prompt is empty, and this model has no token to begin with; give --prompt")
+    check_length(model, len(ids), max_new_tokens)
+    show(prompt)
+    stream = _Stream(tokenizer, show)
+    tokens = torch.tensor([ids], device=model.device)
+    torch.manual_seed(sampling.seed)
+    begin = time.perf_counter()
+    out = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=max_new_tokens,
+        streamer=stream,
+        return_dict_in_generate=True,
+        pad_token_id=_padding(model, tokenizer),
+        eos_token_id=_ends(model, tokenizer),
+        **sampling.options(),
+    )
+    times = stream.times
+    return Generation(
+        text=tokenizer.decode(stream.ids),
+        prompt_tokens=len(ids),
+        new_tokens=len(stream.ids),
+        prompt_seconds=times[0] - begin,
+        tokens_per_second=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None,
+        cache_bytes=cache_bytes(out.past_key_values),
+    )
+
+
+def check_length(model: Any, prompt: int, new: int) -> None:
+    """Raise ``UserError`` when prompt and continuation are longer than the model's positions."""
+    if new < 1:
+        raise UserError(f"--max-new-tokens {new} must be at least 1")
+    positions = positions_of(model)
+    if positions is not None and prompt + new > positions:
+        raise UserError(
+            f"the prompt's {prompt} tokens and {new} new ones are more than the model's {positions} positions; give a "
+            f"shorter prompt, or --max-new-tokens {max(1, positions - prompt)}"
+        )
+
+
+def _ends(model: Any, tokenizer: TextTokenizer) -> list[int] | None:
+    """Tokens that end a text: the model's own, else the tokenizer's, as far as the model has them."""
+    own = model.generation_config.eos_token_id
+    ids: Sequence[int] = tokenizer.eos_ids if own is None else [own] if isinstance(own, int) else own
+    return [token for token in ids if token < model.config.get_text_config(decoder=True).vocab_size] or None
+
+
+def _padding(model: Any, tokenizer: TextTokenizer) -> int:
+    """One sequence is not padded; transformers wants a number all the same."""
+    return model.generation_config.pad_token_id or (_ends(model, tokenizer) or [0])[0]

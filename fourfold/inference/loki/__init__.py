@@ -1,0 +1,17 @@
+"""Loki: long-context generation with low-rank keys (Singhania et al. 2024, arXiv 2406.02542), training-free.
+
+basis = calibrate(model, windows)
+enable_loki(model, basis, LokiConfig(d=32, k=2048))
+model.generate(...)
+"""
+
+from fourfold.inference.pretrained import import_transformers
+
+import_transformers()  # says how to get it where it is missing
+
+from fourfold.inference.loki.basis import LokiBasis  # noqa: E402
+from fourfold.inference.loki.calibrate import calibrate  # noqa: E402
+from fourfold.inference.loki.config import LokiConfig  # noqa: E402
+from fourfold.inference.loki.enable import cache_bytes, disable_loki, enable_loki  # noqa: E402
+
+__all__ = ["LokiBasis", "LokiConfig", "cache_bytes", "calibrate", "disable_loki", "enable_loki"]

@@ -1,0 +1,125 @@
+"""Puts Loki's layers into a cache of transformers, whatever it holds, or refuses what would give wrong logits."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+
+from fourfold.errors import UserError
+from fourfold.inference.loki.cache import GrowingLayer, LokiLayer, RotatedLayer, StaticLokiLayer
+from fourfold.inference.loki.config import LokiConfig
+
+log = logging.getLogger("fourfold.loki")
+
+
+@dataclass(eq=False)
+class LayerRecipe:
+    """How the cache of one layer is made.
+
+    basis_KDD: its whole basis, in float32; None for a layer that stays dense. d: leading dims that rank. capacity:
+    tokens to make room for at once.
+    """
+
+    config: LokiConfig
+    basis_KDD: Tensor | None = None
+    d: int = 0
+    capacity: int = 0
+
+    def __post_init__(self) -> None:
+        self.basis_KDd = None if self.basis_KDD is None else self.basis_KDD[..., : self.d].contiguous()
+
+    @property
+    def is_dense(self) -> bool:
+        return self.basis_KDD is None
+
+    def to(self, device: torch.device) -> None:
+        """Follow the layer to its device."""
+        if self.basis_KDD is not None and self.basis_KDD.device != device:
+            self.basis_KDD, self.basis_KDd = self.basis_KDD.to(device), self.basis_KDd.to(device)
+
+    def new_layer(self) -> GrowingLayer:
+        if self.is_dense:
+            return GrowingLayer(self.capacity)
+        if self.config.cache == "rotated":
+            return RotatedLayer(self.basis_KDD, self.d, self.capacity)
+        return LokiLayer(self.basis_KDd, self.capacity)
+
+
+def adopt(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool) -> Any:
+    """The layer of a cache for an attention that follows ``recipe``; what it held is taken over.
+
+    is_loki: whether the model's attention is Loki's now. Returns None for a layer that stays as it is, and is attended
+    to densely. Raises ``UserError`` for a cache that cannot be used.
+    """
+    if cache.layer_class_to_replicate is not None:
+        while len(cache.layers) <= number:
+            cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[number]
+    if isinstance(layer, RotatedLayer):
+        return _rotated(layer, recipe, is_loki)
+    if type(layer) is DynamicLayer and is_loki:
+        layer = cache.layers[number] = _filled(recipe.new_layer(), layer)
+    elif type(layer) is StaticLayer and is_loki and not recipe.is_dense:
+        layer = cache.layers[number] = _fixed(layer, recipe)
+    elif isinstance(layer, LokiLayer | StaticLokiLayer) and not recipe.is_dense and not _same(layer, recipe):
+        layer = cache.layers[number] = _made_anew(layer, recipe)
+    if isinstance(layer, GrowingLayer | StaticLokiLayer):
+        return layer
+    if not recipe.is_dense:
+        log.warning("layer %d: a cache of type %s is attended to densely", number, type(layer).__name__)
+    return None
+
+
+def _filled(new: GrowingLayer, layer: DynamicLayer | LokiLayer) -> GrowingLayer:
+    if isinstance(new, RotatedLayer):
+        new.expected = True
+    if layer.get_seq_length():
+        new.update(layer.keys, layer.values)
+        if isinstance(new, RotatedLayer):
+            new.expected = True
+    return new
+
+
+def _fixed(layer: StaticLayer, recipe: LayerRecipe) -> StaticLokiLayer:
+    if recipe.config.k is None or recipe.config.cache == "rotated":
+        raise UserError(
+            'loki: a cache of fixed size needs cache = "proxy" and a number of keys, because how much of it is filled '
+            "is not known to the host; give k instead of k_f"
+        )
+    fixed = StaticLokiLayer(recipe.basis_KDd, layer.max_cache_len)
+    fixed.adopt(layer)
+    return fixed
+
+
+def _rotated(layer: RotatedLayer, recipe: LayerRecipe, is_loki: bool) -> RotatedLayer:
+    """Only the very basis, and an attention that knows of it, can read rotated keys."""
+    if not is_loki or recipe.is_dense or recipe.config.cache != "rotated" or not _same(layer, recipe):
+        raise UserError(
+            "this cache holds keys that were rotated by another basis, or for another attention than the model has "
+            'now; start a new cache, or use cache = "proxy", which fits any attention'
+        )
+    layer.expected = True
+    return layer
+
+
+def _made_anew(layer: LokiLayer | StaticLokiLayer, recipe: LayerRecipe) -> GrowingLayer | StaticLokiLayer:
+    """Raw keys are there, so the proxy for another basis or width can be made of them."""
+    return _fixed(layer, recipe) if isinstance(layer, StaticLokiLayer) else _filled(recipe.new_layer(), layer)
+
+
+def _same(layer: LokiLayer | RotatedLayer | StaticLokiLayer, recipe: LayerRecipe) -> bool:
+    """Whether a layer was filled with this basis; it then shares its tensor, so that the next look is cheap."""
+    if layer.basis is recipe.basis_KDd or layer.basis is recipe.basis_KDD:
+        return True
+    ours = recipe.basis_KDD if isinstance(layer, RotatedLayer) else recipe.basis_KDd
+    if isinstance(layer, RotatedLayer) and layer.d != recipe.d:
+        layer.d = recipe.d  # how many rotated dims rank is free
+    if layer.basis.shape != ours.shape or not torch.equal(layer.basis.to(ours.device), ours):
+        return False
+    layer.basis = ours
+    return True

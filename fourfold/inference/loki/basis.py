@@ -1,0 +1,159 @@
+"""The basis of a model: principal components of its keys, per layer and KV head, and the file that holds them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from fourfold.data.files import write_whole
+from fourfold.errors import UserError
+from fourfold.inference.loki.config import LokiConfig
+from fourfold.inference.loki.fingerprint import Fingerprint
+
+FORMAT = "1"
+KINDS = ("pre", "post")
+"""Keys before and after their rotary embedding."""
+
+
+@dataclass(frozen=True)
+class Components:
+    """Principal components of the keys of every layer and KV head.
+
+    vectors: [L, K, D, D] orthonormal columns, the one of the largest variance first; variances: [L, K, D] descending.
+    """
+
+    vectors_LKDD: Tensor
+    variances_LKD: Tensor
+
+    def ranks_at(self, share: float) -> Tensor:
+        """Fewest components that explain this share of the variance, [L, K] (Rank@v, arXiv 2406.02542, eq. 2)."""
+        variances_LKD = self.variances_LKD.double().clamp(min=0)
+        explained_LKD = variances_LKD.cumsum(-1) / variances_LKD.sum(-1, keepdim=True).clamp(min=1e-300)
+        # A share that all of them reach to the last bit must not need one more than there are.
+        return ((explained_LKD < share - 1e-12).sum(-1) + 1).clamp(max=variances_LKD.shape[-1])
+
+
+@dataclass(frozen=True)
+class LokiBasis:
+    """What calibration found, and of which model.
+
+    best: for each layer "pre" or "post", whichever ranked held-out keys better; recall: that comparison, per kind the
+    share of the best quarter of the keys that a quarter of the dims found in each layer (empty where nothing was held
+    out). seq_length, tokens: of the calibration.
+    """
+
+    components: dict[str, Components]
+    best: tuple[str, ...]
+    fingerprint: Fingerprint
+    seq_length: int
+    tokens: int
+    recall: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> int:
+        return len(self.best)
+
+    @property
+    def head_dim(self) -> int:
+        return next(iter(self.components.values())).vectors_LKDD.shape[-1]
+
+    @property
+    def kv_heads(self) -> int:
+        return next(iter(self.components.values())).vectors_LKDD.shape[1]
+
+    def of_layer(self, layer: int, config: LokiConfig) -> tuple[Tensor, int]:
+        """The whole basis of a layer, [K, D, D], and how many of its leading columns rank keys."""
+        kind = self.best[layer] if config.basis == "best" else config.basis
+        components = self._of_kind(kind)
+        d = config.dims_of(self.head_dim)
+        if config.variance is not None:
+            d = int(components.ranks_at(config.variance)[layer].max())
+        return components.vectors_LKDD[layer], d
+
+    def random(self, seed: int = 0) -> LokiBasis:
+        """The same with random directions instead: the control that any calibration must beat."""
+        shape = (self.layers, self.kv_heads, self.head_dim, self.head_dim)
+        normal = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        components = Components(torch.linalg.qr(normal).Q.float(), torch.ones(shape[:-1]))
+        return LokiBasis({"post": components}, ("post",) * self.layers, self.fingerprint, self.seq_length, self.tokens)
+
+    def save(self, path: Path) -> None:
+        """Write it as safetensors, whole or not at all."""
+        tensors = {"fingerprint": self.fingerprint.sample}
+        for kind, components in self.components.items():
+            tensors[f"{kind}.vectors"] = components.vectors_LKDD.contiguous()
+            tensors[f"{kind}.variances"] = components.variances_LKD.contiguous()
+        about = {
+            "format": FORMAT,
+            "model": self.fingerprint.model,
+            "rope": self.fingerprint.rope,
+            "best": json.dumps(self.best),
+            "recall": json.dumps(self.recall),
+            "seq_length": str(self.seq_length),
+            "tokens": str(self.tokens),
+        }
+        try:
+            write_whole(path, save(tensors, about))
+        except OSError as error:
+            raise UserError(f"cannot write the basis {path}: {error.strerror or error}") from error
+
+    @classmethod
+    def load(cls, path: Path) -> LokiBasis:
+        """Read a file of ``save``. Raises ``UserError`` when it is missing, damaged, or no basis."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                about, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except OSError as error:
+            raise UserError(f"cannot read the basis {path}: {error.strerror or error}") from None
+        except SafetensorError as error:
+            raise UserError(f"{path} is damaged or no safetensors file: {error}") from None
+        if about.get("format") != FORMAT or "fingerprint" not in tensors:
+            raise UserError(f"{path} is no basis of this version; make one with: fourfold loki calibrate")
+        kinds = [kind for kind in KINDS if f"{kind}.vectors" in tensors]
+        components = {kind: Components(tensors[f"{kind}.vectors"], tensors[f"{kind}.variances"]) for kind in kinds}
+        for kind, each in components.items():
+            _check(each, f"{path}: {kind}")
+        return cls(
+            components,
+            tuple(json.loads(about["best"])),
+            Fingerprint(about["model"], about["rope"], tensors["fingerprint"]),
+            int(about["seq_length"]),
+            int(about["tokens"]),
+            json.loads(about["recall"]),
+        )
+
+    def record(self) -> dict[str, Any]:
+        """What calibration found, as JSON values: Rank@90 of every layer and head, and what ranked better."""
+        ranks = {kind: each.ranks_at(0.9) for kind, each in self.components.items()}
+        return {
+            "seq_length": self.seq_length,
+            "tokens": self.tokens,
+            "head_dim": self.head_dim,
+            "ranks": {kind: of_kind.tolist() for kind, of_kind in ranks.items()},
+            "mean_rank": {kind: float(of_kind.double().mean()) for kind, of_kind in ranks.items()},
+            "recall": self.recall,
+            "best": list(self.best),
+        }
+
+    def _of_kind(self, kind: str) -> Components:
+        if kind not in self.components:
+            there = " and ".join(self.components)
+            raise UserError(f"the basis has only {there}-rotary components; calibrate with --basis {kind} or both")
+        return self.components[kind]
+
+
+def _check(components: Components, where: str) -> None:
+    """Raise ``UserError`` for numbers that are no basis: a wrong one would choose keys at random without a word."""
+    vectors_LKDD = components.vectors_LKDD.double()
+    if not (vectors_LKDD.isfinite().all() and components.variances_LKD.isfinite().all()):
+        raise UserError(f"{where}: the basis has NaN or infinite numbers; make it again with: fourfold loki calibrate")
+    products = vectors_LKDD.transpose(-1, -2) @ vectors_LKDD
+    if (products - torch.eye(vectors_LKDD.shape[-1], dtype=torch.float64)).abs().max() > 1e-3:
+        raise UserError(f"{where}: the directions are not orthonormal; make it again with: fourfold loki calibrate")

@@ -1,0 +1,114 @@
+"""What a user chooses about Loki."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from fourfold.errors import UserError
+
+GROUP_REDUCTIONS = ("softmax", "max", "mean")
+DEFAULT_D_F, DEFAULT_K_F = 0.25, 0.25
+
+
+@dataclass(frozen=True)
+class LokiConfig:
+    """How keys are ranked, and how many are attended to.
+
+    d, d_f, variance: leading dims of the rotated keys that rank them: a number, a share of head_dim, or per layer as
+        many as explain this share of the variance in its worst head. One of the three; else a quarter of head_dim.
+    k, k_f: keys that a step attends to: a number, or a share of the context, which is then never below ``min_k``. One
+        of the two; a quarter of the context by default.
+    sink, recent: of these k, the first and the last ones that are always among them.
+    skip_layers: layers that stay dense. min_seq: shorter contexts are attended to densely.
+    group_reduce: how the query heads of one KV head agree on their keys: by the sum of their softmaxes, the maximum, or
+        the mean of their scores.
+    prefill: "dense", or "simulate": every row of a prompt sees only its best keys, as in the perplexities of the paper.
+    basis: "best" (the one that ranked held-out keys better, layer by layer), "pre" or "post": which keys, before or
+        after their rotary embedding, the principal components were taken of.
+    cache: "proxy" keeps the keys as they are and their leading rotated dims beside them; "rotated" keeps rotated keys
+        only, which takes no more memory than dense attention.
+
+    Raises ``UserError`` for values that cannot be.
+    """
+
+    d: int | None = None
+    d_f: float | None = None
+    variance: float | None = None
+    k: int | None = None
+    k_f: float | None = None
+    min_k: int = 128
+    sink: int = 0
+    recent: int = 0
+    skip_layers: tuple[int, ...] = ()
+    min_seq: int = 512
+    group_reduce: Literal["softmax", "max", "mean"] = "softmax"
+    prefill: Literal["dense", "simulate"] = "dense"
+    basis: Literal["best", "pre", "post"] = "best"
+    cache: Literal["proxy", "rotated"] = "proxy"
+
+    def __post_init__(self) -> None:
+        self._one_of("d", "d_f", "variance")
+        self._one_of("k", "k_f")
+        for name in ("d", "k", "min_k"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"loki: {name} = {value}; it must be at least 1")
+        for name in ("d_f", "k_f", "variance"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise UserError(f"loki: {name} = {value} is a share, above 0 and at most 1")
+        for name in ("sink", "recent", "min_seq"):
+            if getattr(self, name) < 0:
+                raise UserError(f"loki: {name} = {getattr(self, name)}; it must be at least 0")
+        for name, values in _CHOICES.items():
+            if getattr(self, name) not in values:
+                raise UserError(f"loki: {name} = {getattr(self, name)!r}; there are {', '.join(values)}")
+        least = self.k if self.k is not None else self.min_k
+        if self.sink + self.recent > least:
+            name = "k" if self.k is not None else "min_k"
+            raise UserError(
+                f"loki: sink + recent = {self.sink + self.recent} are among the {name} = {least} keys of a step; raise "
+                f"{name} to at least {self.sink + self.recent}"
+            )
+
+    def keys_of(self, length: int) -> int:
+        """How many of ``length`` keys a step attends to; all where there are no more."""
+        if self.k is not None:
+            return min(self.k, length)
+        share = DEFAULT_K_F if self.k_f is None else self.k_f
+        return min(max(math.ceil(share * length), self.min_k), length)
+
+    def dims_of(self, head_dim: int) -> int:
+        """Leading dims that rank keys of this size, where ``variance`` does not say."""
+        if self.d is None:
+            share = DEFAULT_D_F if self.d_f is None else self.d_f
+            return max(1, math.ceil(share * head_dim))
+        if self.d > head_dim:
+            raise UserError(f"loki: d = {self.d} is more than the {head_dim} dims of a head; give at most {head_dim}")
+        return self.d
+
+    def is_dense_at(self, length: int) -> bool:
+        """Whether a step at this context attends to everything."""
+        return length < self.min_seq or self.keys_of(length) >= length
+
+    def but(self, **changes: object) -> LokiConfig:
+        """The same with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def _one_of(self, *names: str) -> None:
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UserError(
+                f"loki: {' and '.join(given)} say the same; leave out {'all but one' if given[2:] else 'one'}"
+            )
+
+
+_CHOICES = {
+    "group_reduce": GROUP_REDUCTIONS,
+    "prefill": ("dense", "simulate"),
+    "basis": ("best", "pre", "post"),
+    "cache": ("proxy", "rotated"),
+}

@@ -1,0 +1,94 @@
+"""Switching Loki on and off in a model of transformers."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from fourfold.errors import UserError
+from fourfold.inference.loki.adopt import LayerRecipe
+from fourfold.inference.loki.architecture import attentions_of, text_config, window_of
+from fourfold.inference.loki.attention import NAME, LayerState, loki_attention, meet_cache
+from fourfold.inference.loki.basis import LokiBasis
+from fourfold.inference.loki.config import LokiConfig
+from fourfold.inference.loki.fingerprint import Fingerprint
+
+log = logging.getLogger("fourfold.loki")
+
+
+def enable_loki(
+    model: nn.Module, basis: LokiBasis, config: LokiConfig | None = None, *, capacity: int = 0
+) -> nn.Module:
+    """Let a model attend with Loki from now on; the same model is returned.
+
+    ``model.generate`` and ``model(...)`` work as before, with any cache of transformers: its layers are exchanged as
+    they are met. Calling it again changes basis and configuration. capacity: tokens to make room for at once, where
+    the length is known.
+
+    Layers with a sliding window stay dense, with a message. Raises ``UserError`` for a basis of another model, an
+    architecture that Loki does not know, and a configuration that does not fit the model.
+    """
+    config = config or LokiConfig()
+    attentions = attentions_of(model)
+    basis.fingerprint.check(Fingerprint.of(text_config(model), attentions))
+    recipes = _recipes(attentions, basis, config, capacity)
+    disable_loki(model)
+    # Without a mask of the same name transformers would pass none at all: neither causality nor padding.
+    AttentionInterface.register(NAME, loki_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.loki_attention_before = text_config(model)._attn_implementation
+    model.set_attn_implementation(NAME)
+    for attention, recipe in zip(attentions, recipes, strict=True):
+        hook = attention.register_forward_pre_hook(meet_cache, with_kwargs=True)
+        attention.loki, attention.loki_hook = LayerState(config, recipe), hook
+    return model
+
+
+def disable_loki(model: nn.Module) -> nn.Module:
+    """Give a model its own attention back. A cache of rotated keys cannot be used any more; others can."""
+    before = model.__dict__.pop("loki_attention_before", None)
+    if before is None:
+        return model
+    for attention in attentions_of(model):
+        attention.loki_hook.remove()
+        del attention.loki, attention.loki_hook
+    model.set_attn_implementation(before)
+    return model
+
+
+def cache_bytes(cache: Any) -> int:
+    """What the tokens in a cache take, in bytes, without room to grow."""
+    total = 0
+    for layer in cache.layers:
+        if hasattr(layer, "held_bytes"):
+            total += layer.held_bytes
+        elif getattr(layer, "is_initialized", False):
+            total += layer.keys.nbytes + layer.values.nbytes
+    return total
+
+
+def _recipes(attentions: list[nn.Module], basis: LokiBasis, config: LokiConfig, capacity: int) -> list[LayerRecipe]:
+    unknown = [number for number in config.skip_layers if not 0 <= number < len(attentions)]
+    if unknown:
+        raise UserError(f"loki: skip_layers has {unknown[0]}, and the layers are 0 to {len(attentions) - 1}")
+    recipes, windows = [], {}
+    for number, attention in enumerate(attentions):
+        window = window_of(attention)
+        if window is not None:
+            windows[number] = window
+        if window is not None or number in config.skip_layers:
+            recipes.append(LayerRecipe(config, capacity=capacity))
+        else:
+            recipes.append(LayerRecipe(config, *basis.of_layer(number, config), capacity=capacity))
+    if len(windows) == len(attentions):
+        raise UserError(
+            f"loki: every layer of this model sees only the last {max(windows.values())} tokens (sliding_window); use "
+            "full attention, which reads no more than these"
+        )
+    if windows:
+        log.warning("layers %s have a sliding window and stay dense", ", ".join(map(str, windows)))
+    return recipes

@@ -1,0 +1,75 @@
+"""Which keys a step attends to: scores, agreed on within each KV group, and the best k of them.
+
+Letters of shapes: B sequences, K KV heads, G query heads of one KV head, S keys, k chosen keys; … is nothing in a
+decoding step, and the rows of a prompt in a simulation of many of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fourfold.inference.loki.config import LokiConfig
+
+NEVER, ALWAYS = float("-inf"), float("inf")
+SAMPLED = 16
+"""One number in so many tells the threshold."""
+
+THIN = 6
+"""Rows of fewer than so many times k numbers are not worth a threshold."""
+
+
+def agree(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None = None) -> Tensor:
+    """What each key is worth to a whole KV group, from scores of each head; -inf where it must not be seen.
+
+    One choice for the group reads each key once; a choice for each of its G heads would read up to G times as many.
+    """
+    if visible_B1_S is not None:
+        scores_BKG_S = scores_BKG_S.masked_fill(~visible_B1_S[:, :, None], NEVER)
+    if scores_BKG_S.shape[2] == 1:
+        return scores_BKG_S[:, :, 0]
+    if reduce == "max":
+        return scores_BKG_S.amax(2)
+    if reduce == "mean":
+        return scores_BKG_S.mean(2)
+    worth_BK_S = torch.softmax(scores_BKG_S, -1, dtype=torch.float32).sum(2)
+    return worth_BK_S if visible_B1_S is None else worth_BK_S.masked_fill(~visible_B1_S, NEVER)
+
+
+def choose(worth_BK_S: Tensor, k: int, config: LokiConfig, visible_B1_S: Tensor | None = None) -> Tensor:
+    """Places of the k best keys, [B, K, …, k] in no order; the first ``sink`` and last ``recent`` are among them.
+
+    Where fewer than k keys can be seen, the rest are some that cannot: attention must mask them.
+    """
+    if config.sink or config.recent:
+        worth_BK_S = _with_ends(worth_BK_S, config, visible_B1_S)
+    return best(worth_BK_S, k)
+
+
+def best(worth_BK_S: Tensor, k: int) -> Tensor:
+    """Places of the k largest numbers of each row, in no order.
+
+    A long row on a CPU is not sorted: a sample tells a threshold that about a tenth more than k numbers reach, and only
+    these are looked at. Should fewer reach it, all are.
+    """
+    row_S = worth_BK_S.flatten()
+    is_long_row = len(row_S) == worth_BK_S.shape[-1] and len(row_S) > THIN * k
+    if worth_BK_S.device.type == "cpu" and is_long_row:
+        sample = row_S[::SAMPLED]
+        threshold = torch.topk(sample, min(len(sample), int(1.1 * k / SAMPLED) + 8)).values[-1]
+        candidates = (row_S >= threshold).nonzero().flatten()
+        if len(candidates) >= k:
+            chosen = candidates[torch.topk(row_S[candidates], k, sorted=False).indices]
+            return chosen.view(*worth_BK_S.shape[:-1], k)
+    return torch.topk(worth_BK_S, k, dim=-1, sorted=False).indices
+
+
+def _with_ends(worth_BK_S: Tensor, config: LokiConfig, visible_B1_S: Tensor | None) -> Tensor:
+    """The first and the last visible keys above all others."""
+    if visible_B1_S is None:
+        places_S = torch.arange(worth_BK_S.shape[-1], device=worth_BK_S.device)
+        return worth_BK_S.masked_fill((places_S < config.sink) | (places_S >= len(places_S) - config.recent), ALWAYS)
+    from_left = visible_B1_S.cumsum(-1)
+    from_right = from_left[..., -1:] - from_left
+    kept = visible_B1_S & ((from_left <= config.sink) | (from_right < config.recent))
+    return worth_BK_S.masked_fill(kept, ALWAYS)

@@ -1,0 +1,119 @@
+"""Loki in every row of a prompt at once, by masking: the protocol of the paper's perplexities.
+
+One pass over a text says what decoding it token by token would, except that every row may see as many keys as the last
+one (k comes of the whole length): so the paper measures, and so its numbers can be compared.
+
+Letters of shapes: B sequences, N query heads, K KV heads, G = N / K, Q rows, S keys, D head_dim, d leading dims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fourfold.inference.loki.attend import project
+from fourfold.inference.loki.config import LokiConfig
+from fourfold.inference.loki.select import NEVER, agree, choose
+
+CHUNK_SCORES = 1 << 24
+"""Scores that are in memory at once."""
+
+
+@dataclass
+class Probe:
+    """Notes how good the choices of one layer were, of every row and KV head that could not see all its keys.
+
+    recall: share of the k keys of the largest exact worth that were chosen; mass: share of the exact softmax, mean over
+    the heads of the group, that fell on the chosen keys.
+    """
+
+    recall: list[Tensor] = field(default_factory=list)
+    mass: list[Tensor] = field(default_factory=list)
+
+    def note(self, chosen_BKQS: Tensor, best_BKQS: Tensor, weights_BKGQS: Tensor, sparse_BKQ: Tensor) -> None:
+        found_BKQ = (chosen_BKQS & best_BKQS).sum(-1) / best_BKQS.sum(-1).clamp(min=1)
+        mass_BKQ = (weights_BKGQS * chosen_BKQS[:, :, None]).sum(-1).mean(2)
+        self.recall.append(found_BKQ[sparse_BKQ].float().cpu())
+        self.mass.append(mass_BKQ[sparse_BKQ].float().cpu())
+
+
+def simulate(
+    query_BNQD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    basis_KDd: Tensor | None,
+    d: int,
+    config: LokiConfig,
+    scaling: float,
+    mask_B1QS: Tensor | None = None,
+    probe: Probe | None = None,
+) -> Tensor:
+    """Attention of each row to the best of the keys before it, [B, N, Q, D], where Q = S.
+
+    mask_B1QS: True where a key may be seen; None for causal attention. basis_KDd: None where queries and keys are
+    rotated already.
+    """
+    query_BKGQD = query_BNQD.unflatten(1, (key_BKSD.shape[1], -1))
+    if basis_KDd is None:
+        query_BKGQd, key_BKSd = query_BKGQD[..., :d], key_BKSD[..., :d]
+    else:
+        query_BKGQd = project(query_BKGQD, basis_KDd[:, None])
+        key_BKSd = project(key_BKSD, basis_KDd)
+    length = key_BKSD.shape[2]
+    rows = max(1, CHUNK_SCORES // (query_BNQD.shape[0] * query_BNQD.shape[1] * length))
+    out = []
+    for first in range(0, length, rows):
+        chunk = slice(first, min(first + rows, length))
+        visible_B1QS = _causal(chunk, length, key_BKSD.device) if mask_B1QS is None else mask_B1QS[:, :, chunk]
+        out.append(
+            _attend_rows(
+                query_BKGQD[:, :, :, chunk],
+                query_BKGQd[:, :, :, chunk],
+                key_BKSD,
+                value_BKSD,
+                key_BKSd,
+                config,
+                scaling,
+                visible_B1QS,
+                probe,
+            )
+        )
+    return torch.cat(out, dim=3).flatten(1, 2)
+
+
+def _attend_rows(
+    query_BKGQD: Tensor,
+    query_BKGQd: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    key_BKSd: Tensor,
+    config: LokiConfig,
+    scaling: float,
+    visible_B1QS: Tensor,
+    probe: Probe | None,
+) -> Tensor:
+    k = config.keys_of(key_BKSD.shape[2])
+    ranking_BKGQS = torch.matmul(query_BKGQd * scaling, key_BKSd.transpose(-1, -2)[:, :, None])
+    worth_BKQS = agree(ranking_BKGQS, config.group_reduce, visible_B1QS)
+    chosen_BKQS = _as_mask(choose(worth_BKQS, k, config, visible_B1QS), worth_BKQS) & visible_B1QS
+    scores_BKGQS = torch.matmul(query_BKGQD, key_BKSD.transpose(-1, -2)[:, :, None]).float() * scaling
+    if probe is not None:
+        exact_BKQS = agree(scores_BKGQS, config.group_reduce, visible_B1QS)
+        best_BKQS = _as_mask(choose(exact_BKQS, k, config, visible_B1QS), exact_BKQS) & visible_B1QS
+        weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~visible_B1QS[:, :, None], NEVER), -1)
+        sparse_BKQ = (visible_B1QS.sum(-1) > k).expand(worth_BKQS.shape[:3])
+        probe.note(chosen_BKQS, best_BKQS, weights_BKGQS, sparse_BKQ)
+    weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~chosen_BKQS[:, :, None], NEVER), -1)
+    weights_BKGQS = weights_BKGQS.masked_fill(~visible_B1QS.any(-1, keepdim=True)[:, :, None], 0.0)
+    return torch.matmul(weights_BKGQS.to(value_BKSD.dtype), value_BKSD[:, :, None])
+
+
+def _as_mask(places_BKQk: Tensor, like_BKQS: Tensor) -> Tensor:
+    return torch.zeros_like(like_BKQS, dtype=torch.bool).scatter_(-1, places_BKQk, True)
+
+
+def _causal(chunk: slice, length: int, device: torch.device) -> Tensor:
+    rows_Q1 = torch.arange(chunk.start, chunk.stop, device=device)[:, None]
+    return (torch.arange(length, device=device) <= rows_Q1)[None, None]

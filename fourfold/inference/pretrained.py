@@ -1,0 +1,110 @@
+"""Models and tokenizers of the transformers library, opened for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fourfold.data.tokenizer import ByteTokenizer
+from fourfold.errors import UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TextTokenizer(Protocol):
+    """Text to ids and back; ``eos_ids`` end a text."""
+
+    eos_ids: tuple[int, ...]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt, with what the model expects in front of it."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids, without special tokens."""
+        ...
+
+
+class HuggingFaceText:
+    """The tokenizer of a folder or an id of the Hub, with the special tokens that it puts around a text."""
+
+    def __init__(self, name: str) -> None:
+        transformers = import_transformers()
+        try:
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError, ImportError, AttributeError) as error:
+            raise UserError(_no_tokenizer(name, _first_line(error))) from error
+        if len(self.tokenizer) <= len(self.tokenizer.all_special_ids):  # made of nothing but the model's type
+            raise UserError(_no_tokenizer(name, "it has no vocabulary"))
+        end = self.tokenizer.eos_token_id
+        self.eos_ids = () if end is None else (end,)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+class BytesText:
+    """The 256 bytes, and one id that ends a text: what runs without a tokenizer are trained on."""
+
+    def __init__(self) -> None:
+        self._tokenizer = ByteTokenizer()
+        self.eos_ids = (self._tokenizer.eod_id,)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode_batch([text])[0]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+
+def load_text(name: str) -> TextTokenizer:
+    """The tokenizer of a model's folder, of an id of the Hub, or "bytes"."""
+    return BytesText() if name == "bytes" else HuggingFaceText(name)
+
+
+def load_model(name: str | Path, dtype: str = "auto", device: str | None = None) -> Any:
+    """A causal language model of the transformers library, ready to generate; no code of the model is run.
+
+    dtype: fp32, bf16, fp16, or auto for the one in which it is stored. device: by default a GPU where there is one.
+    Raises ``UserError`` when it cannot be loaded.
+    """
+    transformers = import_transformers()
+    wanted = "auto" if dtype == "auto" else DTYPES[dtype]
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(str(name), dtype=wanted, use_safetensors=True)
+        return model.to(device).eval()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"cannot load the model {name}: {_first_line(error)}") from error
+
+
+def positions_of(model: Any) -> int | None:
+    """The longest sequence that a model knows; None where it does not say."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def import_transformers() -> Any:
+    """The transformers library, or a sentence that says how to get it."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(
+            "Hugging Face models need the transformers library: pip install 'fourfold[huggingface]'"
+        ) from error
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def _no_tokenizer(name: str, reason: str) -> str:
+    return f"cannot load the tokenizer of {name} ({reason}); name one with --tokenizer: a folder, or bytes"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

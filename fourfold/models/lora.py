@@ -1,0 +1,51 @@
+"""LoRA: a frozen decoder whose linear layers have small trained additions (Hu et al. 2021, arXiv 2106.09685)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.config.model import ModelConfig
+from fourfold.config.run import LoRAConfig
+from fourfold.errors import UserError
+from fourfold.models.transformer import Transformer
+
+ADAPTERS = ("lora_A", "lora_B")
+
+
+class LoRALinear(nn.Linear):
+    """x Wᵀ + b + α/r · (x Aᵀ) Bᵀ, eq. 3, with A [r, in] and B [out, r]."""
+
+    def __init__(self, linear: nn.Linear, config: LoRAConfig, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias, self.scale = linear.weight, linear.bias, config.alpha / config.rank
+        like = {"dtype": dtype, "device": linear.weight.device}
+        self.lora_A = nn.Parameter(torch.empty(config.rank, linear.in_features, **like))
+        self.lora_B = nn.Parameter(torch.empty(linear.out_features, config.rank, **like))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.scale * F.linear(F.linear(x, self.lora_A), self.lora_B)
+
+
+def add_adapters(model: Transformer, config: LoRAConfig, dtype: torch.dtype = torch.float32) -> None:
+    """Freeze the model, and give its target layers adapters of this type. Raises ``UserError`` for a missing target."""
+    model.requires_grad_(False)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    kinds = {name.rpartition(".")[2] for name in linears}
+    for target in config.targets or ():
+        if target not in kinds:
+            raise UserError(f"lora.targets: this model has no {target}; it has {', '.join(sorted(kinds))}")
+    for name, linear in linears.items():
+        parent, _, kind = name.rpartition(".")
+        if config.targets is None or kind in config.targets:
+            model.get_submodule(parent)._modules[kind] = LoRALinear(linear, config, dtype)
+
+
+def adapter_shapes(model: ModelConfig, config: LoRAConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter that is trained."""
+    with torch.device("meta"):
+        whole = Transformer(model)
+    add_adapters(whole, config)
+    return {name: tuple(p.shape) for name, p in whole.named_parameters() if p.requires_grad}

@@ -1,0 +1,253 @@
+"""Anybody's model onto x and y by a table from module patterns to styles, which transformers' models bring along.
+
+What no pattern names, and is not known to be safe on every rank alike, is refused by name.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fourfold.errors import UserError
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.linear import OverY
+from fourfold.parallel.sharding import Tile
+from fourfold.parallel.whole_residual import ColumnLinear, Entry, RowLinear, WholeEmbedding
+
+STYLES: dict[str, str] = {
+    "colwise": "a linear layer that reads the residual, and whose features the next may read in shares",
+    "colwise_gather_output": "the same, its features gathered because the code after it needs all of them",
+    "rowwise": "a linear layer that reads shares of features and writes to the residual",
+    "rowwise_split_input": "the same, where all ranks have all features",
+    "embedding": "an embedding table",
+    "replicated_with_grad_allreduce": "small weights that every rank applies to its share of the features",
+    "replicate": "computed whole by every rank",
+}
+"""What a pattern may say, in transformers' words where it has one."""
+
+SYNONYMS = {
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_rep": "rowwise_split_input",
+    "embedding_rowwise": "embedding",
+    "vocab_parallel_embedding": "embedding",
+    "replicated": "replicate",
+}
+
+SCALED_EMBEDDING = "ScaledWordEmbedding"
+"""How transformers ends the names of embeddings that are multiplied by their ``embed_scale`` (Gemma's, for one)."""
+
+_HEAD_SIZES = ("head_dim", "head_size")
+"""What an attention module of transformers calls the size of a head."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """How one module was laid out: its style, and how the y ranks share what a group of layers computes."""
+
+    name: str
+    style: str
+    over_y: OverY | None = None
+
+
+def published_plan(model: nn.Module) -> dict[str, str]:
+    """The plan that a model of transformers publishes, with its input embedding and head; empty where it has none."""
+    plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    prefix = getattr(model, "base_model_prefix", "")
+    config = getattr(model, "config", None)
+    of_config = getattr(config, "base_model_tp_plan", None) or {}
+    plan |= {f"{prefix}.{key}": style for key, style in of_config.items()}
+    names = {module: name for name, module in model.named_modules()}
+    for getter, style in (("get_input_embeddings", "embedding"), ("get_output_embeddings", "colwise_gather_output")):
+        module = getattr(model, getter)() if hasattr(model, getter) else None
+        if module in names:
+            plan.setdefault(names[module], style)
+    return plan
+
+
+def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str], overlap: bool = True) -> list[Placed]:
+    """Replace, in place, what ``rules`` name, else the published plan, by its part on this rank; returns how every
+    module lies.
+
+    Raises ``UserError`` for a module that has weights and no place, a size that does not divide, a style that is
+    unknown, and randomness inside the model, in which ranks that repeat each other's work would differ.
+    """
+    published, with_weights = published_plan(model), [n for n, m in model.named_modules() if _has_own_parameters(m)]
+    styles = {name: _style(name, rules) or _style(name, published) for name in with_weights}
+    _check_complete(model, styles)
+    _check_no_dropout(model)
+    split = {parent: _over_y(model, parent, styles, grid) for parent in _groups(styles)}
+    entries: dict[str, Entry] = {}
+    placed: list[Placed] = []
+    for name, style in styles.items():
+        parent, module = _parent(name), model.get_submodule(name)
+        over_y = split.get(parent) if style in ("colwise", "rowwise") else "replicate"
+        if style in ("colwise", "colwise_gather_output"):
+            _check_type(name, module, nn.Linear, style)
+            _check_divides(name, "out_features", module.out_features, grid, "y" if over_y == "features" else "x")
+            _check_divides(name, "in_features", module.in_features, grid, "only y")
+            entry = entries.setdefault(parent, Entry(grid, parent or name))
+            new = ColumnLinear(module, grid, over_y, entry, style == "colwise_gather_output", overlap, name)
+        elif style in ("rowwise", "rowwise_split_input"):
+            _check_type(name, module, nn.Linear, style)
+            _check_divides(name, "in_features", module.in_features, grid, "y" if over_y == "features" else "x")
+            _check_divides(name, "out_features", module.out_features, grid, "only y")
+            new = RowLinear(module, grid, over_y, style == "rowwise_split_input", overlap, name)
+        elif style == "embedding":
+            if not type(module).__name__.endswith(SCALED_EMBEDDING):
+                _check_type(name, module, nn.Embedding, style)
+            if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+                raise UserError(f"{name}: an embedding with max_norm, scale_grad_by_freq or sparse is not laid out")
+            _check_divides(name, "num_embeddings", module.num_embeddings, grid, "x")
+            _check_divides(name, "embedding_dim", module.embedding_dim, grid, "only y")
+            new = WholeEmbedding(module, grid, name, getattr(module, "embed_scale", None))
+        else:
+            if style == "replicated_with_grad_allreduce":
+                over_y = split.get(_enclosing(name, split), "replicate")
+                axes = ("x", "y") if over_y == "features" else ("x",)
+                module.tiles = {key: Tile(partial_over=axes) for key, _ in module.named_parameters(recurse=False)}
+            placed.append(Placed(name, style))
+            continue
+        _set_module(model, name, new)
+        placed.append(Placed(name, style, over_y))
+    return placed
+
+
+def _style(name: str, plan: Mapping[str, str]) -> str | None:
+    """Of a module, by its name or the longest pattern that it matches."""
+    matching = [pattern for pattern in plan if fnmatch.fnmatchcase(name, pattern)]
+    if not matching:
+        return None
+    style = plan[max(matching, key=lambda pattern: (pattern == name, len(pattern)))]
+    style = SYNONYMS.get(style, style)
+    if style not in STYLES:
+        raise UserError(f"{name}: the style '{style}' of its plan is not laid out here; {', '.join(STYLES)} are")
+    return style
+
+
+def _check_complete(model: nn.Module, styles: dict[str, str | None]) -> None:
+    """Give modules of vectors outside the linear layers' groups their place, and refuse what has none."""
+    groups = _groups(styles)
+    if not any(style and style.startswith(("colwise", "rowwise")) for style in styles.values()):
+        raise UserError(
+            f"{type(model).__name__} publishes no tensor-parallel plan; give parallelize a table of module patterns, "
+            "such as {'layers.*.attention.query': 'colwise', 'layers.*.attention.output': 'rowwise'}"
+        )
+    for name, style in styles.items():
+        if style is not None:
+            continue
+        module = model.get_submodule(name)
+        shapes = {key: list(p.shape) for key, p in module.named_parameters(recurse=False)}
+        sees_shares = _enclosing(name, groups) is not None
+        if sees_shares or any(len(shape) > 1 for shape in shapes.values()):
+            key, shape = next(iter(shapes.items()))
+            where = ", inside a group of sharded layers," if sees_shares else ""
+            raise UserError(
+                f"{name} ({type(module).__name__}, {key} {shape}){where} has no place in the plan; add a pattern for "
+                f"it to the table: one of {', '.join(STYLES)}"
+            )
+        styles[name] = "replicate"
+
+
+def _groups(styles: Mapping[str, str | None]) -> set[str]:
+    """The modules in which features lie in shares: those with a layer that is split by columns or rows."""
+    return {_parent(name) for name, style in styles.items() if style in ("colwise", "rowwise")}
+
+
+def _enclosing(name: str, groups: Any) -> str | None:
+    return next((group for group in groups if name == group or name.startswith(f"{group}.")), None)
+
+
+def _over_y(model: nn.Module, group: str, styles: Mapping[str, str | None], grid: Grid) -> OverY:
+    """Features over x and y where all of a group's layers divide, whole heads included; else over x alone."""
+    ranks = grid.x.size * grid.y.size
+    parent = model.get_submodule(group)
+    heads = _heads(model) if any(hasattr(parent, key) for key in _HEAD_SIZES) else {}
+    for key, count in heads.items():
+        if count % grid.x.size:
+            works = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            raise UserError(f"{group}: {key} = {count} cannot be split over x = {grid.x.size}; x = {works} work")
+    widths = [
+        model.get_submodule(name).out_features if style == "colwise" else model.get_submodule(name).in_features
+        for name, style in styles.items()
+        if _parent(name) == group
+        and style in ("colwise", "rowwise")
+        and isinstance(model.get_submodule(name), nn.Linear)
+    ]
+    return "features" if all(n % ranks == 0 for n in [*heads.values(), *widths]) else "replicate"
+
+
+def _heads(model: nn.Module) -> dict[str, int]:
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = {key: getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads")}
+    return {key: count for key, count in found.items() if isinstance(count, int)}
+
+
+def _check_no_dropout(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise UserError(
+                f"{name}: dropout {module.p} would differ between ranks that repeat each other's work; set it to 0"
+            )
+        for key, value in vars(module).items():
+            if "dropout" in key and isinstance(value, float) and value > 0:
+                raise UserError(
+                    f"{name}.{key} = {value} would differ between ranks that repeat each other's work; set it to 0"
+                )
+
+
+def _check_type(name: str, module: nn.Module, kind: type[nn.Module], style: str) -> None:
+    if type(module) is not kind:
+        raise UserError(
+            f"{name} is a {type(module).__name__}, and '{style}' lays out nn.{kind.__name__} only; 'replicate' "
+            "computes it whole on every rank"
+        )
+
+
+def _check_divides(name: str, what: str, number: int, grid: Grid, over: str) -> None:
+    """over: 'x', 'only y', or 'y' for both."""
+    size = {"x": grid.x.size, "only y": grid.y.size, "y": grid.x.size * grid.y.size}[over]
+    axis = {"x": "x", "only y": "y", "y": "x·y"}[over]
+    if number % size:
+        works = [str(n) for n in range(1, 4 * size) if number % n == 0]
+        raise UserError(
+            f"{name}: {what} = {number} cannot be split over {axis} = {size}; {axis} = {', '.join(works)} work, and so "
+            f"does {what} = {-(-number // size) * size}"
+        )
+
+
+def _has_own_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    setattr(model.get_submodule(_parent(name)), name.rpartition(".")[2], module)
+
+
+def tie_again(model: nn.Module, tied: list[list[str]]) -> None:
+    """Make parameters one that were one, by their names, after modules have been replaced."""
+    for first, *others in tied:
+        parameter = model.get_parameter(first)
+        for name in others:
+            if model.get_parameter(name).shape != parameter.shape:
+                raise UserError(
+                    f"{first} and {name} are one weight, and their rules lay it out in two ways; give them like ones"
+                )
+            setattr(model.get_submodule(_parent(name)), name.rpartition(".")[2], parameter)
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """The names of every parameter that has several."""
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [each for each in names.values() if len(each) > 1]

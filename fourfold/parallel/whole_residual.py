@@ -1,0 +1,144 @@
+"""The 4D layers in a model whose residual stream is whole on every rank of x and y, as other people's code has it.
+
+Weights, and the work on them, lie as in our own models, over x and y. What is between the linear layers of a block and
+the next (residual, norms, dropout-free arithmetic) is computed by every rank of x and y alike, on [B, S, H]: that code
+need not know of any grid. A tensor that all have comes with its whole gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from fourfold.errors import UserError
+from fourfold.parallel.communicate import share, sum_gradient, sum_of, whole
+from fourfold.parallel.embedding import Embedding
+from fourfold.parallel.grid import Axis, Grid
+from fourfold.parallel.linear import (
+    BIAS_TILES,
+    Linear4D,
+    NormalLayer,
+    OverY,
+    TransposedLinear,
+    normal_linears,
+    transposed_linear,
+)
+from fourfold.parallel.sharding import Tile
+
+
+class Entry:
+    """From the whole residual to each rank's share of its channels, [B, S, H] → [B, S, H/y].
+
+    Made once for all layers that read the same tensor one after the other, so that their input gradients are summed
+    over x in one collective.
+    """
+
+    def __init__(self, grid: Grid, name: str) -> None:
+        self.x, self.y, self.name = grid.x, grid.y, name
+        self._last: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
+
+    def __call__(self, x_BSH: Tensor) -> Tensor:
+        if x_BSH.dim() != 3:
+            raise UserError(
+                f"{self.name} reads a tensor of shape {list(x_BSH.shape)}; [batch, sequence, hidden] is laid out"
+            )
+        if self._last is not None:
+            read, made = (reference() for reference in self._last)
+            if read is x_BSH and made is not None:
+                return made
+        x_BSh = share(x_BSH, self.y, 2, f"{self.name}: channels")
+        x_BSh = sum_gradient(x_BSh, self.x, f"{self.name}: input gradient")
+        if x_BSh is not x_BSH:
+            self._last = (weakref.ref(x_BSH), weakref.ref(x_BSh))
+        return x_BSh
+
+
+def leave(partial_BSh: Tensor, grid: Grid, name: str) -> Tensor:
+    """From partial sums over x of each rank's channels to the whole residual."""
+    return whole(sum_of(partial_BSh, grid.x, f"{name}: outputs"), grid.y, 2, f"{name}: channels")
+
+
+class ColumnLinear(Linear4D, NormalLayer):
+    """A normal layer, weight [out/x, in/y]: from the whole residual to features over x, and y as ``over_y`` says.
+
+    gather_output: the features are gathered, for code that must see all of them.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, grid: Grid, over_y: OverY, entry: Entry, gather_output: bool, overlap: bool, name: str
+    ) -> None:
+        super().__init__()
+        self.grid, self.entry, self.gather_output = grid, entry, gather_output
+        self.x, self.y, self.over_y, self.overlap, self.name = _whole_tokens(grid), grid.y, over_y, overlap, name
+        self.add_tile("weight", linear.weight, Tile(x=0, y=1), grid)
+        self.add_tile("bias", linear.bias, BIAS_TILES[over_y], grid)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def linears(self) -> list[Linear4D]:
+        return [self]
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        (out,) = normal_linears(self.entry(x_BSH), self, self.weight)
+        if self.bias is not None:
+            out = out + self.bias
+        if not self.gather_output:
+            return out
+        if self.over_y == "features":
+            out = whole(out, self.grid.y, 2, f"{self.name}: features")
+        return whole(out, self.grid.x, 2, f"{self.name}: features")
+
+
+class RowLinear(TransposedLinear):
+    """A transposed layer, weight [out/y, in/x]: from features over x (and y) to the whole residual.
+
+    split_input: its input is whole, for the code before must see all of it.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, grid: Grid, over_y: OverY, split_input: bool, overlap: bool, name: str
+    ) -> None:
+        Linear4D.__init__(self)
+        self.grid, self.split_input = grid, split_input
+        self.x, self.y, self.over_y, self.overlap, self.name = _whole_tokens(grid), grid.y, over_y, overlap, name
+        self.add_tile("weight", linear.weight, Tile(x=1, y=0), grid)
+        self.add_tile("bias", linear.bias, Tile(), grid)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, a: Tensor) -> Tensor:
+        if self.split_input:
+            a = share(a, self.grid.x, 2, f"{self.name}: features")
+            if self.over_y == "features":
+                a = share(a, self.grid.y, 2, f"{self.name}: features")
+        out_BSH = leave(transposed_linear(a, self, self.weight), self.grid, self.name)
+        return out_BSH if self.bias is None else out_BSH + self.bias
+
+
+class WholeEmbedding(Embedding):
+    """Indices [B, S] → [B, S, H], times ``embed_scale`` where the model has one."""
+
+    def __init__(self, embedding: nn.Embedding, grid: Grid, name: str, embed_scale: Tensor | float | None) -> None:
+        super().__init__(embedding, grid, name)
+        if isinstance(embed_scale, Tensor):
+            self.register_buffer("embed_scale", embed_scale, persistent=False)
+        else:
+            self.embed_scale = embed_scale
+        self.grid, self.padding_idx = grid, embedding.padding_idx
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+
+    def forward(self, indices_BS: Tensor) -> Tensor:
+        rows_BSh = self.look_up(indices_BS)
+        if self.padding_idx is not None:  # torch gives the row of the padding no gradient
+            is_padding_BS1 = (indices_BS == self.padding_idx)[..., None]
+            rows_BSh = rows_BSh.detach().where(is_padding_BS1, rows_BSh)
+        out_BSH = leave(rows_BSh, self.grid, self.name)
+        if self.embed_scale is None:
+            return out_BSH
+        scale = self.embed_scale
+        return out_BSH * (scale.to(self.weight.dtype) if isinstance(scale, Tensor) else scale)
+
+
+def _whole_tokens(grid: Grid) -> Axis:
+    """The x axis as layers see it that have all tokens on every rank: nothing to gather, nobody to sum with."""
+    return replace(grid.x, size=1, rank=0)

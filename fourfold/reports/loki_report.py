@@ -1,0 +1,145 @@
+"""What Loki's calibration and evaluation found: the page, the picture, and the lines that the terminal shares."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fourfold.errors import UserError
+from fourfold.reports import html
+from fourfold.reports.heatmap import heat_map
+
+Record = Mapping[str, Any]
+Rows = list[list[str]]
+
+KINDS = {"pre": "before rotary embedding", "post": "after rotary embedding"}
+VARIANTS = {"loki": "Loki", "oracle": "exact top-k", "random": "random basis"}
+
+
+def rank_header(record: Record) -> list[str]:
+    """Columns of ``rank_rows``."""
+    header = ["layer", *(f"{kind}-rotary: mean (most)" for kind in record["ranks"])]
+    return [*header, *(f"recall, {kind}" for kind in record["recall"]), *(["ranked by"] if record["recall"] else [])]
+
+
+def rank_rows(record: Record) -> Rows:
+    """A line for each layer: fewest dims of a mean head and of the worst, and how well each kind ranks."""
+    rows = []
+    for layer in range(len(record["best"])):
+        row = [str(layer)]
+        for ranks in record["ranks"].values():
+            heads = ranks[layer]
+            row.append(f"{sum(heads) / len(heads):.1f} ({max(heads)})")
+        row += [f"{recall[layer]:.1%}" for recall in record["recall"].values()]
+        rows.append([*row, *([record["best"][layer]] if record["recall"] else [])])
+    return rows
+
+
+def write_rank_report(record: Record, path: Path) -> None:
+    """Write the page of one calibration. Raises UserError when it cannot be written."""
+    maps = [
+        heat_map(title, ranks, row_label="layer", column_label="KV head", limits=(0, record["head_dim"]))
+        for title, ranks in _maps(record)
+    ]
+    facts = {
+        "model": record["model"],
+        "calibrated on": f"{record['tokens']:,} tokens, windows of {record['seq_length']:,}",
+        "dims of a head": record["head_dim"],
+        **{f"mean Rank@90, {KINDS[kind]}": f"{mean:.1f}" for kind, mean in record["mean_rank"].items()},
+    }
+    sections = [
+        html.facts(facts),
+        html.charts(maps),
+        "<h2>Layers</h2>",
+        html.table(rank_header(record), rank_rows(record)),
+    ]
+    try:
+        html.write_page(path, html.page("Ranks of the keys", record["model"], sections))
+    except OSError as error:
+        raise UserError(f"cannot write the report {path}: {error.strerror or error}") from error
+
+
+def write_rank_picture(record: Record, path: Path) -> None:
+    """The heat maps as a PNG (or what the name's ending says). Raises UserError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError("a picture needs matplotlib: pip install 'fourfold[plots]'; --report needs nothing") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    maps = _maps(record)
+    figure, axes = pyplot.subplots(1, len(maps), figsize=(5 * len(maps), 4), squeeze=False, layout="constrained")
+    for axis, (title, ranks) in zip(axes[0], maps, strict=True):
+        image = axis.imshow(ranks, aspect="auto", vmin=0, vmax=record["head_dim"], cmap="Blues")
+        axis.set(title=title, xlabel="KV head", ylabel="layer")
+    figure.colorbar(image, ax=axes[0].tolist(), label="Rank@90")
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot write the picture {path}: {error}") from error
+    finally:
+        pyplot.close(figure)
+
+
+PERPLEXITY_HEADER = ("attention", "keys of a row", "dims that rank", "perplexity", "recall", "captured mass")
+
+
+def perplexity_rows(record: Record) -> Rows:
+    """Dense attention, Loki, the oracle and the control."""
+    dims = [layer["d"] for layer in record["layers"] if layer["d"] is not None]
+    ranking = f"{min(dims)}" if min(dims) == max(dims) else f"{min(dims)} to {max(dims)}"
+    widths = {"loki": ranking, "oracle": str(record["head_dim"]), "random": ranking}
+    rows = [["dense", str(record["seq_length"]), "", f"{record['perplexity']['dense']:.4f}", "", ""]]
+    for name, title in VARIANTS.items():
+        found = record["all"][name]
+        rows.append(
+            [
+                title,
+                str(record["k"]),
+                widths[name],
+                f"{record['perplexity'][name]:.4f}",
+                f"{found['recall']:.1%}",
+                f"{found['mass']:.1%}",
+            ]
+        )
+    return rows
+
+
+LAYER_HEADER = ("layer", "d", "recall", "worst 5 %", "random", "mass", "worst 5 %", "exact top-k", "random")
+
+
+def layer_rows(record: Record) -> Rows:
+    """Recall and captured mass of every layer that is not dense, beside the oracle's and the control's."""
+    rows = []
+    for layer in record["layers"]:
+        if layer["loki"] is None:
+            rows.append([str(layer["layer"]), "dense", *[""] * (len(LAYER_HEADER) - 2)])
+            continue
+        loki, oracle, random = (layer[name] for name in VARIANTS)
+        shares = (
+            loki["recall"],
+            loki["recall_p5"],
+            random["recall"],
+            loki["mass"],
+            loki["mass_p5"],
+            oracle["mass"],
+            random["mass"],
+        )
+        rows.append([str(layer["layer"]), str(layer["d"]), *(f"{share:.1%}" for share in shares)])
+    return rows
+
+
+TASK_HEADER = ("task", "metric", "full attention", "Loki")
+
+
+def task_rows(tasks: Record) -> Rows:
+    """Every metric of every task, full attention's and Loki's."""
+    return [
+        [task, metric, f"{value:.4f}", f"{found['loki'][metric]:.4f}" if metric in found.get("loki", {}) else ""]
+        for task, found in tasks.items()
+        for metric, value in found.get("full", {}).items()
+    ]
+
+
+def _maps(record: Record) -> list[tuple[str, Sequence[Sequence[float]]]]:
+    return [(f"Rank@90, {KINDS[kind]}", ranks) for kind, ranks in record["ranks"].items()]

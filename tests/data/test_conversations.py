@@ -1,0 +1,147 @@
+"""Conversations: which tokens are trained, how they are packed, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_chat import CHATML, LLAMA3, MARKED, MISTRAL, TALK, make_chat_tokenizer, talks, write_rows
+
+from fourfold.data.build import build_dataset
+from fourfold.data.chat import ChatTemplate
+from fourfold.data.conversations import PackedConversations, pack
+from fourfold.data.dataset import NO_DOCUMENT
+from fourfold.data.masks import IGNORE_INDEX, answers_only, document_boundary, labels_of
+from fourfold.data.prepare_conversations import prepare_conversations
+from fourfold.errors import UserError
+
+ANSWERS = {
+    "chatml": (CHATML, ["Paris, naïvely.<|im_end|>", "Madrid<|im_end|>"]),
+    "llama 3": (LLAMA3, ["Paris, naïvely.<|eot_id|>", "Madrid<|eot_id|>"]),
+    "mistral": (MISTRAL, [" Paris, naïvely.</s>", " Madrid</s>"]),
+    "marked": (MARKED, ["Paris, naïvely.<|im_end|>", "Madrid<|im_end|>"]),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_masks_are_right_to_the_token(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    template, answers = ANSWERS[name]
+    folder = make_chat_tokenizer(tmp_path, template)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids, trained = ChatTemplate(folder).encode(TALK)
+    assert ids.tolist() == tokenizer.apply_chat_template(TALK, tokenize=True, return_dict=True)["input_ids"]
+    runs = [list(run) for key, run in itertools.groupby(range(len(ids)), key=lambda i: bool(trained[i])) if key]
+    assert [tokenizer.decode(ids[run]) for run in runs] == answers
+    # What stands before an answer is the prompt that generation would see, token for token.
+    for number, run in zip((1, 3), runs, strict=True):
+        prompt = tokenizer.apply_chat_template(
+            TALK[:number], tokenize=True, return_dict=True, add_generation_prompt=True
+        )["input_ids"]
+        assert ids[: run[0]].tolist() == prompt
+
+
+def test_a_template_that_rewrites_history_is_refused_unless_it_marks_answers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    earlier = "m['role'] == 'assistant' and not loop.last"
+    rewriting = CHATML.replace("{{ m['content'] }}", f"{{{{ m['content'] | upper if {earlier} else m['content'] }}}}")
+    template = ChatTemplate(make_chat_tokenizer(tmp_path, rewriting))
+    with pytest.raises(ValueError, match="message 2 otherwise when others follow"):
+        template.encode(TALK)
+    template.encode(TALK[:2])
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": TALK[:1]}, "line 2: no message is the assistant's"),
+        ({"messages": "hello"}, "line 2: messages is no list"),
+        ({"messages": [{"role": "user"}]}, "line 2: message 1 is no object with role and content"),
+        ({"text": "hello"}, "line 2: a row has messages, or prompt and completion; this one has text"),
+        (
+            {"messages": [{"role": "system", "content": "x"}, *TALK]},
+            "refuses the conversation: only user and assistant",
+        ),
+    ],
+)
+def test_bad_rows_are_named(row: dict, says: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = make_chat_tokenizer(tmp_path / "tokenizer", MISTRAL)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"messages": TALK}, row])
+    with pytest.raises(UserError) as raised:
+        prepare_conversations([rows], tmp_path / "out", tokenizer=folder)
+    assert says in str(raised.value) and "rows.jsonl, line 2" in str(raised.value)
+    assert not (tmp_path / "out.json").exists()
+
+
+def completions(tmp_path: Path, lengths: list[tuple[int, int]], **options: float) -> str:
+    """A corpus of bytes: prompts and completions of these lengths."""
+    rows = [
+        {"prompt": chr(97 + i % 26) * asked, "completion": chr(65 + i % 26) * answered}
+        for i, (asked, answered) in enumerate(lengths)
+    ]
+    prepare_conversations([write_rows(tmp_path / "rows.jsonl", rows)], tmp_path / "c", tokenizer="bytes", **options)
+    return str(tmp_path / "c")
+
+
+def test_prompts_are_masked_and_whole_conversations_share_a_window(tmp_path: Path) -> None:
+    lengths = [(3, 4), (1, 2), (5, 1), (2, 8), (30, 4), (2, 30)]
+    samples = PackedConversations.open(completions(tmp_path, lengths), 16, seed=0, look_back=3)
+    windows = samples.read(np.arange(len(samples)))
+    labels = labels_of(windows, [document_boundary, answers_only])
+    seen: list[str] = []
+    for row in range(len(samples)):
+        for document in np.unique(windows.documents[row]):
+            here = windows.documents[row] == document
+            text = bytes(t if t < 256 else ord("|") for t in windows.tokens[row][here]).decode()
+            kept = labels[row][here[1:]]
+            if set(text) == {"|"} and (kept == IGNORE_INDEX).all():
+                continue  # padding
+            seen.append(text)
+            trained = kept[kept != IGNORE_INDEX]
+            assert bytes(t if t < 256 else ord("|") for t in trained).decode() == text.lstrip("abcdefghij")
+    expected = ["a" * 3 + "A" * 4, "bBB", "cccccC", "ddDDDDDDDD", "ff" + "F" * 15]
+    assert sorted(seen) == sorted(text + "|" * (len(text) < 17) for text in expected)
+    assert (windows.stream_documents[:, :3] == NO_DOCUMENT).all()
+    assert samples.statistics.cut == 1 and samples.statistics.left_out == 1
+
+
+def test_packing_fills_windows_and_loses_nothing() -> None:
+    lengths = np.random.default_rng(0).integers(1, 400, size=3000)
+    bins = pack(lengths, 512)
+    assert sorted(np.concatenate(bins).tolist()) == list(range(3000))
+    assert max(lengths[each].sum() for each in bins) <= 512
+    assert len(bins) <= 1.01 * np.ceil(lengths.sum() / 512) + 1
+
+
+def test_every_epoch_has_every_conversation_once_in_another_order(tmp_path: Path) -> None:
+    dataset = build_dataset([(completions(tmp_path, [(1 + i % 4, 1 + i % 5) for i in range(60)]), 1.0)], 24, seed=1)
+    (samples,) = dataset.sources
+    epochs = [samples.read(np.arange(len(samples)) + epoch * len(samples)).tokens for epoch in range(2)]
+    assert not np.array_equal(*epochs)
+    assert sorted(map(tuple, epochs[0])) == sorted(map(tuple, epochs[1]))
+
+
+def test_a_part_is_held_out(tmp_path: Path) -> None:
+    prefix = completions(tmp_path, [(2, 3)] * 200, validation_fraction=0.2)
+    train, held_out = (PackedConversations.open(p, 64, 0).corpus.documents for p in (prefix, f"{prefix}-validation"))
+    assert train + held_out == 200 and 20 < held_out < 60
+
+
+def test_nothing_to_train_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no conversation of .*c\.bin has an answer within training\.seq_length = 4"):
+        PackedConversations.open(completions(tmp_path, [(9, 3)]), 4, 0)
+
+
+def test_talks_of_a_template_go_the_whole_way(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = make_chat_tokenizer(tmp_path / "tokenizer", CHATML)
+    summary = prepare_conversations(
+        [write_rows(tmp_path / "rows.jsonl", talks(40))], tmp_path / "c", tokenizer=folder / "tokenizer.json"
+    )
+    assert summary.train.documents == 40 and 0 < summary.train.trained_tokens < summary.train.tokens
+    samples = build_dataset([(tmp_path / "c", 1.0)], 256, 0)
+    windows = samples.read(np.arange(4))
+    assert windows.answers is not None and 0.1 < windows.answers.mean() < 0.9

@@ -1,0 +1,50 @@
+"""The page on Llama 3.1 405B says what the trace counts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from markdown import REPOSITORY, tables_of
+
+from fourfold.config.load import load_run
+
+PAGE = REPOSITORY / "docs" / "llama-405b.md"
+GRIDS = "machine | grid | `--set`"
+MEMORY = (
+    "machine | parameters | gradients | optimizer | gathered weights | activations | peak, traced | peak, planned | of"
+)
+
+
+def overrides_of(cell: str) -> list[str]:
+    return [part.strip("` ") for part in cell.split(",") if "=" in part]
+
+
+def test_every_grid_is_legal_and_has_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    tables = tables_of(PAGE)
+    for machine, grid, cell in tables[GRIDS]:
+        run = load_run("examples/llama-3.1-405b.toml", overrides_of(cell))
+        axes = {axis: getattr(run.parallel, axis) for axis in ("x", "z", "pp")}
+        assert grid == " × ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1), machine
+    assert len(tables[MEMORY]) == len(tables[GRIDS])
+    for *_, peak, planned, available in tables[MEMORY]:
+        assert float(peak) < float(available)
+        assert planned == "–" or float(peak) <= 1.02 * float(planned) < float(available)
+
+
+@pytest.mark.slow
+def test_the_memory_is_what_the_trace_counts() -> None:
+    command = "from fourfold.cli.app import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "trace", "examples/llama-3.1-405b.toml", "--json"],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    memory = json.loads(done.stdout)["memory"]
+    shown = tables_of(PAGE)[MEMORY][0][1:7]
+    keys = ("parameters", "gradients", "optimizer", "gathered_weights_peak", "activations_peak", "total_peak")
+    assert shown == [f"{memory[key] / 1e9:.2f}" for key in keys]

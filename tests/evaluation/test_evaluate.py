@@ -1,0 +1,176 @@
+"""Perplexity by hand and on grids, and lm-eval's own numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command_line import Cli
+from pool import Pool
+from tiny_huggingface import make_model
+
+from fourfold.data.tokenizer import ByteTokenizer, train_bpe
+from fourfold.evaluation.evaluate import EvaluationRequest, evaluate_of_place
+from fourfold.evaluation.perplexity import windows_of
+from fourfold.memorization.subject import subject_of
+from fourfold.models.transformer import Transformer
+from fourfold.training.environment import Place
+from fourfold.training.saved_weights import SavedWeights
+
+TEXT = "What is not read is not known; what is read twice is known by heart. Ünd so weiter. " * 3
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of bytes, and a text."""
+    from command_line import exit_code
+    from tiny_corpus import make_corpus
+
+    folder = tmp_path_factory.mktemp("evaluated")
+    prefix = make_corpus(folder)
+    (folder / "run.toml").write_text(
+        f"""
+        output_dir = "{folder}"
+        [model]
+        preset = "llama-tiny"
+        [data]
+        train = [{{ path = "{prefix}" }}]
+        [training]
+        global_batch_size = 8
+        seq_length = 32
+        train_steps = 4
+        [optimizer]
+        lr = 1e-2
+        """
+    )
+    assert exit_code("train", folder / "run.toml") == 0
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    return folder
+
+
+def by_hand(run_folder: Path, tokens: list[int], before: int, context: int) -> float:
+    """Nats of the text on a plain model, in windows that share no token to predict."""
+    (checkpoint,) = (run_folder / "checkpoints").glob("step_*")
+    saved = SavedWeights(checkpoint)
+    model = Transformer(saved.model)
+    model.load_state_dict({name: saved.read(name) for name in saved.shapes})
+    stream, nats = torch.tensor([before, *tokens]), 0.0
+    with torch.no_grad():
+        for start in range(0, len(tokens), context):
+            window = stream[start : start + context + 1]
+            nats += model(window[None, :-1], window[None, 1:]).item()
+    return nats
+
+
+def test_every_token_is_predicted_once() -> None:
+    tokens = np.arange(1, 102)
+    for context, overlap in ((10, 1), (10, 4), (101, 1), (7, 7), (500, 1)):
+        windows = windows_of(tokens, 0, context, overlap)
+        counted = np.concatenate([window.tokens[window.first :] for window in windows])
+        assert counted.tolist() == tokens.tolist()
+        assert all(len(window.tokens) <= context + 1 for window in windows)
+        assert all(window.first >= overlap for window in windows[1:])
+
+
+def test_perplexity_of_a_run_is_that_by_hand(trained: Path, cli: Cli) -> None:
+    code, out, err = cli("evaluate", "--model", trained / "run", "--text", trained / "text.txt", "--json")
+    assert code == 0, err
+    (found,) = json.loads(out)["texts"].values()
+    tokens = list(TEXT.encode())
+    nats = by_hand(trained / "run", tokens, ByteTokenizer.eod_id, 32)
+    assert found["tokens"] == len(tokens) == found["bytes"]
+    assert found["loss"] == pytest.approx(nats / len(tokens), rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(nats / len(tokens)), rel=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(tokens), rel=1e-5)
+    code, out, err = cli("evaluate", "--model", trained / "run", "--text", trained / "text.txt", "--overlap", 16)
+    assert code == 0 and "perplexity" in out, err
+
+
+def evaluated_body(rank: int, world_size: int, request: EvaluationRequest) -> dict[str, Any] | None:
+    return evaluate_of_place(
+        Place(rank, rank, world_size, world_size, launcher="local"), request, subject_of(request.model, request)
+    )
+
+
+@pytest.mark.parametrize("overrides", [("parallel.x=2", "parallel.y=2"), ("parallel.z=2", "parallel.pp=2")], ids=str)
+def test_a_grid_gives_the_same(pool: Pool, trained: Path, overrides: tuple[str, ...]) -> None:
+    asked = {"model": str(trained / "run"), "texts": (trained / "text.txt",)}
+    one = pool.run(1, evaluated_body, EvaluationRequest(**asked))[0]
+    record, *others = pool.run(4, evaluated_body, EvaluationRequest(**asked, overrides=overrides, micro_batch_size=2))
+    assert others == [None] * 3
+    (expected,), (found,) = one["texts"].values(), record["texts"].values()
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "nothing to evaluate on"),
+        (["--text", "missing.txt"], "missing.txt does not exist"),
+        (["--text", "TEXT", "--overlap", 33], "at most 32, the model's context"),
+        (["--text", "TEXT", "--tokenizer", "BPE"], "another model's"),
+    ],
+)
+def test_refusals(trained: Path, cli: Cli, tmp_path: Path, options: list, says: str) -> None:
+    train_bpe(["€" + chr(i) for i in range(300, 400)] * 5, 400, tmp_path / "tokenizer.json")
+    (trained / "odd.txt").write_text("".join(chr(i) for i in range(300, 400)), encoding="utf-8")
+    replaced = {"TEXT": trained / "odd.txt", "BPE": tmp_path / "tokenizer.json"}
+    code, _, err = cli("evaluate", "--model", trained / "run", *(replaced.get(o, o) for o in options))
+    assert code == 2 and says in err, err
+
+
+TASK = """
+task: tiny_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{rows}"}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{label}}}}"
+doc_to_choice: "{{{{choices}}}}"
+metric_list: [{{metric: acc}}]
+"""
+
+
+@pytest.mark.slow
+def test_lm_eval_gives_a_run_and_its_export_the_same(cli: Cli, tmp_path: Path) -> None:
+    """A local task, on the exported model through lm-eval's own class too."""
+    pytest.importorskip("transformers")
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.tasks import TaskManager
+
+    transformers = pytest.importorskip("transformers")
+    folder = make_model(tmp_path / "model", "llama", vocab_size=300)
+    train_bpe([TEXT] * 5, 300, tmp_path / "t.json")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "t.json"), eos_token="<|endoftext|>"
+    ).save_pretrained(folder)
+    rows = [
+        {"question": f"What is {i} read?", "choices": [" heart", " known by", f" twice {i}"], "label": i % 3}
+        for i in range(30)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "tiny.yaml").write_text(TASK.format(rows=tmp_path / "rows.jsonl"))
+    code, _, err = cli("import-hf", folder, tmp_path / "imported" / "checkpoints" / "step_0")
+    assert code == 0, err
+    found = []
+    for model in (folder, tmp_path / "imported" / "checkpoints" / "step_0"):
+        options = ["--tasks", "tiny_choice", "--include-path", tmp_path / "tasks", "--json"]
+        code, out, err = cli("evaluate", "--model", model, *options)
+        assert code == 0, err
+        found.append(json.loads(out[out.index("{") :])["tasks"]["tiny_choice"]["acc,none"])
+    theirs = lm_eval.simple_evaluate(
+        "hf",
+        model_args=f"pretrained={folder},dtype=float32",
+        device="cpu",
+        tasks=["tiny_choice"],
+        task_manager=TaskManager(include_path=str(tmp_path / "tasks")),
+        bootstrap_iters=0,
+    )
+    assert found == [theirs["results"]["tiny_choice"]["acc,none"]] * 2

@@ -1,0 +1,463 @@
+"""Loki inside models of transformers: exact where it must be, and what it says to be everywhere else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny_loki import SHAPES, loki_model, slow_decode, windows
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+from fourfold.errors import UserError
+from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
+from fourfold.inference.loki.architecture import SUPPORTED
+from fourfold.inference.loki.attend import attend_to, decode
+from fourfold.inference.loki.basis import Components
+from fourfold.inference.loki.cache import GrowingLayer, LokiLayer, RotatedLayer, StaticLokiLayer
+
+SPARSE = LokiConfig(d=4, k=12, min_seq=0)
+EVERY = LokiConfig(k_f=1.0, min_seq=0)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[Any, LokiBasis]:
+    model = loki_model()
+    with torch.no_grad():
+        return model, calibrate(model, windows())
+
+
+@pytest.fixture
+def never_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loki's own path is taken even where it attends to everything."""
+    monkeypatch.setattr(LokiConfig, "is_dense_at", lambda *_: False)
+
+
+def prompt(batch: int = 2, length: int = 50, seed: int = 2) -> Tensor:
+    return torch.randint(1, 201, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def step_by_step(model: Any, tokens_BS: Tensor, begin: int, **more: Any) -> Tensor:
+    """Logits of a prompt of ``begin`` tokens, and of every token after it, one step each."""
+    cache = more.pop("past_key_values", None) or DynamicCache(config=model.config)
+    out = [model(tokens_BS[:, :begin], past_key_values=cache, use_cache=True, **more).logits]
+    for place in range(begin, tokens_BS.shape[1]):
+        out.append(model(tokens_BS[:, place : place + 1], past_key_values=cache, use_cache=True).logits)
+    return torch.cat(out, dim=1)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2, 1], ids=lambda heads: f"group {8 // heads}")
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.usefixtures("never_dense")
+def test_all_keys_are_eager_attention(name: str, kv_heads: int) -> None:
+    model = loki_model(name, kv_heads)
+    basis = calibrate(model, windows(2))
+    tokens = prompt()
+    expected = model(tokens).logits
+    assert expected.abs().max() > 0.3
+    for config in (EVERY, EVERY.but(cache="rotated"), EVERY.but(prefill="simulate", sink=1, recent=1)):
+        enable_loki(model, basis, config)
+        for logits in (step_by_step(model, tokens, 1), step_by_step(model, tokens, 30), model(tokens).logits):
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    disable_loki(model)
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(model(tokens).logits, expected)
+
+
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2}
+FULL = {"layer_types": ["full_attention"] * 2}
+OTHERS: dict[str, dict[str, Any]] = {
+    "Granite": {},
+    "Ministral": FULL | {"head_dim": 8},
+    "Mixtral": EXPERTS,
+    "Olmo": {},
+    "Olmo2": {},
+    "Olmo3": FULL,
+    "Phi3": {},
+    "Qwen2Moe": EXPERTS,
+    "Qwen3Moe": EXPERTS,
+    "SmolLM3": FULL,
+    "Starcoder2": {},
+}
+"""What is supported besides SHAPES, with keys that make it small and without windows."""
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.usefixtures("never_dense")
+def test_other_architectures(kind: str) -> None:
+    import transformers
+    from tiny_huggingface import SIZES
+
+    sizes = SIZES | {"num_key_value_heads": 2, "initializer_range": 0.1} | OTHERS[kind]
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    tokens = prompt(length=40)
+    expected = model(tokens).logits
+    enable_loki(model, calibrate(model, windows(2, 40)), EVERY)
+    torch.testing.assert_close(step_by_step(model, tokens, 30), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_supported_is_tested() -> None:
+    assert {*SHAPES, *(kind.lower().replace("moe", "_moe") for kind in OTHERS)} == set(SUPPORTED)
+
+
+def one_step(kv_heads: int = 2, group: int = 4, length: int = 40, size: int = 12) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    bases = torch.linalg.qr(normal(kv_heads, size, size)).Q
+    return {
+        "query": normal(3, kv_heads * group, size),
+        "key": normal(3, kv_heads, length, size),
+        "value": normal(3, kv_heads, length, size),
+        "basis": bases,
+    }
+
+
+def fast(tensors: dict[str, Tensor], d: int, k: int, basis_KDD: Tensor) -> Tensor:
+    basis_KDd = basis_KDD[..., :d]
+    proxy_BKSd = tensors["key"] @ basis_KDd
+    return decode(
+        tensors["query"], tensors["key"], tensors["value"], proxy_BKSd, basis_KDd, k, LokiConfig(min_seq=0), 0.3
+    )
+
+
+def slow(tensors: dict[str, Tensor], d: int, k: int) -> Tensor:
+    rows = zip(tensors["query"], tensors["key"], tensors["value"], strict=True)
+    return torch.stack([slow_decode(*row, tensors["basis"], d, k, 0.3) for row in rows])
+
+
+@pytest.mark.parametrize("long", [1, 1 << 30], ids=["head by head", "at once"])
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_a_step_is_that_of_the_paper(group: int, long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fourfold.inference.loki.attend.LONG", long)
+    tensors = one_step(group=group)
+    for d, k in ((3, 7), (12, 5), (1, 40), (12, 40)):
+        torch.testing.assert_close(fast(tensors, d, k, tensors["basis"]), slow(tensors, d, k))
+
+
+def test_all_dims_are_exact_top_k() -> None:
+    """Whatever the basis, as long as it is orthogonal."""
+    tensors = one_step()
+    other = torch.linalg.qr(torch.randn(2, 12, 12, generator=torch.Generator().manual_seed(6))).Q
+    torch.testing.assert_close(
+        fast(tensors, 12, 9, other), slow(tensors | {"basis": torch.eye(12).expand(2, -1, -1)}, 12, 9)
+    )
+
+
+def test_the_bases_of_two_heads_are_not_exchanged() -> None:
+    tensors = one_step()
+    right = slow(tensors, 3, 7)
+    torch.testing.assert_close(fast(tensors, 3, 7, tensors["basis"]), right)
+    assert (fast(tensors, 3, 7, tensors["basis"].flip(0)) - right).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("cache", ["proxy", "rotated"])
+def test_a_model_decodes_as_the_paper_says(llama: tuple[Any, LokiBasis], cache: str) -> None:
+    """Every step's attention of every layer against the slow one, on what the model itself has cached."""
+    model, basis = llama
+    config = SPARSE.but(cache=cache)
+    enable_loki(model, basis, config)
+    from fourfold.inference.loki import attention
+
+    seen = []
+
+    def watching(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
+        out = attention.loki_attention(module, query, key, value, mask, **more)
+        if query.shape[2] == 1:
+            whole_KDD, d = basis.of_layer(module.layer_idx, config)
+            raw = key if cache == "proxy" else key @ whole_KDD.transpose(-1, -2)
+            expected = slow_decode(query[0, :, 0], raw[0], value[0], whole_KDD, d, 12, more["scaling"])
+            seen.append((out[0][0, 0], expected))
+        return out
+
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("loki", watching)
+    try:
+        logits = step_by_step(model, prompt(1), 40)
+    finally:
+        AttentionInterface.register("loki", attention.loki_attention)
+        disable_loki(model)
+    assert len(seen) == 10 * 2
+    for out, expected in seen:
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    assert (logits - model(prompt(1)).logits).abs().max() > 1e-3  # it was sparse
+
+
+@pytest.mark.parametrize("config", [SPARSE, SPARSE.but(sink=2, recent=3), SPARSE.but(group_reduce="max")], ids=str)
+@pytest.mark.parametrize("cache", ["proxy", "rotated"])
+def test_padding_on_the_left_changes_nothing(llama: tuple[Any, LokiBasis], config: LokiConfig, cache: str) -> None:
+    model, basis = llama
+    enable_loki(model, basis, config.but(cache=cache))
+    tokens, padding = prompt(2, 40), 9
+    alone = model.generate(tokens[:1], max_new_tokens=8, do_sample=False, attention_mask=torch.ones(1, 40).long())
+    padded = torch.cat([torch.zeros(1, padding).long(), tokens[:1]], 1)
+    other = torch.randint(1, 201, (1, 49), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones(2, 49).long()
+    mask[0, :padding] = 0
+    together = model.generate(torch.cat([padded, other]), max_new_tokens=8, do_sample=False, attention_mask=mask)
+    logits = model(torch.cat([padded, other]), attention_mask=mask).logits
+    disable_loki(model)
+    assert torch.equal(together[0, padding:], alone[0])
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("long", [1, 1 << 30], ids=["head by head", "at once"])
+def test_a_sequence_that_sees_nothing_gives_zeros(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fourfold.inference.loki.attend.LONG", long)
+    tensors = one_step()
+    visible_B1S = torch.ones(3, 1, 40, dtype=torch.bool)
+    visible_B1S[1] = False
+    visible_B1S[2, :, 4:] = False
+    config = LokiConfig(min_seq=0)
+    proxy = tensors["key"] @ tensors["basis"]
+    out = decode(
+        tensors["query"], tensors["key"], tensors["value"], proxy, tensors["basis"], 6, config, 0.3, visible_B1S
+    )
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    few = {name: tensor[2:, :, :4] if name in ("key", "value") else tensor[2:] for name, tensor in tensors.items()}
+    torch.testing.assert_close(out[2:], slow(few | {"basis": tensors["basis"]}, 12, 4))
+
+
+def test_prompts_in_chunks(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    tokens = prompt()
+    enable_loki(model, basis, SPARSE)
+    expected = step_by_step(model, tokens, 45)
+    cache = DynamicCache(config=model.config)
+    model(tokens[:, :20], past_key_values=cache, use_cache=True)
+    model(tokens[:, 20:45], past_key_values=cache, use_cache=True)
+    again = [model(tokens[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(45, 50)]
+    disable_loki(model)
+    torch.testing.assert_close(torch.cat(again, 1), expected[:, 45:])
+
+
+@pytest.mark.parametrize("cache", ["proxy", "rotated"])
+def test_a_cache_is_cropped_copied_and_reordered(llama: tuple[Any, LokiBasis], cache: str) -> None:
+    model, basis = llama
+    tokens = prompt(2)
+    enable_loki(model, basis, SPARSE.but(cache=cache))
+    expected = step_by_step(model, tokens, 45)[:, 45]
+    held = DynamicCache(config=model.config)
+    step_by_step(model, tokens, 45, past_key_values=held)
+    held.crop(-5)
+    assert held.get_seq_length() == 45
+
+    def next_logits(one: Any, row: Tensor) -> Tensor:
+        return model(row, past_key_values=one, use_cache=True).logits[:, 0]
+
+    row = tokens[:, 45:46]
+    torch.testing.assert_close(next_logits(copy.deepcopy(held), row), expected)
+    swapped = copy.deepcopy(held)
+    swapped.reorder_cache(torch.tensor([1, 0]))
+    torch.testing.assert_close(next_logits(swapped, row.flip(0)), expected.flip(0))
+    twice = copy.deepcopy(held)
+    twice.batch_repeat_interleave(2)
+    torch.testing.assert_close(next_logits(twice, row.repeat_interleave(2, 0)), expected.repeat_interleave(2, 0))
+    one = copy.deepcopy(held)
+    one.batch_select_indices(torch.tensor([1]))
+    torch.testing.assert_close(next_logits(one, row[1:]), expected[1:])
+    held.reset()
+    assert held.get_seq_length() == 0
+    again = step_by_step(model, tokens[:, :46], 45, past_key_values=held)[:, 45]
+    disable_loki(model)
+    torch.testing.assert_close(again, expected)
+
+
+def test_beam_search_with_all_keys_is_that_of_full_attention(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    tokens = prompt()
+    options = {"num_beams": 3, "max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
+    expected = model.generate(tokens, **options)
+    enable_loki(model, basis, EVERY)
+    found = model.generate(tokens, **options)
+    enable_loki(model, basis, SPARSE)
+    sparse = model.generate(tokens, **options)
+    disable_loki(model)
+    assert torch.equal(found, expected)
+    assert sparse.shape[1] > tokens.shape[1]
+
+
+def test_a_cache_of_fixed_size(llama: tuple[Any, LokiBasis]) -> None:
+    """Its tail of zeros is never chosen, and the number of keys does not depend on its length."""
+    model, basis = llama
+    tokens = prompt()
+    enable_loki(model, basis, SPARSE)
+    expected = step_by_step(model, tokens, 40)
+    fixed = StaticCache(config=model.config, max_cache_len=90)
+    found = step_by_step(model, tokens, 40, past_key_values=fixed)
+    assert isinstance(fixed.layers[0], StaticLokiLayer)
+    torch.testing.assert_close(found, expected)
+    enable_loki(model, basis, LokiConfig(k_f=0.25, min_seq=0))
+    with pytest.raises(UserError, match="give k instead of k_f"):
+        step_by_step(model, tokens, 40, past_key_values=StaticCache(config=model.config, max_cache_len=90))
+    disable_loki(model)
+
+
+def test_a_cache_that_was_filled_before(llama: tuple[Any, LokiBasis]) -> None:
+    """Full attention filled it; Loki goes on, with one width and with another, and full attention after it."""
+    model, basis = llama
+    tokens = prompt()
+
+    enable_loki(model, basis, SPARSE)
+    expected = step_by_step(model, tokens, 40)
+    disable_loki(model)
+    held = DynamicCache(config=model.config)
+    model(tokens[:, :40], past_key_values=held, use_cache=True)
+    assert type(held.layers[0]) is DynamicLayer
+    enable_loki(model, basis, SPARSE.but(d=7))
+    model(tokens[:, 40:41], past_key_values=held, use_cache=True)
+    held.crop(-1)
+    enable_loki(model, basis, SPARSE)
+    found = [model(tokens[:, i : i + 1], past_key_values=held, use_cache=True).logits for i in range(40, 49)]
+    torch.testing.assert_close(torch.cat(found, 1), expected[:, 40:49])
+    disable_loki(model)
+    last = model(tokens[:, 49:], past_key_values=held, use_cache=True).logits
+    assert isinstance(held.layers[0], LokiLayer)
+    assert last.isfinite().all()
+    assert held.get_seq_length() == 50
+
+
+def test_rotated_keys_are_refused_by_an_attention_that_does_not_know_them(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    tokens = prompt()
+    enable_loki(model, basis, SPARSE.but(cache="rotated"))
+    held = DynamicCache(config=model.config)
+    model(tokens[:, :40], past_key_values=held, use_cache=True)
+    assert isinstance(held.layers[0], RotatedLayer)
+    row = tokens[:, 40:41]
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(UserError, match="start a new cache"):
+        model(row, past_key_values=held, use_cache=True)
+    model.set_attn_implementation("loki")
+    enable_loki(model, basis.random(), SPARSE.but(cache="rotated"))
+    with pytest.raises(UserError, match="another basis"):
+        model(row, past_key_values=held, use_cache=True)
+    enable_loki(model, basis, SPARSE)
+    with pytest.raises(UserError, match="start a new cache"):
+        model(row, past_key_values=held, use_cache=True)
+    disable_loki(model)
+    with pytest.raises(UserError, match="keys rotated for Loki"):
+        model(row, past_key_values=held, use_cache=True)
+
+
+def test_skipped_and_short(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    tokens = prompt()
+    dense = model(tokens).logits
+    enable_loki(model, basis, SPARSE.but(min_seq=51))
+    short = step_by_step(model, tokens, 30)
+    enable_loki(model, basis, SPARSE.but(skip_layers=(0, 1)))
+    held = DynamicCache(config=model.config)
+    skipped = step_by_step(model, tokens, 30, past_key_values=held)
+    assert [type(layer) for layer in held.layers] == [GrowingLayer, GrowingLayer]
+    enable_loki(model, basis, SPARSE.but(skip_layers=(0,)))
+    half = step_by_step(model, tokens, 30)
+    with pytest.raises(UserError, match="layers are 0 to 1"):
+        enable_loki(model, basis, SPARSE.but(skip_layers=(2,)))
+    disable_loki(model)
+    torch.testing.assert_close(short, dense, rtol=0, atol=1e-5)
+    torch.testing.assert_close(skipped, dense, rtol=0, atol=1e-5)
+    assert (half[:, 31:] - dense[:, 31:]).abs().max() > 1e-3
+
+
+def test_layers_with_a_window_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
+    model = loki_model("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    tokens = prompt()
+    expected = model(tokens).logits
+    basis = calibrate(model, windows(2))
+    enable_loki(model, basis, EVERY)
+    assert "layers 1 have a sliding window" in caplog.text
+    torch.testing.assert_close(step_by_step(model, tokens, 30), expected, rtol=0, atol=1e-5)
+    every = loki_model("mistral", sliding_window=16)
+    with pytest.raises(UserError, match="only the last 16 tokens"):
+        enable_loki(every, calibrate(every, windows(2)), EVERY)
+
+
+def test_two_models_may_share_a_configuration(llama: tuple[Any, LokiBasis]) -> None:
+    """transformers keeps the choice of attention there: the other model must go on as it was."""
+    model, basis = llama
+    other = type(model)(model.config).eval()
+    tokens = prompt()
+    expected = other(tokens).logits
+    enable_loki(model, basis, SPARSE)
+    found = step_by_step(other, tokens, 30)
+    disable_loki(model)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_copy_of_a_model_is_on_its_own(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    tokens = prompt()
+    enable_loki(model, basis, SPARSE)
+    expected = step_by_step(model, tokens, 40)
+    copied = copy.deepcopy(model)
+    disable_loki(model)
+    torch.testing.assert_close(step_by_step(copied, tokens, 40), expected)
+
+
+def test_the_cache_does_not_move_at_every_token(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    tokens = prompt(1, 200)
+    enable_loki(model, basis, SPARSE)
+    held = DynamicCache(config=model.config)
+    places = set()
+    for i in range(200):
+        model(tokens[:, i : i + 1], past_key_values=held, use_cache=True)
+        places |= {(plane, held.layers[0].planes[plane].view.data_ptr()) for plane in range(3)}
+    disable_loki(model)
+    assert len(places) <= 3 * 3  # room for 64, 128, 256
+
+
+@pytest.mark.usefixtures("never_dense")
+@pytest.mark.parametrize("cache", ["proxy", "rotated"])
+def test_half_precision(llama: tuple[Any, LokiBasis], cache: str) -> None:
+    """Of the same weights, rounded, and as near to float32 as full attention is."""
+    model, basis = llama
+    half = copy.deepcopy(model).bfloat16()
+    tokens = prompt()
+    expected = model(tokens).logits
+    rounding = (half(tokens).logits.float() - expected).abs().mean()
+    enable_loki(half, basis, EVERY.but(cache=cache))
+    found = step_by_step(half, tokens, 20).float()
+    assert (found - expected).abs().mean() < 1.3 * rounding
+
+
+def test_rows_are_gathered_out_of_a_growing_cache() -> None:
+    """Behind each head's rows there is room; the rows of the next head begin after it."""
+    room = torch.randn(2, 3, 64, 8)
+    chosen = torch.stack([torch.randperm(40)[:5] for _ in range(6)]).view(2, 3, 5)
+    query = torch.randn(2, 3, 2, 8)
+    found = attend_to(query, room[:, :, :40], room[:, :, :40], chosen, 1.0)
+    packed = room[:, :, :40].gather(2, chosen[..., None].expand(-1, -1, -1, 8))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, packed, packed, scale=1.0)
+    torch.testing.assert_close(found, expected)
+
+
+def test_per_layer_dims_from_the_variance(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    variances = torch.full((2, 2, 8), 1e-6)
+    variances[0, :, :2], variances[1, :, :3], variances[1, 1, :5] = 1.0, 1.0, 1.0
+    planted = LokiBasis(
+        {"post": Components(basis.components["post"].vectors_LKDD, variances)}, ("post",) * 2, basis.fingerprint, 64, 64
+    )
+    enable_loki(model, planted, LokiConfig(variance=0.99, k=12, min_seq=0))
+    dims = [layer.self_attn.loki.recipe.d for layer in model.model.layers]
+    disable_loki(model)
+    assert dims == [2, 5]

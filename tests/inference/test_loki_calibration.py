@@ -1,0 +1,238 @@
+"""Calibration finds the directions that are there, and a basis is only taken by its own model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_loki import loki_model, windows
+
+pytest.importorskip("transformers")
+
+from fourfold.errors import UserError
+from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, enable_loki
+from fourfold.inference.loki.basis import Components
+from fourfold.inference.loki.calibrate import Moments
+from fourfold.inference.loki.select import best, choose
+from fourfold.inference.loki.simulate import Probe, simulate
+from fourfold.inference.loki.watch import turned_back, watched
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[Any, LokiBasis]:
+    model = loki_model()
+    return model, calibrate(model, windows())
+
+
+def test_streamed_covariance_is_that_of_all_keys_together() -> None:
+    keys = torch.randn(3, 2, 50, 6, generator=torch.Generator().manual_seed(0)) + 5.0
+    moments = Moments.none(2, 6)
+    for part in keys.split(1):
+        moments.add(part)
+    for head in range(2):
+        expected = torch.cov(keys[:, head].flatten(0, 1).double().T, correction=0)
+        torch.testing.assert_close(moments.covariance_KDD()[head], expected, rtol=1e-4, atol=1e-4)
+    vectors, variances = moments.components()
+    assert (variances.diff() <= 0).all()
+    rebuilt = vectors @ torch.diag_embed(variances) @ vectors.transpose(-1, -2)
+    torch.testing.assert_close(rebuilt.double(), moments.covariance_KDD(), rtol=1e-3, atol=1e-4)
+
+
+def test_planted_directions_are_found() -> None:
+    """Keys in 3 of 16 directions, around a mean that is none of them: 3 dims rank as all 16 do."""
+    generator = torch.Generator().manual_seed(1)
+    plane = torch.linalg.qr(torch.randn(2, 16, 3, generator=generator)).Q
+    inside = torch.randn(1, 2, 300, 3, generator=generator) @ plane.transpose(-1, -2)
+    keys = inside + 4 * torch.randn(1, 2, 1, 16, generator=generator)
+    moments = Moments.none(2, 16)
+    moments.add(keys)
+    vectors_KDD, variances_KD = moments.components()
+    assert Components(vectors_KDD[None], variances_KD[None]).ranks_at(0.999).tolist() == [[3, 3]]
+    found = vectors_KDD[..., :3] @ vectors_KDD[..., :3].transpose(-1, -2)
+    torch.testing.assert_close(found, plane @ plane.transpose(-1, -2), rtol=1e-3, atol=1e-3)
+    query = torch.randn(1, 8, 300, 16, generator=generator)
+    probe, config = Probe(), LokiConfig(k=30, min_seq=0)
+    simulate(query, keys, keys, vectors_KDD[..., :3], 3, config, 0.25, None, probe)
+    assert torch.cat(probe.recall).min() > 0.95
+
+
+@pytest.mark.parametrize(("name", "keys"), [("llama", "k_proj"), ("qwen3", "k_norm"), ("yarn", "k_proj")])
+def test_keys_before_their_rotary_embedding(name: str, keys: str) -> None:
+    """Turned back, they are what the model computes before it turns them."""
+    from tiny_huggingface import YARN
+
+    model = loki_model("llama", rope_parameters=YARN) if name == "yarn" else loki_model(name)
+    attention, seen = model.model.layers[1].self_attn, {}
+    getattr(attention, keys).register_forward_hook(lambda module, given, out: seen.update(before=out))
+    turns = {}
+
+    def watcher(layer: int, query: Any, found: dict[str, Any], scaling: float) -> None:
+        turns[layer] = found
+
+    with torch.no_grad(), watched(model, [layer.self_attn for layer in model.model.layers], watcher):
+        model.model(torch.tensor(windows(1)))
+    expected = seen["before"].view(1, 64, 2, -1).transpose(1, 2)
+    torch.testing.assert_close(turns[1]["pre"], expected, rtol=1e-4, atol=1e-5)
+    assert (turns[1]["post"] - expected).abs().max() > 0.1
+
+
+def test_a_part_of_a_head_may_be_turned() -> None:
+    keys = torch.randn(1, 1, 5, 8)
+    cos, sin = torch.ones(1, 5, 4), torch.zeros(1, 5, 4)
+    torch.testing.assert_close(turned_back(keys, cos, sin), keys)
+
+
+def test_what_a_calibration_says(llama: tuple[Any, LokiBasis]) -> None:
+    _, basis = llama
+    record = basis.record()
+    assert record["tokens"] == 3 * 64  # one of the four windows is held out
+    assert set(record["recall"]) == {"pre", "post"}
+    for layer, kind in enumerate(basis.best):
+        assert record["recall"][kind][layer] == max(record["recall"][name][layer] for name in ("pre", "post"))
+    for ranks in record["ranks"].values():
+        assert all(1 <= rank <= 8 for heads in ranks for rank in heads)
+    for components in basis.components.values():
+        products = components.vectors_LKDD.transpose(-1, -2) @ components.vectors_LKDD
+        torch.testing.assert_close(products, torch.eye(8).expand_as(products), rtol=0, atol=1e-5)
+
+
+def test_a_file_gives_the_same_basis(llama: tuple[Any, LokiBasis], tmp_path: Path) -> None:
+    model, basis = llama
+    basis.save(tmp_path / "basis.safetensors")
+    again = LokiBasis.load(tmp_path / "basis.safetensors")
+    assert again.record() == basis.record()
+    for kind in ("pre", "post"):
+        assert torch.equal(again.components[kind].vectors_LKDD, basis.components[kind].vectors_LKDD)
+    enable_loki(model, again, LokiConfig(basis="pre"))
+    assert torch.equal(model.model.layers[1].self_attn.loki.recipe.basis_KDD, basis.components["pre"].vectors_LKDD[1])
+
+
+def test_another_model_is_refused(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    with pytest.raises(UserError, match="another model of the same sizes"):
+        enable_loki(loki_model(seed=1), basis)
+    with pytest.raises(UserError, match="of another model"):
+        enable_loki(loki_model(kv_heads=4), basis)
+    with pytest.raises(UserError, match="rotary embedding"):
+        enable_loki(loki_model(rope_parameters={"rope_type": "default", "rope_theta": 5e4}), basis)
+    for dtype in (torch.bfloat16, torch.float16):
+        enable_loki(copy.deepcopy(model).to(dtype), basis)
+
+
+def test_files_that_are_no_basis(llama: tuple[Any, LokiBasis], tmp_path: Path) -> None:
+    _, basis = llama
+    good, bad = tmp_path / "good.safetensors", tmp_path / "bad.safetensors"
+    basis.save(good)
+    from safetensors import safe_open
+
+    with safe_open(good, framework="pt") as file:
+        about = file.metadata()
+    for name, change, message in (
+        ("pre.vectors", lambda t: t.index_fill(0, torch.tensor(1), float("nan")), "NaN"),
+        ("post.variances", lambda t: t / 0, "NaN or infinite"),
+        ("post.vectors", lambda t: 1.1 * t, "not orthonormal"),
+    ):
+        tensors = load_file(good)
+        tensors[name] = change(tensors[name]).contiguous()
+        save_file(tensors, bad, about)
+        with pytest.raises(UserError, match=message):
+            LokiBasis.load(bad)
+    save_file({"weight": torch.zeros(3)}, bad)
+    with pytest.raises(UserError, match="is no basis"):
+        LokiBasis.load(bad)
+    bad.write_bytes(good.read_bytes()[:500])
+    with pytest.raises(UserError, match="damaged"):
+        LokiBasis.load(bad)
+    with pytest.raises(UserError, match="cannot read"):
+        LokiBasis.load(tmp_path / "missing.safetensors")
+
+
+def test_one_kind_only(llama: tuple[Any, LokiBasis]) -> None:
+    model, _ = llama
+    basis = calibrate(model, windows(1, 64), ["post"])
+    assert (basis.best, basis.recall) == (("post", "post"), {})
+    with pytest.raises(UserError, match="only post-rotary"):
+        enable_loki(model, basis, LokiConfig(basis="pre"))
+    with pytest.raises(UserError, match="at least two windows"):
+        calibrate(model, windows(1))
+    with pytest.raises(UserError, match="cannot tell 8 directions apart"):
+        calibrate(model, windows(1, 8), ["post"])
+
+
+@pytest.mark.parametrize("kind", ["GPT2Config", "Gemma2Config", "GPTNeoXConfig", "DeepseekV3Config"])
+def test_architectures_that_cannot_have_it(kind: str) -> None:
+    import transformers
+
+    from fourfold.inference.loki.architecture import attentions_of
+
+    class Bare(torch.nn.Module):
+        config = getattr(transformers, kind)()
+
+    with pytest.raises(UserError, match="use full attention"):
+        attentions_of(Bare())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"k": 0}, "k = 0; it must be at least 1"),
+        ({"d": 0}, "d = 0"),
+        ({"k_f": 0.0}, "above 0 and at most 1"),
+        ({"d_f": 1.5}, "at most 1"),
+        ({"k": 5, "k_f": 0.5}, "k and k_f say the same"),
+        ({"d": 5, "variance": 0.5}, "d and variance say the same"),
+        ({"k": 5, "sink": 3, "recent": 3}, "raise k to at least 6"),
+        ({"min_seq": -1}, "at least 0"),
+        ({"group_reduce": "sum"}, "softmax, max, mean"),
+        ({"prefill": "sparse"}, "dense, simulate"),
+        ({"cache": "small"}, "proxy, rotated"),
+        ({"basis": "worst"}, "best, pre, post"),
+    ],
+)
+def test_values_that_cannot_be(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        LokiConfig(**values)
+
+
+def test_more_dims_than_a_head_has(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    with pytest.raises(UserError, match="d = 9 is more than the 8 dims"):
+        enable_loki(model, basis, LokiConfig(d=9))
+
+
+def test_how_many_keys() -> None:
+    share = LokiConfig(k_f=0.25, min_k=20)
+    assert [share.keys_of(length) for length in (10, 20, 70, 81, 1000)] == [10, 20, 20, 21, 250]
+    assert [LokiConfig(k=64).keys_of(length) for length in (10, 1000)] == [10, 64]
+    assert [LokiConfig(k=64, min_seq=100).is_dense_at(length) for length in (64, 99, 100)] == [True, True, False]
+
+
+@pytest.mark.parametrize("length", [50, 5000, 40_000])
+def test_the_best_are_the_best(length: int) -> None:
+    """Also with ties, with nothing to choose from, and where the sample misleads."""
+    generator = torch.Generator().manual_seed(length)
+    periodic = torch.zeros(length)
+    periodic[::16] = torch.rand(len(periodic[::16]), generator=generator)
+    rows = [torch.randn(length, generator=generator), periodic, torch.zeros(length), torch.full((length,), -torch.inf)]
+    rows.append(torch.where(torch.arange(length) < 30, 1.0, -torch.inf))
+    for row in rows:
+        chosen = best(row[None, None], 40)
+        assert chosen.shape == (1, 1, 40)
+        assert len(set(chosen.flatten().tolist())) == 40
+        expected = torch.topk(row, 40).values.sort().values
+        torch.testing.assert_close(row[chosen].flatten().sort().values, expected)
+
+
+def test_first_and_last_are_always_chosen() -> None:
+    worth = torch.rand(2, 3, 30)
+    config = LokiConfig(k=8, sink=2, recent=3)
+    for row in choose(worth, 8, config).flatten(0, 1).tolist():
+        assert {0, 1, 27, 28, 29} <= set(row)
+    visible = torch.arange(30).expand(2, 1, 30) >= torch.tensor([5, 0])[:, None, None]
+    chosen = choose(worth.masked_fill(~visible, -torch.inf), 8, config, visible)
+    for row in chosen[0].tolist():
+        assert {5, 6, 27, 28, 29} <= set(row)

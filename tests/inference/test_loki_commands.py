@@ -1,0 +1,204 @@
+"""fourfold generate and fourfold loki, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import Cli, Result
+from tiny_corpus import WORDS, make_corpus, run_file
+from tiny_huggingface import make_model
+
+pytest.importorskip("transformers")
+
+from fourfold.data.tokenizer import train_bpe
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    generator = torch.Generator().manual_seed(0)
+    file.write_text(" ".join(WORDS[i] for i in torch.randint(len(WORDS), (1500,), generator=generator)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    folder = make_model(
+        tmp_path_factory.mktemp("models") / "llama", "llama gqa tied", vocab_size=300, max_position_embeddings=256
+    )
+    train_bpe([text.read_text()], 290, folder / "tokenizer.json")
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def basis(model: Path, text: Path) -> Path:
+    from command_line import exit_code
+
+    file = model.parent / "basis.safetensors"
+    assert exit_code("loki", "calibrate", "--model", model, "--text", text, "--out", file, "--seq-len", 64) == 0
+    return file
+
+
+def refused(result: Result) -> str:
+    code, output, errors = result
+    assert (code, output) == (2, ""), errors
+    assert errors.startswith("fourfold: ") and errors.count("\n") == 1, errors
+    return errors
+
+
+def test_calibrate(cli: Cli, model: Path, text: Path, tmp_path: Path) -> None:
+    out, page = tmp_path / "basis.safetensors", tmp_path / "ranks.html"
+    arguments = ("loki", "calibrate", "--model", model, "--text", text, "--out", out, "--seq-len", 64)
+    code, output, errors = cli(*arguments, "--report", page, "--tokens", 1000)
+    assert (code, errors) == (0, "")
+    assert "mean of all heads, post-rotary" in output
+    assert f"Written: {out}" in output.replace("\n", "")
+    html = page.read_text()
+    assert html.count('class="cell"') == 2 * (2 * 2 + 24)  # two maps of two layers and two heads, and their bars
+    assert "Rank@90, before rotary embedding" in html and "http" not in html.replace("http-equiv", "")
+    code, output, _ = cli(*arguments, "--basis", "post", "--json")
+    record = json.loads(output)
+    assert (code, list(record["ranks"]), record["best"]) == (0, ["post"], ["post", "post"])
+    assert all(1 <= rank <= 8 for heads in record["ranks"]["post"] for rank in heads)
+
+
+def test_a_picture(cli: Cli, model: Path, text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "ranks.png"
+    arguments = ("loki", "calibrate", "--model", model, "--text", text, "--out", tmp_path / "b", "--seq-len", 64)
+    assert cli(*arguments, "--picture", picture)[0] == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_evaluate(cli: Cli, model: Path, text: Path, basis: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    arguments = ("loki", "evaluate", "--model", model, "--basis", basis, "--text", text, "--seq-len", 128)
+    options = ("--windows", 3, "--loki", "d=2", "--loki", "k=24", "--loki", "skip_layers=0")
+    code, output, errors = cli(*arguments, *options)
+    assert (code, errors) == (0, "")
+    assert "exact top-k" in output and "random basis" in output
+    record = json.loads(cli(*arguments, *options, "--json")[1])
+    assert (record["windows"], record["seq_length"], record["k"]) == (3, 128, 24)
+    assert record["layers"][0]["loki"] is None
+    assert record["all"]["oracle"]["recall"] > 0.999
+    assert 0 < record["all"]["loki"]["recall"] < 0.999
+    assert record["all"]["loki"]["mass"] <= record["all"]["oracle"]["mass"] + 1e-6
+    full = json.loads(cli(*arguments, "--windows", 1, "--loki", "d=8", "--loki", "k=24", "--json")[1])
+    assert full["perplexity"]["loki"] == pytest.approx(full["perplexity"]["oracle"], rel=1e-4)
+    assert full["perplexity"]["dense"] != pytest.approx(full["perplexity"]["oracle"], rel=1e-5)
+
+
+def test_generate(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
+    begin = ("generate", "--model", model, "--max-new-tokens", 20)
+    code, output, errors = cli(*begin, "--prompt", "grid axis tile")
+    assert (code, errors) == (0, "")
+    assert output.startswith("grid axis tile")
+    assert re.search(
+        r"\n\n\d+ \+ \d+ tokens: the first after [\d.]+ s, then [\d.]+ tokens/s; cache [\d.]+ MiB\n$", output
+    )
+    record = json.loads(cli(*begin, "--prompt", "grid axis tile", "--json")[1])
+    assert output.startswith("grid axis tile" + record["text"])
+    assert record["cache_bytes"] == 2 * 2 * 2 * 8 * 4 * (record["prompt_tokens"] + record["new_tokens"] - 1)
+
+    file = tmp_path / "prompt.txt"
+    file.write_text("grid axis tile")
+    loki = ("--attention", "loki", "--basis", basis, "--loki", "min_seq=0")
+    for cache, size in (("proxy", 1 + 1 / 8), ("rotated", 1)):
+        options = ("--loki", "k_f=1.0", "--loki", f"cache={cache}", "--json")
+        same = json.loads(cli(*begin, "--prompt-file", file, *loki, *options)[1])
+        assert same["text"] == record["text"]
+        assert same["cache_bytes"] == size * record["cache_bytes"]
+    few = json.loads(cli(*begin, "--prompt-file", file, *loki, "--loki", "k=2", "--loki", "d=1", "--json")[1])
+    assert few["text"] != record["text"]
+    drawn = [cli(*begin, "--prompt", "grid", "--temperature", 1, "--seed", seed, "--json")[1] for seed in (1, 1, 2)]
+    texts = [json.loads(each)["text"] for each in drawn]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_from_a_run_of_ours(cli: Cli, tmp_path: Path) -> None:
+    """Through its export, which is gone afterwards, with the bytes that it was trained on."""
+    path = run_file(tmp_path, make_corpus(tmp_path), training__train_steps=2, checkpoint__interval=2)
+    assert cli("train", path)[0] == 0
+    run = tmp_path / "runs" / "run"
+    code, output, errors = cli("generate", "--model", run, "--prompt", "grid ", "--max-new-tokens", 5)
+    assert (code, errors) == (0, "")
+    assert output.startswith("grid ")
+    text, basis = tmp_path / "text.txt", tmp_path / "basis.safetensors"
+    text.write_text("gather reduce scatter " * 40)
+    arguments = ("--model", run, "--text", text, "--seq-len", 64)
+    assert cli("loki", "calibrate", *arguments, "--out", basis)[0] == 0
+    assert cli("loki", "evaluate", *arguments, "--basis", basis, "--loki", "k=16")[0] == 0
+
+
+def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path) -> None:
+    generate = ("generate", "--model", model, "--prompt", "grid")
+    loki = (*generate, "--attention", "loki", "--basis", basis)
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(basis.read_bytes()[:100])
+    other = make_model(tmp_path / "other", "llama gqa tied", vocab_size=300, max_position_embeddings=512)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (other / file).write_bytes((model / file).read_bytes())
+    import transformers
+
+    torch.manual_seed(7)
+    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(other)).save_pretrained(other)
+    gpt2 = make_model(tmp_path / "gpt2", "gpt2")
+    calibrate = ("loki", "calibrate", "--model", model, "--text", text, "--out", tmp_path / "x")
+    evaluate = ("loki", "evaluate", "--model", model, "--basis", basis)
+    for arguments, words in (
+        ((*loki, "--loki", "k=0"), "k = 0; it must be at least 1"),
+        ((*loki, "--loki", "d=9"), "more than the 8 dims"),
+        ((*loki, "--loki", "kf=0.5"), "k_f?"),
+        ((*loki, "--loki", "k"), "no KEY=VALUE"),
+        ((*loki, "--loki", "k=many"), "not a whole number"),
+        ((*generate, "--attention", "loki", "--basis", damaged), "damaged"),
+        ((*generate, "--attention", "loki", "--basis", tmp_path / "none"), "cannot read the basis"),
+        (("generate", "--model", other, "--prompt", "a", "--attention", "loki", "--basis", basis), "of another model"),
+        (("generate", "--model", gpt2, "--tokenizer", "bytes", *loki[3:]), "'gpt2' cannot have it"),
+        ((*generate, "--attention", "loki"), "--basis"),
+        ((*generate, "--attention", "sparse"), "neither full nor loki"),
+        ((*generate, "--prompt-file", text), "either --prompt or --prompt-file"),
+        ((*generate, "--max-new-tokens", 300), "256 positions"),
+        ((*generate, "--temperature", -1), "at least 0"),
+        ((*generate, "--top-p", 2, "--temperature", 1), "at most 1"),
+        ((*generate, "--dtype", "int8"), "--dtype int8"),
+        (("generate", "--model", tmp_path / "none", "--prompt", "a"), "there is no folder"),
+        (("generate", "--model", gpt2, "--prompt", "a"), "--tokenizer"),
+        ((*calibrate, "--basis", "mid"), "pre, post, both"),
+        ((*calibrate, "--seq-len", 300), "256 positions"),
+        (("loki", "calibrate", "--model", model, "--text", tmp_path / "no", "--out", "x"), "cannot read the text"),
+        (evaluate, "--text FILE"),
+        ((*evaluate, "--text", text, "--seq-len", 64, "--loki", "k=64"), "nothing would be chosen"),
+    ):  # fmt: skip
+        assert words in refused(cli(*arguments)), arguments
+
+
+@pytest.mark.slow
+def test_tasks_of_lm_eval(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
+    """A task of our own that generates: with all keys Loki's answers are full attention's."""
+    pytest.importorskip("lm_eval")
+    if os.environ.get("HF_HUB_OFFLINE") != "1":
+        pytest.skip("lm-eval asks the Hub about metrics, and waits where there is none: set HF_HUB_OFFLINE=1")
+    rows = [{"question": "grid axis", "answer": "tile"}, {"question": "norm loss", "answer": "head"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "words.yaml").write_text(
+        "task: words\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: "
+        f"{tmp_path / 'rows.jsonl'}\ntest_split: test\noutput_type: generate_until\ndoc_to_text: '{{{{question}}}}'\n"
+        "doc_to_target: '{{answer}}'\ngeneration_kwargs:\n  until: ['zz']\n  max_gen_toks: 8\n"
+        "metric_list:\n  - metric: exact_match\n    aggregation: mean\n    higher_is_better: true\n"
+    )
+    arguments = ("loki", "evaluate", "--model", model, "--basis", basis, "--tasks", "words", "--include-path", tmp_path)
+    code, output, errors = cli(*arguments, "--loki", "k_f=1.0", "--json")
+    assert code == 0, errors
+    record = json.loads(output.strip().splitlines()[-1])["tasks"]["words"]
+    assert code == 0
+    assert record["full"]["exact_match"] == record["loki"]["exact_match"]
+    code, output, errors = cli(*arguments[:-4], "--tasks", "no_such_task")
+    assert (code, "no_such_task: lm-eval has no such task" in errors) == (2, True)

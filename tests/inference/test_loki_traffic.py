@@ -1,0 +1,43 @@
+"""A step reads no more of its cache than it must."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from fourfold.inference.loki import LokiConfig
+from fourfold.inference.loki.attend import decode
+from fourfold.inference.loki.cache import LokiLayer
+from fourfold.inference.loki.traffic import CacheTraffic, dense_bytes, floor_bytes
+
+
+@pytest.mark.parametrize(("length", "k", "batch"), [(2000, 500, 1), (2000, 500, 2), (20_000, 1000, 1)])
+def test_bytes_read(length: int, k: int, batch: int) -> None:
+    """d 16 of 64, four query heads on each of two KV heads; short contexts at once, long ones head by head."""
+    heads, head_dim, d = 2, 64, 16
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(heads, head_dim, head_dim, generator=generator)).Q[..., :d].contiguous()
+    layer = LokiLayer(basis, capacity=length + 10)
+    tokens = torch.randn(batch, heads, length, head_dim, generator=generator)
+    layer.update(tokens, tokens)
+    query = torch.randn(batch, 8, head_dim, generator=generator)
+    with CacheTraffic([plane.view for plane in layer.planes]) as traffic:
+        layer.update(tokens[:, :, :1], tokens[:, :, :1])
+        decode(query, layer.keys, layer.values, layer.proxy_BKSd, basis, k, LokiConfig(k=k, sink=1, recent=4), 0.125)
+    floor = batch * floor_bytes(length + 1, head_dim, d, k, heads, 4)
+    assert 0.999 < traffic.bytes_read / floor < 1.15
+    share = floor / (batch * dense_bytes(length + 1, head_dim, heads, 4))
+    assert share == pytest.approx(d / head_dim / 2 + k / (length + 1))
+
+
+def test_full_attention_is_counted_whole() -> None:
+    keys, query = torch.randn(1, 2, 100, 8), torch.randn(1, 2, 4, 8)
+    with CacheTraffic([keys]) as traffic:
+        torch.nn.functional.scaled_dot_product_attention(query, keys, keys)
+        keys.transpose(1, 2)[:, 3:]
+    assert traffic.bytes_read == 2 * keys.nbytes
+    with CacheTraffic([keys]) as traffic:
+        torch.cat([keys, query], 2)
+    assert traffic.bytes_read == keys.nbytes

@@ -1,0 +1,66 @@
+"""Loki on a model that was trained: the same text with all keys, and better than chance with few."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from babyllama import babyllama, needs_babyllama, stories
+
+pytest.importorskip("transformers")
+
+from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
+from fourfold.inference.loki.evaluate import evaluate
+
+Trained = tuple[Any, LokiBasis, list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    """The model, a basis of three stories, and two others in windows of its context."""
+    data = needs_babyllama()
+    model, tokens = babyllama(data), stories(data)
+
+    def windows(some: list[list[int]]) -> list[list[int]]:
+        return [[1, *story[i : i + 255]] for story in some for i in range(1, len(story) - 254, 255)]
+
+    return model, calibrate(model, windows(tokens[:3])), windows(tokens[3:])
+
+
+def test_it_is_the_model_that_was_trained(trained: Trained) -> None:
+    model = trained[0]
+    losses = []
+    for story in stories(needs_babyllama()):
+        tokens = torch.tensor([story[:257]])
+        with torch.no_grad():
+            logits = model(tokens[:, :-1]).logits[0]
+        losses.append(torch.nn.functional.cross_entropy(logits, tokens[0, 1:]).item())
+    assert sum(losses) / len(losses) == pytest.approx(0.617, abs=5e-4)
+
+
+@pytest.mark.parametrize("cache", ["proxy", "rotated"])
+def test_all_keys_write_the_same_story(trained: Trained, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, basis, held = trained
+    monkeypatch.setattr(LokiConfig, "is_dense_at", lambda *_: False)
+    prompt = torch.tensor([held[0][:40]])
+    options = {"max_new_tokens": 200, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    expected = model.generate(prompt, **options)
+    enable_loki(model, basis, LokiConfig(k_f=1.0, cache=cache))
+    found = model.generate(prompt, **options)
+    disable_loki(model)
+    assert len(set(expected[0].tolist())) > 20  # a story, not one letter
+    assert torch.equal(found, expected)
+
+
+def test_a_quarter_of_keys_and_dims_beats_random_directions(trained: Trained) -> None:
+    model, basis, held = trained
+    record = evaluate(model, held, basis, LokiConfig(k_f=0.25, d_f=0.25, min_k=1))
+    perplexity, found = record["perplexity"], record["all"]
+    print({name: round(value, 4) for name, value in perplexity.items()}, found)
+    assert record["k"] == 64
+    assert perplexity["dense"] <= perplexity["oracle"] < perplexity["loki"] < perplexity["random"]
+    assert perplexity["loki"] - perplexity["dense"] < 0.5 * (perplexity["random"] - perplexity["dense"])
+    assert found["oracle"]["recall"] == pytest.approx(1, abs=1e-3)
+    for measure in ("recall", "mass"):
+        assert found["random"][measure] < found["loki"][measure] <= found["oracle"][measure] + 1e-6

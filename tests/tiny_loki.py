@@ -1,0 +1,49 @@
+"""Small random models with a basis, and Loki written down once more, slowly, to compare with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tiny_huggingface import SIZES
+from torch import Tensor
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 12}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+}
+
+
+def loki_model(name: str = "llama", kv_heads: int = 2, seed: int = 0, **changes: Any) -> Any:
+    """Eight query heads; logits of size about 1."""
+    import transformers
+
+    kind, keys = SHAPES[name]
+    torch.manual_seed(seed)
+    sizes = SIZES | {"max_position_embeddings": 512, "initializer_range": 0.1, "num_key_value_heads": kv_heads}
+    config = getattr(transformers, kind)(**(sizes | keys | changes))
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def windows(count: int = 4, length: int = 64, seed: int = 1) -> list[list[int]]:
+    tokens = torch.randint(1, 201, (count, length), generator=torch.Generator().manual_seed(seed))
+    return tokens.tolist()
+
+
+def slow_decode(
+    query_ND: Tensor, key_KSD: Tensor, value_KSD: Tensor, basis_KDD: Tensor, d: int, k: int, scaling: float
+) -> Tensor:
+    """One step of Loki of one sequence, head by head, as the paper writes it; the group sums its softmaxes."""
+    group = len(query_ND) // len(key_KSD)
+    out = []
+    for head, (key_SD, value_SD, basis_DD) in enumerate(zip(key_KSD, value_KSD, basis_KDD, strict=True)):
+        queries_GD = query_ND[head * group : (head + 1) * group]
+        approximate_GS = (queries_GD @ basis_DD)[:, :d] @ (key_SD @ basis_DD)[:, :d].T
+        worth_S = torch.softmax(approximate_GS * scaling, -1).sum(0)
+        chosen = set(worth_S.argsort(descending=True)[:k].tolist())
+        hidden_S = torch.tensor([place not in chosen for place in range(len(key_SD))])
+        scores_GS = (queries_GD @ key_SD.T * scaling).masked_fill(hidden_S, float("-inf"))
+        out.append(torch.softmax(scores_GS, -1) @ value_SD)
+    return torch.cat(out)
