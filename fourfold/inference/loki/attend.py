@@ -36,7 +36,8 @@ def decode(
     query_BKGd = query_BKGD[..., :d] if basis_KDd is None else project(query_BKGD, basis_KDd)
     query_BKGd = query_BKGd * scaling
     most = max(length * query_BKGD.shape[2], k * query_BKGD.shape[3])
-    if query_BND.device.type == "cpu" and most >= LONG:
+    is_taped = torch.is_grad_enabled()  # autograd takes no products that are written into a buffer
+    if query_BND.device.type == "cpu" and most >= LONG and not is_taped:
         return _head_by_head(
             query_BKGD, query_BKGd, key_BKSD, value_BKSD, proxy_BKSd, k, config, scaling, visible_B1S
         ).flatten(1, 2)

@@ -29,15 +29,22 @@ RankedLayer = LokiLayer | RotatedLayer | StaticLokiLayer
 
 @dataclass(eq=False)
 class LayerState:
-    """What an attention module carries: how its cache is made, and the layer of the cache that it has just met.
+    """What an attention module carries: how its cache is made, and the layer of the cache that it meets in a pass.
 
-    probe: notes what simulated rows chose, for the evaluation.
+    before: the attention that the model had. probe: notes what simulated rows chose, for the evaluation.
     """
 
     config: LokiConfig
     recipe: LayerRecipe
+    before: str
     layer: Any = None
     probe: Probe | None = None
+
+    def release(self) -> None:
+        """Let go of the cache: it must not stay in memory with the model, nor believe that Loki reads it still."""
+        if isinstance(self.layer, RankedLayer):
+            self.layer.release()
+        self.layer = None
 
 
 def meet_cache(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -45,11 +52,16 @@ def meet_cache(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str
     state: LayerState = module.loki
     hidden_states = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
     state.recipe.to(hidden_states.device)
-    state.layer = None
+    state.release()
     cache = keywords.get("past_key_values")
     if isinstance(cache, Cache):
         is_loki = module.config._attn_implementation == NAME
         state.layer = adopt(cache, module.layer_idx, state.recipe, is_loki)
+
+
+def leave_cache(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+    """After it, also when it failed."""
+    module.loki.release()
 
 
 def loki_attention(
@@ -69,7 +81,7 @@ def loki_attention(
     """
     state: LayerState | None = getattr(module, "loki", None)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if state is None or state.recipe.is_dense or dropout:  # a model that shares its config with one that has Loki
+    if state is None or state.recipe.is_dense:  # a model that shares its config with one that has Loki
         return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
     for name in ("softcap", "s_aux"):
         if keywords.get(name) is not None:
@@ -78,6 +90,8 @@ def loki_attention(
     is_rotated = isinstance(state.layer, RotatedLayer)
     if is_rotated:
         query = rotate_queries(query, recipe.basis_KDD)
+    if dropout:  # training, of which Loki makes no part
+        return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
     basis_KDd = None if is_rotated else recipe.basis_KDd
     if query.shape[2] == 1 and _decodes_sparsely(state, key.shape[2], attention_mask):
         visible_B1S = None if attention_mask is None else attention_mask[:, :, 0].expand(query.shape[0], -1, -1)

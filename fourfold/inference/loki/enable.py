@@ -12,7 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from fourfold.errors import UserError
 from fourfold.inference.loki.adopt import LayerRecipe
 from fourfold.inference.loki.architecture import attentions_of, text_config, window_of
-from fourfold.inference.loki.attention import NAME, LayerState, loki_attention, meet_cache
+from fourfold.inference.loki.attention import NAME, LayerState, leave_cache, loki_attention, meet_cache
 from fourfold.inference.loki.basis import LokiBasis
 from fourfold.inference.loki.config import LokiConfig
 from fourfold.inference.loki.fingerprint import Fingerprint
@@ -40,23 +40,34 @@ def enable_loki(
     # Without a mask of the same name transformers would pass none at all: neither causality nor padding.
     AttentionInterface.register(NAME, loki_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    model.loki_attention_before = text_config(model)._attn_implementation
+    before = text_config(model)._attn_implementation
+    if before == NAME:  # of another model, with which this one shares its configuration
+        before = "sdpa"
     model.set_attn_implementation(NAME)
     for attention, recipe in zip(attentions, recipes, strict=True):
-        hook = attention.register_forward_pre_hook(meet_cache, with_kwargs=True)
-        attention.loki, attention.loki_hook = LayerState(config, recipe), hook
+        attention.loki = LayerState(config, recipe, before)
+        attention.loki_hooks = (
+            attention.register_forward_pre_hook(meet_cache, with_kwargs=True),
+            attention.register_forward_hook(leave_cache, always_call=True),
+        )
     return model
 
 
 def disable_loki(model: nn.Module) -> nn.Module:
-    """Give a model its own attention back. A cache of rotated keys cannot be used any more; others can."""
-    before = model.__dict__.pop("loki_attention_before", None)
-    if before is None:
-        return model
-    for attention in attentions_of(model):
-        attention.loki_hook.remove()
-        del attention.loki, attention.loki_hook
-    model.set_attn_implementation(before)
+    """Give a model its own attention back. A cache of rotated keys cannot be used any more; others can.
+
+    An attention that was set since Loki was enabled stays. Models that share their configuration share the choice of
+    attention: another one that has Loki attends densely from now on.
+    """
+    attentions = [module for module in model.modules() if isinstance(getattr(module, "loki", None), LayerState)]
+    for attention in attentions:
+        before = attention.loki.before
+        attention.loki.release()
+        for hook in attention.loki_hooks:
+            hook.remove()
+        del attention.loki, attention.loki_hooks
+    if attentions and text_config(model)._attn_implementation == NAME:
+        model.set_attn_implementation(before)
     return model
 
 

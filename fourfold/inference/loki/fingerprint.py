@@ -56,8 +56,9 @@ class Fingerprint:
 
 def _sample(parameter: Tensor) -> Tensor:
     flat = parameter.detach().flatten()
-    places = torch.linspace(0, flat.numel() - 1, min(SAMPLES, flat.numel())).long()
-    return flat[places.to(flat.device)].float().cpu()
+    samples = min(SAMPLES, flat.numel())
+    places = [sample * (flat.numel() - 1) // max(1, samples - 1) for sample in range(samples)]
+    return flat[torch.tensor(places, device=flat.device)].float().cpu()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

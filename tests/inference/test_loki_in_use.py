@@ -1,0 +1,156 @@
+"""Loki in what else a program does with its model: training, switching, interruptions, several models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_loki import loki_model, windows
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache
+
+from fourfold.errors import UserError
+from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
+from fourfold.inference.loki.evaluate import evaluate
+from fourfold.inference.loki.fingerprint import _sample
+
+SPARSE = LokiConfig(d=4, k=12, min_seq=0)
+
+
+@pytest.fixture
+def llama() -> tuple[Any, LokiBasis]:
+    model = loki_model()
+    return model, calibrate(model, windows())
+
+
+def prompt(batch: int = 2, length: int = 50, seed: int = 2) -> Tensor:
+    return torch.randint(1, 201, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_sample_of_a_large_matrix() -> None:
+    """More numbers than float32 can count."""
+    large = torch.empty(8192, 8192, dtype=torch.bfloat16)
+    large[0, 0], large[-1, -1] = 2.0, 3.0
+    sample = _sample(large)
+    assert (len(sample), sample[0].item(), sample[-1].item()) == (32, 2.0, 3.0)
+
+
+def test_dropout_meets_rotated_keys(llama: tuple[Any, LokiBasis]) -> None:
+    """Attention is dense then, and its queries are rotated as the keys are."""
+    model, basis = llama
+    tokens = prompt()
+    expected = model(tokens).logits
+    enable_loki(model, basis, SPARSE.but(cache="rotated"))
+    model.train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 1e-9
+    logits = model(tokens, past_key_values=DynamicCache(config=model.config), use_cache=True).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+def test_a_long_step_with_autograd(llama: tuple[Any, LokiBasis], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fourfold.inference.loki.attend.LONG", 1)
+    model, basis = llama
+    enable_loki(model, basis, SPARSE)
+    tokens, found = prompt(), []
+    for is_taped in (True, False):
+        with torch.set_grad_enabled(is_taped):
+            cache = DynamicCache(config=model.config)
+            model(tokens[:, :40], past_key_values=cache, use_cache=True)
+            found.append(model(tokens[:, 40:41], past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_an_evaluation_begins_without_loki(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    expected = evaluate(model, windows(2), basis, SPARSE)
+    enable_loki(model, basis, SPARSE.but(prefill="simulate", k=4))
+    assert evaluate(model, windows(2), basis, SPARSE) == expected
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("switch", ["other model", "disable"])
+def test_an_interrupted_pass_leaves_rotated_keys_refused(switch: str) -> None:
+    model = loki_model(num_hidden_layers=1)
+    enable_loki(model, calibrate(model, windows()), SPARSE.but(cache="rotated"))
+    tokens, held = prompt(), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens[:, :40], past_key_values=held, use_cache=True)
+        projection = model.model.layers[0].self_attn.k_proj
+
+        def interrupt(*_: Any) -> None:
+            raise InterruptedError
+
+        hook = projection.register_forward_pre_hook(interrupt)
+        with pytest.raises(InterruptedError):
+            model(tokens[:, 40:41], past_key_values=held, use_cache=True)
+        hook.remove()
+        dense = disable_loki(model) if switch == "disable" else loki_model(num_hidden_layers=1)
+        with pytest.raises(UserError, match="rotated"):
+            dense(tokens[:, 40:41], past_key_values=held, use_cache=True)
+
+
+@pytest.mark.parametrize("cache", ["proxy", "rotated"])
+def test_a_cache_is_offloaded_before_the_attention_reads_it(llama: tuple[Any, LokiBasis], cache: str) -> None:
+    """As transformers does after each update; what is gone from the device is NaN here."""
+    model, basis = llama
+    enable_loki(model, basis, SPARSE.but(cache=cache))
+    tokens, found = prompt(), []
+    with torch.no_grad():
+        for is_offloaded in (False, True):
+            held = DynamicCache(config=model.config)
+            model(tokens[:, :40], past_key_values=held, use_cache=True)
+            for layer in held.layers if is_offloaded else []:
+                layer.update = _then_away(layer)
+            found.append(model(tokens[:, 40:41], past_key_values=held, use_cache=True).logits)
+    torch.testing.assert_close(found[0], found[1])
+
+
+def _then_away(layer: Any) -> Any:
+    def update(*arguments: Any, **keywords: Any) -> Any:
+        out = type(layer).update(layer, *arguments, **keywords)
+        for plane in layer.planes:
+            plane._data = torch.full_like(plane._data, float("nan"))
+        return out
+
+    return update
+
+
+def test_the_cache_is_let_go_after_a_pass(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    enable_loki(model, basis, SPARSE)
+    model.generate(prompt(), max_new_tokens=3, do_sample=False, attention_mask=torch.ones(2, 50).long())
+    assert all(layer.self_attn.loki.layer is None for layer in model.model.layers)
+
+
+def test_the_part_and_the_whole_of_a_model(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    expected = model(prompt()).logits
+    enable_loki(model.model, basis, SPARSE.but(prefill="simulate"))
+    enable_loki(model, basis, SPARSE.but(prefill="simulate", k=5))
+    assert model.model.layers[0].self_attn.loki.config.k == 5
+    disable_loki(model.model)
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(model(prompt()).logits, expected)
+
+
+def test_an_attention_that_was_set_since_stays(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    enable_loki(model, basis, SPARSE)
+    model.set_attn_implementation("sdpa")
+    disable_loki(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_two_models_of_one_configuration_both_with_loki(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    other = type(model)(model.config).eval()
+    enable_loki(model, basis, SPARSE)
+    enable_loki(other, calibrate(other, windows()), SPARSE)
+    disable_loki(model)
+    disable_loki(other)
+    assert model.config._attn_implementation == "eager"
