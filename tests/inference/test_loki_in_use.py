@@ -11,10 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from fourfold.errors import UserError
 from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
+from fourfold.inference.loki.cache import LokiLayer
 from fourfold.inference.loki.evaluate import evaluate
 from fourfold.inference.loki.fingerprint import _sample
 
@@ -154,3 +155,91 @@ def test_two_models_of_one_configuration_both_with_loki(llama: tuple[Any, LokiBa
     disable_loki(model)
     disable_loki(other)
     assert model.config._attn_implementation == "eager"
+
+
+def steps(model: Any, tokens_BS: Tensor, mask_BS: Tensor, begin: int, count: int) -> Tensor:
+    """Logits of the last rows: a prompt, and then token by token."""
+    cache, out = DynamicCache(config=model.config), []
+    with torch.no_grad():
+        for first, last in ((0, begin), *((i, i + 1) for i in range(begin, begin + count))):
+            mask, positions = mask_BS[:, :last], (mask_BS[:, :last].cumsum(-1) - 1).clamp(min=0)[:, first:last]
+            out.append(
+                model(
+                    tokens_BS[:, first:last],
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                ).logits
+            )
+    return torch.cat(out, 1)
+
+
+@pytest.mark.parametrize("long", [1, 1 << 30], ids=["head by head", "at once"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        LokiConfig(d=4, k_f=0.25, min_k=4, min_seq=0),
+        LokiConfig(d=4, k_f=0.25, min_k=4, min_seq=0, sink=1, recent=2),
+        LokiConfig(d=4, k_f=0.25, min_k=4, min_seq=60),
+        LokiConfig(d=4, k=7, min_seq=60),
+        LokiConfig(d=4, k_f=0.25, min_k=4, min_seq=0, prefill="simulate"),
+    ],
+    ids=["share", "ends", "share, min_seq", "number, min_seq", "simulated"],
+)
+def test_padding_does_not_count(
+    llama: tuple[Any, LokiBasis], config: LokiConfig, long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sequence of 46 tokens chooses as many keys alone as beside one of 86."""
+    monkeypatch.setattr("fourfold.inference.loki.attend.LONG", long)
+    model, basis = llama
+    enable_loki(model, basis, config)
+    tokens, padding = prompt(2, 90), 40
+    mask = torch.ones(2, 90).long()
+    mask[0, :padding] = 0
+    together = steps(model, tokens, mask, 86, 4)
+    for row, begin in ((0, padding), (1, 0)):
+        alone = steps(model, tokens[row : row + 1, begin:], mask[row : row + 1, begin:], 86 - begin, 4)
+        torch.testing.assert_close(together[row, begin:], alone[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_of_fixed_size_cannot_know_how_much_is_filled(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    tokens = prompt()
+    held = StaticCache(config=model.config, max_cache_len=90)
+    with torch.no_grad():
+        enable_loki(model, basis, LokiConfig(k=20, min_seq=60))
+        with pytest.raises(UserError, match="give min_seq = 0, or k of at least 60"):
+            model(tokens, past_key_values=held, use_cache=True)
+        enable_loki(model, basis, SPARSE)
+        model(tokens[:, :40], past_key_values=held, use_cache=True)
+        enable_loki(model, basis, LokiConfig(d=4, k_f=0.25, min_seq=0))
+        with pytest.raises(UserError, match="give k instead of k_f"):
+            model(tokens[:, 40:41], past_key_values=held, use_cache=True)
+
+
+@pytest.mark.parametrize("kind", ["static", "chunk"])
+def test_what_cannot_be_simulated_is_refused(llama: tuple[Any, LokiBasis], kind: str) -> None:
+    model, basis = llama
+    enable_loki(model, basis, SPARSE.but(prefill="simulate"))
+    tokens, held = prompt(), DynamicCache(config=model.config)
+    with torch.no_grad():
+        if kind == "static":
+            held = StaticCache(config=model.config, max_cache_len=90)
+        else:
+            model(tokens[:, :20], past_key_values=held, use_cache=True)
+        with pytest.raises(UserError, match="simulate"):
+            model(tokens[:, 20:], past_key_values=held, use_cache=True)
+
+
+def test_a_layer_that_was_skipped_is_ranked_later(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    tokens, held = prompt(), DynamicCache(config=model.config)
+    with torch.no_grad():
+        enable_loki(model, basis, SPARSE.but(skip_layers=(0,)))
+        model(tokens[:, :40], past_key_values=held, use_cache=True)
+        enable_loki(model, basis, SPARSE)
+        model(tokens[:, 40:41], past_key_values=held, use_cache=True)
+    assert isinstance(held.layers[0], LokiLayer)
+    with pytest.raises(UserError, match="no layer to Loki"):
+        enable_loki(model, basis, SPARSE.but(skip_layers=(0, 1)))

@@ -19,6 +19,7 @@ from fourfold.inference.loki.adopt import LayerRecipe, adopt
 from fourfold.inference.loki.attend import decode, project
 from fourfold.inference.loki.cache import LokiLayer, RotatedLayer, StaticLokiLayer
 from fourfold.inference.loki.config import LokiConfig
+from fourfold.inference.loki.select import keys_of_each
 from fourfold.inference.loki.simulate import Probe, simulate
 
 NAME = "loki"
@@ -95,12 +96,20 @@ def loki_attention(
     basis_KDd = None if is_rotated else recipe.basis_KDd
     if query.shape[2] == 1 and _decodes_sparsely(state, key.shape[2], attention_mask):
         visible_B1S = None if attention_mask is None else attention_mask[:, :, 0].expand(query.shape[0], -1, -1)
-        k, proxy = config.keys_of(key.shape[2]), state.layer.proxy_BKSd
-        return decode(query[:, :, 0], key, value, proxy, basis_KDd, k, config, scaling, visible_B1S)[:, None], None
+        k, k_B, proxy = config.keys_of(key.shape[2]), None, state.layer.proxy_BKSd
+        if visible_B1S is not None and not isinstance(state.layer, StaticLokiLayer):
+            k, k_B = config.most_keys_of(key.shape[2]), keys_of_each(visible_B1S[:, 0].sum(-1), config)
+        out = decode(query[:, :, 0], key, value, proxy, basis_KDd, k, config, scaling, visible_B1S, k_B)
+        return out[:, None], None
     if _is_simulated(config, query, key, attention_mask):
         mask = attention_mask
         out = simulate(query, key, value, basis_KDd, recipe.d, config, scaling, mask, state.probe)
         return out.transpose(1, 2).contiguous(), None
+    if config.prefill == "simulate" and query.shape[2] > 1 and not config.is_dense_at(key.shape[2]):
+        raise UserError(
+            'loki: prefill = "simulate" needs a whole prompt at once, an empty cache that grows, and no mask of your own; '
+            'leave prefill at "dense", or give the prompt in one piece'
+        )
     return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
 
 
@@ -113,8 +122,6 @@ def rotate_queries(query_BNQD: Tensor, basis_KDD: Tensor) -> Tensor:
 def _decodes_sparsely(state: LayerState, length: int, mask: Tensor | None) -> bool:
     if not isinstance(state.layer, RankedLayer) or not _is_understood(mask):
         return False
-    if isinstance(state.layer, StaticLokiLayer):  # how much of it is filled is not known to the host
-        return state.config.keys_of(length) < length
     return not state.config.is_dense_at(length)
 
 

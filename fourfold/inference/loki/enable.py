@@ -86,15 +86,17 @@ def _recipes(attentions: list[nn.Module], basis: LokiBasis, config: LokiConfig, 
     unknown = [number for number in config.skip_layers if not 0 <= number < len(attentions)]
     if unknown:
         raise UserError(f"loki: skip_layers has {unknown[0]}, and the layers are 0 to {len(attentions) - 1}")
-    recipes, windows = [], {}
+    recipes, windows, warned = [], {}, set()
     for number, attention in enumerate(attentions):
         window = window_of(attention)
         if window is not None:
             windows[number] = window
         if window is not None or number in config.skip_layers:
-            recipes.append(LayerRecipe(config, capacity=capacity))
+            recipes.append(LayerRecipe(config, capacity=capacity, warned=warned))
         else:
-            recipes.append(LayerRecipe(config, *basis.of_layer(number, config), capacity=capacity))
+            recipes.append(LayerRecipe(config, *basis.of_layer(number, config), capacity=capacity, warned=warned))
+    if len(config.skip_layers) and all(recipe.is_dense for recipe in recipes):
+        raise UserError("loki: skip_layers leaves no layer to Loki; leave some out of it, or use full attention")
     if len(windows) == len(attentions):
         raise UserError(
             f"loki: every layer of this model sees only the last {max(windows.values())} tokens (sliding_window); use "

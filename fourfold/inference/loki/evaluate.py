@@ -34,8 +34,8 @@ def evaluate(
     """Perplexity, recall and captured mass of Loki, the oracle and the control, as JSON values.
 
     Every row of a window chooses its keys, as in the paper's protocol (``prefill = "simulate"``). Layers that stay
-    dense are left out of the means. Where the model had Loki already, it is switched off, and stays so. Raises ``UserError`` where ``enable_loki`` does, and when no row would have to
-    choose.
+    dense are left out of the means. Where the model had Loki already, it is switched off, and stays so. Raises
+    ``UserError`` where ``enable_loki`` does, and when no row would have to choose.
     """
     length = max(map(len, windows))
     config = config.but(prefill="simulate", min_seq=0)
