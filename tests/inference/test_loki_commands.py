@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,20 @@ def test_generate(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_generate_whatever_the_folder_says(cli: Cli, model: Path, tmp_path: Path) -> None:
+    """One sequence is streamed: no beams, and a cache that grows."""
+    copied = tmp_path / "copied"
+    shutil.copytree(model, copied)
+    (copied / "generation_config.json").write_text(json.dumps({"num_beams": 3, "cache_implementation": "static"}))
+    texts = []
+    for folder in (model, copied):
+        code, output, errors = cli("generate", "--model", folder, "--max-new-tokens", 8, "--prompt", "grid", "--json")
+        assert code == 0, errors
+        record = json.loads(output)
+        texts.append((record["text"], record["new_tokens"], record["cache_bytes"]))
+    assert texts[0] == texts[1]
+
+
 def test_from_a_run_of_ours(cli: Cli, tmp_path: Path) -> None:
     """Through its export, which is gone afterwards, with the bytes that it was trained on."""
     path = run_file(tmp_path, make_corpus(tmp_path), training__train_steps=2, checkpoint__interval=2)
@@ -150,6 +165,7 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
     torch.manual_seed(7)
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(other)).save_pretrained(other)
     gpt2 = make_model(tmp_path / "gpt2", "gpt2")
+    small = make_model(tmp_path / "small", "llama gqa tied", vocab_size=100)
     calibrate = ("loki", "calibrate", "--model", model, "--text", text, "--out", tmp_path / "x")
     evaluate = ("loki", "evaluate", "--model", model, "--basis", basis)
     for arguments, words in (
@@ -175,6 +191,15 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
         ((*calibrate, "--seq-len", 300), "256 positions"),
         (("loki", "calibrate", "--model", model, "--text", tmp_path / "no", "--out", "x"), "cannot read the text"),
         (evaluate, "--text FILE"),
+        ((*generate, "--attention", "loki", "--basis", tmp_path), "is a folder"),
+        ((*generate, "--temperature", "nan"), "at least 0"),
+        ((*generate, "--seed", 2**64), "--seed"),
+        ((*generate, "--top-k", 5), "without --temperature"),
+        ((*generate, "--device", "meta"), "neither cpu nor cuda"),
+        (("generate", "--model", model, "--prompt", "a\udcff"), "no text in UTF-8"),
+        (("generate", "--model", small, "--tokenizer", "bytes", "--prompt", "\u00ff"), "the model knows 100 tokens"),
+        ((*calibrate[:-1], tmp_path / "no" / "x"), "there is no folder"),
+        ((*calibrate, "--report", tmp_path), "it is a folder"),
         ((*evaluate, "--text", text, "--seq-len", 64, "--loki", "k=64"), "nothing would be chosen"),
     ):  # fmt: skip
         assert words in refused(cli(*arguments)), arguments

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tiny_loki import loki_model, windows
 from torch import Tensor
 
@@ -15,9 +19,12 @@ from transformers import DynamicCache, StaticCache
 
 from fourfold.errors import UserError
 from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
+from fourfold.inference.loki.architecture import attentions_of
+from fourfold.inference.loki.basis import Components
 from fourfold.inference.loki.cache import LokiLayer
 from fourfold.inference.loki.evaluate import evaluate
 from fourfold.inference.loki.fingerprint import _sample
+from fourfold.inference.loki.watch import watched
 
 SPARSE = LokiConfig(d=4, k=12, min_seq=0)
 
@@ -243,3 +250,74 @@ def test_a_layer_that_was_skipped_is_ranked_later(llama: tuple[Any, LokiBasis]) 
     assert isinstance(held.layers[0], LokiLayer)
     with pytest.raises(UserError, match="no layer to Loki"):
         enable_loki(model, basis, SPARSE.but(skip_layers=(0, 1)))
+
+
+def test_a_prompt_in_inference_mode_goes_on_outside_it(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    enable_loki(model, basis, SPARSE)
+    tokens, found = prompt(), []
+    for mode in (torch.inference_mode, torch.no_grad):
+        held = DynamicCache(config=model.config)
+        with mode():
+            model(tokens[:, :40], past_key_values=held, use_cache=True)
+        with torch.no_grad():
+            found.append(model(tokens[:, 40:41], past_key_values=held, use_cache=True).logits)
+    assert torch.equal(found[0], found[1])
+
+
+def test_one_head_does_not_do_for_all(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    post = basis.components["post"]
+    for one in (
+        Components(post.vectors_LKDD[:, :1], post.variances_LKD[:, :1]),
+        Components(post.vectors_LKDD[:1], post.variances_LKD[:1]),
+        Components(post.vectors_LKDD, post.variances_LKD[:, :1]),
+    ):
+        with pytest.raises(UserError, match="this model needs"):
+            enable_loki(model, dataclasses.replace(basis, components={"post": one}), LokiConfig(basis="post"))
+    with pytest.raises(UserError, match="choice for 1 layers"):
+        enable_loki(model, dataclasses.replace(basis, best=("post",)))
+
+
+def test_a_damaged_header(llama: tuple[Any, LokiBasis], tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.safetensors", tmp_path / "bad.safetensors"
+    llama[1].save(good)
+    with safe_open(good, framework="pt") as file:
+        about = file.metadata()
+    for change in ({"best": None}, {"best": "[["}, {"tokens": "many"}, {"best": '["post", "none"]'}):
+        kept = {key: value for key, value in (about | change).items() if value is not None}
+        save_file(load_file(good), bad, kept)
+        with pytest.raises(UserError, match="is damaged"):
+            LokiBasis.load(bad)
+    tensors = load_file(good)
+    del tensors["pre.variances"]
+    save_file(tensors, bad, about)
+    with pytest.raises(UserError, match="is damaged"):
+        LokiBasis.load(bad)
+    with pytest.raises(UserError, match="is a folder"):
+        LokiBasis.load(tmp_path)
+
+
+def test_an_adapter_leaves_the_fingerprint(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.lora_A = torch.nn.Linear(64, 4, bias=False)
+    enable_loki(model, basis, SPARSE)
+    assert model.config._attn_implementation == "loki"
+
+
+def test_layers_without_a_rotary_embedding() -> None:
+    """Their keys are the same before it and after it."""
+    import transformers
+    from tiny_huggingface import SIZES
+
+    sizes = SIZES | {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "num_key_value_heads": 2}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.SmolLM3Config(**sizes)).eval()
+    seen = {}
+    with (
+        torch.no_grad(),
+        watched(model, attentions_of(model), lambda layer, query, keys, _: seen.update({layer: keys})),
+    ):
+        model(prompt(1, 30))
+    assert not torch.equal(seen[0]["pre"], seen[0]["post"])
+    assert torch.equal(seen[1]["pre"], seen[1]["post"])

@@ -42,7 +42,8 @@ class LayerRecipe:
     def to(self, device: torch.device) -> None:
         """Follow the layer to its device."""
         if self.basis_KDD is not None and self.basis_KDD.device != device:
-            self.basis_KDD, self.basis_KDd = self.basis_KDD.to(device), self.basis_KDd.to(device)
+            with torch.inference_mode(False):  # it outlives the pass
+                self.basis_KDD, self.basis_KDd = self.basis_KDD.to(device), self.basis_KDd.to(device)
 
     def new_layer(self) -> GrowingLayer:
         if self.is_dense:
@@ -107,9 +108,9 @@ def _check_fixed(size: int, config: LokiConfig) -> None:
         )
     if config.k < config.min_seq <= size:
         raise UserError(
-            f"loki: a cache of fixed size cannot stay dense below min_seq = {config.min_seq} tokens, because how much of "
-            f"it is filled is not known to the host; give min_seq = 0, or k of at least {config.min_seq}, with which all "
-            "shorter contexts are attended to wholly"
+            f"loki: a cache of fixed size cannot stay dense below min_seq = {config.min_seq} tokens, because how much "
+            f"of it is filled is not known to the host; give min_seq = 0, or k of at least {config.min_seq}, with "
+            "which all shorter contexts are attended to wholly"
         )
 
 

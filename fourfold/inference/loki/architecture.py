@@ -56,6 +56,11 @@ def attentions_of(model: nn.Module) -> list[nn.Module]:
     return [found[number] for number in range(count)]
 
 
+def key_shape(attention: nn.Module) -> tuple[int, int]:
+    """How many KV heads an attention has, and of how many dims."""
+    return attention.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
+
+
 def window_of(attention: nn.Module) -> int | None:
     """The sliding window of a layer, which sees no long context and stays dense; None where it sees everything."""
     config = attention.config

@@ -107,8 +107,8 @@ def loki_attention(
         return out.transpose(1, 2).contiguous(), None
     if config.prefill == "simulate" and query.shape[2] > 1 and not config.is_dense_at(key.shape[2]):
         raise UserError(
-            'loki: prefill = "simulate" needs a whole prompt at once, an empty cache that grows, and no mask of your own; '
-            'leave prefill at "dense", or give the prompt in one piece'
+            'loki: prefill = "simulate" needs a whole prompt at once, an empty cache that grows, and no mask of your '
+            'own; leave prefill at "dense", or give the prompt in one piece'
         )
     return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
 

@@ -11,7 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from fourfold.errors import UserError
 from fourfold.inference.loki.adopt import LayerRecipe
-from fourfold.inference.loki.architecture import attentions_of, text_config, window_of
+from fourfold.inference.loki.architecture import attentions_of, key_shape, text_config, window_of
 from fourfold.inference.loki.attention import NAME, LayerState, leave_cache, loki_attention, meet_cache
 from fourfold.inference.loki.basis import LokiBasis
 from fourfold.inference.loki.config import LokiConfig
@@ -35,6 +35,7 @@ def enable_loki(
     config = config or LokiConfig()
     attentions = attentions_of(model)
     basis.fingerprint.check(Fingerprint.of(text_config(model), attentions))
+    basis.check_shape(len(attentions), *key_shape(attentions[0]))
     recipes = _recipes(attentions, basis, config, capacity)
     disable_loki(model)
     # Without a mask of the same name transformers would pass none at all: neither causality nor padding.

@@ -43,7 +43,7 @@ def evaluate(
     if k >= length:
         raise UserError(
             f"loki: k = {k} keys are all that windows of {length} tokens have, so nothing would be chosen; give longer "
-            "windows (--seq-len), or fewer keys (--k, --k-f, --min-k)"
+            "windows (--seq-len), or fewer keys (--loki k=…, k_f=… or min_k=…)"
         )
     disable_loki(model)
     exact = config.but(d=basis.head_dim, d_f=None, variance=None)

@@ -34,8 +34,8 @@ class Fingerprint:
         parts = [
             _sample(parameter)
             for attention in attentions
-            for _, parameter in sorted(attention.named_parameters())
-            if parameter.ndim == 2
+            for name, parameter in sorted(attention.named_parameters())
+            if parameter.ndim == 2 and "lora_" not in name  # an adapter beside the weights leaves these what they are
         ]
         return cls(
             ", ".join([config.model_type, *sizes]), json.dumps(rope, sort_keys=True, default=str), torch.cat(parts)

@@ -52,9 +52,8 @@ def simulate(
 ) -> Tensor:
     """Attention of each row to the best of the keys before it, [B, N, Q, D], where Q = S.
 
-    mask_B1QS: True where a key may be seen; None for causal attention. Padding does not count into k, which comes of the
-    longest row of each sequence. basis_KDd: None where queries and keys are
-    rotated already.
+    mask_B1QS: True where a key may be seen; None for causal attention. Padding does not count into k, which comes of
+    the longest row of each sequence. basis_KDd: None where queries and keys are rotated already.
     """
     query_BKGQD = query_BNQD.unflatten(1, (key_BKSD.shape[1], -1))
     if basis_KDd is None:

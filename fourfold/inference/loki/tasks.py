@@ -33,8 +33,7 @@ def evaluate_tasks(
     import_lm_eval()
     from lm_eval.models.huggingface import HFLM
 
-    if not isinstance(tokenizer, HuggingFaceText):
-        raise UserError("tasks need a tokenizer of transformers, and this model has bytes")
+    check_tokenizer(tokenizer)
     disable_loki(model)
     found: dict[str, Any] = {task: {} for task in tasks}
     for name in ("full", "loki"):
@@ -48,3 +47,9 @@ def evaluate_tasks(
         for task, metrics in results.items():
             found.setdefault(task, {})[name] = {key.removesuffix(",none"): value for key, value in metrics.items()}
     return found
+
+
+def check_tokenizer(tokenizer: TextTokenizer) -> None:
+    """Raise ``UserError`` for one that lm-eval cannot use."""
+    if not isinstance(tokenizer, HuggingFaceText):
+        raise UserError("tasks need a tokenizer of transformers, and this model has bytes")
