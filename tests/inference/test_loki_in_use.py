@@ -16,6 +16,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from fourfold.errors import UserError
 from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
@@ -321,3 +322,46 @@ def test_layers_without_a_rotary_embedding() -> None:
         model(prompt(1, 30))
     assert not torch.equal(seen[0]["pre"], seen[0]["post"])
     assert torch.equal(seen[1]["pre"], seen[1]["post"])
+
+
+def test_a_window_of_all_positions_hides_nothing() -> None:
+    import transformers
+    from tiny_huggingface import SIZES
+
+    config = transformers.Phi3Config(**SIZES | {"num_key_value_heads": 2, "sliding_window": 64})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    tokens, found = prompt(length=60), []
+    basis = calibrate(model, windows(2, 40))
+    with torch.no_grad():
+        for keys in (LokiConfig(k_f=1.0, min_seq=0), SPARSE):
+            enable_loki(model, basis, keys)
+            held = DynamicCache(config=model.config)
+            model(tokens[:, :50], past_key_values=held, use_cache=True)
+            rows = [model(tokens[:, i : i + 1], past_key_values=held, use_cache=True).logits for i in range(50, 60)]
+            assert isinstance(held.layers[0], LokiLayer)
+            found.append(torch.cat(rows, 1))
+        disable_loki(model)
+        expected = model(tokens).logits[:, 50:]
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-4)
+    assert (found[1] - expected).abs().max() > 1e-3
+
+
+def test_another_cache_is_said_to_be_dense_once(llama: tuple[Any, LokiBasis], caplog: pytest.LogCaptureFixture) -> None:
+    class OwnLayer(DynamicLayer):
+        pass
+
+    model, basis = llama
+    tokens, held = prompt(), DynamicCache()
+    held.layer_class_to_replicate = OwnLayer
+    enable_loki(model, basis, SPARSE)
+    with torch.no_grad():
+        for begin in (0, 25):
+            model(tokens[:, begin : begin + 25], past_key_values=held, use_cache=True)
+    assert caplog.text.count("attended to densely") == 1
+
+
+def test_a_benchmark_of_a_short_context() -> None:
+    from benchmarks.loki_decode import Shape, measure
+
+    row = measure(Shape(1, 4, 2, 16, 4, 2048, torch.float32, "cpu"), 100, 1)
+    assert row.ratio > 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from fourfold.errors import UserError
 from fourfold.inference.loki.cache import GrowingLayer, LokiLayer, RotatedLayer, StaticLokiLayer
@@ -66,7 +66,8 @@ def adopt(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool) -> Any:
     if isinstance(layer, RotatedLayer):
         return _rotated(layer, recipe, is_loki)
     is_ranked = is_loki and not recipe.is_dense
-    if (type(layer) is DynamicLayer and is_loki) or (type(layer) is GrowingLayer and is_ranked):
+    is_whole = type(layer) is DynamicSlidingWindowLayer and layer.cumulative_length < layer.sliding_window
+    if (type(layer) is DynamicLayer and is_loki) or (is_ranked and (type(layer) is GrowingLayer or is_whole)):
         layer = cache.layers[number] = _filled(recipe.new_layer(), layer)
     elif type(layer) is StaticLayer and is_ranked:
         layer = cache.layers[number] = _fixed(layer, recipe)

@@ -62,7 +62,16 @@ def key_shape(attention: nn.Module) -> tuple[int, int]:
 
 
 def window_of(attention: nn.Module) -> int | None:
-    """The sliding window of a layer, which sees no long context and stays dense; None where it sees everything."""
+    """The sliding window of a layer, which sees no long context and stays dense; None where it sees everything.
+
+    A window of all positions that the model has, as Phi-3 and StarCoder2 may declare one, hides nothing.
+    """
+    window = _declared_window(attention)
+    positions = getattr(attention.config, "max_position_embeddings", None)
+    return None if window is not None and positions is not None and window >= positions else window
+
+
+def _declared_window(attention: nn.Module) -> int | None:
     config = attention.config
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
