@@ -52,7 +52,8 @@ class Generation:
     """The text, and what it took.
 
     prompt_seconds: to the first new token; tokens_per_second: of those after it, None where there are none.
-    cache_bytes: what all tokens take at the end.
+    cache_bytes: what all tokens take at the end. step_bytes: what Loki reads of that at least for one more token, and
+    full_step_bytes what full attention would; None without Loki.
     """
 
     text: str
@@ -61,6 +62,8 @@ class Generation:
     prompt_seconds: float
     tokens_per_second: float | None
     cache_bytes: int
+    step_bytes: int | None = None
+    full_step_bytes: int | None = None
 
     def record(self) -> dict[str, Any]:
         """As JSON values."""
@@ -108,7 +111,7 @@ def generate(
 
     Raises ``UserError`` where ``encode_prompt`` does, and for more tokens than the model has positions.
     """
-    from fourfold.inference.loki import cache_bytes
+    from fourfold.inference.loki import cache_bytes, step_bytes
 
     ids = encode_prompt(model, tokenizer, prompt)
     check_length(model, len(ids), max_new_tokens)
@@ -130,6 +133,7 @@ def generate(
         **sampling.options(),
     )
     times = stream.times
+    step, full_step = step_bytes(model, out.past_key_values) or (None, None)
     return Generation(
         text=tokenizer.decode(stream.ids),
         prompt_tokens=len(ids),
@@ -137,6 +141,8 @@ def generate(
         prompt_seconds=times[0] - begin,
         tokens_per_second=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None,
         cache_bytes=cache_bytes(out.past_key_values),
+        step_bytes=step,
+        full_step_bytes=full_step,
     )
 
 

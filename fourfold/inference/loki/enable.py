@@ -14,8 +14,10 @@ from fourfold.inference.loki.adopt import LayerRecipe
 from fourfold.inference.loki.architecture import attentions_of, key_shape, text_config, window_of
 from fourfold.inference.loki.attention import NAME, LayerState, leave_cache, loki_attention, meet_cache
 from fourfold.inference.loki.basis import LokiBasis
+from fourfold.inference.loki.cache import GrowingLayer
 from fourfold.inference.loki.config import LokiConfig
 from fourfold.inference.loki.fingerprint import Fingerprint
+from fourfold.inference.loki.traffic import dense_bytes, floor_bytes
 
 log = logging.getLogger("fourfold.loki")
 
@@ -81,6 +83,26 @@ def cache_bytes(cache: Any) -> int:
         elif getattr(layer, "is_initialized", False):
             total += layer.keys.nbytes + layer.values.nbytes
     return total
+
+
+def step_bytes(model: nn.Module, cache: Any) -> tuple[int, int] | None:
+    """What the next step would read of the keys and values of a growing cache at least, in bytes; and full attention.
+
+    None for a model without Loki, and where a layer of the cache is not Loki's.
+    """
+    states = [module.loki for module in model.modules() if isinstance(getattr(module, "loki", None), LayerState)]
+    if not states or not all(isinstance(layer, GrowingLayer) and layer.get_seq_length() for layer in cache.layers):
+        return None
+    read = dense = 0
+    for state, layer in zip(states, cache.layers, strict=True):
+        batch, heads, length, head_dim = layer.keys.shape
+        itemsize, recipe = batch * layer.keys.element_size(), state.recipe
+        of_all = dense_bytes(length, head_dim, heads, itemsize)
+        is_sparse = not recipe.is_dense and not recipe.config.is_dense_at(length)
+        k = recipe.config.keys_of(length)
+        read += floor_bytes(length, head_dim, recipe.d, k, heads, itemsize) if is_sparse else of_all
+        dense += of_all
+    return read, dense
 
 
 def _recipes(attentions: list[nn.Module], basis: LokiBasis, config: LokiConfig, capacity: int) -> list[LayerRecipe]:
