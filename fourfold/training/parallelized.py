@@ -97,6 +97,8 @@ class Parallelized(nn.Module):
         self.shards: list[LocalShard] = stage.shards()
         self._view = GlobalView(stage.grid, stage.grid.sizes.zero)
         self._in_backward = False
+        self._summed = False
+        self.module.register_forward_hook(self._after_forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own outputs. With ``labels`` the loss is the mean over the kept tokens of all processes.
@@ -136,7 +138,16 @@ class Parallelized(nn.Module):
         return all_reduce(share.detach().clone(), self.grid.tokens, "loss")
 
     def backward(self, loss: Tensor, last: bool = True) -> None:
-        """Gradients of a loss; they add up until a backward that is the ``last`` of its step completes them."""
+        """Gradients of a loss; they add up until a backward that is the ``last`` of its step completes them.
+
+        Raises ``UserError`` when those of a step that is complete still stand: they would be summed over ranks again.
+        """
+        if self._summed and any(shard.grad is not None and shard.grad.any() for shard in self.shards):
+            raise UserError(
+                "the gradients are complete, and would be summed over processes again; call backward(loss, last=False) "
+                "for all micro-batches of a step but the last, and zero_grad() after it"
+            )
+        self._summed = last
         self.stage.begin_backward(last)
         self._in_backward = True
         try:
@@ -158,6 +169,7 @@ class Parallelized(nn.Module):
     @torch.no_grad()
     def fill(self, weights: Mapping[str, Tensor]) -> None:
         """Set all weights from whole tensors."""
+        self.stage.free_gathered()
         for shard in self.shards:
             shard.local.copy_(weights[shard.name][shard.slices])
         self.stage.publish()
@@ -165,6 +177,7 @@ class Parallelized(nn.Module):
     @torch.no_grad()
     def fill_from(self, folder: Path) -> None:
         """Set all weights from a folder of safetensors; every process reads what it holds."""
+        self.stage.free_gathered()
         files = TensorFiles(folder)
         prefix = f"{getattr(self.module, 'base_model_prefix', '')}."
         for shard in self.shards:
@@ -227,6 +240,7 @@ class Parallelized(nn.Module):
         if optimizer is not None:
             self._make_state(optimizer, numbers)
         tensors, _ = self._tensors(optimizer)
+        self.stage.free_gathered()
         load_tensors(tensors, folder)
         self.stage.publish()
 
@@ -259,6 +273,11 @@ class Parallelized(nn.Module):
                 state[key] = torch.zeros_like(shard.parameter, requires_grad=False)
             for key, value in numbers[shard.name]["numbers"].items():
                 state[key] = torch.tensor(value)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """No backward comes that would drop gathered weights, and the next forward must see those stepped meanwhile."""
+        if not torch.is_grad_enabled():
+            self.stage.free_gathered()
 
     def _guard(self, output: Tensor) -> Tensor:
         """A backward that nobody completes would leave shares of gradients behind."""

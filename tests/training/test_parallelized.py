@@ -267,3 +267,75 @@ def plain_backward_body(rank: int, world_size: int) -> None:
 
 def test_a_plain_backward_is_refused(pool: Pool) -> None:
     pool.run(2, plain_backward_body)
+
+
+def second_backward_body(rank: int, world_size: int, grid: dict[str, int]) -> dict[str, Tensor] | None:
+    """The gradients of a backward after steps that were zeroed in both ways, and one that was not."""
+    model = fourfold.parallelize(make("llama"), Grid(ParallelConfig(**grid), "cpu"))
+    tokens, labels = (model.rows(each) for each in make_batch())
+    for set_to_none in (True, False):
+        model.backward(model(input_ids=tokens, labels=labels).loss)
+        model.zero_grad(set_to_none)
+    model.backward(model(input_ids=tokens, labels=labels).loss)
+    gradients = model.gather(gradients=True)
+    with pytest.raises(UserError, match=r"call backward\(loss, last=False\)"):
+        model.backward(model(input_ids=tokens, labels=labels).loss)
+    return gradients
+
+
+@pytest.mark.parametrize("grid", [{"dp": 2}, {"x": 2}, {"z": 2}], ids=str)
+def test_gradients_are_not_summed_over_ranks_twice(pool: Pool, grid: dict[str, int]) -> None:
+    gradients = pool.run(2, second_backward_body, grid)[0]
+    assert difference(gradients, reference("llama")[2]) < 5e-6
+
+
+def filled_body(rank: int, world_size: int, grid: dict[str, int], folder: Path) -> list[Tensor]:
+    """Logits after each way to set the weights, all behind a forward without a backward; and a step's behind one."""
+    model = fourfold.parallelize(make("llama"), Grid(ParallelConfig(**grid), "cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens, labels = (model.rows(each) for each in make_batch())
+    doubled = {name: 2 * parameter.detach() for name, parameter in make("llama").named_parameters()}
+    original = make("llama").state_dict()
+    found = []
+    with torch.no_grad():
+        model(tokens)
+        model.save(folder / "checkpoint")
+        model.fill(doubled)
+        found.append(model(tokens).logits)
+        model.load(folder / "checkpoint")
+        found.append(model(tokens).logits)
+        model.fill_from(folder / "doubled")
+        found.append(model(tokens).logits)
+    model(tokens)  # gathers for a backward that never comes
+    model.fill(original)
+    with torch.no_grad():
+        found.append(model(tokens).logits)
+    model.backward(model(input_ids=tokens, labels=labels).loss)
+    with torch.no_grad():
+        model.module(tokens)
+    optimizer.step()
+    with torch.no_grad():
+        found.append(model(tokens).logits)
+    return found
+
+
+@pytest.mark.parametrize("grid", [{"z": 2}, {"dp": 2, "zero": 2}], ids=str)
+def test_new_weights_count_after_a_forward_alone(pool: Pool, tmp_path: Path, grid: dict[str, int]) -> None:
+    model = make("llama")
+    doubled = make("llama")
+    with torch.no_grad():
+        for parameter in doubled.parameters():
+            parameter *= 2
+    doubled.save_pretrained(tmp_path / "doubled")
+    tokens, labels = make_batch()
+    ranks = pool.run(2, filled_body, grid, tmp_path)
+    found = [torch.cat(logits) for logits in zip(*ranks, strict=True)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        before, twice = model(tokens).logits, doubled(tokens).logits
+    model(input_ids=tokens, labels=labels).loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        after = model(tokens).logits
+    for got, want in zip(found, [twice, before, twice, before, after], strict=True):
+        assert (got - want).abs().max() < 1e-4 * want.abs().max()
