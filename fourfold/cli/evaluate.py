@@ -30,7 +30,8 @@ def evaluate(
     """Say how well a model predicts a text, and how it does on the tasks of lm-eval.
 
     Of a text: loss in nats per token, perplexity, and bits per byte, which can be compared between tokenizers. Windows
-    are as long as training.seq_length, of other models as their context, but at most 2048 unless --context says more. Any grid works: --set parallel.z=2.
+    are as long as training.seq_length, of other models as their context, but at most 2048 unless --context says
+    more. Any grid works: --set parallel.z=2.
     """
     from fourfold.evaluation.evaluate import EvaluationRequest
     from fourfold.memorization.subject import run_on_its_grid

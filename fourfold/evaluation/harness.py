@@ -18,7 +18,10 @@ from fourfold.memorization.forward import AuditedModel, HuggingFaceTokenizer
 
 
 class HarnessModel(TemplateLM):
-    """prefix: the token before a text; context: tokens of the longest input; requests at once are scored in one pass, on every rank's share."""
+    """prefix: the token before a text; context: tokens of the longest input.
+
+    Requests at once are scored in one pass, on every rank's share.
+    """
 
     def __init__(
         self,
