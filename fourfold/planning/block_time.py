@@ -79,6 +79,7 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     y_forward, y_backward, hideable_y = _over_y(work, y_group)
     collectives = 4 * (work.x > 1) + 5 * (work.y > 1)
     none = np.zeros(())
+    more = np.where(_softmax_is_plain(work), attention.PLAIN_KERNELS, 0.0)
     head, head_x, head_y, embedding = _head(work, rates, x_group, y_group)
     return BlockTime(
         forward=forward + attend + pointwise_forward,
@@ -104,8 +105,8 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
         hideable_x=hideable_x,
         hideable_y=hideable_y,
         weight_gradients=weight_gradients,
-        launch_forward=rates.launch * launch.block_launches(False, none, work.fused, collectives),
-        launch_backward=rates.launch * launch.block_launches(True, none, work.fused, collectives),
+        launch_forward=rates.launch * (launch.block_launches(False, none, work.fused, collectives) + more),
+        launch_backward=rates.launch * (launch.block_launches(True, none, work.fused, collectives) + more),
         head=head,
         head_x=head_x,
         head_y=head_y,
@@ -135,13 +136,20 @@ def _attention(work: Workload, rates: Rates) -> tuple[Number, Number]:
     flops = 4 * scores * work.head_dim / 2
     flash = attention.flash_seconds(flops, work.seq, work.head_dim, rate=rates.attention)
     how = {"rate": rates.matmul, "bandwidth": rates.bandwidth}
-    plain = attention.unfused_seconds(scores, work.head_dim, **how, moved_per_score=attention.UNFUSED_FORWARD)
-    plain_backward = attention.unfused_seconds(2 * scores, work.head_dim, **how,
-                                               moved_per_score=attention.UNFUSED_BACKWARD / 2)  # fmt: skip
+    plain = _softmax_is_plain(work)
+    moved = np.where(plain, attention.PLAIN_FORWARD, attention.UNFUSED_FORWARD)
+    moved_back = np.where(plain, attention.PLAIN_BACKWARD, attention.UNFUSED_BACKWARD)
+    forward = attention.unfused_seconds(scores, work.head_dim, **how, moved_per_score=moved)
+    backward = attention.unfused_seconds(2 * scores, work.head_dim, **how, moved_per_score=moved_back / 2)
     return (
-        np.where(work.flash, flash, plain),
-        np.where(work.flash, attention.BACKWARD * flash, plain_backward),
+        np.where(work.flash, flash, forward),
+        np.where(work.flash, attention.BACKWARD * flash, backward),
     )
+
+
+def _softmax_is_plain(work: Workload) -> Number:
+    heads = work.queries / work.head_dim / (work.x * work.y)
+    return attention.softmax_is_plain(work.flash, work.micro_batch, heads)
 
 
 def _pointwise(work: Workload, rates: Rates) -> Number:

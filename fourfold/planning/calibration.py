@@ -20,7 +20,7 @@ from fourfold.planning.machine import Machine
 from fourfold.planning.step_time import step_seconds
 from fourfold.planning.workload import Workload
 
-LEVEL_SPREAD = {"all": 1.0, "machine": 0.5, "program": 0.7}
+LEVEL_SPREAD = {"all": 0.5, "machine": 0.25, "program": 1.0}
 """Spread of each level's logarithms, in units of the prior's."""
 NOISE = 0.03
 """Standard deviation of the logarithm of a measured step: what repeated runs differ by, and what terms leave out."""

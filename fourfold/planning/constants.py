@@ -21,7 +21,7 @@ class Constants:
     matmul: of the achieved rate (training is longer and hotter than a benchmark); attention: of the fused kernel's
     best; memory: of the memory bandwidth in pointwise operations; launch: on the host time of a kernel; intra, inter:
     of the link's bandwidth; latency: on the latency of a collective; exposed: what part of the communication that
-    could hide does not; dispersion: how much slower the slowest of the nodes is, for each doubling of their number;
+    could hide does not; dispersion: standard deviation of the nodes' speeds, of which the slowest decides;
     step: seconds that a step takes whatever its size.
     """
 
@@ -54,7 +54,7 @@ PRIORS: dict[str, Prior] = {
     "inter": Prior(0.75, 0.15, "nccl-tests on 200 and 400 Gb/s adapters: 85 to 95 %, less in production"),
     "latency": Prior(1.0, 0.50, "the machine file's latencies"),
     "exposed": Prior(0.15, 0.60, "kernels that run beside communication lose processors and bandwidth to it"),
-    "dispersion": Prior(0.005, 0.80, "weak scaling of published runs without other causes: 0 to 2 % a doubling"),
+    "dispersion": Prior(0.005, 0.80, "nodes of one machine differ by half a percent: an assumption"),
     "step": Prior(0.010, 0.80, "synchronisation, clipping, and data loading between steps"),
 }
 NAMES = tuple(f.name for f in fields(Constants))

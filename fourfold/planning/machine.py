@@ -30,8 +30,9 @@ class Machine:
     units: processors that share the tiles of a matmul; attention: best rate of a fused attention kernel; intra2,
     intra4, intra8: one-directional bandwidth of a device to a group of that many neighbours, intra_far: to members of
     a group that are not neighbours; host: to the host's memory, 0 where unknown; node: injection bandwidth of a node;
-    base, intra_hop, inter_hop: latency of a collective and of each step of its ring; launch: host time of a kernel;
-    reserved: bytes that the runtime takes of a device.
+    base, intra_hop, inter_hop: latency of a collective and of each step of its ring; ring_hop: of a rank, measured, in
+    rings that leave a node, where 0 the steps'; launch: host time of a kernel; reserved: bytes that the runtime takes
+    of a device.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Machine:
     launch: Number
     reserved: Number
     host: Number = 0.0
+    ring_hop: Number = 0.0
     price_per_gpu_hour: float | None = None
     watts_per_gpu: float | None = None
     mtbf_gpu_hours: float | None = None
@@ -71,10 +73,10 @@ SECTIONS = {
                "memory_bandwidth", "reserved"),
     "node": ("gpus_per_node", "domain", "intra2", "intra4", "intra8", "intra_far", "host"),
     "network": ("node",),
-    "latency": ("base", "intra_hop", "inter_hop", "launch"),
+    "latency": ("base", "intra_hop", "inter_hop", "ring_hop", "launch"),
     "costs": ("price_per_gpu_hour", "watts_per_gpu", "mtbf_gpu_hours", "checkpoint_bandwidth"),
 }  # fmt: skip
-_OPTIONAL = {*SECTIONS["costs"], "host"}
+_OPTIONAL = {*SECTIONS["costs"], "host", "ring_hop"}
 
 
 def machine_names() -> list[str]:

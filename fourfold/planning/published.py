@@ -21,8 +21,9 @@ from fourfold.planning.workload import Workload
 
 AXONN = Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),))
 """What AxoNN's program could do: x, y, z, dp; full recompute."""
-AXONN_BLOCKS = {"overlap_dp": np.bool_(False), "stops_early": np.bool_(False)}
-"""And could not: hide the sum over dp, or leave out of a recomputed block what nothing reads."""
+AXONN_BLOCKS = {"overlap_dp": np.bool_(False), "split_residual": np.bool_(False), "stops_early": np.bool_(False)}
+"""And could not: hide the sum over dp, split what lies between the layers over x, or leave out of a recomputed block
+what nothing reads."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def step_parts(
     pp = _over_pp(work, machine, constants)
     # Of the head, like of the layers, a stage's share on average counts as its own: the rest is waiting.
     scale, heads = micro_batches * mean_layers, micro_batches / work.pp
-    dispersion = 1 + constants.dispersion * np.log2(np.maximum(work.gpus / machine.gpus_per_node, 1))
+    dispersion = 1 + constants.dispersion * slowest_of(work.gpus / machine.gpus_per_node)
     dp = _over_dp(work, machine, constants, scale * (block.backward + recompute) / micro_batches)
     held = work.layers * work.block_weights / work.pp + work.vocab * work.hidden
     stepped = held / (work.x * work.y * work.z * np.where(work.zero > 0, work.dp * work.cp, 1))
@@ -99,6 +99,12 @@ def step_parts(
     }
     assert tuple(parts) == PARTS
     return parts
+
+
+def slowest_of(nodes: Number) -> Number:
+    """By how many standard deviations the slowest of some nodes is slower than their mean, for large numbers of them:
+    √(2 ln n), the growth of the largest of n normal variables (Cramér 1946, section 28.6)."""
+    return np.sqrt(2 * np.log(np.maximum(nodes, 1)))
 
 
 def step_seconds(work: Workload, machine: Machine, constants: Constants, block: BlockTime | None = None) -> Number:

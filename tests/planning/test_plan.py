@@ -122,7 +122,7 @@ def test_published_figures_are_predicted_within_reason() -> None:
     for figure in found:
         record = figure.record()
         assert record["mfu"] < record["hfu"] < 0.7
-        assert 0.6 < figure.as_run_pflops / figure.published < 1.4, record
+        assert 0.6 < figure.as_run_pflops / figure.published < 1.5, record
     curve = weak_scaling(shipped())
     assert curve[0]["efficiency"] == 1
     assert [r["efficiency"] for r in curve] == sorted((r["efficiency"] for r in curve), reverse=True)

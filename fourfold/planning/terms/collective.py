@@ -39,12 +39,14 @@ def group_of(size: Number, stride: Number, machine: Machine, constants: Constant
     injection = machine.node * (fast / machine.gpus_per_node)
     across = np.minimum(constants.inter * injection * inside / fast, np.where(inside > 1, intra, np.inf))
     hop_in, hop_out = constants.latency * machine.intra_hop, constants.latency * machine.inter_hop
+    steps = (size - nodes) * hop_in + np.where(nodes > 1, nodes, 0) * hop_out
+    measured = (nodes > 1) & (machine.ring_hop > 0)
     return Group(
         size=size,
         inside=inside,
         nodes=nodes,
         bandwidth=np.where(nodes > 1, across, intra),
-        ring=(size - nodes) * hop_in + np.where(nodes > 1, nodes, 0) * hop_out,
+        ring=np.where(measured, constants.latency * size * machine.ring_hop, steps),
         tree=2 * (np.log2(inside) * hop_in + np.log2(nodes) * hop_out),
         base=constants.latency * machine.base,
     )
