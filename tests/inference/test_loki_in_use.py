@@ -141,7 +141,7 @@ def test_the_part_and_the_whole_of_a_model(llama: tuple[Any, LokiBasis]) -> None
     expected = model(prompt()).logits
     enable_loki(model.model, basis, SPARSE.but(prefill="simulate"))
     enable_loki(model, basis, SPARSE.but(prefill="simulate", k=5))
-    assert model.model.layers[0].self_attn.loki.config.k == 5
+    assert model.model.layers[0].self_attn.loki.recipe.config.k == 5
     disable_loki(model.model)
     assert model.config._attn_implementation == "eager"
     assert torch.equal(model(prompt()).logits, expected)
@@ -365,3 +365,20 @@ def test_a_benchmark_of_a_short_context() -> None:
 
     row = measure(Shape(1, 4, 2, 16, 4, 2048, torch.float32, "cpu"), 100, 1)
     assert row.ratio > 0
+
+
+def test_a_cache_of_fixed_size_keeps_its_buffers(llama: tuple[Any, LokiBasis]) -> None:
+    """Full attention filled it; then two widths rank it in turn."""
+    model, basis = llama
+    tokens, found = prompt(), []
+    with torch.no_grad():
+        for kind in (DynamicCache, StaticCache):
+            disable_loki(model)
+            held = kind(config=model.config, **({"max_cache_len": 90} if kind is StaticCache else {}))
+            model(tokens[:, :40], past_key_values=held, use_cache=True)
+            place = held.layers[0].keys.data_ptr()
+            for row, d in ((40, 4), (41, 6)):
+                enable_loki(model, basis, SPARSE.but(d=d))
+                found.append(model(tokens[:, row : row + 1], past_key_values=held, use_cache=True).logits)
+    assert held.layers[0].keys.data_ptr() == place
+    torch.testing.assert_close(found[:2], found[2:])

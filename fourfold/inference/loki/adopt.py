@@ -96,7 +96,7 @@ def _filled(new: GrowingLayer, layer: DynamicLayer) -> GrowingLayer:
 def _fixed(layer: StaticLayer, recipe: LayerRecipe) -> StaticLokiLayer:
     _check_fixed(layer.max_cache_len, recipe.config)
     fixed = StaticLokiLayer(recipe.basis_KDd, layer.max_cache_len)
-    fixed.adopt(layer)
+    fixed.take_over(layer)
     return fixed
 
 

@@ -35,7 +35,6 @@ class LayerState:
     before: the attention that the model had. probe: notes what simulated rows chose, for the evaluation.
     """
 
-    config: LokiConfig
     recipe: LayerRecipe
     before: str
     layer: Any = None
@@ -87,7 +86,7 @@ def loki_attention(
     for name in ("softcap", "s_aux"):
         if keywords.get(name) is not None:
             raise UserError(f"loki: this model's attention has {name}, which Loki does not compute; use full attention")
-    config, recipe = state.config, state.recipe
+    recipe, config = state.recipe, state.recipe.config
     is_rotated = isinstance(state.layer, RotatedLayer)
     if is_rotated:
         query = rotate_queries(query, recipe.basis_KDD)
@@ -122,7 +121,7 @@ def rotate_queries(query_BNQD: Tensor, basis_KDD: Tensor) -> Tensor:
 def _decodes_sparsely(state: LayerState, length: int, mask: Tensor | None) -> bool:
     if not isinstance(state.layer, RankedLayer) or not _is_understood(mask):
         return False
-    return not state.config.is_dense_at(length)
+    return not state.recipe.config.is_dense_at(length)
 
 
 def _is_simulated(config: LokiConfig, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:

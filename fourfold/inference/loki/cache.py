@@ -173,13 +173,12 @@ class StaticLokiLayer(StaticLayer):
         self.proxy_BKSd = self.held_proxy_BKSd
         return super().update(key_states, value_states)
 
-    def adopt(self, layer: StaticLayer) -> None:
-        """Take over a layer's buffers, at their addresses."""
-        if not layer.is_initialized:
-            return
-        self.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])
-        self.keys, self.values, self.cumulative_length = layer.keys, layer.values, layer.cumulative_length
-        self.held_proxy_BKSd.copy_(project(layer.keys, self.basis))
+    def take_over(self, layer: StaticLayer) -> None:
+        """A layer's buffers, at their addresses, with a proxy of the keys that they hold."""
+        own = ("basis", "held_proxy_BKSd", "proxy_BKSd")
+        vars(self).update({name: value for name, value in vars(layer).items() if name not in own})
+        if self.is_initialized:
+            self.held_proxy_BKSd = project(self.keys, self.basis)
 
     def offload(self) -> None:
         super().offload()

@@ -48,7 +48,7 @@ def enable_loki(
         before = "sdpa"
     model.set_attn_implementation(NAME)
     for attention, recipe in zip(attentions, recipes, strict=True):
-        attention.loki = LayerState(config, recipe, before)
+        attention.loki = LayerState(recipe, before)
         attention.loki_hooks = (
             attention.register_forward_pre_hook(meet_cache, with_kwargs=True),
             attention.register_forward_hook(leave_cache, always_call=True),
