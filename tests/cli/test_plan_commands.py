@@ -144,6 +144,7 @@ def test_rows_to_validate_are_held_out_of_the_fit(cli: Cli, tmp_path: Path) -> N
     assert code == 2 and "cannot be read" in error
 
 
+@pytest.mark.slow
 def test_scaling_with_the_published_figure(cli: Cli, tmp_path: Path) -> None:
     page = tmp_path / "scaling.html"
     code, out, _ = cli("plan", "scaling", "--model", "gpt-40b", "--machine", "perlmutter", "--gpus", "2048:4096",

@@ -54,7 +54,19 @@ def workplace(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(map(is_run, blocks_of(page)))], ids=lambda p: p.name)
+LONG = ("memorization.md", "loki.md")
+"""Pages whose commands train for more than a few seconds."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page.name in LONG else [])
+        for page in PAGES
+        if any(map(is_run, blocks_of(page)))
+    ],
+    ids=lambda p: p.name,
+)
 def test_the_commands_of_a_page_run(page: Path, workplace: Path) -> None:
     if page.name in NEEDS:
         pytest.importorskip(NEEDS[page.name])

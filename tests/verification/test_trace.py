@@ -79,7 +79,7 @@ def by_line(report: TraceReport) -> dict[tuple[str, str, str], int]:
 
 
 FORMULA_CASES = [
-    (model, grid)
+    pytest.param(model, grid, marks=[pytest.mark.slow] if i not in (0, 1, 4, 6) else [])
     for i, grid in enumerate(GRIDS)
     for model in (LLAMA | {"num_key_value_heads": 8}, GPT | {"num_attention_heads": 8})
     if i < 2 or (i % 2 == 0) == (model["preset"] == "llama-tiny")
