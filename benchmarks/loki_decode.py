@@ -128,15 +128,14 @@ def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
     """The step, and the bytes of the cache that it reads; None where its kernels are not torch's."""
     basis_KDd = torch.linalg.qr(torch.randn(shape.kv_heads, shape.head_dim, shape.head_dim)).Q[..., : shape.d]
     basis_KDd = basis_KDd.contiguous().to(shape.device)
-    layer, config = LokiLayer(basis_KDd, context), LokiConfig(d=shape.d, k=shape.k)
+    k = min(shape.k, context)
+    layer, config = LokiLayer(basis_KDd, context), LokiConfig(d=shape.d, k=k)
     _fill(layer, shape, context - 1)
     new, query = _tokens(shape, 1), _query(shape)
 
     def step() -> Tensor:
         layer.update(new, new)
-        out = decode(
-            query, layer.keys, layer.values, layer.proxy_BKSd, basis_KDd, shape.k, config, shape.head_dim**-0.5
-        )
+        out = decode(query, layer.keys, layer.values, layer.proxy_BKSd, basis_KDd, k, config, shape.head_dim**-0.5)
         layer.crop(-1)
         return out
 

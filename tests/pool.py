@@ -179,10 +179,13 @@ def _answer(rank: int, task: Task) -> bytes:
 
 def _leave_group() -> None:
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     if dist.is_initialized():
         dist.destroy_process_group()
-        # Cycles hold groups, whose threads wake up a hundred times a second: hundreds of them would fill the cores.
+        # Cycles and DTensor's cache hold groups, whose threads wake up a hundred times a second: hundreds of them would
+        # fill the cores.
+        _clear_sharding_prop_cache()
         gc.collect()
 
 

@@ -18,6 +18,10 @@ def evaluate(
     num_fewshot: Annotated[int | None, typer.Option(help="Examples in a task's prompt. Default: the task's.")] = None,
     limit: Annotated[int | None, typer.Option(help="Documents of each task. Default: all.")] = None,
     overlap: Annotated[int, typer.Option(help="Tokens that a window of a text sees of the one before.")] = 1,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a window. Default: the model's context, of a Hugging Face model at most 2048."),
+    ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="PATH|bytes", help="Default: the model's own.")] = None,
     micro_batch_size: Annotated[int, typer.Option(help="Sequences that one rank scores at once.")] = 8,
     as_json: AsJson = False,
@@ -26,7 +30,8 @@ def evaluate(
     """Say how well a model predicts a text, and how it does on the tasks of lm-eval.
 
     Of a text: loss in nats per token, perplexity, and bits per byte, which can be compared between tokenizers. Windows
-    are as long as the model's context, or as training.seq_length. Any grid works: --set parallel.z=2.
+    are as long as training.seq_length, of other models as their context, but at most 2048 unless --context says
+    more. Any grid works: --set parallel.z=2.
     """
     from fourfold.evaluation.evaluate import EvaluationRequest
     from fourfold.memorization.subject import run_on_its_grid
@@ -38,6 +43,7 @@ def evaluate(
         overrides=tuple(overrides),
         texts=tuple(text),
         overlap=overlap,
+        context=context,
         tasks=tuple(name.strip() for name in tasks.split(",") if name.strip()),
         include_path=include_path,
         num_fewshot=num_fewshot,

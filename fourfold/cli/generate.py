@@ -49,7 +49,7 @@ def generate(
     if prompt_file is not None:
         prompt = _text(prompt_file)
     loki.checked_dtype(dtype)
-    from fourfold.inference.generate import Sampling
+    from fourfold.inference.generate import Sampling, encode_prompt
     from fourfold.inference.generate import generate as continued
     from fourfold.inference.pretrained import load_model, load_text
     from fourfold.training.huggingface import as_huggingface
@@ -62,7 +62,7 @@ def generate(
             from fourfold.inference.loki import LokiBasis, enable_loki
 
             config = loki.loki_config(loki_values)
-            capacity = len(text.encode(prompt)) + max_new_tokens
+            capacity = len(encode_prompt(opened, text, prompt)) + max_new_tokens
             enable_loki(opened, LokiBasis.load(basis), config, capacity=capacity)
         if as_json:
             import json

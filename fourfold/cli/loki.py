@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +19,8 @@ loki = typer.Typer(
 
 Texts = Annotated[list[Path], typer.Option("--text", metavar="FILE", help="Plain text; repeatable.")]
 WindowLength = Annotated[
-    int | None, typer.Option("--seq-len", help="Tokens of a window. Default: the model's positions, at most 2048.")
+    int | None,
+    typer.Option("--seq-len", min=1, help="Tokens of a window. Default: the model's positions, at most 2048."),
 ]
 DEFAULT_LENGTH = 2048
 
@@ -29,7 +31,7 @@ def calibrate(
     text: Texts,
     out: Annotated[Path, typer.Option(metavar="BASIS.safetensors", help="The file to write.")],
     seq_len: WindowLength = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to read at most.")] = 100_000,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to read at most.")] = 100_000,
     basis: Annotated[
         str, typer.Option(help="pre, post, or both: the better one is then taken for each layer.")
     ] = "both",
@@ -53,10 +55,14 @@ def calibrate(
         raise UserError(f"--basis {basis} is none of pre, post, both")
     options.checked_dtype(dtype)
     from fourfold.inference.loki import calibrate as find_basis
-    from fourfold.reports.loki_report import write_rank_picture, write_rank_report
+    from fourfold.reports.loki_report import import_matplotlib, write_rank_picture, write_rank_report
     from fourfold.reports.terminal import rank_table
     from fourfold.training.huggingface import as_huggingface
 
+    for file in filter(None, (out, report, picture)):
+        _check_writable(file)
+    if picture is not None:
+        import_matplotlib()
     with as_huggingface(model) as names:
         opened, _, windows = _opened(names, tokenizer, dtype, device, text, seq_len, tokens)
         kinds = ("pre", "post") if basis == "both" else (basis,)
@@ -98,22 +104,31 @@ def evaluate(
     if not text and not tasks:
         raise UserError("give --text FILE to measure on, or --tasks")
     options.checked_dtype(dtype)
-    config = options.loki_config(loki_values, min_k=1, min_seq=0)
+    on_text, in_tasks = options.loki_config(loki_values, min_k=1, min_seq=0), options.loki_config(loki_values)
     from fourfold.inference.loki import LokiBasis
     from fourfold.inference.loki.evaluate import evaluate as measured
     from fourfold.reports.terminal import loki_tables
     from fourfold.training.huggingface import as_huggingface
 
+    names_of_tasks = [name.strip() for name in tasks.split(",") if name.strip()]
+    if tasks:
+        from fourfold.inference.tasks import import_lm_eval
+
+        import_lm_eval()
     ranked_by = LokiBasis.load(basis)
     record: dict[str, Any] = {"model": model, "basis": str(basis)}
     with as_huggingface(model) as names:
         opened, tokens, found = _opened(names, tokenizer, dtype, device, text, seq_len, None)
+        if tasks:
+            from fourfold.inference.loki.tasks import check_tokenizer
+
+            check_tokenizer(tokens)
         if text:
-            record |= measured(opened, found[:windows], ranked_by, config, _progress("evaluating"))
+            record |= measured(opened, found[:windows], ranked_by, on_text, _progress("evaluating"))
         if tasks:
             from fourfold.inference.loki.tasks import evaluate_tasks
 
-            record["tasks"] = evaluate_tasks(opened, tokens, ranked_by, config, tasks.split(","), limit, include_path)
+            record["tasks"] = evaluate_tasks(opened, tokens, ranked_by, in_tasks, names_of_tasks, limit, include_path)
     _print(record, loki_tables, as_json)
 
 
@@ -127,7 +142,7 @@ def _opened(
     most_tokens: int | None,
 ) -> tuple[Any, Any, list[list[int]]]:
     """Model, tokenizer, and the files as windows."""
-    from fourfold.inference.pretrained import load_model, load_text, positions_of
+    from fourfold.inference.pretrained import checked_ids, load_model, load_text, positions_of
     from fourfold.inference.text import windows_of
 
     text = load_text(tokenizer or names[1])
@@ -138,7 +153,20 @@ def _opened(
         from fourfold.errors import UserError
 
         raise UserError(f"--seq-len {length} is more than the model's {positions} positions")
-    return model, text, windows_of(text, files, length, most_tokens) if files else []
+    windows = windows_of(text, files, length, most_tokens) if files else []
+    for window in windows:
+        checked_ids(model, window)
+    return model, text, windows
+
+
+def _check_writable(file: Path) -> None:
+    """Before hours of work: raise ``UserError`` where a file cannot be written."""
+    from fourfold.errors import UserError
+
+    if file.is_dir():
+        raise UserError(f"cannot write {file}: it is a folder")
+    if not os.access(file.parent, os.W_OK):
+        raise UserError(f"cannot write {file}: there is no folder {file.parent} that may be written to")
 
 
 def _progress(name: str) -> Callable[[Iterable[Any]], Iterable[Any]]:

@@ -70,7 +70,13 @@ def prepare(
     from fourfold.data.canaries import Canaries
 
     if format == "sft":
-        refused = {"--train-tokenizer": train_tokenizer, "--canaries": canaries, "--workers": workers}
+        refused = {
+            "--train-tokenizer": train_tokenizer,
+            "--canaries": canaries,
+            "--workers": workers,
+            "--text-key": text_key != "text",
+            "--force": force,
+        }
         _conversations(inputs, out, tokenizer, chat_template, validation_fraction, refused)
         return
     _check_text(format, chat_template)

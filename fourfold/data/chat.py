@@ -32,13 +32,18 @@ class ChatTemplate:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise UserError("chat templates need transformers: pip install 'fourfold[huggingface]'") from error
+        if str(folder) == "bytes":
+            raise UserError(
+                "the tokenizer 'bytes' has no chat template, so messages cannot be rendered; give the folder of a "
+                "model, or rows of prompt and completion"
+            )
         self.folder = Path(folder) if Path(folder).is_dir() else Path(folder).parent
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
             if template is not None:
                 self._tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(f"the tokenizer or template of {self.folder} cannot be read: {reason}") from error
         if not isinstance(self._tokenizer.chat_template, str):
             raise UserError(

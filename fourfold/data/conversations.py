@@ -19,7 +19,8 @@ from fourfold.errors import UserError
 @dataclass(frozen=True)
 class PackingStatistics:
     """How a corpus of conversations fills its windows. filled: share of the places that hold one; cut: conversations
-    longer than a window, which lose their end; left_out: of these, the ones whose answers begin beyond it."""
+    longer than a window, which lose their end; left_out: besides ``conversations``, those whose answers begin beyond
+    the window."""
 
     windows: int
     conversations: int

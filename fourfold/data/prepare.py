@@ -92,7 +92,7 @@ def prepare(
     prefix = Path(output_prefix)
     if not force and (finished := _finished(prefix, request)) is not None:
         return PrepareSummary(*finished, _files(prefix, *finished, canaries), time.monotonic() - began, reused=True)
-    parts = _parts_folder(prefix)
+    parts = parts_folder(prefix)
     with locked(parts / "lock", wait=False):
         if force:
             _remove_all_but(parts, set())
@@ -155,7 +155,8 @@ def _finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | Non
     return (train, validation) if validation is not None else None
 
 
-def _parts_folder(prefix: Path) -> Path:
+def parts_folder(prefix: Path) -> Path:
+    """Where a preparation keeps what is unfinished, and its lock."""
     parts = Path(f"{prefix}.parts")
     try:
         parts.mkdir(parents=True, exist_ok=True)

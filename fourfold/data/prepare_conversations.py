@@ -1,5 +1,6 @@
 """Conversations to a corpus on disk: tokens, and beside them which of them are trained."""
 
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -10,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.data.chat import ChatTemplate, encode_completion
-from fourfold.data.files import write_whole
+from fourfold.data.files import locked, write_whole
 from fourfold.data.indexed import IndexedWriter, bin_path, idx_path, token_dtype
 from fourfold.data.manifest import Manifest, manifest_path, read_manifest, trained_prefix, validation_prefix
 from fourfold.data.manifest import write_manifest as publish
 from fourfold.data.merge import falls_within
-from fourfold.data.prepare import PrepareSummary
+from fourfold.data.prepare import PrepareSummary, parts_folder
 from fourfold.data.shards import digest
 from fourfold.data.sources import list_inputs, read_rows
-from fourfold.data.tokenizer import HFTokenizer, load_tokenizer
+from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer
 from fourfold.errors import UserError
 
 _BINARY = 2
@@ -48,87 +49,91 @@ def prepare_conversations(
         raise UserError(f"validation_fraction is {validation_fraction}; it must be at least 0 and below 1")
     files = list_inputs(inputs)
     loaded = load_tokenizer(tokenizer)
-    reader = _Rows(tokenizer, chat_template)
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    targets = {"train": prefix}
-    if validation_fraction:
-        targets["validation"] = Path(validation_prefix(prefix))
-    for target in (prefix, Path(validation_prefix(prefix))):
-        manifest_path(target).unlink(missing_ok=True)
-    made = {name: _Made() for name in targets}
-    with ExitStack() as stack:
-        tokens = {name: stack.enter_context(IndexedWriter(t, loaded.vocab_size)) for name, t in targets.items()}
-        answers = {n: stack.enter_context(IndexedWriter(trained_prefix(t), _BINARY)) for n, t in targets.items()}
-        for number, (ids, trained) in enumerate(row for file in files for row in reader.read(file.path)):
-            held_out = bool(falls_within(np.array([number]), validation_fraction, seed)[0])
-            name = "validation" if held_out else "train"
-            tokens[name].add_document(ids)
-            answers[name].add_document(trained.astype(np.int64))
-            made[name].add(ids, trained)
-        for name, each in made.items():
-            if each.documents == 0:
-                raise UserError(f"{', '.join(inputs)}: there is no conversation for {name}")
-    tokenizer_name = "bytes"
-    if isinstance(loaded, HFTokenizer):
-        tokenizer_name = f"{prefix.name}-tokenizer.json"
-        write_whole(prefix.with_name(tokenizer_name), loaded.path.read_bytes())
-    request = digest([[f.path, f.size, f.mtime_ns] for f in files] + [reader.identity, validation_fraction, seed])
-    manifest = Manifest(
-        split="train",
-        documents=0,
-        tokens=0,
-        bytes=0,
-        tokenizer=tokenizer_name,
-        fingerprint=loaded.fingerprint,
-        vocab_size=loaded.vocab_size,
-        eod_id=loaded.eod_id,
-        dtype=token_dtype(loaded.vocab_size).name,
-        inputs=inputs,
-        text_key="messages",
-        validation_fraction=validation_fraction,
-        seed=seed,
-        request=request,
-        format="sft",
-    )
-    for name in reversed(targets):  # train last: its manifest is the sign that all is there
-        each = made[name]
-        publish(
-            targets[name],
-            replace(
-                manifest,
-                split=name,
-                documents=each.documents,
-                tokens=each.tokens,
-                bytes=each.bytes,
-                trained_tokens=each.trained,
-            ),
+    reader = _Rows(tokenizer, loaded, chat_template)
+    parts = parts_folder(prefix)
+    with locked(parts / "lock", wait=False):
+        targets = {"train": prefix}
+        if validation_fraction:
+            targets["validation"] = Path(validation_prefix(prefix))
+        for target in (prefix, Path(validation_prefix(prefix))):
+            manifest_path(target).unlink(missing_ok=True)
+        made = {name: _Made() for name in targets}
+        with ExitStack() as stack:
+            tokens = {name: stack.enter_context(IndexedWriter(t, loaded.vocab_size)) for name, t in targets.items()}
+            answers = {n: stack.enter_context(IndexedWriter(trained_prefix(t), _BINARY)) for n, t in targets.items()}
+            for number, (ids, trained, text_bytes) in enumerate(
+                row for file in files for row in reader.read(file.path)
+            ):
+                held_out = bool(falls_within(np.array([number]), validation_fraction, seed)[0])
+                name = "validation" if held_out else "train"
+                tokens[name].add_document(ids)
+                answers[name].add_document(trained.astype(np.int64))
+                made[name].add(ids, trained, text_bytes)
+            for name, each in made.items():
+                if each.documents == 0:
+                    raise UserError(f"{', '.join(inputs)}: there is no conversation for {name}")
+        tokenizer_name = "bytes"
+        if isinstance(loaded, HFTokenizer):
+            tokenizer_name = f"{prefix.name}-tokenizer.json"
+            write_whole(prefix.with_name(tokenizer_name), loaded.path.read_bytes())
+        request = digest([[f.path, f.size, f.mtime_ns] for f in files] + [reader.identity, validation_fraction, seed])
+        manifest = Manifest(
+            split="train",
+            documents=0,
+            tokens=0,
+            bytes=0,
+            tokenizer=tokenizer_name,
+            fingerprint=loaded.fingerprint,
+            vocab_size=loaded.vocab_size,
+            eod_id=loaded.eod_id,
+            dtype=token_dtype(loaded.vocab_size).name,
+            inputs=inputs,
+            text_key="messages",
+            validation_fraction=validation_fraction,
+            seed=seed,
+            request=request,
+            format="sft",
         )
-    train = read_manifest(prefix)
-    assert train is not None
-    validation = read_manifest(targets["validation"]) if "validation" in targets else None
-    parts = [p for t in targets.values() for p in (t, Path(trained_prefix(t)))]
-    paths = [path(each) for each in parts for path in (bin_path, idx_path)]
+        for name in reversed(targets):  # train last: its manifest is the sign that all is there
+            each = made[name]
+            publish(
+                targets[name],
+                replace(
+                    manifest,
+                    split=name,
+                    documents=each.documents,
+                    tokens=each.tokens,
+                    bytes=each.bytes,
+                    trained_tokens=each.trained,
+                ),
+            )
+        train = read_manifest(prefix)
+        assert train is not None
+        validation = read_manifest(targets["validation"]) if "validation" in targets else None
+        shutil.rmtree(parts)
+    prefixes = [p for t in targets.values() for p in (t, Path(trained_prefix(t)))]
+    paths = [path(each) for each in prefixes for path in (bin_path, idx_path)]
     return PrepareSummary(train, validation, paths, time.monotonic() - began, reused=False)
 
 
 class _Made:
-    """Counts of one split."""
+    """Counts of one split. bytes: of what the messages say, or of prompts and completions."""
 
     def __init__(self) -> None:
         self.documents = self.tokens = self.bytes = self.trained = 0
 
-    def add(self, ids: NDArray[np.int64], trained: NDArray[np.bool_]) -> None:
+    def add(self, ids: NDArray[np.int64], trained: NDArray[np.bool_], text_bytes: int) -> None:
         self.documents += 1
         self.tokens += len(ids)
+        self.bytes += text_bytes
         self.trained += int(trained.sum())
 
 
 class _Rows:
     """Reads rows of either kind; the template is loaded when the first conversation needs it."""
 
-    def __init__(self, tokenizer: str | Path, chat_template: str | Path | None) -> None:
-        self._name, self._template_file = tokenizer, chat_template
-        self._tokenizer = load_tokenizer(tokenizer)
+    def __init__(self, name: str | Path, tokenizer: Tokenizer, chat_template: str | Path | None) -> None:
+        self._name, self._tokenizer, self._template_file = name, tokenizer, chat_template
         self._template: ChatTemplate | None = None
 
     @property
@@ -136,7 +141,8 @@ class _Rows:
         """What decides the tokens besides the rows."""
         return self._tokenizer.fingerprint + ("" if self._template is None else self._template.source)
 
-    def read(self, path: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+    def read(self, path: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_], int]]:
+        """Of every row the tokens, whether each is trained, and the bytes of its text."""
         for where, row in read_rows(path):
             try:
                 ids, trained = self._encode(row)
@@ -144,7 +150,7 @@ class _Rows:
                 raise UserError(f"{where}: {error}") from error
             if not trained.any():
                 raise UserError(f"{where}: nothing of the conversation is trained; its answers may be empty")
-            yield ids, trained
+            yield ids, trained, _text_bytes(row)
 
     def _encode(self, row: dict) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         if "messages" in row:
@@ -156,3 +162,9 @@ class _Rows:
         raise ValueError(
             f"a row has messages, or prompt and completion; this one has {', '.join(sorted(row)) or 'nothing'}"
         )
+
+
+def _text_bytes(row: dict) -> int:
+    of_messages = [message["content"] for message in row.get("messages", [])]
+    texts = of_messages or [row["prompt"], row["completion"]]
+    return sum(len(text.encode()) for text in texts if isinstance(text, str))

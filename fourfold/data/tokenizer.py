@@ -1,6 +1,7 @@
 """Text to token ids and back: bytes, or any Hugging Face tokenizer.json, trained here or elsewhere."""
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -19,12 +20,14 @@ _SMALLEST_BPE = 257  # 256 bytes and the end of a document
 class Tokenizer(Protocol):
     """What the rest of the package asks of a tokenizer.
 
-    `vocab_size`: one more than the largest id; `eod_id`: the id that ends a document; `special_ids`: the ids that are
-    no text, ascending; `fingerprint`: equal for two tokenizers exactly when they give the same ids.
+    `vocab_size`: one more than the largest id; `eod_id`: the id that ends a document; `bos_id`: the one that begins a
+    text, where the model has one; `special_ids`: the ids that are no text, ascending; `fingerprint`: equal for two
+    tokenizers exactly when they give the same ids.
     """
 
     vocab_size: int
     eod_id: int
+    bos_id: int | None
     special_ids: tuple[int, ...]
     fingerprint: str
 
@@ -42,6 +45,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eod_id = 256
+    bos_id = None
     special_ids = (256,)
     fingerprint = "bytes"
 
@@ -82,6 +86,7 @@ class HFTokenizer:
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.eod_id = self._find_eod(eod)
+        self.bos_id = self._find_bos()
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = tuple(sorted({self.eod_id} | {i for i, token in added.items() if token.special}))
         self.fingerprint = hashlib.sha256(content + f"\neod {self.eod_id}".encode()).hexdigest()
@@ -93,6 +98,18 @@ class HFTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids, special tokens left out."""
         return self._tokenizer.decode(list(ids))
+
+    def _find_bos(self) -> int | None:
+        """By the tokenizer_config.json that a model has beside its tokenizer.json."""
+        config = self.path.with_name("tokenizer_config.json")
+        if self.path.name != "tokenizer.json" or not config.is_file():
+            return None
+        try:
+            token = json.loads(config.read_text(encoding="utf-8")).get("bos_token")
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(f"{config} cannot be read: {error}") from error
+        name = token.get("content") if isinstance(token, dict) else token
+        return self._tokenizer.token_to_id(name) if isinstance(name, str) else None
 
     def _find_eod(self, eod: str | None) -> int:
         names = _END_OF_DOCUMENT_NAMES if eod is None else (eod,)

@@ -12,23 +12,37 @@ from lm_eval.api.model import TemplateLM
 from numpy.typing import NDArray
 
 from fourfold.data.tokenizer import Tokenizer
+from fourfold.errors import UserError
 from fourfold.evaluation.perplexity import perplexity
 from fourfold.memorization.forward import AuditedModel, HuggingFaceTokenizer
 
 
 class HarnessModel(TemplateLM):
-    """context: tokens of the longest input; requests at once are scored in one pass, on every rank's share."""
+    """prefix: the token before a text; context: tokens of the longest input.
+
+    Requests at once are scored in one pass, on every rank's share.
+    """
 
     def __init__(
-        self, model: AuditedModel, tokenizer: Tokenizer | HuggingFaceTokenizer, context: int, max_new_tokens: int = 256
+        self,
+        model: AuditedModel,
+        tokenizer: Tokenizer | HuggingFaceTokenizer,
+        prefix: int,
+        context: int,
+        max_new_tokens: int = 256,
     ) -> None:
         super().__init__()
+        self._prefix = prefix
         self._model, self._tokenizer, self.max_length = model, tokenizer, context
         self._max_new_tokens = max_new_tokens
 
     @property
-    def eot_token_id(self) -> int:
+    def eot_token_id(self) -> int | None:
         return self._tokenizer.eod_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self._prefix
 
     @property
     def tokenizer_name(self) -> str:
@@ -40,6 +54,12 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
+        longest = max((len(answer) for _, _, answer in requests), default=0)
+        if longest > self.max_length:
+            raise UserError(
+                f"an answer of the task has {longest} tokens, and the context {self.max_length}; such a task cannot be "
+                "scored with it"
+            )
         documents = [np.array(context + answer)[-(self.max_length + 1) :] for _, context, answer in requests]
         answers: list[tuple[float, bool]] = []
         for document, (_, _, answer), fields in zip(documents, requests, self._score(documents), strict=True):
@@ -63,7 +83,7 @@ class HarnessModel(TemplateLM):
     def _generate(self, prompt: str, options: dict[str, Any]) -> str:
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
-        tokens, made = self.tok_encode(prompt), []
+        tokens, made = self.tok_encode(prompt) or [self.prefix_token_id], []
         for _ in range(int(options.get("max_gen_toks", self._max_new_tokens))):
             # A pass says what is likeliest in the place of each token, so there must be one; its value is no input.
             window = np.array([*[*tokens, *made][-self.max_length :], 0])

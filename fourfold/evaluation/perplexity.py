@@ -47,14 +47,15 @@ class Window:
 def windows_of(tokens: NDArray[np.int64], before: int, context: int, overlap: int) -> list[Window]:
     """Every token predicted once, the first from the token ``before``, later ones from ``overlap`` tokens at least.
 
-    A window has at most ``context`` inputs. With ``overlap`` 1 they are disjoint, as lm-eval's are.
+    A window has at most ``context`` inputs. The windows are those of lm-eval's ``get_rolling_token_windows`` with
+    ``overlap`` as its ``context_len``: each has all the inputs that it can, so that the last begins early.
     """
     stream = np.concatenate([[before], tokens])
     windows: list[Window] = []
     begin = 1  # the next token to predict
     while begin < len(stream):
-        start = max(0, begin - (1 if begin == 1 else overlap))
-        stop = min(start + context + 1, len(stream))
+        stop = min(begin + (context if begin == 1 else context - overlap + 1), len(stream))
+        start = max(0, stop - 1 - context)
         windows.append(Window(stream[start:stop], begin - start))
         begin = stop
     return windows

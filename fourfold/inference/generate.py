@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fourfold.errors import UserError
-from fourfold.inference.pretrained import TextTokenizer, positions_of
+from fourfold.inference.pretrained import TextTokenizer, checked_ids, positions_of
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise UserError(f"--temperature {self.temperature} must be at least 0, where 0 is the likeliest token")
+        if not 0 <= self.seed < 2**64:
+            raise UserError(f"--seed {self.seed} must be at least 0 and below 2^64")
+        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
+            raise UserError("--top-k and --top-p are of draws, and without --temperature the likeliest token is taken")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"--top-k {self.top_k} must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -47,7 +52,8 @@ class Generation:
     """The text, and what it took.
 
     prompt_seconds: to the first new token; tokens_per_second: of those after it, None where there are none.
-    cache_bytes: what all tokens take at the end.
+    cache_bytes: what all tokens take at the end. step_bytes: what Loki reads of that at least for one more token, and
+    full_step_bytes what full attention would; None without Loki.
     """
 
     text: str
@@ -56,6 +62,8 @@ class Generation:
     prompt_seconds: float
     tokens_per_second: float | None
     cache_bytes: int
+    step_bytes: int | None = None
+    full_step_bytes: int | None = None
 
     def record(self) -> dict[str, Any]:
         """As JSON values."""
@@ -101,14 +109,11 @@ def generate(
 ) -> Generation:
     """Continue a prompt; ``show`` gets it, and then the new text piece by piece as it comes.
 
-    Raises ``UserError`` for an empty prompt of a model without a first token, and for more tokens than the model has
-    positions.
+    Raises ``UserError`` where ``encode_prompt`` does, and for more tokens than the model has positions.
     """
-    from fourfold.inference.loki import cache_bytes
+    from fourfold.inference.loki import cache_bytes, step_bytes
 
-    ids = tokenizer.encode(prompt)
-    if not ids:
-        raise UserError("the prompt is empty, and this model has no token to begin with; give --prompt")
+    ids = encode_prompt(model, tokenizer, prompt)
     check_length(model, len(ids), max_new_tokens)
     show(prompt)
     stream = _Stream(tokenizer, show)
@@ -119,6 +124,8 @@ def generate(
         tokens,
         attention_mask=torch.ones_like(tokens),
         max_new_tokens=max_new_tokens,
+        num_beams=1,  # whatever the model's folder says, as for the cache: the stream takes one sequence
+        cache_implementation="dynamic",
         streamer=stream,
         return_dict_in_generate=True,
         pad_token_id=_padding(model, tokenizer),
@@ -126,6 +133,7 @@ def generate(
         **sampling.options(),
     )
     times = stream.times
+    step, full_step = step_bytes(model, out.past_key_values) or (None, None)
     return Generation(
         text=tokenizer.decode(stream.ids),
         prompt_tokens=len(ids),
@@ -133,7 +141,21 @@ def generate(
         prompt_seconds=times[0] - begin,
         tokens_per_second=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None,
         cache_bytes=cache_bytes(out.past_key_values),
+        step_bytes=step,
+        full_step_bytes=full_step,
     )
+
+
+def encode_prompt(model: Any, tokenizer: TextTokenizer, prompt: str) -> list[int]:
+    """The ids of a prompt. Raises ``UserError`` for what is no text or empty, and for ids beyond the model's."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"the prompt is no text in UTF-8: {error.reason} at character {error.start}") from None
+    ids = list(checked_ids(model, tokenizer.encode(prompt)))
+    if not ids:
+        raise UserError("the prompt is empty, and this model has no token to begin with; give --prompt")
+    return ids
 
 
 def check_length(model: Any, prompt: int, new: int) -> None:

@@ -76,12 +76,34 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
     """
     transformers = import_transformers()
     wanted = "auto" if dtype == "auto" else DTYPES[dtype]
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = checked_device(device)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(str(name), dtype=wanted, use_safetensors=True)
         return model.to(device).eval()
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"cannot load the model {name}: {_first_line(error)}") from error
+
+
+def checked_device(name: str | None) -> str:
+    """A device that there is; by default a GPU, where there is one."""
+    is_there = torch.cuda.is_available()
+    name = name or ("cuda" if is_there else "cpu")
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
+        raise UserError(f"--device {name} is neither cpu nor cuda")
+    if kind == "cuda" and (not is_there or int(number or 0) >= torch.cuda.device_count()):
+        raise UserError(f"--device {name}: torch sees no such GPU here; give --device cpu")
+    return name
+
+
+def checked_ids(model: Any, ids: Sequence[int]) -> Sequence[int]:
+    """The same ids. Raises ``UserError`` where the model has no such tokens."""
+    known = model.get_input_embeddings().num_embeddings
+    if ids and max(ids) >= known:
+        raise UserError(
+            f"the tokenizer gives the id {max(ids)}, and the model knows {known} tokens; name its own with --tokenizer"
+        )
+    return ids
 
 
 def positions_of(model: Any) -> int | None:

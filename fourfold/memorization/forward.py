@@ -132,11 +132,11 @@ class HuggingFaceModel:
 
 
 class HuggingFaceTokenizer:
-    """The tokenizer of a Hugging Face model, with the special tokens that it puts around a text."""
+    """The tokenizer of a Hugging Face model. special_tokens: put around a text what the tokenizer puts there."""
 
     fingerprint = ""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, special_tokens: bool = True) -> None:
         transformers = import_transformers()
         try:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
@@ -144,10 +144,12 @@ class HuggingFaceTokenizer:
             raise UserError(f"cannot load the tokenizer {name}: {str(error).splitlines()[0]}") from error
         self.vocab_size = len(self._tokenizer)
         self.special_ids = tuple(sorted(self._tokenizer.all_special_ids))
-        self.eod_id = self._tokenizer.eos_token_id
+        self.eod_id: int | None = self._tokenizer.eos_token_id
+        self.bos_id: int | None = self._tokenizer.bos_token_id
+        self._special_tokens = special_tokens
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return self._tokenizer(texts)["input_ids"]
+        return self._tokenizer(texts, add_special_tokens=self._special_tokens)["input_ids"]
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)

@@ -113,10 +113,15 @@ def run_on_its_grid(function: str, request: ScoringRequest) -> Any:
     return run_on_grid(function, [request, subject], world_size, wanted_device=device)
 
 
-def tokenizer_of(request: ScoringRequest, subject: Subject) -> Tokenizer | HuggingFaceTokenizer | None:
-    """The one that is asked for, else the model's own; None where nobody knows it."""
+def tokenizer_of(
+    request: ScoringRequest, subject: Subject, special_tokens: bool = True
+) -> Tokenizer | HuggingFaceTokenizer | None:
+    """The one that is asked for, else the model's own; None where nobody knows it.
+
+    special_tokens: of a Hugging Face model's, put around a text what it puts there; ours never do.
+    """
     if subject.run is None:
-        return HuggingFaceTokenizer(request.tokenizer or subject.name)
+        return HuggingFaceTokenizer(request.tokenizer or subject.name, special_tokens)
     if request.tokenizer is not None:
         return load_tokenizer(request.tokenizer)
     if not subject.knows_data:

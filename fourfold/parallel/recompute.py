@@ -73,13 +73,13 @@ class _OnCPU:
     """A copy of a tensor in the CPU's memory."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.device = tensor.device
+        self.device, self.requires_grad = tensor.device, tensor.requires_grad
         with purpose(OFFLOAD):
             self.copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
             self.copy.copy_(tensor.detach(), non_blocking=True)
 
     def back(self) -> Tensor:
-        return self.copy.to(self.device, non_blocking=True).requires_grad_()
+        return self.copy.to(self.device, non_blocking=True).requires_grad_(self.requires_grad)
 
 
 def compile_blocks(model: Transformer, grid: ParallelConfig) -> None:

@@ -107,6 +107,7 @@ class Bucket:
         self.weights, self.replicas, self.dtype = weights, replicas, dtype
         self.pending: Pending | None = None
         self._missing: set[nn.Parameter] | None = None
+        self._unused: set[nn.Parameter] = set()
         self._weight_of = {weight.working: weight for weight in weights}
         # A weight that held the bucket that holds it would never be freed: the collector does not see hooks.
         arrived = WeakMethod(self._arrived)
@@ -129,18 +130,25 @@ class Bucket:
         self._missing = None
         if self.replicas.size == 1 or self.pending is not None:
             return
-        flat = torch.cat([weight.stored.grad.flatten().to(self.dtype) for weight in self.weights])
+        flat = torch.cat([self._summand(weight.stored) for weight in self.weights])
+        self._unused = {weight.stored for weight in self.weights if weight.stored.grad is None}
         for weight in self.weights:
             weight.stored.grad = None
         self.pending = start_all_reduce(flat, self.replicas, "gradients")
 
+    def _summand(self, stored: nn.Parameter) -> Tensor:
+        if stored.grad is None:  # not used in this step
+            return torch.zeros(stored.numel(), dtype=self.dtype, device=stored.device)
+        return stored.grad.flatten().to(self.dtype)
+
     def wait(self) -> None:
-        """Give the sums to the stored weights."""
+        """Give the sums to the stored weights; those that no rank has used have no gradient, as on one process."""
         if self.pending is None:
             return
         parts = self.pending.wait().split([weight.stored.numel() for weight in self.weights])
         for weight, part in zip(self.weights, parts, strict=True):
-            weight.stored.grad = part.view_as(weight.stored).to(weight.stored.dtype)
+            if weight.stored not in self._unused or part.any():
+                weight.stored.grad = part.view_as(weight.stored).to(weight.stored.dtype)
         self.pending = None
 
 

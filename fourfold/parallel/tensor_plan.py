@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from fourfold.errors import UserError
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid import Axis, Grid
 from fourfold.parallel.linear import OverY
 from fourfold.parallel.sharding import Tile
-from fourfold.parallel.whole_residual import ColumnLinear, Entry, RowLinear, WholeEmbedding
+from fourfold.parallel.whole_residual import ColumnLinear, Entrance, RowLinear, WholeEmbedding
 
 STYLES: dict[str, str] = {
     "colwise": "a linear layer that reads the residual, and whose features the next may read in shares",
@@ -69,7 +69,7 @@ def published_plan(model: nn.Module) -> dict[str, str]:
     return plan
 
 
-def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str], overlap: bool = True) -> list[Placed]:
+def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Placed]:
     """Replace, in place, what ``rules`` name, else the published plan, by its part on this rank; returns how every
     module lies.
 
@@ -81,29 +81,29 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str], overlap: boo
     _check_complete(model, styles)
     _check_no_dropout(model)
     split = {parent: _over_y(model, parent, styles, grid) for parent in _groups(styles)}
-    entries: dict[str, Entry] = {}
+    entries: dict[str, Entrance] = {}
     placed: list[Placed] = []
     for name, style in styles.items():
         parent, module = _parent(name), model.get_submodule(name)
         over_y = split.get(parent) if style in ("colwise", "rowwise") else "replicate"
         if style in ("colwise", "colwise_gather_output"):
             _check_type(name, module, nn.Linear, style)
-            _check_divides(name, "out_features", module.out_features, grid, "y" if over_y == "features" else "x")
-            _check_divides(name, "in_features", module.in_features, grid, "only y")
-            entry = entries.setdefault(parent, Entry(grid, parent or name))
-            new = ColumnLinear(module, grid, over_y, entry, style == "colwise_gather_output", overlap, name)
+            _check_divides(name, "out_features", module.out_features, grid.x, "x")
+            _check_divides(name, "in_features", module.in_features, grid.y, "y")
+            entry = entries.setdefault(parent, Entrance(grid, parent or name))
+            new = ColumnLinear(module, grid, over_y, entry, style == "colwise_gather_output", name)
         elif style in ("rowwise", "rowwise_split_input"):
             _check_type(name, module, nn.Linear, style)
-            _check_divides(name, "in_features", module.in_features, grid, "y" if over_y == "features" else "x")
-            _check_divides(name, "out_features", module.out_features, grid, "only y")
-            new = RowLinear(module, grid, over_y, style == "rowwise_split_input", overlap, name)
+            _check_divides(name, "in_features", module.in_features, grid.x, "x")
+            _check_divides(name, "out_features", module.out_features, grid.y, "y")
+            new = RowLinear(module, grid, over_y, style == "rowwise_split_input", name)
         elif style == "embedding":
             if not type(module).__name__.endswith(SCALED_EMBEDDING):
                 _check_type(name, module, nn.Embedding, style)
             if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
                 raise UserError(f"{name}: an embedding with max_norm, scale_grad_by_freq or sparse is not laid out")
-            _check_divides(name, "num_embeddings", module.num_embeddings, grid, "x")
-            _check_divides(name, "embedding_dim", module.embedding_dim, grid, "only y")
+            _check_divides(name, "num_embeddings", module.num_embeddings, grid.x, "x")
+            _check_divides(name, "embedding_dim", module.embedding_dim, grid.y, "y")
             new = WholeEmbedding(module, grid, name, getattr(module, "embed_scale", None))
         else:
             if style == "replicated_with_grad_allreduce":
@@ -138,19 +138,34 @@ def _check_complete(model: nn.Module, styles: dict[str, str | None]) -> None:
             "such as {'layers.*.attention.query': 'colwise', 'layers.*.attention.output': 'rowwise'}"
         )
     for name, style in styles.items():
-        if style is not None:
-            continue
-        module = model.get_submodule(name)
+        module, group = model.get_submodule(name), _enclosing(name, groups)
         shapes = {key: list(p.shape) for key, p in module.named_parameters(recurse=False)}
-        sees_shares = _enclosing(name, groups) is not None
-        if sees_shares or any(len(shape) > 1 for shape in shapes.values()):
-            key, shape = next(iter(shapes.items()))
-            where = ", inside a group of sharded layers," if sees_shares else ""
+        key, shape = next(iter(shapes.items()))
+        what = f"{name} ({type(module).__name__}, {key} {shape})"
+        if style == "replicate" and group is not None and not _is_of_residual(model, styles, group, shapes):
             raise UserError(
-                f"{name} ({type(module).__name__}, {key} {shape}){where} has no place in the plan; add a pattern for "
-                f"it to the table: one of {', '.join(STYLES)}"
+                f"{what}, inside a group of sharded layers, cannot be 'replicate': its gradient would be that of a "
+                "share of the features; 'replicated_with_grad_allreduce' sums it"
             )
-        styles[name] = "replicate"
+        if style is None and (group is not None or any(len(shape) > 1 for shape in shapes.values())):
+            where = ", inside a group of sharded layers," if group is not None else ""
+            raise UserError(
+                f"{what}{where} has no place in the plan; add a pattern for it to the table: one of {', '.join(STYLES)}"
+            )
+        styles[name] = style or "replicate"
+
+
+def _is_of_residual(
+    model: nn.Module, styles: Mapping[str, str | None], group: str, shapes: Mapping[str, list[int]]
+) -> bool:
+    """Whether weights are vectors as wide as the residual that the group's layers read: a norm that stands beside them
+    in one module, which every rank computes whole."""
+    read = {
+        model.get_submodule(name).in_features
+        for name, style in styles.items()
+        if style == "colwise" and _parent(name) == group and isinstance(model.get_submodule(name), nn.Linear)
+    }
+    return all(len(shape) == 1 and shape[0] in read for shape in shapes.values())
 
 
 def _groups(styles: Mapping[str, str | None]) -> set[str]:
@@ -209,15 +224,12 @@ def _check_type(name: str, module: nn.Module, kind: type[nn.Module], style: str)
         )
 
 
-def _check_divides(name: str, what: str, number: int, grid: Grid, over: str) -> None:
-    """over: 'x', 'only y', or 'y' for both."""
-    size = {"x": grid.x.size, "only y": grid.y.size, "y": grid.x.size * grid.y.size}[over]
-    axis = {"x": "x", "only y": "y", "y": "x·y"}[over]
-    if number % size:
-        works = [str(n) for n in range(1, 4 * size) if number % n == 0]
+def _check_divides(name: str, what: str, number: int, axis: Axis, label: str) -> None:
+    if number % axis.size:
+        works = [str(n) for n in range(1, 4 * axis.size) if number % n == 0]
         raise UserError(
-            f"{name}: {what} = {number} cannot be split over {axis} = {size}; {axis} = {', '.join(works)} work, and so "
-            f"does {what} = {-(-number // size) * size}"
+            f"{name}: {what} = {number} cannot be split over {label} = {axis.size}; {label} = {', '.join(works)} work, "
+            f"and so does {what} = {-(-number // axis.size) * axis.size}"
         )
 
 

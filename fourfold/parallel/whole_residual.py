@@ -28,7 +28,7 @@ from fourfold.parallel.linear import (
 from fourfold.parallel.sharding import Tile
 
 
-class Entry:
+class Entrance:
     """From the whole residual to each rank's share of its channels, [B, S, H] → [B, S, H/y].
 
     Made once for all layers that read the same tensor one after the other, so that their input gradients are summed
@@ -63,15 +63,15 @@ def leave(partial_BSh: Tensor, grid: Grid, name: str) -> Tensor:
 class ColumnLinear(Linear4D, NormalLayer):
     """A normal layer, weight [out/x, in/y]: from the whole residual to features over x, and y as ``over_y`` says.
 
-    gather_output: the features are gathered, for code that must see all of them.
+    gather_output: the features, then over x alone, are gathered, for code that must see all of them.
     """
 
     def __init__(
-        self, linear: nn.Linear, grid: Grid, over_y: OverY, entry: Entry, gather_output: bool, overlap: bool, name: str
+        self, linear: nn.Linear, grid: Grid, over_y: OverY, entry: Entrance, gather_output: bool, name: str
     ) -> None:
         super().__init__()
         self.grid, self.entry, self.gather_output = grid, entry, gather_output
-        self.x, self.y, self.over_y, self.overlap, self.name = _whole_tokens(grid), grid.y, over_y, overlap, name
+        self.x, self.y, self.over_y, self.overlap, self.name = _whole_tokens(grid), grid.y, over_y, True, name
         self.add_tile("weight", linear.weight, Tile(x=0, y=1), grid)
         self.add_tile("bias", linear.bias, BIAS_TILES[over_y], grid)
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -85,23 +85,19 @@ class ColumnLinear(Linear4D, NormalLayer):
             out = out + self.bias
         if not self.gather_output:
             return out
-        if self.over_y == "features":
-            out = whole(out, self.grid.y, 2, f"{self.name}: features")
         return whole(out, self.grid.x, 2, f"{self.name}: features")
 
 
 class RowLinear(TransposedLinear):
     """A transposed layer, weight [out/y, in/x]: from features over x (and y) to the whole residual.
 
-    split_input: its input is whole, for the code before must see all of it.
+    split_input: its input is whole, for the code before must see all of it; the features are split over x alone.
     """
 
-    def __init__(
-        self, linear: nn.Linear, grid: Grid, over_y: OverY, split_input: bool, overlap: bool, name: str
-    ) -> None:
+    def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, split_input: bool, name: str) -> None:
         Linear4D.__init__(self)
         self.grid, self.split_input = grid, split_input
-        self.x, self.y, self.over_y, self.overlap, self.name = _whole_tokens(grid), grid.y, over_y, overlap, name
+        self.x, self.y, self.over_y, self.overlap, self.name = _whole_tokens(grid), grid.y, over_y, True, name
         self.add_tile("weight", linear.weight, Tile(x=1, y=0), grid)
         self.add_tile("bias", linear.bias, Tile(), grid)
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -109,8 +105,6 @@ class RowLinear(TransposedLinear):
     def forward(self, a: Tensor) -> Tensor:
         if self.split_input:
             a = share(a, self.grid.x, 2, f"{self.name}: features")
-            if self.over_y == "features":
-                a = share(a, self.grid.y, 2, f"{self.name}: features")
         out_BSH = leave(transposed_linear(a, self, self.weight), self.grid, self.name)
         return out_BSH if self.bias is None else out_BSH + self.bias
 

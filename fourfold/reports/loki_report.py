@@ -58,13 +58,18 @@ def write_rank_report(record: Record, path: Path) -> None:
         raise UserError(f"cannot write the report {path}: {error.strerror or error}") from error
 
 
-def write_rank_picture(record: Record, path: Path) -> None:
-    """The heat maps as a PNG (or what the name's ending says). Raises UserError without matplotlib."""
+def import_matplotlib() -> Any:
+    """The matplotlib library, or a sentence that says how to get it."""
     try:
         import matplotlib
     except ImportError as error:
         raise UserError("a picture needs matplotlib: pip install 'fourfold[plots]'; --report needs nothing") from error
-    matplotlib.use("Agg")
+    return matplotlib
+
+
+def write_rank_picture(record: Record, path: Path) -> None:
+    """The heat maps as a PNG (or what the name's ending says). Raises UserError without matplotlib."""
+    import_matplotlib().use("Agg")
     from matplotlib import pyplot
 
     maps = _maps(record)

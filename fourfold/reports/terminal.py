@@ -185,10 +185,16 @@ def loki_tables(record: Mapping[str, Any]) -> None:
 
 
 def generation_line(record: Mapping[str, Any]) -> str:
-    """How fast a text was generated."""
+    """How fast a text was generated, and what Loki reads of the cache, where it is on."""
     speed = record["tokens_per_second"]
     rate = "" if speed is None else f", then {speed:.1f} tokens/s"
+    read = ""
+    if record["step_bytes"] is not None:
+        read = (
+            f"; the next token reads {record['step_bytes'] / 2**20:,.2f} MiB of it, where full attention reads "
+            f"{record['full_step_bytes'] / 2**20:,.2f} MiB"
+        )
     return (
         f"{record['prompt_tokens']:,} + {record['new_tokens']:,} tokens: the first after "
-        f"{record['prompt_seconds']:.2f} s{rate}; cache {record['cache_bytes'] / 2**20:,.2f} MiB"
+        f"{record['prompt_seconds']:.2f} s{rate}; cache {record['cache_bytes'] / 2**20:,.2f} MiB{read}"
     )

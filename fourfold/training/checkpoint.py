@@ -94,7 +94,7 @@ class Checkpointer:
             optimizer_steps=self.job.optimizer.steps_taken(),
             loss_scale=None if self.job.loss_scale is None else self.job.loss_scale.state(),
             lora=run.lora if run.lora.rank else None,
-            base=run.model.from_hf if run.lora.rank else None,
+            base=_base_of(run),
         )
         writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
         tensors = global_tensors(self.job, self._view)
@@ -162,7 +162,7 @@ def load_checkpoint(path: Path, job: Job) -> int:
     """
     state = read_state(path)
     check_same_model(path, state, job.run.model)
-    check_same_adapters(path, state, job.run.lora)
+    check_same_adapters(path, state, job.run)
     if state.weights_only:
         load_model(path, job)
         return 0
@@ -261,9 +261,10 @@ def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> 
         )
 
 
-def check_same_adapters(path: Path, state: CheckpointState, lora: LoRAConfig) -> None:
-    """Raise ``UserError`` when the checkpoint's adapters are others than the run's, or only one of them has any."""
-    was, now = state.lora or LoRAConfig(), lora
+def check_same_adapters(path: Path, state: CheckpointState, run: RunConfig) -> None:
+    """Raise ``UserError`` when the checkpoint's adapters are others than the run's, belong to another model, or only
+    one of them has any."""
+    was, now = state.lora or LoRAConfig(), run.lora
     if (was.rank, now.rank) == (0, 0):
         return
     for key, theirs in was.model_dump().items():
@@ -273,6 +274,12 @@ def check_same_adapters(path: Path, state: CheckpointState, lora: LoRAConfig) ->
                 f"the checkpoint {path} was trained with lora.{key} = {theirs!r}, and the run file has {ours!r}; set "
                 "it back, or set checkpoint.resume = 'never'"
             )
+    theirs, ours = (None if base is None else _resolved(base) for base in (state.base, run.model.from_hf))
+    if theirs != ours:
+        raise UserError(
+            f"the adapters of the checkpoint {path} belong to the model {theirs}, and model.from_hf is {ours}; set it "
+            "back, or set checkpoint.resume = 'never'"
+        )
 
 
 def check_whole(path: Path, state: CheckpointState) -> None:
@@ -346,6 +353,17 @@ def failures_told(what: str) -> Iterator[None]:
     except CheckpointException as error:
         reason, _ = next(iter(error.failures.values()))
         raise UserError(f"{what}: {str(reason).partition(chr(10))[0] or type(reason).__name__}") from error
+
+
+def _base_of(run: RunConfig) -> str | None:
+    """The model that a run's adapters belong to."""
+    return None if not run.lora.rank or run.model.from_hf is None else _resolved(run.model.from_hf)
+
+
+def _resolved(name: str) -> str:
+    """A folder by its absolute path; a name on the Hub as it is."""
+    folder = Path(name).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else name
 
 
 def _sizes(model: ModelConfig) -> dict[str, Any]:

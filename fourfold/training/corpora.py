@@ -14,7 +14,6 @@ from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
 from fourfold.data.build import build_dataset, ensure_builtin
 from fourfold.data.conversations import PackedConversations, PackingStatistics
-from fourfold.data.dataset import Mixture
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.loader import Batch, Loader
 from fourfold.data.manifest import corpus_tokenizer, read_manifest, validation_prefix
@@ -46,9 +45,7 @@ class Corpora:
 
     def packing(self) -> list[PackingStatistics]:
         """How each corpus of conversations fills its sequences."""
-        mixture = self.train.dataset
-        found = (source for source in mixture.sources) if isinstance(mixture, Mixture) else ()
-        return [source.statistics for source in found if isinstance(source, PackedConversations)]
+        return [source.statistics for source in self.train.dataset.sources if isinstance(source, PackedConversations)]
 
     def trained_share(self) -> float:
         """Of the tokens at the beginning of the training data, how many every mask keeps."""

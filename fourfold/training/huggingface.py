@@ -95,7 +95,7 @@ def import_huggingface(name: str, out: Path) -> Transferred:
         Entry(f"model.{ours}", pretrained.dtype(ours), shape, partial(_whole, pretrained, ours, shape))
         for ours, shape in pretrained.shapes.items()
     ]
-    with _appears_whole(out) as partial_folder:
+    with appears_whole(out) as partial_folder:
         files = write_tensor_files(partial_folder, entries)
         keep_small_files(folder, partial_folder / SOURCE_FOLDER)
         write_imported(partial_folder, model, files)
@@ -123,9 +123,12 @@ def export_huggingface(
     if merge and saved.state.lora is None:
         raise UserError(f"the checkpoint {checkpoint} holds a whole model; there are no adapters to merge")
     if saved.state.lora is not None and not merge:
+        given = {"--dtype": dtype != "auto", "--model-type": kind is not None, "--tokenizer": tokenizer is not None}
+        for option in (name for name, is_given in given.items() if is_given):
+            raise UserError(f"{option} is for a whole model, and {checkpoint} holds adapters; export them with --merge")
         return _export_adapter(checkpoint, saved, out)
     weights = Merged(saved, open_base(saved, PATTERNS)) if merge else saved
-    source = _source_of(checkpoint)
+    source = source_of(checkpoint)
     config = _config(saved.model, source, kind)
     types = dict(weights.dtypes)
     wanted = EXPORT_DTYPES.get(dtype)
@@ -141,7 +144,7 @@ def export_huggingface(
     for tensor in tensors:
         make = partial(_joined, weights, tensor, types[tensor.pieces[0].name])
         entries.append(Entry(tensor.name, types[tensor.pieces[0].name], tensor.shape, make))
-    with _appears_whole(out) as partial_folder:
+    with appears_whole(out) as partial_folder:
         if source is not None:
             keep_small_files(source, partial_folder)
         if source is None or tokenizer is not None:
@@ -153,9 +156,9 @@ def export_huggingface(
 
 def _export_adapter(checkpoint: Path, saved: SavedWeights, out: Path) -> Transferred:
     base = open_base(saved, PATTERNS)
-    with _appears_whole(out) as partial_folder:
+    with appears_whole(out) as partial_folder:
         files = write_adapter(partial_folder, saved, base)
-        source = _source_of(checkpoint)
+        source = source_of(checkpoint)
         if source is not None:
             keep_small_files(
                 source, partial_folder, [n for n in SMALL_FILES if n not in (CONFIG_FILE, GENERATION_FILE)]
@@ -256,7 +259,7 @@ def _newest(path: Path) -> Path:
     return inside[-1]
 
 
-def _source_of(checkpoint: Path) -> Path | None:
+def source_of(checkpoint: Path) -> Path | None:
     """The small files of the model that a checkpoint was imported from, or its run began with."""
     places = (checkpoint / SOURCE_FOLDER, checkpoint.resolve().parent.parent / SOURCE_FOLDER)
     return next((place for place in places if (place / CONFIG_FILE).is_file()), None)
@@ -316,7 +319,7 @@ def _check_tokenizer(file: Path, model: ModelConfig) -> None:
 
 
 @contextmanager
-def _appears_whole(out: Path) -> Iterator[Path]:
+def appears_whole(out: Path) -> Iterator[Path]:
     """A folder to write into, renamed to ``out`` when the block has ended, and removed when it failed."""
     if out.exists():
         raise UserError(f"{out} exists; choose another folder, or remove it")

@@ -195,7 +195,7 @@ class Job:
         total = sum(losses, start=torch.zeros((), device=self.device))
         for axis in (self.grid.tokens, self.grid.pp):
             total = all_reduce(total, axis, "loss")
-        return total / kept
+        return total / kept.clamp(min=1)
 
 
 def build_model(run: RunConfig) -> Transformer:

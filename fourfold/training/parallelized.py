@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
@@ -27,10 +29,16 @@ from fourfold.parallel.grid import Grid
 from fourfold.parallel.replicated import Replicated
 from fourfold.parallel.state import GlobalView, LocalShard, clip_gradients, gather_full, sum_partial_gradients
 from fourfold.parallel.tensor_plan import Placed, lay_out, tie_again, tied_names
+from fourfold.parallel.whole_residual import WholeEmbedding
 from fourfold.training.checkpoint import failures_told, load_tensors
+from fourfold.training.huggingface import appears_whole
 
 PROGRESS_FILE = "parallelized.json"
 """Of a checkpoint: the numbers that an optimizer keeps beside tensors."""
+
+
+PRECISIONS = ("fp32", "bf16")
+"""In which a step may compute."""
 
 
 def parallelize(
@@ -56,6 +64,10 @@ def parallelize(
     sources = {name: parameter.detach() for name, parameter in model.named_parameters()}
     buffers = dict(model.named_buffers())
     stored = _one_type(sources)
+    if precision not in (None, *PRECISIONS):
+        raise UserError(
+            f"precision = {precision!r}: a step computes in {' or '.join(PRECISIONS)}; fp16 has no loss scaling"
+        )
     working = stored if precision is None else DTYPES[precision]
     if weights is None and any(parameter.is_meta for parameter in sources.values()):
         raise UserError(
@@ -97,6 +109,8 @@ class Parallelized(nn.Module):
         self.shards: list[LocalShard] = stage.shards()
         self._view = GlobalView(stage.grid, stage.grid.sizes.zero)
         self._in_backward = False
+        self._summed = False
+        self.module.register_forward_hook(self._after_forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own outputs. With ``labels`` the loss is the mean over the kept tokens of all processes.
@@ -112,7 +126,7 @@ class Parallelized(nn.Module):
                     f"the model's own loss ({kind}) is not one of next tokens; compute the loss from its logits"
                 )
             if kwargs.get("num_items_in_batch") is None:
-                kwargs["num_items_in_batch"] = self.count(labels)
+                kwargs["num_items_in_batch"] = self.count(labels).clamp(min=1)
         outputs = self.module(*args, **kwargs)
         if labels is not None:
             outputs.loss = _with_value(outputs.loss, self.total(outputs.loss))
@@ -136,7 +150,16 @@ class Parallelized(nn.Module):
         return all_reduce(share.detach().clone(), self.grid.tokens, "loss")
 
     def backward(self, loss: Tensor, last: bool = True) -> None:
-        """Gradients of a loss; they add up until a backward that is the ``last`` of its step completes them."""
+        """Gradients of a loss; they add up until a backward that is the ``last`` of its step completes them.
+
+        Raises ``UserError`` when those of a step that is complete still stand: they would be summed over ranks again.
+        """
+        if self._summed and any(shard.grad is not None and shard.grad.any() for shard in self.shards):
+            raise UserError(
+                "the gradients are complete, and would be summed over processes again; call backward(loss, last=False) "
+                "for all micro-batches of a step but the last, and zero_grad() after it"
+            )
+        self._summed = last
         self.stage.begin_backward(last)
         self._in_backward = True
         try:
@@ -158,6 +181,7 @@ class Parallelized(nn.Module):
     @torch.no_grad()
     def fill(self, weights: Mapping[str, Tensor]) -> None:
         """Set all weights from whole tensors."""
+        self.stage.free_gathered()
         for shard in self.shards:
             shard.local.copy_(weights[shard.name][shard.slices])
         self.stage.publish()
@@ -165,6 +189,7 @@ class Parallelized(nn.Module):
     @torch.no_grad()
     def fill_from(self, folder: Path) -> None:
         """Set all weights from a folder of safetensors; every process reads what it holds."""
+        self.stage.free_gathered()
         files = TensorFiles(folder)
         prefix = f"{getattr(self.module, 'base_model_prefix', '')}."
         for shard in self.shards:
@@ -181,41 +206,71 @@ class Parallelized(nn.Module):
         self.stage.publish()
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write what transformers' ``from_pretrained`` opens, one tensor at a time through rank 0."""
-        folder = Path(folder)
-        if dist.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            if hasattr(self.module, "config"):
-                self.module.config.save_pretrained(folder)
-            entries = [
-                Entry(shard.name, shard.local.dtype, shard.global_shape, lambda shard=shard: self._whole(shard))
-                for shard in self.shards
-            ]
-            write_tensor_files(folder, entries)
-        else:
-            for shard in self.shards:
-                self._whole(shard)
-        dist.barrier()
+        """Write what transformers' ``from_pretrained`` opens, one tensor at a time through rank 0.
+
+        Raises ``UserError`` on every process when ``folder`` exists or cannot be written; nothing of it is there then.
+        """
+        waiting = list(self.shards)
+
+        def write() -> None:
+            with appears_whole(Path(folder)) as partial:
+                self._write_configs(partial)
+                entries = [
+                    Entry(shard.name, shard.local.dtype, shard.global_shape, lambda: self._whole(waiting.pop(0)))
+                    for shard in self.shards
+                ]
+                write_tensor_files(partial, entries)
+
+        def gather_on() -> None:
+            while waiting:  # the first process's share of what the others send, where it could not write
+                self._whole(waiting.pop(0))
+
+        _first_process(write, folder, gather_on)
+
+    def _write_configs(self, folder: Path) -> None:
+        """As transformers' ``save_pretrained`` does."""
+        if not hasattr(self.module, "config"):
+            return
+        config = copy.deepcopy(self.module.config)
+        config.dtype = self.shards[0].local.dtype
+        # FSDP2 makes a class of its own of every module's.
+        config.architectures = [next(c.__name__ for c in type(self.module).__mro__ if not issubclass(c, FSDPModule))]
+        config.save_pretrained(folder)
+        if getattr(self.module, "generation_config", None) is not None:
+            self.module.generation_config.save_pretrained(folder)
 
     def _whole(self, shard: LocalShard) -> Tensor | None:
         whole = gather_full([shard], [shard.local])
         return None if whole is None else whole[shard.name]
 
     def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write a checkpoint that any grid can load: weights, and what the optimizer keeps for them."""
-        folder, partial = Path(folder), Path(folder).with_name(f".{Path(folder).name}.partial")
+        """Write a checkpoint that any grid can load: weights, and what the optimizer keeps for them.
+
+        One that is there is replaced. Raises ``UserError`` on every process when ``folder`` is something else, cannot
+        be written, or the optimizer keeps what belongs to no grid.
+        """
+        folder = Path(folder)
+        partial, replaced = (folder.with_name(f".{folder.name}.{end}") for end in ("partial", "replaced"))
         tensors, numbers = self._tensors(optimizer)
-        if dist.get_rank() == 0:
+
+        def prepare() -> None:
+            if folder.exists() and not (folder / PROGRESS_FILE).is_file():
+                raise UserError(f"{folder} exists and is no checkpoint of a parallelized model; choose another folder")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             (partial / PROGRESS_FILE).write_text(json.dumps(numbers) + "\n")
-        dist.barrier()
+
+        def publish() -> None:
+            shutil.rmtree(replaced, ignore_errors=True)
+            if folder.exists():
+                os.replace(folder, replaced)
+            os.replace(partial, folder)
+            shutil.rmtree(replaced, ignore_errors=True)
+
+        _first_process(prepare, folder)
         with failures_told(f"cannot write the checkpoint {partial}"):
             dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(partial, folder)
-        dist.barrier()
+        _first_process(publish, folder)
 
     def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Fill the weights, and the optimizer's state, from a checkpoint that any grid has written."""
@@ -224,9 +279,12 @@ class Parallelized(nn.Module):
             numbers = json.loads((folder / PROGRESS_FILE).read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"{folder} is no checkpoint of a parallelized model: {error}") from None
+        if optimizer is not None and not numbers:
+            raise UserError(f"{folder} was saved without an optimizer; load it without one, to begin with a new one")
         if optimizer is not None:
             self._make_state(optimizer, numbers)
         tensors, _ = self._tensors(optimizer)
+        self.stage.free_gathered()
         load_tensors(tensors, folder)
         self.stage.publish()
 
@@ -246,8 +304,13 @@ class Parallelized(nn.Module):
                     local = value.to_local() if isinstance(value, DTensor) else value
                     tensors[f"optimizer.{key}.{shard.name}"] = self._view.of(shard, local)
                     numbers[shard.name]["tensors"].append(key)
-                else:
+                elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
                     numbers[shard.name]["numbers"][key] = float(value)
+                else:
+                    raise UserError(
+                        f"{type(optimizer).__name__} keeps {key} of {shard.name}, which is neither of the weight's "
+                        "shape nor one number: no other grid could read it; save the model without the optimizer"
+                    )
         return tensors, numbers
 
     def _make_state(self, optimizer: torch.optim.Optimizer, numbers: Mapping[str, dict[str, Any]]) -> None:
@@ -260,6 +323,11 @@ class Parallelized(nn.Module):
             for key, value in numbers[shard.name]["numbers"].items():
                 state[key] = torch.tensor(value)
 
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """No backward comes that would drop gathered weights, and the next forward must see those stepped meanwhile."""
+        if not torch.is_grad_enabled():
+            self.stage.free_gathered()
+
     def _guard(self, output: Tensor) -> Tensor:
         """A backward that nobody completes would leave shares of gradients behind."""
         if output.requires_grad:
@@ -271,6 +339,28 @@ class Parallelized(nn.Module):
             raise UserError(
                 "loss.backward() leaves gradients unsummed on a grid; call backward(loss) of the parallelized model"
             )
+
+
+def _first_process(
+    action: Callable[[], None], folder: str | Path, of_others: Callable[[], None] = lambda: None
+) -> None:
+    """Do on the first process what only it does, while the others do ``of_others``; a failure is told to all.
+
+    Where it fails, the first does ``of_others`` as well, for they wait for it.
+    """
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            failure = [f"cannot write {folder}: {error.strerror or error}"]
+        except ValueError as error:  # ours, and of transformers for a configuration that it does not write
+            failure = [str(error)]
+    if dist.get_rank() != 0 or failure[0] is not None:
+        of_others()
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise UserError(failure[0])
 
 
 class _WithValue(torch.autograd.Function):
@@ -295,9 +385,7 @@ def _units(model: nn.Module) -> Units:
     inside = {module for block in blocks for module in block.modules()}
     outside = [m for m in model.modules() if m not in inside and any(True for _ in m.parameters(recurse=False))]
     leaves = [module for module in outside if not any(True for _ in module.children())]
-    embeddings = [
-        module for module in leaves if isinstance(module, nn.Embedding) or type(module).__name__ == "WholeEmbedding"
-    ]
+    embeddings = [module for module in leaves if isinstance(module, (nn.Embedding, WholeEmbedding))]
     return Units(embeddings, list(blocks), [module for module in leaves if module not in embeddings])
 
 

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import Cli
 from tiny_chat import CHATML, LLAMA3, MARKED, MISTRAL, TALK, make_chat_tokenizer, talks, write_rows
 
 from fourfold.data.build import build_dataset
 from fourfold.data.chat import ChatTemplate
 from fourfold.data.conversations import PackedConversations, pack
 from fourfold.data.dataset import NO_DOCUMENT
+from fourfold.data.files import locked
 from fourfold.data.masks import IGNORE_INDEX, answers_only, document_boundary, labels_of
+from fourfold.data.prepare import PrepareSummary
 from fourfold.data.prepare_conversations import prepare_conversations
 from fourfold.errors import UserError
 
@@ -145,3 +148,47 @@ def test_talks_of_a_template_go_the_whole_way(tmp_path: Path) -> None:
     samples = build_dataset([(tmp_path / "c", 1.0)], 256, 0)
     windows = samples.read(np.arange(4))
     assert windows.answers is not None and 0.1 < windows.answers.mean() < 0.9
+
+
+def test_the_manifest_counts_the_bytes_of_the_text(tmp_path: Path) -> None:
+    summary = rows_of(tmp_path, [{"prompt": "what? ü", "completion": "that"}, {"prompt": "a", "completion": "b"}])
+    assert summary.train.bytes == len("what? üthatab".encode())
+    assert not (tmp_path / "c.parts").exists()
+    folder = make_chat_tokenizer(tmp_path / "chat", CHATML)
+    talked = prepare_conversations(
+        [write_rows(tmp_path / "t.jsonl", [{"messages": TALK}])], tmp_path / "t", tokenizer=folder
+    )
+    assert talked.train.bytes == sum(len(message["content"].encode()) for message in TALK)
+
+
+def rows_of(tmp_path: Path, rows: list) -> PrepareSummary:
+    return prepare_conversations([write_rows(tmp_path / "r.jsonl", rows)], tmp_path / "c", tokenizer="bytes")
+
+
+def test_two_preparations_of_one_corpus_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.parts").mkdir()
+    with locked(tmp_path / "c.parts" / "lock", wait=False), pytest.raises(UserError, match="locked by another process"):
+        rows_of(tmp_path, [{"prompt": "a", "completion": "b"}])
+
+
+def test_bytes_have_no_chat_template(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="'bytes' has no chat template"):
+        rows_of(tmp_path, [{"messages": TALK}])
+
+
+def test_an_error_without_words_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
+    with pytest.raises(UserError, match="cannot be read: ValueError"):
+        ChatTemplate(tmp_path)
+
+
+@pytest.mark.parametrize("option", [["--text-key", "body"], ["--force"]], ids=str)
+def test_options_of_text_are_refused(cli: Cli, tmp_path: Path, option: list[str]) -> None:
+    rows = write_rows(tmp_path / "r.jsonl", [{"prompt": "a", "completion": "b"}])
+    code, _, err = cli("prepare", rows, "--out", tmp_path / "c", "--format", "sft", "--tokenizer", "bytes", *option)
+    assert code == 2 and f"does not know {option[0]}" in err

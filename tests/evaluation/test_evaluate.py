@@ -14,7 +14,8 @@ from command_line import Cli
 from pool import Pool
 from tiny_huggingface import make_model
 
-from fourfold.data.tokenizer import ByteTokenizer, train_bpe
+from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, train_bpe
+from fourfold.errors import UserError
 from fourfold.evaluation.evaluate import EvaluationRequest, evaluate_of_place
 from fourfold.evaluation.perplexity import windows_of
 from fourfold.memorization.subject import subject_of
@@ -54,16 +55,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_hand(run_folder: Path, tokens: list[int], before: int, context: int) -> float:
-    """Nats of the text on a plain model, in windows that share no token to predict."""
+    """Nats of the text on a plain model, in windows of the whole context that share no token to predict."""
     (checkpoint,) = (run_folder / "checkpoints").glob("step_*")
-    saved = SavedWeights(checkpoint)
+    return by_hand_of(SavedWeights(checkpoint), tokens, before, context)
+
+
+def by_hand_of(saved: SavedWeights, tokens: list[int], before: int, context: int) -> float:
     model = Transformer(saved.model)
     model.load_state_dict({name: saved.read(name) for name in saved.shapes})
     stream, nats = torch.tensor([before, *tokens]), 0.0
     with torch.no_grad():
-        for start in range(0, len(tokens), context):
-            window = stream[start : start + context + 1]
-            nats += model(window[None, :-1], window[None, 1:]).item()
+        for begin in range(1, len(stream), context):
+            stop = min(begin + context, len(stream))
+            window = stream[max(0, stop - 1 - context) : stop]
+            targets = window[1:].clone()
+            targets[: begin - stop] = -100  # of the last window, what has been predicted
+            nats += model(window[None, :-1], targets[None]).item()
     return nats
 
 
@@ -75,6 +82,18 @@ def test_every_token_is_predicted_once() -> None:
         assert counted.tolist() == tokens.tolist()
         assert all(len(window.tokens) <= context + 1 for window in windows)
         assert all(window.first >= overlap for window in windows[1:])
+
+
+def test_windows_are_those_of_lm_eval() -> None:
+    utils = pytest.importorskip("lm_eval.utils")
+    for length, context, overlap in ((25, 10, 1), (20, 10, 1), (3, 10, 1), (25, 10, 4), (11, 7, 7)):
+        tokens = list(range(1, length + 1))
+        theirs = [
+            ([*inputs, predicted[-1]], predicted)
+            for inputs, predicted in utils.get_rolling_token_windows(tokens, 0, context, overlap)
+        ]
+        ours = windows_of(np.array(tokens), 0, context, overlap)
+        assert [(w.tokens.tolist(), w.tokens[w.first :].tolist()) for w in ours] == theirs
 
 
 def test_perplexity_of_a_run_is_that_by_hand(trained: Path, cli: Cli) -> None:
@@ -112,7 +131,9 @@ def test_a_grid_gives_the_same(pool: Pool, trained: Path, overrides: tuple[str, 
     [
         ([], "nothing to evaluate on"),
         (["--text", "missing.txt"], "missing.txt does not exist"),
-        (["--text", "TEXT", "--overlap", 33], "at most 32, the model's context"),
+        (["--text", "TEXT", "--overlap", 33], "at most 32, the context"),
+        (["--text", "TEXT", "--overlap", 9, "--context", 8], "at most 8, the context"),
+        (["--text", "TEXT", "--context", 33], "at most 32, the model's context"),
         (["--text", "TEXT", "--tokenizer", "BPE"], "another model's"),
     ],
 )
@@ -122,6 +143,77 @@ def test_refusals(trained: Path, cli: Cli, tmp_path: Path, options: list, says: 
     replaced = {"TEXT": trained / "odd.txt", "BPE": tmp_path / "tokenizer.json"}
     code, _, err = cli("evaluate", "--model", trained / "run", *(replaced.get(o, o) for o in options))
     assert code == 2 and says in err, err
+
+
+def make_folder(folder: Path, bos: bool) -> Path:
+    """A tiny Llama with a tokenizer that puts a token before a text where ``bos``, and has no EOS where not."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, processors
+
+    make_model(folder, "llama", vocab_size=310)
+    train_bpe([TEXT] * 5, 300, folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    names: dict[str, str] = {}
+    if bos:
+        tokenizer.add_special_tokens(["<s>"])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+        )
+        names = {"bos_token": "<s>", "eos_token": "<|endoftext|>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    return folder
+
+
+def test_a_folder_and_its_import_have_the_same_numbers_with_a_token_before_a_text(cli: Cli, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", bos=True)
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    checkpoint = tmp_path / "imported" / "checkpoints" / "step_0"
+    assert cli("import-hf", folder, checkpoint)[0] == 0
+    found = []
+    for model in (folder, checkpoint):
+        code, out, err = cli("evaluate", "--model", model, "--text", tmp_path / "text.txt", "--context", 16, "--json")
+        assert code == 0, err
+        record = json.loads(out[out.index("{") :])
+        assert record["context"] == 16
+        found += record["texts"].values()
+    plain = HFTokenizer(folder / "tokenizer.json")
+    tokens = plain.encode_batch([TEXT])[0]
+    assert found[0]["tokens"] == found[1]["tokens"] == len(tokens), "the token before the text is not predicted"
+    saved = SavedWeights(checkpoint)
+    nats = by_hand_of(saved, tokens, plain.bos_id, 16)
+    for record in found:
+        assert record["loss"] == pytest.approx(nats / len(tokens), rel=1e-5)
+
+
+def test_a_tokenizer_without_an_end_is_refused(cli: Cli, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", bos=False)
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    code, _, err = cli("evaluate", "--model", folder, "--text", tmp_path / "text.txt")
+    assert code == 2 and "name an eos_token" in err, err
+
+
+class Uniform:
+    """Finds every token equally likely, and 65 the likeliest."""
+
+    vocab_size = 257
+
+    def score(self, documents: list[np.ndarray]) -> list[np.ndarray]:
+        fields = [np.full((5, len(document) - 1), -math.log(257.0), dtype=np.float32) for document in documents]
+        for each in fields:
+            each[1] = 65
+        return fields
+
+
+def test_answers_and_prompts_at_their_limits() -> None:
+    pytest.importorskip("lm_eval")
+    from fourfold.evaluation.harness import HarnessModel
+
+    harness = HarnessModel(Uniform(), ByteTokenizer(), prefix=256, context=8)
+    ((log_prob, _),) = harness._loglikelihood_tokens([(None, [1, 2], [3] * 8)])
+    assert log_prob == pytest.approx(-8 * math.log(257.0), rel=1e-6)
+    with pytest.raises(UserError, match="an answer of the task has 9 tokens, and the context 8"):
+        harness._loglikelihood_tokens([(None, [1, 2], [3] * 9)])
+    assert harness._generate("", {"max_gen_toks": 3}) == "AAA"
 
 
 TASK = """

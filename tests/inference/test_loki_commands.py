@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -117,9 +118,29 @@ def test_generate(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
         assert same["cache_bytes"] == size * record["cache_bytes"]
     few = json.loads(cli(*begin, "--prompt-file", file, *loki, "--loki", "k=2", "--loki", "d=1", "--json")[1])
     assert few["text"] != record["text"]
+    length = few["prompt_tokens"] + few["new_tokens"] - 1
+    assert few["full_step_bytes"] == 2 * 2 * length * 2 * 8 * 4
+    assert few["step_bytes"] == 2 * 2 * (length * 1 + 2 * 2 * 8) * 4
+    assert (record["step_bytes"], same["step_bytes"]) == (None, same["full_step_bytes"])
+    line = cli(*begin, "--prompt-file", file, *loki, "--loki", "k=2", "--loki", "d=1")[1].splitlines()[-1]
+    assert "MiB of it, where full attention reads" in line
     drawn = [cli(*begin, "--prompt", "grid", "--temperature", 1, "--seed", seed, "--json")[1] for seed in (1, 1, 2)]
     texts = [json.loads(each)["text"] for each in drawn]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_generate_whatever_the_folder_says(cli: Cli, model: Path, tmp_path: Path) -> None:
+    """One sequence is streamed: no beams, and a cache that grows."""
+    copied = tmp_path / "copied"
+    shutil.copytree(model, copied)
+    (copied / "generation_config.json").write_text(json.dumps({"num_beams": 3, "cache_implementation": "static"}))
+    texts = []
+    for folder in (model, copied):
+        code, output, errors = cli("generate", "--model", folder, "--max-new-tokens", 8, "--prompt", "grid", "--json")
+        assert code == 0, errors
+        record = json.loads(output)
+        texts.append((record["text"], record["new_tokens"], record["cache_bytes"]))
+    assert texts[0] == texts[1]
 
 
 def test_from_a_run_of_ours(cli: Cli, tmp_path: Path) -> None:
@@ -150,6 +171,7 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
     torch.manual_seed(7)
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(other)).save_pretrained(other)
     gpt2 = make_model(tmp_path / "gpt2", "gpt2")
+    small = make_model(tmp_path / "small", "llama gqa tied", vocab_size=100)
     calibrate = ("loki", "calibrate", "--model", model, "--text", text, "--out", tmp_path / "x")
     evaluate = ("loki", "evaluate", "--model", model, "--basis", basis)
     for arguments, words in (
@@ -175,6 +197,15 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
         ((*calibrate, "--seq-len", 300), "256 positions"),
         (("loki", "calibrate", "--model", model, "--text", tmp_path / "no", "--out", "x"), "cannot read the text"),
         (evaluate, "--text FILE"),
+        ((*generate, "--attention", "loki", "--basis", tmp_path), "is a folder"),
+        ((*generate, "--temperature", "nan"), "at least 0"),
+        ((*generate, "--seed", 2**64), "--seed"),
+        ((*generate, "--top-k", 5), "without --temperature"),
+        ((*generate, "--device", "meta"), "neither cpu nor cuda"),
+        (("generate", "--model", model, "--prompt", "a\udcff"), "no text in UTF-8"),
+        (("generate", "--model", small, "--tokenizer", "bytes", "--prompt", "\u00ff"), "the model knows 100 tokens"),
+        ((*calibrate[:-1], tmp_path / "no" / "x"), "there is no folder"),
+        ((*calibrate, "--report", tmp_path), "it is a folder"),
         ((*evaluate, "--text", text, "--seq-len", 64, "--loki", "k=64"), "nothing would be chosen"),
     ):  # fmt: skip
         assert words in refused(cli(*arguments)), arguments

@@ -33,6 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "x2 y2 z2": (QWEN, {"x": 2, "y": 2, "z": 2}, {}),
     "x2 y2, two targets": (LLAMA, {"x": 2, "y": 2}, {"lora": LORA | {"targets": ["q_proj", "down_proj"]}}),
     "z2 dp2 zero 3 recomputed": (GPT, {"z": 2, "dp": 2, "zero": 3}, {"activation_checkpoint": {"mode": "full"}}),
+    "x2 offloaded": (LLAMA, {"x": 2}, {"activation_checkpoint": {"mode": "full", "offload": True}}),
     "dp2": (LLAMA, {"dp": 2}, {}),
     "pp2 x2": (GPT, {"pp": 2, "x": 2}, {"training": {"micro_batch_size": 1}}),
     "x2 cp2": (LLAMA, {"x": 2, "cp": 2}, {}),
@@ -142,6 +143,10 @@ def test_adapters_go_on_on_another_grid(pool: Pool, tmp_path: Path) -> None:
         assert pool.run(run.parallel.world_size, resumed_body, run, checkpoint)[0] == pytest.approx(
             tuned["loss"], rel=1e-5
         )
+    others = make_model(tmp_path / "another", "qwen3", vocab_size=208)
+    on_another = run.model_copy(update={"model": run.model.model_copy(update={"from_hf": str(others)})})
+    with pytest.raises(UserError, match=r"belong to the model .*base, and model.from_hf is .*another"):
+        pool.run(4, resumed_body, on_another, checkpoint)
     other = run.model_copy(update={"lora": run.lora.model_copy(update={"alpha": 1.0})})
     with pytest.raises(UserError, match=r"lora\.alpha = 12\.0, and the run file has 1\.0"):
         pool.run(4, resumed_body, other, checkpoint)
@@ -199,6 +204,9 @@ def test_a_run_file_trains_adapters_and_exports_them(cli: Cli, tmp_path: Path) -
     assert code == 0, err
     code, out, err = cli("export-hf", tmp_path / "tune", tmp_path / "adapter", "--json")
     assert code == 0 and json.loads(out)["model_type"] == "LoRA of llama", err
+    for option in (["--dtype", "bf16"], ["--model-type", "llama"], ["--tokenizer", "bytes"]):
+        code, _, err = cli("export-hf", tmp_path / "tune", tmp_path / "refused", *option)
+        assert code == 2 and f"{option[0]} is for a whole model" in err, err
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert peft.PeftModel.from_pretrained(base, tmp_path / "adapter").peft_config["default"].r == 2
 

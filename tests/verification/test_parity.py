@@ -82,10 +82,10 @@ CASES: dict[str, Case] = {
     "x2 goldfish": (LLAMA, {"x": 2}, GOLDFISH),
     "z2 dp2 zero 3 goldfish packed": (GPT, {"z": 2, "dp": 2, "zero": 3}, GOLDFISH | PACKED),
     "x2 cp2 goldfish": (QWEN, {"x": 2, "cp": 2}, GOLDFISH),
-    "x2 y2 z2 gpt": (GPT, {"x": 2, "y": 2, "z": 2}, {}),
 }
 
 SLOW_CASES: dict[str, Case] = {
+    "x2 y2 z2 gpt": (GPT, {"x": 2, "y": 2, "z": 2}, {}),
     **{
         f"pp4 {schedule}": (model | {"num_hidden_layers": 8}, {"pp": 4, "schedule": schedule}, ONE_SEQUENCE)
         for schedule in SCHEDULES

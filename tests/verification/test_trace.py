@@ -97,7 +97,7 @@ def test_a_block_sends_what_the_formulas_say(model: dict[str, Any], grid: dict[s
 
 
 CONTINUED = [
-    (LLAMA, {"x": 2, "y": 2, "z": 2}, {}),
+    pytest.param(LLAMA, {"x": 2, "y": 2, "z": 2}, {}, marks=pytest.mark.slow),
     pytest.param(GPT, {"y": 2, "z": 2, "dp": 2}, {"activation_checkpoint": {"mode": "full"}}, marks=pytest.mark.slow),
     pytest.param(QWEN, {"x": 2, "dp": 2, "zero": 1}, {"training": {"precision": "bf16"}}, marks=pytest.mark.slow),
     pytest.param(LLAMA, {"z": 2, "dp": 2, "zero": 2}, {"overlap": {"weight_prefetch": 2}}, marks=pytest.mark.slow),

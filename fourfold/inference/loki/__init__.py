@@ -12,6 +12,6 @@ import_transformers()  # says how to get it where it is missing
 from fourfold.inference.loki.basis import LokiBasis  # noqa: E402
 from fourfold.inference.loki.calibrate import calibrate  # noqa: E402
 from fourfold.inference.loki.config import LokiConfig  # noqa: E402
-from fourfold.inference.loki.enable import cache_bytes, disable_loki, enable_loki  # noqa: E402
+from fourfold.inference.loki.enable import cache_bytes, disable_loki, enable_loki, step_bytes  # noqa: E402
 
-__all__ = ["LokiBasis", "LokiConfig", "cache_bytes", "calibrate", "disable_loki", "enable_loki"]
+__all__ = ["LokiBasis", "LokiConfig", "cache_bytes", "calibrate", "disable_loki", "enable_loki", "step_bytes"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from fourfold.errors import UserError
 from fourfold.inference.loki.cache import GrowingLayer, LokiLayer, RotatedLayer, StaticLokiLayer
@@ -22,13 +22,15 @@ class LayerRecipe:
     """How the cache of one layer is made.
 
     basis_KDD: its whole basis, in float32; None for a layer that stays dense. d: leading dims that rank. capacity:
-    tokens to make room for at once.
+    tokens to make room for at once. warned: of which types of cache there has been a warning; the recipes of a model
+    share it.
     """
 
     config: LokiConfig
     basis_KDD: Tensor | None = None
     d: int = 0
     capacity: int = 0
+    warned: set[type] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.basis_KDd = None if self.basis_KDD is None else self.basis_KDD[..., : self.d].contiguous()
@@ -40,7 +42,8 @@ class LayerRecipe:
     def to(self, device: torch.device) -> None:
         """Follow the layer to its device."""
         if self.basis_KDD is not None and self.basis_KDD.device != device:
-            self.basis_KDD, self.basis_KDd = self.basis_KDD.to(device), self.basis_KDd.to(device)
+            with torch.inference_mode(False):  # it outlives the pass
+                self.basis_KDD, self.basis_KDd = self.basis_KDD.to(device), self.basis_KDd.to(device)
 
     def new_layer(self) -> GrowingLayer:
         if self.is_dense:
@@ -62,20 +65,25 @@ def adopt(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool) -> Any:
     layer = cache.layers[number]
     if isinstance(layer, RotatedLayer):
         return _rotated(layer, recipe, is_loki)
-    if type(layer) is DynamicLayer and is_loki:
+    is_ranked = is_loki and not recipe.is_dense
+    is_whole = type(layer) is DynamicSlidingWindowLayer and layer.cumulative_length < layer.sliding_window
+    if (type(layer) is DynamicLayer and is_loki) or (is_ranked and (type(layer) is GrowingLayer or is_whole)):
         layer = cache.layers[number] = _filled(recipe.new_layer(), layer)
-    elif type(layer) is StaticLayer and is_loki and not recipe.is_dense:
+    elif type(layer) is StaticLayer and is_ranked:
         layer = cache.layers[number] = _fixed(layer, recipe)
     elif isinstance(layer, LokiLayer | StaticLokiLayer) and not recipe.is_dense and not _same(layer, recipe):
         layer = cache.layers[number] = _made_anew(layer, recipe)
+    if isinstance(layer, StaticLokiLayer) and is_ranked:
+        _check_fixed(layer.max_cache_len, recipe.config)
     if isinstance(layer, GrowingLayer | StaticLokiLayer):
         return layer
-    if not recipe.is_dense:
+    if is_ranked and type(layer) not in recipe.warned:
+        recipe.warned.add(type(layer))
         log.warning("layer %d: a cache of type %s is attended to densely", number, type(layer).__name__)
     return None
 
 
-def _filled(new: GrowingLayer, layer: DynamicLayer | LokiLayer) -> GrowingLayer:
+def _filled(new: GrowingLayer, layer: DynamicLayer) -> GrowingLayer:
     if isinstance(new, RotatedLayer):
         new.expected = True
     if layer.get_seq_length():
@@ -86,14 +94,25 @@ def _filled(new: GrowingLayer, layer: DynamicLayer | LokiLayer) -> GrowingLayer:
 
 
 def _fixed(layer: StaticLayer, recipe: LayerRecipe) -> StaticLokiLayer:
-    if recipe.config.k is None or recipe.config.cache == "rotated":
+    _check_fixed(layer.max_cache_len, recipe.config)
+    fixed = StaticLokiLayer(recipe.basis_KDd, layer.max_cache_len)
+    fixed.take_over(layer)
+    return fixed
+
+
+def _check_fixed(size: int, config: LokiConfig) -> None:
+    """How much of a cache of fixed size is filled is not known to the host, so nothing may depend on it."""
+    if config.k is None or config.cache == "rotated":
         raise UserError(
             'loki: a cache of fixed size needs cache = "proxy" and a number of keys, because how much of it is filled '
             "is not known to the host; give k instead of k_f"
         )
-    fixed = StaticLokiLayer(recipe.basis_KDd, layer.max_cache_len)
-    fixed.adopt(layer)
-    return fixed
+    if config.k < config.min_seq <= size:
+        raise UserError(
+            f"loki: a cache of fixed size cannot stay dense below min_seq = {config.min_seq} tokens, because how much "
+            f"of it is filled is not known to the host; give min_seq = 0, or k of at least {config.min_seq}, with "
+            "which all shorter contexts are attended to wholly"
+        )
 
 
 def _rotated(layer: RotatedLayer, recipe: LayerRecipe, is_loki: bool) -> RotatedLayer:

@@ -56,8 +56,22 @@ def attentions_of(model: nn.Module) -> list[nn.Module]:
     return [found[number] for number in range(count)]
 
 
+def key_shape(attention: nn.Module) -> tuple[int, int]:
+    """How many KV heads an attention has, and of how many dims."""
+    return attention.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
+
+
 def window_of(attention: nn.Module) -> int | None:
-    """The sliding window of a layer, which sees no long context and stays dense; None where it sees everything."""
+    """The sliding window of a layer, which sees no long context and stays dense; None where it sees everything.
+
+    A window of all positions that the model has, as Phi-3 and StarCoder2 may declare one, hides nothing.
+    """
+    window = _declared_window(attention)
+    positions = getattr(attention.config, "max_position_embeddings", None)
+    return None if window is not None and positions is not None and window >= positions else window
+
+
+def _declared_window(attention: nn.Module) -> int | None:
     config = attention.config
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:

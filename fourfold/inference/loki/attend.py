@@ -25,8 +25,11 @@ def decode(
     config: LokiConfig,
     scaling: float,
     visible_B1S: Tensor | None = None,
+    k_B: Tensor | None = None,
 ) -> Tensor:
     """Attention of one token to the best k of its cached keys, [B, N, D] (Loki, arXiv 2406.02542, algorithm 1).
+
+    k_B: how many of the k each sequence may attend to, where that differs.
 
     The query head j uses the KV head j // G. basis_KDd: None where queries and keys are rotated already, so that the
     leading dims are those that rank. A sequence that sees no key at all gets zeros.
@@ -36,13 +39,14 @@ def decode(
     query_BKGd = query_BKGD[..., :d] if basis_KDd is None else project(query_BKGD, basis_KDd)
     query_BKGd = query_BKGd * scaling
     most = max(length * query_BKGD.shape[2], k * query_BKGD.shape[3])
-    if query_BND.device.type == "cpu" and most >= LONG:
+    is_taped = torch.is_grad_enabled()  # autograd takes no products that are written into a buffer
+    if query_BND.device.type == "cpu" and most >= LONG and not is_taped:
         return _head_by_head(
-            query_BKGD, query_BKGd, key_BKSD, value_BKSD, proxy_BKSd, k, config, scaling, visible_B1S
+            query_BKGD, query_BKGd, key_BKSD, value_BKSD, proxy_BKSd, k, config, scaling, visible_B1S, k_B
         ).flatten(1, 2)
     worth_BKS = agree(torch.matmul(query_BKGd, proxy_BKSd.transpose(-1, -2)), config.group_reduce, visible_B1S)
-    chosen_BKk = choose(worth_BKS, k, config, visible_B1S)
-    return attend_to(query_BKGD, key_BKSD, value_BKSD, chosen_BKk, scaling, visible_B1S).flatten(1, 2)
+    chosen_BKk = choose(worth_BKS, k, config, visible_B1S, k_B)
+    return attend_to(query_BKGD, key_BKSD, value_BKSD, chosen_BKk, scaling, visible_B1S, k_B).flatten(1, 2)
 
 
 def _head_by_head(
@@ -55,6 +59,7 @@ def _head_by_head(
     config: LokiConfig,
     scaling: float,
     visible_B1S: Tensor | None,
+    k_B: Tensor | None,
 ) -> Tensor:
     """The same, one KV head after the other, so that scores and gathered rows stay in a CPU's cache."""
     batch, heads, group, _ = query_BKGD.shape
@@ -62,10 +67,11 @@ def _head_by_head(
     scores_GS = query_BKGd.new_empty(group, key_BKSD.shape[2])
     for row in range(batch):
         visible_11S = None if visible_B1S is None else visible_B1S[row, None]
+        k_of_row = k if k_B is None else max(1, int(k_B[row]))
         for head in range(heads):
             torch.matmul(query_BKGd[row, head], proxy_BKSd[row, head].T, out=scores_GS)
             worth_11S = agree(scores_GS[None, None], config.group_reduce, visible_11S)
-            chosen_k = choose(worth_11S, k, config, visible_11S).flatten()
+            chosen_k = choose(worth_11S, k_of_row, config, visible_11S).flatten()
             key_kD, value_kD = (cached[row, head].index_select(0, chosen_k) for cached in (key_BKSD, value_BKSD))
             exact_Gk = torch.matmul(query_BKGD[row, head] * scaling, key_kD.T).float()
             if visible_B1S is not None:
@@ -87,12 +93,15 @@ def attend_to(
     chosen_BKk: Tensor,
     scaling: float,
     visible_B1S: Tensor | None = None,
+    k_B: Tensor | None = None,
 ) -> Tensor:
-    """Exact attention to the chosen keys, [B, K, G, D]."""
+    """Exact attention to the chosen keys, of each sequence the first k_B, [B, K, G, D]."""
     key_BKkD, value_BKkD = gather(key_BKSD, chosen_BKk), gather(value_BKSD, chosen_BKk)
     seen_BK1k = None
     if visible_B1S is not None:
         seen_BK1k = visible_B1S.expand(-1, chosen_BKk.shape[1], -1).gather(-1, chosen_BKk)[:, :, None]
+        if k_B is not None:
+            seen_BK1k &= torch.arange(chosen_BKk.shape[-1], device=k_B.device) < k_B[:, None, None, None]
     out_BKGD = torch.nn.functional.scaled_dot_product_attention(
         query_BKGD, key_BKkD, value_BKkD, attn_mask=seen_BK1k, scale=scaling
     )

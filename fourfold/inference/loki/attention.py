@@ -19,6 +19,7 @@ from fourfold.inference.loki.adopt import LayerRecipe, adopt
 from fourfold.inference.loki.attend import decode, project
 from fourfold.inference.loki.cache import LokiLayer, RotatedLayer, StaticLokiLayer
 from fourfold.inference.loki.config import LokiConfig
+from fourfold.inference.loki.select import keys_of_each
 from fourfold.inference.loki.simulate import Probe, simulate
 
 NAME = "loki"
@@ -29,15 +30,21 @@ RankedLayer = LokiLayer | RotatedLayer | StaticLokiLayer
 
 @dataclass(eq=False)
 class LayerState:
-    """What an attention module carries: how its cache is made, and the layer of the cache that it has just met.
+    """What an attention module carries: how its cache is made, and the layer of the cache that it meets in a pass.
 
-    probe: notes what simulated rows chose, for the evaluation.
+    before: the attention that the model had. probe: notes what simulated rows chose, for the evaluation.
     """
 
-    config: LokiConfig
     recipe: LayerRecipe
+    before: str
     layer: Any = None
     probe: Probe | None = None
+
+    def release(self) -> None:
+        """Let go of the cache: it must not stay in memory with the model, nor believe that Loki reads it still."""
+        if isinstance(self.layer, RankedLayer):
+            self.layer.release()
+        self.layer = None
 
 
 def meet_cache(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -45,11 +52,16 @@ def meet_cache(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str
     state: LayerState = module.loki
     hidden_states = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
     state.recipe.to(hidden_states.device)
-    state.layer = None
+    state.release()
     cache = keywords.get("past_key_values")
     if isinstance(cache, Cache):
         is_loki = module.config._attn_implementation == NAME
         state.layer = adopt(cache, module.layer_idx, state.recipe, is_loki)
+
+
+def leave_cache(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+    """After it, also when it failed."""
+    module.loki.release()
 
 
 def loki_attention(
@@ -69,24 +81,34 @@ def loki_attention(
     """
     state: LayerState | None = getattr(module, "loki", None)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if state is None or state.recipe.is_dense or dropout:  # a model that shares its config with one that has Loki
+    if state is None or state.recipe.is_dense:  # a model that shares its config with one that has Loki
         return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
     for name in ("softcap", "s_aux"):
         if keywords.get(name) is not None:
             raise UserError(f"loki: this model's attention has {name}, which Loki does not compute; use full attention")
-    config, recipe = state.config, state.recipe
+    recipe, config = state.recipe, state.recipe.config
     is_rotated = isinstance(state.layer, RotatedLayer)
     if is_rotated:
         query = rotate_queries(query, recipe.basis_KDD)
+    if dropout:  # training, of which Loki makes no part
+        return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
     basis_KDd = None if is_rotated else recipe.basis_KDd
     if query.shape[2] == 1 and _decodes_sparsely(state, key.shape[2], attention_mask):
         visible_B1S = None if attention_mask is None else attention_mask[:, :, 0].expand(query.shape[0], -1, -1)
-        k, proxy = config.keys_of(key.shape[2]), state.layer.proxy_BKSd
-        return decode(query[:, :, 0], key, value, proxy, basis_KDd, k, config, scaling, visible_B1S)[:, None], None
+        k, k_B, proxy = config.keys_of(key.shape[2]), None, state.layer.proxy_BKSd
+        if visible_B1S is not None and not isinstance(state.layer, StaticLokiLayer):
+            k, k_B = config.most_keys_of(key.shape[2]), keys_of_each(visible_B1S[:, 0].sum(-1), config)
+        out = decode(query[:, :, 0], key, value, proxy, basis_KDd, k, config, scaling, visible_B1S, k_B)
+        return out[:, None], None
     if _is_simulated(config, query, key, attention_mask):
         mask = attention_mask
         out = simulate(query, key, value, basis_KDd, recipe.d, config, scaling, mask, state.probe)
         return out.transpose(1, 2).contiguous(), None
+    if config.prefill == "simulate" and query.shape[2] > 1 and not config.is_dense_at(key.shape[2]):
+        raise UserError(
+            'loki: prefill = "simulate" needs a whole prompt at once, an empty cache that grows, and no mask of your '
+            'own; leave prefill at "dense", or give the prompt in one piece'
+        )
     return _dense(module, query, key, value, attention_mask, scaling, dropout, keywords)
 
 
@@ -99,9 +121,7 @@ def rotate_queries(query_BNQD: Tensor, basis_KDD: Tensor) -> Tensor:
 def _decodes_sparsely(state: LayerState, length: int, mask: Tensor | None) -> bool:
     if not isinstance(state.layer, RankedLayer) or not _is_understood(mask):
         return False
-    if isinstance(state.layer, StaticLokiLayer):  # how much of it is filled is not known to the host
-        return state.config.keys_of(length) < length
-    return not state.config.is_dense_at(length)
+    return not state.recipe.config.is_dense_at(length)
 
 
 def _is_simulated(config: LokiConfig, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:

@@ -107,6 +107,8 @@ class LokiBasis:
     @classmethod
     def load(cls, path: Path) -> LokiBasis:
         """Read a file of ``save``. Raises ``UserError`` when it is missing, damaged, or no basis."""
+        if path.is_dir():
+            raise UserError(f"the basis {path} is a folder; give the file that fourfold loki calibrate wrote")
         try:
             with safe_open(path, framework="pt") as file:
                 about, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -117,17 +119,33 @@ class LokiBasis:
         if about.get("format") != FORMAT or "fingerprint" not in tensors:
             raise UserError(f"{path} is no basis of this version; make one with: fourfold loki calibrate")
         kinds = [kind for kind in KINDS if f"{kind}.vectors" in tensors]
-        components = {kind: Components(tensors[f"{kind}.vectors"], tensors[f"{kind}.variances"]) for kind in kinds}
-        for kind, each in components.items():
+        try:
+            basis = cls(
+                {kind: Components(tensors[f"{kind}.vectors"], tensors[f"{kind}.variances"]) for kind in kinds},
+                tuple(json.loads(about["best"])),
+                Fingerprint(about["model"], about["rope"], tensors["fingerprint"]),
+                int(about["seq_length"]),
+                int(about["tokens"]),
+                json.loads(about["recall"]),
+            )
+        except (KeyError, ValueError, TypeError) as error:
+            raise UserError(f"{path} is damaged ({error}); make it again with: fourfold loki calibrate") from None
+        for kind, each in basis.components.items():
             _check(each, f"{path}: {kind}")
-        return cls(
-            components,
-            tuple(json.loads(about["best"])),
-            Fingerprint(about["model"], about["rope"], tensors["fingerprint"]),
-            int(about["seq_length"]),
-            int(about["tokens"]),
-            json.loads(about["recall"]),
-        )
+        if not kinds or not set(basis.best) <= set(kinds):
+            raise UserError(f"{path} is damaged: components of {kinds}, and layers that rank by {set(basis.best)}")
+        return basis
+
+    def check_shape(self, layers: int, kv_heads: int, head_dim: int) -> None:
+        """Raise ``UserError`` unless it has directions for so many layers and heads: one head's must not do for all."""
+        for kind, each in self.components.items():
+            shape = tuple(each.vectors_LKDD.shape)
+            wanted = (layers, kv_heads, head_dim, head_dim)
+            if shape != wanted or tuple(each.variances_LKD.shape) != wanted[:3] or self.layers != layers:
+                raise UserError(
+                    f"the basis has {kind}-rotary directions of shape {shape} and a choice for {self.layers} layers, "
+                    f"where this model needs {wanted}; make it again with: fourfold loki calibrate"
+                )
 
     def record(self) -> dict[str, Any]:
         """What calibration found, as JSON values: Rank@90 of every layer and head, and what ranked better."""
@@ -152,6 +170,8 @@ class LokiBasis:
 def _check(components: Components, where: str) -> None:
     """Raise ``UserError`` for numbers that are no basis: a wrong one would choose keys at random without a word."""
     vectors_LKDD = components.vectors_LKDD.double()
+    if vectors_LKDD.ndim != 4 or vectors_LKDD.shape[-1] != vectors_LKDD.shape[-2]:
+        raise UserError(f"{where}: directions of shape {tuple(vectors_LKDD.shape)} are no basis")
     if not (vectors_LKDD.isfinite().all() and components.variances_LKD.isfinite().all()):
         raise UserError(f"{where}: the basis has NaN or infinite numbers; make it again with: fourfold loki calibrate")
     products = vectors_LKDD.transpose(-1, -2) @ vectors_LKDD

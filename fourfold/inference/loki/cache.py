@@ -28,6 +28,9 @@ class GrowingLayer(DynamicLayer):
     def planes(self) -> tuple[Plane, ...]:
         return self.key_plane, self.value_plane
 
+    def release(self) -> None:
+        """The attention that met this layer is through, or was interrupted."""
+
     @property
     def held_bytes(self) -> int:
         """What the tokens in the cache take, without room to grow."""
@@ -86,40 +89,46 @@ class GrowingLayer(DynamicLayer):
 
 
 class LokiLayer(GrowingLayer):
-    """Raw keys and values, and a proxy [B, K, S, d] of the keys, which alone is read to rank them."""
+    """Raw keys and values, and a proxy [B, K, S, d] of the keys, which alone is read to rank them.
+
+    proxy_BKSd: as the last update returned the keys, on their device: a cache that is offloaded has moved its planes
+    to the CPU before the attention reads them. None once that is through.
+    """
 
     def __init__(self, basis_KDd: Tensor, capacity: int = 0) -> None:
         super().__init__(capacity)
         self.basis = basis_KDd
         self.proxy_plane = Plane(capacity)
+        self.proxy_BKSd: Tensor | None = None
 
     @property
     def planes(self) -> tuple[Plane, ...]:
         return self.key_plane, self.value_plane, self.proxy_plane
 
-    @property
-    def proxy_BKSd(self) -> Tensor:
-        return self.proxy_plane.view
+    def release(self) -> None:
+        self.proxy_BKSd = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.proxy_plane.append(project(key_states, self.basis))
+        self.proxy_BKSd = self.proxy_plane.view
         return super().update(key_states, value_states)
 
 
 class RotatedLayer(GrowingLayer):
     """Rotated keys only: no more memory than a dense cache, and useless to attention that does not rotate its queries.
 
-    ``expected``: set by the attention that will, before each update; without it an update is refused.
+    ``expected``: set by the attention that will, for one pass; without it an update is refused. proxy_BKSd: as
+    ``LokiLayer`` has it.
     """
 
     def __init__(self, basis_KDD: Tensor, d: int, capacity: int = 0) -> None:
         super().__init__(capacity)
         self.basis, self.d = basis_KDD, d
         self.expected = False
+        self.proxy_BKSd: Tensor | None = None
 
-    @property
-    def proxy_BKSd(self) -> Tensor:
-        return self.key_plane.view[..., : self.d]
+    def release(self) -> None:
+        self.expected, self.proxy_BKSd = False, None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Rotate and append. Raises ``UserError`` where the attention would not know that the keys are rotated."""
@@ -129,7 +138,9 @@ class RotatedLayer(GrowingLayer):
                 'with the same basis, start a new cache, or use cache = "proxy", which fits any attention'
             )
         self.expected = False
-        return super().update(project(key_states, self.basis), value_states)
+        keys, values = super().update(project(key_states, self.basis), value_states)
+        self.proxy_BKSd = keys[..., : self.d]
+        return keys, values
 
 
 class StaticLokiLayer(StaticLayer):
@@ -138,49 +149,53 @@ class StaticLokiLayer(StaticLayer):
     def __init__(self, basis_KDd: Tensor, max_cache_len: int) -> None:
         super().__init__(max_cache_len)
         self.basis = basis_KDd
+        self.held_proxy_BKSd: Tensor | None = None
         self.proxy_BKSd: Tensor | None = None
+
+    def release(self) -> None:
+        self.proxy_BKSd = None
 
     @property
     def held_bytes(self) -> int:
-        held = (self.keys, self.values, self.proxy_BKSd)
+        held = (self.keys, self.values, self.held_proxy_BKSd)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         shape = (self.batch_size, self.num_heads, self.max_cache_len, self.basis.shape[-1])
-        self.proxy_BKSd = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.held_proxy_BKSd = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         places = torch.arange(key_states.shape[-2], device=self.device) + self.cumulative_length
-        self.proxy_BKSd.index_copy_(2, places, project(key_states, self.basis))
+        self.held_proxy_BKSd.index_copy_(2, places, project(key_states, self.basis))
+        self.proxy_BKSd = self.held_proxy_BKSd
         return super().update(key_states, value_states)
 
-    def adopt(self, layer: StaticLayer) -> None:
-        """Take over a layer's buffers, at their addresses."""
-        if not layer.is_initialized:
-            return
-        self.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])
-        self.keys, self.values, self.cumulative_length = layer.keys, layer.values, layer.cumulative_length
-        self.proxy_BKSd.copy_(project(layer.keys, self.basis))
+    def take_over(self, layer: StaticLayer) -> None:
+        """A layer's buffers, at their addresses, with a proxy of the keys that they hold."""
+        own = ("basis", "held_proxy_BKSd", "proxy_BKSd")
+        vars(self).update({name: value for name, value in vars(layer).items() if name not in own})
+        if self.is_initialized:
+            self.held_proxy_BKSd = project(self.keys, self.basis)
 
     def offload(self) -> None:
         super().offload()
-        if self.proxy_BKSd is not None:
-            self.proxy_BKSd = self.proxy_BKSd.to("cpu", non_blocking=True)
+        if self.held_proxy_BKSd is not None:
+            self.held_proxy_BKSd = self.held_proxy_BKSd.to("cpu", non_blocking=True)
 
     def prefetch(self) -> None:
         super().prefetch()
-        if self.proxy_BKSd is not None:
-            self.proxy_BKSd = self.proxy_BKSd.to(self.device, non_blocking=True)
+        if self.held_proxy_BKSd is not None:
+            self.held_proxy_BKSd = self.held_proxy_BKSd.to(self.device, non_blocking=True)
 
     def reset(self) -> None:
         super().reset()
-        if self.proxy_BKSd is not None:
-            self.proxy_BKSd.zero_()
+        if self.held_proxy_BKSd is not None:
+            self.held_proxy_BKSd.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        if self.proxy_BKSd is not None:
-            self.proxy_BKSd = self.proxy_BKSd.index_select(0, beam_idx.to(self.proxy_BKSd.device))
+        if self.held_proxy_BKSd is not None:
+            self.held_proxy_BKSd = self.held_proxy_BKSd.index_select(0, beam_idx.to(self.held_proxy_BKSd.device))

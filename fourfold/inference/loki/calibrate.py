@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.errors import UserError
-from fourfold.inference.loki.architecture import attentions_of, text_config
+from fourfold.inference.loki.architecture import attentions_of, key_shape, text_config
 from fourfold.inference.loki.basis import KINDS, Components, LokiBasis
 from fourfold.inference.loki.config import LokiConfig
 from fourfold.inference.loki.fingerprint import Fingerprint
@@ -69,7 +69,7 @@ def calibrate(
     that Loki does not know, and for too little text.
     """
     attentions = attentions_of(model)
-    heads, head_dim = _key_shape(attentions[0])
+    heads, head_dim = key_shape(attentions[0])
     count_held = min(len(windows) - 1, max(1, round(HELD_OUT * len(windows)))) if len(kinds) > 1 else 0
     if len(windows) < 1 + (len(kinds) > 1):
         raise UserError("calibration needs text of at least two windows; give more text, or a smaller --seq-len")
@@ -91,11 +91,6 @@ def calibrate(
     best = tuple(max(kinds, key=lambda kind: recall[kind][n] if recall else 0) for n in range(len(attentions)))
     fingerprint = Fingerprint.of(text_config(model), attentions)
     return LokiBasis(components, best, fingerprint, max(map(len, windows)), tokens, recall)
-
-
-def _key_shape(attention: nn.Module) -> tuple[int, int]:
-    heads = attention.config.num_attention_heads // attention.num_key_value_groups
-    return heads, attention.head_dim
 
 
 def _joined(of_layers: list[Moments]) -> Components:

@@ -81,6 +81,13 @@ class LokiConfig:
         share = DEFAULT_K_F if self.k_f is None else self.k_f
         return min(max(math.ceil(share * length), self.min_k), length)
 
+    def most_keys_of(self, length: int) -> int:
+        """The most that any of these tokens' sequences attends to, where some of the tokens are padding.
+
+        A sequence below ``min_seq`` attends to all that it has.
+        """
+        return min(max(self.keys_of(length), self.min_seq - 1), length)
+
     def dims_of(self, head_dim: int) -> int:
         """Leading dims that rank keys of this size, where ``variance`` does not say."""
         if self.d is None:

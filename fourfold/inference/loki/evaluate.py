@@ -34,8 +34,8 @@ def evaluate(
     """Perplexity, recall and captured mass of Loki, the oracle and the control, as JSON values.
 
     Every row of a window chooses its keys, as in the paper's protocol (``prefill = "simulate"``). Layers that stay
-    dense are left out of the means. Raises ``UserError`` where ``enable_loki`` does, and when no row would have to
-    choose.
+    dense are left out of the means. Where the model had Loki already, it is switched off, and stays so. Raises
+    ``UserError`` where ``enable_loki`` does, and when no row would have to choose.
     """
     length = max(map(len, windows))
     config = config.but(prefill="simulate", min_seq=0)
@@ -43,8 +43,9 @@ def evaluate(
     if k >= length:
         raise UserError(
             f"loki: k = {k} keys are all that windows of {length} tokens have, so nothing would be chosen; give longer "
-            "windows (--seq-len), or fewer keys (--k, --k-f, --min-k)"
+            "windows (--seq-len), or fewer keys (--loki k=…, k_f=… or min_k=…)"
         )
+    disable_loki(model)
     exact = config.but(d=basis.head_dim, d_f=None, variance=None)
     variants = {"loki": (basis, config), "oracle": (basis, exact), "random": (basis.random(), _as_wide(config, basis))}
     perplexity = {"dense": _perplexity(model, progress(windows))}

@@ -34,8 +34,8 @@ class Fingerprint:
         parts = [
             _sample(parameter)
             for attention in attentions
-            for _, parameter in sorted(attention.named_parameters())
-            if parameter.ndim == 2
+            for name, parameter in sorted(attention.named_parameters())
+            if parameter.ndim == 2 and "lora_" not in name  # an adapter beside the weights leaves these what they are
         ]
         return cls(
             ", ".join([config.model_type, *sizes]), json.dumps(rope, sort_keys=True, default=str), torch.cat(parts)
@@ -56,8 +56,9 @@ class Fingerprint:
 
 def _sample(parameter: Tensor) -> Tensor:
     flat = parameter.detach().flatten()
-    places = torch.linspace(0, flat.numel() - 1, min(SAMPLES, flat.numel())).long()
-    return flat[places.to(flat.device)].float().cpu()
+    samples = min(SAMPLES, flat.numel())
+    places = [sample * (flat.numel() - 1) // max(1, samples - 1) for sample in range(samples)]
+    return flat[torch.tensor(places, device=flat.device)].float().cpu()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

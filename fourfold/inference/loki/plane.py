@@ -31,6 +31,8 @@ class Plane:
         count = new.shape[DIM]
         if self._data is None or self.length + count > self._data.shape[DIM]:
             self._grow(new, self.length + count)
+        elif self._data.is_inference() and not torch.is_inference_mode_enabled():
+            self._data = self._data.clone()  # what was made in inference mode cannot be written to outside it
         self._data.narrow(DIM, self.length, count).copy_(new)
         self.length += count
 

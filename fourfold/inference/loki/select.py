@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fourfold.inference.loki.config import LokiConfig
+from fourfold.inference.loki.config import DEFAULT_K_F, LokiConfig
 
 NEVER, ALWAYS = float("-inf"), float("inf")
 SAMPLED = 16
@@ -36,14 +36,28 @@ def agree(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None = None)
     return worth_BK_S if visible_B1_S is None else worth_BK_S.masked_fill(~visible_B1_S, NEVER)
 
 
-def choose(worth_BK_S: Tensor, k: int, config: LokiConfig, visible_B1_S: Tensor | None = None) -> Tensor:
+def keys_of_each(counts_B: Tensor, config: LokiConfig) -> Tensor:
+    """How many keys sequences of so many visible tokens attend to, as each would alone, [B]: no padding counts."""
+    if config.k is None:
+        share = DEFAULT_K_F if config.k_f is None else config.k_f
+        k_B = (share * counts_B.double()).ceil().long().clamp(min=config.min_k)
+    else:
+        k_B = torch.full_like(counts_B, config.k)
+    return torch.where(counts_B < config.min_seq, counts_B, torch.minimum(k_B, counts_B))
+
+
+def choose(
+    worth_BK_S: Tensor, k: int, config: LokiConfig, visible_B1_S: Tensor | None = None, k_B: Tensor | None = None
+) -> Tensor:
     """Places of the k best keys, [B, K, …, k] in no order; the first ``sink`` and last ``recent`` are among them.
+
+    k_B: how many of them each sequence may attend to; the best then come first.
 
     Where fewer than k keys can be seen, the rest are some that cannot: attention must mask them.
     """
     if config.sink or config.recent:
         worth_BK_S = _with_ends(worth_BK_S, config, visible_B1_S)
-    return best(worth_BK_S, k)
+    return best(worth_BK_S, k) if k_B is None else torch.topk(worth_BK_S, k, dim=-1).indices
 
 
 def best(worth_BK_S: Tensor, k: int) -> Tensor:

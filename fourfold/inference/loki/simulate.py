@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fourfold.inference.loki.attend import project
 from fourfold.inference.loki.config import LokiConfig
-from fourfold.inference.loki.select import NEVER, agree, choose
+from fourfold.inference.loki.select import NEVER, agree, choose, keys_of_each
 
 CHUNK_SCORES = 1 << 24
 """Scores that are in memory at once."""
@@ -52,8 +52,8 @@ def simulate(
 ) -> Tensor:
     """Attention of each row to the best of the keys before it, [B, N, Q, D], where Q = S.
 
-    mask_B1QS: True where a key may be seen; None for causal attention. basis_KDd: None where queries and keys are
-    rotated already.
+    mask_B1QS: True where a key may be seen; None for causal attention. Padding does not count into k, which comes of
+    the longest row of each sequence. basis_KDd: None where queries and keys are rotated already.
     """
     query_BKGQD = query_BNQD.unflatten(1, (key_BKSD.shape[1], -1))
     if basis_KDd is None:
@@ -63,6 +63,8 @@ def simulate(
         key_BKSd = project(key_BKSD, basis_KDd)
     length = key_BKSD.shape[2]
     rows = max(1, CHUNK_SCORES // (query_BNQD.shape[0] * query_BNQD.shape[1] * length))
+    k_B = None if mask_B1QS is None else keys_of_each(mask_B1QS[:, 0].sum(-1).amax(-1), config)
+    k = config.keys_of(length) if k_B is None else config.most_keys_of(length)
     out = []
     for first in range(0, length, rows):
         chunk = slice(first, min(first + rows, length))
@@ -77,6 +79,8 @@ def simulate(
                 config,
                 scaling,
                 visible_B1QS,
+                k,
+                k_B,
                 probe,
             )
         )
@@ -92,26 +96,32 @@ def _attend_rows(
     config: LokiConfig,
     scaling: float,
     visible_B1QS: Tensor,
+    k: int,
+    k_B: Tensor | None,
     probe: Probe | None,
 ) -> Tensor:
-    k = config.keys_of(key_BKSD.shape[2])
     ranking_BKGQS = torch.matmul(query_BKGQd * scaling, key_BKSd.transpose(-1, -2)[:, :, None])
     worth_BKQS = agree(ranking_BKGQS, config.group_reduce, visible_B1QS)
-    chosen_BKQS = _as_mask(choose(worth_BKQS, k, config, visible_B1QS), worth_BKQS) & visible_B1QS
+    chosen_BKQS = _as_mask(choose(worth_BKQS, k, config, visible_B1QS, k_B), worth_BKQS, k_B) & visible_B1QS
     scores_BKGQS = torch.matmul(query_BKGQD, key_BKSD.transpose(-1, -2)[:, :, None]).float() * scaling
     if probe is not None:
         exact_BKQS = agree(scores_BKGQS, config.group_reduce, visible_B1QS)
-        best_BKQS = _as_mask(choose(exact_BKQS, k, config, visible_B1QS), exact_BKQS) & visible_B1QS
+        best_BKQS = _as_mask(choose(exact_BKQS, k, config, visible_B1QS, k_B), exact_BKQS, k_B) & visible_B1QS
         weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~visible_B1QS[:, :, None], NEVER), -1)
-        sparse_BKQ = (visible_B1QS.sum(-1) > k).expand(worth_BKQS.shape[:3])
+        sparse_BKQ = (visible_B1QS.sum(-1) > (k if k_B is None else k_B[:, None, None])).expand(worth_BKQS.shape[:3])
         probe.note(chosen_BKQS, best_BKQS, weights_BKGQS, sparse_BKQ)
     weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~chosen_BKQS[:, :, None], NEVER), -1)
     weights_BKGQS = weights_BKGQS.masked_fill(~visible_B1QS.any(-1, keepdim=True)[:, :, None], 0.0)
     return torch.matmul(weights_BKGQS.to(value_BKSD.dtype), value_BKSD[:, :, None])
 
 
-def _as_mask(places_BKQk: Tensor, like_BKQS: Tensor) -> Tensor:
-    return torch.zeros_like(like_BKQS, dtype=torch.bool).scatter_(-1, places_BKQk, True)
+def _as_mask(places_BKQk: Tensor, like_BKQS: Tensor, k_B: Tensor | None) -> Tensor:
+    """True at these places; where there is ``k_B``, at so many of them."""
+    chosen_BKQS = torch.zeros_like(like_BKQS, dtype=torch.bool)
+    if k_B is None:
+        return chosen_BKQS.scatter_(-1, places_BKQk, True)
+    kept_BKQk = torch.arange(places_BKQk.shape[-1], device=k_B.device) < k_B[:, None, None, None]
+    return chosen_BKQS.scatter_(-1, places_BKQk, kept_BKQk.expand_as(places_BKQk))
 
 
 def _causal(chunk: slice, length: int, device: torch.device) -> Tensor:

@@ -28,13 +28,13 @@ def evaluate_tasks(
     """Metrics of each task, full attention's and Loki's side by side, as JSON values.
 
     limit: documents of each task. folder: of tasks of your own. Likelihoods are one prefill each, which Loki leaves
-    dense unless ``config.prefill`` is "simulate".
+    dense unless ``config.prefill`` is "simulate". Where the model had Loki already, it is switched off, and stays so.
     """
     import_lm_eval()
     from lm_eval.models.huggingface import HFLM
 
-    if not isinstance(tokenizer, HuggingFaceText):
-        raise UserError("tasks need a tokenizer of transformers, and this model has bytes")
+    check_tokenizer(tokenizer)
+    disable_loki(model)
     found: dict[str, Any] = {task: {} for task in tasks}
     for name in ("full", "loki"):
         if name == "loki":
@@ -47,3 +47,9 @@ def evaluate_tasks(
         for task, metrics in results.items():
             found.setdefault(task, {})[name] = {key.removesuffix(",none"): value for key, value in metrics.items()}
     return found
+
+
+def check_tokenizer(tokenizer: TextTokenizer) -> None:
+    """Raise ``UserError`` for one that lm-eval cannot use."""
+    if not isinstance(tokenizer, HuggingFaceText):
+        raise UserError("tasks need a tokenizer of transformers, and this model has bytes")

@@ -1,0 +1,384 @@
+"""Loki in what else a program does with its model: training, switching, interruptions, several models."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_loki import loki_model, windows
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+from fourfold.errors import UserError
+from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
+from fourfold.inference.loki.architecture import attentions_of
+from fourfold.inference.loki.basis import Components
+from fourfold.inference.loki.cache import LokiLayer
+from fourfold.inference.loki.evaluate import evaluate
+from fourfold.inference.loki.fingerprint import _sample
+from fourfold.inference.loki.watch import watched
+
+SPARSE = LokiConfig(d=4, k=12, min_seq=0)
+
+
+@pytest.fixture
+def llama() -> tuple[Any, LokiBasis]:
+    model = loki_model()
+    return model, calibrate(model, windows())
+
+
+def prompt(batch: int = 2, length: int = 50, seed: int = 2) -> Tensor:
+    return torch.randint(1, 201, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_sample_of_a_large_matrix() -> None:
+    """More numbers than float32 can count."""
+    large = torch.empty(8192, 8192, dtype=torch.bfloat16)
+    large[0, 0], large[-1, -1] = 2.0, 3.0
+    sample = _sample(large)
+    assert (len(sample), sample[0].item(), sample[-1].item()) == (32, 2.0, 3.0)
+
+
+def test_dropout_meets_rotated_keys(llama: tuple[Any, LokiBasis]) -> None:
+    """Attention is dense then, and its queries are rotated as the keys are."""
+    model, basis = llama
+    tokens = prompt()
+    expected = model(tokens).logits
+    enable_loki(model, basis, SPARSE.but(cache="rotated"))
+    model.train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 1e-9
+    logits = model(tokens, past_key_values=DynamicCache(config=model.config), use_cache=True).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+def test_a_long_step_with_autograd(llama: tuple[Any, LokiBasis], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fourfold.inference.loki.attend.LONG", 1)
+    model, basis = llama
+    enable_loki(model, basis, SPARSE)
+    tokens, found = prompt(), []
+    for is_taped in (True, False):
+        with torch.set_grad_enabled(is_taped):
+            cache = DynamicCache(config=model.config)
+            model(tokens[:, :40], past_key_values=cache, use_cache=True)
+            found.append(model(tokens[:, 40:41], past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_an_evaluation_begins_without_loki(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    expected = evaluate(model, windows(2), basis, SPARSE)
+    enable_loki(model, basis, SPARSE.but(prefill="simulate", k=4))
+    assert evaluate(model, windows(2), basis, SPARSE) == expected
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("switch", ["other model", "disable"])
+def test_an_interrupted_pass_leaves_rotated_keys_refused(switch: str) -> None:
+    model = loki_model(num_hidden_layers=1)
+    enable_loki(model, calibrate(model, windows()), SPARSE.but(cache="rotated"))
+    tokens, held = prompt(), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens[:, :40], past_key_values=held, use_cache=True)
+        projection = model.model.layers[0].self_attn.k_proj
+
+        def interrupt(*_: Any) -> None:
+            raise InterruptedError
+
+        hook = projection.register_forward_pre_hook(interrupt)
+        with pytest.raises(InterruptedError):
+            model(tokens[:, 40:41], past_key_values=held, use_cache=True)
+        hook.remove()
+        dense = disable_loki(model) if switch == "disable" else loki_model(num_hidden_layers=1)
+        with pytest.raises(UserError, match="rotated"):
+            dense(tokens[:, 40:41], past_key_values=held, use_cache=True)
+
+
+@pytest.mark.parametrize("cache", ["proxy", "rotated"])
+def test_a_cache_is_offloaded_before_the_attention_reads_it(llama: tuple[Any, LokiBasis], cache: str) -> None:
+    """As transformers does after each update; what is gone from the device is NaN here."""
+    model, basis = llama
+    enable_loki(model, basis, SPARSE.but(cache=cache))
+    tokens, found = prompt(), []
+    with torch.no_grad():
+        for is_offloaded in (False, True):
+            held = DynamicCache(config=model.config)
+            model(tokens[:, :40], past_key_values=held, use_cache=True)
+            for layer in held.layers if is_offloaded else []:
+                layer.update = _then_away(layer)
+            found.append(model(tokens[:, 40:41], past_key_values=held, use_cache=True).logits)
+    torch.testing.assert_close(found[0], found[1])
+
+
+def _then_away(layer: Any) -> Any:
+    def update(*arguments: Any, **keywords: Any) -> Any:
+        out = type(layer).update(layer, *arguments, **keywords)
+        for plane in layer.planes:
+            plane._data = torch.full_like(plane._data, float("nan"))
+        return out
+
+    return update
+
+
+def test_the_cache_is_let_go_after_a_pass(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    enable_loki(model, basis, SPARSE)
+    model.generate(prompt(), max_new_tokens=3, do_sample=False, attention_mask=torch.ones(2, 50).long())
+    assert all(layer.self_attn.loki.layer is None for layer in model.model.layers)
+
+
+def test_the_part_and_the_whole_of_a_model(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    expected = model(prompt()).logits
+    enable_loki(model.model, basis, SPARSE.but(prefill="simulate"))
+    enable_loki(model, basis, SPARSE.but(prefill="simulate", k=5))
+    assert model.model.layers[0].self_attn.loki.recipe.config.k == 5
+    disable_loki(model.model)
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(model(prompt()).logits, expected)
+
+
+def test_an_attention_that_was_set_since_stays(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    enable_loki(model, basis, SPARSE)
+    model.set_attn_implementation("sdpa")
+    disable_loki(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_two_models_of_one_configuration_both_with_loki(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    other = type(model)(model.config).eval()
+    enable_loki(model, basis, SPARSE)
+    enable_loki(other, calibrate(other, windows()), SPARSE)
+    disable_loki(model)
+    disable_loki(other)
+    assert model.config._attn_implementation == "eager"
+
+
+def steps(model: Any, tokens_BS: Tensor, mask_BS: Tensor, begin: int, count: int) -> Tensor:
+    """Logits of the last rows: a prompt, and then token by token."""
+    cache, out = DynamicCache(config=model.config), []
+    with torch.no_grad():
+        for first, last in ((0, begin), *((i, i + 1) for i in range(begin, begin + count))):
+            mask, positions = mask_BS[:, :last], (mask_BS[:, :last].cumsum(-1) - 1).clamp(min=0)[:, first:last]
+            out.append(
+                model(
+                    tokens_BS[:, first:last],
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                ).logits
+            )
+    return torch.cat(out, 1)
+
+
+@pytest.mark.parametrize("long", [1, 1 << 30], ids=["head by head", "at once"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        LokiConfig(d=4, k_f=0.25, min_k=4, min_seq=0),
+        LokiConfig(d=4, k_f=0.25, min_k=4, min_seq=0, sink=1, recent=2),
+        LokiConfig(d=4, k_f=0.25, min_k=4, min_seq=60),
+        LokiConfig(d=4, k=7, min_seq=60),
+        LokiConfig(d=4, k_f=0.25, min_k=4, min_seq=0, prefill="simulate"),
+    ],
+    ids=["share", "ends", "share, min_seq", "number, min_seq", "simulated"],
+)
+def test_padding_does_not_count(
+    llama: tuple[Any, LokiBasis], config: LokiConfig, long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sequence of 46 tokens chooses as many keys alone as beside one of 86."""
+    monkeypatch.setattr("fourfold.inference.loki.attend.LONG", long)
+    model, basis = llama
+    enable_loki(model, basis, config)
+    tokens, padding = prompt(2, 90), 40
+    mask = torch.ones(2, 90).long()
+    mask[0, :padding] = 0
+    together = steps(model, tokens, mask, 86, 4)
+    for row, begin in ((0, padding), (1, 0)):
+        alone = steps(model, tokens[row : row + 1, begin:], mask[row : row + 1, begin:], 86 - begin, 4)
+        torch.testing.assert_close(together[row, begin:], alone[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_of_fixed_size_cannot_know_how_much_is_filled(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    tokens = prompt()
+    held = StaticCache(config=model.config, max_cache_len=90)
+    with torch.no_grad():
+        enable_loki(model, basis, LokiConfig(k=20, min_seq=60))
+        with pytest.raises(UserError, match="give min_seq = 0, or k of at least 60"):
+            model(tokens, past_key_values=held, use_cache=True)
+        enable_loki(model, basis, SPARSE)
+        model(tokens[:, :40], past_key_values=held, use_cache=True)
+        enable_loki(model, basis, LokiConfig(d=4, k_f=0.25, min_seq=0))
+        with pytest.raises(UserError, match="give k instead of k_f"):
+            model(tokens[:, 40:41], past_key_values=held, use_cache=True)
+
+
+@pytest.mark.parametrize("kind", ["static", "chunk"])
+def test_what_cannot_be_simulated_is_refused(llama: tuple[Any, LokiBasis], kind: str) -> None:
+    model, basis = llama
+    enable_loki(model, basis, SPARSE.but(prefill="simulate"))
+    tokens, held = prompt(), DynamicCache(config=model.config)
+    with torch.no_grad():
+        if kind == "static":
+            held = StaticCache(config=model.config, max_cache_len=90)
+        else:
+            model(tokens[:, :20], past_key_values=held, use_cache=True)
+        with pytest.raises(UserError, match="simulate"):
+            model(tokens[:, 20:], past_key_values=held, use_cache=True)
+
+
+def test_a_layer_that_was_skipped_is_ranked_later(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    tokens, held = prompt(), DynamicCache(config=model.config)
+    with torch.no_grad():
+        enable_loki(model, basis, SPARSE.but(skip_layers=(0,)))
+        model(tokens[:, :40], past_key_values=held, use_cache=True)
+        enable_loki(model, basis, SPARSE)
+        model(tokens[:, 40:41], past_key_values=held, use_cache=True)
+    assert isinstance(held.layers[0], LokiLayer)
+    with pytest.raises(UserError, match="no layer to Loki"):
+        enable_loki(model, basis, SPARSE.but(skip_layers=(0, 1)))
+
+
+def test_a_prompt_in_inference_mode_goes_on_outside_it(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    enable_loki(model, basis, SPARSE)
+    tokens, found = prompt(), []
+    for mode in (torch.inference_mode, torch.no_grad):
+        held = DynamicCache(config=model.config)
+        with mode():
+            model(tokens[:, :40], past_key_values=held, use_cache=True)
+        with torch.no_grad():
+            found.append(model(tokens[:, 40:41], past_key_values=held, use_cache=True).logits)
+    assert torch.equal(found[0], found[1])
+
+
+def test_one_head_does_not_do_for_all(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    post = basis.components["post"]
+    for one in (
+        Components(post.vectors_LKDD[:, :1], post.variances_LKD[:, :1]),
+        Components(post.vectors_LKDD[:1], post.variances_LKD[:1]),
+        Components(post.vectors_LKDD, post.variances_LKD[:, :1]),
+    ):
+        with pytest.raises(UserError, match="this model needs"):
+            enable_loki(model, dataclasses.replace(basis, components={"post": one}), LokiConfig(basis="post"))
+    with pytest.raises(UserError, match="choice for 1 layers"):
+        enable_loki(model, dataclasses.replace(basis, best=("post",)))
+
+
+def test_a_damaged_header(llama: tuple[Any, LokiBasis], tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.safetensors", tmp_path / "bad.safetensors"
+    llama[1].save(good)
+    with safe_open(good, framework="pt") as file:
+        about = file.metadata()
+    for change in ({"best": None}, {"best": "[["}, {"tokens": "many"}, {"best": '["post", "none"]'}):
+        kept = {key: value for key, value in (about | change).items() if value is not None}
+        save_file(load_file(good), bad, kept)
+        with pytest.raises(UserError, match="is damaged"):
+            LokiBasis.load(bad)
+    tensors = load_file(good)
+    del tensors["pre.variances"]
+    save_file(tensors, bad, about)
+    with pytest.raises(UserError, match="is damaged"):
+        LokiBasis.load(bad)
+    with pytest.raises(UserError, match="is a folder"):
+        LokiBasis.load(tmp_path)
+
+
+def test_an_adapter_leaves_the_fingerprint(llama: tuple[Any, LokiBasis]) -> None:
+    model, basis = llama
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.lora_A = torch.nn.Linear(64, 4, bias=False)
+    enable_loki(model, basis, SPARSE)
+    assert model.config._attn_implementation == "loki"
+
+
+def test_layers_without_a_rotary_embedding() -> None:
+    """Their keys are the same before it and after it."""
+    import transformers
+    from tiny_huggingface import SIZES
+
+    sizes = SIZES | {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "num_key_value_heads": 2}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.SmolLM3Config(**sizes)).eval()
+    seen = {}
+    with (
+        torch.no_grad(),
+        watched(model, attentions_of(model), lambda layer, query, keys, _: seen.update({layer: keys})),
+    ):
+        model(prompt(1, 30))
+    assert not torch.equal(seen[0]["pre"], seen[0]["post"])
+    assert torch.equal(seen[1]["pre"], seen[1]["post"])
+
+
+def test_a_window_of_all_positions_hides_nothing() -> None:
+    import transformers
+    from tiny_huggingface import SIZES
+
+    config = transformers.Phi3Config(**SIZES | {"num_key_value_heads": 2, "sliding_window": 64})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    tokens, found = prompt(length=60), []
+    basis = calibrate(model, windows(2, 40))
+    with torch.no_grad():
+        for keys in (LokiConfig(k_f=1.0, min_seq=0), SPARSE):
+            enable_loki(model, basis, keys)
+            held = DynamicCache(config=model.config)
+            model(tokens[:, :50], past_key_values=held, use_cache=True)
+            rows = [model(tokens[:, i : i + 1], past_key_values=held, use_cache=True).logits for i in range(50, 60)]
+            assert isinstance(held.layers[0], LokiLayer)
+            found.append(torch.cat(rows, 1))
+        disable_loki(model)
+        expected = model(tokens).logits[:, 50:]
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-4)
+    assert (found[1] - expected).abs().max() > 1e-3
+
+
+def test_another_cache_is_said_to_be_dense_once(llama: tuple[Any, LokiBasis], caplog: pytest.LogCaptureFixture) -> None:
+    class OwnLayer(DynamicLayer):
+        pass
+
+    model, basis = llama
+    tokens, held = prompt(), DynamicCache()
+    held.layer_class_to_replicate = OwnLayer
+    enable_loki(model, basis, SPARSE)
+    with torch.no_grad():
+        for begin in (0, 25):
+            model(tokens[:, begin : begin + 25], past_key_values=held, use_cache=True)
+    assert caplog.text.count("attended to densely") == 1
+
+
+def test_a_benchmark_of_a_short_context() -> None:
+    from benchmarks.loki_decode import Shape, measure
+
+    row = measure(Shape(1, 4, 2, 16, 4, 2048, torch.float32, "cpu"), 100, 1)
+    assert row.ratio > 0
+
+
+def test_a_cache_of_fixed_size_keeps_its_buffers(llama: tuple[Any, LokiBasis]) -> None:
+    """Full attention filled it; then two widths rank it in turn."""
+    model, basis = llama
+    tokens, found = prompt(), []
+    with torch.no_grad():
+        for kind in (DynamicCache, StaticCache):
+            disable_loki(model)
+            held = kind(config=model.config, **({"max_cache_len": 90} if kind is StaticCache else {}))
+            model(tokens[:, :40], past_key_values=held, use_cache=True)
+            place = held.layers[0].keys.data_ptr()
+            for row, d in ((40, 4), (41, 6)):
+                enable_loki(model, basis, SPARSE.but(d=d))
+                found.append(model(tokens[:, row : row + 1], past_key_values=held, use_cache=True).logits)
+    assert held.layers[0].keys.data_ptr() == place
+    torch.testing.assert_close(found[:2], found[2:])
