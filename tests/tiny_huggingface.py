@@ -28,6 +28,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+NEOX_LINEAR = {"rope_theta": 2e4, "rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
 YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -43,6 +44,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 16}),
     "qwen3 tied": ("Qwen3Config", {"num_key_value_heads": 8, "head_dim": 16, "tie_word_embeddings": True}),
     "phi3": ("Phi3Config", {"num_key_value_heads": 2}),
+    "phi3 partial": ("Phi3Config", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
+    "gemma": ("GemmaConfig", {"num_key_value_heads": 1, "head_dim": 16}),
+    "gemma biases": (
+        "GemmaConfig",
+        {"num_key_value_heads": 4, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "gpt_neox": ("GPTNeoXConfig", {}),
+    "gpt_neox in turn": (
+        "GPTNeoXConfig",
+        {"use_parallel_residual": False, "hidden_act": "gelu_new", "rope_parameters": NEOX_LINEAR},
+    ),
+    "gpt_neox tied": ("GPTNeoXConfig", {"attention_bias": False, "tie_word_embeddings": True}),
     "gpt2": ("GPT2Config", {}),
     "gpt2 untied": ("GPT2Config", {"tie_word_embeddings": False, "n_inner": 100, "layer_norm_epsilon": 1e-4}),
 }

@@ -22,6 +22,26 @@ QWEN = {
 }
 """QK-norm, attention biases, tied, GQA 8/2."""
 
+NEOX = {
+    "preset": "gpt-tiny",
+    "position_embedding": "rope",
+    "partial_rotary_factor": 0.25,
+    "parallel_residual": True,
+    "gelu_approximation": "none",
+    "tie_word_embeddings": False,
+}
+"""Attention and MLP side by side, rotary embeddings on a quarter of a head, LayerNorm, biases, the exact GELU."""
+
+GEMMA = {
+    "preset": "llama-tiny",
+    "num_key_value_heads": 1,
+    "mlp": "geglu",
+    "zero_centered_norm": True,
+    "scale_embeddings": True,
+    "tie_word_embeddings": True,
+}
+"""Norm weights counted from one, embeddings scaled, gated GELU, tied, one key-value head."""
+
 
 def tiny_run(model: dict[str, Any] = LLAMA, parallel: dict[str, int] | None = None, **sections: Any) -> RunConfig:
     """A run of 8 sequences of 32 tokens a step; ``training`` and other sections are merged over that."""

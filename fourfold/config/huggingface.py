@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,20 @@ class Family:
     """One architecture of transformers.
 
     keys: their name of each key of ours that a config.json may give; defaults: theirs, where a key is left out; fixed:
-    our keys that every model of the family has; required: their keys that must have one of these values, because the
-    decoder computes nothing else.
+    our keys that every model of the family has; activations: what each value of their ``activation_key`` means, the
+    first where it is left out; required: their keys that must have one of these values, because the decoder computes
+    nothing else; rope_theta, partial_rotary_factor: their names in files of transformers 4 (none: whole heads turn).
     """
 
     architecture: str
     keys: Mapping[str, str]
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any]
-    required: Mapping[str, tuple[Any, ...]]
+    activations: Mapping[str, Mapping[str, Any]]
+    activation_key: str = "hidden_act"
+    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    rope_theta: str = "rope_theta"
+    partial_rotary_factor: str | None = None
 
 
 _LLAMA_KEYS = {
@@ -50,8 +55,13 @@ _LLAMA_KEYS = {
 }
 _LLAMA_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _NO_BIASES = {"attention_bias": False, "attention_output_bias": False, "mlp_bias": False}
-_LLAMA_FIXED = {"mlp": "swiglu", "norm": "rmsnorm", "position_embedding": "rope", "qk_norm": False}
-_SILU = {"hidden_act": ("silu", "swish")}
+_LLAMA_FIXED = {"norm": "rmsnorm", "position_embedding": "rope", "qk_norm": False}
+_SWIGLU = {name: {"mlp": "swiglu"} for name in ("silu", "swish")}
+_TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+_GEGLU = {"gelu_pytorch_tanh": {"mlp": "geglu", "gelu_approximation": "tanh"}}
+_GELU = {name: {"mlp": "gelu", "gelu_approximation": "tanh"} for name in _TANH_GELUS} | {
+    "gelu": {"mlp": "gelu", "gelu_approximation": "none"}
+}
 _GPT2_KEYS = {
     "vocab_size": "vocab_size",
     "hidden_size": "n_embd",
@@ -64,6 +74,25 @@ _GPT2_KEYS = {
     "initializer_range": "initializer_range",
 }
 _GPT2_DEFAULTS = {"n_positions": 1024, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}
+_GPT2_FIXED = {
+    "norm": "layernorm",
+    "position_embedding": "learned",
+    "attention_bias": True,
+    "attention_output_bias": True,
+    "mlp_bias": True,
+    "qk_norm": False,
+}
+_GPT_NEOX_KEYS = {theirs: theirs for theirs in (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+    "max_position_embeddings", "attention_bias", "tie_word_embeddings", "initializer_range",
+)} | {"norm_eps": "layer_norm_eps", "parallel_residual": "use_parallel_residual"}  # fmt: skip
+_GPT_NEOX_DEFAULTS = {
+    "layer_norm_eps": 1e-5,
+    "use_parallel_residual": True,
+    "attention_bias": True,
+    "max_position_embeddings": 2048,
+    "rotary_pct": 0.25,
+}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -71,51 +100,64 @@ FAMILIES: dict[str, Family] = {
         _LLAMA_KEYS | {"head_dim": "head_dim", "attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
         _LLAMA_DEFAULTS,
         _LLAMA_FIXED,
-        _SILU,
+        _SWIGLU,
     ),
     "mistral": Family(
         "MistralForCausalLM",
         _LLAMA_KEYS | {"head_dim": "head_dim"},
         _LLAMA_DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         _LLAMA_FIXED | _NO_BIASES,
-        _SILU,
+        _SWIGLU,
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         _LLAMA_KEYS | {"head_dim": "head_dim"},
         _LLAMA_DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32768},
         _LLAMA_FIXED | _NO_BIASES | {"attention_bias": True},
-        _SILU,
+        _SWIGLU,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         _LLAMA_KEYS | {"head_dim": "head_dim", "attention_bias": "attention_bias"},
         _LLAMA_DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
         _LLAMA_FIXED | {"mlp_bias": False, "qk_norm": True},
-        _SILU,
+        _SWIGLU,
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
         _LLAMA_KEYS,
         _LLAMA_DEFAULTS | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         _LLAMA_FIXED | _NO_BIASES,
-        _SILU,
+        _SWIGLU,
+        partial_rotary_factor="partial_rotary_factor",
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        _LLAMA_KEYS | {"head_dim": "head_dim", "attention_bias": "attention_bias"},
+        _LLAMA_DEFAULTS
+        | {"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True},
+        _LLAMA_FIXED | {"mlp_bias": False, "zero_centered_norm": True, "scale_embeddings": True},
+        # "gelu" in the first files of the family means the approximation too, and is read so by transformers.
+        _GEGLU | {"gelu": _GEGLU["gelu_pytorch_tanh"]},
+        required={"use_bidirectional_attention": (None, False)},
+    ),
+    "gpt_neox": Family(
+        "GPTNeoXForCausalLM",
+        _GPT_NEOX_KEYS,
+        _GPT_NEOX_DEFAULTS,
+        {"norm": "layernorm", "position_embedding": "rope", "mlp_bias": True, "qk_norm": False},
+        {"gelu": _GELU["gelu"]} | _GELU,
+        rope_theta="rotary_emb_base",
+        partial_rotary_factor="rotary_pct",
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
         _GPT2_KEYS,
         _GPT2_DEFAULTS,
+        _GPT2_FIXED,
+        _GELU,
+        "activation_function",
         {
-            "mlp": "gelu",
-            "norm": "layernorm",
-            "position_embedding": "learned",
-            "attention_bias": True,
-            "attention_output_bias": True,
-            "mlp_bias": True,
-            "qk_norm": False,
-        },
-        {
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
             "add_cross_attention": (False,),
@@ -131,14 +173,12 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
 """What decides over the rotary frequencies, by their type."""
 
 MISSING: dict[str, str] = {
-    "gpt_neox": "attention and MLP side by side, rotary embeddings on a part of a head, and the exact GELU",
-    "phi": "attention and MLP side by side, and rotary embeddings on a part of a head",
-    "gemma": "a gated GELU, embeddings scaled by √hidden_size, and norm weights counted from one",
-    "gemma2": "a gated GELU, norms after attention and MLP, and capped logits",
-    "gemma3": "a gated GELU, norms after attention and MLP, and sliding windows in some layers",
-    "gemma3_text": "a gated GELU, norms after attention and MLP, and sliding windows in some layers",
+    "phi": "one norm for attention and MLP side by side, and a bias of the head",
+    "gemma2": "norms after attention and MLP, and capped logits",
+    "gemma3": "norms after attention and MLP, and sliding windows in some layers",
+    "gemma3_text": "norms after attention and MLP, and sliding windows in some layers",
     "olmo2": "norms after attention and MLP",
-    "falcon": "attention and MLP side by side",
+    "falcon": "one norm for attention and MLP side by side",
     "mixtral": "a mixture of experts",
     "qwen2_moe": "a mixture of experts",
     "qwen3_moe": "a mixture of experts",
@@ -152,8 +192,8 @@ MISSING: dict[str, str] = {
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a model's folder; ``UserError`` where there is none."""
-    file = path / CONFIG_FILE
+    """A config.json, by its own path or its folder's; ``UserError`` where there is none."""
+    file = path if path.suffix == ".json" and not path.is_dir() else path / CONFIG_FILE
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -190,7 +230,13 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise UserError(f"{where}: {key} = {given[key]!r}; the decoder here computes only {values[0]!r}")
     if given.get("quantization_config"):
         raise UserError(f"{where}: the weights are quantised (quantization_config); the unquantised model is needed")
-    keys = dict(family.fixed)
+    activation = given.get(family.activation_key, next(iter(family.activations)))
+    if activation not in family.activations:
+        raise UserError(
+            f"{where}: {family.activation_key} = {activation!r}; the decoder here computes only "
+            f"{', '.join(map(repr, family.activations))}"
+        )
+    keys = {**family.fixed, **family.activations[activation]}
     for ours, theirs in family.keys.items():
         if given.get(theirs) is not None:
             keys[ours] = given[theirs]
@@ -200,7 +246,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if "attention_bias" in family.keys:  # of these families it stands for all four projections
         keys["attention_output_bias"] = keys.get("attention_bias", False)
     if keys["position_embedding"] == "rope":
-        keys |= _rope(given, where)
+        keys |= _rope(given, family, where)
     window = sliding_window(config)
     if window is not None:
         keys["max_position_embeddings"] = min(window, keys["max_position_embeddings"])
@@ -232,17 +278,19 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
     return window if window is not None and limited else None
 
 
-def _rope(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Base and stretch of the rotary embeddings, in the keys of transformers 4 (rope_theta, rope_scaling) or 5."""
+def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """What the rotary embeddings turn, base and stretch, in the keys of transformers 4 (rope_scaling, …) or 5."""
     rope = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", None) or given.get("rope_theta") or 10000.0
-    part = rope.pop("partial_rotary_factor", None) or given.get("partial_rotary_factor") or 1.0
-    if part != 1.0:
-        raise UserError(f"{where}: partial_rotary_factor = {part}; the decoder here turns whole heads")
+    theta = rope.pop("rope_theta", None) or given.get(family.rope_theta) or 10000.0
+    part = rope.pop("partial_rotary_factor", None) or given.get(family.partial_rotary_factor or "partial_rotary_factor")
+    part = part or 1.0
+    if part != 1.0 and family.partial_rotary_factor is None:
+        raise UserError(f"{where}: partial_rotary_factor = {part}; models of this family turn whole heads")
+    always = {"rope_theta": float(theta), "partial_rotary_factor": float(part)}
     older = rope.pop("type", None)
     kind = rope.pop("rope_type", older) or "default"
     if kind == "default":
-        return {"rope_theta": float(theta), "rope_scaling": None}
+        return always | {"rope_scaling": None}
     if kind not in _ROPE_KEYS:
         raise UserError(f"{where}: rope_type '{kind}' is not computed here; {', '.join(_ROPE_KEYS)} are")
     rope = {key: value for key, value in rope.items() if value is not None}
@@ -255,7 +303,7 @@ def _rope(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         rope.setdefault("original_max_position_embeddings", given["max_position_embeddings"])
     scaling = {key: rope[key] for key in _ROPE_KEYS[kind] if key in rope}
     scaling = {key: float(v) if key != "original_max_position_embeddings" else v for key, v in scaling.items()}
-    return {"rope_theta": float(theta), "rope_scaling": {"rope_type": kind, **scaling}}
+    return always | {"rope_scaling": {"rope_type": kind, **scaling}}
 
 
 def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
@@ -274,7 +322,10 @@ def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
     raise UserError(
         f"no Hugging Face model {which} computes what this one does: mlp = '{model.mlp}', norm = '{model.norm}', "
         f"position_embedding = '{model.position_embedding}', attention_bias = {model.attention_bias}, "
-        f"attention_output_bias = {model.attention_output_bias}, mlp_bias = {model.mlp_bias}, qk_norm = {model.qk_norm}"
+        f"attention_output_bias = {model.attention_output_bias}, mlp_bias = {model.mlp_bias}, qk_norm = "
+        f"{model.qk_norm}, parallel_residual = {model.parallel_residual}, partial_rotary_factor = "
+        f"{model.partial_rotary_factor}, zero_centered_norm = {model.zero_centered_norm}, scale_embeddings = "
+        f"{model.scale_embeddings}"
     )
 
 
@@ -295,8 +346,13 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config |= {theirs: getattr(model, ours) for ours, theirs in family.keys.items()}
     config |= {key: values[0] for key, values in family.required.items()}
+    for activation, ours in family.activations.items():
+        if all(getattr(model, key) == value for key, value in ours.items()):
+            config.setdefault(family.activation_key, activation)
     if model.position_embedding == "rope":
-        config["rope_theta"] = model.rope_theta
+        config[family.rope_theta] = model.rope_theta
+        if family.partial_rotary_factor is not None:
+            config[family.partial_rotary_factor] = model.partial_rotary_factor
         if model.rope_scaling is not None:
             kept = ("rope_type", *_ROPE_KEYS[model.rope_scaling.rope_type])
             scaling = {key: getattr(model.rope_scaling, key) for key in kept}

@@ -62,13 +62,25 @@ class ModelConfig(Strict):
     )
     intermediate_size: int | None = Field(None, gt=0, description="Inner width of the MLP. Default: 4 × hidden_size.")
     max_position_embeddings: int = Field(2048, gt=0, description="Longest sequence; rows of a learned position table.")
-    mlp: Literal["swiglu", "gelu"] = Field("swiglu", description="swiglu: gated, three matrices; gelu: two.")
+    mlp: Literal["swiglu", "geglu", "gelu"] = Field(
+        "swiglu", description="swiglu, geglu: gated by SiLU or GELU, three matrices; gelu: two."
+    )
+    gelu_approximation: Literal["tanh", "none"] = Field(
+        "tanh", description="How geglu and gelu compute it; none: by the error function."
+    )
     norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="Normalisation before attention and MLP.")
     norm_eps: float = Field(1e-5, gt=0, description="Added to the variance, or mean square, inside a norm.")
+    zero_centered_norm: bool = Field(False, description="Weights of RMSNorms are counted from one (Gemma).")
+    parallel_residual: bool = Field(
+        False, description="Attention and MLP of a block side by side, both read its input (GPT-NeoX)."
+    )
     position_embedding: Literal["rope", "learned"] = Field(
         "rope", description="rope turns queries and keys; learned adds a row of a table to the embedding."
     )
     rope_theta: float = Field(10000.0, gt=1, description="Base of the rotary frequencies.")
+    partial_rotary_factor: float = Field(
+        1.0, gt=0, le=1, description="Share of a head's channels, from the first on, that are turned (GPT-NeoX)."
+    )
     rope_scaling: RopeScaling | None = Field(
         None, description="Stretches the rotary frequencies. Default, and with rope_type = 'default': as trained."
     )
@@ -77,6 +89,7 @@ class ModelConfig(Strict):
     mlp_bias: bool = Field(False, description="Biases of the MLP's projections.")
     qk_norm: bool = Field(False, description="RMSNorm over each head of queries and keys (Qwen3).")
     tie_word_embeddings: bool = Field(False, description="The LM head uses the embedding's weights.")
+    scale_embeddings: bool = Field(False, description="Token embeddings are multiplied by √hidden_size (Gemma).")
     initializer_range: float = Field(0.02, gt=0, description="Standard deviation of initial weights.")
     pad_vocab_size_to_multiple_of: int = Field(
         128, gt=0, description="Rows of the embedding and head are padded to this; padding is never predicted."
@@ -107,11 +120,31 @@ class ModelConfig(Strict):
                 f"num_attention_heads = {self.num_attention_heads} is not a multiple of num_key_value_heads = "
                 f"{self.num_key_value_heads}; {_divisors_text(self.num_attention_heads)} work"
             )
-        if self.position_embedding == "rope" and self.head_dim % 2:
-            raise ValueError(f"head_dim = {self.head_dim} is odd, and rotary embeddings turn pairs of channels")
-        if self.position_embedding == "learned" and self.rope_scaling is not None:
-            raise ValueError("rope_scaling has no meaning with position_embedding = 'learned'; remove one of them")
+        if self.position_embedding == "rope" and (self.rotary_dim % 2 or self.rotary_dim == 0):
+            share = self.partial_rotary_factor
+            raise ValueError(
+                f"head_dim = {self.head_dim}{'' if share == 1 else f' × partial_rotary_factor = {share}'} gives "
+                f"{self.rotary_dim} channels, and rotary embeddings turn pairs of them"
+            )
+        for key, without, other in (
+            ("rope_scaling", None, self.position_embedding == "learned" and "position_embedding = 'learned'"),
+            ("partial_rotary_factor", 1.0, self.position_embedding == "learned" and "position_embedding = 'learned'"),
+            ("zero_centered_norm", False, self.norm == "layernorm" and "norm = 'layernorm'"),
+            ("gelu_approximation", "tanh", self.mlp == "swiglu" and "mlp = 'swiglu'"),
+        ):
+            if other and getattr(self, key) != without:
+                raise ValueError(f"{key} has no meaning with {other}; remove one of them")
         return self
+
+    @property
+    def gated_mlp(self) -> bool:
+        """Whether the MLP has a gate beside its up projection."""
+        return self.mlp != "gelu"
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that rotary embeddings turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -137,7 +170,7 @@ class ModelConfig(Strict):
         attention = hidden * (queries + 2 * keys) + queries * hidden
         attention += (queries + 2 * keys) * self.attention_bias + hidden * self.attention_output_bias
         attention += 2 * self.head_dim * self.qk_norm
-        ups = 2 if self.mlp == "swiglu" else 1
+        ups = 2 if self.gated_mlp else 1
         mlp = (ups + 1) * hidden * inner + (ups * inner + hidden) * self.mlp_bias
         return attention + mlp + 2 * norm
 

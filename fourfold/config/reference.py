@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import types
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ def reference() -> str:
 
 
 def _paragraph(section: type[BaseModel]) -> list[str]:
-    return [section.__doc__.strip() + "\n"] if section.__doc__ else []
+    return [inspect.cleandoc(section.__doc__) + "\n"] if section.__doc__ else []
 
 
 def _inner_sections(name: str, section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:

@@ -177,6 +177,21 @@ class ActivationCheckpointConfig(Strict):
         return self
 
 
+class ParameterGroup(Strict):
+    """Parameters that are trained in another way than the rest; of several groups that match, the first holds.
+
+    `[[optimizer.groups]]` begins one. Names are as `layers.0.mlp.down_proj.weight`, those of `fourfold parity`.
+    """
+
+    parameters: list[str] = Field(
+        min_length=1, description="Names, in which * stands for anything: 'embed_tokens.*', 'layers.*.mlp.*'."
+    )
+    lr_ratio: float = Field(
+        1.0, ge=0, description="Their learning rate is this times the others'; 0 leaves them as they are."
+    )
+    weight_decay: float | None = Field(None, ge=0, description="Default: as without the group.")
+
+
 class OptimizerConfig(Strict):
     """AdamW. Weight decay is applied to matrices, not to norms and biases."""
 
@@ -191,6 +206,9 @@ class OptimizerConfig(Strict):
         False,
         description="With training.master_weights = 'bf16': updates too small for bf16 are made with a probability, so "
         "that they are right on average; moments are float32.",
+    )
+    groups: list[ParameterGroup] = Field(
+        [], description="Parameters with a learning rate, or a weight decay, of their own."
     )
 
     @model_validator(mode="after")

@@ -1,11 +1,13 @@
 """Where every parameter of the decoder stands in a Hugging Face model's files: one table per family.
 
-A row maps a tensor of theirs to the parameters of ours that it joins along the output dim, in this order; ``i`` is the
-number of the layer. A parameter that a model does not have (a bias) has no row in its map.
+A row maps a tensor of theirs to the parameters of ours that it joins along the output dim, in this order, once or head
+by head; ``i`` is the number of the layer. A parameter that a model does not have (a bias) has no row in its map.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +66,22 @@ _GPT2: Table = {
     }.items()
     for kind in ("weight", "bias")
 }
+_GPT_NEOX: Table = {
+    "gpt_neox.embed_in.weight": ("embed_tokens.weight",),
+    "embed_out.weight": ("lm_head.weight",),
+} | {
+    f"gpt_neox.{theirs}.{kind}": tuple(f"{each}.{kind}" for each in ours)
+    for theirs, ours in {
+        "final_layer_norm": ("norm",),
+        "layers.{i}.input_layernorm": ("layers.{i}.input_layernorm",),
+        "layers.{i}.post_attention_layernorm": ("layers.{i}.post_attention_layernorm",),
+        "layers.{i}.attention.query_key_value": _QKV,
+        "layers.{i}.attention.dense": ("layers.{i}.self_attn.o_proj",),
+        "layers.{i}.mlp.dense_h_to_4h": ("layers.{i}.mlp.up.up_proj",),
+        "layers.{i}.mlp.dense_4h_to_h": ("layers.{i}.mlp.down_proj",),
+    }.items()
+    for kind in ("weight", "bias")
+}
 
 TABLES: dict[str, Table] = {
     "llama": _LLAMA,
@@ -71,15 +89,26 @@ TABLES: dict[str, Table] = {
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
     "phi3": _PHI3,
+    "gemma": _LLAMA,
+    "gpt_neox": _GPT_NEOX,
     "gpt2": _GPT2,
 }
 TRANSPOSED: dict[str, tuple[str, ...]] = {"gpt2": (".c_attn.", ".c_proj.", ".c_fc.")}
 """Tensors that hold [in, out] where ours hold [out, in]."""
 
-PREFIX: dict[str, str] = {"gpt2": "transformer."}
+BY_HEAD: dict[str, tuple[str, ...]] = {"gpt_neox": (".query_key_value.",)}
+"""Tensors that join the rows of our parameters head by head."""
+
+PREFIX: dict[str, str] = {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}
 """What files of the model without its head leave out; ``model.`` in all other families."""
 
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+BUFFERS = (
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+    ".rotary_emb.inv_freq",
+)
 """Ends of names of tensors in older files that are no weights."""
 
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
@@ -88,14 +117,24 @@ VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter of ours inside a tensor of theirs: ``rows`` of the output dim, from ``first`` on.
+    """A parameter of ours inside a tensor of theirs: ``rows`` of the output dim, in ``groups`` of equal size.
 
-    Rows of ours beyond these are padding.
+    The first group begins at ``first``, the next ``stride`` rows further. Rows of ours beyond these are padding.
     """
 
     name: str
     first: int
     rows: int
+    groups: int
+    stride: int
+
+    def runs(self, rows: slice) -> Iterator[tuple[slice, slice]]:
+        """Rows of ours (all of them inside ``self.rows``) as consecutive ones: here, counted from the first, there."""
+        size = self.rows // self.groups
+        for group in range(rows.start // size, math.ceil(rows.stop / size)):
+            begin, end = max(rows.start, group * size), min(rows.stop, (group + 1) * size)
+            theirs = self.first + group * self.stride - group * size
+            yield slice(begin - rows.start, end - rows.start), slice(theirs + begin, theirs + end)
 
 
 @dataclass(frozen=True)
@@ -135,10 +174,11 @@ def _their_tensor(
 ) -> list[TheirTensor]:
     if ours[0] not in shapes:
         return []
-    pieces: list[Piece] = []
-    for name in ours:
-        rows = model.vocab_size if name in VOCABULARY else shapes[name][0]
-        pieces.append(Piece(name, sum(piece.rows for piece in pieces), rows))
-    shape = (sum(piece.rows for piece in pieces), *shapes[ours[0]][1:])
+    groups = model.num_attention_heads if any(part in theirs for part in BY_HEAD.get(kind, ())) else 1
+    rows = [model.vocab_size if name in VOCABULARY else shapes[name][0] for name in ours]
+    stride = sum(rows) // groups
+    firsts = [sum(rows[:i]) // groups for i in range(len(rows))]
+    pieces = [Piece(name, first, n, groups, stride) for name, first, n in zip(ours, firsts, rows, strict=True)]
+    shape = (sum(rows), *shapes[ours[0]][1:])
     transposed = len(shape) == 2 and any(part in theirs for part in TRANSPOSED.get(kind, ()))
     return [TheirTensor(theirs, shape[::-1] if transposed else shape, transposed, tuple(pieces))]

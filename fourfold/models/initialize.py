@@ -32,7 +32,7 @@ def fill_slice(out: Tensor, name: str, shape: tuple[int, ...], slices: Slices, c
     if name.endswith(("bias", "lora_B")):  # an addition is zero at first
         out.zero_()
     elif len(shape) == 1:
-        out.fill_(1.0)
+        out.fill_(0.0 if config.zero_centered_norm else 1.0)
     else:
         _fill_normal(out, _std(name, shape, config), name, shape, slices, seed)
 

@@ -59,11 +59,11 @@ class Pretrained:
         out[count:].zero_()
         if count == 0 or out.numel() == 0:
             return
-        theirs = (slice(piece.first + rows.start, piece.first + rows.stop), *slices[1:])
-        if tensor.transposed:
-            self.files.read_into(out[:count].T, self._names[tensor.name], theirs[::-1])
-        else:
-            self.files.read_into(out[:count], self._names[tensor.name], theirs)
+        for here, there in piece.runs(rows):
+            if tensor.transposed:
+                self.files.read_into(out[here].T, self._names[tensor.name], (there, *slices[1:])[::-1])
+            else:
+                self.files.read_into(out[here], self._names[tensor.name], (there, *slices[1:]))
 
     def _name_in_files(self, name: str) -> str | None:
         """Files of a model without its head leave out the prefix."""

@@ -11,12 +11,12 @@ from fourfold.config.model import ModelConfig, RopeScaling
 
 
 def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
-    """Angular frequencies [D/2] in float32, and the factor on cos and sin (1 but for yarn).
+    """Angular frequencies [d] in float32, of the d pairs of channels that turn; the factor on cos and sin (or 1).
 
     Su et al. 2021 (arXiv 2104.09864); llama3: Grattafiori et al. 2024; yarn: Peng et al. 2023 (arXiv 2309.00071).
     """
-    channels = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
-    frequencies = config.rope_theta ** (-channels / config.head_dim)
+    channels = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device=device)
+    frequencies = config.rope_theta ** (-channels / config.rotary_dim)
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies, 1.0
@@ -43,23 +43,24 @@ def _yarn(frequencies: Tensor, scaling: RopeScaling, config: ModelConfig) -> Ten
 
     def channel(turns: float) -> float:
         length = scaling.original_max_position_embeddings
-        return config.head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        return config.rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
     low = max(math.floor(channel(scaling.beta_fast)), 0)
-    high = min(math.ceil(channel(scaling.beta_slow)), config.head_dim - 1)
-    ramp = torch.arange(config.head_dim // 2, dtype=torch.float32, device=frequencies.device)
+    high = min(math.ceil(channel(scaling.beta_slow)), config.rotary_dim - 1)
+    ramp = torch.arange(config.rotary_dim // 2, dtype=torch.float32, device=frequencies.device)
     stretch = ((ramp - low) / max(high - low, 0.001)).clamp(0, 1)
     return frequencies / scaling.factor * stretch + frequencies * (1 - stretch)
 
 
 def rope_tables(positions_BS: Tensor, frequencies_d: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, S, 1, D/2] of every position, float32."""
+    """cos and sin [B, S, 1, d] of every position, float32."""
     angles = (positions_BS[..., None].float() * frequencies_d)[:, :, None]
     return angles.cos() * scale, angles.sin() * scale
 
 
 def apply_rope(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
-    """Turn channel i against channel i + D/2, in float32."""
-    first, second = x_BSND.float().chunk(2, dim=-1)
-    turned = torch.cat([first * cos_BS1d - second * sin_BS1d, second * cos_BS1d + first * sin_BS1d], dim=-1)
-    return turned.to(x_BSND.dtype)
+    """Turn channel i against channel i + d, in float32; channels from 2·d on stay as they are."""
+    d = cos_BS1d.shape[-1]
+    first, second, rest = x_BSND.float().split([d, d, x_BSND.shape[-1] - 2 * d], dim=-1)
+    turned = [first * cos_BS1d - second * sin_BS1d, second * cos_BS1d + first * sin_BS1d, rest]
+    return torch.cat(turned, dim=-1).to(x_BSND.dtype)

@@ -1,4 +1,4 @@
-"""A decoder: GPT-2/3 and Llama / Mistral / Qwen in one file of plain, single-device PyTorch.
+"""A decoder: GPT-2/3, GPT-NeoX and Llama / Mistral / Qwen / Gemma in one file of plain, single-device PyTorch.
 
 Shapes: B sequences, S tokens, H hidden, N heads, K key-value heads, D head_dim, F inner width, V padded vocabulary.
 """
@@ -20,7 +20,7 @@ from fourfold.models.rope import apply_rope, rope_frequencies, rope_tables
 class AttentionContext:
     """What every layer's attention needs to know of its tokens.
 
-    cos, sin: rotary tables [B or 1, S, 1, D/2] (none with learned positions); mask: [B, 1, S, S], true where a query
+    cos, sin: rotary tables [B or 1, S, 1, d] (none with learned positions); mask: [B, 1, S, S], true where a query
     may see a key (none: plain causal); first_query: where in the sequence the queries begin, when they are only a part
     of it.
     """
@@ -42,15 +42,28 @@ class Linears(nn.ModuleDict):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight, in float32 inside (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+    """x / rms(x) · weight, in float32 inside (Zhang & Sennrich 2019, arXiv 1910.07467).
 
-    def __init__(self, size: int, eps: float) -> None:
+    zero_centered: · (1 + weight), in float32 too (Gemma, arXiv 2403.08295).
+    """
+
+    def __init__(self, size: int, eps: float, zero_centered: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
+        self.eps, self.zero_centered = eps, zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
+        normal = F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
+        if self.zero_centered:
+            return (normal * (1 + self.weight.float())).to(x.dtype)
+        return normal.to(x.dtype) * self.weight
+
+
+def norm_of(config: ModelConfig, size: int) -> RMSNorm | nn.LayerNorm:
+    """The norm that a model has everywhere, over ``size`` channels."""
+    if config.norm == "layernorm":
+        return nn.LayerNorm(size, eps=config.norm_eps)
+    return RMSNorm(size, config.norm_eps, config.zero_centered_norm)
 
 
 class AttentionCore(nn.Module):
@@ -59,8 +72,9 @@ class AttentionCore(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        qk_norm = partial(RMSNorm, config.head_dim, config.norm_eps, config.zero_centered_norm)
+        self.q_norm = qk_norm() if config.qk_norm else None
+        self.k_norm = qk_norm() if config.qk_norm else None
 
     def forward(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
         q_BSND, k_BSKD, v_BSKD = (t.unflatten(-1, (-1, self.head_dim)) for t in (q_BSND, k_BSKD, v_BSKD))
@@ -108,28 +122,42 @@ class Attention(nn.Module):
 
 
 class GELU(nn.Module):
-    """GPT-2's activation, the tanh approximation (Hendrycks & Gimpel 2016)."""
+    """GPT-2's activation (Hendrycks & Gimpel 2016, arXiv 1606.08415)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.approximate = config.gelu_approximation
 
     def forward(self, up_BSF: Tensor) -> Tensor:
-        return F.gelu(up_BSF, approximate="tanh")
+        return F.gelu(up_BSF, approximate=self.approximate)
+
+
+class GEGLU(GELU):
+    """gelu(gate) · up (Shazeer 2020, arXiv 2002.05202)."""
+
+    def forward(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
+        return super().forward(gate_BSF) * up_BSF
 
 
 class SwiGLU(nn.Module):
     """silu(gate) · up (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
 
     def forward(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
         return F.silu(gate_BSF) * up_BSF
 
 
 class MLP(nn.Module):
-    """The position-wise network, gated (SwiGLU) or not (GELU)."""
+    """The position-wise network, gated (SwiGLU, GEGLU) or not (GELU)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         inner = config.intermediate_size
-        widths = {"gate_proj": inner, "up_proj": inner} if config.mlp == "swiglu" else {"up_proj": inner}
+        widths = {"gate_proj": inner, "up_proj": inner} if config.gated_mlp else {"up_proj": inner}
         self.up = Linears(config.hidden_size, config.mlp_bias, **widths)
-        self.activation = SwiGLU() if config.mlp == "swiglu" else GELU()
+        self.activation = {"swiglu": SwiGLU, "geglu": GEGLU, "gelu": GELU}[config.mlp](config)
         self.down_proj = nn.Linear(inner, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
@@ -141,19 +169,20 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer."""
+    """One pre-norm layer; attention and MLP one after the other, or side by side (GPT-J, GPT-NeoX)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        norm = partial(RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm, config.hidden_size, eps=config.norm_eps)
-        self.input_layernorm = norm()
+        self.parallel_residual = config.parallel_residual
+        self.input_layernorm = norm_of(config, config.hidden_size)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = norm()
+        self.post_attention_layernorm = norm_of(config, config.hidden_size)
         self.mlp = MLP(config)
 
     def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
-        x_BSH = x_BSH + self.self_attn(self.input_layernorm(x_BSH), context)
-        return x_BSH + self.mlp(self.post_attention_layernorm(x_BSH))
+        attended_BSH = x_BSH + self.self_attn(self.input_layernorm(x_BSH), context)
+        mlp_reads_BSH = x_BSH if self.parallel_residual else attended_BSH
+        return attended_BSH + self.mlp(self.post_attention_layernorm(mlp_reads_BSH))
 
 
 class LMHead(nn.Module):
@@ -207,8 +236,7 @@ class Transformer(nn.Module):
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.attention_tables = AttentionTables(config)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
-        norm = RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
-        self.norm = norm(config.hidden_size, eps=config.norm_eps)
+        self.norm = norm_of(config, config.hidden_size)
         self.lm_head = LMHead(config)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -240,4 +268,6 @@ class Transformer(nn.Module):
     def embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         """Token embeddings, and positions' where they are learned, [B, S, H]."""
         x_BSH = self.embed_tokens(tokens_BS)
+        if self.config.scale_embeddings:
+            x_BSH = x_BSH * torch.tensor(self.config.hidden_size**0.5, dtype=x_BSH.dtype, device=x_BSH.device)
         return x_BSH if self.embed_positions is None else x_BSH + self.embed_positions(positions_BS)

@@ -17,10 +17,11 @@ class Norm(Tiled):
     def __init__(self, norm: RMSNorm | nn.LayerNorm, grid: Grid, name: str) -> None:
         super().__init__()
         tile = Tile(y=0, partial_over=("x",))
-        self.centred = isinstance(norm, nn.LayerNorm)
+        self.subtracts_mean = isinstance(norm, nn.LayerNorm)
+        self.zero_centered = isinstance(norm, RMSNorm) and norm.zero_centered
         self.eps, self.size, self.y, self.name = norm.eps, norm.weight.shape[0], grid.y, name
         self.add_tile("weight", norm.weight, tile, grid)
-        self.add_tile("bias", norm.bias if self.centred else None, tile, grid)
+        self.add_tile("bias", norm.bias if self.subtracts_mean else None, tile, grid)
 
     def forward(self, x_BTh: Tensor) -> Tensor:
         return normalize(x_BTh, self, self.weight, self.bias)
@@ -32,19 +33,25 @@ def normalize(x_BTh: Tensor, layer: Norm, weight: Tensor, bias: Tensor | None) -
 
 
 class _Normalize(torch.autograd.Function):
-    """x̂ = (x − mean)/σ (mean = 0 for RMSNorm), out = x̂·w + b; statistics in float32 and finer."""
+    """x̂ = (x − mean)/σ (mean = 0 for RMSNorm), out = x̂·w + b; statistics in float32 and finer.
+
+    Weights counted from one are added to it, and multiplied, in float32.
+    """
 
     @staticmethod
     def forward(ctx, x_BTh: Tensor, layer: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
         x = x_BTh.float()
-        if layer.centred:
+        if layer.subtracts_mean:
             mean, rstd = _moments(x, layer)
         else:
             square = all_reduce(x.square().sum(-1, keepdim=True), layer.y, f"{layer.name}: statistics")
             mean, rstd = None, (square / layer.size + layer.eps).rsqrt()
         ctx.save_for_backward(x_BTh, mean, rstd, weight)
         ctx.layer = layer
-        out = _standardize(x, mean, rstd).to(x_BTh.dtype) * weight
+        standard = _standardize(x, mean, rstd)
+        if layer.zero_centered:
+            return standard.mul_(1 + weight.float()).to(x_BTh.dtype)
+        out = standard.to(x_BTh.dtype) * weight
         return out if bias is None else out + bias
 
     @staticmethod
@@ -52,16 +59,16 @@ class _Normalize(torch.autograd.Function):
         x_BTh, mean, rstd, weight = ctx.saved_tensors
         layer: Norm = ctx.layer
         standard = _standardize(x_BTh.float(), mean, rstd)
-        grad, dtype, weight = grad.float(), weight.dtype, weight.float()
+        grad, dtype, weight = grad.float(), weight.dtype, weight.float() + (1 if layer.zero_centered else 0)
         product = grad * standard
         sums = [product @ weight]
-        if layer.centred:
+        if layer.subtracts_mean:
             sums.append(grad @ weight)
         sums = all_reduce(torch.stack(sums), layer.y, f"{layer.name}: statistics' gradient") / layer.size
         d_weight = product.sum((0, 1)).to(dtype)
         d_bias = grad.sum((0, 1)).to(dtype) if ctx.needs_input_grad[3] else None
         dx = standard.mul_(-sums[0][..., None]).addcmul_(grad, weight)
-        if layer.centred:
+        if layer.subtracts_mean:
             dx -= sums[1][..., None]
         return dx.mul_(rstd).to(x_BTh.dtype), None, d_weight, d_bias
 
@@ -89,7 +96,7 @@ class HeadNorm(Tiled):
 
     def __init__(self, norm: RMSNorm, grid: Grid) -> None:
         super().__init__()
-        self.norm_forward, self.eps = type(norm).forward, norm.eps
+        self.norm_forward, self.eps, self.zero_centered = type(norm).forward, norm.eps, norm.zero_centered
         self.add_tile("weight", norm.weight, Tile(partial_over=("x", "y")), grid)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -65,7 +65,9 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     mlp_inputs = np.where(gated, 2, 1) * p.inner
     # Gathered inputs are kept as they are, or a share of them that is gathered again (Megatron-LM's way).
     tokens = np.where(shares, p.residual, p.gathered)
-    stream = 2 * p.residual + 2 * p.statistics + 2 * tokens + out
+    # Side by side, attention and MLP have norms that read, and keep, the same.
+    read = np.where(work.parallel_residual, 1, 2) * p.residual
+    stream = read + 2 * p.statistics + 2 * tokens + out
     if not selective:
         return stream + core + mlp
     kept = stream + np.where(work.attention_again, core_inputs, core) + np.where(work.mlp_again, mlp_inputs, mlp)

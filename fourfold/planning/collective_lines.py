@@ -87,7 +87,7 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     model, grid, sizes = run.model, run.parallel, _Sizes(run)
     x, item, tokens, residual = grid.x, sizes.item, sizes.tokens, sizes.residual
     features, queries, keys = sizes.queries + 2 * sizes.keys, sizes.queries, sizes.keys
-    ups = model.intermediate_size * (2 if model.mlp == "swiglu" else 1)
+    ups = model.intermediate_size * (2 if model.gated_mlp else 1)
     once, forward = _times(run, stage, False), _times(run, stage, sizes.block_again)
     gathers, norms = _times(run, stage, sizes.gathers_again), _times(run, stage, sizes.norms_again)
 

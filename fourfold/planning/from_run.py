@@ -23,13 +23,13 @@ AGAIN = {
 def workload_of_model(model: ModelConfig) -> Workload:
     """A workload of the model's sizes on one device, with a batch of one token still to be replaced."""
     queries, keys = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
-    ups = model.intermediate_size * (2 if model.mlp == "swiglu" else 1)
+    ups = model.intermediate_size * (2 if model.gated_mlp else 1)
     return Workload(
         layers=model.num_hidden_layers, hidden=model.hidden_size, queries=queries, keys=keys, head_dim=model.head_dim,
         inner=model.intermediate_size, ups=ups, vocab=model.padded_vocab_size, tied=model.tie_word_embeddings,
         seq=1, batch=1, micro_batch=1, bits=16, reduce_bytes=4, x=1, y=1, z=1, dp=1, cp=1, pp=1, interleave=1, zero=0,
         recompute=0, rope=np.bool_(model.position_embedding == "rope"), biases=np.bool_(model.attention_bias),
-        head_norms=np.bool_(model.qk_norm), **AGAIN,
+        head_norms=np.bool_(model.qk_norm), parallel_residual=np.bool_(model.parallel_residual), **AGAIN,
         positions=model.max_position_embeddings if model.position_embedding == "learned" else 0,
         ends=model.padded_vocab_size * model.hidden_size / model.parameters_per_layer,
     )  # fmt: skip

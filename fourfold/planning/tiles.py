@@ -101,7 +101,7 @@ def _block(run: RunConfig) -> tuple[Part, ...]:
     block.append(Part(hidden, queries // x))
     if model.attention_output_bias:
         block.append(Part(hidden, 1, ("x",)))
-    for _ in range(2 if model.mlp == "swiglu" else 1):
+    for _ in range(2 if model.gated_mlp else 1):
         block.append(Part(inner, hidden))
         if model.mlp_bias:
             block.append(Part(inner, 1))

@@ -27,7 +27,8 @@ class Workload:
     """Sizes of one step; every field is a number or an array [n] of them.
 
     The model: layers, hidden, queries and keys (features), head_dim, inner, ups (outputs of up and gate together),
-    vocab (padded), tied, rope, biases (of q, k, v), head_norms, positions (rows of a learned table).
+    vocab (padded), tied, rope, biases (of q, k, v), head_norms, positions (rows of a learned table), parallel_residual
+    (attention and MLP read the same).
     The step: seq, batch (global, sequences), micro_batch, bits (16 or 32 in the step; 8: matmuls in FP8), reduce_bytes
     (of a gradient in sums), recompute (index into ``RECOMPUTE``).
     The grid: x, y, z, dp, cp, pp, interleave (chunks of layers a stage), zero, schedule (index into ``SCHEDULES``),
@@ -94,6 +95,7 @@ class Workload:
     biases: Number = False
     head_norms: Number = False
     positions: Number = 0
+    parallel_residual: Number = False
     blocking: Number = False
     half_weights: Number = False
     gradient_copy: Number = False

@@ -37,7 +37,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
     """
     hidden, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
     attention_projections = hidden * model.head_dim * (2 * heads + 2 * kv_heads)  # q and output; k and v
-    mlp = hidden * model.intermediate_size * (3 if model.mlp == "swiglu" else 2)
+    mlp = hidden * model.intermediate_size * (3 if model.gated_mlp else 2)
     matmul_parameters = model.num_hidden_layers * (attention_projections + mlp) + hidden * model.vocab_size
     causal_attention = model.num_hidden_layers * 4 * seq_length * heads * model.head_dim // 2
     forward = 2 * matmul_parameters + causal_attention

@@ -244,8 +244,10 @@ def _whole(pretrained: Pretrained, name: str, shape: tuple[int, ...]) -> Tensor:
 
 def _joined(weights: SavedWeights | Merged, tensor: TheirTensor, dtype: torch.dtype) -> Tensor:
     """A tensor of theirs: its pieces without padding, one below the other, transposed where theirs is."""
-    pieces = [weights.read(piece.name)[: piece.rows].to(dtype) for piece in tensor.pieces]
-    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    groups = [
+        weights.read(piece.name)[: piece.rows].to(dtype).unflatten(0, (piece.groups, -1)) for piece in tensor.pieces
+    ]
+    whole = (groups[0] if len(groups) == 1 else torch.cat(groups, dim=1)).flatten(0, 1)
     return whole.T.contiguous() if tensor.transposed else whole
 
 

@@ -26,7 +26,7 @@ from fourfold.parallel.state import (
     sum_partial_gradients,
 )
 from fourfold.training.loss_scaling import LossScale
-from fourfold.training.optimizer import ShardedAdamW, learning_rate
+from fourfold.training.optimizer import ShardedAdamW, check_groups, learning_rate
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class Job:
         self, run: RunConfig, grid: Grid, device: torch.device, stages: dict[int, DataParallel] | None = None
     ) -> None:
         """Give memory to ``stages`` (default: ``meta_stages``); ``initialize`` them then, or load a checkpoint."""
+        if run.optimizer.groups:
+            check_groups(run.optimizer, trained_names(run))
         self.run, self.grid, self.device = run, grid, device
         self.stages = meta_stages(run, grid) if stages is None else stages
         for stage in self.stages.values():
@@ -206,6 +208,12 @@ def build_model(run: RunConfig) -> Transformer:
     model = Transformer(run.model).to(DTYPES[run.training.precision])
     add_adapters(model, run.lora, stored)
     return model
+
+
+def trained_names(run: RunConfig) -> list[str]:
+    """Every parameter of the whole model that is trained."""
+    with torch.device("meta"):
+        return [name for name, parameter in build_model(run).named_parameters() if parameter.requires_grad]
 
 
 def meta_stages(run: RunConfig, grid: Grid) -> dict[int, DataParallel]:

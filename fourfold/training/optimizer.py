@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from fourfold.config.run import OptimizerConfig, SchedulerConfig
+from fourfold.errors import UserError
 from fourfold.parallel.state import LocalShard
+
+
+class Treatment(NamedTuple):
+    """How a parameter is stepped: its learning rate over the run's, and its weight decay."""
+
+    lr_ratio: float
+    weight_decay: float
+
+
+def treatment(name: str, dims: int, config: OptimizerConfig) -> Treatment:
+    """Of a parameter, by the first group of the run file that names it."""
+    decay = config.weight_decay if dims > 1 else 0.0
+    for group in config.groups:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in group.parameters):
+            return Treatment(group.lr_ratio, decay if group.weight_decay is None else group.weight_decay)
+    return Treatment(1.0, decay)
+
+
+def check_groups(config: OptimizerConfig, names: Collection[str]) -> None:
+    """Raise ``UserError`` for a group of parameters that names none of those that are trained."""
+    for pattern in (pattern for group in config.groups for pattern in group.parameters):
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+            raise UserError(f"optimizer.groups: '{pattern}' names no parameter that is trained; {near[0]} is one")
 
 
 class ShardedAdamW:
@@ -24,14 +52,17 @@ class ShardedAdamW:
         self.shards, self.config, self.seed = list(shards), config, seed
         self._steps = 0  # as AdamW's own counters, which a trace without data cannot read
         self.parameters = [nn.Parameter(shard.local, requires_grad=shard.parameter.requires_grad) for shard in shards]
-        decayed = [p for p, s in zip(self.parameters, shards, strict=True) if len(s.global_shape) > 1]
-        others = [p for p, s in zip(self.parameters, shards, strict=True) if len(s.global_shape) == 1]
+        self.treatments = [treatment(shard.name, len(shard.global_shape), config) for shard in self.shards]
         groups = [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {
+                "params": [p for p, own in zip(self.parameters, self.treatments, strict=True) if own == each],
+                "weight_decay": each.weight_decay,
+                "lr_ratio": each.lr_ratio,
+            }
+            for each in dict.fromkeys(self.treatments)
         ]
         self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            groups,
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
@@ -41,7 +72,7 @@ class ShardedAdamW:
     def step(self, lr: float) -> None:
         """Update the weights with the gradients that the shards hold, and drop those."""
         for group in self.adamw.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_ratio"]
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
             # The optimizer must step the memory that the model (or FSDP2's gathering) reads.
             assert _same_memory(shard.current, parameter), f"{shard.name} has moved"
@@ -78,8 +109,8 @@ class ShardedAdamW:
                 amsgrad=False,
                 beta1=beta1,
                 beta2=beta2,
-                lr=lr,
-                weight_decay=self.config.weight_decay if len(shard.global_shape) > 1 else 0.0,
+                lr=lr * self.treatments[index].lr_ratio,
+                weight_decay=self.treatments[index].weight_decay,
                 eps=self.config.eps,
                 maximize=False,
             )

@@ -28,7 +28,7 @@ from fourfold.training.checkpoint import Checkpointer, load_checkpoint
 from fourfold.training.environment import Place
 from fourfold.training.job import Job, MicroBatch, build_model
 from fourfold.training.launch import device_of
-from fourfold.training.optimizer import learning_rate
+from fourfold.training.optimizer import learning_rate, treatment
 from fourfold.verification.batches import micro_batches_of, random_global_batch, rows_of
 
 TOLERANCE = {"loss": 1e-5, "gradients": 1e-5, "grad_norm": 1e-5, "weights": 1e-4, "resumed": 1e-4}
@@ -122,14 +122,11 @@ class OneProcess:
         self.run, self.device = run, device
         self.model = build_model(run).to(device)
         initialize(self.model, run.model, run.training.seed)
-        matrices = [p for p in self.model.parameters() if p.ndim > 1]
-        vectors = [p for p in self.model.parameters() if p.ndim == 1]
-        optimizer = run.optimizer
-        self.adamw = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-        )
+        groups = [
+            {"params": [p], **treatment(name, p.ndim, run.optimizer)._asdict()}
+            for name, p in self.model.named_parameters()
+        ]
+        self.adamw = torch.optim.AdamW(groups, betas=run.optimizer.betas, eps=run.optimizer.eps)
 
     def step(self, batch: MicroBatch, step: int) -> tuple[float, float, dict[str, Tensor]]:
         """Loss, gradient norm and unclipped gradients of one training step."""
@@ -144,7 +141,8 @@ class OneProcess:
         gradients = {name: p.grad.clone().cpu() for name, p in self.model.named_parameters() if p.requires_grad}
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.optimizer.max_grad_norm).item()
         for group in self.adamw.param_groups:
-            group["lr"] = learning_rate(step, run.training.train_steps, run.optimizer.lr, run.lr_scheduler)
+            rate = learning_rate(step, run.training.train_steps, run.optimizer.lr, run.lr_scheduler)
+            group["lr"] = rate * group["lr_ratio"]
         self.adamw.step()
         self.adamw.zero_grad()
         return loss, norm, gradients

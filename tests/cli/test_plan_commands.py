@@ -102,7 +102,7 @@ def test_a_hugging_face_model_is_the_preset(cli: Cli, tmp_path: Path) -> None:
         (("--model", "llama3-8b", "--gpus", 8, "--precision", "fp4"), "there are bf16"),
         (("--model", "llama3-8b", "--gpus", 8, "--limit", "q=1"), "--limit q=1"),
         (("--model", "gpt2", "--gpus", 8, "--seq", 4096), "position table"),
-        (("--model", "none/config.json", "--gpus", 8), "cannot be read"),
+        (("--model", "none/config.json", "--gpus", 8), "cannot read none/config.json"),
     ],
 )
 def test_bad_input_is_a_sentence(cli: Cli, arguments: tuple[object, ...], sentence: str) -> None:

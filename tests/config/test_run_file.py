@@ -162,7 +162,7 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist() -> None:
         ({"model": {"hidden_size": 65}}, "hidden_size = 65 is not a multiple of num_attention_heads = 8"),
         ({"model": {"num_key_value_heads": 3}}, "num_key_value_heads = 3; 1, 2, 4, 8 work"),
         ({"model": {"num_key_value_heads": 16}}, "num_key_value_heads = 16; 1, 2, 4, 8 work"),
-        ({"model": {"head_dim": 9}}, "head_dim = 9 is odd"),
+        ({"model": {"head_dim": 9}}, "head_dim = 9 gives 9 channels"),
         ({"model": {"rope_scaling": {"factor": 2.0}}}, "'model.rope_scaling.rope_type' is missing"),
         (
             {"model": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny_runs import GPT, LLAMA, QWEN, tiny_run
+from tiny_runs import GEMMA, GPT, LLAMA, NEOX, QWEN, tiny_run
 
 from fourfold.config.run import RunConfig
 from fourfold.planning.activations import peak_bytes
@@ -14,10 +14,12 @@ from fourfold.planning.from_run import workload_of
 from fourfold.planning.tiles import stored_bytes
 from fourfold.verification.trace import TraceReport, trace
 
-MODELS = {"llama": LLAMA, "gpt": GPT, "qwen": QWEN}
+MODELS = {"llama": LLAMA, "gpt": GPT, "qwen": QWEN, "neox": NEOX, "gemma": GEMMA}
 FAST = [
     ("llama", {"x": 2, "y": 2, "z": 2, "dp": 2}, "none"),
     ("gpt", {"x": 2, "y": 2}, "full"),
+    ("neox", {"x": 2, "y": 2}, "none"),
+    ("gemma", {"x": 2, "z": 2}, "none"),
     ("qwen", {"x": 2, "y": 2, "z": 2}, "selective attention"),
     ("llama", {"x": 2, "y": 2}, "selective mlp gathers"),
     ("gpt", {"z": 2, "dp": 2, "zero": 1}, "none"),
@@ -52,7 +54,7 @@ GRIDS: list[dict[str, int]] = [
 ALL = [
     pytest.param(model, grid, mode, marks=pytest.mark.slow)
     for grid in GRIDS
-    for model in MODELS
+    for model in (("llama", "gpt", "qwen") if len(grid) != 2 else MODELS)
     for mode in ("none", "selective attention", "selective attention mlp gathers", "full")
     if (model, grid, mode) not in FAST
 ]

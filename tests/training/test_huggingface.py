@@ -127,6 +127,9 @@ GRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "pp2 tied": ("qwen2 tied", {"pp": 2}),
     "pp2 x2": ("mistral", {"pp": 2, "x": 2}),
     "cp2 x2": ("llama mqa biases", {"cp": 2, "x": 2}),
+    "x2 y2 gpt_neox": ("gpt_neox", {"x": 2, "y": 2}),
+    "z2 pp2 gpt_neox": ("gpt_neox in turn", {"z": 2, "pp": 2}),
+    "x2 y2 gemma": ("gemma", {"x": 2, "y": 2}),
 }
 
 
@@ -197,8 +200,8 @@ def refusal(folder: Path) -> str:
     ("changes", "names"),
     [
         ({"model_type": "mixtral"}, ["mixtral", "mixture of experts"]),
-        ({"model_type": "gpt_neox"}, ["gpt_neox", "side by side"]),
-        ({"model_type": "gemma"}, ["gemma", "gated GELU"]),
+        ({"model_type": "falcon"}, ["falcon", "side by side"]),
+        ({"model_type": "gemma2"}, ["gemma2", "capped logits"]),
         ({"model_type": "mamba"}, ["mamba", "llama"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "LlamaForCausalLM"]),
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'"]),

@@ -134,6 +134,32 @@ def test_only_matrices_decay(pool: Pool, parallel: dict[str, int]) -> None:
     assert min(kinds.values()) > 5
 
 
+def test_groups_of_parameters_have_rates_and_decays_of_their_own(pool: Pool) -> None:
+    groups = [
+        {"parameters": ["embed_*.weight", "layers.0.*"], "lr_ratio": 0},
+        {"parameters": ["layers.*.mlp.*"], "lr_ratio": 2.0, "weight_decay": 0.1},
+        {"parameters": ["*"], "lr_ratio": 0.5},
+    ]
+    run = tiny_run(GPT, {"x": 2, "z": 2}, optimizer=optimizer_section() | {"groups": groups})
+    before, after = pool.run(4, step_with_known_gradients, run, 1, False)[0]
+    for name, start in before.items():
+        parameter = torch.nn.Parameter(start.clone())
+        parameter.grad = gradient_of(name, tuple(parameter.shape), 0)
+        frozen, mlp = name.startswith(("embed_", "layers.0.")), ".mlp." in name
+        lr, decay = (0.02, 0.1) if mlp else (0.005, 0.3 if parameter.ndim > 1 else 0.0)
+        torch.optim.AdamW([parameter], lr=lr, betas=(0.8, 0.9), eps=1e-6, weight_decay=decay).step()
+        if frozen:
+            assert torch.equal(after[name], start), name
+        else:
+            torch.testing.assert_close(after[name], parameter.data, rtol=1e-5, atol=1e-6)
+
+
+def test_a_group_without_parameters_is_refused(pool: Pool) -> None:
+    run = tiny_run(GPT, optimizer={"groups": [{"parameters": ["layers.*.mlp.gate_proj.*"], "lr_ratio": 0.5}]})
+    with pytest.raises(Exception, match=r"'layers\.\*\.mlp\.gate_proj\.\*' names no parameter that is trained; layers"):
+        pool.run(1, step_with_known_gradients, run, 1, True)
+
+
 def test_defaults_are_those_of_the_run_file() -> None:
     config = OptimizerConfig()
     assert (config.lr, config.betas, config.eps, config.weight_decay) == (3e-4, (0.9, 0.95), 1e-8, 0.1)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from pool import Pool
-from tiny_runs import GPT, LLAMA, QWEN, tiny_run
+from tiny_runs import GEMMA, GPT, LLAMA, NEOX, QWEN, tiny_run
 
 from fourfold.config.run import RunConfig, Schedule
 from fourfold.verification.parity import ParityReport, parity, relative_differences, resharded
@@ -21,6 +21,14 @@ GOLDFISH = {"masks": {"goldfish": {"strategy": "hash"}}}
 FULL = {"activation_checkpoint": {"mode": "full"}}
 SELECTIVE = {"activation_checkpoint": {"mode": "selective", "modules": ["attention", "mlp", "norms", "gathers"]}}
 OFFLOADED = {"activation_checkpoint": {"mode": "full", "every": 2, "offload": True}}
+GROUPS = {
+    "optimizer": {
+        "groups": [
+            {"parameters": ["layers.0.*", "embed_tokens.*"], "lr_ratio": 0.1},
+            {"parameters": ["*norm.weight", "layers.*.mlp.*"], "lr_ratio": 3.0, "weight_decay": 0.5},
+        ]
+    }
+}
 DEEP_LLAMA, DEEP_GPT = LLAMA | {"num_hidden_layers": 4}, GPT | {"num_hidden_layers": 4}
 SCHEDULES = get_args(Schedule)
 SIX_HEADS = {"preset": "llama-tiny", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
@@ -79,6 +87,11 @@ CASES: dict[str, Case] = {
     "pp2 x2 packed": (DEEP_GPT, {"pp": 2, "x": 2}, ONE_SEQUENCE | PACKED),
     "pp2 cp2 interleaved": (DEEP_GPT, {"pp": 2, "cp": 2, "schedule": "Interleaved1F1B"}, ONE_SEQUENCE | PACKED),
     "x2 y2 z2": (QWEN, {"x": 2, "y": 2, "z": 2}, FULL | ONE_SEQUENCE),
+    "x2 y2 neox recomputed": (NEOX, {"x": 2, "y": 2}, FULL),
+    "z2 cp2 neox packed": (NEOX, {"z": 2, "cp": 2}, PACKED | SELECTIVE),
+    "x2 z2 learning-rate groups": (GPT, {"x": 2, "z": 2}, GROUPS),
+    "x2 y2 gemma": (GEMMA, {"x": 2, "y": 2}, SELECTIVE),
+    "pp2 dp2 zero 2 gemma": (GEMMA | {"num_hidden_layers": 4}, {"pp": 2, "dp": 2, "zero": 2}, ONE_SEQUENCE),
     "x2 goldfish": (LLAMA, {"x": 2}, GOLDFISH),
     "z2 dp2 zero 3 goldfish packed": (GPT, {"z": 2, "dp": 2, "zero": 3}, GOLDFISH | PACKED),
     "x2 cp2 goldfish": (QWEN, {"x": 2, "cp": 2}, GOLDFISH),
@@ -98,6 +111,8 @@ SLOW_CASES: dict[str, Case] = {
     "pp2 cp2 z2 x2, 16 ranks": (DEEP_LLAMA, {"pp": 2, "cp": 2, "z": 2, "x": 2}, ONE_SEQUENCE | FULL),
     "pp2 cp2 z2 y2, 16 ranks": (DEEP_GPT, {"pp": 2, "cp": 2, "z": 2, "y": 2}, ONE_SEQUENCE | PACKED),
     "x4 y2": (LLAMA, {"x": 4, "y": 2}, {}),
+    "x2 y2 z2 gemma": (GEMMA, {"x": 2, "y": 2, "z": 2}, ONE_SEQUENCE | PACKED),
+    "pp2 x2 z2 neox": (NEOX | {"num_hidden_layers": 4}, {"pp": 2, "x": 2, "z": 2}, ONE_SEQUENCE),
     "x2 y4 gpt, y shares the batch": (GPT, {"x": 2, "y": 4}, {"training": {"micro_batch_size": 4}}),
     "x2 y4, y shares the queries": (SIX_HEADS, {"x": 2, "y": 4}, PACKED | ONE_SEQUENCE),
     "x4 y2, kv not in x": (LLAMA | {"num_key_value_heads": 2}, {"x": 4, "y": 2}, SELECTIVE),
