@@ -1,6 +1,6 @@
 """One decoding step of Loki against the best dense attention that torch has: one run prints one table of ratios.
 
-    python -m benchmarks.loki_decode [--rounds 30] [--contexts 4096,32768,131072] [--dtype fp32] [--json results.json]
+    python -m benchmarks.loki_decode [--rounds 30] [--contexts 4096,32768,131072] [--dtype fp32] [--proxy-dtype bf16]
 
 The whole operation of one layer is timed: append to the cache, project, score, select, attend. Dense attention is
 whichever of torch's ways is fastest at that context, with the same preallocated cache. Contenders take turns, so that
@@ -31,7 +31,15 @@ from fourfold.inference.loki.cache import GrowingLayer, LokiLayer
 from fourfold.inference.loki.traffic import CacheTraffic, dense_bytes, floor_bytes
 from fourfold.inference.pretrained import DTYPES
 
-GOALS = {"cpu": {32_768: 3.0, 131_072: 6.0}, "cuda": {131_072: 2.5}}
+GOALS = {
+    ("cpu", 1, 32_768): 3.0,
+    ("cpu", 1, 131_072): 6.0,
+    ("cuda", 1, 131_072): 2.5,
+    ("cuda", 8, 32_768): 2.0,
+    ("cuda", 1, 8_192): 0.95,
+}
+"""Least ratio, by device, batch and context."""
+
 Step = Callable[[], Tensor]
 
 
@@ -47,6 +55,7 @@ class Shape:
     k: int
     dtype: torch.dtype
     device: str
+    proxy_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,9 @@ class Row:
 
 def main() -> int:
     arguments = _arguments()
-    shape = Shape(arguments.batch, 32, 8, 128, arguments.d, arguments.k, DTYPES[arguments.dtype], arguments.device)
+    dtype = DTYPES[arguments.dtype]
+    proxy_dtype = None if arguments.proxy_dtype == "same" else torch.bfloat16
+    shape = Shape(arguments.batch, 32, 8, 128, arguments.d, arguments.k, dtype, arguments.device, proxy_dtype)
     header = f"{'context':>8}{'dense':>18}{'ms':>10}{'Loki ms':>10}{'ratio':>8}{'of least':>10}"
     print(f"{header}{'bytes/dense':>13}{'/floor':>8}  goal")
     rows = []
@@ -87,7 +98,7 @@ def main() -> int:
             "processor": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
-            "shape": {**asdict(shape), "dtype": arguments.dtype},
+            "shape": {**asdict(shape), "dtype": arguments.dtype, "proxy_dtype": arguments.proxy_dtype},
             "rounds": arguments.rounds,
             "rows": [{**asdict(row), "ratio": row.ratio, "least_ratio": row.least_ratio} for row in rows],
         }
@@ -109,7 +120,8 @@ def measure(shape: Shape, context: int, rounds: int) -> Row:
     best = min((name for name in steps if name != "loki"), key=medians.__getitem__)
     size = (context, shape.head_dim)
     itemsize = shape.dtype.itemsize
-    floor = shape.batch * floor_bytes(*size, shape.d, min(shape.k, context), shape.kv_heads, itemsize)
+    kept = (shape.d, min(shape.k, context), shape.kv_heads, itemsize, (shape.proxy_dtype or shape.dtype).itemsize)
+    floor = shape.batch * floor_bytes(*size, *kept)
     dense = shape.batch * dense_bytes(*size, shape.kv_heads, itemsize)
     return Row(
         context,
@@ -118,7 +130,7 @@ def measure(shape: Shape, context: int, rounds: int) -> Row:
         medians["loki"],
         min(times[best]) * 1e3,
         min(times["loki"]) * 1e3,
-        GOALS[shape.device].get(context),
+        GOALS.get((shape.device, shape.batch, context)),
         floor / dense if traffic is None else traffic / dense,
         None if traffic is None else traffic / floor,
     )
@@ -129,7 +141,7 @@ def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
     basis_KDd = torch.linalg.qr(torch.randn(shape.kv_heads, shape.head_dim, shape.head_dim)).Q[..., : shape.d]
     basis_KDd = basis_KDd.contiguous().to(shape.device)
     k = min(shape.k, context)
-    layer, config = LokiLayer(basis_KDd, context), LokiConfig(d=shape.d, k=k)
+    layer, config = LokiLayer(basis_KDd, context, shape.proxy_dtype), LokiConfig(d=shape.d, k=k)
     _fill(layer, shape, context - 1)
     new, query = _tokens(shape, 1), _query(shape)
 
@@ -239,6 +251,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--d", type=int, default=32)
     parser.add_argument("--k", type=int, default=2048)
     parser.add_argument("--dtype", default="fp32", choices=list(DTYPES))
+    parser.add_argument("--proxy-dtype", default="same", choices=["same", "bf16"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
     return parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 from command_line import Cli, Result, exit_code
 from pool import Pool
 from tiny_corpus import make_corpus
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,16 @@ def name_of(over: str, grid: ParallelConfig) -> str | None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("grid", [{"x": 2, "z": 2, "dp": 2}, {"dp": 4}, {"cp": 2, "dp": 2}, {"cp": 2, "z": 2}], ids=str)
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"x": 2, "z": 2, "dp": 2},
+        {"dp": 4},
+        pytest.param({"cp": 2, "dp": 2}, marks=pytest.mark.slow),
+        pytest.param({"cp": 2, "z": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_table_of_zero_says_what_the_trace_counts(zero: int, grid: dict[str, int]) -> None:
     run = tiny_run(WIDE, grid | {"zero": zero}, training={"global_batch_size": 16, "precision": "bf16"})
     said: Counter[tuple[str, str]] = Counter()
@@ -115,7 +124,9 @@ def test_the_table_of_states_says_what_the_trace_counts(zero: int, other: str) -
         assert size == pytest.approx(formula_in(formula, **letters_of(run)), rel=4e-3)
 
 
-@pytest.mark.parametrize("axis", ["x", "y", "z", "dp"])
+@pytest.mark.parametrize(
+    "axis", ["dp", "z", pytest.param("x", marks=pytest.mark.slow), pytest.param("y", marks=pytest.mark.slow)]
+)
 def test_the_intensity_of_an_axis_is_operations_over_bytes_sent(axis: str) -> None:
     run = tiny_run(WIDE, {axis: 4}, training={"global_batch_size": 16, "precision": "bf16"})
     letters = letters_of(run)

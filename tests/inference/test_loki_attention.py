@@ -439,6 +439,25 @@ def test_half_precision(llama: tuple[Any, LokiBasis], cache: str) -> None:
     assert (found - expected).abs().mean() < 1.3 * rounding
 
 
+def test_a_proxy_in_bf16_only_ranks(llama: tuple[Any, LokiBasis]) -> None:
+    """With all keys nothing changes; with some, nearly the same ones are chosen, and attended to exactly."""
+    model, basis = llama
+    tokens = prompt()
+    expected = model(tokens).logits
+    enable_loki(model, basis, EVERY.but(proxy_dtype="bf16"))
+    torch.testing.assert_close(step_by_step(model, tokens, 20), expected, rtol=1e-4, atol=1e-5)
+    few = EVERY.but(k=20, k_f=None)
+    found = []
+    for kind in ("same", "bf16"):
+        enable_loki(model, basis, few.but(proxy_dtype=kind))
+        found.append(step_by_step(model, tokens, 20))
+    disable_loki(model)
+    rounded, sparsified = (found[1] - found[0]).norm(), (found[0] - expected).norm()
+    assert 0 < rounded < 0.3 * sparsified
+    with pytest.raises(UserError, match="needs cache"):
+        LokiConfig(cache="rotated", proxy_dtype="bf16")
+
+
 def test_rows_are_gathered_out_of_a_growing_cache() -> None:
     """Behind each head's rows there is room; the rows of the next head begin after it."""
     room = torch.randn(2, 3, 64, 8)

@@ -30,7 +30,6 @@ from fourfold.verification.parity import ParityReport, parity
 LORA = {"rank": 4, "alpha": 12.0}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "one process": (LLAMA, {}, {}),
-    "x2 y2 z2": (QWEN, {"x": 2, "y": 2, "z": 2}, {}),
     "x2 y2, two targets": (LLAMA, {"x": 2, "y": 2}, {"lora": LORA | {"targets": ["q_proj", "down_proj"]}}),
     "z2 dp2 zero 3 recomputed": (GPT, {"z": 2, "dp": 2, "zero": 3}, {"activation_checkpoint": {"mode": "full"}}),
     "x2 offloaded": (LLAMA, {"x": 2}, {"activation_checkpoint": {"mode": "full", "offload": True}}),
@@ -38,15 +37,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "pp2 x2": (GPT, {"pp": 2, "x": 2}, {"training": {"micro_batch_size": 1}}),
     "x2 cp2": (LLAMA, {"x": 2, "cp": 2}, {}),
 }
+SLOW_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "x2 y2 z2": (QWEN, {"x": 2, "y": 2, "z": 2}, {}),
+}
 
 
 def parity_body(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:
     return parity(run, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_CASES)])
 def test_layout_computes_what_one_process_computes(pool: Pool, name: str, tmp_path: Path) -> None:
-    model, grid, sections = CASES[name]
+    model, grid, sections = (CASES | SLOW_CASES)[name]
     run = tiny_run(model, grid, output_dir=str(tmp_path), **({"lora": LORA} | sections))
     report = pool.run(run.parallel.world_size, parity_body, run)[0]
     assert report.ok, report
@@ -88,7 +90,9 @@ def tuned_body(rank: int, world_size: int, run: RunConfig) -> dict[str, Any] | N
     return {"loss": loss.item(), "gradients": gradients, "weights": weights, "bytes": state_bytes}
 
 
-@pytest.mark.parametrize("grid", [{"x": 2, "y": 2, "z": 2}, {"z": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "grid", [pytest.param({"x": 2, "y": 2, "z": 2}, marks=pytest.mark.slow), {"x": 2, "z": 2}], ids=str
+)
 def test_peft_opens_the_adapter_and_computes_the_same(pool: Pool, tmp_path: Path, grid: dict[str, int]) -> None:
     """Loss and every gradient on peft's model; and the base bit for bit as it was."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")

@@ -29,7 +29,10 @@ def kept(blocks: tuple[int, int], precision: str, **recompute: Any) -> int:
     return more - few
 
 
-@pytest.mark.parametrize(("precision", "wide"), [("bf16", 1), ("fp16", 1), ("fp32", 2)])
+@pytest.mark.parametrize(
+    ("precision", "wide"),
+    [("bf16", 1), pytest.param("fp16", 1, marks=pytest.mark.slow), pytest.param("fp32", 2, marks=pytest.mark.slow)],
+)
 def test_a_gpt_block_keeps_what_korthikanti_counts(precision: str, wide: int) -> None:
     model = tiny_run(MODEL).model
     h, a = model.hidden_size, model.num_attention_heads

@@ -36,6 +36,11 @@ class LayerRecipe:
         self.basis_KDd = None if self.basis_KDD is None else self.basis_KDD[..., : self.d].contiguous()
 
     @property
+    def proxy_dtype(self) -> torch.dtype | None:
+        """None: that of the keys."""
+        return torch.bfloat16 if self.config.proxy_dtype == "bf16" else None
+
+    @property
     def is_dense(self) -> bool:
         return self.basis_KDD is None
 
@@ -50,7 +55,7 @@ class LayerRecipe:
             return GrowingLayer(self.capacity)
         if self.config.cache == "rotated":
             return RotatedLayer(self.basis_KDD, self.d, self.capacity)
-        return LokiLayer(self.basis_KDd, self.capacity)
+        return LokiLayer(self.basis_KDd, self.capacity, self.proxy_dtype)
 
 
 def adopt(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool) -> Any:
@@ -71,8 +76,10 @@ def adopt(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool) -> Any:
         layer = cache.layers[number] = _filled(recipe.new_layer(), layer)
     elif type(layer) is StaticLayer and is_ranked:
         layer = cache.layers[number] = _fixed(layer, recipe)
-    elif isinstance(layer, LokiLayer | StaticLokiLayer) and not recipe.is_dense and not _same(layer, recipe):
-        layer = cache.layers[number] = _made_anew(layer, recipe)
+    elif isinstance(layer, LokiLayer | StaticLokiLayer) and not recipe.is_dense:
+        if not _is_of(layer, recipe):
+            layer = cache.layers[number] = _made_anew(layer, recipe)
+        layer.basis = recipe.basis_KDd
     if isinstance(layer, StaticLokiLayer) and is_ranked:
         _check_fixed(layer.max_cache_len, recipe.config)
     if isinstance(layer, GrowingLayer | StaticLokiLayer):
@@ -95,7 +102,7 @@ def _filled(new: GrowingLayer, layer: DynamicLayer) -> GrowingLayer:
 
 def _fixed(layer: StaticLayer, recipe: LayerRecipe) -> StaticLokiLayer:
     _check_fixed(layer.max_cache_len, recipe.config)
-    fixed = StaticLokiLayer(recipe.basis_KDd, layer.max_cache_len)
+    fixed = StaticLokiLayer(recipe.basis_KDd, layer.max_cache_len, recipe.proxy_dtype)
     fixed.take_over(layer)
     return fixed
 
@@ -117,12 +124,13 @@ def _check_fixed(size: int, config: LokiConfig) -> None:
 
 def _rotated(layer: RotatedLayer, recipe: LayerRecipe, is_loki: bool) -> RotatedLayer:
     """Only the very basis, and an attention that knows of it, can read rotated keys."""
-    if not is_loki or recipe.is_dense or recipe.config.cache != "rotated" or not _same(layer, recipe):
+    if not is_loki or recipe.is_dense or recipe.config.cache != "rotated" or not _is_of(layer, recipe):
         raise UserError(
             "this cache holds keys that were rotated by another basis, or for another attention than the model has "
             'now; start a new cache, or use cache = "proxy", which fits any attention'
         )
-    layer.expected = True
+    # How many rotated dims rank is free.
+    layer.basis, layer.d, layer.expected = recipe.basis_KDD, recipe.d, True
     return layer
 
 
@@ -131,14 +139,11 @@ def _made_anew(layer: LokiLayer | StaticLokiLayer, recipe: LayerRecipe) -> Growi
     return _fixed(layer, recipe) if isinstance(layer, StaticLokiLayer) else _filled(recipe.new_layer(), layer)
 
 
-def _same(layer: LokiLayer | RotatedLayer | StaticLokiLayer, recipe: LayerRecipe) -> bool:
-    """Whether a layer was filled with this basis; it then shares its tensor, so that the next look is cheap."""
-    if layer.basis is recipe.basis_KDd or layer.basis is recipe.basis_KDD:
-        return True
+def _is_of(layer: LokiLayer | RotatedLayer | StaticLokiLayer, recipe: LayerRecipe) -> bool:
+    """Whether a layer was filled with this basis, in this type."""
     ours = recipe.basis_KDD if isinstance(layer, RotatedLayer) else recipe.basis_KDd
-    if isinstance(layer, RotatedLayer) and layer.d != recipe.d:
-        layer.d = recipe.d  # how many rotated dims rank is free
-    if layer.basis.shape != ours.shape or not torch.equal(layer.basis.to(ours.device), ours):
+    if not isinstance(layer, RotatedLayer) and layer.proxy_dtype != recipe.proxy_dtype:
         return False
-    layer.basis = ours
-    return True
+    if layer.basis is ours:  # as it is at every step but the first
+        return True
+    return layer.basis.shape == ours.shape and torch.equal(layer.basis.to(ours.device), ours)

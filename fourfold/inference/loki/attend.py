@@ -37,13 +37,16 @@ def decode(
     query_BKGD = query_BND.unflatten(1, (key_BKSD.shape[1], -1))
     length, d = proxy_BKSd.shape[2:]
     query_BKGd = query_BKGD[..., :d] if basis_KDd is None else project(query_BKGD, basis_KDd)
-    query_BKGd = query_BKGd * scaling
-    most = max(length * query_BKGD.shape[2], k * query_BKGD.shape[3])
-    is_taped = torch.is_grad_enabled()  # autograd takes no products that are written into a buffer
-    if query_BND.device.type == "cpu" and most >= LONG and not is_taped:
-        return _head_by_head(
-            query_BKGD, query_BKGd, key_BKSD, value_BKSD, proxy_BKSd, k, config, scaling, visible_B1S, k_B
-        ).flatten(1, 2)
+    query_BKGd = (query_BKGd * scaling).to(proxy_BKSd.dtype)
+    if not torch.is_grad_enabled():  # autograd knows neither our kernels nor products that are written into a buffer
+        step = None
+        if config.uses_triton(query_BND.device):
+            from fourfold.inference.loki.kernels import decode as step
+        elif query_BND.device.type == "cpu" and max(length * query_BKGD.shape[2], k * query_BKGD.shape[3]) >= LONG:
+            step = _head_by_head
+        if step is not None:
+            cached = (key_BKSD, value_BKSD, proxy_BKSd)
+            return step(query_BKGD, query_BKGd, *cached, k, config, scaling, visible_B1S, k_B).flatten(1, 2)
     worth_BKS = agree(torch.matmul(query_BKGd, proxy_BKSd.transpose(-1, -2)), config.group_reduce, visible_B1S)
     chosen_BKk = choose(worth_BKS, k, config, visible_B1S, k_B)
     return attend_to(query_BKGD, key_BKSD, value_BKSD, chosen_BKk, scaling, visible_B1S, k_B).flatten(1, 2)
@@ -61,16 +64,15 @@ def _head_by_head(
     visible_B1S: Tensor | None,
     k_B: Tensor | None,
 ) -> Tensor:
-    """The same, one KV head after the other, so that scores and gathered rows stay in a CPU's cache."""
-    batch, heads, group, _ = query_BKGD.shape
+    """The same; from the scores on one KV head after the other, so that gathered rows stay in a CPU's cache."""
+    batch, heads, _, _ = query_BKGD.shape
     out_BKGD = torch.empty_like(query_BKGD)
-    scores_GS = query_BKGd.new_empty(group, key_BKSD.shape[2])
+    scores_BKGS = torch.matmul(query_BKGd, proxy_BKSd.transpose(-1, -2))
     for row in range(batch):
         visible_11S = None if visible_B1S is None else visible_B1S[row, None]
         k_of_row = k if k_B is None else max(1, int(k_B[row]))
         for head in range(heads):
-            torch.matmul(query_BKGd[row, head], proxy_BKSd[row, head].T, out=scores_GS)
-            worth_11S = agree(scores_GS[None, None], config.group_reduce, visible_11S)
+            worth_11S = agree(scores_BKGS[row, head][None, None], config.group_reduce, visible_11S)
             chosen_k = choose(worth_11S, k_of_row, config, visible_11S).flatten()
             key_kD, value_kD = (cached[row, head].index_select(0, chosen_k) for cached in (key_BKSD, value_BKSD))
             exact_Gk = torch.matmul(query_BKGD[row, head] * scaling, key_kD.T).float()
@@ -81,9 +83,9 @@ def _head_by_head(
     return out_BKGD if visible_B1S is None else out_BKGD.masked_fill(~visible_B1S.any(-1)[..., None, None], 0.0)
 
 
-def project(x_BKSD: Tensor, basis_KDd: Tensor) -> Tensor:
-    """Rotated dims, [B, K, S, d]; the products are summed in float32 and rounded once."""
-    return torch.matmul(x_BKSD.float(), basis_KDd).to(x_BKSD.dtype)
+def project(x_BKSD: Tensor, basis_KDd: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Rotated dims, [B, K, S, d]; the products are summed in float32 and rounded once, to ``dtype`` or x's."""
+    return torch.matmul(x_BKSD.float(), basis_KDd).to(dtype or x_BKSD.dtype)
 
 
 def attend_to(

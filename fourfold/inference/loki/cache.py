@@ -91,13 +91,13 @@ class GrowingLayer(DynamicLayer):
 class LokiLayer(GrowingLayer):
     """Raw keys and values, and a proxy [B, K, S, d] of the keys, which alone is read to rank them.
 
-    proxy_BKSd: as the last update returned the keys, on their device: a cache that is offloaded has moved its planes
-    to the CPU before the attention reads them. None once that is through.
+    proxy_dtype: by default the keys'. proxy_BKSd: as the last update returned the keys, on their device: a
+    cache that is offloaded has moved its planes to the CPU before the attention reads them. None once that is through.
     """
 
-    def __init__(self, basis_KDd: Tensor, capacity: int = 0) -> None:
+    def __init__(self, basis_KDd: Tensor, capacity: int = 0, proxy_dtype: torch.dtype | None = None) -> None:
         super().__init__(capacity)
-        self.basis = basis_KDd
+        self.basis, self.proxy_dtype = basis_KDd, proxy_dtype
         self.proxy_plane = Plane(capacity)
         self.proxy_BKSd: Tensor | None = None
 
@@ -109,7 +109,7 @@ class LokiLayer(GrowingLayer):
         self.proxy_BKSd = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.proxy_plane.append(project(key_states, self.basis))
+        self.proxy_plane.append(project(key_states, self.basis, self.proxy_dtype))
         self.proxy_BKSd = self.proxy_plane.view
         return super().update(key_states, value_states)
 
@@ -146,9 +146,9 @@ class RotatedLayer(GrowingLayer):
 class StaticLokiLayer(StaticLayer):
     """As ``LokiLayer`` with buffers of fixed size and address, for CUDA graphs; what is not filled is masked."""
 
-    def __init__(self, basis_KDd: Tensor, max_cache_len: int) -> None:
+    def __init__(self, basis_KDd: Tensor, max_cache_len: int, proxy_dtype: torch.dtype | None = None) -> None:
         super().__init__(max_cache_len)
-        self.basis = basis_KDd
+        self.basis, self.proxy_dtype = basis_KDd, proxy_dtype
         self.held_proxy_BKSd: Tensor | None = None
         self.proxy_BKSd: Tensor | None = None
 
@@ -163,22 +163,22 @@ class StaticLokiLayer(StaticLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         shape = (self.batch_size, self.num_heads, self.max_cache_len, self.basis.shape[-1])
-        self.held_proxy_BKSd = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.held_proxy_BKSd = torch.zeros(shape, dtype=self.proxy_dtype or self.dtype, device=self.device)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         places = torch.arange(key_states.shape[-2], device=self.device) + self.cumulative_length
-        self.held_proxy_BKSd.index_copy_(2, places, project(key_states, self.basis))
+        self.held_proxy_BKSd.index_copy_(2, places, project(key_states, self.basis, self.proxy_dtype))
         self.proxy_BKSd = self.held_proxy_BKSd
         return super().update(key_states, value_states)
 
     def take_over(self, layer: StaticLayer) -> None:
         """A layer's buffers, at their addresses, with a proxy of the keys that they hold."""
-        own = ("basis", "held_proxy_BKSd", "proxy_BKSd")
+        own = ("basis", "proxy_dtype", "held_proxy_BKSd", "proxy_BKSd")
         vars(self).update({name: value for name, value in vars(layer).items() if name not in own})
         if self.is_initialized:
-            self.held_proxy_BKSd = project(self.keys, self.basis)
+            self.held_proxy_BKSd = project(self.keys, self.basis, self.proxy_dtype)
 
     def offload(self) -> None:
         super().offload()

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.util
 import math
+import os
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
 
 from fourfold.errors import UserError
 
@@ -30,6 +35,9 @@ class LokiConfig:
         after their rotary embedding, the principal components were taken of.
     cache: "proxy" keeps the keys as they are and their leading rotated dims beside them; "rotated" keeps rotated keys
         only, which takes no more memory than dense attention.
+    proxy_dtype: of these leading dims, which only rank: "same" as the keys', or "bf16", which on many CPUs is read and
+        multiplied several times faster than float32.
+    kernels: "torch" for torch's operations, "triton" for kernels of our own, "auto" for these on an NVIDIA GPU.
 
     Raises ``UserError`` for values that cannot be.
     """
@@ -48,6 +56,8 @@ class LokiConfig:
     prefill: Literal["dense", "simulate"] = "dense"
     basis: Literal["best", "pre", "post"] = "best"
     cache: Literal["proxy", "rotated"] = "proxy"
+    proxy_dtype: Literal["same", "bf16"] = "same"
+    kernels: Literal["auto", "torch", "triton"] = "auto"
 
     def __post_init__(self) -> None:
         self._one_of("d", "d_f", "variance")
@@ -66,6 +76,8 @@ class LokiConfig:
         for name, values in _CHOICES.items():
             if getattr(self, name) not in values:
                 raise UserError(f"loki: {name} = {getattr(self, name)!r}; there are {', '.join(values)}")
+        if self.proxy_dtype == "bf16" and self.cache == "rotated":
+            raise UserError('loki: proxy_dtype = "bf16" needs cache = "proxy"; a rotated cache has no proxy beside it')
         least = self.k if self.k is not None else self.min_k
         if self.sink + self.recent > least:
             name = "k" if self.k is not None else "min_k"
@@ -101,6 +113,17 @@ class LokiConfig:
         """Whether a step at this context attends to everything."""
         return length < self.min_seq or self.keys_of(length) >= length
 
+    def uses_triton(self, device: torch.device) -> bool:
+        """Whether steps on this device are computed by our kernels. Raises ``UserError`` where they cannot be."""
+        if self.kernels != "triton":
+            is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+            return self.kernels == "auto" and is_nvidia and _has_triton()
+        if not _has_triton():
+            raise UserError('loki: kernels = "triton" needs Triton, which is not installed: pip install triton')
+        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise UserError('loki: kernels = "triton" needs a GPU (on a CPU Triton only has an interpreter)')
+        return True
+
     def but(self, **changes: object) -> LokiConfig:
         """The same with some fields changed."""
         return dataclasses.replace(self, **changes)
@@ -113,9 +136,16 @@ class LokiConfig:
             )
 
 
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 _CHOICES = {
     "group_reduce": GROUP_REDUCTIONS,
     "prefill": ("dense", "simulate"),
     "basis": ("best", "pre", "post"),
     "cache": ("proxy", "rotated"),
+    "proxy_dtype": ("same", "bf16"),
+    "kernels": ("auto", "torch", "triton"),
 }

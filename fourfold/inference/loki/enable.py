@@ -39,6 +39,7 @@ def enable_loki(
     basis.fingerprint.check(Fingerprint.of(text_config(model), attentions))
     basis.check_shape(len(attentions), *key_shape(attentions[0]))
     recipes = _recipes(attentions, basis, config, capacity)
+    config.uses_triton(next(model.parameters()).device)
     disable_loki(model)
     # Without a mask of the same name transformers would pass none at all: neither causality nor padding.
     AttentionInterface.register(NAME, loki_attention)
@@ -96,12 +97,14 @@ def step_bytes(model: nn.Module, cache: Any) -> tuple[int, int] | None:
     read = dense = 0
     for state, layer in zip(states, cache.layers, strict=True):
         batch, heads, length, head_dim = layer.keys.shape
-        itemsize, recipe = batch * layer.keys.element_size(), state.recipe
+        itemsize, recipe = layer.keys.element_size(), state.recipe
+        proxy_itemsize = itemsize if recipe.proxy_dtype is None else recipe.proxy_dtype.itemsize
         of_all = dense_bytes(length, head_dim, heads, itemsize)
         is_sparse = not recipe.is_dense and not recipe.config.is_dense_at(length)
         k = recipe.config.keys_of(length)
-        read += floor_bytes(length, head_dim, recipe.d, k, heads, itemsize) if is_sparse else of_all
-        dense += of_all
+        of_step = floor_bytes(length, head_dim, recipe.d, k, heads, itemsize, proxy_itemsize) if is_sparse else of_all
+        read += batch * of_step
+        dense += batch * of_all
     return read, dense
 
 

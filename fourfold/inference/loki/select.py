@@ -55,8 +55,9 @@ def choose(
 
     Where fewer than k keys can be seen, the rest are some that cannot: attention must mask them.
     """
-    if config.sink or config.recent:
-        worth_BK_S = _with_ends(worth_BK_S, config, visible_B1_S)
+    kept_B1_S = kept_ends(config, visible_B1_S, worth_BK_S.shape[-1], worth_BK_S.device)
+    if kept_B1_S is not None:
+        worth_BK_S = worth_BK_S.masked_fill(kept_B1_S, ALWAYS)
     return best(worth_BK_S, k) if k_B is None else torch.topk(worth_BK_S, k, dim=-1).indices
 
 
@@ -64,7 +65,7 @@ def best(worth_BK_S: Tensor, k: int) -> Tensor:
     """Places of the k largest numbers of each row, in no order.
 
     A long row on a CPU is not sorted: a sample tells a threshold that about a tenth more than k numbers reach, and only
-    these are looked at. Should fewer reach it, all are.
+    these are looked at. Should fewer reach it, all are. Places then come from the left, as memory is read fastest.
     """
     row_S = worth_BK_S.flatten()
     is_long_row = len(row_S) == worth_BK_S.shape[-1] and len(row_S) > THIN * k
@@ -73,17 +74,24 @@ def best(worth_BK_S: Tensor, k: int) -> Tensor:
         threshold = torch.topk(sample, min(len(sample), int(1.1 * k / SAMPLED) + 8)).values[-1]
         candidates = (row_S >= threshold).nonzero().flatten()
         if len(candidates) >= k:
-            chosen = candidates[torch.topk(row_S[candidates], k, sorted=False).indices]
+            worth = row_S[candidates]
+            top = torch.topk(worth, k, sorted=False)
+            chosen = candidates[worth >= top.values.min()]
+            if len(chosen) > k:  # others are worth as much as the last of them
+                chosen = candidates[top.indices]
             return chosen.view(*worth_BK_S.shape[:-1], k)
     return torch.topk(worth_BK_S, k, dim=-1, sorted=False).indices
 
 
-def _with_ends(worth_BK_S: Tensor, config: LokiConfig, visible_B1_S: Tensor | None) -> Tensor:
-    """The first and the last visible keys above all others."""
+def kept_ends(
+    config: LokiConfig, visible_B1_S: Tensor | None, length: int, device: torch.device | str
+) -> Tensor | None:
+    """Which are the first ``sink`` and the last ``recent`` of the keys that can be seen, [S] or as ``visible_B1_S``."""
+    if not config.sink and not config.recent:
+        return None
     if visible_B1_S is None:
-        places_S = torch.arange(worth_BK_S.shape[-1], device=worth_BK_S.device)
-        return worth_BK_S.masked_fill((places_S < config.sink) | (places_S >= len(places_S) - config.recent), ALWAYS)
+        places_S = torch.arange(length, device=device)
+        return (places_S < config.sink) | (places_S >= length - config.recent)
     from_left = visible_B1_S.cumsum(-1)
     from_right = from_left[..., -1:] - from_left
-    kept = visible_B1_S & ((from_left <= config.sink) | (from_right < config.recent))
-    return worth_BK_S.masked_fill(kept, ALWAYS)
+    return visible_B1_S & ((from_left <= config.sink) | (from_right < config.recent))

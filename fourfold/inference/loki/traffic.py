@@ -51,9 +51,11 @@ class CacheTraffic(TorchDispatchMode):
         return any(first <= begin and end <= last for first, last in self._spans)
 
 
-def floor_bytes(length: int, head_dim: int, d: int, k: int, heads: int, itemsize: int) -> int:
+def floor_bytes(
+    length: int, head_dim: int, d: int, k: int, heads: int, itemsize: int, proxy_itemsize: int | None = None
+) -> int:
     """The least that a step can read, of one sequence: every key's d dims, and k keys and values."""
-    return heads * itemsize * (length * d + 2 * k * head_dim)
+    return heads * (length * d * (proxy_itemsize or itemsize) + 2 * k * head_dim * itemsize)
 
 
 def dense_bytes(length: int, head_dim: int, heads: int, itemsize: int) -> int:

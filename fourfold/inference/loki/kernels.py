@@ -1,0 +1,315 @@
+"""One decoding step as Triton kernels: score → rank → choose → attend, each of them split over the sequence.
+
+Choosing needs no sort. Each key's worth becomes an unsigned number of the same order; the k-th largest is found by its
+leading 11 bits, the next 11 and the last 10, with a histogram of each (a radix search); one more pass writes down the
+places of what reaches it, ties from the left. Every launch has the same grid whatever the numbers are, so that a step
+can be a CUDA graph.
+
+Letters of shapes: as in attend.py; R = B · K rows, P splits of a row, and GP, DP, PP: G, D, P up to a power of two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fourfold.inference.loki.config import LokiConfig
+from fourfold.inference.loki.select import kept_ends
+
+PROGRAMS, LEAST_SPLIT, MOST_SPLIT, BLOCK = 512, 512, 4096, 256
+"""Programs wanted of a pass over all keys, keys of one program, and of one turn of its loop."""
+
+CHOSEN_SPLIT, CHOSEN_BLOCK = 128, 64
+"""The same of chosen keys, whose rows lie apart."""
+
+BINS = tl.constexpr(2048)
+NEVER = tl.constexpr(float("-inf"))
+
+
+def decode(
+    query_BKGD: Tensor,
+    query_BKGd: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    proxy_BKSd: Tensor,
+    k: int,
+    config: LokiConfig,
+    scaling: float,
+    visible_B1S: Tensor | None,
+    k_B: Tensor | None,
+) -> Tensor:
+    """What ``attend.decode`` computes, [B, K, G, D]; query_BKGd: projected and scaled."""
+    batch, heads, group, width = query_BKGD.shape
+    length, d = proxy_BKSd.shape[2:]
+    rows, device = batch * heads, query_BKGD.device
+    visible_BS = _bytes(visible_B1S, batch, length)
+    always_BS = _bytes(kept_ends(config, visible_B1S, length, device), batch, length)
+    # A sequence that sees nothing has one key too, which attention masks: the search needs something to find.
+    k_of_B = torch.full((batch,), k, device=device) if k_B is None else k_B.clamp(1, k)
+    k_of_B = k_of_B.to(torch.int32)
+
+    split = triton.next_power_of_2(triton.cdiv(length * rows, PROGRAMS))
+    blocks = {"SPLIT": min(max(split, LEAST_SPLIT), MOST_SPLIT), "BLOCK": BLOCK}
+    splits = triton.cdiv(length, blocks["SPLIT"])
+    grid = (rows, splits)
+    sizes = {"G": group, "GP": max(16, triton.next_power_of_2(group))}
+    scores_RGS = torch.empty(rows, group, length, dtype=torch.float32, device=device)
+    maxima_RPG, sums_RPG = torch.empty(2, rows, splits, group, dtype=torch.float32, device=device)
+    _score[grid](
+        query_BKGd.contiguous(), proxy_BKSd, visible_BS, scores_RGS, maxima_RPG, sums_RPG,
+        heads, length, splits, *proxy_BKSd.stride(),
+        **sizes, d=d, DP=max(16, triton.next_power_of_2(d)), MASKED=visible_BS is not None, **blocks,
+    )  # fmt: skip
+
+    ranks_RS = torch.empty(rows, length, dtype=torch.int32, device=device)
+    histograms_3RN = torch.zeros(3, rows, BINS.value, dtype=torch.int32, device=device)
+    _rank[grid](
+        scores_RGS, maxima_RPG, sums_RPG, always_BS, ranks_RS, histograms_3RN, heads, length, splits,
+        **sizes, PP=triton.next_power_of_2(splits), REDUCE=config.group_reduce, ENDS=always_BS is not None,
+        **blocks,
+    )  # fmt: skip
+    counts_RP2 = torch.empty(rows, splits, 2, dtype=torch.int32, device=device)
+    chosen_Rk = torch.full((rows, k), -1, dtype=torch.int32, device=device)
+    of_search = (ranks_RS, histograms_3RN, k_of_B, heads, length, rows)
+    for level in (1, 2):
+        _refine[grid](*of_search, LEVEL=level, **blocks)
+    _count[grid](*of_search, counts_RP2, splits, **blocks)
+    _collect[grid](*of_search, counts_RP2, chosen_Rk, splits, k, PP=triton.next_power_of_2(splits), **blocks)
+
+    parts = triton.cdiv(k, CHOSEN_SPLIT)
+    partial_RPGD = torch.empty(rows, parts, group, width, dtype=torch.float32, device=device)
+    maxima_RPG, sums_RPG = torch.empty(2, rows, parts, group, dtype=torch.float32, device=device)
+    wide = {"D": width, "DP": max(16, triton.next_power_of_2(width))}
+    _attend[rows, parts](
+        query_BKGD.contiguous(), key_BKSD, value_BKSD, chosen_Rk, visible_BS, partial_RPGD, maxima_RPG, sums_RPG,
+        scaling, heads, length, k, parts, *key_BKSD.stride()[:3], *value_BKSD.stride()[:3],
+        **sizes, **wide, MASKED=visible_BS is not None, SPLIT=CHOSEN_SPLIT, BLOCK=CHOSEN_BLOCK,
+    )  # fmt: skip
+    out_BKGD = torch.empty_like(query_BKGD, memory_format=torch.contiguous_format)
+    _merge[rows, group](
+        partial_RPGD, maxima_RPG, sums_RPG, out_BKGD, parts, G=group, PP=triton.next_power_of_2(parts), **wide
+    )
+    return out_BKGD
+
+
+def _bytes(flags: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """[S] or [B, 1, S] of truth values as bytes [B, S]."""
+    return None if flags is None else flags.expand(batch, 1, length).contiguous().view(torch.int8)
+
+
+@triton.jit
+def _score(
+    query, proxy, visible, scores, maxima, sums, heads, length, splits, of_batch, of_head, of_row, of_dim,
+    G: tl.constexpr, GP: tl.constexpr, d: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Scores of a split's keys for each query head, with their largest and Σ exp(score − largest)."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    g, c = tl.arange(0, GP), tl.arange(0, DP)
+    query_GPDP = tl.load(query + row * G * d + g[:, None] * d + c[None, :], (g[:, None] < G) & (c[None, :] < d), 0.0)
+    keys = proxy + (row // heads) * of_batch + (row % heads) * of_head
+    largest_GP, total_GP = tl.full([GP], NEVER, tl.float32), tl.zeros([GP], tl.float32)
+    for begin in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, length), BLOCK):
+        s = begin + tl.arange(0, BLOCK)
+        keys_SDP = tl.load(
+            keys + s[:, None] * of_row + c[None, :] * of_dim, (s[:, None] < length) & (c[None, :] < d), 0.0
+        )
+        scores_GPS = tl.dot(query_GPDP, tl.trans(keys_SDP), input_precision="ieee")
+        seen_S = s < length
+        if MASKED:
+            seen_S &= tl.load(visible + (row // heads) * length + s, seen_S, 0) != 0
+        scores_GPS = tl.where(seen_S[None, :], scores_GPS, NEVER)
+        tl.store(
+            scores + (row * G + g[:, None]) * length + s[None, :], scores_GPS, (g[:, None] < G) & (s[None, :] < length)
+        )
+        larger_GP = tl.maximum(largest_GP, tl.max(scores_GPS, 1))
+        safe_GP = tl.where(larger_GP == NEVER, 0.0, larger_GP)  # a head that has seen no key yet
+        total_GP = total_GP * tl.exp(largest_GP - safe_GP) + tl.sum(tl.exp(scores_GPS - safe_GP[:, None]), 1)
+        largest_GP = larger_GP
+    tl.store(maxima + (row * splits + split) * G + g, largest_GP, g < G)
+    tl.store(sums + (row * splits + split) * G + g, total_GP, g < G)
+
+
+@triton.jit
+def _rank(
+    scores, maxima, sums, always, ranks, histograms, heads, length, splits,
+    G: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, REDUCE: tl.constexpr, ENDS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each key's worth to the group, as an unsigned number of the same order; a histogram of the leading 11 bits."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    g, p = tl.arange(0, GP), tl.arange(0, PP)
+    there_PPGP = (p[:, None] < splits) & (g[None, :] < G)
+    places_PPGP = (row * splits + p[:, None]) * G + g[None, :]
+    maxima_PPGP = tl.load(maxima + places_PPGP, there_PPGP, NEVER)
+    largest_GP = tl.max(maxima_PPGP, 0)
+    safe_GP = tl.where(largest_GP == NEVER, 0.0, largest_GP)
+    total_GP = tl.sum(tl.load(sums + places_PPGP, there_PPGP, 0.0) * tl.exp(maxima_PPGP - safe_GP[None, :]), 0)
+    share_GP = 1.0 / tl.where(total_GP > 0, total_GP, 1.0)
+    histogram_N = tl.zeros([BINS], tl.int32)
+    for begin in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, length), BLOCK):
+        s = begin + tl.arange(0, BLOCK)
+        inside_GPS = (g[:, None] < G) & (s[None, :] < length)
+        scores_GPS = tl.load(scores + (row * G + g[:, None]) * length + s[None, :], inside_GPS, NEVER)
+        best_S = tl.max(scores_GPS, 0)
+        if REDUCE == "softmax":
+            worth_S = tl.sum(tl.exp(scores_GPS - safe_GP[:, None]) * share_GP[:, None], 0)
+        elif REDUCE == "mean":
+            worth_S = tl.sum(tl.where(inside_GPS, scores_GPS, 0.0), 0) / G
+        else:
+            worth_S = best_S
+        worth_S = tl.where(best_S == NEVER, NEVER, worth_S)
+        if ENDS:
+            kept_S = tl.load(always + (row // heads) * length + s, s < length, 0) != 0
+            worth_S = tl.where(kept_S, float("inf"), worth_S)
+        bits_S = worth_S.to(tl.uint32, bitcast=True)
+        rank_S = tl.where((bits_S >> 31) != 0, ~bits_S, bits_S | 0x80000000)
+        tl.store(ranks + row * length + s, rank_S.to(tl.int32, bitcast=True), s < length)
+        histogram_N += _histogram(rank_S >> 21, s < length)
+    _add(histograms + row * BINS, histogram_N)
+
+
+@triton.jit
+def _refine(
+    ranks, histograms, ks, heads, length, rows, LEVEL: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Level 1, 2: a histogram of the next bits of what shares all bits known so far with the k-th largest."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    known, _ = _search(histograms, ks, heads, rows, row, LEVEL)
+    histogram_N = tl.zeros([BINS], tl.int32)
+    for begin in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, length), BLOCK):
+        s = begin + tl.arange(0, BLOCK)
+        rank_S = tl.load(ranks + row * length + s, s < length, 0).to(tl.uint32, bitcast=True)
+        if LEVEL == 1:
+            histogram_N += _histogram((rank_S >> 10) & 2047, (s < length) & (rank_S >> 21 == known))
+        else:
+            histogram_N += _histogram(rank_S & 1023, (s < length) & (rank_S >> 10 == known))
+    _add(histograms + (LEVEL * rows + row) * BINS, histogram_N)
+
+
+@triton.jit
+def _count(
+    ranks, histograms, ks, heads, length, rows, counts, splits, SPLIT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """How many keys of a split are above the k-th largest, and how many equal to it."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kth, _ = _search(histograms, ks, heads, rows, row, 3)
+    above, equal = 0, 0
+    for begin in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, length), BLOCK):
+        s = begin + tl.arange(0, BLOCK)
+        rank_S = tl.load(ranks + row * length + s, s < length, 0).to(tl.uint32, bitcast=True)
+        above += tl.sum(((rank_S > kth) & (s < length)).to(tl.int32), 0)
+        equal += tl.sum(((rank_S == kth) & (s < length)).to(tl.int32), 0)
+    tl.store(counts + (row * splits + split) * 2, above)
+    tl.store(counts + (row * splits + split) * 2 + 1, equal)
+
+
+@triton.jit
+def _collect(
+    ranks, histograms, ks, heads, length, rows, counts, chosen, splits, k,
+    PP: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The places of what is above the k-th largest, and of as many equal ones, from the left, as are wanted."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kth, wanted = _search(histograms, ks, heads, rows, row, 3)
+    p = tl.arange(0, PP)
+    above = tl.sum(tl.load(counts + (row * splits + p) * 2, p < split, 0), 0)
+    equal = tl.sum(tl.load(counts + (row * splits + p) * 2 + 1, p < split, 0), 0)
+    for begin in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, length), BLOCK):
+        s = begin + tl.arange(0, BLOCK)
+        rank_S = tl.load(ranks + row * length + s, s < length, 0).to(tl.uint32, bitcast=True)
+        above_S = ((rank_S > kth) & (s < length)).to(tl.int32)
+        equal_S = ((rank_S == kth) & (s < length)).to(tl.int32)
+        above_before_S = above + tl.cumsum(above_S, 0) - above_S
+        equal_before_S = equal + tl.cumsum(equal_S, 0) - equal_S
+        is_chosen_S = (above_S != 0) | ((equal_S != 0) & (equal_before_S < wanted))
+        place_S = above_before_S + tl.minimum(equal_before_S, wanted)
+        tl.store(chosen + row * k + place_S, s, is_chosen_S)
+        above += tl.sum(above_S, 0)
+        equal += tl.sum(equal_S, 0)
+
+
+@triton.jit
+def _attend(
+    query, key, value, chosen, visible, partial, maxima, sums, scaling, heads, length, k, parts,
+    key_of_batch, key_of_head, key_of_row, value_of_batch, value_of_head, value_of_row,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Attention to a part of the chosen keys, not yet divided by the sum of its weights."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    g, c = tl.arange(0, GP), tl.arange(0, DP)
+    keys = key + (row // heads) * key_of_batch + (row % heads) * key_of_head
+    values = value + (row // heads) * value_of_batch + (row % heads) * value_of_head
+    query_GPDP = tl.load(query + (row * G + g[:, None]) * D + c[None, :], (g[:, None] < G) & (c[None, :] < D), 0.0)
+    largest_GP, total_GP = tl.full([GP], NEVER, tl.float32), tl.zeros([GP], tl.float32)
+    out_GPDP = tl.zeros([GP, DP], tl.float32)
+    for begin in range(part * SPLIT, tl.minimum((part + 1) * SPLIT, k), BLOCK):
+        n = begin + tl.arange(0, BLOCK)
+        s = tl.load(chosen + row * k + n, n < k, -1).to(tl.int64)
+        seen_n = s >= 0
+        if MASKED:
+            seen_n &= tl.load(visible + (row // heads) * length + s, seen_n, 0) != 0
+        there_nDP = (s[:, None] >= 0) & (c[None, :] < D)
+        key_nDP = tl.load(keys + s[:, None] * key_of_row + c[None, :], there_nDP, 0.0)
+        value_nDP = tl.load(values + s[:, None] * value_of_row + c[None, :], there_nDP, 0.0)
+        scores_GPn = tl.dot(query_GPDP, tl.trans(key_nDP), input_precision="ieee") * scaling
+        scores_GPn = tl.where(seen_n[None, :], scores_GPn, NEVER)
+        larger_GP = tl.maximum(largest_GP, tl.max(scores_GPn, 1))
+        safe_GP = tl.where(larger_GP == NEVER, 0.0, larger_GP)
+        shrink_GP = tl.exp(largest_GP - safe_GP)
+        weights_GPn = tl.exp(scores_GPn - safe_GP[:, None])
+        total_GP = total_GP * shrink_GP + tl.sum(weights_GPn, 1)
+        products_GPDP = tl.dot(weights_GPn.to(value_nDP.dtype), value_nDP, input_precision="ieee")
+        out_GPDP = out_GPDP * shrink_GP[:, None] + products_GPDP
+        largest_GP = larger_GP
+    place = row * parts + part
+    tl.store(partial + (place * G + g[:, None]) * D + c[None, :], out_GPDP, (g[:, None] < G) & (c[None, :] < D))
+    tl.store(maxima + place * G + g, largest_GP, g < G)
+    tl.store(sums + place * G + g, total_GP, g < G)
+
+
+@triton.jit
+def _merge(partial, maxima, sums, out, parts, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PP: tl.constexpr):
+    """One query head from its parts; zeros where it sees no key at all."""
+    row, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    p, c = tl.arange(0, PP), tl.arange(0, DP)
+    places_PP = (row * parts + p) * G + g
+    maxima_PP = tl.load(maxima + places_PP, p < parts, NEVER)
+    largest = tl.max(maxima_PP, 0)
+    weights_PP = tl.exp(maxima_PP - tl.where(largest == NEVER, 0.0, largest))
+    total = tl.sum(tl.load(sums + places_PP, p < parts, 0.0) * weights_PP, 0)
+    partial_PPDP = tl.load(partial + places_PP[:, None] * D + c[None, :], (p[:, None] < parts) & (c[None, :] < D), 0.0)
+    out_DP = tl.sum(partial_PPDP * weights_PP[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + (row * G + g) * D + c, out_DP.to(out.dtype.element_ty), c < D)
+
+
+@triton.jit
+def _search(histograms, ks, heads, rows, row, LEVELS: tl.constexpr):
+    """The leading bits of the k-th largest that so many histograms tell, and how many with these bits are wanted."""
+    wanted = tl.load(ks + row // heads)
+    known = tl.full([], 0, tl.uint32)
+    n = tl.arange(0, BINS)
+    for level in tl.static_range(LEVELS):
+        histogram_N = tl.load(histograms + (level * rows + row) * BINS + n)
+        above_N = tl.sum(histogram_N, 0) - tl.cumsum(histogram_N, 0)
+        is_it_N = (above_N < wanted) & (above_N + histogram_N >= wanted)
+        known = (known << (10 if level == 2 else 11)) | tl.sum(tl.where(is_it_N, n, 0), 0).to(tl.uint32)
+        wanted -= tl.sum(tl.where(is_it_N, above_N, 0), 0)
+    return known, wanted
+
+
+@triton.jit
+def _histogram(digit_S, counts_S):
+    """How often each digit occurs where ``counts_S``; the others are counted as zeros, and taken off again."""
+    histogram_N = tl.histogram(tl.where(counts_S, digit_S.to(tl.int32), 0), BINS)
+    others = tl.sum((~counts_S).to(tl.int32), 0)
+    return histogram_N - tl.where(tl.arange(0, BINS) == 0, others, 0)
+
+
+@triton.jit
+def _add(histogram, histogram_N):
+    n = tl.arange(0, BINS)
+    tl.atomic_add(histogram + n, histogram_N, histogram_N != 0)
