@@ -4,6 +4,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,8 +93,7 @@ def prepare(
     prefix = Path(output_prefix)
     if not force and (finished := _finished(prefix, request)) is not None:
         return PrepareSummary(*finished, _files(prefix, *finished, canaries), time.monotonic() - began, reused=True)
-    parts = parts_folder(prefix)
-    with locked(parts / "lock", wait=False):
+    with unfinished(prefix) as parts:
         if force:
             _remove_all_but(parts, set())
         trained = parts / f"tokenizer-{request.tokens_digest()}.json"
@@ -109,7 +109,7 @@ def prepare(
         if canaries is not None:
             splits["train"] = plant(splits["train"], canaries, loaded, text_key, ledger_path(prefix))
         made = _publish(splits, prefix, request, loaded)
-        shutil.rmtree(parts)
+        _remove_all_but(parts, set())
     return PrepareSummary(*made, _files(prefix, *made, canaries), time.monotonic() - began, reused=False)
 
 
@@ -155,14 +155,20 @@ def _finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | Non
     return (train, validation) if validation is not None else None
 
 
-def parts_folder(prefix: Path) -> Path:
-    """Where a preparation keeps what is unfinished, and its lock."""
+@contextmanager
+def unfinished(prefix: Path) -> Iterator[Path]:
+    """Where a preparation keeps what is unfinished, locked; a folder in which nothing is left is removed."""
     parts = Path(f"{prefix}.parts")
     try:
         parts.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{parts} cannot be made ({error.strerror}); choose another output prefix") from error
-    return parts
+    with locked(parts / "lock", wait=False):
+        try:
+            yield parts
+        finally:
+            if all(path.name == "lock" for path in parts.iterdir()):
+                shutil.rmtree(parts)
 
 
 def _remove_all_but(parts: Path, stems: set[str]) -> None:

@@ -1,6 +1,5 @@
 """Conversations to a corpus on disk: tokens, and beside them which of them are trained."""
 
-import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -11,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.data.chat import ChatTemplate, encode_completion
-from fourfold.data.files import locked, write_whole
+from fourfold.data.files import write_whole
 from fourfold.data.indexed import IndexedWriter, bin_path, idx_path, token_dtype
 from fourfold.data.manifest import Manifest, manifest_path, read_manifest, trained_prefix, validation_prefix
 from fourfold.data.manifest import write_manifest as publish
 from fourfold.data.merge import falls_within
-from fourfold.data.prepare import PrepareSummary, parts_folder
+from fourfold.data.prepare import PrepareSummary, unfinished
 from fourfold.data.shards import digest
 from fourfold.data.sources import list_inputs, read_rows
 from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer
@@ -50,13 +49,10 @@ def prepare_conversations(
     files = list_inputs(inputs)
     loaded = load_tokenizer(tokenizer)
     reader = _Rows(tokenizer, loaded, chat_template)
-    parts = parts_folder(prefix)
-    with locked(parts / "lock", wait=False):
+    with unfinished(prefix):
         targets = {"train": prefix}
         if validation_fraction:
             targets["validation"] = Path(validation_prefix(prefix))
-        for target in (prefix, Path(validation_prefix(prefix))):
-            manifest_path(target).unlink(missing_ok=True)
         made = {name: _Made() for name in targets}
         with ExitStack() as stack:
             tokens = {name: stack.enter_context(IndexedWriter(t, loaded.vocab_size)) for name, t in targets.items()}
@@ -72,6 +68,9 @@ def prepare_conversations(
             for name, each in made.items():
                 if each.documents == 0:
                     raise UserError(f"{', '.join(inputs)}: there is no conversation for {name}")
+            # Now, and not before every row has been read, an earlier corpus of that name is given up.
+            for target in (prefix, Path(validation_prefix(prefix))):
+                manifest_path(target).unlink(missing_ok=True)
         tokenizer_name = "bytes"
         if isinstance(loaded, HFTokenizer):
             tokenizer_name = f"{prefix.name}-tokenizer.json"
@@ -110,7 +109,6 @@ def prepare_conversations(
         train = read_manifest(prefix)
         assert train is not None
         validation = read_manifest(targets["validation"]) if "validation" in targets else None
-        shutil.rmtree(parts)
     prefixes = [p for t in targets.values() for p in (t, Path(trained_prefix(t)))]
     paths = [path(each) for each in prefixes for path in (bin_path, idx_path)]
     return PrepareSummary(train, validation, paths, time.monotonic() - began, reused=False)

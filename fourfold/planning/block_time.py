@@ -62,6 +62,7 @@ class Rates:
         self.attention = constants.attention * np.where(
             work.bits == 32, machine.achieved_fp32 / machine.achieved, 1.0
         ) * machine.attention  # fmt: skip
+        self.nn, self.nt, self.tn = machine.nn, machine.nt, machine.tn
         self.bandwidth = constants.memory * machine.memory_bandwidth
         self.units = machine.units
         self.launch = constants.launch * machine.launch
@@ -90,7 +91,7 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
             work.tokens,
             work.hidden / work.y,
             work.inner / work.x,
-            rate=rates.matmul,
+            rate=rates.nt * rates.matmul,
             units=rates.units,
             bandwidth=rates.bandwidth,
             item=work.bytes,
@@ -123,10 +124,10 @@ def _products(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
         (work.hidden / work.y, work.ups / work.x),
         (work.inner / work.x, work.hidden / work.y),
     )
-    how = {"rate": rates.matmul, "units": rates.units, "bandwidth": rates.bandwidth, "item": work.bytes}
-    forward = sum(matmul_seconds(tokens, out, inner, **how) for inner, out in shapes)
-    inputs = sum(matmul_seconds(tokens, inner, out, **how) for inner, out in shapes)
-    weights = sum(matmul_seconds(out, inner, tokens, **how) for inner, out in shapes)
+    how = {"units": rates.units, "bandwidth": rates.bandwidth, "item": work.bytes}
+    forward = sum(matmul_seconds(tokens, out, inner, rate=rates.nt * rates.matmul, **how) for inner, out in shapes)
+    inputs = sum(matmul_seconds(tokens, inner, out, rate=rates.nn * rates.matmul, **how) for inner, out in shapes)
+    weights = sum(matmul_seconds(out, inner, tokens, rate=rates.tn * rates.matmul, **how) for inner, out in shapes)
     return forward, inputs, weights
 
 
@@ -185,11 +186,11 @@ def _over_y(work: Workload, group: Group) -> tuple[Number, Number, Number]:
 def _head(work: Workload, rates: Rates, x_group: Group, y_group: Group) -> tuple[Number, Number, Number, Number]:
     """Head and loss, forward and backward: compute, over x, over y; and the embedding."""
     tokens, columns, hidden = work.tokens, work.vocab / work.x, work.hidden / work.y
-    how = {"rate": rates.head, "units": rates.units, "bandwidth": rates.bandwidth, "item": work.bytes}
+    how = {"units": rates.units, "bandwidth": rates.bandwidth, "item": work.bytes}
     products = (
-        matmul_seconds(tokens, columns, hidden, **how)
-        + matmul_seconds(tokens, hidden, columns, **how)
-        + matmul_seconds(columns, hidden, tokens, **how)
+        matmul_seconds(tokens, columns, hidden, rate=rates.nt * rates.head, **how)
+        + matmul_seconds(tokens, hidden, columns, rate=rates.nn * rates.head, **how)
+        + matmul_seconds(columns, hidden, tokens, rate=rates.tn * rates.head, **how)
     )
     # Logits in 16 and in 32 bits, written and read by softmax, loss and gradient.
     loss = tokens / work.y * columns * (2 * work.bytes + 20) / rates.bandwidth

@@ -32,7 +32,8 @@ class Machine:
     a group that are not neighbours; host: to the host's memory, 0 where unknown; node: injection bandwidth of a node;
     base, intra_hop, inter_hop: latency of a collective and of each step of its ring; ring_hop: of a rank, measured, in
     rings that leave a node, where 0 the steps'; launch: host time of a kernel; reserved: bytes that the runtime takes
-    of a device.
+    of a device. nn, nt, tn: the share of the achieved rate that products reach whose operands are as stored, or whose
+    second or first is transposed: input gradients, outputs and weight gradients of linear layers.
     """
 
     name: str
@@ -58,6 +59,9 @@ class Machine:
     reserved: Number
     host: Number = 0.0
     ring_hop: Number = 0.0
+    nn: Number = 1.0
+    nt: Number = 1.0
+    tn: Number = 1.0
     price_per_gpu_hour: float | None = None
     watts_per_gpu: float | None = None
     mtbf_gpu_hours: float | None = None
@@ -71,12 +75,13 @@ class Machine:
 SECTIONS = {
     "device": ("units", "peak", "achieved", "achieved_fp8", "achieved_fp32", "attention", "memory",
                "memory_bandwidth", "reserved"),
+    "layouts": ("nn", "nt", "tn"),
     "node": ("gpus_per_node", "domain", "intra2", "intra4", "intra8", "intra_far", "host"),
     "network": ("node",),
     "latency": ("base", "intra_hop", "inter_hop", "ring_hop", "launch"),
     "costs": ("price_per_gpu_hour", "watts_per_gpu", "mtbf_gpu_hours", "checkpoint_bandwidth"),
 }  # fmt: skip
-_OPTIONAL = {*SECTIONS["costs"], "host", "ring_hop"}
+_OPTIONAL = {*SECTIONS["costs"], *SECTIONS["layouts"], "host", "ring_hop"}
 
 
 def machine_names() -> list[str]:

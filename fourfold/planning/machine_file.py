@@ -58,13 +58,16 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
     """
     from fourfold.planning.constants import PRIORS
 
-    best = max(rate for kinds in measured["matmuls"].values() for rate in kinds.values())
+    kinds = measured["matmuls"].values()
+    reached = {kind: max(rates[kind] for rates in kinds) for kind in ("NN", "NT", "TN")}
+    best = max(reached.values())
     values: dict[str, Any] = {
         "units": measured["units"],
         "peak": max(best, base.peak if measured["device"] != "cpu" else best),
         "achieved": best,
         "achieved_fp8": max(best, base.achieved_fp8 if measured["device"] != "cpu" else best),
         "achieved_fp32": measured["fp32_matmul"],
+        **{kind.lower(): rate / best for kind, rate in reached.items()},
         "attention": measured["attention"],
         "memory": measured["memory"],
         "memory_bandwidth": measured["memory_bandwidth"],

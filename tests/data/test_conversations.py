@@ -171,6 +171,15 @@ def test_two_preparations_of_one_corpus_are_refused(tmp_path: Path) -> None:
         rows_of(tmp_path, [{"prompt": "a", "completion": "b"}])
 
 
+def test_a_preparation_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    good = {"prompt": "a", "completion": "b"}
+    rows_of(tmp_path, [good] * 3)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("c*")}
+    with pytest.raises(UserError, match=r"r\.jsonl"):
+        rows_of(tmp_path, [good, {"prompt": "a", "completion": 3}])
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("c*")} == before
+
+
 def test_bytes_have_no_chat_template(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'bytes' has no chat template"):
         rows_of(tmp_path, [{"messages": TALK}])

@@ -22,6 +22,7 @@ def loop_body(rank: int, world_size: int, code: str, folder: Path) -> float:
     return names["model"](input_ids=mine, labels=mine).loss.item()
 
 
+@pytest.mark.slow
 def test_the_loop_in_the_readme_trains(pool: Pool, tmp_path: Path) -> None:
     (block,) = [block for block in blocks_of(REPOSITORY / "README.md") if block.language == "python"]
     make_model(tmp_path / "exported", "qwen3 tied", vocab_size=208)

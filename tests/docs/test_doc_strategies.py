@@ -83,7 +83,10 @@ def kept_by_a_block(model: str, kept: str, run: RunConfig) -> float:
     return formula_in(formula, **letters_of(run))
 
 
-@pytest.mark.parametrize(("model", "micro_batches"), [("GPT", 5), ("Llama", 5), ("Llama", 2)])
+@pytest.mark.parametrize(
+    ("model", "micro_batches"),
+    [("GPT", 5), pytest.param("Llama", 5, marks=pytest.mark.slow), pytest.param("Llama", 2, marks=pytest.mark.slow)],
+)
 def test_a_rank_keeps_a_micro_batch_more_than_the_next(model: str, micro_batches: int) -> None:
     """Of the middle ranks, which differ in nothing else, in a filled pipeline and in one that never fills."""
     sizes = {"GPT": GPT, "Llama": LLAMA}[model] | {"num_hidden_layers": 6, "max_position_embeddings": 128}
@@ -102,7 +105,11 @@ def test_a_rank_keeps_a_micro_batch_more_than_the_next(model: str, micro_batches
     assert peaks[0] - peaks[1] == (under_way[0] - under_way[1]) * one
 
 
-@pytest.mark.parametrize("row", tables_of(MEMORY)[KEPT], ids=lambda row: " ".join(row[:2]))
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[pytest.mark.slow] if i % 2 else []) for i, row in enumerate(tables_of(MEMORY)[KEPT])],
+    ids=lambda row: " ".join(row[:2]),
+)
 def test_a_block_keeps_what_the_page_says(row: list[str]) -> None:
     """Of two models that differ by one layer, the difference."""
     model, kept, formula = row
@@ -136,7 +143,15 @@ def test_the_context_axis_keeps_its_share(method: str) -> None:
     assert peaks[1] - peaks[0] == kept_by_a_block("Llama", "everything", run) + more
 
 
-@pytest.mark.parametrize("grid", [{"cp": 2}, {"cp": 4}, {"cp": 2, "x": 2}, {"cp": 2, "y": 2}], ids=str)
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"cp": 2},
+        {"cp": 2, "x": 2},
+        *(pytest.param({"cp": 2} | more, marks=pytest.mark.slow) for more in ({"cp": 4}, {"y": 2})),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_attention_over_cp_sends_what_the_page_says(method: str, grid: dict[str, int]) -> None:
     reports = []

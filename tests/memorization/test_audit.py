@@ -98,15 +98,15 @@ def test_generation_confirms_the_one_pass(record: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "grid",
     [
-        {"x": 2},
+        pytest.param({"x": 2}, marks=pytest.mark.slow),
         {"y": 2},
-        {"z": 2},
+        pytest.param({"z": 2}, marks=pytest.mark.slow),
         {"x": 2, "z": 2},
-        {"dp": 2, "y": 2},
-        {"dp": 2, "z": 2},
-        {"cp": 2},
+        pytest.param({"dp": 2, "y": 2}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "z": 2}, marks=pytest.mark.slow),
+        pytest.param({"cp": 2}, marks=pytest.mark.slow),
         {"cp": 2, "x": 2},
-        {"pp": 2},
+        pytest.param({"pp": 2}, marks=pytest.mark.slow),
         {"pp": 2, "z": 2},
     ],
 )

@@ -78,7 +78,7 @@ def losses_body(rank: int, world_size: int, run: RunConfig) -> tuple[list[float]
     [
         {},
         pytest.param({"x": 2, "y": 2}, marks=pytest.mark.slow),
-        {"pp": 2, "schedule": "ZBVZeroBubble"},
+        pytest.param({"pp": 2, "schedule": "ZBVZeroBubble"}, marks=pytest.mark.slow),
         pytest.param({"z": 2, "y": 2}, marks=pytest.mark.slow),
         pytest.param({"cp": 2, "dp": 2, "zero": 2}, marks=pytest.mark.slow),
     ],

@@ -13,12 +13,13 @@ from fourfold.config.dump import to_toml as run_toml
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
+from fourfold.planning.block_time import block_time
 from fourfold.planning.calibrate import calibrate, predicted_against_measured
 from fourfold.planning.calibration import Calibration, fit, from_table, to_toml
 from fourfold.planning.constants import NAMES, moved, prior_constants
 from fourfold.planning.from_run import workload_of, workload_of_model
 from fourfold.planning.machine import load_machine, parse_machine, stack_machines
-from fourfold.planning.machine_file import machine_toml
+from fourfold.planning.machine_file import machine_toml, measured_machine
 from fourfold.planning.memory import CATEGORIES, stage_memory
 from fourfold.planning.request import constants_for, outside_calibration
 from fourfold.planning.step_time import step_seconds
@@ -137,6 +138,27 @@ def test_a_run_calibrates_a_machine(tmp_path: Path) -> None:
     metrics.write_text("{}\n", encoding="utf-8")
     with pytest.raises(UserError, match="no step"):
         calibrate([metrics], load_machine("laptop"), "mine")
+
+
+def test_each_layout_of_the_operands_has_the_rate_that_was_measured() -> None:
+    base = load_machine("dgx-h100")
+    rates = {
+        "2048x4096x4096": {"NN": 60e13, "NT": 72e13, "TN": 36e13},
+        "2048x8192x4096": {"NN": 54e13, "NT": 70e13, "TN": 30e13},
+    }
+    record = {
+        "matmuls": rates, "device": "cpu", "units": 132, "fp32_matmul": 6e13, "attention": 4e14, "memory": 8e10,
+        "memory_bandwidth": 3e12, "launch": 1e-5, "gpus_per_node": 8, "nodes": 1, "ranks": 1, "all_reduce": {},
+    }  # fmt: skip
+    machine = measured_machine(record, base, "mine")
+    assert (machine.achieved, machine.nn, machine.nt, machine.tn) == (72e13, 60 / 72, 1.0, 0.5)
+    assert parse_machine(machine_toml(machine, "mine", base), "mine.toml").tn == pytest.approx(0.5)
+    work = replace(workload_of_model(ModelConfig(**PRESETS["llama3-8b"])), seq=8192, batch=1)
+    constants = constants_for(machine)
+    times = [block_time(work, replace(machine, tn=share), constants) for share in (1.0, 0.5)]
+    assert times[1].weight_gradients == pytest.approx(2 * times[0].weight_gradients)
+    assert times[1].forward == times[0].forward
+    assert times[1].backward - times[0].backward == pytest.approx(times[0].weight_gradients)
 
 
 def test_nothing_to_calibrate_on_is_a_sentence(tmp_path: Path) -> None:

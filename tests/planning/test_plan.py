@@ -84,6 +84,7 @@ def test_the_explanation_adds_up(plan: Plan) -> None:
     assert told["break_evens"]
 
 
+@pytest.mark.slow
 def test_beyond_a_break_even_another_layout_is_best(plan: Plan) -> None:
     point = explain(plan)["break_evens"][0]
     field, _, _ = KNOBS[point["what"]]

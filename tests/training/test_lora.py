@@ -30,14 +30,14 @@ from fourfold.verification.parity import ParityReport, parity
 LORA = {"rank": 4, "alpha": 12.0}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "one process": (LLAMA, {}, {}),
-    "x2 y2, two targets": (LLAMA, {"x": 2, "y": 2}, {"lora": LORA | {"targets": ["q_proj", "down_proj"]}}),
-    "z2 dp2 zero 3 recomputed": (GPT, {"z": 2, "dp": 2, "zero": 3}, {"activation_checkpoint": {"mode": "full"}}),
-    "x2 offloaded": (LLAMA, {"x": 2}, {"activation_checkpoint": {"mode": "full", "offload": True}}),
     "dp2": (LLAMA, {"dp": 2}, {}),
     "pp2 x2": (GPT, {"pp": 2, "x": 2}, {"training": {"micro_batch_size": 1}}),
     "x2 cp2": (LLAMA, {"x": 2, "cp": 2}, {}),
 }
 SLOW_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "x2 offloaded": (LLAMA, {"x": 2}, {"activation_checkpoint": {"mode": "full", "offload": True}}),
+    "z2 dp2 zero 3 recomputed": (GPT, {"z": 2, "dp": 2, "zero": 3}, {"activation_checkpoint": {"mode": "full"}}),
+    "x2 y2, two targets": (LLAMA, {"x": 2, "y": 2}, {"lora": LORA | {"targets": ["q_proj", "down_proj"]}}),
     "x2 y2 z2": (QWEN, {"x": 2, "y": 2, "z": 2}, {}),
 }
 

@@ -104,8 +104,8 @@ def check(pool: Pool, name: str, grid: dict[str, int], micro_batches: int = 1) -
     assert difference(weights, expected[3]) < 1e-6
 
 
-FAST = {("llama", 1), ("qwen3", 0), ("mistral", 2), ("gpt_neox", 3)}
-"""Every family and every grid once."""
+FAST = {("qwen3", 0), ("mistral", 2), ("gpt_neox", 3)}
+"""A family each, and a grid each."""
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def test_a_gpt_block_keeps_what_korthikanti_counts(precision: str, wide: int) ->
     assert kept((2, 3), precision, mode="full") == wide * 2 * S * B * h
 
 
+@pytest.mark.slow
 def test_every_second_block_recomputed_keeps_half_of_both() -> None:
     assert kept((2, 4), "bf16", mode="full", every=2) == kept((2, 3), "bf16") + kept((2, 3), "bf16", mode="full")
 

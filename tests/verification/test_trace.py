@@ -96,15 +96,16 @@ def test_a_block_sends_what_the_formulas_say(model: dict[str, Any], grid: dict[s
     assert block == block_bytes(runs[0])
 
 
+FULL = {"activation_checkpoint": {"mode": "full"}}
 CONTINUED = [
     pytest.param(LLAMA, {"x": 2, "y": 2, "z": 2}, {}, marks=pytest.mark.slow),
-    pytest.param(GPT, {"y": 2, "z": 2, "dp": 2}, {"activation_checkpoint": {"mode": "full"}}, marks=pytest.mark.slow),
+    pytest.param(GPT, {"y": 2, "z": 2, "dp": 2}, FULL, marks=pytest.mark.slow),
     pytest.param(QWEN, {"x": 2, "dp": 2, "zero": 1}, {"training": {"precision": "bf16"}}, marks=pytest.mark.slow),
     pytest.param(LLAMA, {"z": 2, "dp": 2, "zero": 2}, {"overlap": {"weight_prefetch": 2}}, marks=pytest.mark.slow),
     pytest.param(LLAMA, {"z": 4, "zero": 3}, {"activation_checkpoint": {"mode": "selective"}}, marks=pytest.mark.slow),
     pytest.param(LLAMA, {}, {}, marks=pytest.mark.slow),
     (LLAMA, {"x": 2}, {"training": {"global_batch_size": 2}}),
-    (GPT, {"z": 2}, {"training": {"global_batch_size": 4}, "activation_checkpoint": {"mode": "full"}}),
+    pytest.param(GPT, {"z": 2}, {"training": {"global_batch_size": 4}} | FULL, marks=pytest.mark.slow),
 ]
 
 
@@ -180,7 +181,7 @@ def wire_bytes(report: TraceReport, run: RunConfig) -> float:
     return total
 
 
-@pytest.mark.parametrize("ranks", [4, 8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 16))])
 def test_the_best_grid_never_sends_more_than_one_tensor_axis_with_fsdp(ranks: int) -> None:
     """Weights large against the batch, where a tensor axis pays at all."""
     model = LLAMA | {"num_key_value_heads": 8, "hidden_size": 128, "head_dim": 16, "intermediate_size": 512}

@@ -1,0 +1,45 @@
+"""How fast the planner looks at every layout: python -m benchmarks.plan_search [--rounds 5]
+
+Processor time of the whole search, on one core: the least of the rounds counts, as the others are of something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+
+from fourfold.config.model import ModelConfig
+from fourfold.config.presets import PRESETS
+from fourfold.planning.constants import prior_constants
+from fourfold.planning.from_run import workload_of_model
+from fourfold.planning.machine import load_machine
+from fourfold.planning.search import search
+
+CASES = (("frontier-175b", 2048, 1536, "dgx-a100", 512), ("llama3-405b", 8192, 2048, "dgx-h100", 16_384))
+GOAL = 200_000
+"""Layouts a second and core."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    print(f"{'model':>14}{'machine':>10}{'GPUs':>8}{'layouts':>11}{'seconds':>9}{'a second':>10}  goal ≥ {GOAL:,}")
+    missed = False
+    for preset, seq, batch, name, gpus in CASES:
+        work = replace(workload_of_model(ModelConfig(**PRESETS[preset])), seq=seq, batch=batch)
+        times = []
+        for _ in range(rounds):
+            begin = time.process_time()
+            found = search(work, load_machine(name), prior_constants(), gpus)
+            times.append(time.process_time() - begin)
+        rate = found.evaluated / min(times)
+        missed |= rate < GOAL
+        line = f"{preset:>14}{name:>10}{gpus:8,}{found.evaluated:11,}{min(times):9.2f}{rate:10,.0f}"
+        print(f"{line}  {'met' if rate >= GOAL else 'MISSED'}", flush=True)
+    return int(missed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

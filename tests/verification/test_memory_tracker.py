@@ -1,0 +1,58 @@
+"""The trace against torch's own memory tracker, which knows nothing of it, on small models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import GPT, LLAMA, QWEN, tiny_run
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from fourfold.config.run import RunConfig
+from fourfold.parallel.grid import Grid
+from fourfold.training.job import Job, MicroBatch, meta_stages
+from fourfold.verification.trace import fake_processes, trace
+
+
+def tracked_peak(run: RunConfig) -> int:
+    """Bytes of everything that is alive at once in one training step, as torch counts them, inputs aside."""
+    with fake_processes(run.parallel.world_size):
+        grid = Grid(run.parallel, "cpu")
+        stages = meta_stages(run, grid)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            job = Job(run, grid, torch.device("cpu"), stages)
+            shape = (run.training.micro_batch_size, run.training.seq_length)
+            batches = [
+                MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(2)))
+                for _ in range(run.gradient_accumulation_steps)
+            ]
+            for index in range(len(job.trained)):  # a first step has none while it looks for its peak
+                job.optimizer.moments(index)
+            tracker = MemTracker()
+            tracker.track_external(*(stage.model for stage in job.stages.values()), job.optimizer.adamw)
+            with tracker:
+                job.train_step(batches, 0)
+            peak = tracker.get_tracker_snapshot("peak")
+    return peak[torch.device("cpu")]["Total"]
+
+
+@pytest.mark.parametrize(
+    ("model", "grid", "sections"),
+    [
+        (LLAMA, {}, {}),
+        (GPT, {}, {"activation_checkpoint": {"mode": "full"}}),
+        (QWEN, {"x": 2, "y": 2}, {}),
+        (GPT, {"z": 2, "dp": 2, "zero": 3}, {}),
+    ],
+    ids=str,
+)
+def test_the_trace_is_within_three_percent_of_torchs_tracker(
+    model: dict[str, Any], grid: dict[str, int], sections: dict[str, Any]
+) -> None:
+    # The tracker knows one forward of a module.
+    batch = 2 * grid.get("z", 1) * grid.get("dp", 1)
+    training = {"micro_batch_size": 2, "seq_length": 128, "global_batch_size": batch, "device": "cpu"}
+    run = tiny_run(model, grid, training=training, **sections)
+    assert trace(run, whole=True).memory.total_peak == pytest.approx(tracked_peak(run), rel=0.03)
