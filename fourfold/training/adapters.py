@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,7 @@ from torch import Tensor
 from fourfold.config.huggingface import local_folder
 from fourfold.config.run import LoRAConfig
 from fourfold.data.files import write_whole
-from fourfold.errors import UserError
-from fourfold.models.huggingface import TheirTensor
+from fourfold.models.huggingface import Piece, TheirTensor
 from fourfold.models.pretrained import Pretrained
 from fourfold.models.tensor_files import Entry, write_tensors
 from fourfold.training.saved_weights import SavedWeights
@@ -23,27 +24,60 @@ from fourfold.training.saved_weights import SavedWeights
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-def write_adapter(folder: Path, saved: SavedWeights, pretrained: Pretrained) -> dict[str, int]:
-    """Write what ``peft.PeftModel.from_pretrained`` opens; the bytes of its file.
+@dataclass(frozen=True)
+class Adapted:
+    """A tensor of theirs with the adapters of the parameters of ours that it joins, side by side.
 
-    Raises ``UserError`` for a family that joins projections: peft's adapter of a joined one is another thing than
-    adapters of its parts.
+    Rank r each: A has the rows of all, and B is zero but where a part's rows meet its own columns. That is the sum of
+    the parts exactly, as one adapter of peft's of so many times the rank.
     """
+
+    tensor: TheirTensor
+    parts: tuple[Piece, ...]
+    rank: int
+
+    @property
+    def module(self) -> str:
+        return self.tensor.name.removesuffix(".weight")
+
+    @property
+    def whole_rank(self) -> int:
+        return self.rank * len(self.parts)
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """Out and in."""
+        shape = self.tensor.shape
+        return shape[::-1] if self.tensor.transposed else shape
+
+    def a(self, saved: SavedWeights) -> Tensor:
+        """[whole rank, in]."""
+        return torch.cat([saved.read(_layer(part) + ".lora_A")[: self.rank] for part in self.parts])
+
+    def b(self, saved: SavedWeights) -> Tensor:
+        """[out, whole rank]."""
+        parts = [saved.read(_layer(part) + ".lora_B") for part in self.parts]
+        whole = parts[0].new_zeros(self.features[0], self.whole_rank)
+        for number, (part, b) in enumerate(zip(self.parts, parts, strict=True)):
+            for here, there in part.runs(slice(0, part.rows)):
+                whole[there, number * self.rank : (number + 1) * self.rank] = b[here]
+        return whole
+
+
+def write_adapter(folder: Path, saved: SavedWeights, pretrained: Pretrained) -> dict[str, int]:
+    """Write what ``peft.PeftModel.from_pretrained`` opens; the bytes of its file."""
     lora = _lora(saved)
     entries: list[Entry] = []
-    targets: set[str] = set()
-    for tensor, kind in _adapted(saved, pretrained.tensors, pretrained.kind):
-        module = tensor.name.removesuffix(".weight")
-        targets.add(module.rpartition(".")[2])
-        for part in ("A", "B"):
-            name = f"{kind}.lora_{part}"
-            make = partial(_padded_off, saved, name, tensor.shape[0] if part == "B" else lora.rank)
-            shape = (tensor.shape[0], lora.rank) if part == "B" else (lora.rank, tensor.shape[1])
-            entries.append(Entry(f"base_model.model.{module}.lora_{part}.weight", saved.dtypes[name], shape, make))
+    adapted = _adapted(saved, pretrained.tensors, lora.rank)
+    for each in adapted:
+        dtype = saved.dtypes[_layer(each.parts[0]) + ".lora_A"]
+        out, inner = each.features
+        name = f"base_model.model.{each.module}.lora_"
+        entries.append(Entry(f"{name}A.weight", dtype, (each.whole_rank, inner), partial(each.a, saved)))
+        entries.append(Entry(f"{name}B.weight", dtype, (out, each.whole_rank), partial(each.b, saved)))
     write_tensors(folder / ADAPTER_FILE, entries)
-    write_whole(
-        folder / ADAPTER_CONFIG, (json.dumps(_peft_config(saved, lora, sorted(targets)), indent=2) + "\n").encode()
-    )
+    config = json.dumps(_peft_config(saved, lora, adapted), indent=2) + "\n"
+    write_whole(folder / ADAPTER_CONFIG, config.encode())
     return {ADAPTER_FILE: (folder / ADAPTER_FILE).stat().st_size}
 
 
@@ -72,23 +106,19 @@ def open_base(saved: SavedWeights, patterns: Sequence[str]) -> Pretrained:
     return Pretrained(local_folder(saved.state.base, patterns), saved.model)
 
 
-def _adapted(saved: SavedWeights, tensors: Sequence[TheirTensor], kind: str) -> list[tuple[TheirTensor, str]]:
-    """Their tensors that have an adapter, and the name of our layer."""
-    found: list[tuple[TheirTensor, str]] = []
+def _adapted(saved: SavedWeights, tensors: Sequence[TheirTensor], rank: int) -> list[Adapted]:
+    """Their tensors that have an adapter."""
+    found: list[Adapted] = []
     for tensor in tensors:
-        layers = [piece.name.removesuffix(".weight") for piece in tensor.pieces if piece.name.endswith(".weight")]
-        adapted = [layer for layer in layers if f"{layer}.lora_A" in saved.shapes]
-        if adapted and (len(layers) > 1 or tensor.transposed):
-            raise UserError(
-                f"peft has one adapter for {tensor.name} of model_type '{kind}', and here its parts have their own; "
-                "export with --merge"
-            )
-        found += [(tensor, layer) for layer in adapted]
+        parts = tuple(piece for piece in tensor.pieces if f"{_layer(piece)}.lora_A" in saved.shapes)
+        if parts and tensor.name.endswith(".weight"):
+            found.append(Adapted(tensor, parts, rank))
     return found
 
 
-def _padded_off(saved: SavedWeights, name: str, rows: int) -> Tensor:
-    return saved.read(name)[:rows]
+def _layer(piece: Piece) -> str:
+    """Of a weight."""
+    return piece.name.removesuffix(".weight")
 
 
 def _lora(saved: SavedWeights) -> LoRAConfig:
@@ -96,16 +126,20 @@ def _lora(saved: SavedWeights) -> LoRAConfig:
     return saved.state.lora
 
 
-def _peft_config(saved: SavedWeights, lora: LoRAConfig, targets: list[str]) -> dict[str, Any]:
+def _peft_config(saved: SavedWeights, lora: LoRAConfig, adapted: Sequence[Adapted]) -> dict[str, Any]:
+    """Ranks, and alphas, of joined layers stand apart; peft scales each adapter by alpha / rank."""
+    joined = {each.module: len(each.parts) for each in adapted if len(each.parts) > 1}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": saved.state.base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
+        "rank_pattern": {name: parts * lora.rank for name, parts in joined.items()},
+        "alpha_pattern": {name: parts * lora.alpha for name, parts in joined.items()},
         "lora_dropout": 0.0,
-        "target_modules": targets,
+        "target_modules": sorted({re.sub(r".*\.\d+\.", "", each.module) for each in adapted}),
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": any(each.tensor.transposed for each in adapted),
         "inference_mode": True,
     }

@@ -19,7 +19,7 @@ from markdown import PAGES, REPOSITORY, Block, blocks_of
 
 from fourfold.cli.app import app
 from fourfold.config.load import load_run, make_run
-from fourfold.config.run import DataConfig
+from fourfold.config.run import RunConfig
 
 NOT_RUN = "# not run by the tests"
 
@@ -113,7 +113,8 @@ def test_the_run_files_in_the_pages_load() -> None:
             if "training" in table:
                 make_run(table)
             else:
-                DataConfig.model_validate(table["data"])
+                for name, section in table.items():
+                    RunConfig.model_fields[name].annotation.model_validate(section)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -87,7 +87,7 @@ def name_of(over: str, grid: ParallelConfig) -> str | None:
     "grid",
     [
         {"x": 2, "z": 2, "dp": 2},
-        {"dp": 4},
+        pytest.param({"dp": 4}, marks=pytest.mark.slow),
         pytest.param({"cp": 2, "dp": 2}, marks=pytest.mark.slow),
         pytest.param({"cp": 2, "z": 2}, marks=pytest.mark.slow),
     ],

@@ -129,6 +129,28 @@ def test_peft_opens_the_adapter_and_computes_the_same(pool: Pool, tmp_path: Path
     assert (merged(input_ids=batch.tokens).logits - logits).abs().max() < 1e-5 * logits.abs().max()
 
 
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [("gpt2", None), ("gpt_neox", ["q_proj", "v_proj", "down_proj"]), ("phi3", ["up_proj", "o_proj", "k_proj"])],
+)
+def test_adapters_of_joined_layers_are_one_of_pefts(
+    name: str, targets: list[str] | None, pool: Pool, tmp_path: Path
+) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    folder = make_model(tmp_path / "base", name, vocab_size=208)
+    run = tuning_run(folder, {"x": 2}, tmp_path / "runs")
+    run = run.model_copy(update={"lora": run.lora.model_copy(update={"targets": targets})})
+    tuned = pool.run(2, tuned_body, run)[0]
+    export_huggingface(tmp_path / "runs" / "run", tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    batch = random_global_batch(run, 2)
+    logits = model(input_ids=batch.tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
+    assert tuned["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert (model.merge_and_unload()(input_ids=batch.tokens).logits - logits).abs().max() < 1e-4 * logits.abs().max()
+
+
 def resumed_body(rank: int, world_size: int, run: RunConfig, checkpoint: Path) -> float:
     job = Job(run, Grid(run.parallel, "cpu"), torch.device("cpu"))
     load_pretrained(job, run.model.from_hf)

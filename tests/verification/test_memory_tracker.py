@@ -42,8 +42,8 @@ def tracked_peak(run: RunConfig) -> int:
     ("model", "grid", "sections"),
     [
         (LLAMA, {}, {}),
-        (GPT, {}, {"activation_checkpoint": {"mode": "full"}}),
-        (QWEN, {"x": 2, "y": 2}, {}),
+        pytest.param(GPT, {}, {"activation_checkpoint": {"mode": "full"}}, marks=pytest.mark.slow),
+        pytest.param(QWEN, {"x": 2, "y": 2}, {}, marks=pytest.mark.slow),
         (GPT, {"z": 2, "dp": 2, "zero": 3}, {}),
     ],
     ids=str,

@@ -45,15 +45,11 @@ CASES: dict[str, Case] = {
     "x2 gpt": (GPT, {"x": 2}, {}),
     "dp2 zero 1 packed": (LLAMA, {"dp": 2, "zero": 1}, PACKED),
     "dp2 zero 3 qwen": (QWEN, {"dp": 2, "zero": 3}, {}),
-    "z4 uneven shards": (UNEVEN, {"z": 4}, {}),
     "x2 y2": (LLAMA, {"x": 2, "y": 2}, {}),
-    "x2 y2 packed": (LLAMA, {"x": 2, "y": 2}, PACKED | SELECTIVE),
     "x2 y2, y shares the batch": (SIX_HEADS, {"x": 2, "y": 2}, {}),
     "y2 z2": (GPT, {"y": 2, "z": 2}, {}),
     "z2 dp2 zero 2": (QWEN, {"z": 2, "dp": 2, "zero": 2}, {}),
-    "no overlap": (LLAMA, {"x": 2, "z": 2}, {"overlap": {"input_gradients": False, "weight_prefetch": 0}}),
     "cp2 ulysses": (LLAMA, {"cp": 2, "cp_method": "ulysses"}, PACKED),
-    "cp4 ring": (LLAMA, {"cp": 4, "cp_method": "ring"}, PACKED | SELECTIVE),
     "x2 cp2 packed": (LLAMA, {"x": 2, "cp": 2}, PACKED),
     "z2 cp2 zero 1 qwen": (QWEN, {"z": 2, "cp": 2, "zero": 1}, {}),
     **{f"pp2 {schedule}": (DEEP_GPT, {"pp": 2, "schedule": schedule}, ONE_SEQUENCE) for schedule in FAST_SCHEDULES},
@@ -75,6 +71,10 @@ CASES: dict[str, Case] = {
 }
 
 SLOW_CASES: dict[str, Case] = {
+    "no overlap": (LLAMA, {"x": 2, "z": 2}, {"overlap": {"input_gradients": False, "weight_prefetch": 0}}),
+    "x2 y2 packed": (LLAMA, {"x": 2, "y": 2}, PACKED | SELECTIVE),
+    "z4 uneven shards": (UNEVEN, {"z": 4}, {}),
+    "cp4 ring": (LLAMA, {"cp": 4, "cp_method": "ring"}, PACKED | SELECTIVE),
     "x2 y2 neox recomputed": (NEOX, {"x": 2, "y": 2}, FULL),
     "deep prefetch": (LLAMA | {"num_hidden_layers": 4}, {"z": 2}, {"overlap": {"weight_prefetch": 3}}),
     "x2 dp2 zero 3": (LLAMA, {"x": 2, "dp": 2, "zero": 3}, ONE_SEQUENCE),
