@@ -27,7 +27,8 @@ class Family:
     keys: their name of each key of ours that a config.json may give; defaults: theirs, where a key is left out; fixed:
     our keys that every model of the family has; activations: what each value of their ``activation_key`` means, the
     first where it is left out; required: their keys that must have one of these values, because the decoder computes
-    nothing else; rope_theta, partial_rotary_factor: their names in files of transformers 4 (none: whole heads turn).
+    nothing else; rope_theta, partial_rotary_factor: their names in files of transformers 4 (none: whole heads turn);
+    rope_types: how the family can stretch its rotary frequencies.
     """
 
     architecture: str
@@ -39,6 +40,7 @@ class Family:
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     rope_theta: str = "rope_theta"
     partial_rotary_factor: str | None = None
+    rope_types: tuple[str, ...] = ("linear", "llama3", "yarn")
 
 
 _LLAMA_KEYS = {
@@ -130,6 +132,7 @@ FAMILIES: dict[str, Family] = {
         _LLAMA_FIXED | _NO_BIASES,
         _SWIGLU,
         partial_rotary_factor="partial_rotary_factor",
+        rope_types=(),  # transformers knows longrope of it, and nothing else
     ),
     "gemma": Family(
         "GemmaForCausalLM",
@@ -208,6 +211,8 @@ def read_config(path: Path) -> dict[str, Any]:
 def family_of(config: Mapping[str, Any], where: str) -> str:
     """The ``model_type`` of a config.json that the decoder can compute; ``UserError`` names what is missing else."""
     kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise UserError(f"{where}: model_type = {kind!r} is no name of an architecture")
     if kind in MISSING:
         raise UserError(f"{where}: model_type '{kind}' needs {MISSING[kind]}, which the decoder here does not have")
     if kind not in FAMILIES:
@@ -231,7 +236,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if given.get("quantization_config"):
         raise UserError(f"{where}: the weights are quantised (quantization_config); the unquantised model is needed")
     activation = given.get(family.activation_key, next(iter(family.activations)))
-    if activation not in family.activations:
+    if not isinstance(activation, str) or activation not in family.activations:
         raise UserError(
             f"{where}: {family.activation_key} = {activation!r}; the decoder here computes only "
             f"{', '.join(map(repr, family.activations))}"
@@ -280,10 +285,15 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
 
 def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
     """What the rotary embeddings turn, base and stretch, in the keys of transformers 4 (rope_scaling, …) or 5."""
-    rope = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", None) or given.get(family.rope_theta) or 10000.0
-    part = rope.pop("partial_rotary_factor", None) or given.get(family.partial_rotary_factor or "partial_rotary_factor")
-    part = part or 1.0
+    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise UserError(f"{where}: the rotary embeddings are {rope!r}, and no table of their type and factors")
+    rope = dict(rope)
+    theta = _first(rope.pop("rope_theta", None), given.get(family.rope_theta), 10000.0)
+    part = given.get(family.partial_rotary_factor or "partial_rotary_factor")
+    part = _first(rope.pop("partial_rotary_factor", None), part, 1.0)
+    _check_number("rope_theta", theta, where)
+    _check_number("partial_rotary_factor", part, where)
     if part != 1.0 and family.partial_rotary_factor is None:
         raise UserError(f"{where}: partial_rotary_factor = {part}; models of this family turn whole heads")
     always = {"rope_theta": float(theta), "partial_rotary_factor": float(part)}
@@ -291,8 +301,11 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
     kind = rope.pop("rope_type", older) or "default"
     if kind == "default":
         return always | {"rope_scaling": None}
-    if kind not in _ROPE_KEYS:
-        raise UserError(f"{where}: rope_type '{kind}' is not computed here; {', '.join(_ROPE_KEYS)} are")
+    if kind not in family.rope_types:
+        known = ", ".join(("default", *family.rope_types))
+        raise UserError(
+            f"{where}: rope_type '{kind}' of model_type '{given['model_type']}' is not computed; {known} is"
+        )
     rope = {key: value for key, value in rope.items() if value is not None}
     if not rope.pop("truncate", True):
         raise UserError(f"{where}: yarn with truncate = false is not computed here")
@@ -302,8 +315,20 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
     if kind == "yarn":
         rope.setdefault("original_max_position_embeddings", given["max_position_embeddings"])
     scaling = {key: rope[key] for key in _ROPE_KEYS[kind] if key in rope}
+    for key, value in scaling.items():
+        _check_number(key, value, where)
     scaling = {key: float(v) if key != "original_max_position_embeddings" else v for key, v in scaling.items()}
     return always | {"rope_scaling": {"rope_type": kind, **scaling}}
+
+
+def _check_number(name: str, value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"{where}: {name} = {value!r} is no number")
+
+
+def _first(*values: Any) -> Any:
+    """The first that is given."""
+    return next(value for value in values if value is not None)
 
 
 def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:

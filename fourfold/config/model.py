@@ -42,7 +42,7 @@ class RopeScaling(Strict):
 
 
 class ModelConfig(Strict):
-    """One decoder: GPT-2/3 and Llama / Mistral / Qwen shapes are settings of the same few keys."""
+    """One decoder: GPT-2/3, GPT-NeoX and Llama / Mistral / Qwen / Gemma shapes are settings of the same few keys."""
 
     preset: str | None = Field(None, description="Start from a preset's sizes; any other key overrides it.")
     from_hf: str | None = Field(

@@ -189,11 +189,21 @@ class ParameterGroup(Strict):
     lr_ratio: float = Field(
         1.0, ge=0, description="Their learning rate is this times the others'; 0 leaves them as they are."
     )
-    weight_decay: float | None = Field(None, ge=0, description="Default: as without the group.")
+    weight_decay: float | None = Field(
+        None, ge=0, description="Also of norms and biases that the group names. Default: as without the group."
+    )
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ParameterGroup:
+        if self.lr_ratio == 1 and self.weight_decay is None:
+            raise ValueError(
+                f"the group of {', '.join(self.parameters)} has neither lr_ratio nor weight_decay; give one"
+            )
+        return self
 
 
 class OptimizerConfig(Strict):
-    """AdamW. Weight decay is applied to matrices, not to norms and biases."""
+    """AdamW. Weight decay is applied to matrices, and not to norms and biases but where a group gives them one."""
 
     lr: float = Field(3e-4, gt=0, description="Learning rate at its highest, after the warm-up.")
     betas: tuple[float, float] = Field(

@@ -37,12 +37,28 @@ def locked(path: Path, *, wait: bool) -> Iterator[None]:
     """
     import fcntl  # POSIX only; the rest of the room should import anywhere
 
-    with path.open("a") as file:
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{path} is locked by another process; wait until that one has finished") from error
-        except OSError as error:
-            if error.errno not in _LOCKS_UNSUPPORTED:
-                raise
-        yield
+            file = path.open("a")
+        except FileNotFoundError:  # removed, with its folder, by the one that held it
+            continue
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(f"{path} is locked by another process; wait until that one has finished") from error
+            except OSError as error:
+                if error.errno not in _LOCKS_UNSUPPORTED:
+                    raise
+            if _is_at(path, file.fileno()):
+                yield
+                return
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file is still what its path names."""
+    try:
+        return path.stat().st_ino == os.fstat(descriptor).st_ino
+    except FileNotFoundError:
+        return False

@@ -1,10 +1,9 @@
 """Text to a corpus on disk: tokenise, keep what is finished, put it together, publish it whole."""
 
 import os
-import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,7 +167,9 @@ def unfinished(prefix: Path) -> Iterator[Path]:
             yield parts
         finally:
             if all(path.name == "lock" for path in parts.iterdir()):
-                shutil.rmtree(parts)
+                (parts / "lock").unlink(missing_ok=True)
+                with suppress(OSError):  # another process has begun in it
+                    parts.rmdir()
 
 
 def _remove_all_but(parts: Path, stems: set[str]) -> None:

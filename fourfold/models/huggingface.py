@@ -111,6 +111,8 @@ BUFFERS = (
 )
 """Ends of names of tensors in older files that are no weights."""
 
+HEAD = "lm_head.weight"
+
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 """Parameters with a row for every token; ours are padded, theirs not."""
 
@@ -145,6 +147,11 @@ class TheirTensor:
     shape: tuple[int, ...]
     transposed: bool
     pieces: tuple[Piece, ...]
+
+
+def head_of(kind: str) -> str:
+    """Their name of the head."""
+    return next(theirs for theirs, ours in TABLES[kind].items() if ours == (HEAD,))
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fourfold.config.huggingface import family_of, read_config
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
-from fourfold.models.huggingface import BUFFERS, PREFIX, Piece, TheirTensor, name_map, parameter_shapes
+from fourfold.models.huggingface import BUFFERS, HEAD, PREFIX, Piece, TheirTensor, head_of, name_map, parameter_shapes
 from fourfold.models.tensor_files import TensorFiles
 
 
@@ -68,12 +68,13 @@ class Pretrained:
     def _name_in_files(self, name: str) -> str | None:
         """Files of a model without its head leave out the prefix."""
         short = name.removeprefix(PREFIX.get(self.kind, "model."))
-        return next((each for each in (name, short) if each in self.files.shapes), None)
+        modules = [HEAD] if name == head_of(self.kind) else []  # transformers 5 calls every head so
+        return next((each for each in (name, short, *modules) if each in self.files.shapes), None)
 
     def _check_nothing_left(self, model: ModelConfig) -> None:
         left = set(self.files.shapes) - set(self._names.values())
         for name in sorted(left):
-            if name == "lm_head.weight" and model.tie_word_embeddings:
+            if name in (HEAD, head_of(self.kind)) and model.tie_word_embeddings:
                 self._check_tied(name)
             elif not name.endswith(BUFFERS):
                 raise UserError(

@@ -269,5 +269,5 @@ class Transformer(nn.Module):
         """Token embeddings, and positions' where they are learned, [B, S, H]."""
         x_BSH = self.embed_tokens(tokens_BS)
         if self.config.scale_embeddings:
-            x_BSH = x_BSH * torch.tensor(self.config.hidden_size**0.5, dtype=x_BSH.dtype, device=x_BSH.device)
+            x_BSH = x_BSH * x_BSH.new_full((), self.config.hidden_size**0.5)  # rounded to the type, as Gemma's
         return x_BSH if self.embed_positions is None else x_BSH + self.embed_positions(positions_BS)

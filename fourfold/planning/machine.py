@@ -121,6 +121,8 @@ def parse_machine(text: str, where: str) -> Machine:
                 value = given.pop(key)
                 if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                     raise UserError(f"{where}: {section}.{key} = {value!r} must be a number above 0")
+                if section == "layouts" and value > 1:
+                    raise UserError(f"{where}: {section}.{key} = {value!r} is a share of the achieved rate, at most 1")
                 values[key] = float(value)
             elif key not in _OPTIONAL:
                 raise UserError(f"{where}: {section}.{key} is missing; machines/dgx-h100.toml shows every key")

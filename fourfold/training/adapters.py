@@ -52,7 +52,7 @@ class Adapted:
 
     def a(self, saved: SavedWeights) -> Tensor:
         """[whole rank, in]."""
-        return torch.cat([saved.read(_layer(part) + ".lora_A")[: self.rank] for part in self.parts])
+        return torch.cat([saved.read(_layer(part) + ".lora_A") for part in self.parts])
 
     def b(self, saved: SavedWeights) -> Tensor:
         """[out, whole rank]."""
@@ -111,7 +111,7 @@ def _adapted(saved: SavedWeights, tensors: Sequence[TheirTensor], rank: int) -> 
     found: list[Adapted] = []
     for tensor in tensors:
         parts = tuple(piece for piece in tensor.pieces if f"{_layer(piece)}.lora_A" in saved.shapes)
-        if parts and tensor.name.endswith(".weight"):
+        if parts:
             found.append(Adapted(tensor, parts, rank))
     return found
 

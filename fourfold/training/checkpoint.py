@@ -255,7 +255,8 @@ def read_state(path: Path) -> CheckpointState:
 
 def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> None:
     """Raise ``UserError`` naming the first size in which the checkpoint's model differs from ``model``."""
-    for key, was, now in _differences(state.model, _sizes(model)):
+    defaults = {key: field.default for key, field in ModelConfig.model_fields.items() if key not in _IRRELEVANT}
+    for key, was, now in _differences(defaults | state.model, _sizes(model)):  # written before a key was there
         raise UserError(
             f"the checkpoint {path} is of another model: its {key} is {was!r}, and the run file's is {now!r}"
         )

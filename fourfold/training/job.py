@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import rank_of_stage, stage_layers
-from fourfold.models.lora import add_adapters
+from fourfold.models.huggingface import parameter_shapes
+from fourfold.models.lora import adapter_shapes, add_adapters
 from fourfold.models.transformer import IGNORE_INDEX, Transformer
 from fourfold.parallel.communicate import all_reduce
 from fourfold.parallel.context import take_chunks
@@ -67,7 +68,8 @@ class Job:
     ) -> None:
         """Give memory to ``stages`` (default: ``meta_stages``); ``initialize`` them then, or load a checkpoint."""
         if run.optimizer.groups:
-            check_groups(run.optimizer, trained_names(run))
+            names = adapter_shapes(run.model, run.lora) if run.lora.rank else parameter_shapes(run.model)
+            check_groups(run.optimizer, names)
         self.run, self.grid, self.device = run, grid, device
         self.stages = meta_stages(run, grid) if stages is None else stages
         for stage in self.stages.values():
@@ -208,12 +210,6 @@ def build_model(run: RunConfig) -> Transformer:
     model = Transformer(run.model).to(DTYPES[run.training.precision])
     add_adapters(model, run.lora, stored)
     return model
-
-
-def trained_names(run: RunConfig) -> list[str]:
-    """Every parameter of the whole model that is trained."""
-    with torch.device("meta"):
-        return [name for name, parameter in build_model(run).named_parameters() if parameter.requires_grad]
 
 
 def meta_stages(run: RunConfig, grid: Grid) -> dict[int, DataParallel]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
+import zlib
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -115,7 +116,9 @@ class ShardedAdamW:
                 maximize=False,
             )
             generator = torch.Generator(wide.device)
-            generator.manual_seed(((self.seed * 1_000_003 + self._steps) * 1_000_003 + index) % 2**63)
+            # By name: the copies of a tied weight at both ends of a pipeline are rounded alike too.
+            name = zlib.crc32(shard.name.encode())
+            generator.manual_seed(((self.seed * 1_000_003 + self._steps) * 1_000_003 + name) % 2**63)
             parameter.copy_(stochastically_rounded(wide, generator))
 
     def moments(self, index: int) -> dict[str, torch.Tensor]:

@@ -2,44 +2,58 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fourfold.inference.loki import kernels
 
-F32, I32, I8 = "*fp32", "*i32", "*i8"
-SIZES = {"G": 4, "GP": 16, "D": 128, "DP": 128, "d": 32, "PP": 32, "MASKED": True, "ENDS": True, "LEVEL": 2}
+SHARED_BYTES = 99 * 1024
+"""What a block can have on the GPUs that have least (compute capability 8.6 and 8.9)."""
+
+ALIGNED = [["tt.divisibility", 16]]
+SIZES = {"G": 4, "GP": 16, "PP": 32, "MASKED": True, "ENDS": True, "LEVEL": 2}
 TYPES = {
-    **dict.fromkeys(("scores", "maxima", "sums", "partial"), F32),
-    **dict.fromkeys(("ranks", "histograms", "ks", "counts", "chosen"), I32),
-    **dict.fromkeys(("visible", "always"), I8),
+    **dict.fromkeys(("scores", "maxima", "sums", "partial"), "*fp32"),
+    **dict.fromkeys(("ranks", "histograms", "ks", "counts", "chosen"), "*i32"),
+    **dict.fromkeys(("visible", "always"), "*i8"),
     "scaling": "fp32",
 }
 
 
-def compile_all(dtype: str, reduce: str) -> None:
-    tensors = dict.fromkeys(("query", "proxy", "key", "value", "out"), f"*{dtype}")
+def compile_all(dtype: torch.dtype, width: int, d: int, reduce: str) -> None:
+    """For heads of this width, of which d dims rank; as they are launched: with aligned sizes and pointers."""
+    name_of_type = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    tensors = dict.fromkeys(("query", "proxy", "key", "value", "out"), f"*{name_of_type}")
     for name in ("_score", "_rank", "_refine", "_count", "_collect", "_attend", "_merge"):
         kernel = getattr(kernels, name)
-        chosen = name == "_attend"
-        blocks = {
-            "SPLIT": kernels.CHOSEN_SPLIT if chosen else kernels.MOST_SPLIT,
-            "BLOCK": kernels.CHOSEN_BLOCK if chosen else kernels.BLOCK,
-        }
-        values = SIZES | blocks | {"REDUCE": reduce}
-        fixed = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
-        if name == "_score":
-            fixed["DP"] = 32
+        padded = max(16, triton.next_power_of_2(d if name == "_score" else width))
+        most = kernels.CHOSEN_BLOCK if name == "_attend" else kernels.BLOCK
+        reads_rows = name in ("_score", "_attend")
+        values = SIZES | {
+            "D": width, "d": d, "DP": padded, "REDUCE": reduce, "of_dim": 1,
+            "SPLIT": kernels.CHOSEN_SPLIT if name == "_attend" else kernels.MOST_SPLIT,
+            "BLOCK": kernels.block_of(padded, torch.empty(0, dtype=dtype), most) if reads_rows else most,
+        }  # fmt: skip
+        fixed = {p.name: values[p.name] for p in kernel.params if p.is_constexpr or p.name == "of_dim"}
         signature = {
-            p.name: "constexpr" if p.is_constexpr else (TYPES | tensors).get(p.name, "i32") for p in kernel.params
+            p.name: "constexpr" if p.name in fixed else (TYPES | tensors).get(p.name, "i32") for p in kernel.params
         }
-        source = ASTSource(kernel, signature, fixed)
+        attributes = {
+            (place,): ALIGNED
+            for place, type_ in enumerate(signature.values())
+            if type_ == "i32" or type_.startswith("*")
+        }
+        source = ASTSource(kernel, signature, fixed, attributes)
         binary = triton.compile(source, target=GPUTarget("cuda", 90, 32))
         assert len(binary.asm["cubin"]) > 0
-        print(name, dtype, reduce, "sm_90", binary.metadata.shared)
+        assert binary.metadata.shared <= SHARED_BYTES, (name, dtype, d, width, binary.metadata.shared)
+        print(name, dtype, width, d, reduce, "sm_90", binary.metadata.shared)
 
 
 if __name__ == "__main__":
-    compile_all("bf16", "softmax")
-    compile_all("fp32", "max")
+    compile_all(torch.bfloat16, 128, 32, "softmax")
+    compile_all(torch.bfloat16, 128, 128, "mean")
+    compile_all(torch.float32, 128, 128, "max")
+    compile_all(torch.float32, 256, 64, "softmax")

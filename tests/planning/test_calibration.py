@@ -152,7 +152,13 @@ def test_each_layout_of_the_operands_has_the_rate_that_was_measured() -> None:
     }  # fmt: skip
     machine = measured_machine(record, base, "mine")
     assert (machine.achieved, machine.nn, machine.nt, machine.tn) == (72e13, 60 / 72, 1.0, 0.5)
-    assert parse_machine(machine_toml(machine, "mine", base), "mine.toml").tn == pytest.approx(0.5)
+    assert machine.achieved_fp32 == machine.achieved  # on a CPU all products were of float32
+    on_gpu = measured_machine(record | {"device": "H100"}, base, "mine")
+    assert on_gpu.nn * on_gpu.achieved_fp32 == pytest.approx(6e13)
+    text = machine_toml(machine, "mine", base)
+    assert parse_machine(text, "mine.toml").tn == pytest.approx(0.5)
+    with pytest.raises(UserError, match=r"layouts\.tn = 5\.0 is a share"):
+        parse_machine(text.replace("tn = 0.5", "tn = 5.0"), "mine.toml")
     work = replace(workload_of_model(ModelConfig(**PRESETS["llama3-8b"])), seq=8192, batch=1)
     constants = constants_for(machine)
     times = [block_time(work, replace(machine, tn=share), constants) for share in (1.0, 0.5)]

@@ -27,6 +27,7 @@ from fourfold.training import checkpoint
 from fourfold.training.checkpoint import (
     STATE_FILE,
     Checkpointer,
+    check_same_model,
     find_checkpoint,
     list_checkpoints,
     load_checkpoint,
@@ -411,6 +412,19 @@ def test_what_does_not_change_the_model_may_change(saved: Path) -> None:
     named = run.model.model_copy(update={"preset": None})
     job = new_job(run.model_copy(update={"model": named}))
     assert load_checkpoint(saved, job) == 1
+
+
+def test_a_checkpoint_from_before_a_key_was_there_goes_on(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "step_2"
+    shutil.copytree(saved, path)
+    state = json.loads((path / STATE_FILE).read_text())
+    for key in ("parallel_residual", "partial_rotary_factor"):
+        del state["model"][key]
+    (path / STATE_FILE).write_text(json.dumps(state))
+    model = tiny_run(LLAMA).model
+    check_same_model(path, read_state(path), model)
+    with pytest.raises(UserError, match="its parallel_residual is False"):
+        check_same_model(path, read_state(path), model.model_copy(update={"parallel_residual": True}))
 
 
 @pytest.mark.usefixtures("alone")

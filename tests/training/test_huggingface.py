@@ -111,6 +111,35 @@ def test_other_cuts_of_the_files_are_read(tmp_path: Path) -> None:
     assert torch.equal(ours_of(folder)(tokens()), expected)
 
 
+def test_a_head_may_have_the_name_of_its_module(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "hf", "gpt_neox")
+    weights, expected = weights_of(folder), ours_of(folder)(tokens())
+    weights["lm_head.weight"] = weights.pop("embed_out.weight")
+    (folder / "model.safetensors.index.json").unlink()
+    save_file(weights, folder / "model.safetensors")
+    assert torch.equal(ours_of(folder)(tokens()), expected)
+    tied = make_model(tmp_path / "tied", "gpt_neox tied")
+    weights, expected = weights_of(tied), ours_of(tied)(tokens())
+    (tied / "model.safetensors.index.json").unlink()
+    save_file(weights | {"embed_out.weight": weights["gpt_neox.embed_in.weight"].clone()}, tied / "model.safetensors")
+    assert torch.equal(ours_of(tied)(tokens()), expected)
+
+
+def test_rotary_embeddings_of_no_channel_are_refused(tmp_path: Path) -> None:
+    """transformers computes such a model, without any rotation; whole heads would be silently wrong."""
+    folder = make_model(tmp_path / "hf", "gpt_neox")
+    config = {key: v for key, v in read_config(folder).items() if key != "rope_parameters"} | {"rotary_pct": 0.0}
+    with pytest.raises(UserError, match="partial_rotary_factor: Input should be greater than 0"):
+        model_of(config, "here")
+
+
+def test_a_family_that_cannot_stretch_so_is_not_written() -> None:
+    sizes = PRESETS["llama-tiny"] | {"partial_rotary_factor": 0.5}
+    assert config_of(ModelConfig(**sizes))["model_type"] == "phi3"
+    with pytest.raises(UserError, match="no Hugging Face model"):
+        config_of(ModelConfig(**sizes, rope_scaling={"rope_type": "linear", "factor": 2.0}))
+
+
 def test_a_tied_head_may_be_stored(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "hf", "qwen2 tied")
     weights, expected = weights_of(folder), ours_of(folder)(tokens())
@@ -203,6 +232,11 @@ def refusal(folder: Path) -> str:
         ({"model_type": "falcon"}, ["falcon", "side by side"]),
         ({"model_type": "gemma2"}, ["gemma2", "capped logits"]),
         ({"model_type": "mamba"}, ["mamba", "llama"]),
+        ({"model_type": ["llama"]}, ["model_type = ['llama']"]),
+        ({"hidden_act": ["silu"]}, ["hidden_act = ['silu']"]),
+        ({"rope_parameters": None, "rope_theta": "a"}, ["rope_theta = 'a' is no number"]),
+        ({"rope_parameters": [1]}, ["rotary embeddings are [1]"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "two"}}, ["factor = 'two' is no number"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "LlamaForCausalLM"]),
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'"]),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ["longrope"]),

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from tiny_runs import GPT, LLAMA, tiny_run
+from tiny_runs import GPT, LLAMA, QWEN, tiny_run
 
 from fourfold.config.run import OptimizerConfig, RunConfig, SchedulerConfig
+from fourfold.errors import UserError
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
 from fourfold.training.optimizer import learning_rate
+from fourfold.verification.batches import micro_batches_of, random_global_batch
+from fourfold.verification.trace import trace
 
 CPU = torch.device("cpu")
 
@@ -152,6 +155,33 @@ def test_groups_of_parameters_have_rates_and_decays_of_their_own(pool: Pool) -> 
             assert torch.equal(after[name], start), name
         else:
             torch.testing.assert_close(after[name], parameter.data, rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_with_groups_is_traced() -> None:
+    groups = {"groups": [{"parameters": ["layers.0.*"], "lr_ratio": 0.5}]}
+    assert trace(tiny_run(GPT, {"x": 2}, optimizer=groups)).memory == trace(tiny_run(GPT, {"x": 2})).memory
+    with pytest.raises(UserError, match="neither lr_ratio nor weight_decay"):
+        tiny_run(GPT, optimizer={"groups": [{"parameters": ["*"]}]})
+
+
+def tied_ends_body(rank: int, world_size: int, run: RunConfig) -> torch.Tensor:
+    job = Job(run, Grid(run.parallel, "cpu"), CPU)
+    job.initialize(0)
+    for step in range(2):
+        job.train_step(micro_batches_of(random_global_batch(run, step), run, job.grid, CPU), step)
+    (end,) = [shard.local for shard in job.shards if shard.name == "embed_tokens.weight"]
+    return end.clone()
+
+
+def test_both_ends_of_a_tied_weight_are_rounded_alike(pool: Pool) -> None:
+    run = tiny_run(
+        QWEN,
+        {"pp": 2},
+        training={"precision": "bf16", "master_weights": "bf16"},
+        optimizer={"stochastic_rounding": True},
+    )
+    first, last = pool.run(2, tied_ends_body, run)
+    assert torch.equal(first, last)
 
 
 def test_a_group_without_parameters_is_refused(pool: Pool) -> None:

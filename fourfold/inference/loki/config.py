@@ -37,7 +37,8 @@ class LokiConfig:
         only, which takes no more memory than dense attention.
     proxy_dtype: of these leading dims, which only rank: "same" as the keys', or "bf16", which on many CPUs is read and
         multiplied several times faster than float32.
-    kernels: "torch" for torch's operations, "triton" for kernels of our own, "auto" for these on an NVIDIA GPU.
+    kernels: "torch" for torch's operations, "triton" for kernels of our own, "auto" for these on an NVIDIA GPU. Where
+        autograd records, torch's are used.
 
     Raises ``UserError`` for values that cannot be.
     """

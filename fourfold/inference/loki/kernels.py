@@ -19,10 +19,13 @@ from fourfold.inference.loki.config import LokiConfig
 from fourfold.inference.loki.select import kept_ends
 
 PROGRAMS, LEAST_SPLIT, MOST_SPLIT, BLOCK = 512, 512, 4096, 256
-"""Programs wanted of a pass over all keys, keys of one program, and of one turn of its loop."""
+"""Programs wanted of a pass over all keys, keys of one program, and of one turn of its loop at most."""
 
 CHOSEN_SPLIT, CHOSEN_BLOCK = 128, 64
 """The same of chosen keys, whose rows lie apart."""
+
+TILE_BYTES = 8192
+"""Of keys in one turn at most: several turns are under way at once, and must fit the smallest shared memories."""
 
 BINS = tl.constexpr(2048)
 NEVER = tl.constexpr(float("-inf"))
@@ -43,7 +46,12 @@ def decode(
     """What ``attend.decode`` computes, [B, K, G, D]; query_BKGd: projected and scaled."""
     batch, heads, group, width = query_BKGD.shape
     length, d = proxy_BKSd.shape[2:]
+    assert key_BKSD.stride(3) == value_BKSD.stride(3) == 1, "the numbers of a row must follow each other"
     rows, device = batch * heads, query_BKGD.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():  # where kernels would be launched
+        arguments = (query_BKGD, query_BKGd, key_BKSD, value_BKSD, proxy_BKSd, k, config, scaling, visible_B1S, k_B)
+        with torch.cuda.device(device):
+            return decode(*arguments)
     visible_BS = _bytes(visible_B1S, batch, length)
     always_BS = _bytes(kept_ends(config, visible_B1S, length, device), batch, length)
     # A sequence that sees nothing has one key too, which attention masks: the search needs something to find.
@@ -57,10 +65,11 @@ def decode(
     sizes = {"G": group, "GP": max(16, triton.next_power_of_2(group))}
     scores_RGS = torch.empty(rows, group, length, dtype=torch.float32, device=device)
     maxima_RPG, sums_RPG = torch.empty(2, rows, splits, group, dtype=torch.float32, device=device)
+    wide = {"d": d, "DP": max(16, triton.next_power_of_2(d))}
     _score[grid](
         query_BKGd.contiguous(), proxy_BKSd, visible_BS, scores_RGS, maxima_RPG, sums_RPG,
         heads, length, splits, *proxy_BKSd.stride(),
-        **sizes, d=d, DP=max(16, triton.next_power_of_2(d)), MASKED=visible_BS is not None, **blocks,
+        **sizes, **wide, **blocks | {"BLOCK": block_of(wide["DP"], proxy_BKSd, BLOCK)}, MASKED=visible_BS is not None,
     )  # fmt: skip
 
     ranks_RS = torch.empty(rows, length, dtype=torch.int32, device=device)
@@ -85,7 +94,8 @@ def decode(
     _attend[rows, parts](
         query_BKGD.contiguous(), key_BKSD, value_BKSD, chosen_Rk, visible_BS, partial_RPGD, maxima_RPG, sums_RPG,
         scaling, heads, length, k, parts, *key_BKSD.stride()[:3], *value_BKSD.stride()[:3],
-        **sizes, **wide, MASKED=visible_BS is not None, SPLIT=CHOSEN_SPLIT, BLOCK=CHOSEN_BLOCK,
+        **sizes, **wide, MASKED=visible_BS is not None, SPLIT=CHOSEN_SPLIT,
+        BLOCK=block_of(wide["DP"], key_BKSD, CHOSEN_BLOCK),
     )  # fmt: skip
     out_BKGD = torch.empty_like(query_BKGD, memory_format=torch.contiguous_format)
     _merge[rows, group](
@@ -94,12 +104,17 @@ def decode(
     return out_BKGD
 
 
+def block_of(width: int, keys: Tensor, most: int) -> int:
+    """Keys of this width (a power of two) in one turn of a loop."""
+    return max(16, min(most, TILE_BYTES // (width * keys.element_size())))
+
+
 def _bytes(flags: Tensor | None, batch: int, length: int) -> Tensor | None:
     """[S] or [B, 1, S] of truth values as bytes [B, S]."""
     return None if flags is None else flags.expand(batch, 1, length).contiguous().view(torch.int8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _score(
     query, proxy, visible, scores, maxima, sums, heads, length, splits, of_batch, of_head, of_row, of_dim,
     G: tl.constexpr, GP: tl.constexpr, d: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr,
@@ -132,7 +147,7 @@ def _score(
     tl.store(sums + (row * splits + split) * G + g, total_GP, g < G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _rank(
     scores, maxima, sums, always, ranks, histograms, heads, length, splits,
     G: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, REDUCE: tl.constexpr, ENDS: tl.constexpr,
@@ -189,7 +204,7 @@ def _refine(
     _add(histograms + (LEVEL * rows + row) * BINS, histogram_N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _count(
     ranks, histograms, ks, heads, length, rows, counts, splits, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -206,7 +221,7 @@ def _count(
     tl.store(counts + (row * splits + split) * 2 + 1, equal)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "k"])
 def _collect(
     ranks, histograms, ks, heads, length, rows, counts, chosen, splits, k,
     PP: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
@@ -231,7 +246,7 @@ def _collect(
         equal += tl.sum(equal_S, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k", "parts"])
 def _attend(
     query, key, value, chosen, visible, partial, maxima, sums, scaling, heads, length, k, parts,
     key_of_batch, key_of_head, key_of_row, value_of_batch, value_of_head, value_of_row,
@@ -271,7 +286,7 @@ def _attend(
     tl.store(sums + place * G + g, total_GP, g < G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _merge(partial, maxima, sums, out, parts, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PP: tl.constexpr):
     """One query head from its parts; zeros where it sees no key at all."""
     row, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
