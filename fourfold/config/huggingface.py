@@ -7,191 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from fourfold.config.families import FAMILIES, MISSING, ROPE_KEYS, Family
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import filled
 from fourfold.errors import UserError
 
 CONFIG_FILE = "config.json"
-
-
-@dataclass(frozen=True)
-class Family:
-    """One architecture of transformers.
-
-    keys: their name of each key of ours that a config.json may give; defaults: theirs, where a key is left out; fixed:
-    our keys that every model of the family has; activations: what each value of their ``activation_key`` means, the
-    first where it is left out; required: their keys that must have one of these values, because the decoder computes
-    nothing else; rope_theta, partial_rotary_factor: their names in files of transformers 4 (none: whole heads turn);
-    rope_types: how the family can stretch its rotary frequencies.
-    """
-
-    architecture: str
-    keys: Mapping[str, str]
-    defaults: Mapping[str, Any]
-    fixed: Mapping[str, Any]
-    activations: Mapping[str, Mapping[str, Any]]
-    activation_key: str = "hidden_act"
-    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    rope_theta: str = "rope_theta"
-    partial_rotary_factor: str | None = None
-    rope_types: tuple[str, ...] = ("linear", "llama3", "yarn")
-
-
-_LLAMA_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_hidden_layers",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_key_value_heads",
-    "intermediate_size": "intermediate_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "initializer_range": "initializer_range",
-}
-_LLAMA_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-_NO_BIASES = {"attention_bias": False, "attention_output_bias": False, "mlp_bias": False}
-_LLAMA_FIXED = {"norm": "rmsnorm", "position_embedding": "rope", "qk_norm": False}
-_SWIGLU = {name: {"mlp": "swiglu"} for name in ("silu", "swish")}
-_TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-_GEGLU = {"gelu_pytorch_tanh": {"mlp": "geglu", "gelu_approximation": "tanh"}}
-_GELU = {name: {"mlp": "gelu", "gelu_approximation": "tanh"} for name in _TANH_GELUS} | {
-    "gelu": {"mlp": "gelu", "gelu_approximation": "none"}
-}
-_GPT2_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "intermediate_size": "n_inner",
-    "max_position_embeddings": "n_positions",
-    "norm_eps": "layer_norm_epsilon",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "initializer_range": "initializer_range",
-}
-_GPT2_DEFAULTS = {"n_positions": 1024, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}
-_GPT2_FIXED = {
-    "norm": "layernorm",
-    "position_embedding": "learned",
-    "attention_bias": True,
-    "attention_output_bias": True,
-    "mlp_bias": True,
-    "qk_norm": False,
-}
-_GPT_NEOX_KEYS = {theirs: theirs for theirs in (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-    "max_position_embeddings", "attention_bias", "tie_word_embeddings", "initializer_range",
-)} | {"norm_eps": "layer_norm_eps", "parallel_residual": "use_parallel_residual"}  # fmt: skip
-_GPT_NEOX_DEFAULTS = {
-    "layer_norm_eps": 1e-5,
-    "use_parallel_residual": True,
-    "attention_bias": True,
-    "max_position_embeddings": 2048,
-    "rotary_pct": 0.25,
-}
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(
-        "LlamaForCausalLM",
-        _LLAMA_KEYS | {"head_dim": "head_dim", "attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
-        _LLAMA_DEFAULTS,
-        _LLAMA_FIXED,
-        _SWIGLU,
-    ),
-    "mistral": Family(
-        "MistralForCausalLM",
-        _LLAMA_KEYS | {"head_dim": "head_dim"},
-        _LLAMA_DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-        _LLAMA_FIXED | _NO_BIASES,
-        _SWIGLU,
-    ),
-    "qwen2": Family(
-        "Qwen2ForCausalLM",
-        _LLAMA_KEYS | {"head_dim": "head_dim"},
-        _LLAMA_DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32768},
-        _LLAMA_FIXED | _NO_BIASES | {"attention_bias": True},
-        _SWIGLU,
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        _LLAMA_KEYS | {"head_dim": "head_dim", "attention_bias": "attention_bias"},
-        _LLAMA_DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
-        _LLAMA_FIXED | {"mlp_bias": False, "qk_norm": True},
-        _SWIGLU,
-    ),
-    "phi3": Family(
-        "Phi3ForCausalLM",
-        _LLAMA_KEYS,
-        _LLAMA_DEFAULTS | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-        _LLAMA_FIXED | _NO_BIASES,
-        _SWIGLU,
-        partial_rotary_factor="partial_rotary_factor",
-        rope_types=(),  # transformers knows longrope of it, and nothing else
-    ),
-    "gemma": Family(
-        "GemmaForCausalLM",
-        _LLAMA_KEYS | {"head_dim": "head_dim", "attention_bias": "attention_bias"},
-        _LLAMA_DEFAULTS
-        | {"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True},
-        _LLAMA_FIXED | {"mlp_bias": False, "zero_centered_norm": True, "scale_embeddings": True},
-        # "gelu" in the first files of the family means the approximation too, and is read so by transformers.
-        _GEGLU | {"gelu": _GEGLU["gelu_pytorch_tanh"]},
-        required={"use_bidirectional_attention": (None, False)},
-    ),
-    "gpt_neox": Family(
-        "GPTNeoXForCausalLM",
-        _GPT_NEOX_KEYS,
-        _GPT_NEOX_DEFAULTS,
-        {"norm": "layernorm", "position_embedding": "rope", "mlp_bias": True, "qk_norm": False},
-        {"gelu": _GELU["gelu"]} | _GELU,
-        rope_theta="rotary_emb_base",
-        partial_rotary_factor="rotary_pct",
-    ),
-    "gpt2": Family(
-        "GPT2LMHeadModel",
-        _GPT2_KEYS,
-        _GPT2_DEFAULTS,
-        _GPT2_FIXED,
-        _GELU,
-        "activation_function",
-        {
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "add_cross_attention": (False,),
-        },
-    ),
-}
-
-_ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
-}
-"""What decides over the rotary frequencies, by their type."""
-
-MISSING: dict[str, str] = {
-    "phi": "one norm for attention and MLP side by side, and a bias of the head",
-    "gemma2": "norms after attention and MLP, and capped logits",
-    "gemma3": "norms after attention and MLP, and sliding windows in some layers",
-    "gemma3_text": "norms after attention and MLP, and sliding windows in some layers",
-    "olmo2": "norms after attention and MLP",
-    "falcon": "one norm for attention and MLP side by side",
-    "mixtral": "a mixture of experts",
-    "qwen2_moe": "a mixture of experts",
-    "qwen3_moe": "a mixture of experts",
-    "phimoe": "a mixture of experts",
-    "llama4": "a mixture of experts",
-    "gpt_oss": "a mixture of experts",
-    "deepseek_v2": "a mixture of experts and latent attention",
-    "deepseek_v3": "a mixture of experts and latent attention",
-}
-"""What the decoder lacks for architectures that people ask for."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -310,11 +136,11 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
     if not rope.pop("truncate", True):
         raise UserError(f"{where}: yarn with truncate = false is not computed here")
     # Some files say it of linear too, where it changes nothing.
-    for key in sorted(rope.keys() - {*_ROPE_KEYS[kind], "original_max_position_embeddings"}):
+    for key in sorted(rope.keys() - {*ROPE_KEYS[kind], "original_max_position_embeddings"}):
         raise UserError(f"{where}: '{key}' of the rotary embeddings of type '{kind}' is not computed here")
     if kind == "yarn":
         rope.setdefault("original_max_position_embeddings", given["max_position_embeddings"])
-    scaling = {key: rope[key] for key in _ROPE_KEYS[kind] if key in rope}
+    scaling = {key: rope[key] for key in ROPE_KEYS[kind] if key in rope}
     for key, value in scaling.items():
         _check_number(key, value, where)
     scaling = {key: float(v) if key != "original_max_position_embeddings" else v for key, v in scaling.items()}
@@ -379,7 +205,7 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
         if family.partial_rotary_factor is not None:
             config[family.partial_rotary_factor] = model.partial_rotary_factor
         if model.rope_scaling is not None:
-            kept = ("rope_type", *_ROPE_KEYS[model.rope_scaling.rope_type])
+            kept = ("rope_type", *ROPE_KEYS[model.rope_scaling.rope_type])
             scaling = {key: getattr(model.rope_scaling, key) for key in kept}
             config["rope_scaling"] = {key: value for key, value in scaling.items() if value is not None}
     if "sliding_window" in family.defaults:
