@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from fourfold.config.run import OptimizerConfig, SchedulerConfig
+from fourfold.config.run import OptimizerConfig, ParameterGroup, SchedulerConfig
 from fourfold.errors import UserError
 from fourfold.parallel.state import LocalShard
 
@@ -29,17 +29,30 @@ def treatment(name: str, dims: int, config: OptimizerConfig) -> Treatment:
     """Of a parameter, by the first group of the run file that names it."""
     decay = config.weight_decay if dims > 1 else 0.0
     for group in config.groups:
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in group.parameters):
+        if _is_of(group, name):
             return Treatment(group.lr_ratio, decay if group.weight_decay is None else group.weight_decay)
     return Treatment(1.0, decay)
 
 
 def check_groups(config: OptimizerConfig, names: Collection[str]) -> None:
-    """Raise ``UserError`` for a group of parameters that names none of those that are trained."""
-    for pattern in (pattern for group in config.groups for pattern in group.parameters):
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-            raise UserError(f"optimizer.groups: '{pattern}' names no parameter that is trained; {near[0]} is one")
+    """Raise ``UserError`` for a group that names no parameter that is trained, or only those of earlier groups."""
+    left = list(names)
+    for group in config.groups:
+        for pattern in group.parameters:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+                raise UserError(f"optimizer.groups: '{pattern}' names no parameter that is trained; {near[0]} is one")
+        others = [name for name in left if not _is_of(group, name)]
+        if len(others) == len(left):
+            raise UserError(
+                f"optimizer.groups: every parameter of {', '.join(group.parameters)} is of an earlier group; put the "
+                "narrower one first"
+            )
+        left = others
+
+
+def _is_of(group: ParameterGroup, name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in group.parameters)
 
 
 class ShardedAdamW:

@@ -15,7 +15,7 @@ from fourfold.errors import UserError
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
-from fourfold.training.optimizer import learning_rate
+from fourfold.training.optimizer import check_groups, learning_rate
 from fourfold.verification.batches import micro_batches_of, random_global_batch
 from fourfold.verification.trace import trace
 
@@ -188,6 +188,14 @@ def test_a_group_without_parameters_is_refused(pool: Pool) -> None:
     run = tiny_run(GPT, optimizer={"groups": [{"parameters": ["layers.*.mlp.gate_proj.*"], "lr_ratio": 0.5}]})
     with pytest.raises(Exception, match=r"'layers\.\*\.mlp\.gate_proj\.\*' names no parameter that is trained; layers"):
         pool.run(1, step_with_known_gradients, run, 1, True)
+
+
+def test_a_group_behind_one_that_has_all_is_refused() -> None:
+    groups = [{"parameters": ["*"], "lr_ratio": 0.5}, {"parameters": ["layers.0.*"], "lr_ratio": 0.1}]
+    config = tiny_run(GPT, optimizer={"groups": groups}).optimizer
+    with pytest.raises(UserError, match=r"every parameter of layers\.0\.\* is of an earlier group"):
+        check_groups(config, ["layers.0.mlp.weight", "norm.weight"])
+    check_groups(config.model_copy(update={"groups": config.groups[::-1]}), ["layers.0.mlp.weight", "norm.weight"])
 
 
 def test_defaults_are_those_of_the_run_file() -> None:
