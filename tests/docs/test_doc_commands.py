@@ -54,7 +54,7 @@ def workplace(tmp_path: Path) -> Path:
     return tmp_path
 
 
-LONG = ("memorization.md", "loki.md", "huggingface.md", "getting-started.md", "planner.md")
+LONG = ("memorization.md", "loki.md", "huggingface.md", "getting-started.md", "planner.md", "memory.md")
 """Pages whose commands train for more than a few seconds."""
 
 

@@ -43,7 +43,9 @@ def losses_body(rank: int, world_size: int, run: RunConfig, steps: int) -> tuple
 
 @pytest.mark.parametrize("master", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "grid", [{}, {"z": 2, "dp": 2, "zero": 2}, pytest.param({"x": 2, "y": 2}, marks=pytest.mark.slow)], ids=str
+    "grid",
+    [{}, *(pytest.param(grid, marks=pytest.mark.slow) for grid in ({"z": 2, "dp": 2, "zero": 2}, {"x": 2, "y": 2}))],
+    ids=str,
 )
 def test_bf16_follows_fp32(pool: Pool, grid: dict[str, int], master: str) -> None:
     sections = {"optimizer": {"lr": 3e-3}}

@@ -17,8 +17,6 @@ from fourfold.verification.trace import TraceReport, trace
 MODELS = {"llama": LLAMA, "gpt": GPT, "qwen": QWEN, "neox": NEOX, "gemma": GEMMA}
 FAST = [
     ("llama", {"x": 2, "y": 2, "z": 2, "dp": 2}, "none"),
-    ("gpt", {"x": 2, "y": 2}, "full"),
-    ("neox", {"x": 2, "y": 2}, "none"),
     ("gemma", {"x": 2, "z": 2}, "none"),
     ("gpt", {"z": 2, "dp": 2, "zero": 1}, "none"),
     ("llama", {"dp": 4, "zero": 3}, "none"),
@@ -137,10 +135,10 @@ def test_formulas_equal_the_trace_of_a_large_model(grid: dict[str, int], mode: s
 ZERO_BUBBLE = {"pp": 2, "schedule": "InterleavedZeroBubble"}
 PIPELINES_AND_CONTEXTS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("llama", {"cp": 2, "dp": 2, "zero": 1}, "none", {}),
-    ("gpt", {"pp": 2, "dp": 2, "schedule": "ZBVZeroBubble"}, "none", {"layers": 5}),
     ("qwen", {"pp": 2, "z": 2, "dp": 2, "zero": 2, "schedule": "Interleaved1F1B"}, "none", {"layers": 6}),
 ]
 MORE_OF_THEM: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    ("gpt", {"pp": 2, "dp": 2, "schedule": "ZBVZeroBubble"}, "none", {"layers": 5}),
     ("llama", {"pp": 3, "x": 2, "z": 2}, "full", {"layers": 7, "every": 2}),
     ("llama", {"cp": 2}, "none", {}),
     ("llama", {"cp": 2, "cp_method": "ring"}, "selective attention", {}),

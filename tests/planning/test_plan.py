@@ -102,6 +102,7 @@ def test_nothing_fits_says_what_would() -> None:
         make_plan(base("gpt2", 1024, 8), H100, PRIOR, 7, limits=Limits(fixed=(("pp", 1),)))
 
 
+@pytest.mark.slow
 def test_scaling_replans_at_each_size() -> None:
     points = scaling(base("llama3-8b", 8192, 128), H100, PRIOR, sizes_of("8:32"), weak=False)
     assert [p.gpus for p in points] == [8, 16, 32]

@@ -177,7 +177,12 @@ def loss_body(rank: int, world_size: int, run: RunConfig) -> tuple[float, dict[s
     return loss, gather_full(job.shards, [shard.local for shard in job.shards])
 
 
-@pytest.mark.parametrize("case", GRIDS)
+FAST = ("x2 z2 gpt2", "pp2 tied", "x2 y2 gpt_neox", "x2 y2 gemma")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in GRIDS]
+)
 def test_a_grid_reads_its_slices(case: str, pool: Pool, tmp_path: Path) -> None:
     """Weights bit-equal, the loss that of transformers; and the checkpoint of the grid goes out again bit-equal."""
     name, parallel = GRIDS[case]

@@ -131,7 +131,11 @@ def test_peft_opens_the_adapter_and_computes_the_same(pool: Pool, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("name", "targets"),
-    [("gpt2", None), ("gpt_neox", ["q_proj", "v_proj", "down_proj"]), ("phi3", ["up_proj", "o_proj", "k_proj"])],
+    [
+        pytest.param("gpt2", None, marks=pytest.mark.slow),
+        ("gpt_neox", ["q_proj", "v_proj", "down_proj"]),
+        pytest.param("phi3", ["up_proj", "o_proj", "k_proj"], marks=pytest.mark.slow),
+    ],
 )
 def test_adapters_of_joined_layers_are_one_of_pefts(
     name: str, targets: list[str] | None, pool: Pool, tmp_path: Path
