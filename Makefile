@@ -26,9 +26,9 @@ clean:
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check "$(TORCH)" --editable .
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check "$(TORCH)" --editable .
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check "$(TORCH)" --editable ".[test]"
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[test]"
 	touch $@
