@@ -12,7 +12,10 @@ from fourfold.planning.workload import Workload
 
 
 class Pieces(NamedTuple):
-    """Bytes on the rank, of one micro-batch: residual [T/x, H/y], gathered [T, H/y], inner [T, F/x]."""
+    """Bytes on the rank, of one micro-batch: residual [T/x, H/y], gathered [T, H/y], inner [T, F/x].
+
+    queries and keys are those that attention reads here, whole_queries those of all ranks of y.
+    """
 
     residual: Number
     gathered: Number
@@ -25,54 +28,85 @@ class Pieces(NamedTuple):
 
 def pieces(work: Workload) -> Pieces:
     token = work.bytes * work.tokens
-    shared = work.x * work.y
+    split = attention_over_y(work)
+    # Fewer key-value heads than ranks that share them: each holds the whole head that it reads.
+    kv_heads = np.maximum(work.keys / (work.x * np.where(split == "heads", work.y, 1)), work.head_dim)
     return Pieces(
         residual=token * work.hidden / (work.y * np.where(work.split_residual, work.x, 1)),
         gathered=token * work.hidden / work.y,
-        queries=token * work.queries / shared,
-        # Fewer key-value heads than ranks: each rank holds the whole head that it reads.
-        keys=token * np.maximum(work.keys / shared, np.minimum(work.head_dim, work.keys)),
+        queries=token * work.queries / (work.x * work.y),
+        keys=token * kv_heads / np.where(split == "batch", work.y, 1),
         whole_queries=token * work.queries / work.x,
         inner=token * work.inner / work.x,
         statistics=4 * work.tokens / np.where(work.split_residual, work.x, 1),
     )
 
 
-def kept_by_block(work: Workload, selective: bool) -> Number:
-    """Bytes that one block keeps of a micro-batch, with nothing computed again or with selective recompute.
+def attention_over_y(work: Workload) -> np.ndarray:
+    """What the ranks of y share of the attention, as ``config.layout.attention_split`` tells of one layout."""
+    heads = work.queries / work.head_dim
+    return np.where(
+        heads % (work.x * work.y) == 0, "heads", np.where(work.micro_batch % work.y == 0, "batch", "sequence")
+    )
 
-    As autograd keeps them in ``parallel``: the inputs of
-    both norms, tokens as gathered for q, k, v and for up, what the attention kernel reads and writes, and of the MLP
-    gate, up, silu(gate) and their product (GELU: its input and output).
-    """
-    p = pieces(work)
-    gated = work.ups > work.inner
-    # Features arrive from the sum over y in one buffer, of which v keeps the whole alive.
+
+def kept_by_core(work: Workload) -> tuple[Number, Number]:
+    """Bytes that attention keeps between the products before and behind it: computed once, and computed again."""
+    p, split = pieces(work), attention_over_y(work)
+    ranks = work.x * np.where(split == "heads", work.y, 1)
+    gathered = (split == "sequence") | (work.keys % (ranks * work.head_dim) != 0)
+    # Features arrive from the sum over y in one buffer, of which v keeps the whole alive where it is not gathered.
+    one_buffer = (work.y > 1) & ~np.asarray(work.biases, bool) & ~gathered
     rotated = np.where(work.rope, p.queries + p.keys, 0)
-    one_buffer = (work.y > 1) & ~np.asarray(work.biases, bool)
     plain = np.where(work.rope, p.keys, p.queries + 2 * p.keys)
     qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
     normed = np.where(work.head_norms, (p.queries + p.keys) * (1 + 4 / work.bytes), 0)
-    shares = np.asarray(work.regather, bool) | (np.asarray(work.gathers_again, bool) & selective)
-    out = np.where((work.y > 1) & ~shares, p.queries + p.whole_queries, p.queries)
-    heads = work.queries / work.head_dim
-    log_sums = 4 * work.tokens * heads / (work.x * work.y)
     # Without a fused kernel the softmax's output, dropout's output and its mask are kept for every pair of tokens.
-    scores = np.where(work.flash, 0, 5 * work.micro_batch * work.seq**2 / work.cp * heads / (work.x * work.y))
-    core = qkv + normed + log_sums + scores
-    core_inputs = p.queries + 2 * p.keys
+    pairs = work.micro_batch * work.seq**2 / work.cp * heads_here(work)
+    scores = np.where(work.flash, 0, 5 * pairs)
+    # Some of the queries see other keys than a causal kernel would let them: which, is written out.
+    mask = np.where(split == "sequence", work.bytes * work.seq**2 / work.y, 0)
+    arriving = work.bytes * work.tokens * (work.queries + 2 * work.keys) / (work.x * work.y)
+    return qkv + normed + log_sums(work) + scores + mask, arriving
+
+
+def heads_here(work: Workload) -> Number:
+    """Query heads of the rank; a part of one where ranks share it."""
+    return work.queries / work.head_dim / (work.x * work.y)
+
+
+def log_sums(work: Workload) -> Number:
+    """Bytes of the logarithms of the softmax's sums, fp32, one for each query of each head."""
+    return 4 * work.tokens * heads_here(work)
+
+
+def kept_by_block(work: Workload, selective: bool) -> Number:
+    """Bytes that one block keeps of a micro-batch, with nothing computed again or with selective recompute.
+
+    As autograd keeps them in ``parallel``: the inputs of both norms, tokens as gathered for q, k, v and for up, what
+    the attention kernel reads and writes, and of the MLP gate, up, silu(gate) and their product (GELU: its input and
+    output).
+    """
+    p = pieces(work)
+    gated = work.ups > work.inner
+    core, core_again = kept_by_core(work)
     mlp = np.where(gated, 4, 2) * p.inner
-    mlp_inputs = np.where(gated, 2, 1) * p.inner
+    mlp_again = np.where(gated, 2, 1) * p.inner
     # Gathered inputs are kept as they are, or a share of them that is gathered again (Megatron-LM's way).
+    shares = np.asarray(work.regather, bool) | (np.asarray(work.gathers_again, bool) & selective)
     tokens = np.where(shares, p.residual, p.gathered)
+    # The output's product keeps what it gathered over y, and the attention kernel its own share besides.
+    gathers = (work.y > 1) & ~shares
+    out = np.where(gathers, p.whole_queries, p.queries)
+    core = core + np.where(gathers, p.queries, 0)
     # Side by side, attention and MLP have norms that read, and keep, the same.
     read = np.where(work.parallel_residual, 1, 2) * p.residual
     stream = read + 2 * p.statistics + 2 * tokens + out
     if not selective:
         return stream + core + mlp
-    kept = stream + np.where(work.attention_again, core_inputs, core) + np.where(work.mlp_again, mlp_inputs, mlp)
+    kept = stream + np.where(work.attention_again, core_again, core) + np.where(work.mlp_again, mlp_again, mlp)
     products = work.queries + 2 * work.keys + 2 * work.hidden + work.ups
-    per_op = p.residual + p.queries + log_sums + work.bytes * work.tokens * products / (2 * work.x * work.y)
+    per_op = p.residual + p.queries + log_sums(work) + work.bytes * work.tokens * products / (2 * work.x * work.y)
     return np.where(work.per_op, per_op, kept)
 
 
