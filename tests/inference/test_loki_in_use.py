@@ -61,8 +61,7 @@ def test_dropout_meets_rotated_keys(llama: tuple[Any, LokiBasis]) -> None:
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
-def test_a_long_step_with_autograd(llama: tuple[Any, LokiBasis], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fourfold.inference.loki.attend.LONG", 1)
+def test_a_step_with_autograd(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     enable_loki(model, basis, SPARSE)
     tokens, found = prompt(), []
@@ -183,7 +182,6 @@ def steps(model: Any, tokens_BS: Tensor, mask_BS: Tensor, begin: int, count: int
     return torch.cat(out, 1)
 
 
-@pytest.mark.parametrize("long", [1, 1 << 30], ids=["head by head", "at once"])
 @pytest.mark.parametrize(
     "config",
     [
@@ -195,11 +193,8 @@ def steps(model: Any, tokens_BS: Tensor, mask_BS: Tensor, begin: int, count: int
     ],
     ids=["share", "ends", "share, min_seq", "number, min_seq", "simulated"],
 )
-def test_padding_does_not_count(
-    llama: tuple[Any, LokiBasis], config: LokiConfig, long: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_does_not_count(llama: tuple[Any, LokiBasis], config: LokiConfig) -> None:
     """A sequence of 46 tokens chooses as many keys alone as beside one of 86."""
-    monkeypatch.setattr("fourfold.inference.loki.attend.LONG", long)
     model, basis = llama
     enable_loki(model, basis, config)
     tokens, padding = prompt(2, 90), 40

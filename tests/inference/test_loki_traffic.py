@@ -15,7 +15,7 @@ from fourfold.inference.loki.traffic import CacheTraffic, dense_bytes, floor_byt
 
 @pytest.mark.parametrize(("length", "k", "batch"), [(2000, 500, 1), (2000, 500, 2), (20_000, 1000, 1)])
 def test_bytes_read(length: int, k: int, batch: int) -> None:
-    """d 16 of 64, four query heads on each of two KV heads; short contexts at once, long ones head by head."""
+    """d 16 of 64, four query heads on each of two KV heads, short and long contexts."""
     heads, head_dim, d = 2, 64, 16
     generator = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(heads, head_dim, head_dim, generator=generator)).Q[..., :d].contiguous()

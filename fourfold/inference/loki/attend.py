@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from fourfold.inference.loki.config import LokiConfig
-from fourfold.inference.loki.select import NEVER, agree, choose
-
-LONG = 1 << 16
-"""Scores or gathered numbers of one KV head from which on a CPU takes the heads one by one."""
+from fourfold.inference.loki.select import agree, choose
 
 
 def decode(
@@ -35,52 +32,18 @@ def decode(
     leading dims are those that rank. A sequence that sees no key at all gets zeros.
     """
     query_BKGD = query_BND.unflatten(1, (key_BKSD.shape[1], -1))
-    length, d = proxy_BKSd.shape[2:]
+    d = proxy_BKSd.shape[-1]
     query_BKGd = query_BKGD[..., :d] if basis_KDd is None else project(query_BKGD, basis_KDd)
     query_BKGd = (query_BKGd * scaling).to(proxy_BKSd.dtype)
-    if not torch.is_grad_enabled():  # autograd knows neither our kernels nor products that are written into a buffer
-        step = None
-        if config.uses_triton(query_BND.device):
-            from fourfold.inference.loki.kernels import decode as step
-        elif query_BND.device.type == "cpu" and max(length * query_BKGD.shape[2], k * query_BKGD.shape[3]) >= LONG:
-            step = _head_by_head
-        if step is not None:
+    if config.uses_triton(query_BND.device) and not torch.is_grad_enabled():  # which autograd knows nothing of
+        from fourfold.inference.loki import kernels
+
+        with torch.cuda.device_of(query_BND):  # where kernels are launched
             cached = (key_BKSD, value_BKSD, proxy_BKSd)
-            return step(query_BKGD, query_BKGd, *cached, k, config, scaling, visible_B1S, k_B).flatten(1, 2)
+            return kernels.decode(query_BKGD, query_BKGd, *cached, k, config, scaling, visible_B1S, k_B).flatten(1, 2)
     worth_BKS = agree(torch.matmul(query_BKGd, proxy_BKSd.transpose(-1, -2)), config.group_reduce, visible_B1S)
     chosen_BKk = choose(worth_BKS, k, config, visible_B1S, k_B)
     return attend_to(query_BKGD, key_BKSD, value_BKSD, chosen_BKk, scaling, visible_B1S, k_B).flatten(1, 2)
-
-
-def _head_by_head(
-    query_BKGD: Tensor,
-    query_BKGd: Tensor,
-    key_BKSD: Tensor,
-    value_BKSD: Tensor,
-    proxy_BKSd: Tensor,
-    k: int,
-    config: LokiConfig,
-    scaling: float,
-    visible_B1S: Tensor | None,
-    k_B: Tensor | None,
-) -> Tensor:
-    """The same; from the scores on one KV head after the other, so that gathered rows stay in a CPU's cache."""
-    batch, heads, _, _ = query_BKGD.shape
-    out_BKGD = torch.empty_like(query_BKGD)
-    scores_BKGS = torch.matmul(query_BKGd, proxy_BKSd.transpose(-1, -2))
-    for row in range(batch):
-        visible_11S = None if visible_B1S is None else visible_B1S[row, None]
-        k_of_row = k if k_B is None else max(1, int(k_B[row]))
-        for head in range(heads):
-            worth_11S = agree(scores_BKGS[row, head][None, None], config.group_reduce, visible_11S)
-            chosen_k = choose(worth_11S, k_of_row, config, visible_11S).flatten()
-            key_kD, value_kD = (cached[row, head].index_select(0, chosen_k) for cached in (key_BKSD, value_BKSD))
-            exact_Gk = torch.matmul(query_BKGD[row, head] * scaling, key_kD.T).float()
-            if visible_B1S is not None:
-                exact_Gk.masked_fill_(~visible_B1S[row, 0, chosen_k], NEVER)
-            weights_Gk = torch.softmax(exact_Gk, -1).to(value_kD.dtype)
-            torch.matmul(weights_Gk, value_kD, out=out_BKGD[row, head])
-    return out_BKGD if visible_B1S is None else out_BKGD.masked_fill(~visible_B1S.any(-1)[..., None, None], 0.0)
 
 
 def project(x_BKSD: Tensor, basis_KDd: Tensor, dtype: torch.dtype | None = None) -> Tensor:

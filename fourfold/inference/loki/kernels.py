@@ -43,15 +43,11 @@ def decode(
     visible_B1S: Tensor | None,
     k_B: Tensor | None,
 ) -> Tensor:
-    """What ``attend.decode`` computes, [B, K, G, D]; query_BKGd: projected and scaled."""
+    """What ``attend.decode`` computes, [B, K, G, D], on the current device; query_BKGd: projected and scaled."""
     batch, heads, group, width = query_BKGD.shape
     length, d = proxy_BKSd.shape[2:]
     assert key_BKSD.stride(3) == value_BKSD.stride(3) == 1, "the numbers of a row must follow each other"
     rows, device = batch * heads, query_BKGD.device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():  # where kernels would be launched
-        arguments = (query_BKGD, query_BKGd, key_BKSD, value_BKSD, proxy_BKSd, k, config, scaling, visible_B1S, k_B)
-        with torch.cuda.device(device):
-            return decode(*arguments)
     visible_BS = _bytes(visible_B1S, batch, length)
     always_BS = _bytes(kept_ends(config, visible_B1S, length, device), batch, length)
     # A sequence that sees nothing has one key too, which attention masks: the search needs something to find.

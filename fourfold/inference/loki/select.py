@@ -6,6 +6,8 @@ decoding step, and the rows of a prompt in a simulation of many of them.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -64,23 +66,40 @@ def choose(
 def best(worth_BK_S: Tensor, k: int) -> Tensor:
     """Places of the k largest numbers of each row, in no order.
 
-    A long row on a CPU is not sorted: a sample tells a threshold that about a tenth more than k numbers reach, and only
-    these are looked at. Should fewer reach it, all are. Places then come from the left, as memory is read fastest.
+    Long rows on a CPU are not sorted: a sample tells a threshold that more than k numbers reach, by four standard
+    deviations, and only these are looked at. Should fewer reach it, all are. Places then come from the left, as memory
+    is read fastest.
     """
-    row_S = worth_BK_S.flatten()
-    is_long_row = len(row_S) == worth_BK_S.shape[-1] and len(row_S) > THIN * k
-    if worth_BK_S.device.type == "cpu" and is_long_row:
-        sample = row_S[::SAMPLED]
-        threshold = torch.topk(sample, min(len(sample), int(1.1 * k / SAMPLED) + 8)).values[-1]
-        candidates = (row_S >= threshold).nonzero().flatten()
-        if len(candidates) >= k:
-            worth = row_S[candidates]
-            top = torch.topk(worth, k, sorted=False)
-            chosen = candidates[worth >= top.values.min()]
-            if len(chosen) > k:  # others are worth as much as the last of them
-                chosen = candidates[top.indices]
-            return chosen.view(*worth_BK_S.shape[:-1], k)
-    return torch.topk(worth_BK_S, k, dim=-1, sorted=False).indices
+    length = worth_BK_S.shape[-1]
+    chosen_Rk = None
+    if worth_BK_S.device.type == "cpu" and length > THIN * k:
+        chosen_Rk = _best_above_a_threshold(worth_BK_S.reshape(-1, length), k)
+    if chosen_Rk is None:
+        return torch.topk(worth_BK_S, k, dim=-1, sorted=False).indices
+    return chosen_Rk.view(*worth_BK_S.shape[:-1], k)
+
+
+def _best_above_a_threshold(worth_RS: Tensor, k: int) -> Tensor | None:
+    """The same of R rows, [R, k]; None where a row's sample misled, or has too few numbers that can be seen."""
+    rows, length = worth_RS.shape
+    sample_Rs = worth_RS[:, ::SAMPLED]
+    expected = k / SAMPLED
+    sampled = min(sample_Rs.shape[1], math.ceil(expected + 4 * math.sqrt(expected)))
+    threshold_R1 = torch.topk(sample_Rs, sampled).values[:, -1:]
+    reached_RS = worth_RS >= threshold_R1
+    counts_R1 = reached_RS.sum(-1, keepdim=True)
+    fewest, most = (int(count) for count in counts_R1.aminmax())
+    if fewest < k or most > length // 2 or threshold_R1.isneginf().any():
+        return None
+    candidates = reached_RS.flatten().nonzero().flatten()
+    is_candidate_RC = torch.arange(most) < counts_R1
+    worth_RC = worth_RS.new_full((rows, most), NEVER)
+    worth_RC.masked_scatter_(is_candidate_RC, worth_RS.flatten()[candidates])
+    place_RC = candidates.new_zeros((rows, most)).masked_scatter_(is_candidate_RC, candidates % length)
+    top_Rk = torch.topk(worth_RC, k, sorted=False)
+    chosen = place_RC[worth_RC >= top_Rk.values.amin(-1, keepdim=True)]
+    # More than k where others are worth as much as the last of a row.
+    return chosen.view(rows, k) if len(chosen) == rows * k else place_RC.gather(-1, top_Rk.indices)
 
 
 def kept_ends(
