@@ -24,6 +24,7 @@ QWEN = {
 
 NEOX = {
     "preset": "gpt-tiny",
+    "vocab_size": 301,
     "position_embedding": "rope",
     "partial_rotary_factor": 0.25,
     "parallel_residual": True,

@@ -90,8 +90,8 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     p = pieces(work)
     gated = work.ups > work.inner
     core, core_again = kept_by_core(work)
-    mlp = np.where(gated, 4, 2) * p.inner
-    mlp_again = np.where(gated, 2, 1) * p.inner
+    made_again = mlp_made_again(work)
+    mlp = np.where(gated, 2, 1) * p.inner + made_again
     # Gathered inputs are kept as they are, or a share of them that is gathered again (Megatron-LM's way).
     shares = np.asarray(work.regather, bool) | (np.asarray(work.gathers_again, bool) & selective)
     tokens = np.where(shares, p.residual, p.gathered)
@@ -104,10 +104,15 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     stream = read + 2 * p.statistics + 2 * tokens + out
     if not selective:
         return stream + core + mlp
-    kept = stream + np.where(work.attention_again, core_again, core) + np.where(work.mlp_again, mlp_again, mlp)
+    kept = stream + np.where(work.attention_again, core_again, core) + mlp - np.where(work.mlp_again, made_again, 0)
     products = work.queries + 2 * work.keys + 2 * work.hidden + work.ups
     per_op = p.residual + p.queries + log_sums(work) + work.bytes * work.tokens * products / (2 * work.x * work.y)
     return np.where(work.per_op, per_op, kept)
+
+
+def mlp_made_again(work: Workload) -> Number:
+    """Bytes behind the MLP's first products: silu(gate) and what it makes of up; GELU's output."""
+    return np.where(work.ups > work.inner, 2, 1) * pieces(work).inner
 
 
 def head_bytes(work: Workload) -> Number:
@@ -126,12 +131,15 @@ def head_bytes(work: Workload) -> Number:
     return tokens + np.maximum(first, np.where(then > 0, second, 0)) + 4 * weights
 
 
-def backward_bytes(work: Workload) -> Number:
-    """The most that the backward of one block needs besides what the forward has kept."""
+def backward_bytes(work: Workload) -> tuple[Number, Number]:
+    """The most that the backward of one block needs besides what the forward has kept; and where weights are not
+    sharded over data, so that their gradients are there in fp32 at once."""
     p = pieces(work)
-    gated = work.ups > work.inner
-    down = p.inner + p.gathered + work.bytes * work.hidden * work.inner / (work.x * work.y)
-    return p.residual + np.maximum(np.where(gated, 2, 1) * p.inner, down)
+    weight = work.hidden * work.inner / (work.x * work.y)
+    down = p.inner + p.gathered + work.bytes * weight
+    activation = np.where(work.ups > work.inner, 2, 1) * p.inner
+    sharded, replicated = (np.maximum(activation + size * weight, down) for size in (work.bytes, 4))
+    return p.residual + sharded, p.residual + replicated
 
 
 def kept_weights(work: Workload, layers: Number) -> Number:
@@ -144,12 +152,15 @@ def kept_weights(work: Workload, layers: Number) -> Number:
 @dataclass(frozen=True)
 class BlockBytes:
     """Of one micro-batch: what a block keeps with nothing computed again, with selective recompute, and with full; what
-    its backward, and what head and loss, need besides. They depend on x, y, cp and the micro-batch alone."""
+    its backward (``backward_bytes``), a recomputed MLP in it, and head and loss need besides. They depend on x, y, cp
+    and the micro-batch alone."""
 
     whole: Number
     selective: Number
     full: Number
     backward: Number
+    backward_replicated: Number
+    mlp_again: Number
     head: Number
 
     def take(self, index: np.ndarray) -> BlockBytes:
@@ -164,7 +175,8 @@ def block_bytes(work: Workload) -> BlockBytes:
         kept_by_block(work, False),
         kept_by_block(work, True),
         pieces(work).residual,
-        backward_bytes(work),
+        *backward_bytes(work),
+        mlp_made_again(work),
         head_bytes(work),
     )
 
@@ -182,5 +194,13 @@ def peak_bytes(
     inputs = 16 * work.micro_batch * work.seq * work.micro_batches + np.where(
         work.rope, 4 * work.seq * work.head_dim, 0
     )
-    working = np.maximum(np.where(has_head, block.head, 0), np.where(full, block.whole, 0) + block.backward)
-    return in_flight * kept + working + inputs + kept_weights(work, layers)
+    backward = np.where((work.z == 1) & (work.zero == 0), block.backward_replicated, block.backward)
+    # The head's part of a tied weight's gradient waits for the embedding's.
+    tied = np.asarray(work.tied, bool) & (work.pp == 1)
+    waiting = np.where(tied, work.bytes * work.vocab * work.hidden / (work.x * work.y), 0)
+    # A block's own weights are whole in its backward, and counted as such.
+    weights, of_others = kept_weights(work, layers), kept_weights(work, layers - 1)
+    mlp_again = np.asarray(work.mlp_again, bool) & (work.recompute == 1)
+    again = np.where(full, block.whole, np.where(mlp_again, block.mlp_again, 0))
+    in_block = again + backward + waiting + of_others
+    return in_flight * kept + inputs + np.maximum(np.where(has_head, block.head, 0) + weights, in_block)

@@ -87,15 +87,7 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
         backward=input_gradients + weight_gradients + attend_backward + pointwise.BACKWARD * pointwise_forward,
         attention_forward=attend,
         activation_forward=_activation(work, rates),
-        last_product=matmul_seconds(
-            work.tokens,
-            work.hidden / work.y,
-            work.inner / work.x,
-            rate=rates.nt * rates.matmul,
-            units=rates.units,
-            bandwidth=rates.bandwidth,
-            item=work.bytes,
-        ),
+        last_product=_linear(work, rates, rates.matmul, work.inner / work.x, work.hidden / work.y)[0],
         last_sum=x_forward / 4,
         x_again=x_forward / 2,
         y_again=gather_seconds(work.bytes * work.tokens * work.queries / work.x, 1, y_group),
@@ -117,18 +109,25 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
 
 def _products(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
     """Forward, input gradients, weight gradients of the four linear layers (q, k, v in one; gate and up in one)."""
-    tokens = work.tokens
     shapes = (
         (work.hidden / work.y, (work.queries + 2 * work.keys) / work.x),
         (work.queries / work.x, work.hidden / work.y),
         (work.hidden / work.y, work.ups / work.x),
         (work.inner / work.x, work.hidden / work.y),
     )
-    how = {"units": rates.units, "bandwidth": rates.bandwidth, "item": work.bytes}
-    forward = sum(matmul_seconds(tokens, out, inner, rate=rates.nt * rates.matmul, **how) for inner, out in shapes)
-    inputs = sum(matmul_seconds(tokens, inner, out, rate=rates.nn * rates.matmul, **how) for inner, out in shapes)
-    weights = sum(matmul_seconds(out, inner, tokens, rate=rates.tn * rates.matmul, **how) for inner, out in shapes)
+    each = [_linear(work, rates, rates.matmul, inner, out) for inner, out in shapes]
+    forward, inputs, weights = (sum(parts) for parts in zip(*each, strict=True))
     return forward, inputs, weights
+
+
+def _linear(work: Workload, rates: Rates, rate: Number, inner: Number, out: Number) -> tuple[Number, Number, Number]:
+    """Outputs, input gradient, weight gradient of one linear layer; rate: of the best layout of operands."""
+    tokens, how = work.tokens, {"units": rates.units, "bandwidth": rates.bandwidth, "item": work.bytes}
+    return (
+        matmul_seconds(tokens, out, inner, rate=rates.nt * rate, **how),
+        matmul_seconds(tokens, inner, out, rate=rates.nn * rate, **how),
+        matmul_seconds(out, inner, tokens, rate=rates.tn * rate, **how),
+    )
 
 
 def _attention(work: Workload, rates: Rates) -> tuple[Number, Number]:
@@ -186,12 +185,7 @@ def _over_y(work: Workload, group: Group) -> tuple[Number, Number, Number]:
 def _head(work: Workload, rates: Rates, x_group: Group, y_group: Group) -> tuple[Number, Number, Number, Number]:
     """Head and loss, forward and backward: compute, over x, over y; and the embedding."""
     tokens, columns, hidden = work.tokens, work.vocab / work.x, work.hidden / work.y
-    how = {"units": rates.units, "bandwidth": rates.bandwidth, "item": work.bytes}
-    products = (
-        matmul_seconds(tokens, columns, hidden, rate=rates.nt * rates.head, **how)
-        + matmul_seconds(tokens, hidden, columns, rate=rates.nn * rates.head, **how)
-        + matmul_seconds(columns, hidden, tokens, rate=rates.tn * rates.head, **how)
-    )
+    products = sum(_linear(work, rates, rates.head, hidden, columns))
     # Logits in 16 and in 32 bits, written and read by softmax, loss and gradient.
     loss = tokens / work.y * columns * (2 * work.bytes + 20) / rates.bandwidth
     residual = work.bytes * tokens * hidden

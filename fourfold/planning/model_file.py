@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fourfold.config.huggingface import CONFIG_FILE, model_of, read_config
+from fourfold.config.huggingface import model_of, read_config
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import with_preset
 
@@ -14,5 +14,5 @@ def load_model(name: str) -> tuple[ModelConfig, str]:
     path = Path(name)
     if not path.is_dir() and path.suffix != ".json":
         return ModelConfig.model_validate(with_preset({"preset": name})), name
-    file = path / CONFIG_FILE if path.is_dir() else path
-    return model_of(read_config(file), str(file)), file.parent.name or file.stem
+    folder = path if path.is_dir() else path.parent
+    return model_of(read_config(path), name), folder.name or path.stem

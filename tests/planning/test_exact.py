@@ -14,7 +14,14 @@ from fourfold.planning.from_run import workload_of
 from fourfold.planning.tiles import stored_bytes
 from fourfold.verification.trace import TraceReport, trace
 
-MODELS = {"llama": LLAMA, "gpt": GPT, "qwen": QWEN, "neox": NEOX, "gemma": GEMMA}
+MODELS = {
+    "llama": LLAMA,
+    "gpt": GPT,
+    "qwen": QWEN,
+    "neox": NEOX,
+    "gemma": GEMMA,
+    "wide": LLAMA | {"intermediate_size": 704},
+}
 FAST = [
     ("llama", {"x": 2, "y": 2, "z": 2, "dp": 2}, "none"),
     ("gemma", {"x": 2, "z": 2}, "none"),
@@ -49,7 +56,7 @@ GRIDS: list[dict[str, int]] = [
 ALL = [
     pytest.param(model, grid, mode, marks=pytest.mark.slow)
     for grid in GRIDS
-    for model in (("llama", "gpt", "qwen") if len(grid) != 2 else MODELS)
+    for model in ("llama", "gpt", "qwen", *(("neox", "gemma", "wide") if set(grid) == {"x", "y"} else ()))
     for mode in ("none", "selective attention", "selective mlp gathers", "selective attention mlp gathers", "full")
     if (model, grid, mode) not in FAST
 ]
