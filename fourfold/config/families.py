@@ -6,6 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+}
+"""What decides over the rotary frequencies, by their type."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -27,7 +34,7 @@ class Family:
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     rope_theta: str = "rope_theta"
     partial_rotary_factor: str | None = None
-    rope_types: tuple[str, ...] = ("linear", "llama3", "yarn")
+    rope_types: tuple[str, ...] = tuple(ROPE_KEYS)
 
 
 _LLAMA_KEYS = {
@@ -154,13 +161,6 @@ FAMILIES: dict[str, Family] = {
         },
     ),
 }
-
-ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
-}
-"""What decides over the rotary frequencies, by their type."""
 
 MISSING: dict[str, str] = {
     "phi": "one norm for attention and MLP side by side, and a bias of the head",

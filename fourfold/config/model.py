@@ -126,14 +126,14 @@ class ModelConfig(Strict):
                 f"head_dim = {self.head_dim}{'' if share == 1 else f' × partial_rotary_factor = {share}'} gives "
                 f"{self.rotary_dim} channels, and rotary embeddings turn pairs of them"
             )
-        for key, without, other in (
-            ("rope_scaling", None, self.position_embedding == "learned" and "position_embedding = 'learned'"),
-            ("partial_rotary_factor", 1.0, self.position_embedding == "learned" and "position_embedding = 'learned'"),
-            ("zero_centered_norm", False, self.norm == "layernorm" and "norm = 'layernorm'"),
-            ("gelu_approximation", "tanh", self.mlp == "swiglu" and "mlp = 'swiglu'"),
+        for key, unset, other, value in (
+            ("rope_scaling", None, "position_embedding", "learned"),
+            ("partial_rotary_factor", 1.0, "position_embedding", "learned"),
+            ("zero_centered_norm", False, "norm", "layernorm"),
+            ("gelu_approximation", "tanh", "mlp", "swiglu"),
         ):
-            if other and getattr(self, key) != without:
-                raise ValueError(f"{key} has no meaning with {other}; remove one of them")
+            if getattr(self, key) != unset and getattr(self, other) == value:
+                raise ValueError(f"{key} has no meaning with {other} = '{value}'; remove one of them")
         return self
 
     @property

@@ -113,7 +113,7 @@ BUFFERS = (
 
 HEAD = "lm_head.weight"
 
-VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+VOCABULARY = ("embed_tokens.weight", HEAD)
 """Parameters with a row for every token; ours are padded, theirs not."""
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import LoRAConfig
 from fourfold.errors import UserError
+from fourfold.models.huggingface import parameter_shapes
 from fourfold.models.transformer import Transformer
 
 ADAPTERS = ("lora_A", "lora_B")
@@ -43,8 +44,13 @@ def add_adapters(model: Transformer, config: LoRAConfig, dtype: torch.dtype = to
             model.get_submodule(parent)._modules[kind] = LoRALinear(linear, config, dtype)
 
 
+def trained_shapes(model: ModelConfig, config: LoRAConfig | None) -> dict[str, tuple[int, ...]]:
+    """Every parameter that is trained: the whole model's, or with LoRA its adapters'."""
+    return adapter_shapes(model, config) if config is not None and config.rank else parameter_shapes(model)
+
+
 def adapter_shapes(model: ModelConfig, config: LoRAConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter that is trained."""
+    """Every parameter of the adapters."""
     with torch.device("meta"):
         whole = Transformer(model)
     add_adapters(whole, config)

@@ -124,9 +124,9 @@ class Attention(nn.Module):
 class GELU(nn.Module):
     """GPT-2's activation (Hendrycks & Gimpel 2016, arXiv 1606.08415)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, approximate: str) -> None:
         super().__init__()
-        self.approximate = config.gelu_approximation
+        self.approximate = approximate
 
     def forward(self, up_BSF: Tensor) -> Tensor:
         return F.gelu(up_BSF, approximate=self.approximate)
@@ -142,9 +142,6 @@ class GEGLU(GELU):
 class SwiGLU(nn.Module):
     """silu(gate) · up (Shazeer 2020, arXiv 2002.05202)."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-
     def forward(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
         return F.silu(gate_BSF) * up_BSF
 
@@ -157,7 +154,8 @@ class MLP(nn.Module):
         inner = config.intermediate_size
         widths = {"gate_proj": inner, "up_proj": inner} if config.gated_mlp else {"up_proj": inner}
         self.up = Linears(config.hidden_size, config.mlp_bias, **widths)
-        self.activation = {"swiglu": SwiGLU, "geglu": GEGLU, "gelu": GELU}[config.mlp](config)
+        gelu = GEGLU if config.gated_mlp else GELU
+        self.activation = SwiGLU() if config.mlp == "swiglu" else gelu(config.gelu_approximation)
         self.down_proj = nn.Linear(inner, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x_BSH: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import rank_of_stage, stage_layers
-from fourfold.models.huggingface import parameter_shapes
-from fourfold.models.lora import adapter_shapes, add_adapters
+from fourfold.models.lora import add_adapters, trained_shapes
 from fourfold.models.transformer import IGNORE_INDEX, Transformer
 from fourfold.parallel.communicate import all_reduce
 from fourfold.parallel.context import take_chunks
@@ -68,8 +67,7 @@ class Job:
     ) -> None:
         """Give memory to ``stages`` (default: ``meta_stages``); ``initialize`` them then, or load a checkpoint."""
         if run.optimizer.groups:
-            names = adapter_shapes(run.model, run.lora) if run.lora.rank else parameter_shapes(run.model)
-            check_groups(run.optimizer, names)
+            check_groups(run.optimizer, trained_shapes(run.model, run.lora))
         self.run, self.grid, self.device = run, grid, device
         self.stages = meta_stages(run, grid) if stages is None else stages
         for stage in self.stages.values():

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
-from fourfold.models.huggingface import parameter_shapes
-from fourfold.models.lora import adapter_shapes
+from fourfold.models.lora import trained_shapes
 from fourfold.models.tensor_files import DTYPES
 from fourfold.training.checkpoint import CheckpointState, read_state
 
@@ -34,8 +33,7 @@ class SavedWeights:
         self.path = path
         self.state: CheckpointState = read_state(path)
         self.model = ModelConfig(**self.state.model)
-        lora = self.state.lora
-        self.shapes = parameter_shapes(self.model) if lora is None else adapter_shapes(self.model, lora)
+        self.shapes = trained_shapes(self.model, self.state.lora)
         self.dtypes: dict[str, torch.dtype] = {}
         self._parts: dict[str, list[_Part]] = {name: [] for name in self.shapes}
         for file in sorted(self.state.files):

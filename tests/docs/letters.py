@@ -9,7 +9,7 @@ def letters_of(run: RunConfig) -> dict[str, float]:
     model, grid, training = run.model, run.parallel, run.training
     inner, rms = model.intermediate_size, model.norm == "rmsnorm"
     queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    ups = 2 * inner if model.mlp == "swiglu" else inner
+    ups = 2 * inner if model.gated_mlp else inner
     return {
         "B": training.micro_batch_size,
         "S": training.seq_length // grid.cp,

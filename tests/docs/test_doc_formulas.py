@@ -142,7 +142,7 @@ def test_the_intensity_of_an_axis_is_operations_over_bytes_sent(axis: str) -> No
 
 def width(model: ModelConfig) -> dict[str, int]:
     keys = model.num_key_value_heads * model.head_dim
-    ups = model.intermediate_size * (2 if model.mlp == "swiglu" else 1)
+    ups = model.intermediate_size * (2 if model.gated_mlp else 1)
     return {"H": model.hidden_size, "Q": model.num_attention_heads * model.head_dim, "K": keys, "U": ups,
             "F": model.intermediate_size}  # fmt: skip
 

@@ -44,7 +44,7 @@ def block_bytes(run: RunConfig) -> dict[tuple[str, str, str], int]:
     tokens = run.training.micro_batch_size * run.training.seq_length
     size = 4 if run.training.precision == "fp32" else 2
     queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    ups = (2 if model.mlp == "swiglu" else 1) * model.intermediate_size
+    ups = (2 if model.gated_mlp else 1) * model.intermediate_size
     residual = tokens * model.hidden_size // grid.y * size
     vectors = 2 if model.norm == "rmsnorm" else 6
     # RMSNorm: a sum of squares, float32. LayerNorm: two sums, float64 forward and float32 backward.
