@@ -94,6 +94,7 @@ class Recorder(TorchDispatchMode):
         """
 
         def enter(window: Literal["early", "late"]) -> None:
+            self._settle()
             self.window = window
 
         if len(layers) > 1:
@@ -106,22 +107,24 @@ class Recorder(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *exception: object) -> None:
+        self._settle()
         torch.UntypedStorage.resize_ = self._resize
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor):
-                self._see(tensor)
         name = func._overloadpacket.__name__
-        if func.namespace == "c10d" and name in OPERATIONS:
-            self._collective(OPERATIONS[name], args)
-        elif func.namespace == "fsdp":
+        if func.namespace == "fsdp":
             tag: Tag = "gradients" if name == "chunk_cat" else "weights"
             for tensor in tree_iter((out, (kwargs or {}).get("out"))):
                 if isinstance(tensor, Tensor):
                     self._tag(tensor, tag)
+        self._settle()
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor):
+                self._see(tensor)
+        if func.namespace == "c10d" and name in OPERATIONS:
+            self._collective(OPERATIONS[name], args)
         if func.namespace == "c10d" or name in ("mm", "copy_", "_to_copy"):
             self._find_gradients_and_weights()
         return out
@@ -192,11 +195,16 @@ class Recorder(TorchDispatchMode):
 
     def _resize_to(self, key: int, size: int) -> None:
         tag, old = self._storages[key]
+        if size < old:
+            self._settle()
         self._storages[key] = (tag, size)
         self.live[tag] += size - old
-        if tag in ("offloaded", "batch"):
-            return
-        self.live["total"] += size - old
+        if tag not in ("offloaded", "batch"):
+            self.live["total"] += size - old
+
+    def _settle(self) -> None:
+        """See whether there is more than ever, once the operation that follows a new tensor has said what it is for:
+        FSDP2 makes room for weights before it gathers them."""
         for name in ("activations", "weights", "total"):
             at = (name, self.window)
             self.peaks[at] = max(self.peaks[at], self.live[name])

@@ -56,7 +56,7 @@ GRIDS: list[dict[str, int]] = [
 ALL = [
     pytest.param(model, grid, mode, marks=pytest.mark.slow)
     for grid in GRIDS
-    for model in ("llama", "gpt", "qwen", *(("neox", "gemma", "wide") if set(grid) == {"x", "y"} else ()))
+    for model in (MODELS if len(grid) == 2 else ("llama", "gpt", "qwen", "wide"))
     for mode in ("none", "selective attention", "selective mlp gathers", "selective attention mlp gathers", "full")
     if (model, grid, mode) not in FAST
 ]
@@ -88,7 +88,7 @@ def assert_equal_to_the_trace(run: RunConfig) -> TraceReport:
 def assert_activations_too(run: RunConfig) -> None:
     memory = assert_equal_to_the_trace(run).memory
     work = workload_of(run)
-    assert peak_bytes(work, work.layers, 1) == pytest.approx(memory.activations_peak, rel=0.05)
+    assert peak_bytes(work, work.layers, 1) == pytest.approx(memory.activations_peak, rel=0.03)
 
 
 @pytest.mark.parametrize(("model", "grid", "mode"), [*FAST, *ALL], ids=str)
