@@ -17,7 +17,7 @@ from fourfold.parallel.state import LocalShard, replicas_of_tile
 
 
 class Replicated(DataParallel):
-    """z = 1 and ``zero`` 0.
+    """Whole weights on every rank: z = 1, and ``zero`` 0 or one replica.
 
     Where the step computes in another type than weights are stored in, the model holds working copies, gradients are
     added up in the stored type, and the optimizer steps what is stored.

@@ -29,13 +29,14 @@ class Pieces(NamedTuple):
 def pieces(work: Workload) -> Pieces:
     token = work.bytes * work.tokens
     split = attention_over_y(work)
-    # Fewer key-value heads than ranks that share them: each holds the whole head that it reads.
-    kv_heads = np.maximum(work.keys / (work.x * np.where(split == "heads", work.y, 1)), work.head_dim)
+    # Fewer key-value heads than ranks that share them: each holds the whole head that it reads. (Where they neither
+    # divide the ranks nor the ranks them, it holds more than is counted here.)
+    kv_features = np.maximum(work.keys / (work.x * np.where(split == "heads", work.y, 1)), work.head_dim)
     return Pieces(
         residual=token * work.hidden / (work.y * np.where(work.split_residual, work.x, 1)),
         gathered=token * work.hidden / work.y,
         queries=token * work.queries / (work.x * work.y),
-        keys=token * kv_heads / np.where(split == "batch", work.y, 1),
+        keys=token * kv_features / np.where(split == "batch", work.y, 1),
         whole_queries=token * work.queries / work.x,
         inner=token * work.inner / work.x,
         statistics=4 * work.tokens / np.where(work.split_residual, work.x, 1),
@@ -51,7 +52,8 @@ def attention_over_y(work: Workload) -> np.ndarray:
 
 
 def kept_by_core(work: Workload) -> tuple[Number, Number]:
-    """Bytes that attention keeps between the products before and behind it: computed once, and computed again."""
+    """Bytes that attention keeps between the products before and behind it, without its output: computed once, and
+    computed again."""
     p, split = pieces(work), attention_over_y(work)
     ranks = work.x * np.where(split == "heads", work.y, 1)
     gathered = (split == "sequence") | (work.keys % (ranks * work.head_dim) != 0)
@@ -132,14 +134,19 @@ def head_bytes(work: Workload) -> Number:
 
 
 def backward_bytes(work: Workload) -> tuple[Number, Number]:
-    """The most that the backward of one block needs besides what the forward has kept; and where weights are not
-    sharded over data, so that their gradients are there in fp32 at once."""
+    """The most that the backward of one block needs besides what the forward has kept, where weights are sharded over
+    data, and where they are not: there a gradient is in fp32 at once."""
     p = pieces(work)
     weight = work.hidden * work.inner / (work.x * work.y)
     down = p.inner + p.gathered + work.bytes * weight
     activation = np.where(work.ups > work.inner, 2, 1) * p.inner
     sharded, replicated = (np.maximum(activation + size * weight, down) for size in (work.bytes, 4))
     return p.residual + sharded, p.residual + replicated
+
+
+def is_replicated(work: Workload) -> Number:
+    """Whether every rank has whole weights and gradients, as ``parallel.replicated`` keeps them."""
+    return (work.z == 1) & ((work.zero == 0) | (work.dp * work.cp == 1))
 
 
 def kept_weights(work: Workload, layers: Number) -> Number:
@@ -194,13 +201,13 @@ def peak_bytes(
     inputs = 16 * work.micro_batch * work.seq * work.micro_batches + np.where(
         work.rope, 4 * work.seq * work.head_dim, 0
     )
-    backward = np.where((work.z == 1) & (work.zero == 0), block.backward_replicated, block.backward)
+    backward = np.where(is_replicated(work), block.backward_replicated, block.backward)
     # The head's part of a tied weight's gradient waits for the embedding's.
     tied = np.asarray(work.tied, bool) & (work.pp == 1)
     waiting = np.where(tied, work.bytes * work.vocab * work.hidden / (work.x * work.y), 0)
     # A block's own weights are whole in its backward, and counted as such.
     weights, of_others = kept_weights(work, layers), kept_weights(work, layers - 1)
-    mlp_again = np.asarray(work.mlp_again, bool) & (work.recompute == 1)
+    mlp_again = np.asarray(work.mlp_again, bool) & (work.recompute == 1) & ~np.asarray(work.per_op, bool)
     again = np.where(full, block.whole, np.where(mlp_again, block.mlp_again, 0))
     in_block = again + backward + waiting + of_others
     return in_flight * kept + inputs + np.maximum(np.where(has_head, block.head, 0) + weights, in_block)

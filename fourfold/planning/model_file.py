@@ -15,4 +15,4 @@ def load_model(name: str) -> tuple[ModelConfig, str]:
     if not path.is_dir() and path.suffix != ".json":
         return ModelConfig.model_validate(with_preset({"preset": name})), name
     folder = path if path.is_dir() else path.parent
-    return model_of(read_config(path), name), folder.name or path.stem
+    return model_of(read_config(path), name), folder.resolve().name

@@ -88,7 +88,7 @@ def assert_equal_to_the_trace(run: RunConfig) -> TraceReport:
 def assert_activations_too(run: RunConfig) -> None:
     memory = assert_equal_to_the_trace(run).memory
     work = workload_of(run)
-    assert peak_bytes(work, work.layers, 1) == pytest.approx(memory.activations_peak, rel=0.03)
+    assert peak_bytes(work, work.layers, 1) == pytest.approx(memory.activations_peak, rel=0.05)
 
 
 @pytest.mark.parametrize(("model", "grid", "mode"), [*FAST, *ALL], ids=str)

@@ -35,7 +35,8 @@ def decode(
     d = proxy_BKSd.shape[-1]
     query_BKGd = query_BKGD[..., :d] if basis_KDd is None else project(query_BKGD, basis_KDd)
     query_BKGd = (query_BKGd * scaling).to(proxy_BKSd.dtype)
-    if config.uses_triton(query_BND.device) and not torch.is_grad_enabled():  # which autograd knows nothing of
+    # Autograd knows nothing of the kernels.
+    if not torch.is_grad_enabled() and config.uses_triton(query_BND.device):
         from fourfold.inference.loki import kernels
 
         with torch.cuda.device_of(query_BND):  # where kernels are launched

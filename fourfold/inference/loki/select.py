@@ -17,8 +17,8 @@ NEVER, ALWAYS = float("-inf"), float("inf")
 SAMPLED = 16
 """One number in so many tells the threshold."""
 
-THIN = 6
-"""Rows of fewer than so many times k numbers are not worth a threshold."""
+THIN, LONG = 6, 1 << 14
+"""Rows of fewer than so many times k numbers, or of fewer than so many, are not worth a threshold."""
 
 
 def agree(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None = None) -> Tensor:
@@ -60,7 +60,11 @@ def choose(
     kept_B1_S = kept_ends(config, visible_B1_S, worth_BK_S.shape[-1], worth_BK_S.device)
     if kept_B1_S is not None:
         worth_BK_S = worth_BK_S.masked_fill(kept_B1_S, ALWAYS)
-    return best(worth_BK_S, k) if k_B is None else torch.topk(worth_BK_S, k, dim=-1).indices
+    chosen_BK_k = best(worth_BK_S, k)
+    if k_B is None:
+        return chosen_BK_k
+    order_BK_k = worth_BK_S.gather(-1, chosen_BK_k).argsort(-1, descending=True)
+    return chosen_BK_k.gather(-1, order_BK_k)
 
 
 def best(worth_BK_S: Tensor, k: int) -> Tensor:
@@ -72,7 +76,7 @@ def best(worth_BK_S: Tensor, k: int) -> Tensor:
     """
     length = worth_BK_S.shape[-1]
     chosen_Rk = None
-    if worth_BK_S.device.type == "cpu" and length > THIN * k:
+    if worth_BK_S.device.type == "cpu" and worth_BK_S.numel() and length > max(LONG, THIN * k):
         chosen_Rk = _best_above_a_threshold(worth_BK_S.reshape(-1, length), k)
     if chosen_Rk is None:
         return torch.topk(worth_BK_S, k, dim=-1, sorted=False).indices
@@ -80,16 +84,18 @@ def best(worth_BK_S: Tensor, k: int) -> Tensor:
 
 
 def _best_above_a_threshold(worth_RS: Tensor, k: int) -> Tensor | None:
-    """The same of R rows, [R, k]; None where a row's sample misled, or has too few numbers that can be seen."""
+    """Places of the k largest of each of R rows, [R, k]; None where a row's sample misled, or saw too little."""
     rows, length = worth_RS.shape
     sample_Rs = worth_RS[:, ::SAMPLED]
     expected = k / SAMPLED
     sampled = min(sample_Rs.shape[1], math.ceil(expected + 4 * math.sqrt(expected)))
     threshold_R1 = torch.topk(sample_Rs, sampled).values[:, -1:]
-    reached_RS = worth_RS >= threshold_R1
+    if threshold_R1.isneginf().any():
+        return None
+    reached_RS = (worth_RS < threshold_R1).logical_not_()  # a NaN is the largest, as to topk, and is not hidden
     counts_R1 = reached_RS.sum(-1, keepdim=True)
     fewest, most = (int(count) for count in counts_R1.aminmax())
-    if fewest < k or most > length // 2 or threshold_R1.isneginf().any():
+    if fewest < k or most > length // 2:
         return None
     candidates = reached_RS.flatten().nonzero().flatten()
     is_candidate_RC = torch.arange(most) < counts_R1
