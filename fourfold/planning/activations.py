@@ -90,10 +90,9 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     output).
     """
     p = pieces(work)
-    gated = work.ups > work.inner
     core, core_again = kept_by_core(work)
     made_again = mlp_made_again(work)
-    mlp = np.where(gated, 2, 1) * p.inner + made_again
+    mlp = 2 * made_again  # as much stands before the activation as behind it
     # Gathered inputs are kept as they are, or a share of them that is gathered again (Megatron-LM's way).
     shares = np.asarray(work.regather, bool) | (np.asarray(work.gathers_again, bool) & selective)
     tokens = np.where(shares, p.residual, p.gathered)
@@ -139,7 +138,7 @@ def backward_bytes(work: Workload) -> tuple[Number, Number]:
     p = pieces(work)
     weight = work.hidden * work.inner / (work.x * work.y)
     down = p.inner + p.gathered + work.bytes * weight
-    activation = np.where(work.ups > work.inner, 2, 1) * p.inner
+    activation = mlp_made_again(work)  # of as much the gradients, before it
     sharded, replicated = (np.maximum(activation + size * weight, down) for size in (work.bytes, 4))
     return p.residual + sharded, p.residual + replicated
 
