@@ -29,14 +29,15 @@ class Pieces(NamedTuple):
 def pieces(work: Workload) -> Pieces:
     token = work.bytes * work.tokens
     split = attention_over_y(work)
-    # Fewer key-value heads than ranks that share them: each holds the whole head that it reads. (Where they neither
-    # divide the ranks nor the ranks them, it holds more than is counted here.)
-    kv_features = np.maximum(work.keys / (work.x * np.where(split == "heads", work.y, 1)), work.head_dim)
+    # A rank holds whole the key-value heads that its queries read, once for each where they divide irregularly.
+    heads = work.queries / work.head_dim / (work.x * np.where(split == "heads", work.y, 1))
+    group = work.queries / work.keys
+    kv_heads = np.where(heads % group == 0, heads / group, np.where(heads < group, 1, heads))
     return Pieces(
         residual=token * work.hidden / (work.y * np.where(work.split_residual, work.x, 1)),
         gathered=token * work.hidden / work.y,
         queries=token * work.queries / (work.x * work.y),
-        keys=token * kv_features / np.where(split == "batch", work.y, 1),
+        keys=token * kv_heads * work.head_dim / np.where(split == "batch", work.y, 1),
         whole_queries=token * work.queries / work.x,
         inner=token * work.inner / work.x,
         statistics=4 * work.tokens / np.where(work.split_residual, work.x, 1),

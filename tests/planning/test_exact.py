@@ -21,6 +21,7 @@ MODELS = {
     "neox": NEOX,
     "gemma": GEMMA,
     "wide": LLAMA | {"intermediate_size": 704},
+    "uneven": LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8},
 }
 FAST = [
     ("llama", {"x": 2, "y": 2, "z": 2, "dp": 2}, "none"),
@@ -28,6 +29,7 @@ FAST = [
     ("gpt", {"z": 2, "dp": 2, "zero": 1}, "none"),
     ("llama", {"dp": 4, "zero": 3}, "none"),
     ("qwen", {"x": 4, "dp": 2, "zero": 1}, "none"),
+    ("uneven", {"x": 4}, "none"),
 ]
 GRIDS: list[dict[str, int]] = [
     {},
