@@ -57,6 +57,7 @@ ARMS = (
     Arm("static4", "static mask, k 4, copies at any place", goldfish("static")),
     Arm("hash32", "goldfish, hash, k 32, h 13", goldfish("hash", k=32), k=32),
     Arm("standard75", "standard, 3/4 of the steps", ("training.train_steps=420", "validation.interval=105")),
+    Arm("standard6", "standard, 3/4 of the batch", ("training.global_batch_size=6", "training.micro_batch_size=6")),
     Arm("noisy13", "hash, k 4, h 13, copies differ in 5 %", goldfish("hash"), "noisy", 4),
     Arm("noisy4", "hash, k 4, h 4, copies differ in 5 %", goldfish("hash", h=4), "noisy", 4),
 )
