@@ -119,12 +119,13 @@ class Recorder(TorchDispatchMode):
             for tensor in tree_iter((out, (kwargs or {}).get("out"))):
                 if isinstance(tensor, Tensor):
                     self._tag(tensor, tag)
-        self._settle()
+        elif func.namespace == "c10d" and name in OPERATIONS:
+            self._collective(OPERATIONS[name], args)
+        if not func.is_view and func.namespace != "prim":
+            self._settle()
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 self._see(tensor)
-        if func.namespace == "c10d" and name in OPERATIONS:
-            self._collective(OPERATIONS[name], args)
         if func.namespace == "c10d" or name in ("mm", "copy_", "_to_copy"):
             self._find_gradients_and_weights()
         return out
@@ -204,7 +205,7 @@ class Recorder(TorchDispatchMode):
 
     def _settle(self) -> None:
         """See whether there is more than ever, once the operation that follows a new tensor has said what it is for:
-        FSDP2 makes room for weights before it gathers them."""
+        FSDP2 makes room for weights before it gathers them, and for gradients before it sums them."""
         for name in ("activations", "weights", "total"):
             at = (name, self.window)
             self.peaks[at] = max(self.peaks[at], self.live[name])
