@@ -149,11 +149,13 @@ def is_replicated(work: Workload) -> Number:
     return (work.z == 1) & ((work.zero == 0) | (work.dp * work.cp == 1))
 
 
-def kept_weights(work: Workload, layers: Number) -> Number:
-    """Weights between forward and backward under zero 1 and 2, as z-th parts (docs/parallelism.md)."""
+def kept_weights(work: Workload) -> tuple[Number, Number]:
+    """Weights between forward and backward under zero 1 and 2, as z-th parts (docs/parallelism.md): of one block, and
+    of the tables."""
     keeps = (work.zero > 0) & (work.zero < 3) & (work.z > 1)
-    weights = layers * work.block_weights + (work.positions + np.where(work.tied, 0, work.vocab)) * work.hidden
-    return np.where(keeps, work.bytes * weights / (work.x * work.y * work.z), 0)
+    entry = np.where(keeps, work.bytes / (work.x * work.y * work.z), 0)
+    tables = (work.positions + np.where(work.tied, 0, work.vocab)) * work.hidden
+    return entry * work.block_weights, entry * tables
 
 
 @dataclass(frozen=True)
@@ -205,9 +207,10 @@ def peak_bytes(
     # The head's part of a tied weight's gradient waits for the embedding's.
     tied = np.asarray(work.tied, bool) & (work.pp == 1)
     waiting = np.where(tied, work.bytes * work.vocab * work.hidden / (work.x * work.y), 0)
-    # A block's own weights are whole in its backward, and counted as such.
-    weights, of_others = kept_weights(work, layers), kept_weights(work, layers - 1)
+    of_block, of_tables = kept_weights(work)
+    weights = layers * of_block + of_tables
     mlp_again = np.asarray(work.mlp_again, bool) & (work.recompute == 1) & ~np.asarray(work.per_op, bool)
     again = np.where(full, block.whole, np.where(mlp_again, block.mlp_again, 0))
-    in_block = again + backward + waiting + of_others
+    # A block's own weights are whole in its backward, and counted as such.
+    in_block = again + backward + waiting + weights - of_block
     return in_flight * kept + inputs + np.maximum(np.where(has_head, block.head, 0) + weights, in_block)
