@@ -17,7 +17,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from fourfold.errors import UserError
-from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
+from fourfold.inference.loki import LokiBasis, LokiConfig, attend, calibrate, disable_loki, enable_loki
 from fourfold.inference.loki.architecture import SUPPORTED
 from fourfold.inference.loki.attend import attend_to, decode
 from fourfold.inference.loki.basis import Components
@@ -463,6 +463,29 @@ def test_rows_are_gathered_out_of_a_growing_cache() -> None:
     packed = room[:, :, :40].gather(2, chosen[..., None].expand(-1, -1, -1, 8))
     expected = torch.nn.functional.scaled_dot_product_attention(query, packed, packed, scale=1.0)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 30])
+def test_a_few_heads_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all at once, also where some sequences may attend to fewer keys, or to none; sums in fp32 or wider."""
+    monkeypatch.setattr(attend, "GATHERED", at_once)
+    visible = torch.arange(40) >= torch.tensor([0, 30, 40])[:, None, None]
+    chosen = torch.randn(3, 5, 40).masked_fill(~visible, -torch.inf).argsort(-1, descending=True)[..., :6]
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        query, keys, values = (torch.randn(3, 5, n, 8, dtype=dtype) for n in (2, 40, 40))
+        found = attend_to(query, keys, values, chosen, 0.5, visible, torch.tensor([6, 4, 0]))
+        rows = chosen[..., None].expand(-1, -1, -1, 8)
+        counts = torch.tensor([6, 4, 1])[:, None, None, None]
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query.double(),
+            keys.gather(2, rows).double(),
+            values.gather(2, rows).double(),
+            attn_mask=torch.arange(6) < counts,
+            scale=0.5,
+        )
+        expected[2] = 0.0
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, expected.to(dtype))
 
 
 def test_per_layer_dims_from_the_variance(llama: tuple[Any, LokiBasis]) -> None:

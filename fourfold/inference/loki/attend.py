@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from fourfold.inference.loki.config import LokiConfig
-from fourfold.inference.loki.select import agree, choose
+from fourfold.inference.loki.select import NEVER, agree, choose
+
+GATHERED = 1 << 21
+"""Bytes of keys that a CPU gathers at once: its second cache holds about as much."""
 
 
 def decode(
@@ -62,16 +65,33 @@ def attend_to(
     k_B: Tensor | None = None,
 ) -> Tensor:
     """Exact attention to the chosen keys, of each sequence the first k_B, [B, K, G, D]."""
-    key_BKkD, value_BKkD = gather(key_BKSD, chosen_BKk), gather(value_BKSD, chosen_BKk)
     seen_BK1k = None
     if visible_B1S is not None:
         seen_BK1k = visible_B1S.expand(-1, chosen_BKk.shape[1], -1).gather(-1, chosen_BKk)[:, :, None]
         if k_B is not None:
             seen_BK1k &= torch.arange(chosen_BKk.shape[-1], device=k_B.device) < k_B[:, None, None, None]
-    out_BKGD = torch.nn.functional.scaled_dot_product_attention(
-        query_BKGD, key_BKkD, value_BKkD, attn_mask=seen_BK1k, scale=scaling
-    )
+    exact = torch.promote_types(query_BKGD.dtype, torch.float32)
+    query_BKGD, dtype = query_BKGD.to(exact) * scaling, query_BKGD.dtype
+    out = []
+    for few in _few_heads(key_BKSD, chosen_BKk):
+        key_BhkD = gather(key_BKSD[:, few], chosen_BKk[:, few]).to(exact)
+        scores_BhGk = torch.matmul(query_BKGD[:, few], key_BhkD.transpose(-1, -2))
+        if seen_BK1k is not None:
+            scores_BhGk = scores_BhGk.masked_fill(~seen_BK1k[:, few], NEVER)
+        del key_BhkD  # the values take its place
+        value_BhkD = gather(value_BKSD[:, few], chosen_BKk[:, few]).to(exact)
+        out.append(torch.matmul(torch.softmax(scores_BhGk, -1), value_BhkD))
+    out_BKGD = torch.cat(out, 1).to(dtype)
     return out_BKGD if seen_BK1k is None else out_BKGD.masked_fill(~seen_BK1k.any(-1, keepdim=True), 0.0)
+
+
+def _few_heads(x_BKSD: Tensor, chosen_BKk: Tensor) -> list[slice]:
+    """The KV heads, so many at a time that on a CPU what is gathered of them is still in its caches when it is used."""
+    batch, heads, _, width = x_BKSD.shape
+    if x_BKSD.device.type != "cpu":
+        return [slice(0, heads)]
+    few = max(1, GATHERED // max(1, batch * chosen_BKk.shape[-1] * width * x_BKSD.element_size()))
+    return [slice(first, first + few) for first in range(0, heads, few)]
 
 
 def gather(x_BKSD: Tensor, chosen_BKk: Tensor) -> Tensor:

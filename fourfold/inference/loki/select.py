@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fourfold.inference.loki.config import DEFAULT_K_F, LokiConfig
 
 NEVER, ALWAYS = float("-inf"), float("inf")
-SAMPLED = 16
+SAMPLED = 32
 """One number in so many tells the threshold."""
 
 THIN, LONG = 6, 1 << 14
@@ -85,27 +86,39 @@ def best(worth_BK_S: Tensor, k: int) -> Tensor:
 
 def _best_above_a_threshold(worth_RS: Tensor, k: int) -> Tensor | None:
     """Places of the k largest of each of R rows, [R, k]; None where a row's sample misled, or saw too little."""
-    rows, length = worth_RS.shape
-    sample_Rs = worth_RS[:, ::SAMPLED]
+    narrow = worth_RS.dtype in (torch.bfloat16, torch.float16)
+    numbers_RS = (worth_RS.float() if narrow else worth_RS).detach().numpy()
+    rows, length = numbers_RS.shape
+    sample_Rs = numbers_RS[:, ::SAMPLED]
     expected = k / SAMPLED
-    sampled = min(sample_Rs.shape[1], math.ceil(expected + 4 * math.sqrt(expected)))
-    threshold_R1 = torch.topk(sample_Rs, sampled).values[:, -1:]
-    if threshold_R1.isneginf().any():
+    threshold_R = _largest(sample_Rs, min(sample_Rs.shape[1], math.ceil(expected + 4 * math.sqrt(expected))))
+    if np.isneginf(threshold_R).any():
         return None
-    reached_RS = (worth_RS < threshold_R1).logical_not_()  # a NaN is the largest, as to topk, and is not hidden
-    counts_R1 = reached_RS.sum(-1, keepdim=True)
-    fewest, most = (int(count) for count in counts_R1.aminmax())
-    if fewest < k or most > length // 2:
+    # A NaN is the largest, as to topk, and is not below anything.
+    candidates = np.flatnonzero(~(numbers_RS < threshold_R[:, None]))
+    ends_R = np.searchsorted(candidates, np.arange(1, rows + 1) * length)
+    counts_R = np.diff(ends_R, prepend=0)
+    if counts_R.min() < k or counts_R.max() > length // 2:
         return None
-    candidates = reached_RS.flatten().nonzero().flatten()
-    is_candidate_RC = torch.arange(most) < counts_R1
-    worth_RC = worth_RS.new_full((rows, most), NEVER)
-    worth_RC.masked_scatter_(is_candidate_RC, worth_RS.flatten()[candidates])
-    place_RC = candidates.new_zeros((rows, most)).masked_scatter_(is_candidate_RC, candidates % length)
-    top_Rk = torch.topk(worth_RC, k, sorted=False)
-    chosen = place_RC[worth_RC >= top_Rk.values.amin(-1, keepdim=True)]
-    # More than k where others are worth as much as the last of a row.
-    return chosen.view(rows, k) if len(chosen) == rows * k else place_RC.gather(-1, top_Rk.indices)
+    numbers = numbers_RS.reshape(-1)[candidates]
+    numbers[np.isnan(numbers)] = ALWAYS
+    numbers_RC = np.full((rows, counts_R.max()), NEVER, numbers.dtype)
+    numbers_RC[np.arange(counts_R.max()) < counts_R[:, None]] = numbers
+    least = np.repeat(_largest(numbers_RC, k), counts_R)
+    taken = numbers >= least
+    if np.count_nonzero(taken) > rows * k:  # of those worth as much as the last, the first are taken
+        tied, starts_R = numbers == least, ends_R - counts_R
+        above_R = np.add.reduceat(numbers > least, starts_R, dtype=np.int64)
+        tied_before = np.cumsum(tied) - tied
+        nth = tied_before - np.repeat(tied_before[starts_R], counts_R)
+        taken &= ~tied | (nth < np.repeat(k - above_R, counts_R))
+    return torch.from_numpy(candidates[taken].reshape(rows, k) - np.arange(rows)[:, None] * length)
+
+
+def _largest(numbers_RS: np.ndarray, k: int) -> np.ndarray:
+    """The k-th largest of each row, [R]."""
+    place = numbers_RS.shape[1] - k
+    return np.partition(numbers_RS, place, axis=1)[:, place]
 
 
 def kept_ends(
