@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -173,9 +173,7 @@ class BlockBytes:
     head: Number
 
     def take(self, index: np.ndarray) -> BlockBytes:
-        return BlockBytes(
-            **{f.name: np.broadcast_to(getattr(self, f.name), index.max() + 1)[index] for f in fields(self)}
-        )
+        return BlockBytes(**{name: v[index] if np.ndim(v) else v for name, v in vars(self).items()})
 
 
 def block_bytes(work: Workload) -> BlockBytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -47,9 +47,7 @@ class BlockTime:
     embedding: Number
 
     def take(self, index: np.ndarray) -> BlockTime:
-        return BlockTime(
-            **{f.name: np.broadcast_to(getattr(self, f.name), index.max() + 1)[index] for f in fields(self)}
-        )
+        return BlockTime(**{name: v[index] if np.ndim(v) else v for name, v in vars(self).items()})
 
 
 class Rates:

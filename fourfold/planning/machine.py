@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -70,6 +70,10 @@ class Machine:
     """What ``fourfold calibrate`` has fitted: constants of ``constants.Constants`` by name."""
     calibrated_range: tuple[tuple[str, tuple[float, float]], ...] = ()
     """Smallest and largest value of each feature among the calibration's rows; outside is extrapolation."""
+
+    def take(self, index: np.ndarray) -> Machine:
+        """The cases at ``index``; scalars stay scalars."""
+        return replace(self, **{key: v[index] for key, v in vars(self).items() if isinstance(v, np.ndarray)})
 
 
 SECTIONS = {

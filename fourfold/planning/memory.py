@@ -50,9 +50,17 @@ def stage_memory(
         ranks = blocks_of_ranks(int(work.layers), int(work.pp), int(work.interleave), bool(work.v_shaped),
                                 float(work.ends), work.layers_per_stage)  # fmt: skip
         layers = ranks[int(rank)]
-    both_ends = work.v_shaped & (work.pp > 1)
-    first = np.equal(rank, 0)
-    last = np.where(both_ends, first, np.equal(rank, work.pp - 1))
+    block = block_bytes(work) if block is None else block
+    *weights, both, reserve = _held(work, machine, rank, layers, block)
+    activations = peak_bytes(work, layers, in_flight(work, rank), False, block)
+    values = (*weights, activations, np.maximum(both - activations, 0), reserve)
+    return dict(zip(CATEGORIES, values, strict=True))
+
+
+def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block: BlockBytes) -> tuple[Number, ...]:
+    """Bytes by ``CATEGORIES``, activations and logits together."""
+    first, last = np.equal(rank, 0), np.equal(rank, work.pp - 1)
+    last = np.where(work.v_shaped & (work.pp > 1), first, last)
     table = work.vocab * work.hidden
     tables = np.where(first, table + work.positions * work.hidden, 0) + np.where(
         last & ~(first & np.asarray(work.tied, bool) & (work.pp == 1)), table, 0
@@ -85,30 +93,33 @@ def stage_memory(
     gathered = gathered + np.where(resharded, work.reduce_bytes * work.block_weights / (work.x * work.y), 0)
     weights = np.where((shards > 1) & ~np.asarray(work.half_weights, bool), gathered,
                        np.where(work.half_weights | (work.bits == 32), 0, item * entries))  # fmt: skip
-    held, block = in_flight(work, rank), block_bytes(work) if block is None else block
-    both = peak_bytes(work, layers, held, last, block)
-    without = peak_bytes(work, layers, held, False, block)
-    activations = without
-    logits = np.maximum(both - without, 0)
-    allocated = parameters + gradients + optimizer + weights + both
+    activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
+    allocated = parameters + gradients + optimizer + weights + activations
     groups = sum(np.where(size > 1, 1, 0) for size in (work.x, work.y, work.z, work.dp, work.cp)) + 2 * (work.pp > 1)
     runtime = np.where(work.count_runtime, machine.reserved + COMMUNICATOR * groups, 0)
-    reserve = runtime + FRAGMENTATION * allocated
-    values = (parameters, gradients, optimizer, weights, activations, logits, reserve)
-    return dict(zip(CATEGORIES, values, strict=True))
+    return parameters, gradients, optimizer, weights, activations, runtime + FRAGMENTATION * allocated
 
 
 def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = None) -> Number:
-    """Bytes of the fullest rank: the first of a pipeline, which holds most micro-batches, the last, with the head, the
-    second, or the first that has the most blocks."""
+    """Bytes of the fullest rank: the first of a pipeline, which holds most micro-batches, the last, with the head, or
+    one between them, which has more blocks."""
     split, block = split_of(work), block_bytes(work) if block is None else block
-    places = [(np.zeros(()), split.first)]
-    if np.any(work.pp > 1):
-        second = np.minimum(1, work.pp - 1)
-        places += [(work.pp - 1, split.last), (second, split.second), (split.most_at, split.most)]
-    return np.max(
-        [np.broadcast_arrays(sum(stage_memory(work, machine, *p, block).values()), work.pp)[0] for p in places], axis=0
-    )
+    peak = _fullest(work, machine, block, (0, split.first), (work.pp - 1, split.last))
+    more = np.broadcast_to(split.most > split.first, np.shape(peak))
+    if not more.any():
+        return peak
+    # Few layouts have such a rank: these alone are looked at again.
+    index = np.flatnonzero(more)
+    _, second, _, most, most_at = (np.broadcast_to(part, more.shape).reshape(-1)[index] for part in split)
+    between = _fullest(work.take(index), machine.take(index), block.take(index), (np.ones(()), second), (most_at, most))
+    peak = np.array(peak)
+    peak.reshape(-1)[index] = np.maximum(peak.reshape(-1)[index], between)
+    return peak
+
+
+def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple[Number, Number]) -> Number:
+    """Bytes of the fullest of some ranks of pp, each with its blocks."""
+    return np.max([np.broadcast_arrays(sum(_held(work, machine, *place, block)), work.pp)[0] for place in places], 0)
 
 
 def p_out_of_memory(predicted: Number, capacity: Number) -> Number:
