@@ -8,6 +8,7 @@ from fourfold.planning.block_time import BlockTime, block_time
 from fourfold.planning.constants import Constants
 from fourfold.planning.machine import Machine, Number
 from fourfold.planning.stage_split import split_of
+from fourfold.planning.terms.accumulate import accumulate_seconds
 from fourfold.planning.terms.collective import gather_seconds, group_of, reduce_seconds
 from fourfold.planning.terms.launch import OPTIMIZER_KERNELS, overlapped
 from fourfold.planning.terms.offload import offload_seconds
@@ -49,7 +50,10 @@ def step_parts(
     hidden_x = hidden_x + np.where(work.overlap_forward, ahead * (1 + again), 0.0)
     x, y = x - hidden_x, y - hidden_y
     cp = _over_cp(work, machine, constants, block)
-    compute = block.forward + block.backward
+    bandwidth = constants.memory * machine.memory_bandwidth
+    entries = work.block_weights / (work.x * work.y)
+    accumulate = _adds_gradients(work) * accumulate_seconds(entries, work.bytes, work.reduce_bytes, bandwidth)
+    compute = block.forward + block.backward + accumulate
     offload = np.where(full & work.offload, offload_seconds(work, machine), 0.0)
     device = compute + recompute + x + y + cp + offload
     host = block.launch_forward * (1 + again) + block.launch_backward
@@ -80,7 +84,7 @@ def step_parts(
     dp = _over_dp(work, machine, constants, scale * (block.backward + recompute) / micro_batches)
     held = work.layers * work.block_weights / work.pp + work.vocab * work.hidden
     stepped = held / (work.x * work.y * work.z * np.where(work.zero > 0, work.dp * work.cp, 1))
-    optimizer = optimizer_seconds(stepped, constants.memory * machine.memory_bandwidth)
+    optimizer = optimizer_seconds(stepped, bandwidth)
     optimizer = optimizer + OPTIMIZER_KERNELS * constants.launch * machine.launch
     parts = {
         "compute": scale * compute * dispersion,
@@ -149,6 +153,12 @@ def _over_z(work: Workload, machine: Machine, constants: Constants, computing: N
     z_sharded = z_sharded + scattered * gather_seconds(work.reduce_bytes * weights, 1, wide)
     sending = np.where(three, z_three, np.where(sharded, z_sharded, z_only))
     return sending - np.where(work.overlap_z, _hidden(sending, computing, constants.exposed), 0.0)
+
+
+def _adds_gradients(work: Workload) -> Number:
+    """Whether a micro-batch's whole gradients are added to those before it, and not by the products themselves: sharded
+    ones are summed over ranks."""
+    return (work.micro_batches > 1) & (work.z == 1) & (work.zero < 2) & ~np.asarray(work.products_add, bool)
 
 
 def _kept_for_the_step(work: Workload) -> Number:

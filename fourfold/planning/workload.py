@@ -40,7 +40,8 @@ class Workload:
     sequence parallelism).
     flash: fused attention; fused: fused pointwise operations; per_op: selective keeps the attention's output and every
     second matmul's (torchtitan); attention_again, mlp_again, gathers_again: what selective does again; stops_early:
-    full leaves out a block's last product and its sum over x, which nothing reads.
+    full leaves out a block's last product and its sum over x, which nothing reads; products_add: the products of the
+    weight gradients add them to those of the micro-batches before.
     overlap_x, overlap_z, overlap_dp: communication runs behind computation (of x in the backward; overlap_forward:
     also in the forward, piece by piece with the product that it feeds); blocking: the host waits for every kernel.
     weights_kept: weights are gathered once a step and not for every micro-batch (distributed optimizers).
@@ -108,6 +109,7 @@ class Workload:
     mlp_again: Number = False
     gathers_again: Number = False
     stops_early: Number = False
+    products_add: Number = False
 
     @property
     def gpus(self) -> Number:

@@ -17,6 +17,8 @@ from fourfold.planning.from_run import workload_of_model
 from fourfold.planning.machine import load_machine
 from fourfold.planning.memory import in_flight
 from fourfold.planning.pipeline_schedule import bubble_share, pipeline_slots
+from fourfold.planning.step_time import step_parts
+from fourfold.planning.terms.accumulate import accumulate_seconds
 from fourfold.planning.terms.collective import gather_seconds, group_of, reduce_seconds
 from fourfold.planning.terms.launch import overlapped
 from fourfold.planning.terms.matmul import matmul_seconds
@@ -125,6 +127,24 @@ def test_host_and_device_overlap() -> None:
 
 def test_the_optimizer_reads_and_writes_every_state_once() -> None:
     assert optimizer_seconds(1e9, 1e12) == pytest.approx(BYTES * 1e-3)
+
+
+def test_gradients_are_added_where_they_are_whole_and_more_than_one() -> None:
+    """Of 16-bit gradients summed in fp32, 2 + 4 + 4 bytes move for each; sharded ones are reduced over ranks."""
+    assert accumulate_seconds(1e9, 2, 4, 1e12) == pytest.approx(0.01)
+    work = replace(workload_of_model(ModelConfig(**PRESETS["llama3-8b"])), seq=8192, batch=16, dp=8)
+    machine, constants = load_machine("dgx-h100"), replace(PRIOR, memory=1.0)
+
+    def adding(**changes: int | bool) -> float:
+        here = replace(work, **changes)
+        parts = (step_parts(replace(here, products_add=add), machine, constants)["compute"] for add in (False, True))
+        return float(next(parts) - next(parts))
+
+    entries = work.layers * work.block_weights
+    assert adding() == pytest.approx(2 * entries * 10 / machine.memory_bandwidth, rel=0.05)
+    assert adding(x=2, dp=4) == pytest.approx(adding(), rel=0.05)  # half the entries, twice the micro-batches
+    for changes in ({"micro_batch": 2}, {"z": 8, "dp": 1}, {"zero": 2}, {"zero": 3}):
+        assert adding(**changes) == 0.0
 
 
 def test_checkpoints_as_young_says_lose_least() -> None:

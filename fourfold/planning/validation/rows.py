@@ -239,6 +239,8 @@ def _program(
         "regather": cells.get("seq_parallel", "").lower().startswith("y") and "mode" not in cells["seq_parallel"],
         "gradient_copy": deepspeed and precision.startswith("fp16"),
         "stored_gradients": 6 if deepspeed and precision.startswith("bf16") and zero < 2 else 0,
+        # Megatron-LM's gradient_accumulation_fusion.
+        "products_add": not (fsdp or deepspeed),
         "per_op": "per-op" in checkpoint or "2nd layer" in checkpoint,
     }
 
