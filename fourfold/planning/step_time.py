@@ -8,12 +8,12 @@ from fourfold.planning.block_time import BlockTime, block_time
 from fourfold.planning.constants import Constants
 from fourfold.planning.machine import Machine, Number
 from fourfold.planning.stage_split import split_of
-from fourfold.planning.terms.accumulate import accumulate_seconds
 from fourfold.planning.terms.collective import gather_seconds, group_of, reduce_seconds
 from fourfold.planning.terms.launch import OPTIMIZER_KERNELS, overlapped
 from fourfold.planning.terms.offload import offload_seconds
 from fourfold.planning.terms.optimizer import optimizer_seconds
 from fourfold.planning.terms.pipeline import bubble_seconds, transfer_seconds
+from fourfold.planning.terms.weights import added_bytes, gathered_bytes, scattered_bytes
 from fourfold.planning.workload import CONTEXTS, Workload
 
 PARTS = (
@@ -51,9 +51,8 @@ def step_parts(
     x, y = x - hidden_x, y - hidden_y
     cp = _over_cp(work, machine, constants, block)
     bandwidth = constants.memory * machine.memory_bandwidth
-    entries = work.block_weights / (work.x * work.y)
-    accumulate = _adds_gradients(work) * accumulate_seconds(entries, work.bytes, work.reduce_bytes, bandwidth)
-    compute = block.forward + block.backward + accumulate
+    weights_moved = work.block_weights / (work.x * work.y) * _moved_for_a_weight(work) / bandwidth
+    compute = block.forward + block.backward + weights_moved
     offload = np.where(full & work.offload, offload_seconds(work, machine), 0.0)
     device = compute + recompute + x + y + cp + offload
     host = block.launch_forward * (1 + again) + block.launch_backward
@@ -155,10 +154,15 @@ def _over_z(work: Workload, machine: Machine, constants: Constants, computing: N
     return sending - np.where(work.overlap_z, _hidden(sending, computing, constants.exposed), 0.0)
 
 
-def _adds_gradients(work: Workload) -> Number:
-    """Whether a micro-batch's whole gradients are added to those before it, and not by the products themselves: sharded
-    ones are summed over ranks."""
-    return (work.micro_batches > 1) & (work.z == 1) & (work.zero < 2) & ~np.asarray(work.products_add, bool)
+def _moved_for_a_weight(work: Workload) -> Number:
+    """Bytes that a rank's memory moves in one micro-batch for each entry of a block's whole weights."""
+    alone = (work.z == 1) & (work.zero == 0)
+    adds = (alone | (work.zero == 1)) & (work.micro_batches > 1) & ~np.asarray(work.products_add, bool)
+    scatters = ((work.z > 1) & (work.zero == 0)) | (work.zero > 1)
+    gathers = np.where(_kept_for_the_step(work) | alone, 0, 2)
+    sums = np.where(adds, added_bytes(work.bytes, work.reduce_bytes), 0)
+    sums = np.where(scatters, scattered_bytes(work.bytes, work.reduce_bytes), sums)
+    return sums + gathers * gathered_bytes(work.bytes)
 
 
 def _kept_for_the_step(work: Workload) -> Number:

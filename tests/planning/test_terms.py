@@ -18,7 +18,6 @@ from fourfold.planning.machine import load_machine
 from fourfold.planning.memory import in_flight
 from fourfold.planning.pipeline_schedule import bubble_share, pipeline_slots
 from fourfold.planning.step_time import step_parts
-from fourfold.planning.terms.accumulate import accumulate_seconds
 from fourfold.planning.terms.collective import gather_seconds, group_of, reduce_seconds
 from fourfold.planning.terms.launch import overlapped
 from fourfold.planning.terms.matmul import matmul_seconds
@@ -129,22 +128,26 @@ def test_the_optimizer_reads_and_writes_every_state_once() -> None:
     assert optimizer_seconds(1e9, 1e12) == pytest.approx(BYTES * 1e-3)
 
 
-def test_gradients_are_added_where_they_are_whole_and_more_than_one() -> None:
-    """Of 16-bit gradients summed in fp32, 2 + 4 + 4 bytes move for each; sharded ones are reduced over ranks."""
-    assert accumulate_seconds(1e9, 2, 4, 1e12) == pytest.approx(0.01)
+def test_memory_moved_for_weights_in_each_micro_batch() -> None:
+    """Two micro-batches of bf16 weights whose gradients are summed in fp32, on as many GPUs: a whole gradient is added
+    (2 + 4 + 4 bytes) but for one micro-batch alone, a sharded one copied (2 + 4), gathered weights written (2 + 2)."""
     work = replace(workload_of_model(ModelConfig(**PRESETS["llama3-8b"])), seq=8192, batch=16, dp=8)
-    machine, constants = load_machine("dgx-h100"), replace(PRIOR, memory=1.0)
+    machine = load_machine("dgx-h100")
 
-    def adding(**changes: int | bool) -> float:
+    def moved(**changes: int | bool) -> float:
+        """Bytes for each entry."""
         here = replace(work, **changes)
-        parts = (step_parts(replace(here, products_add=add), machine, constants)["compute"] for add in (False, True))
-        return float(next(parts) - next(parts))
+        alone = replace(here, z=1, zero=0, dp=here.z * here.dp, products_add=True)
+        seconds = [float(step_parts(case, machine, replace(PRIOR, memory=1.0))["compute"]) for case in (here, alone)]
+        return (seconds[0] - seconds[1]) * machine.memory_bandwidth / (here.layers * here.block_weights)
 
-    entries = work.layers * work.block_weights
-    assert adding() == pytest.approx(2 * entries * 10 / machine.memory_bandwidth, rel=0.05)
-    assert adding(x=2, dp=4) == pytest.approx(adding(), rel=0.05)  # half the entries, twice the micro-batches
-    for changes in ({"micro_batch": 2}, {"z": 8, "dp": 1}, {"zero": 2}, {"zero": 3}):
-        assert adding(**changes) == 0.0
+    assert moved() == pytest.approx(2 * 10)
+    assert moved(x=2, dp=4) == pytest.approx(2 * 10)  # half the entries, twice the micro-batches
+    assert moved(zero=1) == pytest.approx(2 * 10)
+    assert moved(zero=2) == pytest.approx(2 * 6)
+    assert moved(z=8, dp=1) == moved(zero=3) == pytest.approx(2 * (6 + 2 * 4))
+    assert moved(z=4, dp=2, zero=1) == pytest.approx(2 * (10 + 2 * 4))
+    assert moved(micro_batch=2) == moved(micro_batch=2, zero=1) == 0.0
 
 
 def test_checkpoints_as_young_says_lose_least() -> None:
