@@ -132,9 +132,9 @@ class Bucket:
             return
         flat = torch.cat([self._summand(weight.stored) for weight in self.weights])
         self._unused = {weight.stored for weight in self.weights if weight.stored.grad is None}
+        self.pending = start_all_reduce(flat, self.replicas, "gradients")
         for weight in self.weights:
             weight.stored.grad = None
-        self.pending = start_all_reduce(flat, self.replicas, "gradients")
 
     def _summand(self, stored: nn.Parameter) -> Tensor:
         if stored.grad is None:  # not used in this step

@@ -143,8 +143,9 @@ class Recorder(TorchDispatchMode):
         else:
             why = FSDP_PURPOSE[operation]
             assert axis in DATA_AXES, f"a collective over {axis} that says no purpose"
-            if operation == "reduce_scatter":
-                self._tag(args[0], "gradients")
+        if why == "gradients":
+            for buffer in (first, whole):
+                self._tag(buffer, "gradients")
         entry = self.collectives.setdefault((axis, operation, why), [0, 0])
         entry[0] += 1
         entry[1] += whole.nbytes

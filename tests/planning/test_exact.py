@@ -41,6 +41,7 @@ GRIDS: list[dict[str, int]] = [
     {"z": 4},
     {"dp": 4},
     {"zero": 1},
+    {"x": 2, "dp": 2},
     {"x": 2, "y": 2},
     {"x": 4, "y": 2},
     {"x": 2, "y": 4},
@@ -60,7 +61,7 @@ GRIDS: list[dict[str, int]] = [
 ALL = [
     pytest.param(model, grid, mode, marks=pytest.mark.slow)
     for grid in GRIDS
-    for model in ([m for m in MODELS if m != "heavy"] if len(grid) == 2 else ("llama", "gpt", "qwen", "wide"))
+    for model in (MODELS if len(grid) <= 2 else ("llama", "gpt", "qwen", "wide"))
     for mode in ("none", "selective attention", "selective mlp gathers", "selective attention mlp gathers", "full")
     if (model, grid, mode) not in FAST
 ]
