@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -486,6 +488,37 @@ def test_a_few_heads_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) ->
         expected[2] = 0.0
         assert found.dtype == dtype
         torch.testing.assert_close(found, expected.to(dtype))
+
+
+def test_a_sequence_that_sees_nothing_has_no_gradient() -> None:
+    """Nor spoils those of others."""
+    visible = torch.ones(2, 1, 40, dtype=torch.bool)
+    visible[1] = False
+    basis = torch.linalg.qr(torch.randn(2, 8, 8)).Q[..., :4]
+    with torch.enable_grad():
+        query, keys, values = (torch.randn(2, *shape, requires_grad=True) for shape in ((4, 8), (2, 40, 8), (2, 40, 8)))
+        proxy = (keys @ basis).detach()
+        decode(query, keys, values, proxy, basis, 6, LokiConfig(k=6, min_seq=0), 0.3, visible).sum().backward()
+    for tensor in (query, keys, values):
+        assert tensor.grad[0].norm() > 0
+        assert not tensor.grad[1].any()
+
+
+def test_the_example_of_the_page(llama: tuple[Any, LokiBasis], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it stands, but for a model of fewer dims and tokens."""
+    model, basis = llama
+    monkeypatch.chdir(tmp_path)
+    basis.save("basis.safetensors")
+    page = (Path(__file__).parents[2] / "docs" / "loki.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    smaller = {"d=32, k=2048, sink=4": "d=4, k=8, sink=4", "generate(...)": "generate(tokens, max_new_tokens=2)"}
+    for shown, run in smaller.items():
+        assert shown in example
+        example = example.replace(shown, run)
+    try:
+        exec(example, {"model": model, "tokens": prompt()})
+    finally:
+        disable_loki(model)
 
 
 def test_per_layer_dims_from_the_variance(llama: tuple[Any, LokiBasis]) -> None:

@@ -17,7 +17,7 @@ from fourfold.errors import UserError
 from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, enable_loki
 from fourfold.inference.loki.basis import Components
 from fourfold.inference.loki.calibrate import Moments
-from fourfold.inference.loki.select import _best_above_a_threshold, best, choose
+from fourfold.inference.loki.select import SAMPLED, _best_above_a_threshold, best, choose
 from fourfold.inference.loki.simulate import Probe, simulate
 from fourfold.inference.loki.watch import turned_back, watched
 
@@ -141,6 +141,11 @@ def test_files_that_are_no_basis(llama: tuple[Any, LokiBasis], tmp_path: Path) -
         save_file(tensors, bad, about)
         with pytest.raises(UserError, match=message):
             LokiBasis.load(bad)
+    save_file(load_file(good), bad, about | {"best": '[["post"], "post"]'})
+    with pytest.raises(UserError, match="is damaged"):
+        LokiBasis.load(bad)
+    save_file({k: v.half() if k.endswith("vectors") else v for k, v in load_file(good).items()}, bad, about)
+    assert LokiBasis.load(str(bad)).components["post"].vectors_LKDD.dtype == torch.float32
     save_file({"weight": torch.zeros(3)}, bad)
     with pytest.raises(UserError, match="is no basis"):
         LokiBasis.load(bad)
@@ -157,7 +162,7 @@ def test_one_kind_only(llama: tuple[Any, LokiBasis]) -> None:
     assert (basis.best, basis.recall) == (("post", "post"), {})
     with pytest.raises(UserError, match="only post-rotary"):
         enable_loki(model, basis, LokiConfig(basis="pre"))
-    with pytest.raises(UserError, match="at least two windows"):
+    with pytest.raises(UserError, match="at least two windows of text; give more text or --tokens"):
         calibrate(model, windows(1))
     with pytest.raises(UserError, match="cannot tell 8 directions apart"):
         calibrate(model, windows(1, 8), ["post"])
@@ -191,6 +196,12 @@ def test_architectures_that_cannot_have_it(kind: str) -> None:
         ({"prefill": "sparse"}, "dense, simulate"),
         ({"cache": "small"}, "proxy, rotated"),
         ({"basis": "worst"}, "best, pre, post"),
+        ({"k": 2.5}, "k = 2.5 is not a whole number"),
+        ({"d": True}, "d = True is not a whole number"),
+        ({"min_seq": float("nan")}, "min_seq = nan is not a whole number"),
+        ({"k_f": "0.5"}, "k_f = '0.5' is not a number"),
+        ({"skip_layers": 0}, "skip_layers = 0; give several"),
+        ({"skip_layers": (0, 1.5)}, "skip_layers.1. = 1.5 is not a whole number"),
     ],
 )
 def test_values_that_cannot_be(values: dict[str, Any], message: str) -> None:
@@ -216,7 +227,7 @@ def test_the_best_are_the_best(length: int) -> None:
     """Also with ties, with nothing to choose from, and where the sample misleads."""
     generator = torch.Generator().manual_seed(length)
     periodic = torch.zeros(length)
-    periodic[::16] = torch.rand(len(periodic[::16]), generator=generator)
+    periodic[::SAMPLED] = torch.rand(len(periodic[::SAMPLED]), generator=generator)
     rows = [torch.randn(length, generator=generator), periodic, torch.zeros(length), torch.full((length,), -torch.inf)]
     rows.append(torch.where(torch.arange(length) < 30, 1.0, -torch.inf))
     uneven = torch.randn(5, length, generator=generator) * torch.arange(1.0, 6.0)[:, None]

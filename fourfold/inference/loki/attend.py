@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from fourfold.inference.loki.config import LokiConfig
-from fourfold.inference.loki.select import NEVER, agree, choose
+from fourfold.inference.loki.select import agree, choose
 
 GATHERED = 1 << 21
-"""Bytes of keys that a CPU gathers at once: its second cache holds about as much."""
+"""Bytes of keys that a CPU gathers at once, if one head of all sequences has no more: a second cache holds about as
+much."""
 
 
 def decode(
@@ -32,7 +33,8 @@ def decode(
     k_B: how many of the k each sequence may attend to, where that differs.
 
     The query head j uses the KV head j // G. basis_KDd: None where queries and keys are rotated already, so that the
-    leading dims are those that rank. A sequence that sees no key at all gets zeros.
+    leading dims are those that rank. The rows of each head of the caches follow each other. A sequence that sees no key
+    at all gets zeros.
     """
     query_BKGD = query_BND.unflatten(1, (key_BKSD.shape[1], -1))
     d = proxy_BKSd.shape[-1]
@@ -73,25 +75,32 @@ def attend_to(
     exact = torch.promote_types(query_BKGD.dtype, torch.float32)
     query_BKGD, dtype = query_BKGD.to(exact) * scaling, query_BKGD.dtype
     out = []
-    for few in _few_heads(key_BKSD, chosen_BKk):
-        key_BhkD = gather(key_BKSD[:, few], chosen_BKk[:, few]).to(exact)
-        scores_BhGk = torch.matmul(query_BKGD[:, few], key_BhkD.transpose(-1, -2))
-        if seen_BK1k is not None:
-            scores_BhGk = scores_BhGk.masked_fill(~seen_BK1k[:, few], NEVER)
+    for heads in _few_heads(key_BKSD, chosen_BKk, exact):
+        key_BhkD = gather(key_BKSD[:, heads], chosen_BKk[:, heads]).to(exact)
+        scores_BhGk = torch.matmul(query_BKGD[:, heads], key_BhkD.transpose(-1, -2))
         del key_BhkD  # the values take its place
-        value_BhkD = gather(value_BKSD[:, few], chosen_BKk[:, few]).to(exact)
-        out.append(torch.matmul(torch.softmax(scores_BhGk, -1), value_BhkD))
-    out_BKGD = torch.cat(out, 1).to(dtype)
-    return out_BKGD if seen_BK1k is None else out_BKGD.masked_fill(~seen_BK1k.any(-1, keepdim=True), 0.0)
+        value_BhkD = gather(value_BKSD[:, heads], chosen_BKk[:, heads]).to(exact)
+        seen_Bh1k = None if seen_BK1k is None else seen_BK1k[:, heads]
+        out.append(torch.matmul(_weights_of(scores_BhGk, seen_Bh1k), value_BhkD))
+    return torch.cat(out, 1).to(dtype)
 
 
-def _few_heads(x_BKSD: Tensor, chosen_BKk: Tensor) -> list[slice]:
-    """The KV heads, so many at a time that on a CPU what is gathered of them is still in its caches when it is used."""
+def _few_heads(x_BKSD: Tensor, chosen_BKk: Tensor, dtype: torch.dtype) -> list[slice]:
+    """All KV heads, on a CPU so few at a time that what is gathered of them is still in its caches when it is used;
+    at least one. dtype: in which it is."""
     batch, heads, _, width = x_BKSD.shape
     if x_BKSD.device.type != "cpu":
         return [slice(0, heads)]
-    few = max(1, GATHERED // max(1, batch * chosen_BKk.shape[-1] * width * x_BKSD.element_size()))
+    few = max(1, GATHERED // max(1, batch * chosen_BKk.shape[-1] * width * dtype.itemsize))
     return [slice(first, first + few) for first in range(0, heads, few)]
+
+
+def _weights_of(scores_BhGk: Tensor, seen_Bh1k: Tensor | None) -> Tensor:
+    """Softmax over the keys that are seen; zeros, and no gradient, where there are none."""
+    if seen_Bh1k is None:
+        return torch.softmax(scores_BhGk, -1)
+    weights_BhGk = torch.softmax(scores_BhGk.masked_fill(~seen_Bh1k, torch.finfo(scores_BhGk.dtype).min), -1)
+    return weights_BhGk.masked_fill(~seen_Bh1k, 0.0)
 
 
 def gather(x_BKSD: Tensor, chosen_BKk: Tensor) -> Tensor:

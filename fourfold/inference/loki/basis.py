@@ -32,6 +32,10 @@ class Components:
     vectors_LKDD: Tensor
     variances_LKD: Tensor
 
+    def float(self) -> Components:
+        """The same in float32, in which keys are projected."""
+        return Components(self.vectors_LKDD.float(), self.variances_LKD.float())
+
     def ranks_at(self, share: float) -> Tensor:
         """Fewest components that explain this share of the variance, [L, K] (Rank@v, arXiv 2406.02542, eq. 2)."""
         variances_LKD = self.variances_LKD.double().clamp(min=0)
@@ -84,7 +88,7 @@ class LokiBasis:
         components = Components(torch.linalg.qr(normal).Q.float(), torch.ones(shape[:-1]))
         return LokiBasis({"post": components}, ("post",) * self.layers, self.fingerprint, self.seq_length, self.tokens)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write it as safetensors, whole or not at all."""
         tensors = {"fingerprint": self.fingerprint.sample}
         for kind, components in self.components.items():
@@ -100,14 +104,14 @@ class LokiBasis:
             "tokens": str(self.tokens),
         }
         try:
-            write_whole(path, save(tensors, about))
+            write_whole(Path(path), save(tensors, about))
         except OSError as error:
             raise UserError(f"cannot write the basis {path}: {error.strerror or error}") from error
 
     @classmethod
-    def load(cls, path: Path) -> LokiBasis:
+    def load(cls, path: str | Path) -> LokiBasis:
         """Read a file of ``save``. Raises ``UserError`` when it is missing, damaged, or no basis."""
-        if path.is_dir():
+        if Path(path).is_dir():
             raise UserError(f"the basis {path} is a folder; give the file that fourfold loki calibrate wrote")
         try:
             with safe_open(path, framework="pt") as file:
@@ -121,8 +125,8 @@ class LokiBasis:
         kinds = [kind for kind in KINDS if f"{kind}.vectors" in tensors]
         try:
             basis = cls(
-                {kind: Components(tensors[f"{kind}.vectors"], tensors[f"{kind}.variances"]) for kind in kinds},
-                tuple(json.loads(about["best"])),
+                {kind: Components(tensors[f"{kind}.vectors"], tensors[f"{kind}.variances"]).float() for kind in kinds},
+                tuple(str(kind) for kind in json.loads(about["best"])),
                 Fingerprint(about["model"], about["rope"], tensors["fingerprint"]),
                 int(about["seq_length"]),
                 int(about["tokens"]),

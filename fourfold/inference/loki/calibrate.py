@@ -72,7 +72,9 @@ def calibrate(
     heads, head_dim = key_shape(attentions[0])
     count_held = min(len(windows) - 1, max(1, round(HELD_OUT * len(windows)))) if len(kinds) > 1 else 0
     if len(windows) < 1 + (len(kinds) > 1):
-        raise UserError("calibration needs text of at least two windows; give more text, or a smaller --seq-len")
+        raise UserError(
+            "calibration needs at least two windows of text; give more text or --tokens, or a smaller --seq-len"
+        )
     summed, held = windows[: len(windows) - count_held], windows[len(windows) - count_held :]
     moments = {kind: [Moments.none(heads, head_dim) for _ in attentions] for kind in kinds}
 

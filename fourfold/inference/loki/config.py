@@ -7,7 +7,9 @@ import functools
 import importlib.util
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal
 
 import torch
@@ -61,6 +63,7 @@ class LokiConfig:
     kernels: Literal["auto", "torch", "triton"] = "auto"
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._one_of("d", "d_f", "variance")
         self._one_of("k", "k_f")
         for name in ("d", "k", "min_k"):
@@ -128,6 +131,19 @@ class LokiConfig:
     def but(self, **changes: object) -> LokiConfig:
         """The same with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def _check_types(self) -> None:
+        whole = {name: getattr(self, name) for name in ("d", "k", "min_k", "sink", "recent", "min_seq")}
+        if not isinstance(self.skip_layers, Iterable):
+            raise UserError(f"loki: skip_layers = {self.skip_layers!r}; give several, as in (0, 1)")
+        whole |= {f"skip_layers[{i}]": layer for i, layer in enumerate(self.skip_layers)}
+        for name, value in whole.items():
+            optional = value is None and name in ("d", "k")
+            if not optional and (isinstance(value, bool) or not isinstance(value, Integral)):
+                raise UserError(f"loki: {name} = {value!r} is not a whole number")
+        for name in ("d_f", "k_f", "variance"):
+            if (value := getattr(self, name)) is not None and not isinstance(value, Real):
+                raise UserError(f"loki: {name} = {value!r} is not a number")
 
     def _one_of(self, *names: str) -> None:
         given = [name for name in names if getattr(self, name) is not None]
