@@ -29,6 +29,7 @@ def calibrate(
 
     Example: fourfold calibrate --out mine.toml --from runs/demo/metrics.jsonl
     """
+    from fourfold.data.files import write_text
     from fourfold.planning.machine import load_machine
     from fourfold.planning.machine_file import machine_toml, measured_machine
 
@@ -47,7 +48,7 @@ def calibrate(
             return
         text = machine_toml(measured_machine(measured, base, out.stem), f"{measured['device']}, measured", base)
         record = measured
-    out.write_text(text, encoding="utf-8")
+    write_text(out, text)
     if as_json:
         import json
 

@@ -26,6 +26,14 @@ def write_whole(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write what a user has asked for, whole or not at all; raises ``UserError`` where it cannot be."""
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+
+
 @contextmanager
 def locked(path: Path, *, wait: bool) -> Iterator[None]:
     """Hold an exclusive lock on `path` (created if absent) for the duration of the block.

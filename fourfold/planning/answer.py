@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fourfold.errors import UserError
 from fourfold.planning.costs import Costs, costs
 from fourfold.planning.explain import explain
 from fourfold.planning.machine import load_machine
@@ -50,6 +51,8 @@ def answer(
     with_curve: bool = False,
 ) -> Answer:
     """Plan, and explain where wanted; raises ``UserError`` where nothing is legal or fits."""
+    if tokens is not None and not 0 < tokens < float("inf"):
+        raise UserError(f"--tokens {tokens:g} must be a number above 0")
     machine = load_machine(machine_name)
     constants, limits = constants_for(machine), limits_of(limit_settings)
     plan = make_plan(asked.base, machine, constants, asked.gpus, top, limits)

@@ -24,6 +24,8 @@ from fourfold.planning.validation.score import calibrate_on, errors_of, predict
 WARM_UP = 3
 """First steps of a run that are not counted: compilers and allocators work in them."""
 FOLDS = 5
+RUN_SOURCE = "run"
+"""Of rows that are runs of fourfold."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def calibrate(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) ->
     rows, skipped = read_rows([path for path in paths if path.suffix == ".csv"])
     rows += [row_of_run(path, base) for path in paths if path.suffix != ".csv"]
     # One machine and one program: levels below "all" would take what belongs to it.
-    rows = [replace(row, source=name, machine=base) if path_is_run(row) else row for row in rows]
+    rows = [replace(row, source=name, machine=base) if row.source == RUN_SOURCE else row for row in rows]
     rows = [row for row in rows if row.seconds is not None]
     if not rows:
         raise UserError("no row with a step time to calibrate on: " + (", ".join(skipped) or "the files are empty"))
@@ -63,13 +65,6 @@ def calibrate(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) ->
     return Fitted(with_constants(base, name, logs, extent), len(rows), skipped, errors_of(known), errors_of(held_out))
 
 
-def path_is_run(row: Row) -> bool:
-    return row.source == RUN_SOURCE
-
-
-RUN_SOURCE = "run"
-
-
 def row_of_run(path: Path, machine: Machine) -> Row:
     """A run's median step, from its metrics and the run file beside them."""
     run_file = path.with_name("run.toml")
@@ -81,7 +76,11 @@ def row_of_run(path: Path, machine: Machine) -> Row:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not JSON, one object a line: {error}") from None
-    seconds = [r["step_seconds"] for r in records if r.get("step_seconds") is not None][WARM_UP:]
+    for number, record in enumerate(records, start=1):
+        value = record.get("step_seconds", 1.0) if isinstance(record, dict) else None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise UserError(f"{path}, record {number}: step_seconds must be a number above 0")
+    seconds = [r["step_seconds"] for r in records if "step_seconds" in r][WARM_UP:]
     if not seconds:
         raise UserError(f"{path} records no step beyond the first {WARM_UP}; train longer")
     work = workload_of(load_run(run_file))

@@ -7,11 +7,12 @@ the machine's rates, so one set serves machines that nobody has measured.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fourfold.planning.machine import Number
+if TYPE_CHECKING:
+    from fourfold.planning.machine import Number
 
 
 @dataclass(frozen=True)

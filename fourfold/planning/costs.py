@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
+from fourfold.errors import UserError
 from fourfold.planning.machine import Machine
 
 RESTART_SECONDS = 600.0
@@ -38,7 +39,7 @@ class Costs:
 
 
 def costs(tokens: float, tokens_per_second: float, gpus: int, parameters: float, machine: Machine) -> Costs:
-    """What ``tokens`` cost at a rate over all GPUs."""
+    """What ``tokens`` cost at a rate over all GPUs. Raises ``UserError`` where failures leave no time for them."""
     seconds = tokens / tokens_per_second
     writing = STATE_BYTES * parameters / ((machine.checkpoint_bandwidth or CHECKPOINT_BANDWIDTH) * gpus)
     interval = goodput = mtbf = None
@@ -46,8 +47,13 @@ def costs(tokens: float, tokens_per_second: float, gpus: int, parameters: float,
         mtbf = machine.mtbf_gpu_hours / gpus
         interval = checkpoint_interval(writing, mtbf * 3600)
         lost = writing / interval + (interval / 2 + RESTART_SECONDS) / (mtbf * 3600)
-        goodput = max(0.0, 1 - lost)
-    hours = seconds / 3600 / (goodput or 1.0)
+        goodput = 1 - lost
+        if goodput <= 0:
+            raise UserError(
+                f"{gpus} GPUs of {machine.name} fail every {mtbf:.2g} hours, and checkpoints and restarts take all of "
+                f"that: nothing is trained; fewer GPUs would do, or faster checkpoints (costs.checkpoint_bandwidth)"
+            )
+    hours = seconds / 3600 / (1.0 if goodput is None else goodput)
     gpu_hours = hours * gpus
     return Costs(
         tokens=tokens,

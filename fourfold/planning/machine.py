@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.errors import UserError
+from fourfold.planning.constants import NAMES
 
 Number = Any
 """A float, or an array of them with one entry for each case that is predicted at once."""
@@ -85,6 +86,7 @@ SECTIONS = {
     "latency": ("base", "intra_hop", "inter_hop", "ring_hop", "launch"),
     "costs": ("price_per_gpu_hour", "watts_per_gpu", "mtbf_gpu_hours", "checkpoint_bandwidth"),
 }  # fmt: skip
+_WHOLE = ("gpus_per_node", "domain", "units")
 _OPTIONAL = {*SECTIONS["costs"], *SECTIONS["layouts"], "host", "ring_hop"}
 
 
@@ -101,10 +103,12 @@ def load_machine(name: str) -> Machine:
             text = Path(name).read_text(encoding="utf-8")
         except OSError as error:
             raise UserError(f"{name} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{name} is no text in UTF-8: {error}") from None
         return parse_machine(text, where=name)
     if name not in machine_names():
         near = difflib.get_close_matches(name, machine_names(), n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(machine_names())}"
+        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(machine_names())}."
         raise UserError(f"machine '{name}' is unknown; {hint} A file of your own ends in .toml.")
     return parse_machine((_folder() / f"{name}.toml").read_text(encoding="utf-8"), where=f"{name}.toml")
 
@@ -115,16 +119,18 @@ def parse_machine(text: str, where: str) -> Machine:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{where} is not valid TOML: {error}") from None
-    values: dict[str, Any] = {"name": table.pop("name", Path(where).stem)}
+    values: dict[str, Any] = {"name": str(table.pop("name", Path(where).stem))}
     table.pop("sources", None)
-    efficiency, extent = table.pop("efficiency", {}), table.pop("calibrated_range", {})
+    efficiency = _efficiency(table.pop("efficiency", {}), where)
+    extent = _extent(table.pop("calibrated_range", {}), where)
     for section, keys in SECTIONS.items():
         given = table.pop(section, {})
         for key in keys:
             if key in given:
                 value = given.pop(key)
-                if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                    raise UserError(f"{where}: {section}.{key} = {value!r} must be a number above 0")
+                _check_positive(value, f"{where}: {section}.{key}")
+                if key in _WHOLE and value != int(value):
+                    raise UserError(f"{where}: {section}.{key} = {value!r} must be a whole number")
                 if section == "layouts" and value > 1:
                     raise UserError(f"{where}: {section}.{key} = {value!r} is a share of the achieved rate, at most 1")
                 values[key] = float(value)
@@ -134,11 +140,37 @@ def parse_machine(text: str, where: str) -> Machine:
             raise UserError(f"{where}: unknown key '{section}.{next(iter(given))}'; there are {', '.join(keys)}")
     if table:
         raise UserError(f"{where}: unknown section '{next(iter(table))}'; there are {', '.join(SECTIONS)}")
-    return Machine(
-        **values,
-        efficiency=tuple((key, float(value)) for key, value in efficiency.items()),
-        calibrated_range=tuple((key, (float(low), float(high))) for key, (low, high) in extent.items()),
-    )
+    if values["achieved"] > values["peak"]:
+        raise UserError(
+            f"{where}: device.achieved = {values['achieved']:g} is more than device.peak = {values['peak']:g}"
+        )
+    return Machine(**values, efficiency=efficiency, calibrated_range=extent)
+
+
+def _check_positive(value: Any, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UserError(f"{what} = {value!r} must be a number above 0")
+
+
+def _efficiency(table: Any, where: str) -> tuple[tuple[str, float], ...]:
+    if not isinstance(table, dict):
+        raise UserError(f"{where}: efficiency must be a section")
+    for name, value in table.items():
+        if name not in NAMES:
+            raise UserError(f"{where}: unknown key 'efficiency.{name}'; there are {', '.join(NAMES)}")
+        _check_positive(value, f"{where}: efficiency.{name}")
+    return tuple((name, float(value)) for name, value in table.items())
+
+
+def _extent(table: Any, where: str) -> tuple[tuple[str, tuple[float, float]], ...]:
+    if not isinstance(table, dict):
+        raise UserError(f"{where}: calibrated_range must be a section")
+    for name, ends in table.items():
+        if not isinstance(ends, list) or len(ends) != 2:
+            raise UserError(f"{where}: calibrated_range.{name} = {ends!r} must be a smallest and a largest number")
+        for end in ends:
+            _check_positive(end, f"{where}: calibrated_range.{name}")
+    return tuple((name, (float(low), float(high))) for name, (low, high) in table.items())
 
 
 def stack_machines(machines: Sequence[Machine]) -> Machine:

@@ -12,6 +12,7 @@ from fourfold.config.dump import to_toml
 from fourfold.config.load import load_run, make_run
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
+from fourfold.data.files import write_text
 from fourfold.errors import UserError
 from fourfold.planning.calibration import Calibration, shipped
 from fourfold.planning.constants import NAMES, Constants, moved, prior_constants
@@ -27,6 +28,8 @@ STEP_TOKENS = 4 << 20
 LONGEST_DEFAULT = 8192
 PLANNED = ("schedule", "stages_per_rank", "layers_per_stage", "cp_method")
 """Of [parallel] besides the axes: what a plan decides, or what goes with the axes that it replaces."""
+MOST = {"--gpus": 1 << 24, "--seq": 1 << 26, "--global-batch": (1 << 31) - 1}
+"""Beyond, sizes of a layout do not fit the search's 32 bits."""
 BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8": 8}
 
 
@@ -56,8 +59,9 @@ def request(
         raise UserError("give either --model (a preset, a config.json or its folder) or a run file")
     if precision is not None and precision not in BITS:
         raise UserError(f"--precision {precision} is unknown; there are {', '.join(BITS)}")
-    if gpus is not None and gpus < 1:
-        raise UserError(f"--gpus {gpus} must be at least 1")
+    for name, value in (("--gpus", gpus), ("--seq", seq), ("--global-batch", batch)):
+        if value is not None and not 1 <= value <= MOST[name]:
+            raise UserError(f"{name} {value} must be from 1 to {MOST[name]:,}")
     run = own = None
     if run_file is not None:
         run = load_run(run_file, overrides)
@@ -99,7 +103,7 @@ def limits_of(settings: list[str]) -> Limits:
         name, sign, text = setting.partition("<=") if "<=" in setting else setting.partition("=")
         try:
             if name in AXES and sign:
-                (most if sign == "<=" else fixed).append((name, int(text)))
+                (most if sign == "<=" else fixed).append((name, _from(1, int(text))))
             elif sign == "=":
                 kind, chosen = _choices(name, text)
                 choices[kind] = chosen
@@ -115,8 +119,10 @@ def limits_of(settings: list[str]) -> Limits:
 
 def _choices(name: str, text: str) -> tuple[str, tuple]:
     """A field of ``Limits`` and what is left of it; raises ``ValueError`` for what there is not."""
-    if name in ("zero", "micro_batch"):
-        return f"{name}s" if name == "zero" else "micro_batches", (int(text),)
+    if name == "zero":
+        return "zeros", (_from(0, int(text), 3),)
+    if name == "micro_batch":
+        return "micro_batches", (_from(1, int(text)),)
     found: tuple = ()
     if name == "recompute":
         kind, found = "recomputes", tuple(mode for mode in RECOMPUTES if RECOMPUTE[mode[0]] == text)
@@ -130,6 +136,12 @@ def _choices(name: str, text: str) -> tuple[str, tuple]:
     if not found:
         raise ValueError(name)
     return kind, found
+
+
+def _from(least: int, value: int, most: int = 1 << 24) -> int:
+    if not least <= value <= most:
+        raise ValueError(value)
+    return value
 
 
 def run_of(asked: Request, layout: Prediction) -> RunConfig:
@@ -162,7 +174,7 @@ def write_run(path: Path, asked: Request, layout: Prediction) -> None:
     comment = f"# Planned for {asked.gpus} GPUs of {layout.machine.name}: {layout.seconds:.3g} s a step.\n"
     if asked.run is None:
         comment += "# [data] is built-in text: name your own corpora.\n"
-    path.write_text(comment + to_toml(run_of(asked, layout)), encoding="utf-8")
+    write_text(path, comment + to_toml(run_of(asked, layout)))
 
 
 def outside_calibration(machine: Machine, work: Workload) -> list[str]:

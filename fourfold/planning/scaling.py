@@ -39,7 +39,10 @@ def sizes_of(text: str) -> list[int]:
     """``512:32768`` as the doublings from the first to the last; ``8,24,64`` as they stand."""
     try:
         if ":" not in text:
-            return [int(part) for part in text.split(",")]
+            sizes = [int(part) for part in text.split(",")]
+            if min(sizes) < 1:
+                raise ValueError
+            return sizes
         low, high = (int(part) for part in text.split(":"))
         if not 0 < low <= high:
             raise ValueError

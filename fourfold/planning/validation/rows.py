@@ -38,6 +38,10 @@ MACHINES = (
 )
 """The machine of a GPU's name; the first that matches."""
 
+LARGEST = 1e12
+"""Of any number of a row."""
+WHOLE = ("n_gpus", "layers", "heads", "tp", "pp", "cp", "vpp", "micro_batch", "gpus_per_node")
+
 GPT_VOCABULARY = 51200
 """GPT-2's, padded: of rows of GPT models that do not say."""
 
@@ -76,14 +80,17 @@ def read_rows(paths: Sequence[str | Path]) -> tuple[list[Row], dict[str, int]]:
 
 def _records(path: Path) -> list[dict[str, str]]:
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
             missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
             if missing:
-                raise UserError(f"{path} has no column {', '.join(missing)}; docs/planner.md lists the columns")
+                hint = "; its columns must be separated by commas" if ";" in "".join(reader.fieldnames or ()) else ""
+                raise UserError(f"{path} has no column {', '.join(missing)}; docs/planner.md lists the columns{hint}")
             return list(reader)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} is no CSV in UTF-8: {error}") from None
 
 
 def row_of(record: Mapping[str, str]) -> Row:
@@ -130,6 +137,8 @@ def row_of(record: Mapping[str, str]) -> Row:
                    interleave=max(_number(cells, "vpp") or 1, 1),
                    count_runtime=memory is None or "smi" in kind)  # fmt: skip
     chunks = work.pp * work.interleave
+    if chunks > work.layers + 2:
+        raise Skipped("pp · vpp is more than the layers")
     ends = work.layers % chunks != 0 and (work.layers + 2) % chunks == 0
     work = replace(work, ends=float(ends or "embedding counted as a layer" in cells.get("notes", "")))
     source = cells.get("source_id") or "unnamed"
@@ -150,10 +159,17 @@ def row_of(record: Mapping[str, str]) -> Row:
 
 
 def _number(cells: Mapping[str, str], name: str) -> float | None:
+    if not cells.get(name):
+        return None
     try:
-        return float(cells.get(name, "") or "nan") if cells.get(name) else None
+        number = float(cells[name])
     except ValueError:
         raise Skipped(f"{name} is not a number") from None
+    if not 0 < number < LARGEST:
+        raise Skipped(f"{name} is not between 0 and {LARGEST:g}")
+    if name in WHOLE and number != int(number):
+        raise Skipped(f"{name} is not a whole number")
+    return number
 
 
 def _machine(cells: Mapping[str, str]) -> Machine:
@@ -210,6 +226,8 @@ def _program(
     z = 1.0
     if fsdp and "zero-1" not in sharding:
         group = re.search(r"group (\d+)", sharding)
+        if group and int(group[1]) < 1:
+            raise Skipped("zero_fsdp names a group of no GPUs")
         z = min(float(group[1]) if group else (machine.gpus_per_node if "hsdp" in sharding else copies), copies)
         if copies % z:
             z = copies
