@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from fourfold.planning.activations import is_replicated
 from fourfold.planning.block_time import BlockTime, block_time
 from fourfold.planning.constants import Constants
 from fourfold.planning.machine import Machine, Number
@@ -13,7 +14,7 @@ from fourfold.planning.terms.launch import OPTIMIZER_KERNELS, overlapped
 from fourfold.planning.terms.offload import offload_seconds
 from fourfold.planning.terms.optimizer import optimizer_seconds
 from fourfold.planning.terms.pipeline import bubble_seconds, transfer_seconds
-from fourfold.planning.terms.weights import added_bytes, gathered_bytes, scattered_bytes
+from fourfold.planning.terms.weights import added_bytes, copied_bytes
 from fourfold.planning.workload import CONTEXTS, Workload
 
 PARTS = (
@@ -51,8 +52,8 @@ def step_parts(
     x, y = x - hidden_x, y - hidden_y
     cp = _over_cp(work, machine, constants, block)
     bandwidth = constants.memory * machine.memory_bandwidth
-    weights_moved = work.block_weights / (work.x * work.y) * _moved_for_a_weight(work) / bandwidth
-    compute = block.forward + block.backward + weights_moved
+    moved = _moved_for_a_weight(work) / (work.x * work.y) / bandwidth
+    compute = block.forward + block.backward + work.block_weights * moved
     offload = np.where(full & work.offload, offload_seconds(work, machine), 0.0)
     device = compute + recompute + x + y + cp + offload
     host = block.launch_forward * (1 + again) + block.launch_backward
@@ -62,16 +63,17 @@ def step_parts(
     # One rank, one micro-batch; the last has the head, the first the embedding, and all wait for the slowest.
     split, micro_batches = split_of(work), work.micro_batches
     mean_layers = work.layers / work.pp
-    head = block.head + block.head_x + block.head_y
+    table = work.vocab * work.hidden * moved
+    head, embedding = block.head + table + block.head_x + block.head_y, block.embedding + table
     several, v_shaped = work.pp > 1, work.v_shaped
     block_seconds = device + launch + z
-    at_the_end = np.where(v_shaped, 0.0, head + np.where(several, 0.0, block.embedding))
+    at_the_end = np.where(v_shaped, 0.0, head + np.where(several, 0.0, embedding))
     at_the_start = np.where(v_shaped, head, 0.0)
     slowest = np.maximum(split.most * block_seconds, split.last * block_seconds + at_the_end)
     slowest = np.maximum(slowest, split.first * block_seconds + at_the_start)
     # A slower rank is waited for in the steady state, and shows as bubble.
     waiting = np.where(several, micro_batches * (slowest - mean_layers * block_seconds - head / work.pp), 0.0)
-    ends = (head + block.embedding) / work.pp
+    ends = (head + embedding) / work.pp
     weights = mean_layers * block.weight_gradients + block.head / (3 * work.pp)
     forward = mean_layers * (block.forward + block.x_forward + block.y_forward + launch / 3) + ends / 3
     rest = mean_layers * block_seconds + ends - forward - weights
@@ -95,7 +97,7 @@ def step_parts(
         "dp": dp,
         "pp": pp,
         "bubble": bubble,
-        "logits": heads * (block.head + np.where(work.pp > 1, 0.0, block.embedding)) * dispersion,
+        "logits": heads * (block.head + table + np.where(work.pp > 1, 0.0, embedding)) * dispersion,
         "launch": scale * launch,
         "optimizer": optimizer,
         "other": constants.step,
@@ -155,14 +157,18 @@ def _over_z(work: Workload, machine: Machine, constants: Constants, computing: N
 
 
 def _moved_for_a_weight(work: Workload) -> Number:
-    """Bytes that a rank's memory moves in one micro-batch for each entry of a block's whole weights."""
-    alone = (work.z == 1) & (work.zero == 0)
-    adds = (alone | (work.zero == 1)) & (work.micro_batches > 1) & ~np.asarray(work.products_add, bool)
-    scatters = ((work.z > 1) & (work.zero == 0)) | (work.zero > 1)
-    gathers = np.where(_kept_for_the_step(work) | alone, 0, 2)
-    sums = np.where(adds, added_bytes(work.bytes, work.reduce_bytes), 0)
-    sums = np.where(scatters, scattered_bytes(work.bytes, work.reduce_bytes), sums)
-    return sums + gathers * gathered_bytes(work.bytes)
+    """Bytes that a rank's memory moves in one micro-batch, on average, for each entry of its whole weights.
+
+    Of gradients that a rank keeps whole the first is cast, or copied for the sum over ranks, and the others are added.
+    """
+    item, reduced = work.bytes, work.reduce_bytes
+    replicated, every = is_replicated(work), work.micro_batches
+    kept = replicated | (work.zero == 1)
+    first = np.where(replicated & (item == reduced), 0, copied_bytes(item, reduced))
+    added = np.where(work.products_add, 0, (first + (every - 1) * added_bytes(item, reduced)) / every)
+    summed = np.where(kept, added, copied_bytes(item, reduced))
+    gathers = np.where(_kept_for_the_step(work) | replicated, 0, 2)
+    return summed + gathers * copied_bytes(item, item)
 
 
 def _kept_for_the_step(work: Workload) -> Number:

@@ -128,26 +128,33 @@ def test_the_optimizer_reads_and_writes_every_state_once() -> None:
     assert optimizer_seconds(1e9, 1e12) == pytest.approx(BYTES * 1e-3)
 
 
-def test_memory_moved_for_weights_in_each_micro_batch() -> None:
-    """Two micro-batches of bf16 weights whose gradients are summed in fp32, on as many GPUs: a whole gradient is added
-    (2 + 4 + 4 bytes) but for one micro-batch alone, a sharded one copied (2 + 4), gathered weights written (2 + 2)."""
+def test_memory_moved_for_weights() -> None:
+    """Of bf16 weights whose gradients are summed in fp32: the first micro-batch's gradient is cast or copied (2 + 4
+    bytes), every other added (2 + 4 + 4), a sharded one copied each time, and gathered weights (2 + 2) twice."""
     work = replace(workload_of_model(ModelConfig(**PRESETS["llama3-8b"])), seq=8192, batch=16, dp=8)
     machine = load_machine("dgx-h100")
 
     def moved(**changes: int | bool) -> float:
-        """Bytes for each entry."""
+        """Bytes of a step for each entry of the blocks and of both tables."""
         here = replace(work, **changes)
-        alone = replace(here, z=1, zero=0, dp=here.z * here.dp, products_add=True)
-        seconds = [float(step_parts(case, machine, replace(PRIOR, memory=1.0))["compute"]) for case in (here, alone)]
-        return (seconds[0] - seconds[1]) * machine.memory_bandwidth / (here.layers * here.block_weights)
+        without = replace(here, z=1, zero=0, dp=here.z * here.dp, products_add=True)
+        seconds = []
+        for case in (here, without):
+            parts = step_parts(case, machine, replace(PRIOR, memory=1.0))
+            seconds.append(float(parts["compute"] + parts["logits"]))
+        entries = here.layers * here.block_weights + 2 * here.vocab * here.hidden
+        return (seconds[0] - seconds[1]) * machine.memory_bandwidth * here.x / entries
 
-    assert moved() == pytest.approx(2 * 10)
-    assert moved(x=2, dp=4) == pytest.approx(2 * 10)  # half the entries, twice the micro-batches
-    assert moved(zero=1) == pytest.approx(2 * 10)
+    assert moved() == moved(zero=1) == pytest.approx(6 + 10)
+    assert moved(x=2, dp=4) == pytest.approx(6 + 3 * 10)
     assert moved(zero=2) == pytest.approx(2 * 6)
     assert moved(z=8, dp=1) == moved(zero=3) == pytest.approx(2 * (6 + 2 * 4))
-    assert moved(z=4, dp=2, zero=1) == pytest.approx(2 * (10 + 2 * 4))
-    assert moved(micro_batch=2) == moved(micro_batch=2, zero=1) == 0.0
+    assert moved(z=4, dp=2, zero=1) == pytest.approx(6 + 10 + 2 * 2 * 4)
+    for zero in range(3):  # one micro-batch
+        assert moved(micro_batch=2, zero=zero) == pytest.approx(6)
+    for zero in range(4):  # one replica
+        assert moved(x=8, dp=1, zero=zero) == pytest.approx(6 + 15 * 10)
+    assert moved(bits=32) == pytest.approx(0 + 12)
 
 
 def test_checkpoints_as_young_says_lose_least() -> None:
