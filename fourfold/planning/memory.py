@@ -71,20 +71,22 @@ def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block:
     shards = work.z * np.where(sharded, copies, 1)
     item = work.bytes
 
-    # fourfold and FSDP store fp32 shards and gather 16-bit weights; the others store 16-bit weights whole.
+    # fourfold and FSDP store shards, mostly fp32, and gather 16-bit weights; the others store 16-bit weights whole.
     parameters = np.where(
-        work.half_weights, item * entries / np.where(work.zero == 3, shards, work.z), 4 * entries / shards
+        work.half_weights, item * entries / np.where(work.zero == 3, shards, work.z), work.stored * entries / shards
     )
     whole_gradients = np.where(work.stored_gradients > 0, work.stored_gradients, work.reduce_bytes) * entries
     gradients = np.where(
         work.half_weights,
         whole_gradients / np.where(work.zero >= 2, shards, work.z),
         np.where(
-            (work.zero == 1) & (copies > 1), np.maximum(whole_gradients, 4 * entries / shards), 4 * entries / shards
+            (work.zero == 1) & (copies > 1),
+            np.maximum(whole_gradients, work.stored * entries / shards),
+            work.stored * entries / shards,
         ),
     )
     copy = np.where(work.gradient_copy, 4, 0)
-    optimizer = (np.where(work.half_weights, 12, 8) + copy) * entries / shards
+    optimizer = (np.where(work.half_weights, 12, 2 * work.stored) + copy) * entries / shards
     gathered_blocks = np.minimum(1 + work.prefetch, layers)
     resharded = (work.z > 1) | (work.zero == 3)
     gathered = item * (np.where(resharded, gathered_blocks * work.block_weights / (work.x * work.y), entries)
@@ -92,7 +94,7 @@ def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block:
     # One block's whole gradients on their way to being summed.
     gathered = gathered + np.where(resharded, work.reduce_bytes * work.block_weights / (work.x * work.y), 0)
     weights = np.where((shards > 1) & ~np.asarray(work.half_weights, bool), gathered,
-                       np.where(work.half_weights | (work.bits == 32), 0, item * entries))  # fmt: skip
+                       np.where(work.half_weights | (work.stored == item), 0, item * entries))  # fmt: skip
     activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
     allocated = parameters + gradients + optimizer + weights + activations
     groups = sum(np.where(size > 1, 1, 0) for size in (work.x, work.y, work.z, work.dp, work.cp)) + 2 * (work.pp > 1)
@@ -103,7 +105,12 @@ def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block:
 def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = None) -> Number:
     """Bytes of the fullest rank: the first of a pipeline, which holds most micro-batches, the last, with the head, or
     one between them, which has more blocks."""
-    split, block = split_of(work), block_bytes(work) if block is None else block
+    block = block_bytes(work) if block is None else block
+    if work.layers_per_stage is not None:  # one layout, whose ranks may have any number
+        ranks = blocks_of_ranks(int(work.layers), int(work.pp), int(work.interleave), bool(work.v_shaped),
+                                float(work.ends), work.layers_per_stage)  # fmt: skip
+        return _fullest(work, machine, block, *enumerate(ranks))
+    split = split_of(work)
     peak = _fullest(work, machine, block, (0, split.first), (work.pp - 1, split.last))
     more = np.broadcast_to(split.most > split.first, np.shape(peak))
     if not more.any():

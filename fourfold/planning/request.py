@@ -43,6 +43,7 @@ class Request:
     gpus: int
     own: Workload | None
     run: RunConfig | None
+    precision: str | None
 
 
 def request(
@@ -85,7 +86,7 @@ def request(
         raise UserError(
             f"--seq {base.seq} is longer than the model's position table of {sizes.max_position_embeddings}"
         )
-    return Request(name, sizes, base, gpus, own, run)
+    return Request(name, sizes, base, gpus, own, run, precision)
 
 
 def constants_for(machine: Machine, calibration: Calibration | None = None) -> Constants:
@@ -151,7 +152,7 @@ def run_of(asked: Request, layout: Prediction) -> RunConfig:
         "name": asked.name,
         "model": asked.model.model_dump(mode="json", exclude_none=True),
         "data": {"source": "python-stdlib"},
-        "training": {"train_steps": 1000, "precision": "fp32" if work.bits == 32 else "bf16"},
+        "training": {"train_steps": 1000},
     }  # fmt: skip
     record = layout.record()
     own = {key: value for key, value in table.get("parallel", {}).items() if key not in PLANNED}
@@ -161,6 +162,10 @@ def run_of(asked: Request, layout: Prediction) -> RunConfig:
         "global_batch_size": int(work.batch),
         "seq_length": int(work.seq),
     }
+    if asked.precision is not None or asked.run is None:
+        eight = asked.precision == "fp8"
+        table["training"] |= {"precision": "bf16" if eight else asked.precision or "bf16",
+                              "float8": "tensorwise" if eight else "none"}  # fmt: skip
     table["activation_checkpoint"] = dict(table.get("activation_checkpoint", {})) | {
         "mode": record["activation_checkpoint"],
         "every": record["activation_checkpoint_every"],

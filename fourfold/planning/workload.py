@@ -45,8 +45,9 @@ class Workload:
     overlap_x, overlap_z, overlap_dp: communication runs behind computation (of x in the backward; overlap_forward:
     also in the forward, piece by piece with the product that it feeds); blocking: the host waits for every kernel.
     weights_kept: weights are gathered once a step and not for every micro-batch (distributed optimizers).
-    half_weights: 16-bit weights are stored besides the optimizer's; gradient_copy: the optimizer makes an fp32 copy of
-    its gradients (DeepSpeed); stored_gradients: bytes of a gradient where they are not those of the sums.
+    half_weights: 16-bit weights are stored besides the optimizer's; stored: bytes of a weight, of its gradient and of
+    each of the optimizer's moments where they are not; gradient_copy: the optimizer makes an fp32 copy of its gradients
+    (DeepSpeed); stored_gradients: bytes of a gradient where they are not those of the sums.
     ends: how many layers' worth of work embedding and head each count for where layers are split into stages;
     layers_per_stage: of one layout, where its run file says them. every: only every n-th block recomputes; offload:
     what full recompute keeps waits in the host's memory.
@@ -99,6 +100,7 @@ class Workload:
     parallel_residual: Number = False
     blocking: Number = False
     half_weights: Number = False
+    stored: Number = 4
     gradient_copy: Number = False
     stored_gradients: Number = 0
     count_runtime: Number = True

@@ -103,6 +103,13 @@ def test_a_hugging_face_model_is_the_preset(cli: Cli, tmp_path: Path) -> None:
         (("--model", "llama3-8b", "--gpus", 8, "--limit", "q=1"), "--limit q=1"),
         (("--model", "gpt2", "--gpus", 8, "--seq", 4096), "position table"),
         (("--model", "none/config.json", "--gpus", 8), "cannot read none/config.json"),
+        (("--model", "llama3-8b", "--gpus", 8, "--global-batch", -8), "--global-batch -8 must be from 1"),
+        (("--model", "llama3-8b", "--gpus", 8, "--seq", 0), "--seq 0 must be from 1"),
+        (("--model", "llama3-8b", "--gpus", 8, "--tokens", "nan"), "--tokens nan"),
+        (("--model", "llama3-8b", "--gpus", 8, "--limit", "micro_batch=0"), "--limit micro_batch=0"),
+        (("--model", "llama3-8b", "--gpus", 8, "--limit", "zero=7"), "--limit zero=7"),
+        (("--model", "gpt2", "--gpus", 2, "--write", "/no/such/folder/x.toml"), "cannot write /no/such/folder/x.toml"),
+        (("scaling", "--model", "gpt2", "--gpus", "8,-4"), "--gpus 8,-4"),
     ],
 )
 def test_bad_input_is_a_sentence(cli: Cli, arguments: tuple[object, ...], sentence: str) -> None:

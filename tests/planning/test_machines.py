@@ -55,6 +55,12 @@ def test_shipped_constants_are_there_for_every_level() -> None:
         (("[network]", "[networks]"), "network.node is missing"),
         (("units = 132", "units = 0"), "must be a number above 0"),
         (("[latency]", "[latency"), "is not valid TOML"),
+        (("units = 132", "units = nan"), "must be a number above 0"),
+        (("gpus_per_node = 8", "gpus_per_node = 2.5"), "must be a whole number"),
+        (("peak = 989e12", "peak = 1e12"), "is more than device.peak"),
+        (("[network]", "[efficiency]\nmatmull = 1.0\n[network]"), "unknown key 'efficiency.matmull'"),
+        (("[network]", "[efficiency]\nmatmul = -1.0\n[network]"), "must be a number above 0"),
+        (("[network]", "[calibrated_range]\ngpus = [1]\n[network]"), "a smallest and a largest number"),
     ],
 )
 def test_a_wrong_machine_file_is_a_sentence(change: tuple[str, str], sentence: str) -> None:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from fourfold.config.load import load_run, make_run
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
 from fourfold.planning.constants import prior_constants
 from fourfold.planning.explain import KNOBS, _changed, explain, runner_up
-from fourfold.planning.from_run import workload_of_model
+from fourfold.planning.from_run import workload_of, workload_of_model
 from fourfold.planning.machine import load_machine
 from fourfold.planning.memory import CATEGORIES, in_flight, p_out_of_memory, peak_memory, stage_memory
 from fourfold.planning.plan import Plan, make_plan, predict
 from fourfold.planning.published import figures, weak_scaling
+from fourfold.planning.request import request, write_run
 from fourfold.planning.scaling import scaling, sizes_of
 from fourfold.planning.space import AXES, Limits
 from fourfold.planning.step_time import PARTS
+from fourfold.planning.tiles import stored_bytes
 from fourfold.planning.workload import Workload
 
 H100 = load_machine("dgx-h100")
@@ -50,6 +54,44 @@ def test_memory_is_that_of_the_fullest_stage(plan: Plan) -> None:
     work = plan.best.work
     totals = [sum(float(stage_memory(work, H100, s)[c]) for c in CATEGORIES) for s in range(int(work.pp))]
     assert plan.best.memory_bytes == pytest.approx(max(totals))
+
+
+@pytest.mark.parametrize("layers_per_stage", [(1, 2, 9, 10, 10), (2, 2, 13, 14, 1), (8, 8, 8, 4, 4)])
+def test_memory_of_a_split_that_a_run_file_says(layers_per_stage: tuple[int, ...]) -> None:
+    """Any rank may be the fullest."""
+    work = replace(base("llama3-8b", 8192, 256), x=8, pp=5, micro_batch=4, layers_per_stage=layers_per_stage)
+    told = predict(work, H100, PRIOR)
+    assert told.memory_bytes == pytest.approx(max(sum(stage.values()) for stage in told.stages))
+
+
+@pytest.mark.parametrize("master_weights", ["fp32", "bf16"])
+def test_states_are_those_of_the_exact_formulas(master_weights: str) -> None:
+    """But for norms and what shards are rounded to: a thousandth."""
+    training = {"train_steps": 1, "precision": "bf16", "global_batch_size": 8, "seq_length": 512}
+    table = {
+        "name": "run",
+        "model": {"preset": "llama3-8b"},
+        "data": {"source": "python-stdlib"},
+        "parallel": {"x": 2, "z": 4},
+        "training": training | {"master_weights": master_weights},
+    }
+    run = make_run(table, "test")
+    held = stage_memory(workload_of(run), H100, 0)
+    told = tuple(float(held[name]) for name in ("parameters", "gradients", "optimizer"))
+    assert told == pytest.approx(stored_bytes(run, 0), rel=1e-3)
+
+
+def test_a_plan_is_written_in_the_precision_that_was_asked(tmp_path: Path) -> None:
+    for precision, kept in {
+        "fp8": ("bf16", "tensorwise", 8),
+        "fp32": ("fp32", "none", 32),
+        None: ("bf16", "none", 16),
+    }.items():
+        asked = request("gpt2", None, [], 2, 1024, 8, precision)
+        best = make_plan(asked.base, H100, PRIOR, 2).best
+        write_run(tmp_path / "run.toml", asked, best)
+        run = load_run(tmp_path / "run.toml")
+        assert (run.training.precision, run.training.float8, workload_of(run).bits) == kept
 
 
 def test_stages_of_1f1b_hold_fewer_micro_batches_towards_the_end() -> None:

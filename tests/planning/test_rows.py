@@ -60,11 +60,28 @@ def test_the_network_of_a_row(text: str, node: float) -> None:
         ({"hidden": "wide"}, "hidden is not a number"),
         ({"precision": "NVFP4"}, "below 8 bits"),
         ({"micro_batch": 16}, "more than the global batch"),
+        ({"heads": 0}, "heads is not between 0"),
+        ({"hidden": -1024}, "hidden is not between 0"),
+        ({"seq_len": "nan"}, "seq_len is not between 0"),
+        ({"step_time_s": "inf"}, "step_time_s is not between 0"),
+        ({"layers": 1.5}, "layers is not a whole number"),
+        ({"vpp": 99, "pp": 2, "dp": 4}, "more than the layers"),
+        ({"zero_fsdp": "FSDP2 (group 0)"}, "a group of no GPUs"),
     ],
 )
 def test_a_row_that_cannot_be_predicted_has_a_reason(cells: dict[str, object], reason: str) -> None:
     with pytest.raises(Skipped, match=reason):
         row(**cells)
+
+
+def test_a_file_that_is_no_table_is_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(HEADER.encode() + b"\n\xe9\n")
+    with pytest.raises(UserError, match="is no CSV in UTF-8"):
+        read_rows([path])
+    path.write_text(HEADER.replace(",", ";"))
+    with pytest.raises(UserError, match="must be separated by commas"):
+        read_rows([path])
 
 
 def test_a_file_is_read_and_its_skipped_rows_counted(tmp_path: Path) -> None:
