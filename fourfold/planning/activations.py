@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.planning.machine import Number
+from fourfold.planning.machine import Cases, Number
 from fourfold.planning.workload import Workload
 
 
@@ -159,7 +159,7 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
 
 
 @dataclass(frozen=True)
-class BlockBytes:
+class BlockBytes(Cases):
     """Of one micro-batch: what a block keeps with nothing computed again, with selective recompute, and with full; what
     its backward (``backward_bytes``), a recomputed MLP in it, and head and loss need besides. They depend on x, y, cp
     and the micro-batch alone."""
@@ -171,9 +171,6 @@ class BlockBytes:
     backward_replicated: Number
     mlp_again: Number
     head: Number
-
-    def take(self, index: np.ndarray) -> BlockBytes:
-        return BlockBytes(**{name: v[index] if np.ndim(v) else v for name, v in vars(self).items()})
 
 
 def block_bytes(work: Workload) -> BlockBytes:

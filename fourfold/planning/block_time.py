@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.planning.constants import Constants
-from fourfold.planning.machine import Machine, Number
+from fourfold.planning.machine import Cases, Machine, Number
 from fourfold.planning.terms import attention, launch, pointwise
 from fourfold.planning.terms.collective import Group, gather_seconds, group_of, reduce_seconds
 from fourfold.planning.terms.matmul import matmul_seconds
@@ -15,7 +15,7 @@ from fourfold.planning.workload import Workload
 
 
 @dataclass(frozen=True)
-class BlockTime:
+class BlockTime(Cases):
     """Seconds of one block (head: of the head), of one micro-batch. They depend on x, y, cp and the micro-batch alone.
 
     compute, over_x, over_y: forward and backward; attention_forward, activation_forward, x_again, y_again: the parts
@@ -45,9 +45,6 @@ class BlockTime:
     head_x: Number
     head_y: Number
     embedding: Number
-
-    def take(self, index: np.ndarray) -> BlockTime:
-        return BlockTime(**{name: v[index] if np.ndim(v) else v for name, v in vars(self).items()})
 
 
 class Rates:

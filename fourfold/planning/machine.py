@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -23,8 +23,17 @@ Number = Any
 """A float, or an array of them with one entry for each case that is predicted at once."""
 
 
+class Cases:
+    """A dataclass of numbers or arrays [n] of them."""
+
+    def take(self, index: np.ndarray) -> Self:
+        """The cases at ``index``; scalars stay scalars."""
+        arrays = {name: v for name, v in vars(self).items() if isinstance(v, np.ndarray) and v.ndim}
+        return replace(self, **{name: v[index] for name, v in arrays.items()})
+
+
 @dataclass(frozen=True)
-class Machine:
+class Machine(Cases):
     """Constants of one machine, in SI units (bytes, seconds, floating-point operations per second).
 
     peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates as advertised (bf16) and as the best shape reaches;
@@ -71,10 +80,6 @@ class Machine:
     """What ``fourfold calibrate`` has fitted: constants of ``constants.Constants`` by name."""
     calibrated_range: tuple[tuple[str, tuple[float, float]], ...] = ()
     """Smallest and largest value of each feature among the calibration's rows; outside is extrapolation."""
-
-    def take(self, index: np.ndarray) -> Machine:
-        """The cases at ``index``; scalars stay scalars."""
-        return replace(self, **{key: v[index] for key, v in vars(self).items() if isinstance(v, np.ndarray)})
 
 
 SECTIONS = {

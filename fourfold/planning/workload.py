@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from fourfold.config.stages import SPLIT_BACKWARD, V_SHAPED
-from fourfold.planning.machine import Number
+from fourfold.planning.machine import Cases, Number
 
 RECOMPUTE = ("none", "selective", "full")
 """``recompute`` counts in these: selective runs parts of a block again, full the whole block."""
@@ -23,7 +23,7 @@ CONTEXTS = ("gathered", "ring", "ulysses")
 
 
 @dataclass(frozen=True)
-class Workload:
+class Workload(Cases):
     """Sizes of one step; every field is a number or an array [n] of them.
 
     The model: layers, hidden, queries and keys (features), head_dim, inner, ups (outputs of up and gate together),
@@ -174,11 +174,6 @@ class Workload:
         tokens = 1.0 * self.batch * self.seq
         attention = 16.0 * self.layers * self.seq * self.queries
         return tokens * (8 * self.layers * self.block_weights + attention + 6 * self.vocab * self.hidden)
-
-    def take(self, index: np.ndarray) -> Workload:
-        """The cases at ``index``; scalars stay scalars."""
-        values = vars(self).items()
-        return replace(self, **{name: v[index] for name, v in values if isinstance(v, np.ndarray) and v.ndim})
 
 
 def _is_one_of(schedule: Number, names: tuple[str, ...]) -> Number:
