@@ -1,12 +1,13 @@
 """One decoding step of Loki against the best dense attention that torch has: one run prints one table of ratios.
 
-    python -m benchmarks.loki_decode [--rounds 30] [--contexts 4096,32768,131072] [--dtype fp32] [--proxy-dtype bf16]
+    python -m benchmarks.loki_decode [--rounds 30] [--contexts 4096,32768,131072] [--proxy-dtype bf16] [--kernels torch]
 
 The whole operation of one layer is timed: append to the cache, project, score, select, attend. Dense attention is
 whichever of torch's ways is fastest at that context, with the same preallocated cache. Contenders take turns, so that
 other work on the machine strikes all alike; with OMP_NUM_THREADS=1 the clock is processor time, which leaves out when
 others had the processor. Keys lie in few directions, as real ones do; times do not depend on it. On
-a GPU both are replayed as CUDA graphs. Needs ``pip install fourfold[benchmarks]``.
+a GPU both are replayed as CUDA graphs. Needs ``pip install fourfold[benchmarks]``, and for compiled steps on a CPU
+``fourfold[loki]``.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Shape:
     dtype: torch.dtype
     device: str
     proxy_dtype: torch.dtype | None = None
+    kernels: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ def main() -> int:
     arguments = _arguments()
     dtype = DTYPES[arguments.dtype]
     proxy_dtype = None if arguments.proxy_dtype == "same" else torch.bfloat16
-    shape = Shape(arguments.batch, 32, 8, 128, arguments.d, arguments.k, dtype, arguments.device, proxy_dtype)
+    shape = Shape(
+        arguments.batch, 32, 8, 128, arguments.d, arguments.k, dtype, arguments.device, proxy_dtype, arguments.kernels
+    )
     header = f"{'context':>8}{'dense':>18}{'ms':>10}{'Loki ms':>10}{'ratio':>8}{'of least':>10}"
     print(f"{header}{'bytes/dense':>13}{'/floor':>8}  goal")
     rows = []
@@ -137,15 +141,16 @@ def measure(shape: Shape, context: int, rounds: int) -> Row:
 
 
 def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
-    """The step, and the bytes of the cache that it reads; None where its kernels are not torch's."""
+    """The step, and on a CPU the bytes of the cache that it reads, counted of torch's operations."""
     basis_KDd = torch.linalg.qr(torch.randn(shape.kv_heads, shape.head_dim, shape.head_dim)).Q[..., : shape.d]
     basis_KDd = basis_KDd.contiguous().to(shape.device)
     k = min(shape.k, context)
-    layer, config = LokiLayer(basis_KDd, context, shape.proxy_dtype), LokiConfig(d=shape.d, k=k)
+    layer = LokiLayer(basis_KDd, context, shape.proxy_dtype)
+    config = LokiConfig(d=shape.d, k=k, kernels=shape.kernels)
     _fill(layer, shape, context - 1)
     new, query = _tokens(shape, 1), _query(shape)
 
-    def step() -> Tensor:
+    def step(config: LokiConfig = config) -> Tensor:
         layer.update(new, new)
         out = decode(query, layer.keys, layer.values, layer.proxy_BKSd, basis_KDd, k, config, shape.head_dim**-0.5)
         layer.crop(-1)
@@ -154,7 +159,7 @@ def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
     if shape.device != "cpu":
         return step, None
     with CacheTraffic([plane.view for plane in layer.planes]) as traffic:
-        step()
+        step(config.but(kernels="torch"))
     return step, traffic.bytes_read
 
 
@@ -252,6 +257,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--k", type=int, default=2048)
     parser.add_argument("--dtype", default="fp32", choices=list(DTYPES))
     parser.add_argument("--proxy-dtype", default="same", choices=["same", "bf16"])
+    parser.add_argument("--kernels", default="auto", choices=["auto", "torch", "numba", "triton"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
     return parser.parse_args()

@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fourfold.inference.loki import kernels
+from fourfold.inference.loki import triton_kernels as kernels
 
 SHARED_BYTES = 99 * 1024
 """What a block can have on the GPUs that have least (compute capability 8.6 and 8.9)."""

@@ -1,26 +1,37 @@
-"""The Triton kernels compute what torch's operations do (here under Triton's interpreter), and compile for a GPU."""
+"""Our kernels compute what torch's operations do: Numba's, and Triton's (here under its interpreter), which compile for
+a GPU."""
 
 from __future__ import annotations
 
+import importlib
+import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
 from fourfold.errors import UserError
 from fourfold.inference.loki import LokiConfig
+from fourfold.inference.loki import config as config_module
 from fourfold.inference.loki.attend import decode, project
-from fourfold.inference.loki.select import keys_of_each
+from fourfold.inference.loki.select import agree, keys_of_each
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICES = {"triton": "cuda" if torch.cuda.is_available() else "cpu", "numba": "cpu"}
+
+
+@pytest.fixture(params=list(DEVICES))
+def kernels(request: pytest.FixtureRequest) -> str:
+    pytest.importorskip(request.param)
+    return request.param
 
 
 def step(
+    kernels: str,
     config: LokiConfig,
     length: int,
     *,
@@ -45,12 +56,12 @@ def step(
     k = config.keys_of(length)
     if visible is not None:
         k, k_B = config.most_keys_of(length), keys_of_each(visible[:, 0].sum(-1), config)
-    tensors = [t.to(DEVICE) for t in (query, key, value, proxy)]
-    rest = [None if t is None else t.to(DEVICE) for t in (None if rotated else basis, visible, k_B)]
+    tensors = [t.to(DEVICES[kernels]) for t in (query, key, value, proxy)]
+    rest = [None if t is None else t.to(DEVICES[kernels]) for t in (None if rotated else basis, visible, k_B)]
     with torch.no_grad():
         return tuple(
-            decode(*tensors, rest[0], k, config.but(kernels=kernels), width**-0.5, rest[1], rest[2])
-            for kernels in ("triton", "torch")
+            decode(*tensors, rest[0], k, config.but(kernels=name), width**-0.5, rest[1], rest[2])
+            for name in (kernels, "torch")
         )
 
 
@@ -70,69 +81,122 @@ def left_padded(batch: int, length: int) -> Tensor:
         (700, 699, 4, 16, 3),
     ],
 )
-def test_kernels_compute_what_torch_does(reduce: str, length: int, k: int, group: int, width: int, d: int) -> None:
+def test_kernels_compute_what_torch_does(
+    kernels: str, reduce: str, length: int, k: int, group: int, width: int, d: int
+) -> None:
     config = LokiConfig(k=k, group_reduce=reduce, min_seq=0)
-    ours, torchs = step(config, length, group=group, width=width, d=d)
+    ours, torchs = step(kernels, config, length, group=group, width=width, d=d)
     torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_half_precision(kernels: str, dtype: torch.dtype) -> None:
     """Ranks in float32 may prefer another key than ranks rounded to 16 bits; nearly all keys are the same set."""
-    if DEVICE == "cpu" and dtype == torch.bfloat16:
+    if kernels == "numba" and dtype == torch.float16:
+        pytest.skip("Numba does not compute with float16")
+    if kernels == "triton" and DEVICES["triton"] == "cpu" and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as integers")
-    ours, torchs = step(LokiConfig(k=511, min_seq=0), 512, dtype=dtype)
+    ours, torchs = step(kernels, LokiConfig(k=511, min_seq=0), 512, dtype=dtype)
     assert ours.dtype == dtype
     torch.testing.assert_close(ours.float(), torchs.float(), rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("ends", [{}, {"sink": 4, "recent": 9}])
-def test_padding_and_ends(ends: dict[str, int]) -> None:
+def test_padding_and_ends(kernels: str, ends: dict[str, int]) -> None:
     visible = left_padded(3, 400)
     visible[2] = False  # a row that sees nothing gives zeros
     config = LokiConfig(k_f=0.25, min_k=16, min_seq=0, **ends)
-    ours, torchs = step(config, 400, batch=3, visible=visible)
+    ours, torchs = step(kernels, config, 400, batch=3, visible=visible)
     torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
     assert not ours[2].any()
-    ours, torchs = step(LokiConfig(k=50, min_seq=0, **ends), 400)
+    ours, torchs = step(kernels, LokiConfig(k=50, min_seq=0, **ends), 400)
     torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
 
 
-def test_rotated_cache_and_extreme_scores() -> None:
+def test_rotated_cache_and_extreme_scores(kernels: str) -> None:
     """A proxy that is part of each key's row; softmaxes in which nearly every weight is zero, so that most keys tie."""
-    ours, torchs = step(LokiConfig(k=64, min_seq=0), 900, rotated=True)
+    ours, torchs = step(kernels, LokiConfig(k=64, min_seq=0), 900, rotated=True)
     torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
-    ours, _ = step(LokiConfig(k=64, min_seq=0), 900, scale=300.0)
+    ours, _ = step(kernels, LokiConfig(k=64, min_seq=0), 900, scale=300.0)
     assert ours.isfinite().all()
 
 
-def test_ties_go_to_the_left() -> None:
-    from fourfold.inference.loki.kernels import decode as kernel
-
-    value = torch.arange(600.0).view(1, 1, 600, 1).expand(1, 1, 600, 16).contiguous().to(DEVICE)
-    same = torch.ones(1, 1, 600, 16, device=DEVICE)
-    query = torch.ones(1, 1, 2, 16, device=DEVICE)
+def test_ties_go_to_the_left(kernels: str) -> None:
+    kernel = importlib.import_module(f"fourfold.inference.loki.{kernels}_kernels").decode
+    device = DEVICES[kernels]
+    value = torch.arange(600.0).view(1, 1, 600, 1).expand(1, 1, 600, 16).contiguous().to(device)
+    same = torch.ones(1, 1, 600, 16, device=device)
+    query = torch.ones(1, 1, 2, 16, device=device)
     out = kernel(query, query, same, value, same, 5, LokiConfig(k=5, min_seq=0), 0.25, None, None)
     torch.testing.assert_close(out, torch.full_like(out, 2.0))
 
 
-def test_a_model_generates_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_generates_by_kernels(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tiny_loki import loki_model, windows
 
     from fourfold.inference.loki import calibrate, enable_loki
 
     model = loki_model("llama")
     basis = calibrate(model, windows())
-    prompt, texts = torch.tensor(windows(1, 40)).to(DEVICE), []
-    model.to(DEVICE)
-    for kernels in ("triton", "torch"):
-        enable_loki(model, basis, LokiConfig(k=12, d=4, min_seq=0, sink=1, kernels=kernels))
+    prompt, texts = torch.tensor(windows(1, 40)).to(DEVICES[kernels]), []
+    model.to(DEVICES[kernels])
+    for name in (kernels, "torch"):
+        enable_loki(model, basis, LokiConfig(k=12, d=4, min_seq=0, sink=1, kernels=name))
         texts.append(model.generate(prompt, max_new_tokens=6, do_sample=False))
     assert torch.equal(*texts)
-    if DEVICE == "cpu":
+    if kernels == "triton" and DEVICES["triton"] == "cpu":
         monkeypatch.delenv("TRITON_INTERPRET")
         with pytest.raises(UserError, match="needs a GPU"):
             enable_loki(model, basis, LokiConfig(kernels="triton"))
+
+
+def test_nothing_but_what_is_chosen_is_read(kernels: str) -> None:
+    """Keys and values of all others may be NaN; what is chosen may not: it must be seen, never silently lost."""
+    config = LokiConfig(k=20, min_seq=0, kernels=kernels)
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 1, 1, 500, 16, generator=generator)
+    query, proxy = torch.randn(1, 2, 16, generator=generator), key[..., :4].clone()
+    worth = agree(torch.matmul(query[None, ..., :4] * 0.25, proxy.mT), "softmax")
+    chosen = worth[0, 0].topk(20).indices
+    others = torch.ones(500, dtype=torch.bool).index_fill(0, chosen, False)
+    tensors = [t.to(DEVICES[kernels]) for t in (query, key, value, proxy)]
+    with torch.no_grad():
+        expected = decode(*tensors, None, 20, config, 0.25)
+        for tensor in tensors[1:3]:
+            tensor[:, :, others] = math.nan
+        torch.testing.assert_close(decode(*tensors, None, 20, config, 0.25), expected, rtol=0, atol=0)
+        for tensor in tensors[1:3]:
+            tensor[:, :, chosen[7]] = math.nan
+        assert decode(*tensors, None, 20, config, 0.25).isnan().all()
+
+
+def test_numba_in_other_threads_and_numbers_of_them() -> None:
+    """Callers do not meet, and torch keeps the number of threads that it had."""
+    pytest.importorskip("numba")
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            with ThreadPoolExecutor(4) as pool:
+                for ours, torchs in pool.map(
+                    lambda length: step("numba", LokiConfig(k=50, min_seq=0), length, batch=3), range(300, 340)
+                ):
+                    torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_where_numba_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    cpu, auto = torch.device("cpu"), LokiConfig()
+    assert [auto.kernels_for(cpu, dtype) for dtype in (torch.float32, torch.float64)] == ["numba", "torch"]
+    with pytest.raises(UserError, match="float32 and bfloat16 on a CPU, not float16 on cpu"):
+        LokiConfig(kernels="numba").kernels_for(cpu, torch.float16)
+    monkeypatch.setattr(config_module, "_is_installed", lambda package: False)
+    assert auto.kernels_for(cpu, torch.float32) == "torch"
+    with pytest.raises(UserError, match=r"needs numba, which is not installed: pip install 'fourfold\[loki\]'"):
+        LokiConfig(kernels="numba").kernels_for(cpu, torch.float32)
 
 
 @pytest.mark.slow

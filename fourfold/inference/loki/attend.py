@@ -5,6 +5,8 @@ Letters of shapes: B sequences, N query heads, K KV heads, G = N / K, S keys, D 
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 from torch import Tensor
 
@@ -40,13 +42,13 @@ def decode(
     d = proxy_BKSd.shape[-1]
     query_BKGd = query_BKGD[..., :d] if basis_KDd is None else project(query_BKGD, basis_KDd)
     query_BKGd = (query_BKGd * scaling).to(proxy_BKSd.dtype)
-    # Autograd knows nothing of the kernels.
-    if not torch.is_grad_enabled() and config.uses_triton(query_BND.device):
-        from fourfold.inference.loki import kernels
-
-        with torch.cuda.device_of(query_BND):  # where kernels are launched
+    # Autograd knows nothing of kernels of our own.
+    kernels = "torch" if torch.is_grad_enabled() else config.kernels_for(key_BKSD.device, key_BKSD.dtype)
+    if kernels != "torch":
+        ours = importlib.import_module(f"fourfold.inference.loki.{kernels}_kernels").decode
+        with torch.cuda.device_of(query_BND):  # where Triton launches
             cached = (key_BKSD, value_BKSD, proxy_BKSd)
-            return kernels.decode(query_BKGD, query_BKGd, *cached, k, config, scaling, visible_B1S, k_B).flatten(1, 2)
+            return ours(query_BKGD, query_BKGd, *cached, k, config, scaling, visible_B1S, k_B).flatten(1, 2)
     worth_BKS = agree(torch.matmul(query_BKGd, proxy_BKSd.transpose(-1, -2)), config.group_reduce, visible_B1S)
     chosen_BKk = choose(worth_BKS, k, config, visible_B1S, k_B)
     return attend_to(query_BKGD, key_BKSD, value_BKSD, chosen_BKk, scaling, visible_B1S, k_B).flatten(1, 2)

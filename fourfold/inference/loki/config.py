@@ -19,6 +19,12 @@ from fourfold.errors import UserError
 GROUP_REDUCTIONS = ("softmax", "max", "mean")
 DEFAULT_D_F, DEFAULT_K_F = 0.25, 0.25
 
+NUMBA_DTYPES = (torch.float32, torch.bfloat16)
+"""Of caches that Numba can read, bfloat16 by its bits."""
+
+PACKAGES = {"triton": "triton", "numba": "'fourfold[loki]'"}
+"""What kernels need, and what installs it."""
+
 
 @dataclass(frozen=True)
 class LokiConfig:
@@ -39,8 +45,9 @@ class LokiConfig:
         only, which takes no more memory than dense attention.
     proxy_dtype: of these leading dims, which only rank: "same" as the keys', or "bf16", which on many CPUs is read and
         multiplied several times faster than float32.
-    kernels: "torch" for torch's operations, "triton" for kernels of our own, "auto" for these on an NVIDIA GPU. Where
-        autograd records, torch's are used.
+    kernels: "torch" for torch's operations; for kernels of our own "triton" on a GPU, "numba" on a CPU; "auto" for
+        these where they are installed, and the numbers float32 or bfloat16 on a CPU. Where autograd records, torch's
+        are used.
 
     Raises ``UserError`` for values that cannot be.
     """
@@ -60,7 +67,7 @@ class LokiConfig:
     basis: Literal["best", "pre", "post"] = "best"
     cache: Literal["proxy", "rotated"] = "proxy"
     proxy_dtype: Literal["same", "bf16"] = "same"
-    kernels: Literal["auto", "torch", "triton"] = "auto"
+    kernels: Literal["auto", "torch", "triton", "numba"] = "auto"
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -117,16 +124,24 @@ class LokiConfig:
         """Whether a step at this context attends to everything."""
         return length < self.min_seq or self.keys_of(length) >= length
 
-    def uses_triton(self, device: torch.device) -> bool:
-        """Whether steps on this device are computed by our kernels. Raises ``UserError`` where they cannot be."""
-        if self.kernels != "triton":
-            is_nvidia = device.type == "cuda" and torch.version.cuda is not None
-            return self.kernels == "auto" and is_nvidia and _has_triton()
-        if not _has_triton():
-            raise UserError('loki: kernels = "triton" needs Triton, which is not installed: pip install triton')
-        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    def kernels_for(self, device: torch.device, dtype: torch.dtype) -> Literal["torch", "triton", "numba"]:
+        """By what steps with caches of this type are computed there. Raises ``UserError`` where they cannot be."""
+        if self.kernels == "auto":
+            if device.type == "cuda" and torch.version.cuda is not None and _is_installed("triton"):
+                return "triton"
+            is_read = device.type == "cpu" and dtype in NUMBA_DTYPES
+            return "numba" if is_read and _is_installed("numba") else "torch"
+        if self.kernels in PACKAGES and not _is_installed(self.kernels):
+            raise UserError(
+                f'loki: kernels = "{self.kernels}" needs {self.kernels}, which is not installed: '
+                f"pip install {PACKAGES[self.kernels]}"
+            )
+        if self.kernels == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise UserError('loki: kernels = "triton" needs a GPU (on a CPU Triton only has an interpreter)')
-        return True
+        if self.kernels == "numba" and (device.type != "cpu" or dtype not in NUMBA_DTYPES):
+            where = f"{str(dtype).removeprefix('torch.')} on {device.type}"
+            raise UserError(f'loki: kernels = "numba" computes float32 and bfloat16 on a CPU, not {where}; use torch')
+        return self.kernels
 
     def but(self, **changes: object) -> LokiConfig:
         """The same with some fields changed."""
@@ -154,8 +169,8 @@ class LokiConfig:
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 _CHOICES = {
@@ -164,5 +179,5 @@ _CHOICES = {
     "basis": ("best", "pre", "post"),
     "cache": ("proxy", "rotated"),
     "proxy_dtype": ("same", "bf16"),
-    "kernels": ("auto", "torch", "triton"),
+    "kernels": ("auto", "torch", "triton", "numba"),
 }

@@ -39,7 +39,8 @@ def enable_loki(
     basis.fingerprint.check(Fingerprint.of(text_config(model), attentions))
     basis.check_shape(len(attentions), *key_shape(attentions[0]))
     recipes = _recipes(attentions, basis, config, capacity)
-    config.uses_triton(next(model.parameters()).device)  # raises where the kernels cannot run
+    parameter = next(model.parameters())
+    config.kernels_for(parameter.device, parameter.dtype)  # raises where the kernels cannot run
     disable_loki(model)
     # Without a mask of the same name transformers would pass none at all: neither causality nor padding.
     AttentionInterface.register(NAME, loki_attention)

@@ -1,0 +1,326 @@
+"""One decoding step compiled for a CPU by Numba: threads take whole heads from their scores to their output.
+
+Every key is ranked where it is read, nothing is sorted, and no chosen row is copied. Choosing is the radix search of
+the Triton kernels: each key's worth becomes an unsigned number of the same order, and the k-th largest is found by its
+leading 11 bits, the next 11 and the last 10.
+
+Letters of shapes: as in attend.py; R = B · K rows, each a KV head of a sequence; H: its G query heads, up to a multiple
+of four, which are multiplied at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, prange, set_num_threads, types
+from numba.core import cgutils
+from numba.core.config import NUMBA_NUM_THREADS
+from numba.extending import intrinsic, overload
+from torch import Tensor
+
+from fourfold.inference.loki.config import GROUP_REDUCTIONS, LokiConfig
+from fourfold.inference.loki.select import kept_ends
+
+SOFTMAX, MAX = GROUP_REDUCTIONS.index("softmax"), GROUP_REDUCTIONS.index("max")
+NEVER = np.float32(-np.inf)
+TINY = np.float32(np.finfo(np.float32).tiny)
+LAST_RANK = np.uint32(0xFFFFFFFF)
+
+AHEAD = 6
+"""Chosen rows that are asked for before they are read: they lie apart, so that the processor cannot guess them."""
+
+CACHE_LINE = 64
+
+_options = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz", "arcp", "afn"}}
+"""Sums in any order, so that they become vectors; infinities and NaNs stay what they are."""
+
+_one_at_a_time = threading.Lock()
+"""Some of Numba's ways to run threads end the process when two of its callers meet."""
+
+compiled, inlined = njit(**_options), njit(inline="always", **_options)
+
+
+def _kept(step: Callable[..., None]) -> Callable[..., None]:
+    """Compiled for threads, and kept for later processes where there is a folder to write to."""
+    try:
+        return njit(parallel=True, cache=True, **_options)(step)
+    except RuntimeError:
+        return njit(parallel=True, **_options)(step)
+
+
+def decode(
+    query_BKGD: Tensor,
+    query_BKGd: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    proxy_BKSd: Tensor,
+    k: int,
+    config: LokiConfig,
+    scaling: float,
+    visible_B1S: Tensor | None,
+    k_B: Tensor | None,
+) -> Tensor:
+    """What ``attend.decode`` computes, [B, K, G, D]; query_BKGd: projected and scaled."""
+    batch, heads, group, width = query_BKGD.shape
+    length, rows = key_BKSD.shape[2], batch * heads
+    out_RHD = torch.empty(rows, -(-group // 4) * 4, width)
+    task = (
+        _in_fours(query_BKGd), _in_fours(query_BKGD * scaling),
+        *_rows(proxy_BKSd), *_rows(key_BKSD), *_rows(value_BKSD),
+        heads, length, group, np.full(batch, k) if k_B is None else k_B.clamp(max=k).numpy(),
+        GROUP_REDUCTIONS.index(config.group_reduce),
+        _flags(visible_B1S, batch, length), _flags(kept_ends(config, visible_B1S, length, "cpu"), batch, length),
+        out_RHD.numpy(),
+    )  # fmt: skip
+    wanted = torch.get_num_threads()
+    threads = min(rows, wanted, NUMBA_NUM_THREADS)
+    with _one_at_a_time:
+        set_num_threads(threads)
+        _decode(threads, *task)
+    if torch.get_num_threads() != wanted:  # Numba has begun its threads with a library that torch's share
+        torch.set_num_threads(wanted)
+    return out_RHD[:, :group].reshape(query_BKGD.shape).to(query_BKGD.dtype)
+
+
+def _in_fours(query_BKGx: Tensor) -> np.ndarray:
+    """[R, H, x] in float32; what is added is 0."""
+    query_RGx = query_BKGx.float().flatten(0, 1)
+    return torch.nn.functional.pad(query_RGx, (0, 0, 0, -query_RGx.shape[1] % 4)).contiguous().numpy()
+
+
+def _rows(x_BKSD: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """All rows of a cache that has room to grow, [rows, stride of a row], and where each head's begin, [R]."""
+    batch, heads, length, _ = x_BKSD.shape
+    of_batch, of_head, of_row, of_dim = x_BKSD.stride()
+    assert of_dim == 1 and of_batch % of_row == of_head % of_row == 0, "a cache is made of whole rows"
+    spanned = ((batch - 1) * of_batch + (heads - 1) * of_head) // of_row + length
+    rows = x_BKSD.detach().as_strided((spanned, of_row), (of_row, 1))
+    begins_BK = np.arange(batch)[:, None] * (of_batch // of_row) + np.arange(heads) * (of_head // of_row)
+    return (rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows).numpy(), begins_BK.reshape(-1)
+
+
+def _flags(flags: Tensor | None, batch: int, length: int) -> np.ndarray:
+    """[S] or [B, 1, S] of truth values as [B, S]; without any, [B, 0]."""
+    if flags is None:
+        return np.empty((batch, 0), np.bool_)
+    return flags.expand(batch, 1, length)[:, 0].contiguous().numpy()
+
+
+@_kept
+def _decode(
+    threads, query_RHd, query_RHD, proxies, proxy_R, keys, key_R, values, value_R,
+    heads, length, group, k_B, reduce, visible_BS, kept_BS, out_RHD,
+):  # fmt: skip
+    """Each thread takes rows one after another, in the same workspace."""
+    rows, H, _ = query_RHd.shape
+    for thread in prange(threads):
+        scores_HS = np.empty((H, length), np.float32)
+        ranks_S = np.empty(length, np.uint32)
+        chosen_k = np.empty(k_B.max(), np.uint32)
+        for row in range(rows * thread // threads, rows * (thread + 1) // threads):
+            sequence = row // heads
+            visible_S, kept_S = visible_BS[sequence], kept_BS[sequence]
+            _score(query_RHd[row], proxies[proxy_R[row] : proxy_R[row] + length], scores_HS)
+            seen = _rank(scores_HS[:group], reduce, visible_S, kept_S, ranks_S)
+            chosen = chosen_k[: min(k_B[sequence], seen)]
+            _choose(ranks_S, chosen)
+            of_keys, of_values = keys[key_R[row] : key_R[row] + length], values[value_R[row] : value_R[row] + length]
+            _attend(query_RHD[row], of_keys, of_values, chosen, out_RHD[row])
+
+
+@compiled
+def _score(query_Hd, proxy_Sx, scores_HS):
+    """The product of every head with the leading dims of every key."""
+    for h in range(0, query_Hd.shape[0], 4):
+        four = query_Hd[h], query_Hd[h + 1], query_Hd[h + 2], query_Hd[h + 3]
+        scores_4S = scores_HS[h : h + 4]
+        for s in range(proxy_Sx.shape[0]):
+            scores_4S[0, s], scores_4S[1, s], scores_4S[2, s], scores_4S[3, s] = _products(four, proxy_Sx[s])
+
+
+@compiled
+def _rank(scores_GS, reduce, visible_S, kept_S, ranks_S):
+    """What each key is worth to the group, as an unsigned number of the same order; how many keys can be seen.
+
+    One that cannot be has rank 0; one that is always chosen, the last of all.
+    """
+    length = ranks_S.size
+    if visible_S.size:
+        for g in range(scores_GS.shape[0]):
+            for s in range(length):
+                if not visible_S[s]:
+                    scores_GS[g, s] = NEVER
+    worth_S = ranks_S.view(np.float32)
+    worth_S[:] = NEVER if reduce == MAX else np.float32(0)
+    for g in range(scores_GS.shape[0]):
+        if reduce == MAX:
+            for s in range(length):
+                worth_S[s] = scores_GS[g, s] if scores_GS[g, s] > worth_S[s] else worth_S[s]
+        else:
+            share = np.float32(1) / _exponentiate(scores_GS[g]) if reduce == SOFTMAX else np.float32(1)
+            for s in range(length):
+                worth_S[s] += scores_GS[g, s] * share
+    for s in range(length):
+        bits = ranks_S[s]
+        ranks_S[s] = ~bits if bits >> np.uint32(31) else bits | np.uint32(0x80000000)
+    for s in range(kept_S.size):
+        if kept_S[s]:
+            ranks_S[s] = LAST_RANK
+    if not visible_S.size:
+        return length
+    seen = 0
+    for s in range(length):
+        if visible_S[s]:
+            seen += 1
+        else:
+            ranks_S[s] = 0
+    return seen
+
+
+@compiled
+def _choose(ranks_S, chosen_k):
+    """The places of the largest, in their order; ties from the left."""
+    least, wanted = _search(ranks_S, chosen_k.size)
+    n = 0
+    for s in range(ranks_S.size):
+        if ranks_S[s] >= least:
+            if ranks_S[s] == least:
+                if wanted == 0:
+                    continue
+                wanted -= 1
+            chosen_k[n] = s
+            n += 1
+
+
+@compiled
+def _search(ranks_S, k):
+    """The k-th largest, and how many like it are among the k."""
+    least, wanted = np.uint32(0), k
+    for level in range(3):
+        bits = np.uint32(10 if level == 2 else 11)
+        shift = np.uint32(21 if level == 0 else 10 if level == 1 else 0)
+        histogram_N = np.zeros(2048, np.int64)
+        for s in range(ranks_S.size):
+            if level == 0 or (ranks_S[s] >> shift) >> bits == least:
+                histogram_N[(ranks_S[s] >> shift) & np.uint32((1 << bits) - 1)] += 1
+        digit = (1 << bits) - 1
+        while digit > 0 and histogram_N[digit] < wanted:
+            wanted -= histogram_N[digit]
+            digit -= 1
+        least = np.uint32((least << bits) | np.uint32(digit))
+    return least, wanted
+
+
+@compiled
+def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD):
+    """Exact attention to the chosen keys; zeros where there are none."""
+    k = chosen_k.size
+    weights_4k, share_4 = np.empty((4, k), np.float32), np.empty(4, np.float32)
+    out_HD[:] = 0
+    for h in range(0, query_HD.shape[0], 4):
+        four = query_HD[h], query_HD[h + 1], query_HD[h + 2], query_HD[h + 3]
+        for n in range(k):
+            _ask_for(key_SD, chosen_k[min(n + AHEAD, k - 1)])
+            row_D = key_SD[chosen_k[n]]
+            weights_4k[0, n], weights_4k[1, n], weights_4k[2, n], weights_4k[3, n] = _products(four, row_D)
+        for i in range(4):
+            share_4[i] = np.float32(1) / max(_exponentiate(weights_4k[i]), TINY)
+        out0, out1, out2, out3 = out_HD[h], out_HD[h + 1], out_HD[h + 2], out_HD[h + 3]
+        for n in range(k):
+            _ask_for(value_SD, chosen_k[min(n + AHEAD, k - 1)])
+            weight0, weight1 = weights_4k[0, n] * share_4[0], weights_4k[1, n] * share_4[1]
+            weight2, weight3 = weights_4k[2, n] * share_4[2], weights_4k[3, n] * share_4[3]
+            row_D = value_SD[chosen_k[n]]
+            for c in range(out0.size):
+                number = _float(row_D[c])
+                out0[c] += weight0 * number
+                out1[c] += weight1 * number
+                out2[c] += weight2 * number
+                out3[c] += weight3 * number
+
+
+@inlined
+def _products(four, key):
+    """Of four query heads with one key, or its leading dims."""
+    query0, query1, query2, query3 = four
+    sum0, sum1, sum2, sum3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+    for c in range(query0.size):
+        number = _float(key[c])
+        sum0 += query0[c] * number
+        sum1 += query1[c] * number
+        sum2 += query2[c] * number
+        sum3 += query3[c] * number
+    return sum0, sum1, sum2, sum3
+
+
+@compiled
+def _exponentiate(scores_S):
+    """exp(score − largest) in place of each; their sum."""
+    largest, total = NEVER, np.float32(0)
+    for s in range(scores_S.size):
+        largest = max(largest, scores_S[s])
+    safe = np.float32(0) if largest == NEVER else largest
+    for s in range(scores_S.size):
+        scores_S[s] = _exp(scores_S[s] - safe)
+        total += scores_S[s]
+    return total
+
+
+@inlined
+def _exp(x):
+    """e^x of x ≤ 0, never below e^−87: 2^n · e^r, |r| ≤ ln 2 / 2, whose series ends at r⁶ (relative error 2e−7).
+
+    The mathematics library would take one number at a time.
+    """
+    x = np.float32(-87) if x < np.float32(-87) else x  # a NaN stays one
+    powers_of_two = x * np.float32(1 / np.log(2))
+    n = np.floor(powers_of_two + np.float32(0.5))
+    r = (powers_of_two - n) * np.float32(np.log(2))
+    series = np.float32(1 / 720)
+    series = series * r + np.float32(1 / 120)
+    series = series * r + np.float32(1 / 24)
+    series = series * r + np.float32(1 / 6)
+    series = series * r + np.float32(1 / 2)
+    series = (series * r + np.float32(1)) * r + np.float32(1)
+    return np.float32(series * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32))
+
+
+@inlined
+def _ask_for(rows_SD, row):
+    """Have a row brought near, which is read soon."""
+    for c in range(0, rows_SD.shape[1], CACHE_LINE // rows_SD.itemsize):
+        _prefetch(rows_SD, row, c)
+
+
+@intrinsic
+def _prefetch(_, rows, row, column):
+    """The processor's instruction for the cache line of rows[row, column]."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        place = cgutils.get_item_pointer(context, builder, signature.args[0], array, arguments[1:], wraparound=False)
+        address, number = ir.PointerType(ir.IntType(8)), ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [address, number, number, number])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [address], function_type)
+        to_read, keep, data = number(0), number(3), number(1)
+        builder.call(prefetch, [builder.bitcast(place, address), to_read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(rows, types.intp, types.intp), generate
+
+
+def _float(number):
+    """float32 of a number of a cache; compiled code only."""
+    raise NotImplementedError
+
+
+@overload(_float, inline="always")
+def _compile_float(number):
+    if number == types.uint16:  # the bits of a bfloat16
+        return lambda number: np.uint32(np.uint32(number) << np.uint32(16)).view(np.float32)
+    return lambda number: number
