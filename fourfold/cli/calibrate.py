@@ -29,7 +29,7 @@ def calibrate(
 
     Example: fourfold calibrate --out mine.toml --from runs/demo/metrics.jsonl
     """
-    from fourfold.data.files import write_text
+    from fourfold.data.files import write_output
     from fourfold.planning.machine import load_machine
     from fourfold.planning.machine_file import machine_toml, measured_machine
 
@@ -48,13 +48,13 @@ def calibrate(
             return
         text = machine_toml(measured_machine(measured, base, out.stem), f"{measured['device']}, measured", base)
         record = measured
-    write_text(out, text)
+    write_output(out, text)
     if as_json:
         import json
 
         print(json.dumps({"machine": str(out), **record}))
     elif source:
-        print(f"{record['rows']} rows. Mean error before: {_percent(record['before'])}; of rows left out of the fit: "
+        print(f"Rows: {record['rows']}. Mean error before: {_percent(record['before'])}; of rows left out of the fit: "
               f"{_percent(record['held_out'])}. Written: {out}")  # fmt: skip
     else:
         print(text, end="")

@@ -26,10 +26,10 @@ def write_whole(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_output(path: Path, content: str | bytes) -> None:
     """Write what a user has asked for, whole or not at all; raises ``UserError`` where it cannot be."""
     try:
-        write_whole(path, text.encode())
+        write_whole(path, content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 

@@ -14,7 +14,7 @@ from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.planning.calibration import Calibration
 from fourfold.planning.from_run import workload_of
-from fourfold.planning.machine import Machine
+from fourfold.planning.machine import Machine, check_positive
 from fourfold.planning.machine_file import with_constants
 from fourfold.planning.plan import predict as predict_one
 from fourfold.planning.request import constants_for, features
@@ -77,9 +77,9 @@ def row_of_run(path: Path, machine: Machine) -> Row:
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not JSON, one object a line: {error}") from None
     for number, record in enumerate(records, start=1):
-        value = record.get("step_seconds", 1.0) if isinstance(record, dict) else None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise UserError(f"{path}, record {number}: step_seconds must be a number above 0")
+        if not isinstance(record, dict):
+            raise UserError(f"{path}, record {number} is not an object of metrics")
+        check_positive(record.get("step_seconds", 1.0), f"{path}, record {number}: step_seconds")
     seconds = [r["step_seconds"] for r in records if "step_seconds" in r][WARM_UP:]
     if not seconds:
         raise UserError(f"{path} records no step beyond the first {WARM_UP}; train longer")

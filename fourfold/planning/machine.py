@@ -133,7 +133,7 @@ def parse_machine(text: str, where: str) -> Machine:
         for key in keys:
             if key in given:
                 value = given.pop(key)
-                _check_positive(value, f"{where}: {section}.{key}")
+                check_positive(value, f"{where}: {section}.{key}")
                 if key in _WHOLE and value != int(value):
                     raise UserError(f"{where}: {section}.{key} = {value!r} must be a whole number")
                 if section == "layouts" and value > 1:
@@ -152,7 +152,8 @@ def parse_machine(text: str, where: str) -> Machine:
     return Machine(**values, efficiency=efficiency, calibrated_range=extent)
 
 
-def _check_positive(value: Any, what: str) -> None:
+def check_positive(value: Any, what: str) -> None:
+    """Raises ``UserError`` for what a file has instead of a number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise UserError(f"{what} = {value!r} must be a number above 0")
 
@@ -163,7 +164,7 @@ def _efficiency(table: Any, where: str) -> tuple[tuple[str, float], ...]:
     for name, value in table.items():
         if name not in NAMES:
             raise UserError(f"{where}: unknown key 'efficiency.{name}'; there are {', '.join(NAMES)}")
-        _check_positive(value, f"{where}: efficiency.{name}")
+        check_positive(value, f"{where}: efficiency.{name}")
     return tuple((name, float(value)) for name, value in table.items())
 
 
@@ -174,7 +175,7 @@ def _extent(table: Any, where: str) -> tuple[tuple[str, tuple[float, float]], ..
         if not isinstance(ends, list) or len(ends) != 2:
             raise UserError(f"{where}: calibrated_range.{name} = {ends!r} must be a smallest and a largest number")
         for end in ends:
-            _check_positive(end, f"{where}: calibrated_range.{name}")
+            check_positive(end, f"{where}: calibrated_range.{name}")
     return tuple((name, (float(low), float(high))) for name, (low, high) in table.items())
 
 

@@ -12,7 +12,7 @@ from fourfold.config.dump import to_toml
 from fourfold.config.load import load_run, make_run
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
-from fourfold.data.files import write_text
+from fourfold.data.files import write_output
 from fourfold.errors import UserError
 from fourfold.planning.calibration import Calibration, shipped
 from fourfold.planning.constants import NAMES, Constants, moved, prior_constants
@@ -107,7 +107,7 @@ def limits_of(settings: list[str]) -> Limits:
                 (most if sign == "<=" else fixed).append((name, _from(1, int(text))))
             elif sign == "=":
                 kind, chosen = _choices(name, text)
-                choices[kind] = chosen
+                choices[kind] = tuple(choice for choice in choices.get(kind, chosen) if choice in chosen)
             else:
                 raise ValueError
         except ValueError:
@@ -115,6 +115,12 @@ def limits_of(settings: list[str]) -> Limits:
                 f"--limit {setting}: write it as x<=8, pp=1, zero=0, micro_batch=1, interleave=1, schedule=1F1B, "
                 "cp_method=ring or recompute=full"
             ) from None
+    impossible = [name for name, size in fixed if any(name == n and size > m for n, m in most)]
+    impossible += [name for name, size in fixed if any(name == n and size != s for n, s in fixed)]
+    impossible += [kind for kind, chosen in choices.items() if not chosen]
+    if impossible:
+        given = " --limit ".join(settings)
+        raise UserError(f"--limit {given}: nothing is all of this ({impossible[0]}); leave one out")
     return Limits(at_most=tuple(most), fixed=tuple(fixed), **choices)
 
 
@@ -179,7 +185,7 @@ def write_run(path: Path, asked: Request, layout: Prediction) -> None:
     comment = f"# Planned for {asked.gpus} GPUs of {layout.machine.name}: {layout.seconds:.3g} s a step.\n"
     if asked.run is None:
         comment += "# [data] is built-in text: name your own corpora.\n"
-    write_text(path, comment + to_toml(run_of(asked, layout)))
+    write_output(path, comment + to_toml(run_of(asked, layout)))
 
 
 def outside_calibration(machine: Machine, work: Workload) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from fourfold.data.files import write_text
+from fourfold.data.files import write_output
 from fourfold.reports.style import CSS, JAVASCRIPT
 from fourfold.training.progress import format_fact
 
@@ -66,4 +66,4 @@ def notice(text: str) -> str:
 
 def write_page(path: Path, html: str) -> None:
     """Write a page by rename: a browser never meets half a file. Raises ``UserError`` where it cannot be."""
-    write_text(path, html)
+    write_output(path, html)

@@ -108,6 +108,8 @@ def test_a_hugging_face_model_is_the_preset(cli: Cli, tmp_path: Path) -> None:
         (("--model", "llama3-8b", "--gpus", 8, "--tokens", "nan"), "--tokens nan"),
         (("--model", "llama3-8b", "--gpus", 8, "--limit", "micro_batch=0"), "--limit micro_batch=0"),
         (("--model", "llama3-8b", "--gpus", 8, "--limit", "zero=7"), "--limit zero=7"),
+        (("--model", "gpt2", "--gpus", 8, "--limit", "x=2", "--limit", "x<=1"), "--limit x=2 --limit x<=1: nothing is"),
+        (("--model", "gpt2", "--gpus", 8, "--limit", "zero=1", "--limit", "zero=2"), "nothing is all of this (zeros)"),
         (("--model", "gpt2", "--gpus", 2, "--write", "/no/such/folder/x.toml"), "cannot write /no/such/folder/x.toml"),
         (("scaling", "--model", "gpt2", "--gpus", "8,-4"), "--gpus 8,-4"),
     ],

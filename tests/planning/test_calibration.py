@@ -137,7 +137,7 @@ def test_a_run_calibrates_a_machine(tmp_path: Path) -> None:
     assert compared.memory_error == pytest.approx(compared.predicted_memory_bytes / 1000 - 1)
     for broken in ("[1]", '{"step_seconds": 0}', '{"step_seconds": "x"}', '{"step_seconds": NaN}'):
         metrics.write_text("\n".join([*lines, broken]), encoding="utf-8")
-        with pytest.raises(UserError, match="record 10: step_seconds must be a number above 0"):
+        with pytest.raises(UserError, match=r"record 10(: step_seconds = .* must be a number| is not an object)"):
             calibrate([metrics], load_machine("laptop"), "mine")
     metrics.write_text("{}\n", encoding="utf-8")
     with pytest.raises(UserError, match="no step"):

@@ -19,7 +19,7 @@ from fourfold.planning.machine import load_machine
 from fourfold.planning.memory import CATEGORIES, in_flight, p_out_of_memory, peak_memory, stage_memory
 from fourfold.planning.plan import Plan, make_plan, predict
 from fourfold.planning.published import figures, weak_scaling
-from fourfold.planning.request import request, write_run
+from fourfold.planning.request import limits_of, request, write_run
 from fourfold.planning.scaling import scaling, sizes_of
 from fourfold.planning.space import AXES, Limits
 from fourfold.planning.step_time import PARTS
@@ -179,3 +179,9 @@ def test_a_layout_is_predicted_alike_alone_and_among_others() -> None:
         base("llama3-8b", 8192, 64), H100, PRIOR, 8,
         limits=Limits(fixed=(("x", 2), ("z", 4)), zeros=(0,), recomputes=((0, 1, False),), micro_batches=(1,)),
     ).best.seconds)  # fmt: skip
+
+
+def test_limits_of_one_thing_all_hold() -> None:
+    """The last does not silently undo the others."""
+    assert limits_of(["schedule=Interleaved1F1B", "interleave=2"]).pipelines == (("Interleaved1F1B", 2),)
+    assert limits_of(["interleave=2", "schedule=Interleaved1F1B"]).pipelines == (("Interleaved1F1B", 2),)

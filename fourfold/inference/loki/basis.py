@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fourfold.data.files import write_whole
+from fourfold.data.files import write_output
 from fourfold.errors import UserError
 from fourfold.inference.loki.config import LokiConfig
 from fourfold.inference.loki.fingerprint import Fingerprint
@@ -89,7 +89,7 @@ class LokiBasis:
         return LokiBasis({"post": components}, ("post",) * self.layers, self.fingerprint, self.seq_length, self.tokens)
 
     def save(self, path: str | Path) -> None:
-        """Write it as safetensors, whole or not at all."""
+        """Write it as safetensors, whole or not at all; raises ``UserError`` where it cannot be."""
         tensors = {"fingerprint": self.fingerprint.sample}
         for kind, components in self.components.items():
             tensors[f"{kind}.vectors"] = components.vectors_LKDD.contiguous()
@@ -103,10 +103,7 @@ class LokiBasis:
             "seq_length": str(self.seq_length),
             "tokens": str(self.tokens),
         }
-        try:
-            write_whole(Path(path), save(tensors, about))
-        except OSError as error:
-            raise UserError(f"cannot write the basis {path}: {error.strerror or error}") from error
+        write_output(Path(path), save(tensors, about))
 
     @classmethod
     def load(cls, path: str | Path) -> LokiBasis:
