@@ -19,9 +19,8 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from fourfold.errors import UserError
-from fourfold.inference.loki import LokiBasis, LokiConfig, attend, calibrate, disable_loki, enable_loki
+from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
 from fourfold.inference.loki.architecture import SUPPORTED
-from fourfold.inference.loki.attend import attend_to, decode
 from fourfold.inference.loki.basis import Components
 from fourfold.inference.loki.cache import GrowingLayer, LokiLayer, RotatedLayer, StaticLokiLayer
 
@@ -116,57 +115,6 @@ def test_what_is_supported_is_tested() -> None:
     assert {*SHAPES, *(kind.lower().replace("moe", "_moe") for kind in OTHERS)} == set(SUPPORTED)
 
 
-def one_step(kv_heads: int = 2, group: int = 4, length: int = 40, size: int = 12) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    bases = torch.linalg.qr(normal(kv_heads, size, size)).Q
-    return {
-        "query": normal(3, kv_heads * group, size),
-        "key": normal(3, kv_heads, length, size),
-        "value": normal(3, kv_heads, length, size),
-        "basis": bases,
-    }
-
-
-def fast(tensors: dict[str, Tensor], d: int, k: int, basis_KDD: Tensor) -> Tensor:
-    basis_KDd = basis_KDD[..., :d]
-    proxy_BKSd = tensors["key"] @ basis_KDd
-    return decode(
-        tensors["query"], tensors["key"], tensors["value"], proxy_BKSd, basis_KDd, k, LokiConfig(min_seq=0), 0.3
-    )
-
-
-def slow(tensors: dict[str, Tensor], d: int, k: int) -> Tensor:
-    rows = zip(tensors["query"], tensors["key"], tensors["value"], strict=True)
-    return torch.stack([slow_decode(*row, tensors["basis"], d, k, 0.3) for row in rows])
-
-
-@pytest.mark.parametrize("group", [1, 4, 8])
-def test_a_step_is_that_of_the_paper(group: int) -> None:
-    tensors = one_step(group=group)
-    for d, k in ((3, 7), (12, 5), (1, 40), (12, 40)):
-        torch.testing.assert_close(fast(tensors, d, k, tensors["basis"]), slow(tensors, d, k))
-
-
-def test_all_dims_are_exact_top_k() -> None:
-    """Whatever the basis, as long as it is orthogonal."""
-    tensors = one_step()
-    other = torch.linalg.qr(torch.randn(2, 12, 12, generator=torch.Generator().manual_seed(6))).Q
-    torch.testing.assert_close(
-        fast(tensors, 12, 9, other), slow(tensors | {"basis": torch.eye(12).expand(2, -1, -1)}, 12, 9)
-    )
-
-
-def test_the_bases_of_two_heads_are_not_exchanged() -> None:
-    tensors = one_step()
-    right = slow(tensors, 3, 7)
-    torch.testing.assert_close(fast(tensors, 3, 7, tensors["basis"]), right)
-    assert (fast(tensors, 3, 7, tensors["basis"].flip(0)) - right).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("cache", ["proxy", "rotated"])
 def test_a_model_decodes_as_the_paper_says(llama: tuple[Any, LokiBasis], cache: str) -> None:
     """Every step's attention of every layer against the slow one, on what the model itself has cached."""
@@ -216,21 +164,6 @@ def test_padding_on_the_left_changes_nothing(llama: tuple[Any, LokiBasis], confi
     disable_loki(model)
     assert torch.equal(together[0, padding:], alone[0])
     assert logits.isfinite().all()
-
-
-def test_a_sequence_that_sees_nothing_gives_zeros() -> None:
-    tensors = one_step()
-    visible_B1S = torch.ones(3, 1, 40, dtype=torch.bool)
-    visible_B1S[1] = False
-    visible_B1S[2, :, 4:] = False
-    config = LokiConfig(min_seq=0)
-    proxy = tensors["key"] @ tensors["basis"]
-    out = decode(
-        tensors["query"], tensors["key"], tensors["value"], proxy, tensors["basis"], 6, config, 0.3, visible_B1S
-    )
-    assert torch.equal(out[1], torch.zeros_like(out[1]))
-    few = {name: tensor[2:, :, :4] if name in ("key", "value") else tensor[2:] for name, tensor in tensors.items()}
-    torch.testing.assert_close(out[2:], slow(few | {"basis": tensors["basis"]}, 12, 4))
 
 
 def test_prompts_in_chunks(llama: tuple[Any, LokiBasis]) -> None:
@@ -454,54 +387,6 @@ def test_a_proxy_in_bf16_only_ranks(llama: tuple[Any, LokiBasis]) -> None:
     assert 0 < rounded < 0.3 * sparsified
     with pytest.raises(UserError, match="needs cache"):
         LokiConfig(cache="rotated", proxy_dtype="bf16")
-
-
-def test_rows_are_gathered_out_of_a_growing_cache() -> None:
-    """Behind each head's rows there is room; the rows of the next head begin after it."""
-    room = torch.randn(2, 3, 64, 8)
-    chosen = torch.stack([torch.randperm(40)[:5] for _ in range(6)]).view(2, 3, 5)
-    query = torch.randn(2, 3, 2, 8)
-    found = attend_to(query, room[:, :, :40], room[:, :, :40], chosen, 1.0)
-    packed = room[:, :, :40].gather(2, chosen[..., None].expand(-1, -1, -1, 8))
-    expected = torch.nn.functional.scaled_dot_product_attention(query, packed, packed, scale=1.0)
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("at_once", [1, 1 << 30])
-def test_a_few_heads_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As all at once, also where some sequences may attend to fewer keys, or to none; sums in fp32 or wider."""
-    monkeypatch.setattr(attend, "GATHERED", at_once)
-    visible = torch.arange(40) >= torch.tensor([0, 30, 40])[:, None, None]
-    chosen = torch.randn(3, 5, 40).masked_fill(~visible, -torch.inf).argsort(-1, descending=True)[..., :6]
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        query, keys, values = (torch.randn(3, 5, n, 8, dtype=dtype) for n in (2, 40, 40))
-        found = attend_to(query, keys, values, chosen, 0.5, visible, torch.tensor([6, 4, 0]))
-        rows = chosen[..., None].expand(-1, -1, -1, 8)
-        counts = torch.tensor([6, 4, 1])[:, None, None, None]
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            query.double(),
-            keys.gather(2, rows).double(),
-            values.gather(2, rows).double(),
-            attn_mask=torch.arange(6) < counts,
-            scale=0.5,
-        )
-        expected[2] = 0.0
-        assert found.dtype == dtype
-        torch.testing.assert_close(found, expected.to(dtype))
-
-
-def test_a_sequence_that_sees_nothing_has_no_gradient() -> None:
-    """Nor spoils those of others."""
-    visible = torch.ones(2, 1, 40, dtype=torch.bool)
-    visible[1] = False
-    basis = torch.linalg.qr(torch.randn(2, 8, 8)).Q[..., :4]
-    with torch.enable_grad():
-        query, keys, values = (torch.randn(2, *shape, requires_grad=True) for shape in ((4, 8), (2, 40, 8), (2, 40, 8)))
-        proxy = (keys @ basis).detach()
-        decode(query, keys, values, proxy, basis, 6, LokiConfig(k=6, min_seq=0), 0.3, visible).sum().backward()
-    for tensor in (query, keys, values):
-        assert tensor.grad[0].norm() > 0
-        assert not tensor.grad[1].any()
 
 
 def test_the_example_of_the_page(llama: tuple[Any, LokiBasis], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
