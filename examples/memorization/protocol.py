@@ -22,9 +22,10 @@ from text import write_text
 from fourfold.config.load import load_run
 from fourfold.data.canaries import Canaries, ledger_path
 from fourfold.data.prepare import prepare
-from fourfold.memorization.audit import AuditRequest, subject_of
+from fourfold.memorization.audit import AuditRequest
 from fourfold.memorization.laws import exact_match_law
 from fourfold.memorization.statistics import wilson
+from fourfold.memorization.subject import subject_of
 from fourfold.reports.audit_report import write_audit_report
 from fourfold.training.launch import run_on_grid
 from fourfold.training.metrics import read_metrics

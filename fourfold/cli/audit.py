@@ -56,7 +56,7 @@ def audit(
     from fourfold.errors import UserError
 
     if max_exact_match is not None and not 0 <= max_exact_match <= 1:
-        raise UserError(f"--max-exact-match {max_exact_match} is a share between 0 and 1, such as 0.01")
+        raise UserError(f"--max-exact-match {max_exact_match} must be a share from 0 to 1, such as 0.01")
     from fourfold.memorization.audit import AuditRequest
     from fourfold.memorization.scores import Sampling
     from fourfold.memorization.subject import run_on_its_grid
@@ -82,19 +82,19 @@ def audit(
     record = run_on_its_grid("fourfold.memorization.audit:audit_of_place", request)
     if record is None:  # not the first process of a launcher's
         return
-    if out is not None:
-        from fourfold.reports.audit_report import write_audit_report
-
-        page = write_audit_report(record, out)
     if as_json:
         import json
 
-        print(json.dumps(record))
+        print(json.dumps(record, allow_nan=False))
     else:
         from fourfold.reports.terminal import audit_tables
 
         audit_tables(record)
-        if out is not None:
+    if out is not None:  # last: what cannot be written is shown at least
+        from fourfold.reports.audit_report import write_audit_report
+
+        page = write_audit_report(record, out)
+        if not as_json:
             print(f"Report: {page}")
     if max_exact_match is not None and record["exact_match"] > max_exact_match:
         raise typer.Exit(ABOVE_LIMIT)

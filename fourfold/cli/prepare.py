@@ -42,8 +42,8 @@ def prepare(
         float, typer.Option(help="Share of the documents to hold out into OUT-validation.")
     ] = 0.0,
     canaries: Annotated[
-        int, typer.Option(min=0, help="Documents to plant for each number of --repeats, as an audit's probes.")
-    ] = 0,
+        int | None, typer.Option(help="Documents to plant for each number of --repeats, as an audit's probes.")
+    ] = None,
     repeats: Annotated[
         str, typer.Option(help="How often canaries are planted; those of 0 are the control.")
     ] = "0,1,4,16",
@@ -68,6 +68,7 @@ def prepare(
     """
     from fourfold.data import prepare as data
     from fourfold.data.canaries import Canaries
+    from fourfold.errors import UserError
 
     if format == "sft":
         refused = {
@@ -81,8 +82,10 @@ def prepare(
         return
     _check_text(format, chat_template)
     wanted = None
-    if canaries:
+    if canaries is not None:
         wanted = Canaries(canaries, _numbers(repeats), canary_tokens, canary_noise, canary_shift, canaries_from)
+    elif (repeats, canary_tokens, canary_noise, canary_shift, canaries_from) != ("0,1,4,16", 100, 0.0, 0, None):
+        raise UserError("--repeats and the options of canaries need --canaries N, the documents to plant")
     summary = data.prepare(
         inputs,
         out,

@@ -34,6 +34,11 @@ class GoldfishConfig(Strict):
         [], description="Token ids that are never left out, besides the tokenizer's special tokens."
     )
 
+    @property
+    def preceding(self) -> int:
+        """Tokens before a target that decide over it."""
+        return self.h - 1 if self.strategy == "hash-table" and self.include_target else self.h
+
 
 class ResponsesConfig(Strict):
     """Fine-tuning on responses: only what stands between the markers is trained, the closing marker included.

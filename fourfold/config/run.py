@@ -332,6 +332,15 @@ class RunConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _canaries_fit(self) -> RunConfig:
+        if self.audit.interval and self.audit.suffix > self.training.seq_length:
+            raise ValueError(
+                f"audit.suffix = {self.audit.suffix} is more than training.seq_length = {self.training.seq_length}, "
+                "and a canary is cut to what the model sees; lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _adapters_fit(self) -> RunConfig:
         if self.lora.rank and self.parallel.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
             raise ValueError(

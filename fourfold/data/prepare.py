@@ -107,6 +107,8 @@ def prepare(
         _check_filled(splits, request)
         if canaries is not None:
             splits["train"] = plant(splits["train"], canaries, loaded, text_key, ledger_path(prefix))
+        else:
+            ledger_path(prefix).unlink(missing_ok=True)  # of a corpus that was here before
         made = _publish(splits, prefix, request, loaded)
         _remove_all_but(parts, set())
     return PrepareSummary(*made, _files(prefix, *made, canaries), time.monotonic() - began, reused=False)

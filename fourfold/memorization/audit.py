@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -20,7 +21,7 @@ from fourfold.memorization.forward import AuditedModel, HuggingFaceTokenizer
 from fourfold.memorization.generation import continue_greedily
 from fourfold.memorization.record import Evidence, audit_record
 from fourfold.memorization.replay import REPLAYABLE, check_replayable
-from fourfold.memorization.scores import TokenScores
+from fourfold.memorization.scores import FIELDS, TokenScores
 from fourfold.memorization.subject import (
     ScoringRequest,
     Subject,
@@ -68,6 +69,7 @@ def audit_of_place(place: Place, request: AuditRequest, subject: Subject) -> dic
     run = subject.run
     device = device_of(place, run.training.device if run is not None else "auto")
     goldfish = _goldfish(request, run)
+    compared = None if request.reference is None else subject_of(request.reference, request, "--reference")
     tokenizer = tokenizer_of(request, subject)
     model = open_model(subject, request, device)
     documents, truncated = _documents(request, model, tokenizer, run)
@@ -75,12 +77,12 @@ def audit_of_place(place: Place, request: AuditRequest, subject: Subject) -> dic
     scores = _scores(model, inputs, request.offset)
     generated = _generated(model, documents, inputs, request)
     reference = None
-    if request.reference is not None:
+    if compared is not None:
         del model  # before the other takes its place
-        reference = _scores(_reference_model(request, device, inputs), inputs, request.offset)
+        reference = _scores(_reference_model(request, compared, device, inputs), inputs, request.offset)
     if scores is None:
         return None
-    if tokenizer is not None and not isinstance(tokenizer, HuggingFaceTokenizer):
+    if tokenizer is not None:
         documents = [_with_text(document, tokenizer) for document in documents]
     special = () if tokenizer is None else tokenizer.special_ids
     return audit_record(
@@ -114,9 +116,10 @@ def _goldfish(request: AuditRequest, run: RunConfig | None) -> GoldfishConfig | 
     return run.masks.goldfish
 
 
-def _reference_model(request: AuditRequest, device: torch.device, inputs: Sequence[NDArray]) -> AuditedModel:
+def _reference_model(
+    request: AuditRequest, subject: Subject, device: torch.device, inputs: Sequence[NDArray]
+) -> AuditedModel:
     """The model to compare with; it must read the same tokens."""
-    subject = subject_of(request.reference, request)
     model = open_model(subject, request, device)
     largest, longest = max(int(tokens.max()) for tokens in inputs), max(len(tokens) for tokens in inputs)
     if largest >= model.vocab_size:
@@ -139,8 +142,10 @@ def _documents(
     run: RunConfig | None,
 ) -> tuple[list[AuditDocument], int]:
     """The documents, then those of the control file with count 0; and how many were cut to the model's context."""
-    shortest = request.prefix + request.suffix
-    longest = context_of(model, run) + 1 - request.offset  # the last token is never an input
+    shortest, context = request.prefix + request.suffix, context_of(model, run)
+    if request.offset >= context:
+        raise UserError(f"--offset {request.offset} leaves nothing of the {context} tokens that the model sees")
+    longest = context + 1 - request.offset  # the last token is never an input
     if shortest > longest:
         raise UserError(
             f"--prefix {request.prefix} and --suffix {request.suffix} are more than the {longest} tokens that the "
@@ -155,10 +160,23 @@ def _documents(
     found = read_documents(request.documents, tokenizer, **options)
     if request.control is not None:
         found += [replace(document, count=0) for document in read_documents(request.control, tokenizer, **options)]
-    if all(document.count == 0 for document in found):
-        raise UserError(f"every document in {request.documents} has a count of 0: there is none that was trained on")
+    _check_groups(request, found)
     cut = [document.cut(longest) for document in found]
     return cut, sum(len(document.tokens) > longest for document in found)
+
+
+def _check_groups(request: AuditRequest, documents: Sequence[AuditDocument]) -> None:
+    """Raise UserError where members and controls are not what the options say, or are the same."""
+    if request.count_key != AuditRequest.count_key and all(d.count is None for d in documents):
+        raise UserError(f'--counts {request.count_key}: no document of {request.documents} has "{request.count_key}"')
+    members, controls = (
+        {document.tokens.tobytes() for document in documents if (document.count == 0) == is_control}
+        for is_control in (False, True)
+    )
+    if not members:
+        raise UserError(f"every document in {request.documents} has a count of 0: there is none that was trained on")
+    if both := len(members & controls):
+        raise UserError(f"{both} of the documents are members and controls at once; a control was never trained on")
 
 
 def _scores(model: AuditedModel, inputs: Sequence[NDArray], offset: int) -> list[TokenScores] | None:
@@ -166,6 +184,9 @@ def _scores(model: AuditedModel, inputs: Sequence[NDArray], offset: int) -> list
     fields = model.score(list(inputs))
     if fields is None:
         return None
+    excluded = FIELDS.index("sampled")  # minus infinity where the attacker never draws the token
+    if not all(np.isfinite(np.delete(each, excluded, 0)).all() for each in fields):
+        raise UserError("the model's probabilities are not numbers (NaN or infinite): its weights are damaged")
     return [TokenScores.of(tokens[offset:], each[:, offset:]) for tokens, each in zip(inputs, fields, strict=True)]
 
 
@@ -180,6 +201,6 @@ def _generated(
     return dict(zip(members, texts, strict=True))
 
 
-def _with_text(document: AuditDocument, tokenizer: Tokenizer) -> AuditDocument:
+def _with_text(document: AuditDocument, tokenizer: Tokenizer | HuggingFaceTokenizer) -> AuditDocument:
     """With the text of just the tokens that were scored: what was cut off must not count towards its length."""
     return replace(document, text=tokenizer.decode(document.tokens.tolist()))

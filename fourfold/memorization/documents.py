@@ -29,6 +29,11 @@ class AuditDocument:
     canary: int | None = None
     planted: Canaries | None = None
 
+    @property
+    def shift(self) -> int:
+        """Tokens by which its copies may begin late."""
+        return 0 if self.planted is None else self.planted.shift
+
     def cut(self, longest: int) -> AuditDocument:
         """Its first `longest` tokens."""
         return replace(self, tokens=self.tokens[:longest])
@@ -40,7 +45,7 @@ class Encoder(Protocol):
     vocab_size: int
     eod_id: int | None
     special_ids: tuple[int, ...]
-    fingerprint: str
+    fingerprint: str | None
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
 
@@ -67,10 +72,10 @@ def read_documents(
                 f"{where} has {len(tokens)} tokens, and prefix and suffix need {shortest}; leave it out, or lower "
                 "--suffix and --prefix"
             )
-        if tokens.max() >= vocab_size or tokens.min() < 0:
+        if len(outside := tokens[(tokens >= vocab_size) | (tokens < 0)]):
             raise UserError(
-                f"{where} has token {int(tokens.max())}, and the model's vocabulary ends at {vocab_size - 1}: it was "
-                "made with another tokenizer"
+                f"{where} has token {outside[0]}, and the model's vocabulary ends at {vocab_size - 1}: it was made "
+                "with another tokenizer"
             )
         count = row.get(count_key)
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
@@ -105,7 +110,7 @@ def with_others_before(documents: Sequence[AuditDocument], offset: int, eod_id: 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a text may hold other ends of lines
     except OSError as error:
         raise UserError(f"cannot read the documents {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -115,7 +120,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict):
             raise UserError(f"{path}, line {number} is not a JSON object")
@@ -125,10 +130,11 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _tokens(where: str, row: dict[str, Any], tokenizer: Encoder | None, text_key: str) -> NDArray[np.int64]:
     tokens, text = row.get("tokens"), row.get(text_key)
     if tokens is not None:
-        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+        if not isinstance(tokens, list) or not all(_is_whole(token) for token in tokens):
             raise UserError(f'{where} has "tokens" that are no list of token ids')
         made_with = row.get("tokenizer")
-        if tokenizer is not None and made_with is not None and made_with != tokenizer.fingerprint:
+        known = None if tokenizer is None else tokenizer.fingerprint
+        if None not in (known, made_with) and made_with != known:
             raise UserError(
                 f"{where} was tokenised with another tokenizer than the model's; prepare the canaries with it"
             )
@@ -137,6 +143,8 @@ def _tokens(where: str, row: dict[str, Any], tokenizer: Encoder | None, text_key
         raise UserError(f'{where} has neither "{text_key}" nor "tokens"; name the key with --text-key')
     if not text:
         raise UserError(f"{where} is an empty document; leave it out")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError(f"{where} holds half a character (a lone surrogate); leave it out")
     if tokenizer is None:
         raise UserError(
             f"{where} is text, and nothing says which tokenizer the model was trained with; give it with --tokenizer"
@@ -146,7 +154,13 @@ def _tokens(where: str, row: dict[str, Any], tokenizer: Encoder | None, text_key
 
 def _origin(row: dict[str, Any]) -> tuple[int | None, Canaries | None]:
     """The number of a planted canary, and how its copies were varied."""
-    if not all(isinstance(row.get(key), int | float) for key in ("id", "noise", "shift", "seed")):
+    noise = row.get("noise")
+    is_share = isinstance(noise, int | float) and 0 <= noise < 1
+    if not is_share or not all(_is_whole(row.get(key)) for key in ("id", "shift", "seed")):
         return None, None
-    variation = {"noise": float(row["noise"]), "shift": int(row["shift"]), "seed": int(row["seed"])}
-    return int(row["id"]), Canaries(count=1, repeats=(1,), **variation)
+    return row["id"], Canaries(count=1, repeats=(1,), noise=float(noise), shift=row["shift"], seed=row["seed"])
+
+
+def _is_whole(value: Any) -> bool:
+    """A whole number that an array can hold."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63

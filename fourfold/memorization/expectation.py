@@ -21,6 +21,6 @@ def expectation(config: GoldfishConfig) -> dict[str, Any] | None:
     return {
         "exact_match": {str(suffix): exact_match_law(config.k, suffix) for suffix in SUFFIXES},
         "near_duplicates_train": {
-            str(noise): near_duplicate_law(noise, config.h, config.k) for noise in NOISES if hashed
+            str(noise): near_duplicate_law(noise, config.preceding, config.k) for noise in NOISES if hashed
         },
     }

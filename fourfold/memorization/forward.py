@@ -12,9 +12,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch import Tensor
 
 from fourfold.config.run import RunConfig
+from fourfold.data.tokenizer import HFTokenizer
 from fourfold.errors import UserError
 from fourfold.inference.pretrained import import_transformers
 from fourfold.memorization.scores import Sampling, score_logits
@@ -109,8 +111,8 @@ class HuggingFaceModel:
         transformers = import_transformers()
         try:
             self.model = transformers.AutoModelForCausalLM.from_pretrained(name).to(device).eval()
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot load the Hugging Face model {name}: {str(error).splitlines()[0]}") from error
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UserError(f"cannot load the Hugging Face model {name}: {' '.join(str(error).split())}") from error
         self.vocab_size = self.model.config.vocab_size
         self.max_length = getattr(self.model.config, "max_position_embeddings", None)
         self.device, self.sampling, self.micro_batch_size = device, sampling, micro_batch_size
@@ -132,27 +134,38 @@ class HuggingFaceModel:
 
 
 class HuggingFaceTokenizer:
-    """The tokenizer of a Hugging Face model. special_tokens: put around a text what the tokenizer puts there."""
+    """The tokenizer of a Hugging Face model. special_tokens: put around a text what the tokenizer puts there.
 
-    fingerprint = ""
+    fingerprint: that of its tokenizer.json, as `fourfold prepare` notes it; None where it has none.
+    """
 
     def __init__(self, name: str, special_tokens: bool = True) -> None:
         transformers = import_transformers()
         try:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
-            raise UserError(f"cannot load the tokenizer {name}: {str(error).splitlines()[0]}") from error
+            raise UserError(f"cannot load the tokenizer {name}: {' '.join(str(error).split())}") from error
         self.vocab_size = len(self._tokenizer)
         self.special_ids = tuple(sorted(self._tokenizer.all_special_ids))
         self.eod_id: int | None = self._tokenizer.eos_token_id
         self.bos_id: int | None = self._tokenizer.bos_token_id
         self._special_tokens = special_tokens
+        self.fingerprint = _fingerprint(name)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return self._tokenizer(texts, add_special_tokens=self._special_tokens)["input_ids"]
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _fingerprint(name: str) -> str | None:
+    from transformers.utils import cached_file
+
+    try:
+        return HFTokenizer(cached_file(name, "tokenizer.json")).fingerprint
+    except (OSError, UserError):  # a tokenizer of another kind
+        return None
 
 
 @contextmanager

@@ -83,7 +83,7 @@ class CanaryAudit:
         goldfish = self.run.masks.goldfish
         if goldfish.strategy in REPLAYABLE:
             exempt = tuple(sorted({*self.exempt, *goldfish.exempt}))
-            replays = [replay_mask(goldfish, exempt, document.tokens) for document in documents]
+            replays = [replay_mask(goldfish, exempt, document.tokens, document.shift) for document in documents]
             for name, wanted in (("loss_kept", False), ("loss_dropped", True)):
                 losses = [-s.log_prob[r.known & (r.dropped == wanted)] for s, r in zip(scores, replays, strict=True)]
                 together = np.concatenate(losses)

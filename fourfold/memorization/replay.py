@@ -46,19 +46,19 @@ def check_replayable(config: GoldfishConfig) -> None:
         )
 
 
-def replay_mask(config: GoldfishConfig, exempt: tuple[int, ...], tokens: NDArray[np.int64]) -> Replay:
-    """The mask of a document. Of its first h tokens hash keeps all, and hash-table's depend on what was before."""
+def replay_mask(config: GoldfishConfig, exempt: tuple[int, ...], tokens: NDArray[np.int64], shift: int = 0) -> Replay:
+    """The mask of a document. Of its first h tokens hash keeps all, and hash-table's depend on what was before.
+
+    shift: its copies began up to so many tokens late, and each kept first tokens of its own.
+    """
     windows = Windows(tokens[None], np.zeros((1, len(tokens)), dtype=np.int64), np.zeros(1, dtype=np.int64))
-    dropped = ~Goldfish(from_the_first_step(config), exempt)(windows)[0]
+    dropped = ~Goldfish(config, exempt)(windows)[0]
     known = np.ones_like(dropped)
     if config.strategy == "hash-table":
-        known[: config.h - 1 if config.include_target else config.h] = False
+        known[: config.preceding] = False
+    if shift:
+        known[: shift + config.h] = False
     return Replay(known, dropped)
-
-
-def from_the_first_step(config: GoldfishConfig) -> GoldfishConfig:
-    """The same mask from the first step on."""
-    return config.model_copy(update={"start_step": 0})
 
 
 def replay_report(
@@ -76,7 +76,7 @@ def replay_report(
     token, which no mask keeps from being repeated.
     """
     check_replayable(config)
-    replays = [replay_mask(config, exempt, document.tokens) for document in documents]
+    replays = [replay_mask(config, exempt, document.tokens, document.shift) for document in documents]
     dropped = [replay.dropped & replay.known for replay in replays]
     kept = [~replay.dropped & replay.known for replay in replays]
     diverged = []
@@ -148,7 +148,7 @@ def near_duplicates(
         "noise": noise,
         "trained_share": share(pairs),
         "trained_share_ci": list(bootstrap(share, pairs)),
-        "expected_trained_share": near_duplicate_law(noise, config.h, config.k),
+        "expected_trained_share": near_duplicate_law(noise, config.preceding, config.k),
     }
 
 

@@ -29,9 +29,9 @@ class Sampling:
 
     def check(self) -> None:
         """Raise UserError for a scheme that draws nothing."""
-        if self.temperature <= 0:
+        if not 0 < self.temperature < math.inf:
             raise UserError(
-                f"--temperature {self.temperature}: sampling needs more than 0 (0 is greedy, audited anyway)"
+                f"--temperature {self.temperature}: sampling needs a number above 0 (0 is greedy, audited anyway)"
             )
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"--top-k {self.top_k}: at least 1 token must be left to draw from")

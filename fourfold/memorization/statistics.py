@@ -23,7 +23,7 @@ def wilson(successes: int, trials: int) -> Interval:
     rate, z2 = successes / trials, Z * Z
     middle = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
     half = Z / (1 + z2 / trials) * math.sqrt(rate * (1 - rate) / trials + z2 / (4 * trials * trials))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return 0.0 if successes == 0 else middle - half, 1.0 if successes == trials else middle + half
 
 
 def difference(successes: int, trials: int, other_successes: int, other_trials: int) -> Interval:
@@ -71,13 +71,11 @@ def auc_interval(members: NDArray[np.float64], controls: NDArray[np.float64], se
     return (max(0.0, 1 - slack) if low == 1.0 else low), (min(1.0, slack) if high == 0.0 else high)
 
 
-def true_positive_rate(
-    members: NDArray[np.float64], controls: NDArray[np.float64], false_positive_rate: float
-) -> float | None:
-    """The share of members above all but that share of the controls; None with too few controls to tell."""
-    if len(controls) * false_positive_rate < 1:
+def true_positive_rate(members: NDArray[np.float64], controls: NDArray[np.float64], one_in: int) -> float | None:
+    """The share of members above all but one in so many controls; None with too few controls to tell."""
+    allowed = len(controls) // one_in
+    if not allowed:
         return None
-    allowed = math.floor(len(controls) * false_positive_rate)
     threshold = np.sort(controls)[::-1][allowed]
     return float((members > threshold).mean())
 

@@ -54,16 +54,23 @@ class Subject:
     knows_data: bool = False
 
 
-def subject_of(name: str, request: ScoringRequest) -> Subject:
-    """Find the model, and the run that describes it on the grid that the overrides ask for."""
+def subject_of(name: str, request: ScoringRequest, option: str = "--model") -> Subject:
+    """Find the model, and the run that describes it on the grid that the overrides ask for.
+
+    option: by which it was asked for. Raises UserError where there is none.
+    """
     path = Path(name)
-    if not path.exists():
-        if name.count("/") == 1 and not name.startswith((".", "/")):
-            return Subject(name)  # a name on the Hugging Face hub
+    is_of_the_hub = name.count("/") == 1 and not path.parent.exists()
+    if not path.exists() and not is_of_the_hub:
         raise UserError(
-            f"--model {name} does not exist; give a checkpoint, the folder of a run, or a Hugging Face model"
+            f"{option} {name} does not exist; give a checkpoint, the folder of a run, or a Hugging Face model"
         )
-    if (path / "config.json").is_file():
+    if is_of_the_hub or (path / "config.json").is_file():
+        if request.overrides and option == "--model":
+            raise UserError(
+                f"--set is for checkpoints of fourfold, and {name} is a Hugging Face model; bring it in with "
+                "`fourfold import-hf` to audit it on a grid"
+            )
         return Subject(name)
     checkpoint = _checkpoint_in(path)
     run_file = checkpoint.parent.parent / "run.toml"
@@ -120,7 +127,7 @@ def tokenizer_of(
 
     special_tokens: of a Hugging Face model's, put around a text what it puts there; ours never do.
     """
-    if subject.run is None:
+    if subject.run is None and request.tokenizer != "bytes":
         return HuggingFaceTokenizer(request.tokenizer or subject.name, special_tokens)
     if request.tokenizer is not None:
         return load_tokenizer(request.tokenizer)

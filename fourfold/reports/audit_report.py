@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fourfold.data.files import write_output
 from fourfold.errors import UserError
 from fourfold.reports import html
 from fourfold.reports.svg import Series, line_chart
@@ -34,7 +35,7 @@ def write_audit_report(record: Record, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the folder of the report, {folder}: {error.strerror}") from None
-    (folder / "audit.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_output(folder / "audit.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
     page = folder / "audit.html"
     html.write_page(page, html.page("Memorisation audit", record["model"], _sections(record)))
     return page

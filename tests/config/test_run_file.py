@@ -295,3 +295,9 @@ def test_vocabulary_is_padded_alike_on_every_grid() -> None:
     for vocab, multiple, padded in ((257, 128, 384), (256, 128, 256), (1, 128, 128), (257, 1, 257)):
         model = ModelConfig(vocab_size=vocab, pad_vocab_size_to_multiple_of=multiple, **sizes)
         assert model.padded_vocab_size == padded
+
+
+def test_canaries_longer_than_what_the_model_sees() -> None:
+    wanted = {"interval": 1, "documents": "c.jsonl", "suffix": 129}
+    assert "audit.suffix = 129 is more than training.seq_length = 128" in refusal(table(audit=wanted))
+    make_run(table(audit=wanted | {"suffix": 128}))

@@ -67,6 +67,8 @@ def test_planting_again_is_noticed(text: Path, tmp_path: Path) -> None:
     assert not plant(text, tmp_path / "c", canaries).reused
     assert plant(text, tmp_path / "c", canaries).reused
     assert ledger_path(tmp_path / "c") in plant(text, tmp_path / "c", canaries).files
+    prepare([text], tmp_path / "c", tokenizer="bytes", workers=1)
+    assert not ledger_path(tmp_path / "c").exists()  # nothing is planted in this one
     assert not plant(text, tmp_path / "c", Canaries(2, (0, 3), length=30)).reused
     assert not prepare([text], tmp_path / "c", tokenizer="bytes", workers=1).reused
 

@@ -47,6 +47,10 @@ def test_canaries(tmp_path: Path) -> None:
     ledger = [json.loads(row) for row in (tmp_path / "c-canaries.jsonl").read_text().splitlines()]
     assert [row["count"] for row in ledger] == [0, 0, 3, 3]
     assert IndexedDataset(tmp_path / "c").documents == 30 - 4 + 6
+    with pytest.raises(UserError, match="--canaries is 0"):
+        CliRunner().invoke(app, [*command, "--canaries", "0"], catch_exceptions=False)
+    with pytest.raises(UserError, match="need --canaries N"):
+        CliRunner().invoke(app, [*command, "--repeats", "0,3"], catch_exceptions=False)
     with pytest.raises(UserError, match="--repeats 'often' is no list of whole numbers; write it as 0,1,4,16"):
         CliRunner().invoke(app, [*command, "--canaries", "2", "--repeats", "often"], catch_exceptions=False)
 

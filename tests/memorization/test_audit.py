@@ -17,9 +17,10 @@ from tiny_corpus import make_corpus, run_file
 from fourfold.data.canaries import Canaries, ledger_path
 from fourfold.data.prepare import prepare
 from fourfold.errors import UserError
-from fourfold.memorization.audit import AuditRequest, audit_of_place, subject_of
+from fourfold.memorization.audit import AuditRequest, audit_of_place
 from fourfold.memorization.documents import AuditDocument, with_others_before
 from fourfold.memorization.scores import Sampling
+from fourfold.memorization.subject import subject_of
 from fourfold.reports.audit_report import write_audit_report
 from fourfold.training.environment import Place
 
@@ -295,8 +296,20 @@ def line(**values: object) -> str:
         (line(text="a" * 90, count=0), {}, "there is none that was trained on"),
         (line(text="a" * 90), {"--suffix": 0}, "must both be at least 1"),
         (line(text="a" * 90), {"--prefix": 60}, "more than the 65 tokens that the model sees"),
-        (line(text="a" * 90), {"--max-exact-match": 2}, "a share between 0 and 1"),
-        (line(text="a" * 90), {"--temperature": 0}, "sampling needs more than 0"),
+        (line(text="a" * 90), {"--max-exact-match": 2}, "must be a share from 0 to 1"),
+        (line(text="a" * 90), {"--temperature": 0}, "sampling needs a number above 0"),
+        (line(text="a" * 90), {"--temperature": "nan"}, "sampling needs a number above 0"),
+        (line(text="a" * 90), {"--offset": 1000}, "leaves nothing of the 64 tokens"),
+        (line(text="a" * 90), {"--counts": "seen"}, "no document of"),
+        (line(text="a" * 90), {"--reference": "./nope"}, "--reference ./nope does not exist"),
+        (line(text="a" * 90), {"--model": "./runs/none"}, "--model ./runs/none does not exist"),
+        (line(text="a" * 90) + line(text="a" * 90, count=0), {}, "members and controls at once"),
+        (line(text="a" * 90 + "\ud800"), {}, "half a character"),
+        (line(tokens=[1] * 50 + [True]), {}, "no list of token ids"),
+        (line(tokens=[1] * 50 + [10**30]), {}, "no list of token ids"),
+        (line(tokens=[5] * 50 + [-3]), {}, "has token -3"),
+        ("[" * 100_000 + "\n", {}, "line 1 is not a JSON object"),
+        ('{"count": ' + "9" * 5000 + "}\n", {}, "line 1 is not a JSON object"),
         (line(text="a" * 90), {"--model": "/nowhere"}, "/nowhere does not exist"),
         (line(text="a" * 90), {"--model": "."}, "neither a checkpoint"),
         (line(text="a" * 90), {"--control": "/nowhere.jsonl"}, "cannot read the documents /nowhere.jsonl"),
@@ -357,6 +370,42 @@ def test_hugging_face_model(hugging_face: tuple[Path, list[str]], tmp_path: Path
     record = json.loads(output)
     assert record["generation"]["agrees_with_one_pass"] == 1
     assert record["token_agreement"]["mean"] > record["control"]["token_agreement"]["mean"]
+
+
+def test_canaries_of_a_hugging_face_tokenizer(hugging_face: tuple[Path, list[str]], tmp_path: Path, cli: Cli) -> None:
+    """Its ledger is known by the tokenizer.json, its lines may hold other ends of lines, and --set is refused."""
+    folder, texts = hugging_face
+    (tmp_path / "text.jsonl").write_text("".join(line(text=f"{text}\u2028{text}") for text in texts))
+    options = {"workers": 1, "canaries": Canaries(4, (0, 2), length=30)}
+    prepare([tmp_path / "text.jsonl"], tmp_path / "c", tokenizer=folder, **options)
+    prepare([tmp_path / "text.jsonl"], tmp_path / "bytes", tokenizer="bytes", **options)
+    audit = ("audit", "--model", folder, "--suffix", 10, "--prefix", 10, "--json")
+    code, output, errors = cli(*audit, "--documents", ledger_path(tmp_path / "c"))
+    assert code == 0, errors
+    assert list(json.loads(output)["by_count"]) == ["0", "2"]
+    for more, message in (
+        (("--documents", ledger_path(tmp_path / "bytes")), "another tokenizer than the model's"),
+        (("--documents", ledger_path(tmp_path / "c"), "--set", "parallel.z=2"), "--set is for checkpoints"),
+    ):
+        code, output, errors = cli(*audit, *more)
+        assert (code, output) == (2, "")
+        assert message in errors
+
+
+def test_a_model_that_is_not_a_number_does_not_pass(
+    hugging_face: tuple[Path, list[str]], tmp_path: Path, cli: Cli
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder, texts = hugging_face
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    model.model.norm.weight.data.fill_(float("nan"))
+    shutil.copytree(folder, tmp_path / "broken")
+    model.save_pretrained(tmp_path / "broken")
+    (tmp_path / "documents.jsonl").write_text("".join(line(text=text) for text in texts))
+    arguments = ("--documents", tmp_path / "documents.jsonl", "--suffix", 10, "--prefix", 10, "--max-exact-match", 0.01)
+    code, output, errors = cli("audit", "--model", tmp_path / "broken", *arguments, "--json")
+    assert (code, output) == (2, "")
+    assert "probabilities are not numbers" in errors
 
 
 def test_the_one_pass_is_what_hugging_face_generates(hugging_face: tuple[Path, list[str]]) -> None:

@@ -37,6 +37,7 @@ def test_intervals() -> None:
     assert wilson(0, 64) == pytest.approx((0, 0.0566), abs=1e-4)
     assert wilson(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
     assert wilson(0, 0) == (0, 1)
+    assert (wilson(0, 7)[0], wilson(7, 7)[1]) == (0, 1)
     # Newcombe 1998, table II, method 10, his example (a): 56/70 - 48/80.
     assert difference(56, 70, 48, 80) == pytest.approx((0.0524, 0.3339), abs=1e-4)
     low, high = bootstrap(lambda rows: float(rows.mean()), RANDOM.normal(3, 1, 400))
@@ -62,9 +63,11 @@ def test_auc() -> None:
 
 def test_true_positives_at_few_false_ones() -> None:
     controls = np.arange(100.0)
-    assert true_positive_rate(np.array([98.5, 99.5, 1.0, 200.0]), controls, 0.01) == 0.75
-    assert true_positive_rate(np.array([99.5]), controls, 0.001) is None
-    assert true_positive_rate(np.array([1.0]), np.zeros(99), 0.01) is None
+    assert true_positive_rate(np.array([98.5, 99.5, 1.0, 200.0]), controls, 100) == 0.75
+    assert true_positive_rate(np.array([99.5]), controls, 1000) is None
+    assert true_positive_rate(np.array([1.0]), np.zeros(99), 100) is None
+    # 29 of 2,900, though 2900 * 0.01 is a little less.
+    assert true_positive_rate(np.array([2870.5, 2870.0]), np.arange(2900.0), 100) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -190,6 +193,15 @@ def test_the_guard_notices_other_words_and_nothing_else() -> None:
     assert guard["differs"]
     assert guard["auc"] > 0.95
     assert bag_of_words_guard(alike[:9], alike) is None
+    copies = bag_of_words_guard(alike[:13] * 3, alike[100:114])  # a copy is no evidence
+    assert copies == bag_of_words_guard(alike[:13], alike[100:114])
+
+
+@pytest.mark.slow
+def test_the_guard_seldom_cries_wolf() -> None:
+    """About one time in twenty, also with few documents."""
+    draws = [[RANDOM.integers(0, 60, 40) for _ in range(40)] for _ in range(100)]
+    assert sum(bag_of_words_guard(draw[:26], draw[26:])["differs"] for draw in draws) <= 12
 
 
 def test_laws() -> None:
@@ -204,8 +216,12 @@ def members(count: int, length: int, noise: float = 0.0) -> list[AuditDocument]:
 
 
 def test_the_near_duplicate_law_is_what_happens() -> None:
-    for noise, h, k in ((0.05, 13, 4), (0.05, 4, 4), (0.01, 50, 3)):
-        config = GoldfishConfig(strategy="hash", k=k, h=h)
+    table = {"strategy": "hash-table", "include_target": True}  # the target is one of the h
+    for noise, h, k, options in (
+        (0.05, 13, 4, {}), (0.05, 4, 4, {}), (0.01, 50, 3, {}), (0.05, 2, 4, table), (0.05, 4, 4, table),
+        (0.05, 4, 4, table | {"include_target": False}),
+    ):  # fmt: skip
+        config = GoldfishConfig(**{"strategy": "hash", "k": k, "h": h, **options})
         found = near_duplicates(config, (), members(60, 160, noise), ByteTokenizer())
         low, high = found["trained_share_ci"]
         assert low - 0.01 <= found["expected_trained_share"] <= high + 0.01
@@ -235,6 +251,8 @@ def test_replay_parts_kept_from_dropped() -> None:
     assert found["near_duplicates"] is None
     table = replay_mask(GoldfishConfig(strategy="hash-table", h=7), (), documents[0].tokens)
     assert table.known.tolist() == [False] * 6 + [True] * 83
+    shifted = replay_mask(GoldfishConfig(strategy="hash", h=7), (), documents[0].tokens, shift=5)
+    assert shifted.known.tolist() == [False] * 12 + [True] * 77
 
 
 def test_a_mask_that_depends_on_the_place_is_not_replayed() -> None:
