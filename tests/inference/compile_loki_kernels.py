@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fourfold.inference.loki import triton_kernels as kernels
+from fourfold.inference.loki import triton_kernels
 
 SHARED_BYTES = 99 * 1024
 """What a block can have on the GPUs that have least (compute capability 8.6 and 8.9)."""
@@ -27,14 +27,14 @@ def compile_all(dtype: torch.dtype, width: int, d: int, reduce: str) -> None:
     name_of_type = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     tensors = dict.fromkeys(("query", "proxy", "key", "value", "out"), f"*{name_of_type}")
     for name in ("_score", "_rank", "_refine", "_count", "_collect", "_attend", "_merge"):
-        kernel = getattr(kernels, name)
+        kernel = getattr(triton_kernels, name)
         padded = max(16, triton.next_power_of_2(d if name == "_score" else width))
-        most = kernels.CHOSEN_BLOCK if name == "_attend" else kernels.BLOCK
+        most = triton_kernels.CHOSEN_BLOCK if name == "_attend" else triton_kernels.BLOCK
         reads_rows = name in ("_score", "_attend")
         values = SIZES | {
             "D": width, "d": d, "DP": padded, "REDUCE": reduce, "of_dim": 1,
-            "SPLIT": kernels.CHOSEN_SPLIT if name == "_attend" else kernels.MOST_SPLIT,
-            "BLOCK": kernels.block_of(padded, torch.empty(0, dtype=dtype), most) if reads_rows else most,
+            "SPLIT": triton_kernels.CHOSEN_SPLIT if name == "_attend" else triton_kernels.MOST_SPLIT,
+            "BLOCK": triton_kernels.block_of(padded, torch.empty(0, dtype=dtype), most) if reads_rows else most,
         }  # fmt: skip
         fixed = {p.name: values[p.name] for p in kernel.params if p.is_constexpr or p.name == "of_dim"}
         signature = {

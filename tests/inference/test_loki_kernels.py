@@ -193,10 +193,30 @@ def test_where_numba_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [auto.kernels_for(cpu, dtype) for dtype in (torch.float32, torch.float64)] == ["numba", "torch"]
     with pytest.raises(UserError, match="float32 and bfloat16 on a CPU, not float16 on cpu"):
         LokiConfig(kernels="numba").kernels_for(cpu, torch.float16)
-    monkeypatch.setattr(config_module, "_is_installed", lambda package: False)
+    assert auto.kernels_for(cpu, torch.float32, torch.float16) == "torch"
+    monkeypatch.setattr(config_module, "_why_not", lambda package: "is not installed: pip install 'fourfold[loki]'")
     assert auto.kernels_for(cpu, torch.float32) == "torch"
     with pytest.raises(UserError, match=r"needs numba, which is not installed: pip install 'fourfold\[loki\]'"):
         LokiConfig(kernels="numba").kernels_for(cpu, torch.float32)
+
+
+def test_numba_that_cannot_keep_what_it_compiles_or_is_switched_off(tmp_path: Path) -> None:
+    """A full disk costs the compiler's time again, and NUMBA_DISABLE_JIT the compiled steps, but neither a step."""
+    pytest.importorskip("numba")
+    code = (
+        "import torch, resource\n"
+        "from fourfold.inference.loki import LokiConfig\n"
+        "from fourfold.inference.loki.attend import decode\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "q, k = torch.randn(1, 2, 8), torch.randn(1, 2, 100, 8)\n"
+        "with torch.no_grad():\n"
+        "    print(decode(q, k, k, k[..., :4].contiguous(), torch.eye(8)[None, :, :4].repeat(2, 1, 1), 9,\n"
+        "                 LokiConfig(k=9), 1.0).isfinite().all().item())\n"
+        "    print(LokiConfig().kernels_for(q.device, q.dtype))\n"
+    )
+    for more, kernels in ({"NUMBA_CACHE_DIR": str(tmp_path)}, "numba"), ({"NUMBA_DISABLE_JIT": "1"}, "torch"):
+        done = subprocess.run([sys.executable, "-c", code], env=os.environ | more, capture_output=True, text=True)
+        assert done.stdout.split() == ["True", kernels], done.stderr[-2000:]
 
 
 @pytest.mark.slow

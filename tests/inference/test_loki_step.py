@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -88,6 +89,27 @@ def test_a_sequence_that_sees_nothing_gives_zeros(config: LokiConfig) -> None:
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     few = {name: tensor[2:, :, :4] if name in ("key", "value") else tensor[2:] for name, tensor in tensors.items()}
     torch.testing.assert_close(out[2:], slow(few | {"basis": tensors["basis"]}, 12, 4))
+
+
+@pytest.mark.parametrize("reduce", ["softmax", "max", "mean"])
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("broken", [math.nan, -math.nan])
+def test_a_key_that_is_no_number_shows(config: LokiConfig, group: int, reduce: str, broken: float) -> None:
+    tensors = one_step(group=group)
+    tensors["key"][1, 1, 20] = broken
+    out = fast(tensors, 3, 5, tensors["basis"], config.but(group_reduce=reduce)).unflatten(1, (2, group))
+    assert out[1, 1].isnan().all()
+    assert out[0].isfinite().all() and out[2].isfinite().all() and out[1, 0].isfinite().all()
+
+
+def test_one_head_ranks_by_its_scores(config: LokiConfig) -> None:
+    """Also where its softmax is too small for a number: the best is far above, and the others are not alike."""
+    value = torch.linspace(-1.0, 1.0, 600)[None, None, :, None].repeat(1, 1, 1, 2)
+    key = value.clone()
+    key[0, 0, 300] = torch.tensor([300.0, -300.0])  # ranks first, and weighs little
+    query, basis = torch.ones(1, 1, 2), torch.eye(2)[None, :, :1]
+    out = decode(query, key, value, key[..., :1].contiguous(), basis, 20, config, 1.0)
+    torch.testing.assert_close(out, torch.full_like(out, value[0, 0, -19:, 0].mean().item()), rtol=0.02, atol=0.02)
 
 
 def test_rows_are_gathered_out_of_a_growing_cache() -> None:

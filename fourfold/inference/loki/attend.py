@@ -43,7 +43,11 @@ def decode(
     query_BKGd = query_BKGD[..., :d] if basis_KDd is None else project(query_BKGD, basis_KDd)
     query_BKGd = (query_BKGd * scaling).to(proxy_BKSd.dtype)
     # Autograd knows nothing of kernels of our own.
-    kernels = "torch" if torch.is_grad_enabled() else config.kernels_for(key_BKSD.device, key_BKSD.dtype)
+    kernels = (
+        "torch"
+        if torch.is_grad_enabled()
+        else config.kernels_for(key_BKSD.device, key_BKSD.dtype, value_BKSD.dtype, proxy_BKSd.dtype)
+    )
     if kernels != "torch":
         ours = importlib.import_module(f"fourfold.inference.loki.{kernels}_kernels").decode
         with torch.cuda.device_of(query_BND):  # where Triton launches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import logging
 import math
 import os
 from collections.abc import Iterable
@@ -43,11 +44,11 @@ class LokiConfig:
         after their rotary embedding, the principal components were taken of.
     cache: "proxy" keeps the keys as they are and their leading rotated dims beside them; "rotated" keeps rotated keys
         only, which takes no more memory than dense attention.
-    proxy_dtype: of these leading dims, which only rank: "same" as the keys', or "bf16", which on many CPUs is read and
-        multiplied several times faster than float32.
-    kernels: "torch" for torch's operations; for kernels of our own "triton" on a GPU, "numba" on a CPU; "auto" for
-        these where they are installed, and the numbers float32 or bfloat16 on a CPU. Where autograd records, torch's
-        are used.
+    proxy_dtype: of these leading dims, which only rank: "same" as the keys', or "bf16", half the bytes of float32,
+        which torch's operations multiply several times faster on many CPUs.
+    kernels: "torch" for torch's operations; for kernels of our own "triton" on a GPU, and on a CPU "numba", which reads
+        float32 and bfloat16; "auto" for these where they are installed and can. Where autograd records, torch's are
+        used.
 
     Raises ``UserError`` for values that cannot be.
     """
@@ -124,22 +125,19 @@ class LokiConfig:
         """Whether a step at this context attends to everything."""
         return length < self.min_seq or self.keys_of(length) >= length
 
-    def kernels_for(self, device: torch.device, dtype: torch.dtype) -> Literal["torch", "triton", "numba"]:
-        """By what steps with caches of this type are computed there. Raises ``UserError`` where they cannot be."""
+    def kernels_for(self, device: torch.device, *dtypes: torch.dtype) -> Literal["torch", "triton", "numba"]:
+        """By what steps with caches of these types are computed there. Raises ``UserError`` where they cannot be."""
+        is_read = device.type == "cpu" and all(dtype in NUMBA_DTYPES for dtype in dtypes)
         if self.kernels == "auto":
-            if device.type == "cuda" and torch.version.cuda is not None and _is_installed("triton"):
+            if device.type == "cuda" and torch.version.cuda is not None and _why_not("triton") is None:
                 return "triton"
-            is_read = device.type == "cpu" and dtype in NUMBA_DTYPES
-            return "numba" if is_read and _is_installed("numba") else "torch"
-        if self.kernels in PACKAGES and not _is_installed(self.kernels):
-            raise UserError(
-                f'loki: kernels = "{self.kernels}" needs {self.kernels}, which is not installed: '
-                f"pip install {PACKAGES[self.kernels]}"
-            )
+            return "numba" if is_read and _why_not("numba") is None else "torch"
+        if self.kernels in PACKAGES and (why := _why_not(self.kernels)) is not None:
+            raise UserError(f'loki: kernels = "{self.kernels}" needs {self.kernels}, which {why}')
         if self.kernels == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise UserError('loki: kernels = "triton" needs a GPU (on a CPU Triton only has an interpreter)')
-        if self.kernels == "numba" and (device.type != "cpu" or dtype not in NUMBA_DTYPES):
-            where = f"{str(dtype).removeprefix('torch.')} on {device.type}"
+        if self.kernels == "numba" and not is_read:
+            where = f"{' and '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)} on {device.type}"
             raise UserError(f'loki: kernels = "numba" computes float32 and bfloat16 on a CPU, not {where}; use torch')
         return self.kernels
 
@@ -169,8 +167,21 @@ class LokiConfig:
 
 
 @functools.cache
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def _why_not(package: str) -> str | None:
+    """What keeps kernels of this package from running; None where nothing does."""
+    if importlib.util.find_spec(package) is None:
+        return f"is not installed: pip install {PACKAGES[package]}"
+    if package == "numba":
+        try:
+            import numba
+        except ImportError as error:  # as beside a version of NumPy that it does not know
+            logging.getLogger("fourfold.loki").warning(
+                "loki: steps are not compiled, for Numba cannot be imported: %s", error
+            )
+            return f"cannot be imported: {error}"
+        if numba.config.DISABLE_JIT:
+            return "is switched off by NUMBA_DISABLE_JIT"
+    return None
 
 
 _CHOICES = {

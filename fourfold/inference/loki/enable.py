@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -40,7 +41,10 @@ def enable_loki(
     basis.check_shape(len(attentions), *key_shape(attentions[0]))
     recipes = _recipes(attentions, basis, config, capacity)
     parameter = next(model.parameters())
-    config.kernels_for(parameter.device, parameter.dtype)  # raises where the kernels cannot run
+    if config.kernels_for(parameter.device, parameter.dtype) == "numba":
+        from fourfold.inference.loki.numba_kernels import compile_for
+
+        compile_for(parameter.dtype, torch.bfloat16 if config.proxy_dtype == "bf16" else parameter.dtype)
     disable_loki(model)
     # Without a mask of the same name transformers would pass none at all: neither causality nor padding.
     AttentionInterface.register(NAME, loki_attention)

@@ -2,10 +2,11 @@
 
 Every key is ranked where it is read, nothing is sorted, and no chosen row is copied. Choosing is the radix search of
 the Triton kernels: each key's worth becomes an unsigned number of the same order, and the k-th largest is found by its
-leading 11 bits, the next 11 and the last 10.
+leading 11 bits, the next 11 and the last 10. All sums are float32. A key whose scores are not numbers is always chosen,
+so that a NaN shows in the output.
 
-Letters of shapes: as in attend.py; R = B · K rows, each a KV head of a sequence; H: its G query heads, up to a multiple
-of four, which are multiplied at a time.
+Letters of shapes: as in attend.py; R = B · K rows, each a KV head of a sequence; H: its G query heads, filled up to a
+multiple of four, because four are multiplied at a time.
 """
 
 from __future__ import annotations
@@ -17,39 +18,46 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, prange, set_num_threads, types
+from numba import get_num_threads, njit, prange, set_num_threads, types
 from numba.core import cgutils
 from numba.core.config import NUMBA_NUM_THREADS
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from fourfold.inference.loki.config import GROUP_REDUCTIONS, LokiConfig
+from fourfold.inference.loki.config import LokiConfig
 from fourfold.inference.loki.select import kept_ends
 
-SOFTMAX, MAX = GROUP_REDUCTIONS.index("softmax"), GROUP_REDUCTIONS.index("max")
+SOFTMAX, MAX, MEAN = range(3)
+REDUCTIONS = {"softmax": SOFTMAX, "max": MAX, "mean": MEAN}
 NEVER = np.float32(-np.inf)
 TINY = np.float32(np.finfo(np.float32).tiny)
+NAN_BITS = np.uint32(0x7F800000)
+"""Above these, without the sign, are those of NaNs."""
+
 LAST_RANK = np.uint32(0xFFFFFFFF)
+
+NEAR = 256
+"""Keys that are still in the nearest cache when the next four query heads multiply them."""
 
 AHEAD = 6
 """Chosen rows that are asked for before they are read: they lie apart, so that the processor cannot guess them."""
 
 CACHE_LINE = 64
 
-_options = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz", "arcp", "afn"}}
-"""Sums in any order, so that they become vectors; infinities and NaNs stay what they are."""
-
 _one_at_a_time = threading.Lock()
 """Some of Numba's ways to run threads end the process when two of its callers meet."""
 
-compiled, inlined = njit(**_options), njit(inline="always", **_options)
+_options = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz", "arcp", "afn"}}
+"""Sums in any order, so that they become vectors; infinities and NaNs stay what they are."""
+
+_compiled, _inlined = njit(**_options), njit(inline="always", **_options)
 
 
 def _kept(step: Callable[..., None]) -> Callable[..., None]:
-    """Compiled for threads, and kept for later processes where there is a folder to write to."""
+    """Compiled for threads, and kept for later processes."""
     try:
         return njit(parallel=True, cache=True, **_options)(step)
-    except RuntimeError:
+    except RuntimeError:  # no folder to keep it in
         return njit(parallel=True, **_options)(step)
 
 
@@ -68,27 +76,43 @@ def decode(
     """What ``attend.decode`` computes, [B, K, G, D]; query_BKGd: projected and scaled."""
     batch, heads, group, width = query_BKGD.shape
     length, rows = key_BKSD.shape[2], batch * heads
+    # Compiled code reads on where an array ends.
+    assert key_BKSD.shape == value_BKSD.shape == (batch, heads, length, width), "keys and values are of one shape"
+    assert proxy_BKSd.shape == (batch, heads, length, query_BKGd.shape[3]), "every key has its leading dims"
+    # The best keys of one head need no common measure.
+    reduce = MEAN if group == 1 else REDUCTIONS[config.group_reduce]
     out_RHD = torch.empty(rows, -(-group // 4) * 4, width)
     task = (
         _in_fours(query_BKGd), _in_fours(query_BKGD * scaling),
         *_rows(proxy_BKSd), *_rows(key_BKSD), *_rows(value_BKSD),
-        heads, length, group, np.full(batch, k) if k_B is None else k_B.clamp(max=k).numpy(),
-        GROUP_REDUCTIONS.index(config.group_reduce),
+        heads, length, group, np.full(batch, k) if k_B is None else k_B.clamp(max=k).numpy(), reduce,
         _flags(visible_B1S, batch, length), _flags(kept_ends(config, visible_B1S, length, "cpu"), batch, length),
         out_RHD.numpy(),
     )  # fmt: skip
     wanted = torch.get_num_threads()
-    threads = min(rows, wanted, NUMBA_NUM_THREADS)
     with _one_at_a_time:
+        before = get_num_threads()
+        threads = min(rows, wanted, NUMBA_NUM_THREADS)
         set_num_threads(threads)
-        _decode(threads, *task)
-    if torch.get_num_threads() != wanted:  # Numba has begun its threads with a library that torch's share
+        try:
+            _decode(threads, *task)
+        except OSError:  # what was compiled could not be kept, but is there
+            _decode(threads, *task)
+        finally:
+            set_num_threads(before)
+    if torch.get_num_threads() != wanted:  # Numba has begun its threads with a library that it shares with torch
         torch.set_num_threads(wanted)
     return out_RHD[:, :group].reshape(query_BKGD.shape).to(query_BKGD.dtype)
 
 
+def compile_for(dtype: torch.dtype, proxy_dtype: torch.dtype) -> None:
+    """Compile steps with caches of these types now, or load what was compiled before: the first token does not wait."""
+    query, keys = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 2, 4, dtype=dtype)
+    decode(query, query, keys, keys, keys.to(proxy_dtype), 1, LokiConfig(k=1), 1.0, None, None)
+
+
 def _in_fours(query_BKGx: Tensor) -> np.ndarray:
-    """[R, H, x] in float32; what is added is 0."""
+    """[R, H, x] in float32, padded with zeros."""
     query_RGx = query_BKGx.float().flatten(0, 1)
     return torch.nn.functional.pad(query_RGx, (0, 0, 0, -query_RGx.shape[1] % 4)).contiguous().numpy()
 
@@ -137,21 +161,22 @@ def _decode(
             _attend(query_RHD[row], of_keys, of_values, chosen, out_RHD[row])
 
 
-@compiled
+@_compiled
 def _score(query_Hd, proxy_Sx, scores_HS):
     """The product of every head with the leading dims of every key."""
-    for h in range(0, query_Hd.shape[0], 4):
-        four = query_Hd[h], query_Hd[h + 1], query_Hd[h + 2], query_Hd[h + 3]
-        scores_4S = scores_HS[h : h + 4]
-        for s in range(proxy_Sx.shape[0]):
-            scores_4S[0, s], scores_4S[1, s], scores_4S[2, s], scores_4S[3, s] = _products(four, proxy_Sx[s])
+    for begin in range(0, proxy_Sx.shape[0], NEAR):
+        for h in range(0, query_Hd.shape[0], 4):
+            four = query_Hd[h], query_Hd[h + 1], query_Hd[h + 2], query_Hd[h + 3]
+            scores_4S = scores_HS[h : h + 4]
+            for s in range(begin, min(begin + NEAR, proxy_Sx.shape[0])):
+                scores_4S[0, s], scores_4S[1, s], scores_4S[2, s], scores_4S[3, s] = _products(four, proxy_Sx[s])
 
 
-@compiled
+@_compiled
 def _rank(scores_GS, reduce, visible_S, kept_S, ranks_S):
     """What each key is worth to the group, as an unsigned number of the same order; how many keys can be seen.
 
-    One that cannot be has rank 0; one that is always chosen, the last of all.
+    One that cannot be has rank 0; one that is always chosen, or worth NaN, the last of all.
     """
     length = ranks_S.size
     if visible_S.size:
@@ -159,19 +184,21 @@ def _rank(scores_GS, reduce, visible_S, kept_S, ranks_S):
             for s in range(length):
                 if not visible_S[s]:
                     scores_GS[g, s] = NEVER
-    worth_S = ranks_S.view(np.float32)
+    worth_S = ranks_S.view(np.float32)  # the same memory: first a worth, then its rank
     worth_S[:] = NEVER if reduce == MAX else np.float32(0)
     for g in range(scores_GS.shape[0]):
         if reduce == MAX:
             for s in range(length):
-                worth_S[s] = scores_GS[g, s] if scores_GS[g, s] > worth_S[s] else worth_S[s]
+                score = scores_GS[g, s]
+                worth_S[s] = score if score > worth_S[s] or score != score else worth_S[s]
         else:
-            share = np.float32(1) / _exponentiate(scores_GS[g]) if reduce == SOFTMAX else np.float32(1)
+            share = np.float32(1) / max(_exponentiate(scores_GS[g]), TINY) if reduce == SOFTMAX else np.float32(1)
             for s in range(length):
                 worth_S[s] += scores_GS[g, s] * share
     for s in range(length):
         bits = ranks_S[s]
-        ranks_S[s] = ~bits if bits >> np.uint32(31) else bits | np.uint32(0x80000000)
+        rank = ~bits if bits >> np.uint32(31) else bits | np.uint32(0x80000000)
+        ranks_S[s] = LAST_RANK if bits & np.uint32(0x7FFFFFFF) > NAN_BITS else rank
     for s in range(kept_S.size):
         if kept_S[s]:
             ranks_S[s] = LAST_RANK
@@ -186,7 +213,7 @@ def _rank(scores_GS, reduce, visible_S, kept_S, ranks_S):
     return seen
 
 
-@compiled
+@_compiled
 def _choose(ranks_S, chosen_k):
     """The places of the largest, in their order; ties from the left."""
     least, wanted = _search(ranks_S, chosen_k.size)
@@ -201,7 +228,7 @@ def _choose(ranks_S, chosen_k):
             n += 1
 
 
-@compiled
+@_compiled
 def _search(ranks_S, k):
     """The k-th largest, and how many like it are among the k."""
     least, wanted = np.uint32(0), k
@@ -220,35 +247,42 @@ def _search(ranks_S, k):
     return least, wanted
 
 
-@compiled
+@_compiled
 def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD):
     """Exact attention to the chosen keys; zeros where there are none."""
-    k = chosen_k.size
-    weights_4k, share_4 = np.empty((4, k), np.float32), np.empty(4, np.float32)
+    H, k = query_HD.shape[0], chosen_k.size
+    weights_Hk = np.empty((H, k), np.float32)
+    for begin in range(0, k, NEAR):
+        for h in range(0, H, 4):
+            four = query_HD[h], query_HD[h + 1], query_HD[h + 2], query_HD[h + 3]
+            weights_4k = weights_Hk[h : h + 4]
+            for n in range(begin, min(begin + NEAR, k)):
+                _ask_for(key_SD, chosen_k[min(n + AHEAD, k - 1)])
+                row_D = key_SD[chosen_k[n]]
+                weights_4k[0, n], weights_4k[1, n], weights_4k[2, n], weights_4k[3, n] = _products(four, row_D)
+    for h in range(H):
+        share = np.float32(1) / max(_exponentiate(weights_Hk[h]), TINY)
+        for n in range(k):
+            weights_Hk[h, n] *= share
     out_HD[:] = 0
-    for h in range(0, query_HD.shape[0], 4):
-        four = query_HD[h], query_HD[h + 1], query_HD[h + 2], query_HD[h + 3]
-        for n in range(k):
-            _ask_for(key_SD, chosen_k[min(n + AHEAD, k - 1)])
-            row_D = key_SD[chosen_k[n]]
-            weights_4k[0, n], weights_4k[1, n], weights_4k[2, n], weights_4k[3, n] = _products(four, row_D)
-        for i in range(4):
-            share_4[i] = np.float32(1) / max(_exponentiate(weights_4k[i]), TINY)
-        out0, out1, out2, out3 = out_HD[h], out_HD[h + 1], out_HD[h + 2], out_HD[h + 3]
-        for n in range(k):
-            _ask_for(value_SD, chosen_k[min(n + AHEAD, k - 1)])
-            weight0, weight1 = weights_4k[0, n] * share_4[0], weights_4k[1, n] * share_4[1]
-            weight2, weight3 = weights_4k[2, n] * share_4[2], weights_4k[3, n] * share_4[3]
-            row_D = value_SD[chosen_k[n]]
-            for c in range(out0.size):
-                number = _float(row_D[c])
-                out0[c] += weight0 * number
-                out1[c] += weight1 * number
-                out2[c] += weight2 * number
-                out3[c] += weight3 * number
+    for begin in range(0, k, NEAR):
+        for h in range(0, H, 4):
+            out0, out1, out2, out3 = out_HD[h], out_HD[h + 1], out_HD[h + 2], out_HD[h + 3]
+            weights_4k = weights_Hk[h : h + 4]
+            for n in range(begin, min(begin + NEAR, k)):
+                _ask_for(value_SD, chosen_k[min(n + AHEAD, k - 1)])
+                weight0, weight1 = weights_4k[0, n], weights_4k[1, n]
+                weight2, weight3 = weights_4k[2, n], weights_4k[3, n]
+                row_D = value_SD[chosen_k[n]]
+                for c in range(out0.size):
+                    number = _float(row_D[c])
+                    out0[c] += weight0 * number
+                    out1[c] += weight1 * number
+                    out2[c] += weight2 * number
+                    out3[c] += weight3 * number
 
 
-@inlined
+@_inlined
 def _products(four, key):
     """Of four query heads with one key, or its leading dims."""
     query0, query1, query2, query3 = four
@@ -262,22 +296,22 @@ def _products(four, key):
     return sum0, sum1, sum2, sum3
 
 
-@compiled
+@_compiled
 def _exponentiate(scores_S):
-    """exp(score − largest) in place of each; their sum."""
+    """exp(score − largest) in place of each, NaN where that is none; the sum of the others."""
     largest, total = NEVER, np.float32(0)
     for s in range(scores_S.size):
-        largest = max(largest, scores_S[s])
-    safe = np.float32(0) if largest == NEVER else largest
+        largest = scores_S[s] if scores_S[s] > largest else largest
     for s in range(scores_S.size):
-        scores_S[s] = _exp(scores_S[s] - safe)
-        total += scores_S[s]
+        scores_S[s] = _exp(scores_S[s] - largest)
+        total += scores_S[s] if scores_S[s] == scores_S[s] else np.float32(0)
     return total
 
 
-@inlined
+@_inlined
 def _exp(x):
-    """e^x of x ≤ 0, never below e^−87: 2^n · e^r, |r| ≤ ln 2 / 2, whose series ends at r⁶ (relative error 2e−7).
+    """e^x of x ≤ 0, never below e^−87: 2^n · e^r, |r| ≤ ln 2 / 2, whose series ends at r⁶ (relative error 4e−7 down to
+    e^−5, and 4e−6 down to e^−87).
 
     The mathematics library would take one number at a time.
     """
@@ -294,7 +328,7 @@ def _exp(x):
     return np.float32(series * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32))
 
 
-@inlined
+@_inlined
 def _ask_for(rows_SD, row):
     """Have a row brought near, which is read soon."""
     for c in range(0, rows_SD.shape[1], CACHE_LINE // rows_SD.itemsize):

@@ -25,6 +25,8 @@ THIN, LONG = 6, 1 << 14
 def agree(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None = None) -> Tensor:
     """What each key is worth to a whole KV group, from scores of each head; -inf where it must not be seen.
 
+    A key with a score that is no number is worth most, so that a NaN is seen, and not lost.
+
     One choice for the group reads each key once; a choice for each of its G heads would read up to G times as many.
     """
     if visible_B1_S is not None:
@@ -36,6 +38,11 @@ def agree(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None = None)
     if reduce == "mean":
         return scores_BKG_S.mean(2)
     worth_BK_S = torch.softmax(scores_BKG_S, -1, dtype=torch.float32).sum(2)
+    # One NaN makes a row of them; a GPU is not waited for to tell.
+    if worth_BK_S.device.type != "cpu" or worth_BK_S[..., :1].isnan().any():
+        broken_BKG_S = scores_BKG_S.isnan()
+        worth_BK_S = torch.softmax(scores_BKG_S.masked_fill(broken_BKG_S, NEVER), -1, dtype=torch.float32).sum(2)
+        worth_BK_S = worth_BK_S.masked_fill(broken_BKG_S.any(2), ALWAYS)
     return worth_BK_S if visible_B1_S is None else worth_BK_S.masked_fill(~visible_B1_S, NEVER)
 
 

@@ -72,7 +72,8 @@ def decode(
     histograms_3RN = torch.zeros(3, rows, BINS.value, dtype=torch.int32, device=device)
     _rank[grid](
         scores_RGS, maxima_RPG, sums_RPG, always_BS, ranks_RS, histograms_3RN, heads, length, splits,
-        **sizes, PP=triton.next_power_of_2(splits), REDUCE=config.group_reduce, ENDS=always_BS is not None,
+        **sizes, PP=triton.next_power_of_2(splits), ENDS=always_BS is not None,
+        REDUCE="mean" if group == 1 else config.group_reduce,  # the best keys of one head need no common measure
         **blocks,
     )  # fmt: skip
     counts_RP2 = torch.empty(rows, splits, 2, dtype=torch.int32, device=device)
