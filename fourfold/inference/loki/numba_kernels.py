@@ -250,36 +250,29 @@ def _search(ranks_S, k):
 @_compiled
 def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD):
     """Exact attention to the chosen keys; zeros where there are none."""
-    H, k = query_HD.shape[0], chosen_k.size
-    weights_Hk = np.empty((H, k), np.float32)
-    for begin in range(0, k, NEAR):
-        for h in range(0, H, 4):
-            four = query_HD[h], query_HD[h + 1], query_HD[h + 2], query_HD[h + 3]
-            weights_4k = weights_Hk[h : h + 4]
-            for n in range(begin, min(begin + NEAR, k)):
-                _ask_for(key_SD, chosen_k[min(n + AHEAD, k - 1)])
-                row_D = key_SD[chosen_k[n]]
-                weights_4k[0, n], weights_4k[1, n], weights_4k[2, n], weights_4k[3, n] = _products(four, row_D)
-    for h in range(H):
-        share = np.float32(1) / max(_exponentiate(weights_Hk[h]), TINY)
-        for n in range(k):
-            weights_Hk[h, n] *= share
+    k = chosen_k.size
+    weights_4k, share_4 = np.empty((4, k), np.float32), np.empty(4, np.float32)
     out_HD[:] = 0
-    for begin in range(0, k, NEAR):
-        for h in range(0, H, 4):
-            out0, out1, out2, out3 = out_HD[h], out_HD[h + 1], out_HD[h + 2], out_HD[h + 3]
-            weights_4k = weights_Hk[h : h + 4]
-            for n in range(begin, min(begin + NEAR, k)):
-                _ask_for(value_SD, chosen_k[min(n + AHEAD, k - 1)])
-                weight0, weight1 = weights_4k[0, n], weights_4k[1, n]
-                weight2, weight3 = weights_4k[2, n], weights_4k[3, n]
-                row_D = value_SD[chosen_k[n]]
-                for c in range(out0.size):
-                    number = _float(row_D[c])
-                    out0[c] += weight0 * number
-                    out1[c] += weight1 * number
-                    out2[c] += weight2 * number
-                    out3[c] += weight3 * number
+    for h in range(0, query_HD.shape[0], 4):
+        four = query_HD[h], query_HD[h + 1], query_HD[h + 2], query_HD[h + 3]
+        for n in range(k):
+            _ask_for(key_SD, chosen_k[min(n + AHEAD, k - 1)])
+            row_D = key_SD[chosen_k[n]]
+            weights_4k[0, n], weights_4k[1, n], weights_4k[2, n], weights_4k[3, n] = _products(four, row_D)
+        for i in range(4):
+            share_4[i] = np.float32(1) / max(_exponentiate(weights_4k[i]), TINY)
+        out0, out1, out2, out3 = out_HD[h], out_HD[h + 1], out_HD[h + 2], out_HD[h + 3]
+        for n in range(k):
+            _ask_for(value_SD, chosen_k[min(n + AHEAD, k - 1)])
+            weight0, weight1 = weights_4k[0, n] * share_4[0], weights_4k[1, n] * share_4[1]
+            weight2, weight3 = weights_4k[2, n] * share_4[2], weights_4k[3, n] * share_4[3]
+            row_D = value_SD[chosen_k[n]]
+            for c in range(out0.size):
+                number = _float(row_D[c])
+                out0[c] += weight0 * number
+                out1[c] += weight1 * number
+                out2[c] += weight2 * number
+                out3[c] += weight3 * number
 
 
 @_inlined
