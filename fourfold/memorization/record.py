@@ -97,6 +97,7 @@ def audit_record(evidence: Evidence) -> dict[str, Any]:
         "mask_replay": replay,
         "generation": _generation(evidence),
         "truncated_documents": evidence.truncated,
+        "copied_documents": len(documents) - len({document.tokens.tobytes() for document in documents}),
     }
     return {**record, "warnings": _warnings(record)}
 
@@ -234,6 +235,11 @@ def _warnings(record: Mapping[str, Any]) -> list[str]:
         )
     if record["truncated_documents"]:
         found.append(f"{record['truncated_documents']} documents were cut to the model's context.")
+    if record["copied_documents"]:
+        found.append(
+            f"{record['copied_documents']} documents are copies of others here: they count again, and intervals are "
+            "too narrow. Give each document once, with its count."
+        )
     generation = record["generation"]
     if generation is not None and generation["agrees_with_one_pass"] < 1:
         found.append(

@@ -242,6 +242,12 @@ def test_control_and_counts_of_ones_own(trained: Path, tmp_path: Path, cli: Cli)
     assert {count: group["documents"] for count, group in record["by_count"].items()} == {"0": 28, "1": 6, "2": 6}
     assert record["truncated_documents"] > 0  # texts of more than the 65 tokens of the context
     assert any("cut to the model's context" in warning for warning in record["warnings"])
+    assert record["copied_documents"] == 0
+    copied = (tmp_path / "members.jsonl").read_text() * 2
+    (tmp_path / "copied.jsonl").write_text(copied)
+    record = json.loads(cli(*arguments, "--documents", tmp_path / "copied.jsonl")[1])
+    assert record["copied_documents"] == 12
+    assert any("12 documents are copies of others here" in warning for warning in record["warnings"])
     code, output, errors = cli(*arguments, "--documents", tmp_path / "members.jsonl")
     record = json.loads(output)
     assert record["control"] is None

@@ -83,7 +83,7 @@ def decode(
     reduce = MEAN if group == 1 else REDUCTIONS[config.group_reduce]
     out_RHD = torch.empty(rows, -(-group // 4) * 4, width)
     task = (
-        _in_fours(query_BKGd), _in_fours(query_BKGD * scaling),
+        _in_fours(query_BKGd), _in_fours(query_BKGD.float() * scaling),
         *_rows(proxy_BKSd), *_rows(key_BKSD), *_rows(value_BKSD),
         heads, length, group, np.full(batch, k) if k_B is None else k_B.clamp(max=k).numpy(), reduce,
         _flags(visible_B1S, batch, length), _flags(kept_ends(config, visible_B1S, length, "cpu"), batch, length),
