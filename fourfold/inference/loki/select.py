@@ -37,13 +37,18 @@ def agree(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None = None)
         return scores_BKG_S.amax(2)
     if reduce == "mean":
         return scores_BKG_S.mean(2)
-    worth_BK_S = torch.softmax(scores_BKG_S, -1, dtype=torch.float32).sum(2)
-    # One NaN makes a row of them; a GPU is not waited for to tell.
-    if worth_BK_S.device.type != "cpu" or worth_BK_S[..., :1].isnan().any():
-        broken_BKG_S = scores_BKG_S.isnan()
-        worth_BK_S = torch.softmax(scores_BKG_S.masked_fill(broken_BKG_S, NEVER), -1, dtype=torch.float32).sum(2)
-        worth_BK_S = worth_BK_S.masked_fill(broken_BKG_S.any(2), ALWAYS)
+    worth_BK_S = _summed_softmax(scores_BKG_S)
     return worth_BK_S if visible_B1_S is None else worth_BK_S.masked_fill(~visible_B1_S, NEVER)
+
+
+def _summed_softmax(scores_BKG_S: Tensor) -> Tensor:
+    if scores_BKG_S.device.type == "cpu":  # a GPU is not waited for to tell
+        worth_BK_S = torch.softmax(scores_BKG_S, -1, dtype=torch.float32).sum(2)
+        if not worth_BK_S[..., :1].isnan().any():  # one NaN, or infinity, makes a row of them
+            return worth_BK_S
+    broken_BKG_S = ~(scores_BKG_S < ALWAYS)
+    worth_BK_S = torch.softmax(scores_BKG_S.masked_fill(broken_BKG_S, NEVER), -1, dtype=torch.float32).sum(2)
+    return worth_BK_S.masked_fill(broken_BKG_S.any(2), ALWAYS)
 
 
 def keys_of_each(counts_B: Tensor, config: LokiConfig) -> Tensor:
