@@ -133,8 +133,7 @@ def _tokens(where: str, row: dict[str, Any], tokenizer: Encoder | None, text_key
         if not isinstance(tokens, list) or not all(_is_whole(token) for token in tokens):
             raise UserError(f'{where} has "tokens" that are no list of token ids')
         made_with = row.get("tokenizer")
-        known = None if tokenizer is None else tokenizer.fingerprint
-        if None not in (known, made_with) and made_with != known:
+        if tokenizer is not None and made_with is not None and tokenizer.fingerprint not in (None, made_with):
             raise UserError(
                 f"{where} was tokenised with another tokenizer than the model's; prepare the canaries with it"
             )
@@ -143,8 +142,10 @@ def _tokens(where: str, row: dict[str, Any], tokenizer: Encoder | None, text_key
         raise UserError(f'{where} has neither "{text_key}" nor "tokens"; name the key with --text-key')
     if not text:
         raise UserError(f"{where} is an empty document; leave it out")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise UserError(f"{where} holds half a character (a lone surrogate); leave it out")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where} holds half a character (a lone surrogate); leave it out") from None
     if tokenizer is None:
         raise UserError(
             f"{where} is text, and nothing says which tokenizer the model was trained with; give it with --tokenizer"

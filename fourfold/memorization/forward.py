@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -134,10 +134,7 @@ class HuggingFaceModel:
 
 
 class HuggingFaceTokenizer:
-    """The tokenizer of a Hugging Face model. special_tokens: put around a text what the tokenizer puts there.
-
-    fingerprint: that of its tokenizer.json, as `fourfold prepare` notes it; None where it has none.
-    """
+    """The tokenizer of a Hugging Face model. special_tokens: put around a text what the tokenizer puts there."""
 
     def __init__(self, name: str, special_tokens: bool = True) -> None:
         transformers = import_transformers()
@@ -150,22 +147,23 @@ class HuggingFaceTokenizer:
         self.eod_id: int | None = self._tokenizer.eos_token_id
         self.bos_id: int | None = self._tokenizer.bos_token_id
         self._special_tokens = special_tokens
-        self.fingerprint = _fingerprint(name)
+        self._name = name
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """That of its tokenizer.json, as `fourfold prepare` notes it; None where it has none."""
+        from transformers.utils import cached_file
+
+        try:
+            return HFTokenizer(cached_file(self._name, "tokenizer.json")).fingerprint
+        except (OSError, UserError):  # a tokenizer of another kind
+            return None
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return self._tokenizer(texts, add_special_tokens=self._special_tokens)["input_ids"]
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def _fingerprint(name: str) -> str | None:
-    from transformers.utils import cached_file
-
-    try:
-        return HFTokenizer(cached_file(name, "tokenizer.json")).fingerprint
-    except (OSError, UserError):  # a tokenizer of another kind
-        return None
 
 
 @contextmanager

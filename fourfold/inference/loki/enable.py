@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -44,7 +43,7 @@ def enable_loki(
     if config.kernels_for(parameter.device, parameter.dtype) == "numba":
         from fourfold.inference.loki.numba_kernels import compile_for
 
-        compile_for(parameter.dtype, torch.bfloat16 if config.proxy_dtype == "bf16" else parameter.dtype)
+        compile_for(parameter.dtype, recipes[0].proxy_dtype or parameter.dtype)
     disable_loki(model)
     # Without a mask of the same name transformers would pass none at all: neither causality nor padding.
     AttentionInterface.register(NAME, loki_attention)
