@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 
-from fourfold.data.files import write_output
 from fourfold.reports.style import CSS, JAVASCRIPT
 from fourfold.training.progress import format_fact
 
@@ -62,8 +60,3 @@ def text_block(heading: str, text: str, wrap: bool = False) -> str:
 def notice(text: str) -> str:
     """One sentence that the reader should not miss."""
     return f'<p class="notice">{escape(text)}</p>'
-
-
-def write_page(path: Path, html: str) -> None:
-    """Write a page by rename: a browser never meets half a file. Raises ``UserError`` where it cannot be."""
-    write_output(path, html)

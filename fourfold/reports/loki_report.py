@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fourfold.data.files import write_output
 from fourfold.errors import UserError
 from fourfold.reports import html
 from fourfold.reports.heatmap import heat_map
@@ -52,10 +53,7 @@ def write_rank_report(record: Record, path: Path) -> None:
         "<h2>Layers</h2>",
         html.table(rank_header(record), rank_rows(record)),
     ]
-    try:
-        html.write_page(path, html.page("Ranks of the keys", record["model"], sections))
-    except OSError as error:
-        raise UserError(f"cannot write the report {path}: {error.strerror or error}") from error
+    write_output(path, html.page("Ranks of the keys", record["model"], sections))
 
 
 def import_matplotlib() -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fourfold.data.files import write_output
 from fourfold.planning.pipeline_schedule import pipeline_slots
 from fourfold.planning.space import OUT_OF_MEMORY, REASONS
 from fourfold.reports import html
@@ -46,7 +47,7 @@ def write_plan_report(path: Path, told: Answer) -> None:
     if told.explanation is not None:
         sections += _explanation(told.explanation)
     title = f"{told.asked.name} on {told.asked.gpus} GPUs of {plan.machine.name}"
-    html.write_page(path, html.page(title, best.describe(), sections))
+    write_output(path, html.page(title, best.describe(), sections))
 
 
 def write_scaling_report(path: Path, points: Sequence[Point], model: str, machine: str, weak: bool) -> None:
@@ -59,8 +60,8 @@ def write_scaling_report(path: Path, points: Sequence[Point], model: str, machin
         for p in points
     ]  # fmt: skip
     table = _table(["GPUs", "layout", "s/step", "efficiency", "published PFLOP/s"], rows)
-    html.write_page(path, html.page(f"{model} on {machine}", f"{kind} scaling, replanned at each size",
-                                    [html.charts([], [_curve(points)]), table]))  # fmt: skip
+    sections = [html.charts([], [_curve(points)]), table]
+    write_output(path, html.page(f"{model} on {machine}", f"{kind} scaling, replanned at each size", sections))
 
 
 def _headline(told: Answer) -> dict[str, str | int | float | None]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fourfold.data.files import write_output
 from fourfold.errors import UserError
 from fourfold.reports import html
 from fourfold.reports.svg import Series, line_chart
@@ -40,7 +41,7 @@ def write_run_report(run_dir: Path) -> Path:
 
     report = run_dir / "report.html"
     name = run_dir.resolve().name
-    html.write_page(report, html.page(name, f"fourfold training run, {_steps(len(records))} recorded", sections))
+    write_output(report, html.page(name, f"fourfold training run, {_steps(len(records))} recorded", sections))
     return report
 
 
