@@ -34,6 +34,18 @@ def test_an_fsdp_row() -> None:
     assert (work.z, work.dp, work.zero) == (1, 8, 3)
 
 
+def test_the_words_of_a_torchtitan_row() -> None:
+    """That compiles, does not, or overlaps the collectives of its tensor parallelism."""
+    sharded = {"zero_fsdp": "FSDP2 full shard (group 1)", "tp": 8}
+    vanilla, asynchronous, eager = (
+        row(**sharded, notes=notes).work
+        for notes in ("torch.compile; vanilla TP", "torch.compile; AsyncTP", "eager (no torch.compile)")
+    )
+    assert (vanilla.fused, vanilla.overlap_x, vanilla.overlap_forward) == (True, False, False)
+    assert (asynchronous.fused, asynchronous.overlap_x, asynchronous.overlap_forward) == (True, True, True)
+    assert not eager.fused
+
+
 @pytest.mark.parametrize(
     ("text", "node"),
     [

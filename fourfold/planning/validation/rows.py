@@ -2,7 +2,7 @@
 
 Columns: ``gpu_type, gpus_per_node, interconnect, n_gpus, layers, hidden, ffn_hidden, mlp_type, heads, kv_heads, vocab,
 seq_len, global_batch_seqs, micro_batch, tp, pp, vpp, cp, dp, ep, zero_fsdp, act_ckpt, seq_parallel, precision,
-attention_impl, step_time_s, mem_gb_per_gpu, mem_kind`` (others are ignored). Empty cells are filled by what
+attention_impl, step_time_s, mem_gb_per_gpu, mem_kind, notes`` (others are ignored). Empty cells are filled by what
 the rest of the row implies, or the row is skipped with a reason.
 """
 
@@ -218,8 +218,9 @@ def _program(
     sharding = cells.get("zero_fsdp", "").lower()
     checkpoint = cells.get("act_ckpt", "").lower()
     attention = cells.get("attention_impl", "").lower()
+    notes = cells.get("notes", "").lower()
     unfused = "unfused" in attention or (not attention and precision.startswith("fp16"))
-    deepspeed = "deepspeed" in sharding or "deepspeed" in cells.get("notes", "").lower()
+    deepspeed = "deepspeed" in sharding or "deepspeed" in notes
     fsdp = "fsdp" in sharding or "hsdp" in sharding
     distributed = "distributed optimizer" in sharding
     zero = next((int(d) for d in re.findall(r"zero-(\d)", sharding)), 1 if distributed else 0)
@@ -243,17 +244,19 @@ def _program(
         "recompute": 2 if checkpoint.startswith("full") else 1 if checkpoint.startswith("selective") else 0,
         "split_residual": cells.get("seq_parallel", "").lower().startswith("y"),
         "flash": not unfused,
-        "fused": "compile" in cells.get("notes", "").lower() or not (fsdp or deepspeed),
-        "overlap_x": not deepspeed and "unfused" not in attention,
-        # NVIDIA's recipes since Hopper split products and their collectives into pieces (tp_comm_overlap).
-        "overlap_forward": distributed and machine.units > 108 and cells.get("seq_parallel", "").lower() == "yes",
+        "fused": "compile" in notes.replace("no torch.compile", "") or not (fsdp or deepspeed),
+        "overlap_x": not deepspeed and "unfused" not in attention and "vanilla tp" not in notes,
+        # NVIDIA's recipes since Hopper (tp_comm_overlap), and torchtitan's AsyncTP, split products and their
+        # collectives into pieces.
+        "overlap_forward": "asynctp" in notes
+        or (distributed and machine.units > 108 and cells.get("seq_parallel", "").lower() == "yes"),
         "overlap_z": True,
         "overlap_dp": distributed or fsdp,
         "weights_kept": zero in (1, 2),
         "half_weights": not fsdp,
         "rope": cells.get("mlp_type", "").lower() == "swiglu",
         "chunk_logits": 1 << 40,
-        "blocking": "launch_blocking=1" in cells.get("notes", "").lower(),
+        "blocking": "launch_blocking=1" in notes,
         "regather": cells.get("seq_parallel", "").lower().startswith("y") and "mode" not in cells["seq_parallel"],
         "gradient_copy": deepspeed and precision.startswith("fp16"),
         "stored_gradients": 6 if deepspeed and precision.startswith("bf16") and zero < 2 else 0,
