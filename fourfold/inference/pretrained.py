@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 
 from fourfold.data.tokenizer import ByteTokenizer
 from fourfold.errors import UserError
@@ -32,13 +33,7 @@ class HuggingFaceText:
     """The tokenizer of a folder or an id of the Hub, with the special tokens that it puts around a text."""
 
     def __init__(self, name: str) -> None:
-        transformers = import_transformers()
-        try:
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError, ImportError, AttributeError) as error:
-            raise UserError(_no_tokenizer(name, _first_line(error))) from error
-        if len(self.tokenizer) <= len(self.tokenizer.all_special_ids):  # made of nothing but the model's type
-            raise UserError(_no_tokenizer(name, "it has no vocabulary"))
+        self.tokenizer = open_tokenizer(name)
         end = self.tokenizer.eos_token_id
         self.eos_ids = () if end is None else (end,)
 
@@ -63,6 +58,18 @@ class BytesText:
         return self._tokenizer.decode(ids)
 
 
+def open_tokenizer(name: str) -> Any:
+    """The transformers tokenizer of a folder or an id of the Hub. Raises ``UserError`` where there is none."""
+    transformers = import_transformers()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, ImportError, AttributeError) as error:
+        raise UserError(_no_tokenizer(name, _first_line(error))) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing but the model's type
+        raise UserError(_no_tokenizer(name, "it has no vocabulary"))
+    return tokenizer
+
+
 def load_text(name: str) -> TextTokenizer:
     """The tokenizer of a model's folder, of an id of the Hub, or "bytes"."""
     return BytesText() if name == "bytes" else HuggingFaceText(name)
@@ -80,7 +87,7 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(str(name), dtype=wanted, use_safetensors=True)
         return model.to(device).eval()
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"cannot load the model {name}: {_first_line(error)}") from error
 
 

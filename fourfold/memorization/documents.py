@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.data.canaries import Canaries
+from fourfold.data.canaries import Canaries, Vocabulary
 from fourfold.errors import UserError
 
 
@@ -39,12 +39,10 @@ class AuditDocument:
         return replace(self, tokens=self.tokens[:longest])
 
 
-class Encoder(Protocol):
+class Encoder(Vocabulary, Protocol):
     """What an audit needs of the model's tokenizer."""
 
-    vocab_size: int
     eod_id: int | None
-    special_ids: tuple[int, ...]
     fingerprint: str | None
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]: ...

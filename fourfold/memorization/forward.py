@@ -12,19 +12,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from torch import Tensor
 
 from fourfold.config.run import RunConfig
 from fourfold.data.tokenizer import HFTokenizer
 from fourfold.errors import UserError
-from fourfold.inference.pretrained import import_transformers
+from fourfold.inference.pretrained import load_model, open_tokenizer
 from fourfold.memorization.scores import Sampling, score_logits
 from fourfold.parallel.communicate import all_gather, reduce_scatter
 from fourfold.parallel.context import take_chunks
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.head import CHUNK_LOGITS, ParallelHead, chunk_size
-from fourfold.training.checkpoint import load_model
+from fourfold.training.checkpoint import load_model as load_checkpoint
 from fourfold.training.job import Job, MicroBatch
 
 Rows = list[NDArray[np.int64]]
@@ -55,7 +54,7 @@ class GridModel:
     def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: Sampling) -> GridModel:
         """The model of a checkpoint of ours on the grid of ``run``: weights alone, and no optimizer."""
         job = Job(run, Grid(run.parallel, device.type), device)
-        load_model(checkpoint, job)
+        load_checkpoint(checkpoint, job)
         return cls(job, sampling)
 
     def score(self, documents: Rows) -> list[NDArray[np.float32]] | None:
@@ -108,11 +107,7 @@ class HuggingFaceModel:
     """A model of the transformers library, in one process."""
 
     def __init__(self, name: str, device: torch.device, sampling: Sampling, micro_batch_size: int) -> None:
-        transformers = import_transformers()
-        try:
-            self.model = transformers.AutoModelForCausalLM.from_pretrained(name).to(device).eval()
-        except (OSError, ValueError, SafetensorError) as error:
-            raise UserError(f"cannot load the Hugging Face model {name}: {' '.join(str(error).split())}") from error
+        self.model = load_model(name, device=str(device))
         self.vocab_size = self.model.config.vocab_size
         self.max_length = getattr(self.model.config, "max_position_embeddings", None)
         self.device, self.sampling, self.micro_batch_size = device, sampling, micro_batch_size
@@ -137,11 +132,7 @@ class HuggingFaceTokenizer:
     """The tokenizer of a Hugging Face model. special_tokens: put around a text what the tokenizer puts there."""
 
     def __init__(self, name: str, special_tokens: bool = True) -> None:
-        transformers = import_transformers()
-        try:
-            self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot load the tokenizer {name}: {' '.join(str(error).split())}") from error
+        self._tokenizer = open_tokenizer(name)
         self.vocab_size = len(self._tokenizer)
         self.special_ids = tuple(sorted(self._tokenizer.all_special_ids))
         self.eod_id: int | None = self._tokenizer.eos_token_id

@@ -414,6 +414,24 @@ def test_a_model_that_is_not_a_number_does_not_pass(
     assert "probabilities are not numbers" in errors
 
 
+def test_pickles_and_missing_tokenizers_of_hugging_face_are_refused(
+    hugging_face: tuple[Path, list[str]], tmp_path: Path, cli: Cli
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder, texts = hugging_face
+    (tmp_path / "documents.jsonl").write_text("".join(line(text=text) for text in texts))
+    pickled, bare = tmp_path / "pickled", tmp_path / "bare"
+    shutil.copytree(folder, pickled, ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(transformers.LlamaForCausalLM.from_pretrained(folder).state_dict(), pickled / "pytorch_model.bin")
+    sizes = {"vocab_size": 270, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(bare)
+    for model, message in ((pickled, "safetensors"), (bare, "name one with --tokenizer")):
+        arguments = ("--documents", tmp_path / "documents.jsonl", "--suffix", 10, "--prefix", 10, "--json")
+        code, output, errors = cli("audit", "--model", model, *arguments)
+        assert (code, output) == (2, "")
+        assert message in errors
+
+
 def test_the_one_pass_is_what_hugging_face_generates(hugging_face: tuple[Path, list[str]]) -> None:
     """Against the library's own greedy search, of documents that are learned and of some that are not."""
     transformers = pytest.importorskip("transformers")
