@@ -6,13 +6,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
+
+from fourfold.reports.tables import print_table
 
 if TYPE_CHECKING:
     from fourfold.planning.answer import Answer
     from fourfold.planning.plan import Prediction
     from fourfold.planning.scaling import Point
     from fourfold.planning.validation.report import Validation
+
+
+NUMBERS = ("s/step", "GB", "P(OOM)", "MFU", "HFU", "tokens/s/GPU")
+"""Of a layout, in the order of ``_numbers``."""
 
 
 def plan_tables(told: Answer, explained: bool) -> None:
@@ -22,13 +27,10 @@ def plan_tables(told: Answer, explained: bool) -> None:
         f"{told.asked.name} on {told.asked.gpus} GPUs of {plan.machine.name}: {int(plan.best.work.batch):,} sequences "
         f"of {int(plan.best.work.seq):,} tokens a step"
     )
-    table = _table(title, ["layout", "s/step", "GB", "P(OOM)", "MFU", "HFU", "tokens/s/GPU"])
-    rows = [("", prediction) for prediction in plan.ranked]
+    rows = [[p.describe(), *_numbers(p)] for p in plan.ranked]
     if told.own is not None:
-        rows.append(("yours: ", told.own))
-    for name, p in rows:
-        table.add_row(name + p.describe(), *_numbers(p))
-    console.print(table)
+        rows.append([f"yours: {told.own.describe()}", *_numbers(told.own)])
+    print_table(title, ["layout", *NUMBERS], rows)
     console.print(
         f"{plan.found.evaluated:,} layouts in {plan.found.seconds_taken:.2f} s; {len(plan.found.order):,} are legal "
         "and fit. Rejected: "
@@ -61,21 +63,16 @@ def costs_sentence(told: Answer) -> str:
 
 def _explanation(told: dict[str, Any], console: Console) -> None:
     columns = told["waterfall"]["columns"]
-    table = _table("Seconds of a step", ["part", *columns])
-    for part, values in told["waterfall"]["seconds"].items():
-        table.add_row(part, *(f"{value:.4g}" for value in values))
-    totals = [sum(values) for values in zip(*told["waterfall"]["seconds"].values(), strict=True)]
-    table.add_row("all", *(f"{total:.4g}" for total in totals))
-    console.print(table)
+    parts = dict(told["waterfall"]["seconds"])
+    parts["all"] = [sum(values) for values in zip(*parts.values(), strict=True)]
+    rows = [[part, *(f"{value:.4g}" for value in values)] for part, values in parts.items()]
+    print_table("Seconds of a step", ["part", *columns], rows)
     for name, text in told["layouts"].items():
         console.print(f"{name.replace('_', '-')}: {text}")
     for point in told["break_evens"]:
         console.print(f"The best {point['sentence']}.")
-    table = _table("One step away", ["change", "slower by"])
-    for neighbour in told["neighbours"]:
-        slower = neighbour["slower"]
-        table.add_row(neighbour["change"], f"{slower:+.1%}" if slower is not None else neighbour["reason"])
-    console.print(table)
+    rows = [[n["change"], n["reason"] if n["slower"] is None else f"{n['slower']:+.1%}"] for n in told["neighbours"]]
+    print_table("One step away", ["change", "slower by"], rows, words=["slower by"])
     console.print(told["basin"])
     if more := told["next_doubling"]:
         console.print(
@@ -85,21 +82,22 @@ def _explanation(told: dict[str, Any], console: Console) -> None:
 
 
 def scaling_table(points: Sequence[Point], weak: bool) -> None:
-    """A row for each size."""
-    table = _table(f"{'Weak' if weak else 'Strong'} scaling", [
-        "GPUs", "layout", "s/step", "GB", "P(OOM)", "MFU", "HFU", "tokens/s/GPU", "efficiency", "PFLOP/s", "published",
-    ])  # fmt: skip
+    """A row for each size, and the layout of each."""
+    published = any(point.published_pflops is not None for point in points)
+    rows, layouts = [], []
     for point in points:
+        size = f"{point.gpus:,}"
+        layouts.append([size, point.why_not if point.best is None else point.best.describe()])
         if point.best is None:
-            table.add_row(f"{point.gpus:,}", point.why_not)
             continue
-        record = point.record()
-        published = "" if point.published_pflops is None else f"{point.published_pflops:,.1f}"
-        table.add_row(f"{point.gpus:,}", point.best.describe(), *_numbers(point.best), f"{point.efficiency:.1%}",
-                      f"{record['megatron_pflops']:,.1f}", published)  # fmt: skip
-    console = Console()
-    console.print(table)
-    console.print("PFLOP/s count recompute and the whole square of the attention, as the published figures do.")
+        pflops = f"{point.record()['megatron_pflops']:,.1f}"
+        rows.append([size, *_numbers(point.best), f"{point.efficiency:.1%}", pflops])
+        if published:
+            rows[-1].append("" if point.published_pflops is None else f"{point.published_pflops:,.1f}")
+    header = ["GPUs", *NUMBERS, "efficiency", "PFLOP/s", *(["published"] if published else [])]
+    print_table(f"{'Weak' if weak else 'Strong'} scaling", header, rows)
+    print_table("Layouts", ["GPUs", "layout"], layouts, words=["layout"])
+    Console().print("PFLOP/s count recompute and the whole square of the attention, as the published figures do.")
 
 
 def validation_tables(result: Validation, rows: bool) -> None:
@@ -107,37 +105,42 @@ def validation_tables(result: Validation, rows: bool) -> None:
     console, record = Console(), result.record(rows)
     console.print(f"Constants: {record['constants']}.")
     if "figures" in record:
-        table = _table(
-            "Published figures (PFLOP/s)", ["model", "machine", "GPUs", "published", "as run", "error", "layout"]
-        )
-        for f in record["figures"]:
-            table.add_row(f["model"], f["machine"], f"{f['gpus']:,}", f"{f['published_pflops']:,.1f}",
-                          f"{f['as_run_pflops']:,.1f}", f"{f['error']:+.0%}", f["as_run"])  # fmt: skip
-        console.print(table)
-        table = _table("AxoNN's weak scaling", ["GPUs", "model", "efficiency", "published", "layout"])
-        for r in record["weak_scaling"]:
-            published = "" if r["published"] is None else f"{r['published']:.1%}"
-            table.add_row(f"{r['gpus']:,}", r["model"], f"{r['efficiency']:.1%}", published, r["layout"])
-        console.print(table)
+        rows = [
+            [f["model"], f["machine"], f"{f['gpus']:,}", f"{f['published_pflops']:,.1f}", f"{f['as_run_pflops']:,.1f}",
+             f"{f['error']:+.0%}", f["as_run"]]
+            for f in record["figures"]
+        ]  # fmt: skip
+        header = ["model", "machine", "GPUs", "published", "as run", "error", "layout"]
+        print_table("Published figures (PFLOP/s)", header, rows, words=["machine", "layout"])
+        rows = [
+            [f"{r['gpus']:,}", r["model"], f"{r['efficiency']:.1%}",
+             "" if r["published"] is None else f"{r['published']:.1%}", r["layout"]]
+            for r in record["weak_scaling"]
+        ]  # fmt: skip
+        header = ["GPUs", "model", "efficiency", "published", "layout"]
+        print_table("AxoNN's weak scaling", header, rows, words=["model", "layout"])
         return
-    table = _table("Step time: absolute relative error", ["source", "rows", "median", "mean", "largest", "bias"])
     everything = {"all": {**record, "count": record["rows"]}, **record["by_source"], "others": record["others"],
                   "all, machine files only": record["machine_file_only"]}  # fmt: skip
-    for name, e in everything.items():
-        if e["count"]:
-            numbers = (e["median_abs_error"], e["mean_abs_error"], e["max_abs_error"])
-            table.add_row(name, str(e["count"]), *(f"{v:.1%}" for v in numbers), f"{e['bias']:+.1%}")
-    console.print(table)
+    table = [
+        [name, str(e["count"]), *(f"{e[f'{kind}_abs_error']:.1%}" for kind in ("median", "mean", "max")),
+         f"{e['bias']:+.1%}"]
+        for name, e in everything.items() if e["count"]
+    ]  # fmt: skip
+    header = ["source", "rows", "median", "mean", "largest", "bias"]
+    print_table("Step time: absolute relative error", header, table)
     console.print("; ".join(f"{count} skipped: {reason}" for reason, count in record["skipped"].items()))
     for name in ("sweeps", "memory"):
         values = {k: v for k, v in record[name].items() if v is not None}
         console.print(f"{name}: " + ", ".join(f"{k.replace('_', ' ')} {v:.3g}" for k, v in values.items()))
     if rows:
-        table = _table("Rows", ["source", "row", "measured s", "predicted s", "measured GB", "predicted GB", "P(OOM)"])
-        for s in result.scored:
-            table.add_row(s.row.source, s.row.row_id, _or_blank(s.row.seconds), f"{s.seconds:.4g}",
-                          _or_blank(s.row.memory_gb), f"{s.memory_gb:.3g}", f"{s.p_oom:.2f}")  # fmt: skip
-        console.print(table)
+        table = [
+            [s.row.source, s.row.row_id, _or_blank(s.row.seconds), f"{s.seconds:.4g}", _or_blank(s.row.memory_gb),
+             f"{s.memory_gb:.3g}", f"{s.p_oom:.2f}"]
+            for s in result.scored
+        ]  # fmt: skip
+        header = ["source", "row", "measured s", "predicted s", "measured GB", "predicted GB", "P(OOM)"]
+        print_table("Rows", header, table, words=["row"])
 
 
 def _or_blank(value: float | None) -> str:
@@ -149,14 +152,3 @@ def _numbers(p: Prediction) -> list[str]:
     return [f"{p.seconds:.4g}", f"{p.memory_bytes / 1e9:.1f}", f"{p.p_oom:.1%}",
             f"{p.utilisation(work.model_flops()):.1%}", f"{p.utilisation(work.hardware_flops()):.1%}",
             f"{p.tokens_per_second / p.work.gpus:,.0f}"]  # fmt: skip
-
-
-LEFT = ("layout", "model", "machine", "row", "slower by")
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    """Words to the left, numbers to the right."""
-    table = Table(title=title, title_justify="left")
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i == 0 or name in LEFT else "right", overflow="fold")
-    return table

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from fourfold.reports.audit_report import ATTACK_HEADER, COUNT_HEADER, attack_rows, count_rows, replay_facts
@@ -22,6 +21,7 @@ from fourfold.reports.loki_report import (
     rank_rows,
     task_rows,
 )
+from fourfold.reports.tables import print_table
 
 if TYPE_CHECKING:
     from fourfold.data.preview import Preview
@@ -34,45 +34,36 @@ def parity_table(report: ParityReport) -> None:
     """The largest relative difference of each quantity beside its limit, and the worst gradients by name."""
     from fourfold.verification.parity import TOLERANCE
 
-    table = Table(title="Grid against one process: largest relative differences", title_justify="left")
-    for name, justify in (("quantity", "left"), ("difference", "right"), ("limit", "right"), ("", "left")):
-        table.add_column(name, justify=justify)
+    rows = []
     for name, limit in TOLERANCE.items():
         value = getattr(report, name)
         what = {
             "gradients": f"{len(report.each_gradient)} gradients, each by its own size",
             "resumed": f"saved, loaded on {report.resumed_on}, one more step",
         }.get(name, "")
-        table.add_row(name, f"{value:.1e}", f"{limit:.0e}", ("ok  " if value <= limit else "FAILED  ") + what)
-    console = Console()
-    console.print(table)
+        rows.append([name, f"{value:.1e}", f"{limit:.0e}", ("ok  " if value <= limit else "FAILED  ") + what])
+    print_table("Grid against one process: largest relative differences", ("quantity", "difference", "limit", ""), rows)
     worst = sorted(report.each_gradient.items(), key=lambda item: -item[1])[:3]
-    console.print("largest gradient differences: " + ", ".join(f"{name} {error:.1e}" for name, error in worst))
+    Console().print("largest gradient differences: " + ", ".join(f"{name} {error:.1e}" for name, error in worst))
 
 
 def trace_tables(report: TraceReport) -> None:
     """Memory by kind and collectives by axis and purpose: of one rank, and of one for every place on a pipeline."""
-    console = Console()
     if report.pipeline:
-        console.print(_pipeline_memory(report))
+        _pipeline_memory(report)
     else:
         memory = [(name.replace("_", " "), _gib(size)) for name, size in asdict(report.memory).items()]
-        console.print(_table(f"Memory of one rank of {report.world_size}", ("kind", "GiB"), memory))
-    sent = Table(title=f"Collectives of {_rank_shown(report)} in one optimizer step", title_justify="left")
-    for name in ("axis", "operation", "purpose"):
-        sent.add_column(name)
-    for name in ("count", "MiB"):
-        sent.add_column(name, justify="right")
-    for line in report.collectives:
-        sent.add_row(line.axis, line.op, line.purpose, f"{line.count:,}", f"{line.bytes / 2**20:,.3f}")
-    console.print(sent)
+        print_table(f"Memory of one rank of {report.world_size}", ("kind", "GiB"), memory)
+    title = f"Collectives of {_rank_shown(report)} in one optimizer step"
+    rows = [[c.axis, c.op, c.purpose, f"{c.count:,}", f"{c.bytes / 2**20:,.3f}"] for c in report.collectives]
+    print_table(title, ("axis", "operation", "purpose", "count", "MiB"), rows, words=("operation", "purpose"))
 
 
 def _rank_shown(report: TraceReport) -> str:
     return "the pipeline's first rank" if report.pipeline else "one rank"
 
 
-def _pipeline_memory(report: TraceReport) -> Table:
+def _pipeline_memory(report: TraceReport) -> None:
     """A line for every place on the pipeline."""
     rows: list[list[str]] = []
     for rank in report.pipeline:
@@ -81,7 +72,7 @@ def _pipeline_memory(report: TraceReport) -> Table:
         sizes = (states, memory.activations_peak, memory.gathered_weights_peak, memory.total_peak)
         rows.append([str(rank.pp_rank), layers, *map(_gib, sizes)])
     title = f"Memory of one rank of {report.world_size}, by its place on the pipeline, in GiB"
-    return _table(title, ("pp", "layers", "states", "activations", "gathered", "total peak"), rows)
+    print_table(title, ("pp", "layers", "states", "activations", "gathered", "total peak"), rows)
 
 
 def _gib(size: int) -> str:
@@ -92,13 +83,13 @@ def audit_tables(record: Mapping[str, Any]) -> None:
     """Extraction by repetition, membership attacks, the mask replayed, and what the reader should know."""
     console = Console()
     title = f"Exact match of the last {record['suffix']} tokens, {record['model']}"
-    console.print(_table(title, COUNT_HEADER, count_rows(record)))
+    print_table(title, COUNT_HEADER, count_rows(record))
     if record["membership"]:
-        console.print(_table("Membership inference", ATTACK_HEADER, attack_rows(record)))
+        print_table("Membership inference", ATTACK_HEADER, attack_rows(record))
         console.print(record["membership"]["caveat"])
     replayed = replay_facts(record)
     if replayed:
-        console.print(_table("The goldfish mask, replayed", ("", ""), [[*fact] for fact in replayed.items()]))
+        print_table("The goldfish mask, replayed", ("", ""), [[*fact] for fact in replayed.items()])
     for warning in record["warnings"]:
         console.print(Text.assemble(("Note: ", "bold"), warning))
 
@@ -128,33 +119,23 @@ def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[st
         facts.append([f"passages of {suffix} tokens without a gap", f"{share:.2g}"])
     for noise, share in record["expected"]["near_duplicates_train"].items() if record["expected"] else []:
         facts.append([f"near-duplicates, {float(noise):.0%} replaced", f"{share:.1%} train a dropped token"])
-    console.print(_table("Masks", ("", ""), facts))
+    print_table("Masks", ("", ""), facts)
     for warning in record["warnings"]:
         console.print(Text.assemble(("Warning: ", "bold"), warning))
 
 
 def evaluation_tables(record: Mapping[str, Any]) -> None:
     """How well texts are predicted, and the numbers of tasks."""
-    console = Console()
     rows = [
         [Path(name).name, f"{t['tokens']:,}", f"{t['loss']:.4f}", f"{t['perplexity']:.3f}", f"{t['bits_per_byte']:.4f}"]
         for name, t in record["texts"].items()
     ]
     if rows:
         header = ("text", "tokens", "nats per token", "perplexity", "bits per byte")
-        console.print(_table(f"{record['model']}, context {record['context']}", header, rows))
+        print_table(f"{record['model']}, context {record['context']}", header, rows)
     rows = [[task, key, f"{value:.4f}"] for task, numbers in record["tasks"].items() for key, value in numbers.items()]
     if rows:
-        console.print(_table(f"{record['model']}: lm-eval", ("task", "metric", "value"), rows))
-
-
-def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=Text(title), title_justify="left", show_header=any(header))
-    for number, name in enumerate(header):
-        table.add_column(name, justify="left" if number == 0 or not name else "right")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+        print_table(f"{record['model']}: lm-eval", ("task", "metric", "value"), rows)
 
 
 def transferred_line(record: Mapping[str, Any]) -> str:
@@ -167,7 +148,7 @@ def rank_table(record: Mapping[str, Any]) -> None:
     """What a calibration found, layer by layer."""
     console = Console()
     title = f"Dims that explain 90 % of the variance of the keys, of {record['head_dim']}"
-    console.print(_table(title, rank_header(record), rank_rows(record)))
+    print_table(title, rank_header(record), rank_rows(record))
     for kind, mean in record["mean_rank"].items():
         console.print(f"mean of all heads, {kind}-rotary: {mean:.1f}")
     console.print(f"{record['tokens']:,} tokens in windows of {record['seq_length']:,}. Written: {record['basis']}")
@@ -175,13 +156,12 @@ def rank_table(record: Mapping[str, Any]) -> None:
 
 def loki_tables(record: Mapping[str, Any]) -> None:
     """What Loki loses: on a text, and in tasks."""
-    console = Console()
     if "perplexity" in record:
         title = f"{record['windows']} windows of {record['seq_length']:,} tokens"
-        console.print(_table(title, PERPLEXITY_HEADER, perplexity_rows(record)))
-        console.print(_table("Layers: recall of the best keys, and captured mass", LAYER_HEADER, layer_rows(record)))
+        print_table(title, PERPLEXITY_HEADER, perplexity_rows(record))
+        print_table("Layers: recall of the best keys, and captured mass", LAYER_HEADER, layer_rows(record))
     if "tasks" in record:
-        console.print(_table("Tasks", TASK_HEADER, task_rows(record["tasks"])))
+        print_table("Tasks", TASK_HEADER, task_rows(record["tasks"]))
 
 
 def generation_line(record: Mapping[str, Any]) -> str:

@@ -1,0 +1,45 @@
+"""Tables for the terminal that stay readable where it is narrow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+LONGEST_WORD = 24
+"""Columns are not kept wider than that for the sake of one word, such as a path."""
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[str] = ()) -> None:
+    """Words to the left: the first column, those without a name, and those named in ``words``; numbers to the right.
+
+    Lines break between words; where the terminal is too narrow even so, the spaces beside the lines go.
+    """
+    console = Console()
+    columns = [[name, *(row[number] for row in rows)] for number, name in enumerate(header)]
+    fewest = [min(LONGEST_WORD, _longest(word for cell in cells for word in cell.split())) for cells in columns]
+    room = console.width - len(header) - 1  # without the lines between columns
+    edges = int(sum(fewest) + 2 * len(header) <= room)
+    widths = _fitted([_longest(cells) for cells in columns], fewest, room - 2 * edges * len(header))
+    table = Table(title=Text(title), title_justify="left", show_header=any(header), padding=(0, edges))
+    for number, (name, width) in enumerate(zip(header, widths, strict=True)):
+        is_words = number == 0 or not name or name in words
+        table.add_column(name, justify="left" if is_words else "right", width=width, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+
+
+def _longest(texts: Iterable[str]) -> int:
+    return max(map(cell_len, texts), default=0)
+
+
+def _fitted(widths: list[int], fewest: Sequence[int], available: int) -> list[int]:
+    """The widths of columns, of which the widest give way until all fit, or none has more than its longest word."""
+    while sum(widths) > available and widths != list(fewest):
+        widest = max((w, number) for number, w in enumerate(widths) if w > fewest[number])[1]
+        widths[widest] -= 1
+    return widths

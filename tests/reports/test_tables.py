@@ -1,0 +1,31 @@
+"""Tables of the terminal, wide and narrow."""
+
+from __future__ import annotations
+
+import pytest
+
+from fourfold.reports.tables import print_table
+
+HEADER = ("layout", "s/step", "tokens/s/GPU", "why")
+ROWS = [["dp 64 × z 2, selective recompute", "7.194", "9,110", "it fits [1]"], ["pp 2", "12.5", "810", ""]]
+
+
+@pytest.mark.parametrize("width", [120, 60, 48])
+def test_lines_break_between_words(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_table("Layouts [best first]", HEADER, ROWS, words=["why"])
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= width
+    assert all(word in printed for row in (HEADER, *ROWS) for cell in row for word in cell.split())
+    assert printed.startswith("Layouts [best first]")
+    numbers = [line for line in printed.splitlines() if "7.194" in line or "12.5" in line]
+    assert len({line.index("7.194") + 5 if "7.194" in line else line.index("12.5") + 4 for line in numbers}) == 1
+
+
+def test_a_table_without_rows_and_a_terminal_without_room(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    print_table("None", HEADER, [])
+    print_table("Facts", ("", ""), [["left out", "x" * 100]])
+    assert capsys.readouterr().out.replace("\n", "").count("x") == 100
