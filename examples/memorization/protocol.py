@@ -2,9 +2,10 @@
 
     python examples/memorization/protocol.py [--seeds 3] [--out runs/memorization] [--arms standard,hash4]
 
-Documents stand 0 or 300 times in a small corpus; a Llama of about 1 million parameters sees it once, with and without
-goldfish masks (Hans et al. 2024, arXiv 2406.10209; canaries and buckets as in Singh et al. 2024, arXiv 2502.08145). An
-arm takes about two minutes of one core. What is finished is not done again. Writes OUT/results.json and OUT/results.md.
+Documents stand 0 or 300 times in a small corpus; a Llama of about 1 million parameters sees it once (or a quarter of
+it several times), with and without goldfish masks (Hans et al. 2024, arXiv 2406.10209; canaries and buckets as in Singh
+et al. 2024, arXiv 2502.08145). An arm takes about two minutes of one core. What is finished is not done again. Writes
+OUT/results.json and OUT/results.md.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from text import write_text
 
 from fourfold.config.load import load_run
 from fourfold.data.canaries import Canaries, ledger_path
+from fourfold.data.merge import falls_within
 from fourfold.data.prepare import prepare
 from fourfold.memorization.audit import AuditRequest
 from fourfold.memorization.laws import exact_match_law
@@ -31,14 +34,23 @@ from fourfold.training.launch import run_on_grid
 from fourfold.training.metrics import read_metrics
 
 HERE = Path(__file__).parent
+LENGTH, SUFFIX = 96, 50
+"""Tokens of a canary, and how many of its last ones must be repeated."""
+
+
 CHARACTERS = 1_400_000  # with the canaries, one epoch of arm.toml
-CANARIES = Canaries(count=16, repeats=(0, 300), length=96)
-SUFFIX = 50
+HELD_BACK = 0.05
+CORPORA = {
+    "exact": Canaries(16, (0, 300), LENGTH),
+    "noisy": Canaries(16, (0, 300), LENGTH, noise=0.05),
+    "quarter": Canaries(16, (0, 75), LENGTH),
+}
+"""What is planted in the text, and in a quarter of it, which arm.toml reads four times."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of training. corpus: "exact" copies, or "noisy" ones, of whose tokens 5 % differ."""
+    """One way of training. corpus: one of ``CORPORA``."""
 
     name: str
     title: str
@@ -51,14 +63,20 @@ def goldfish(strategy: str, k: int = 4, h: int = 13) -> tuple[str, ...]:
     return tuple(f"masks.goldfish.{key}={value}" for key, value in (("strategy", strategy), ("k", k), ("h", h)))
 
 
+THREE_QUARTERS_OF_THE_STEPS = ("training.train_steps=420", "validation.interval=105")
+THREE_QUARTERS_OF_THE_BATCH = ("training.global_batch_size=6", "training.micro_batch_size=6")
+
 ARMS = (
     Arm("standard", "standard"),
     Arm("hash4", "goldfish, hash, k 4, h 13", goldfish("hash"), k=4),
     Arm("random4", "random mask, k 4 (the control)", goldfish("random")),
     Arm("static4", "static mask, k 4, copies at any place", goldfish("static")),
     Arm("hash32", "goldfish, hash, k 32, h 13", goldfish("hash", k=32), k=32),
-    Arm("standard75", "standard, 3/4 of the steps", ("training.train_steps=420", "validation.interval=105")),
-    Arm("standard6", "standard, 3/4 of the batch", ("training.global_batch_size=6", "training.micro_batch_size=6")),
+    Arm("standard75", "standard, 3/4 of the steps", THREE_QUARTERS_OF_THE_STEPS),
+    Arm("standard6", "standard, 3/4 of the batch", THREE_QUARTERS_OF_THE_BATCH),
+    Arm("passes4", "four passes: goldfish, hash, k 4, h 13", goldfish("hash"), "quarter", 4),
+    Arm("passes3", "three passes: standard, 3/4 of the steps", THREE_QUARTERS_OF_THE_STEPS, "quarter"),
+    Arm("passes3batch", "three passes: standard, 3/4 of the batch", THREE_QUARTERS_OF_THE_BATCH, "quarter"),
     Arm("noisy13", "hash, k 4, h 13, copies differ in 5 %", goldfish("hash"), "noisy", 4),
     Arm("noisy4", "hash, k 4, h 4, copies differ in 5 %", goldfish("hash", h=4), "noisy", 4),
 )
@@ -71,6 +89,8 @@ def main() -> None:
     options.add_argument("--arms", default=",".join(arm.name for arm in ARMS))
     options.add_argument("--steps", type=int, help="Fewer training steps, to try it out.")
     given = options.parse_args()
+    if unknown := set(given.arms.split(",")) - {arm.name for arm in ARMS}:
+        options.error(f"no arm {', '.join(sorted(unknown))}; there are {', '.join(arm.name for arm in ARMS)}")
     make_corpora(given.out)
     for seed in range(given.seeds):
         for arm in ARMS:
@@ -81,15 +101,21 @@ def main() -> None:
 
 
 def make_corpora(out: Path) -> None:
-    """The same documents twice: with exact copies of the canaries, and with copies that differ in 5 % of the tokens."""
-    text = out / "corpora" / "text.jsonl"
+    """All with one tokenizer, and without the documents that are held back for validation."""
+    folder = out / "corpora"
+    text, quarter = folder / "text.jsonl", folder / "quarter.jsonl"
     if not text.is_file():
         write_text(text, CHARACTERS)
-    exact, noisy = (out / "corpora" / name for name in ("exact", "noisy"))
-    prepare([text], exact, train_tokenizer_vocab=2048, validation_fraction=0.05, canaries=CANARIES)
-    tokenizer = exact.with_name("exact-tokenizer.json")
-    with_noise = Canaries(CANARIES.count, CANARIES.repeats, CANARIES.length, noise=0.05)
-    prepare([text], noisy, tokenizer=tokenizer, validation_fraction=0.05, canaries=with_noise)
+    tokenizer = folder / "exact-tokenizer.json"
+    prepare([text], folder / "exact", train_tokenizer_vocab=2048, validation_fraction=HELD_BACK,
+            canaries=CORPORA["exact"])  # fmt: skip
+    prepare([text], folder / "noisy", tokenizer=tokenizer, validation_fraction=HELD_BACK, canaries=CORPORA["noisy"])
+    lines = text.read_text(encoding="utf-8").splitlines(keepends=True)
+    held_back = falls_within(np.arange(len(lines)), HELD_BACK, seed=0)
+    kept = "".join([line for line, held in zip(lines, held_back, strict=True) if not held][::4])
+    if not quarter.is_file():
+        quarter.write_text(kept, encoding="utf-8")
+    prepare([quarter], folder / "quarter", tokenizer=tokenizer, canaries=CORPORA["quarter"])
 
 
 def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None) -> None:
@@ -111,9 +137,7 @@ def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None) -> None:
     if outcome.stopped:
         raise SystemExit(3)  # by a signal; another start goes on from its checkpoint
     # The suffix after all that precedes it, for members and for those that stand 0 times alike.
-    request = AuditRequest(
-        model=str(folder), documents=ledger_path(corpus), suffix=SUFFIX, prefix=CANARIES.length - SUFFIX
-    )
+    request = AuditRequest(model=str(folder), documents=ledger_path(corpus), suffix=SUFFIX, prefix=LENGTH - SUFFIX)
     record = run_on_grid("fourfold.memorization.audit:audit_of_place", [request, subject_of(request.model, request)], 1)
     write_audit_report(record, folder)
 

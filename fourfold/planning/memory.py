@@ -8,6 +8,7 @@ import numpy as np
 
 from fourfold.planning.activations import BlockBytes, block_bytes, peak_bytes
 from fourfold.planning.machine import Machine, Number
+from fourfold.planning.pipeline_schedule import round_size
 from fourfold.planning.stage_split import blocks_of_ranks, split_of
 from fourfold.planning.workload import SCHEDULES, Workload
 
@@ -29,15 +30,17 @@ SPREAD = 0.07
 def in_flight(work: Workload, rank: Number) -> Number:
     """Micro-batches whose activations rank 0, 1, … of pp holds at once, in units of its whole share of layers.
 
-    1F1B: one for each stage behind and its own; interleaved (v − 1)·p + 2(p − rank) − 1 chunks of 1/v of the layers
-    (Narayanan et al. 2021, arXiv 2104.04473); zero-bubble schedules p everywhere, until the weight gradients are there
-    (DualPipeV half of one more); GPipe and LoopedBFS all.
+    1F1B: one for each stage behind and its own; interleaved, with rounds of r micro-batches (p, where they divide),
+    (v − 1)·r + 2(p − rank) − 1 chunks of 1/v of the layers (Narayanan et al. 2021, arXiv 2104.04473); zero-bubble
+    schedules (v − 1)·r + p everywhere, until the weight gradients are there, V-shaped p (DualPipeV half of one more);
+    GPipe and LoopedBFS all.
     """
     behind = work.pp - rank
-    chunks = (work.interleave - 1) * work.pp + 2 * behind - 1
+    earlier = (work.interleave - 1) * round_size(work.pp, work.micro_batches)
+    chunks = earlier + np.where(work.split_backward, work.pp, 2 * behind - 1)
     held = np.where(work.interleave > 1, np.maximum(chunks / work.interleave, 1), behind)
+    held = np.where(work.v_shaped, work.pp, held)
     kinds = [np.equal(work.schedule, SCHEDULES.index(name)) for name in ("GPipe", "LoopedBFS", "DualPipeV")]
-    held = np.where(work.split_backward, work.pp, held)
     held = np.select(kinds, [work.micro_batches, work.micro_batches, work.pp + 0.5], held)
     return np.minimum(np.where(work.pp > 1, held, 1), work.micro_batches)
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from fourfold.planning.machine import Number
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -54,11 +58,15 @@ def bubble_share(slots: list[Slot]) -> float:
     return 1 - sum(slot.end - slot.start for slot in slots) / whole
 
 
+def round_size(stages: Number, micro_batches: Number) -> Number:
+    """Micro-batches that an interleaved schedule runs through a chunk before it turns to the next one."""
+    return micro_batches // np.maximum(micro_batches // stages, 1)
+
+
 def stage_order(stage: int, stages: int, micro_batches: int, interleave: int) -> list[tuple[int, int, bool]]:
     """(chunk, micro-batch, backward) in the order in which a rank runs them, as torch's lists have it."""
-    total, rounds = micro_batches * interleave, max(1, micro_batches // stages)
-    at_once = micro_batches // rounds
-    assert interleave == 1 or micro_batches % rounds == 0
+    total, at_once = micro_batches * interleave, int(round_size(stages, micro_batches))
+    assert interleave == 1 or micro_batches % at_once == 0
     if interleave == 1:
         ahead = min(stages - stage - 1, total)
     else:

@@ -77,7 +77,8 @@ def step_parts(
     weights = mean_layers * block.weight_gradients + block.head / (3 * work.pp)
     forward = mean_layers * (block.forward + block.x_forward + block.y_forward + launch / 3) + ends / 3
     rest = mean_layers * block_seconds + ends - forward - weights
-    bubble = bubble_seconds(work.schedule, work.pp, work.interleave, forward, rest, weights) + waiting
+    bubble = bubble_seconds(work.schedule, work.pp, work.interleave, micro_batches, forward, rest, weights)
+    bubble = bubble + waiting
     pp = _over_pp(work, machine, constants)
     # Of the head, like of the layers, a stage's share on average counts as its own: the rest is waiting.
     scale, heads = micro_batches * mean_layers, micro_batches / work.pp
@@ -199,14 +200,6 @@ def _over_dp(work: Workload, machine: Machine, constants: Constants, last_backwa
 def _over_pp(work: Workload, machine: Machine, constants: Constants) -> Number:
     """Activations and their gradients between stages, for each micro-batch and chunk."""
     size = work.bytes * work.tokens * work.hidden / (work.x * work.y)
-    one = transfer_seconds(
-        size,
-        work.gpus / work.pp,
-        work.gpus,
-        constants.intra * machine.intra8,
-        constants.inter * machine.node / machine.gpus_per_node,
-        constants.latency * (machine.base + machine.inter_hop),
-        machine.gpus_per_node,
-    )
+    one = transfer_seconds(size, work.gpus, machine, constants)
     exposed = np.where(work.overlap_dp & (work.interleave > 1), constants.exposed, 1.0)
     return np.where(work.pp > 1, 2 * work.micro_batches * work.interleave * one * exposed, 0.0)

@@ -4,33 +4,71 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.planning.machine import Number
+from fourfold.planning.constants import Constants
+from fourfold.planning.machine import Machine, Number
 from fourfold.planning.workload import SCHEDULES
 
 
 def bubble_seconds(
-    schedule: Number, pp: Number, interleave: Number, forward: Number, inputs: Number, weights: Number
+    schedule: Number,
+    pp: Number,
+    interleave: Number,
+    micro_batches: Number,
+    forward: Number,
+    inputs: Number,
+    weights: Number,
 ) -> Number:
     """What a rank waits in a step for the pipeline to fill and drain. forward, inputs, weights: seconds of one
     micro-batch in all of the rank's layers, and of its gradients of inputs and of weights.
 
-    1F1B and GPipe (p − 1)(F + I + W); interleaved 1/v of it (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
-    Zero-bubble schedules put weight gradients into the gap (Qi et al. 2024, arXiv 2401.10241, table 2: F + I − W, at
-    least I), and the V-shaped are without one where all three take as long in half a share; of DualPipeV this is the
-    most. As torch's lists run: tests/planning/test_terms.py.
+    1F1B and GPipe (p − 1)(F + I + W); interleaved 1/v of it (Narayanan et al. 2021, arXiv 2104.04473, section 2.2),
+    and more where there are fewer micro-batches than ranks, for each of which a rank waits in every chunk but one.
+    Zero-bubble schedules put weight gradients into the gaps (Qi et al. 2024, arXiv 2401.10241, table 2), as far as
+    there are any; of DualPipeV this is the most. Within 3 % of the step of torch's lists: tests/planning/test_terms.py.
     """
-    excess = np.maximum(inputs - weights, 0.0)
-    zero_bubble = np.maximum(forward + inputs - weights, inputs) / interleave
-    v_shaped = np.maximum(np.maximum(forward, inputs), weights) / 2
-    dual = (forward + 2 * excess) / 2
-    whole = (forward + inputs + weights) / interleave
+    missing = np.maximum(pp - micro_batches, 0)
+    whole = forward + inputs + weights
+    interleaved = (pp - 1 + (interleave - 1) * missing) * whole / interleave
     is_one = [np.equal(schedule, SCHEDULES.index(name)) for name in
               ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")]  # fmt: skip
-    return (pp - 1) * np.select(is_one, [zero_bubble, v_shaped, dual], whole)
+    return np.select(
+        is_one,
+        [
+            _zero_bubble(pp, interleave, micro_batches, missing, forward, inputs, weights),
+            _v_shaped(pp, micro_batches, forward, inputs, weights),
+            (pp - 1) * (forward + 2 * np.maximum(inputs - weights, 0.0)) / 2,
+        ],
+        interleaved,
+    )
 
 
-def transfer_seconds(size: Number, stride: Number, gpus: Number, bandwidth_in: Number, bandwidth_out: Number,
-                     latency: Number, gpus_per_node: Number) -> Number:  # fmt: skip
-    """Of ``size`` bytes to the next stage, ``stride`` ranks further."""
-    inside = stride < gpus_per_node
-    return size / np.where(inside, bandwidth_in, bandwidth_out) + latency
+def _zero_bubble(
+    pp: Number, interleave: Number, micro_batches: Number, missing: Number, forward: Number, inputs: Number,
+    weights: Number,
+) -> Number:  # fmt: skip
+    """F + I − W between two ranks, and what no weight gradient is there for; at least the way of the first micro-batch
+    through all chunks and back, behind which the others follow."""
+    gap = np.maximum(np.maximum(forward + inputs - weights, inputs), forward)
+    filled = ((pp - 1) * gap + missing * ((interleave - 1) * forward + np.minimum(inputs, weights))) / interleave
+    way = pp * (forward + inputs) + ((micro_batches - 1) * (forward + inputs) + weights) / interleave
+    return np.maximum(filled, way - micro_batches * (forward + inputs + weights))
+
+
+def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number, weights: Number) -> Number:
+    """Ranks − 1 times the longest of the three in half a share of the layers, where 2·pp micro-batches or more fill the
+    gap of the first one's way down the V and up again."""
+    longest = np.maximum(np.maximum(forward, inputs), weights)
+    steady = (pp - 1) * np.maximum(np.maximum(longest, 2 * (inputs - weights)), 2 * forward - weights)
+    first = 2 * (pp - 1) * (forward + inputs)
+    behind = (np.minimum(micro_batches, pp) - 1) * (forward + np.minimum(forward, inputs))
+    later = 2 * weights * np.maximum(micro_batches - pp, 0)
+    return np.maximum(steady, first - behind - later) / 2
+
+
+def transfer_seconds(size: Number, gpus: Number, machine: Machine, constants: Constants) -> Number:
+    """Of ``size`` bytes to the next stage: through the network, unless the whole job stands in one node or domain, for
+    the slowest hop sets the pace."""
+    inside = gpus <= np.maximum(machine.domain, machine.gpus_per_node)
+    outside = constants.inter * machine.node / machine.gpus_per_node
+    latency = machine.base + np.where(inside, machine.intra_hop, machine.inter_hop)
+    return size / np.where(inside, constants.intra * machine.intra8, outside) + constants.latency * latency
