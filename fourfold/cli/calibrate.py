@@ -30,9 +30,12 @@ def calibrate(
     Example: fourfold calibrate --out mine.toml --from runs/demo/metrics.jsonl
     """
     from fourfold.data.files import write_output
+    from fourfold.errors import UserError
     from fourfold.planning.machine import load_machine
     from fourfold.planning.machine_file import machine_toml, measured_machine
 
+    if out.suffix != ".toml":
+        raise UserError(f"--out {out} must end in .toml: that is how `fourfold plan --machine` knows a file")
     base = load_machine(machine)
     if source:
         from fourfold.planning.calibrate import calibrate as fit

@@ -12,20 +12,30 @@ from fourfold.planning.machine import load_machine
 from fourfold.planning.plan import Plan, Prediction, make_plan, predict
 from fourfold.planning.request import Request, constants_for, limits_of, outside_calibration
 from fourfold.planning.scaling import Point, scaling
+from fourfold.planning.space import refusal
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A plan and what was asked; own: the run file's layout as it stands; explanation, costs and strong-scaling
-    curve where asked for."""
+    """A plan and what was asked; own: the run file's layout as it stands, or why not (own_refused); explanation, costs
+    and strong-scaling curve where asked for."""
 
     asked: Request
     plan: Plan
     own: Prediction | None
+    own_refused: str
     explanation: dict[str, Any] | None
     costs: Costs | None
     extrapolation: list[str]
     curve: list[Point]
+
+    def named(self) -> list[tuple[str, Prediction]]:
+        """The ranked layouts and the run file's, each with what it is called in front of its description."""
+        ranked = [("", prediction) for prediction in self.plan.ranked]
+        if self.own is None:
+            return ranked
+        where = "" if self.own.gpus == self.asked.gpus else f", on {self.own.gpus} GPUs"
+        return [*ranked, (f"yours{where}: ", self.own)]
 
     def record(self) -> dict[str, Any]:
         """As JSON values."""
@@ -35,6 +45,7 @@ class Answer:
             "machine": self.plan.machine.name,
             "gpus": self.asked.gpus,
             "own": None if self.own is None else self.own.record(),
+            "own_refused": self.own_refused or None,
             "explanation": self.explanation,
             "costs": None if self.costs is None else self.costs.record(),
             "extrapolation": self.extrapolation,
@@ -56,7 +67,8 @@ def answer(
     machine = load_machine(machine_name)
     constants, limits = constants_for(machine), limits_of(limit_settings)
     plan = make_plan(asked.base, machine, constants, asked.gpus, top, limits)
-    own = predict(asked.own, machine, constants) if asked.own is not None else None
+    refused = "" if asked.own is None else refusal(asked.own, machine)
+    own = None if asked.own is None or refused else predict(asked.own, machine, constants)
     best = plan.best
     money = costs(tokens, best.tokens_per_second, asked.gpus, asked.model.num_parameters, machine) if tokens else None
     explanation = explain(plan, own, limits) if explained else None
@@ -64,4 +76,4 @@ def answer(
     if with_curve:
         sizes = [int(asked.gpus * factor) for factor in (0.25, 0.5, 1, 2, 4) if asked.gpus * factor >= 1]
         curve = scaling(asked.base, machine, constants, sizes, False, limits, asked.name)
-    return Answer(asked, plan, own, explanation, money, outside_calibration(machine, best.work), curve)
+    return Answer(asked, plan, own, refused, explanation, money, outside_calibration(machine, best.work), curve)

@@ -55,7 +55,7 @@ class Rates:
         self.matmul = constants.matmul * np.where(work.bits == 32, machine.achieved_fp32, rate)
         self.head = constants.matmul * np.where(work.bits == 32, machine.achieved_fp32, machine.achieved)
         self.attention = constants.attention * np.where(
-            work.bits == 32, machine.achieved_fp32 / machine.achieved, 1.0
+            work.bits == 32, machine.achieved_fp32 / machine.peak, 1.0
         ) * machine.attention  # fmt: skip
         self.nn, self.nt, self.tn = machine.nn, machine.nt, machine.tn
         self.bandwidth = constants.memory * machine.memory_bandwidth

@@ -14,7 +14,7 @@ from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.planning.calibration import Calibration
 from fourfold.planning.from_run import workload_of
-from fourfold.planning.machine import Machine, check_positive
+from fourfold.planning.machine import Machine, check_positive, machine_names
 from fourfold.planning.machine_file import with_constants
 from fourfold.planning.plan import predict as predict_one
 from fourfold.planning.request import constants_for, features
@@ -43,9 +43,17 @@ def calibrate(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) ->
     """From tables of rows (.csv) and metrics of runs (metrics.jsonl, its run.toml beside it)."""
     rows, skipped = read_rows([path for path in paths if path.suffix == ".csv"])
     rows += [row_of_run(path, base) for path in paths if path.suffix != ".csv"]
-    # One machine and one program: levels below "all" would take what belongs to it.
-    rows = [replace(row, source=name, machine=base) if row.source == RUN_SOURCE else row for row in rows]
+    # One machine and one program: levels below "all" would take what belongs to it. What is no built-in machine is the
+    # user's own, whatever the rows call its GPUs.
+    own = base.name not in machine_names()
+    rows = [replace(row, machine=base) if own or row.source == RUN_SOURCE else row for row in rows]
+    rows = [replace(row, source=name) if row.source == RUN_SOURCE else row for row in rows]
     rows = [row for row in rows if row.seconds is not None]
+    if others := sorted({row.machine.name for row in rows} - {base.name}):
+        raise UserError(
+            f"the rows are of {' and '.join(others)}, and --machine is {base.name}; calibrate one machine at a time, "
+            f"with --machine {others[0]}"
+        )
     if not rows:
         raise UserError("no row with a step time to calibrate on: " + (", ".join(skipped) or "the files are empty"))
     calibration = calibrate_on(rows)
@@ -56,10 +64,8 @@ def calibrate(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) ->
         out = set(order[fold::FOLDS].tolist())
         fit_rows = [row for i, row in enumerate(rows) if i not in out]
         held_out += predict([rows[i] for i in sorted(out)], calibrate_on(fit_rows))
-    machine_names, sources = {r.machine.name for r in rows}, {r.source for r in rows}
-    logs = calibration.logs(
-        machine_names.pop() if len(machine_names) == 1 else "", sources.pop() if len(sources) == 1 else ""
-    )
+    sources = {row.source for row in rows}
+    logs = calibration.logs(base.name, sources.pop() if len(sources) == 1 else "")
     values = [features(row.work) for row in rows]
     extent = {key: (min(v[key] for v in values), max(v[key] for v in values)) for key in values[0]}
     return Fitted(with_constants(base, name, logs, extent), len(rows), skipped, errors_of(known), errors_of(held_out))
@@ -74,18 +80,20 @@ def row_of_run(path: Path, machine: Machine) -> Row:
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # neither UTF-8 nor JSON
         raise UserError(f"{path} is not JSON, one object a line: {error}") from None
     for number, record in enumerate(records, start=1):
         if not isinstance(record, dict):
             raise UserError(f"{path}, record {number} is not an object of metrics")
-        check_positive(record.get("step_seconds", 1.0), f"{path}, record {number}: step_seconds")
-    seconds = [r["step_seconds"] for r in records if "step_seconds" in r][WARM_UP:]
+        for name in ("step_seconds", "peak_memory_bytes"):
+            if record.get(name) is not None:
+                check_positive(record[name], f"{path}, record {number}: {name}")
+    seconds = [r["step_seconds"] for r in records if r.get("step_seconds")][WARM_UP:]
     if not seconds:
         raise UserError(f"{path} records no step beyond the first {WARM_UP}; train longer")
     work = workload_of(load_run(run_file))
     peaks = [r["peak_memory_bytes"] for r in records if r.get("peak_memory_bytes")]
-    return Row(str(path.parent.name), RUN_SOURCE, RUN_SOURCE, work, machine, float(np.median(seconds)),
+    return Row(str(path.parent.name), RUN_SOURCE, work, machine, float(np.median(seconds)),
                max(peaks) / 1e9 if peaks else None, False, work.bits == 16, (RUN_SOURCE,))  # fmt: skip
 
 

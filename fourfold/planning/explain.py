@@ -23,9 +23,13 @@ KNOBS = {
     "the latency of a hop between nodes": ("inter_hop", "µs", 1e-6),
 }
 """Constants whose break-even is looked for: the machine's field, the unit, and its size."""
+RATES = {8: "achieved_fp8", 32: "achieved_fp32"}
+"""Fields of the matmul rate where products are not of 16 bits."""
 CANDIDATES = 400
 """Fastest layouts that are evaluated again under changed constants."""
-FACTORS = np.geomspace(1 / 8, 8, 61)
+FACTORS = np.geomspace(1, 8, 31)
+HALVINGS = 6
+"""Of the interval between two factors, to the break-even within a thousandth."""
 NEAR = 0.05
 """Neighbours within this of the best belong to its basin."""
 
@@ -81,16 +85,27 @@ def break_evens(plan: Plan) -> list[BreakEven]:
         work, **{k: np.asarray(v, float) for k, v in vars(work).items() if np.ndim(v) and v.dtype.kind == "i"}
     )
     grids = np.stack([np.asarray(getattr(work, axis)) for axis in AXES], axis=1)
+
+    def overtaker(field: str, factor: float) -> int | None:
+        """The first of the candidates where a constant is so many times its own, if its grid is another."""
+        best = int(np.argmin(evaluate(work, _changed(plan.machine, field, factor), plan.constants)[1]))
+        return best if (grids[best] != grids[0]).any() else None
+
     found = []
     for what, (field, unit, size) in KNOBS.items():
+        if field == "achieved":
+            field = RATES.get(int(plan.best.work.bits), field)
         now = getattr(plan.machine, field)
-        for factors in (FACTORS[FACTORS > 1.001], FACTORS[FACTORS < 0.999][::-1]):
-            for factor in factors:
-                best = int(np.argmin(evaluate(work, _changed(plan.machine, field, factor), plan.constants)[1]))
-                if (grids[best] != grids[0]).any():
-                    other = predict(plan.found.point(order[best]), plan.machine, plan.constants).describe()
-                    found.append(BreakEven(what, now / size, now * factor / size, unit, other))
-                    break
+        for factors in (FACTORS, 1 / FACTORS):
+            flip = next((i for i, factor in enumerate(factors[1:]) if overtaker(field, factor) is not None), None)
+            if flip is None:
+                continue
+            holds, lost = factors[flip], factors[flip + 1]
+            for _ in range(HALVINGS):
+                between = np.sqrt(holds * lost)
+                holds, lost = (between, lost) if overtaker(field, between) is None else (holds, between)
+            other = predict(plan.found.point(order[overtaker(field, lost)]), plan.machine, plan.constants)
+            found.append(BreakEven(what, now / size, float(now * lost / size), unit, other.describe()))
     return found
 
 
@@ -122,9 +137,13 @@ def neighbours(plan: Plan) -> list[Neighbour]:
         places = np.flatnonzero(mask)
         if not len(places):
             return Neighbour(text, None, "outside the searched sizes")
-        place = places[np.argmin(found.seconds[places])]
-        if found.reason[place]:
+        fitting = places[found.reason[places] == 0]
+        if not len(fitting):
+            place = places[np.argmin(found.seconds[places])]
             return Neighbour(text, None, REASONS[found.reason[place]])
+        place = fitting[np.argmin(found.seconds[fitting])]
+        if (every := columns["every"][place]) > 1 and "recompute" in changes:
+            text += f" of every {'second' if every == 2 else f'{every}th'} block"
         return Neighbour(text, float(found.seconds[place] / best.seconds - 1), "")
 
     table = []

@@ -91,6 +91,8 @@ SECTIONS = {
     "latency": ("base", "intra_hop", "inter_hop", "ring_hop", "launch"),
     "costs": ("price_per_gpu_hour", "watts_per_gpu", "mtbf_gpu_hours", "checkpoint_bandwidth"),
 }  # fmt: skip
+LEAST, MOST = 1e-12, 1e24
+"""Of any constant: from a trillionth of a second to a million exaflop/s."""
 _WHOLE = ("gpus_per_node", "domain", "units")
 _OPTIONAL = {*SECTIONS["costs"], *SECTIONS["layouts"], "host", "ring_hop"}
 
@@ -124,12 +126,14 @@ def parse_machine(text: str, where: str) -> Machine:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{where} is not valid TOML: {error}") from None
-    values: dict[str, Any] = {"name": str(table.pop("name", Path(where).stem))}
+    values: dict[str, Any] = {"name": table.pop("name", Path(where).stem)}
+    if not isinstance(values["name"], str):
+        raise UserError(f"{where}: name = {values['name']!r} must be text")
     table.pop("sources", None)
-    efficiency = _efficiency(table.pop("efficiency", {}), where)
-    extent = _extent(table.pop("calibrated_range", {}), where)
+    efficiency = _efficiency(_section(table, "efficiency", where), where)
+    extent = _extent(_section(table, "calibrated_range", where), where)
     for section, keys in SECTIONS.items():
-        given = table.pop(section, {})
+        given = _section(table, section, where)
         for key in keys:
             if key in given:
                 value = given.pop(key)
@@ -153,14 +157,21 @@ def parse_machine(text: str, where: str) -> Machine:
 
 
 def check_positive(value: Any, what: str) -> None:
-    """Raises ``UserError`` for what a file has instead of a number above 0."""
+    """Raises ``UserError`` for what a file has instead of a number above 0, or one that no machine has."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise UserError(f"{what} = {value!r} must be a number above 0")
+        raise UserError(f"{what} = {str(value)[:40]} must be a number above 0")
+    if not LEAST <= value <= MOST:
+        raise UserError(f"{what} = {str(value)[:40]} must be from {LEAST:g} to {MOST:g}")
 
 
-def _efficiency(table: Any, where: str) -> tuple[tuple[str, float], ...]:
-    if not isinstance(table, dict):
-        raise UserError(f"{where}: efficiency must be a section")
+def _section(table: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+    section = table.pop(name, {})
+    if not isinstance(section, dict):
+        raise UserError(f"{where}: {name} must be a section, [{name}]")
+    return section
+
+
+def _efficiency(table: dict[str, Any], where: str) -> tuple[tuple[str, float], ...]:
     for name, value in table.items():
         if name not in NAMES:
             raise UserError(f"{where}: unknown key 'efficiency.{name}'; there are {', '.join(NAMES)}")
@@ -168,14 +179,14 @@ def _efficiency(table: Any, where: str) -> tuple[tuple[str, float], ...]:
     return tuple((name, float(value)) for name, value in table.items())
 
 
-def _extent(table: Any, where: str) -> tuple[tuple[str, tuple[float, float]], ...]:
-    if not isinstance(table, dict):
-        raise UserError(f"{where}: calibrated_range must be a section")
+def _extent(table: dict[str, Any], where: str) -> tuple[tuple[str, tuple[float, float]], ...]:
     for name, ends in table.items():
         if not isinstance(ends, list) or len(ends) != 2:
             raise UserError(f"{where}: calibrated_range.{name} = {ends!r} must be a smallest and a largest number")
         for end in ends:
             check_positive(end, f"{where}: calibrated_range.{name}")
+        if ends[0] > ends[1]:
+            raise UserError(f"{where}: calibrated_range.{name} = {ends!r} must begin with the smaller number")
     return tuple((name, (float(low), float(high))) for name, (low, high) in table.items())
 
 

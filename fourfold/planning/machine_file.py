@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from fourfold.planning.machine import SECTIONS, Machine
 
 def machine_toml(machine: Machine, title: str, base: Machine) -> str:
     """A machine as a file that ``load_machine`` reads; beside every constant stands whether it is ``base``'s."""
-    lines = [f"# {title}", f'name = "{machine.name}"']
+    lines = [f"# {title}", f"name = {json.dumps(machine.name)}"]
     for section, keys in SECTIONS.items():
         given = {key: getattr(machine, key) for key in keys if getattr(machine, key)}
         if given:

@@ -12,7 +12,7 @@ from fourfold.planning.block_time import block_time
 from fourfold.planning.constants import Constants
 from fourfold.planning.machine import Machine
 from fourfold.planning.memory import CATEGORIES, p_out_of_memory, peak_memory, stage_memory
-from fourfold.planning.search import MAX_P_OUT_OF_MEMORY, Found, Limits, search
+from fourfold.planning.search import Found, Limits, search
 from fourfold.planning.space import AXES
 from fourfold.planning.step_time import step_parts
 from fourfold.planning.workload import CONTEXTS, RECOMPUTE, SCHEDULES, Workload
@@ -30,7 +30,10 @@ class Prediction:
     p_oom: float
     stages: list[dict[str, float]]
     machine: Machine
-    gpus: int
+
+    @property
+    def gpus(self) -> int:
+        return int(self.work.gpus)
 
     @property
     def stage_numbers(self) -> list[int]:
@@ -47,6 +50,7 @@ class Prediction:
         return float(self.work.batch * self.work.seq / self.seconds)
 
     def utilisation(self, flops: float) -> float:
+        """``flops`` of a step over what the GPUs could at their bf16 peak, in whichever precision it runs."""
         return float(flops / (self.seconds * self.gpus * self.machine.peak))
 
     def describe(self) -> str:
@@ -124,9 +128,7 @@ def predict(work: Workload, machine: Machine, constants: Constants) -> Predictio
         for stage in _stages_shown(int(work.pp))
     ]
     memory = float(peak_memory(work, machine))
-    return Prediction(
-        work, parts, memory, float(p_out_of_memory(memory, machine.memory)), stages, machine, int(work.gpus)
-    )
+    return Prediction(work, parts, memory, float(p_out_of_memory(memory, machine.memory)), stages, machine)
 
 
 def _stages_shown(pp: int) -> list[int]:
@@ -162,14 +164,18 @@ def _nothing_fits(
         f"nothing fits: the leanest of {len(legal):,} layouts ({point.describe()}) needs "
         f"{point.memory_bytes / 1e9:.1f} GB of the {machine.memory / 1e9:.0f} GB of a {machine.name} GPU"
     )
+    limits = limits or Limits()
+    leanest = replace(limits, micro_batches=limits.micro_batches[:1])
     for more in (gpus * 2**i for i in range(1, 7)):
-        batch = base.batch if base.batch >= more else more
-        try_found = search(replace(base, batch=batch), machine, constants, more, limits)
-        if len(try_found.order):
-            grown = f" with a global batch of {int(batch)}" if batch != base.batch else ""
-            return f"{sentence}; {more} GPUs{grown} would do, or a shorter --seq"
+        for batch in sorted({base.batch, max(base.batch, more)}):
+            if _something_fits(replace(base, batch=batch), machine, constants, more, leanest):
+                grown = f" with a global batch of {int(batch)}" if batch != base.batch else ""
+                return f"{sentence}; {more} GPUs{grown} would do, or a shorter --seq"
     return f"{sentence}; a machine with more memory is needed, or a smaller model"
 
 
-def fits(prediction: Prediction) -> bool:
-    return prediction.p_oom <= MAX_P_OUT_OF_MEMORY
+def _something_fits(base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits) -> bool:
+    try:
+        return len(search(base, machine, constants, gpus, limits).order) > 0
+    except UserError:  # the limits leave nothing
+        return False

@@ -20,7 +20,7 @@ from fourfold.planning.from_run import workload_of, workload_of_model
 from fourfold.planning.machine import Machine
 from fourfold.planning.model_file import load_model
 from fourfold.planning.plan import Prediction
-from fourfold.planning.space import AXES, PIPELINES, RECOMPUTES, Limits
+from fourfold.planning.space import AXES, MOST_GPUS, PIPELINES, RECOMPUTES, Limits
 from fourfold.planning.workload import RECOMPUTE, Workload
 
 STEP_TOKENS = 4 << 20
@@ -28,7 +28,7 @@ STEP_TOKENS = 4 << 20
 LONGEST_DEFAULT = 8192
 PLANNED = ("schedule", "stages_per_rank", "layers_per_stage", "cp_method")
 """Of [parallel] besides the axes: what a plan decides, or what goes with the axes that it replaces."""
-MOST = {"--gpus": 1 << 24, "--seq": 1 << 26, "--global-batch": (1 << 31) - 1}
+MOST = {"--gpus": MOST_GPUS, "--seq": 1 << 26, "--global-batch": (1 << 31) - 1}
 """Beyond, sizes of a layout do not fit the search's 32 bits."""
 BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8": 8}
 
@@ -111,10 +111,8 @@ def limits_of(settings: list[str]) -> Limits:
             else:
                 raise ValueError
         except ValueError:
-            raise UserError(
-                f"--limit {setting}: write it as x<=8, pp=1, zero=0, micro_batch=1, interleave=1, schedule=1F1B, "
-                "cp_method=ring or recompute=full"
-            ) from None
+            there_are = f"{name} is one of {', '.join(CHOICES[name])}" if name in CHOICES else LIMITS
+            raise UserError(f"--limit {setting}: {there_are}") from None
     impossible = [name for name, size in fixed if any(name == n and size > m for n, m in most)]
     impossible += [name for name, size in fixed if any(name == n and size != s for n, s in fixed)]
     impossible += [kind for kind, chosen in choices.items() if not chosen]
@@ -122,6 +120,18 @@ def limits_of(settings: list[str]) -> Limits:
         given = " --limit ".join(settings)
         raise UserError(f"--limit {given}: nothing is all of this ({impossible[0]}); leave one out")
     return Limits(at_most=tuple(most), fixed=tuple(fixed), **choices)
+
+
+MORE_PIPELINES = (("GPipe", 1), *(("LoopedBFS", chunks) for chunks in (2, 4)), ("DualPipeV", 2))
+"""What is searched only where it is asked for."""
+CHOICES = {
+    "zero": ("0", "1", "2", "3"),
+    "recompute": RECOMPUTE,
+    "interleave": tuple(str(chunks) for chunks in sorted({chunks for _, chunks in PIPELINES})),
+    "schedule": tuple(dict.fromkeys(name for name, _ in (*PIPELINES, *MORE_PIPELINES))),
+    "cp_method": Limits().contexts,
+}
+LIMITS = "write it as x<=8, pp=1, micro_batch=1, zero=0, interleave=2, schedule=1F1B, cp_method=ring or recompute=full"
 
 
 def _choices(name: str, text: str) -> tuple[str, tuple]:
@@ -136,8 +146,7 @@ def _choices(name: str, text: str) -> tuple[str, tuple]:
     elif name == "interleave":
         kind, found = "pipelines", tuple(p for p in PIPELINES if p[1] == int(text))
     elif name == "schedule":
-        more = (("GPipe", 1), *(("LoopedBFS", chunks) for chunks in (2, 4)), ("DualPipeV", 2))
-        kind, found = "pipelines", tuple(p for p in (*PIPELINES, *more) if p[0] == text)
+        kind, found = "pipelines", tuple(p for p in (*PIPELINES, *MORE_PIPELINES) if p[0] == text)
     elif name == "cp_method":
         kind, found = "contexts", tuple(c for c in Limits().contexts if c == text)
     if not found:

@@ -11,7 +11,7 @@ from fourfold.planning.constants import Constants
 from fourfold.planning.machine import Machine
 from fourfold.planning.plan import Prediction, make_plan
 from fourfold.planning.published import published_table
-from fourfold.planning.space import Limits
+from fourfold.planning.space import MOST_GPUS, Limits
 from fourfold.planning.workload import Workload
 
 
@@ -25,33 +25,35 @@ class Point:
     why_not: str
     published_pflops: float | None
 
+    @property
+    def pflops(self) -> float:
+        """Of all GPUs, recompute and the whole square of the attention counted, as published figures do."""
+        assert self.best is not None
+        return float(self.best.work.megatron_flops() / self.best.seconds / 1e15)
+
     def record(self) -> dict[str, Any]:
+        """As JSON values."""
         if self.best is None:
             return {"gpus": self.gpus, "why_not": self.why_not}
         record = self.best.record()
         record = {key: value for key, value in record.items() if key not in ("parts", "stages")}
-        flops = self.best.work.megatron_flops() / self.best.seconds / 1e15
         return {"gpus": self.gpus, "layout": self.best.describe(), **record, "efficiency": self.efficiency,
-                "megatron_pflops": float(flops), "published_pflops": self.published_pflops}  # fmt: skip
+                "megatron_pflops": self.pflops, "published_pflops": self.published_pflops}  # fmt: skip
 
 
 def sizes_of(text: str) -> list[int]:
     """``512:32768`` as the doublings from the first to the last; ``8,24,64`` as they stand."""
     try:
-        if ":" not in text:
-            sizes = [int(part) for part in text.split(",")]
-            if min(sizes) < 1:
-                raise ValueError
-            return sizes
-        low, high = (int(part) for part in text.split(":"))
-        if not 0 < low <= high:
+        ends = [int(part) for part in text.split(":" if ":" in text else ",")]
+        if min(ends) < 1 or (":" in text and (len(ends) != 2 or ends[0] > ends[1])):
             raise ValueError
     except ValueError:
         raise UserError(f"--gpus {text}: write it as 512:32768 (doublings) or 512,768,1024") from None
-    sizes = [low]
-    while sizes[-1] * 2 <= high:
-        sizes.append(sizes[-1] * 2)
-    return sizes
+    if max(ends) > MOST_GPUS:
+        raise UserError(f"--gpus {text}: at most {MOST_GPUS:,}")
+    if ":" not in text:
+        return ends
+    return [ends[0] * 2**i for i in range(24) if ends[0] * 2**i <= ends[1]]
 
 
 def scaling(

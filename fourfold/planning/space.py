@@ -8,10 +8,13 @@ from functools import cache
 
 import numpy as np
 
+from fourfold.config.layout import FLOAT8_MULTIPLE
 from fourfold.planning.machine import Machine
 from fourfold.planning.workload import CONTEXTS, SCHEDULES, Workload
 
 AXES = ("x", "y", "z", "dp", "cp", "pp")
+MOST_GPUS = 1 << 24
+"""Beyond, layouts do not fit the search's 32 bits."""
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 PIPELINES = (
     ("1F1B", 1),
@@ -38,6 +41,7 @@ REASONS = (
     "DualPipeV needs 2 · pp micro-batches",
     "ulysses needs the heads of queries and of keys to divide over cp · x · y",
     "offload: the machine file does not say how fast the host's memory is",
+    "float8 needs multiples of 16 features and tokens on every rank",
     "memory: more likely than allowed not to fit",
 )
 """Why a point is rejected; a point keeps the index of the first that holds."""
@@ -63,8 +67,7 @@ def all_layouts(base: Workload, gpus: int, limits: Limits) -> Workload:
     for name, most in limits.at_most:
         axes = axes[axes[:, AXES.index(name)] <= most]
     for name, size in limits.fixed:
-        if name in AXES:
-            axes = axes[axes[:, AXES.index(name)] == size]
+        axes = axes[axes[:, AXES.index(name)] == size]
     columns = {name: axes[:, i] for i, name in enumerate(AXES)}
     columns = _crossed(columns, {"micro_batch": limits.micro_batches})
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in limits.pipelines]
@@ -88,7 +91,7 @@ def rejections(work: Workload, machine: Machine) -> np.ndarray:
     """[n] indices into ``REASONS``; the rules of config/layout.py, for all points at once."""
     keys, heads = work.keys, work.queries // work.head_dim
     reason = np.zeros(np.size(work.x), dtype=np.uint8)
-    tokens = work.micro_batch * work.seq
+    tokens = np.int64(work.seq) * work.micro_batch
     shared = work.x * work.y
     whole_heads = heads % shared == 0
     by_y = whole_heads | (work.micro_batch % work.y == 0) | ((work.cp == 1) & (work.seq % work.y == 0))
@@ -97,23 +100,35 @@ def rejections(work: Workload, machine: Machine) -> np.ndarray:
     rounds = np.maximum(work.micro_batches // work.pp, 1)
     sharing = np.where(whole_heads, shared, work.x) * work.cp
     divides = (heads % sharing == 0) & (keys % (sharing * work.head_dim) == 0)
+    odd = np.zeros(1, dtype=bool)
+    if np.any(np.equal(work.bits, 8)):
+        sizes = (work.hidden // work.y, work.queries // work.x, keys // work.x, work.inner // work.x, tokens // work.cp)
+        odd = np.any([np.broadcast_to(size % FLOAT8_MULTIPLE != 0, reason.shape) for size in sizes], axis=0)
     rules = (
         (heads % work.x != 0) | (keys % work.x != 0),
         (work.inner % work.x != 0) | (work.vocab % work.x != 0) | (work.positions % work.x != 0),
         (work.hidden % work.y != 0) | (tokens % (work.y * work.cp) != 0),
         (work.seq % (work.x * work.cp) != 0) | ((work.cp > 1) & (work.seq % (2 * work.cp) != 0)),
         ~by_y | (whole_heads & (keys % shared != 0)),
-        work.batch % (work.z * work.dp * work.micro_batch) != 0,
+        work.batch % np.multiply(work.z * work.dp, work.micro_batch, dtype=np.int64) != 0,
         chunks > work.layers,
         interleaved & (work.micro_batches % rounds != 0),
         work.split_backward & ((work.z > 1) | (work.zero > 1)),
         (work.pp > 1) & (work.schedule == SCHEDULES.index("DualPipeV")) & (work.micro_batches < 2 * work.pp),
         (work.cp > 1) & (work.context == CONTEXTS.index("ulysses")) & ~divides,
         np.asarray(work.offload, bool) & (machine.host == 0),
+        np.equal(work.bits, 8) & odd,
     )
     for index, broken in reversed(list(enumerate(rules, start=1))):
         reason[np.broadcast_to(broken, reason.shape)] = index
     return reason
+
+
+def refusal(work: Workload, machine: Machine) -> str:
+    """Why one layout is illegal; empty where it is not."""
+    numbers = {name: np.array([v]) for name, v in vars(work).items() if isinstance(v, int | float | np.generic)}
+    reason = int(rejections(replace(work, **numbers), machine)[0])
+    return REASONS[reason] if reason else ""
 
 
 @cache

@@ -120,7 +120,7 @@ class Workload(Cases):
     @property
     def micro_batches(self) -> Number:
         """Micro-batches that one rank runs in a step."""
-        return self.batch / (self.micro_batch * self.z * self.dp)
+        return self.batch / self.micro_batch / (self.z * self.dp)  # a product of three may exceed 32 bits
 
     @property
     def tokens(self) -> Number:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING
 
-from fourfold.planning.pipeline_schedule import Slot
 from fourfold.reports.svg import _BOTTOM, _LEFT, _RIGHT, _TOP, _Axis, _figure, _grid, _spread
+
+if TYPE_CHECKING:
+    from fourfold.parallel.schedule import Span
 
 
 @dataclass(frozen=True)
@@ -44,23 +47,31 @@ def scatter(title: str, dots: Sequence[Dot], limit: float, *, x_label: str, limi
     return _figure(title, [], body)
 
 
-def timetable(slots: Sequence[Slot], title: str) -> str:
-    """Rows are stages: forwards, backwards, and the gaps between them, which are the bubble."""
-    stages = 1 + max(slot.stage for slot in slots)
-    end = max(slot.end for slot in slots)
+KINDS = {"F": ("forward", "s0"), "B": ("backward", "s1"), "I": ("gradients of inputs", "s1"),
+         "W": ("gradients of weights", "s2")}  # fmt: skip
+
+
+def timetable(ranks: Sequence[Sequence[Span]], unit: float, title: str) -> str:
+    """Rows are ranks of pp: forwards, backwards (or their halves), and the gaps between them, which are the bubble.
+    unit: seconds of a forward."""
+    stages = len(ranks)
+    end = max(spans[-1].end for spans in ranks) * unit
     width, row = 1072, 22
     axis = _Axis(0.0, end, 70, width - _RIGHT)
-    boxes = "".join(
-        f'<rect class="part {"s1" if slot.backward else "s0"}" x="{axis(slot.start)}" y="{8 + row * slot.stage}" '
-        f'width="{max(axis(slot.end) - axis(slot.start), 0.3):.1f}" height="{row - 5}"'
-        f"{f' fill-opacity={chr(34)}{1 - 0.5 * (slot.chunk % 2):g}{chr(34)}'}>"
-        f"<title>{'backward' if slot.backward else 'forward'} of micro-batch {slot.micro_batch}"
-        f"{f', chunk {slot.chunk}' if slot.chunk else ''}, stage {slot.stage}: {slot.start:.3g} to {slot.end:.3g} s"
-        "</title></rect>"
-        for slot in slots
-    )
+
+    def box(rank: int, span: Span) -> str:
+        (name, colour), begin, over = KINDS[span.op.kind], span.begin * unit, span.end * unit
+        shade = 1 - 0.5 * (span.op.stage // stages % 2)
+        return (
+            f'<rect class="part {colour}" x="{axis(begin)}" y="{8 + row * rank}" '
+            f'width="{max(axis(over) - axis(begin), 0.3):.1f}" height="{row - 5}" fill-opacity="{shade:g}">'
+            f"<title>{name} of micro-batch {span.op.micro_batch}, stage {span.op.stage}: {begin:.3g} to {over:.3g} s"
+            "</title></rect>"
+        )
+
+    boxes = "".join(box(rank, span) for rank, spans in enumerate(ranks) for span in spans)
     names = "".join(
-        f'<text x="62" y="{8 + row * stage + 13}" text-anchor="end">stage {stage}</text>' for stage in range(stages)
+        f'<text x="62" y="{8 + row * stage + 13}" text-anchor="end">rank {stage}</text>' for stage in range(stages)
     )
     ticks = axis.ticks(8)
     foot = 8 + row * stages

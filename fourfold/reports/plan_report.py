@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fourfold.config.run import ParallelConfig
 from fourfold.data.files import write_output
-from fourfold.planning.pipeline_schedule import pipeline_slots
 from fourfold.planning.space import OUT_OF_MEMORY, REASONS
+from fourfold.planning.workload import SCHEDULES
 from fourfold.reports import html
 from fourfold.reports.plan_charts import Dot, scatter, timetable
 from fourfold.reports.plan_terminal import costs_sentence
@@ -54,12 +55,15 @@ def write_scaling_report(path: Path, points: Sequence[Point], model: str, machin
     """Write the page of a scaling curve."""
     kind = "Weak" if weak else "Strong"
     rows = [
-        [f"{p.gpus:,}", p.best.describe(), f"{p.best.seconds:.4g}", f"{p.efficiency:.1%}",
+        [f"{p.gpus:,}", p.best.describe(), f"{p.best.seconds:.4g}",
+         f"{p.best.utilisation(p.best.work.model_flops()):.1%}",
+         f"{p.best.utilisation(p.best.work.hardware_flops()):.1%}", f"{p.efficiency:.1%}", f"{p.pflops:,.0f}",
          "" if p.published_pflops is None else f"{p.published_pflops:,.0f}"]
-        if p.best is not None else [f"{p.gpus:,}", p.why_not, "", "", ""]
+        if p.best is not None else [f"{p.gpus:,}", p.why_not, *[""] * 6]
         for p in points
     ]  # fmt: skip
-    table = _table(["GPUs", "layout", "s/step", "efficiency", "published PFLOP/s"], rows)
+    header = ["GPUs", "layout", "s/step", "MFU", "HFU", "efficiency", "PFLOP/s", "published PFLOP/s"]
+    table = _table(header, rows)
     sections = [html.charts([], [_curve(points)]), table]
     write_output(path, html.page(f"{model} on {machine}", f"{kind} scaling, replanned at each size", sections))
 
@@ -68,7 +72,7 @@ def _headline(told: Answer) -> dict[str, str | int | float | None]:
     best = told.plan.best
     return {
         "step": f"{best.seconds:.4g} s",
-        "tokens/s a GPU": round(best.tokens_per_second / told.asked.gpus),
+        "tokens/s a GPU": round(best.tokens_per_second / best.gpus),
         "MFU": f"{best.utilisation(best.work.model_flops()):.1%}",
         "HFU": f"{best.utilisation(best.work.hardware_flops()):.1%}",
         "memory": f"{best.memory_bytes / 1e9:.1f} GB",
@@ -130,20 +134,23 @@ def _stages(best: Prediction) -> dict[str, dict[str, float]]:
 
 
 def _timetable(best: Prediction) -> str:
+    """The schedule as it runs, in short where it is long, with stages of equal layers."""
+    from fourfold.parallel.schedule import schedule_ops, timeline
+
     work, parts = best.work, best.parts
-    stages, interleave = min(int(work.pp), SHOWN_STAGES), int(work.interleave)
-    micro_batches = min(int(work.micro_batches), SHOWN_MICRO_BATCHES)
-    micro_batches = max(stages, micro_batches // stages * stages) if interleave > 1 else micro_batches
-    busy = sum(parts[name] for name in ("compute", "recompute", "x", "y", "z", "cp", "launch")) / float(
-        work.micro_batches
-    )
-    again = 1 if work.recompute == 2 else 0
-    slots = pipeline_slots(stages, micro_batches, interleave, busy / (3 + again), busy * (2 + again) / (3 + again))
+    whole = (int(work.pp), int(work.micro_batches))
+    stages, micro_batches = min(whole[0], SHOWN_STAGES), min(whole[1], SHOWN_MICRO_BATCHES)
+    if micro_batches > stages:
+        micro_batches -= micro_batches % stages  # interleaved schedules run whole rounds
+    schedule, chunks = SCHEDULES[int(work.schedule)], max(int(work.interleave), 2)
+    grid = ParallelConfig(pp=stages, schedule=schedule, stages_per_rank=chunks)
+    busy = sum(parts[name] for name in ("compute", "recompute", "x", "y", "z", "cp", "launch")) / whole[1]
+    backward = 3.0 if work.recompute == 2 else 2.0
+    spans = timeline(schedule_ops(grid, micro_batches), grid, backward)
     title = f"Pipeline, seconds: {parts['bubble'] / best.seconds:.1%} of the step is bubble"
-    if (stages, micro_batches) != (int(work.pp), int(work.micro_batches)):
-        title += f"; drawn for {stages} of {int(work.pp)} stages"
-        title += f" and {micro_batches} of {int(work.micro_batches)} micro-batches"
-    return timetable(slots, title)
+    if (stages, micro_batches) != whole:
+        title += f"; drawn for {stages} of {whole[0]} stages and {micro_batches} of {whole[1]} micro-batches"
+    return timetable(spans, busy / (1 + backward), title)
 
 
 def _curve(points: Sequence[Point]) -> str:
@@ -164,13 +171,12 @@ def _curve(points: Sequence[Point]) -> str:
 
 
 def _ranking(told: Answer) -> str:
-    rows = [("", p) for p in told.plan.ranked] + ([("yours: ", told.own)] if told.own is not None else [])
     return _table(
         ["layout", "s/step", "GB", "P(OOM)", "MFU", "tokens/s/GPU"],
         [
             [name + p.describe(), f"{p.seconds:.4g}", f"{p.memory_bytes / 1e9:.1f}", f"{p.p_oom:.1%}",
-             f"{p.utilisation(p.work.model_flops()):.1%}", f"{p.tokens_per_second / told.asked.gpus:,.0f}"]
-            for name, p in rows
+             f"{p.utilisation(p.work.model_flops()):.1%}", f"{p.tokens_per_second / p.gpus:,.0f}"]
+            for name, p in told.named()
         ],
     )  # fmt: skip
 
@@ -196,8 +202,4 @@ def _explanation(told: dict[str, Any]) -> list[str]:
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    style = (
-        "<style>table{border-collapse:collapse;margin:0 0 16px;font-variant-numeric:tabular-nums}"
-        "td,th{padding:3px 14px 3px 0;text-align:left;border-bottom:1px solid var(--edge)}</style>"
-    )
-    return f"{style}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<table class='words'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

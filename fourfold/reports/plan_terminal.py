@@ -27,10 +27,9 @@ def plan_tables(told: Answer, explained: bool) -> None:
         f"{told.asked.name} on {told.asked.gpus} GPUs of {plan.machine.name}: {int(plan.best.work.batch):,} sequences "
         f"of {int(plan.best.work.seq):,} tokens a step"
     )
-    rows = [[p.describe(), *_numbers(p)] for p in plan.ranked]
-    if told.own is not None:
-        rows.append([f"yours: {told.own.describe()}", *_numbers(told.own)])
-    print_table(title, ["layout", *NUMBERS], rows)
+    print_table(title, ["layout", *NUMBERS], [[name + p.describe(), *_numbers(p)] for name, p in told.named()])
+    if told.own_refused:
+        console.print(f"The run file's own layout does not go with this: {told.own_refused}.")
     console.print(
         f"{plan.found.evaluated:,} layouts in {plan.found.seconds_taken:.2f} s; {len(plan.found.order):,} are legal "
         "and fit. Rejected: "
@@ -90,8 +89,7 @@ def scaling_table(points: Sequence[Point], weak: bool) -> None:
         layouts.append([size, point.why_not if point.best is None else point.best.describe()])
         if point.best is None:
             continue
-        pflops = f"{point.record()['megatron_pflops']:,.1f}"
-        rows.append([size, *_numbers(point.best), f"{point.efficiency:.1%}", pflops])
+        rows.append([size, *_numbers(point.best), f"{point.efficiency:.1%}", f"{point.pflops:,.1f}"])
         if published:
             rows[-1].append("" if point.published_pflops is None else f"{point.published_pflops:,.1f}")
     header = ["GPUs", *NUMBERS, "efficiency", "PFLOP/s", *(["published"] if published else [])]
@@ -107,10 +105,10 @@ def validation_tables(result: Validation, rows: bool) -> None:
     if "figures" in record:
         rows = [
             [f["model"], f["machine"], f"{f['gpus']:,}", f"{f['published_pflops']:,.1f}", f"{f['as_run_pflops']:,.1f}",
-             f"{f['error']:+.0%}", f["as_run"]]
+             f"{f['error']:+.0%}", f"{f['best_pflops']:,.1f}", f["as_run"]]
             for f in record["figures"]
         ]  # fmt: skip
-        header = ["model", "machine", "GPUs", "published", "as run", "error", "layout"]
+        header = ["model", "machine", "GPUs", "published", "as run", "error", "best", "layout"]
         print_table("Published figures (PFLOP/s)", header, rows, words=["machine", "layout"])
         rows = [
             [f"{r['gpus']:,}", r["model"], f"{r['efficiency']:.1%}",
@@ -151,4 +149,4 @@ def _numbers(p: Prediction) -> list[str]:
     work = p.work
     return [f"{p.seconds:.4g}", f"{p.memory_bytes / 1e9:.1f}", f"{p.p_oom:.1%}",
             f"{p.utilisation(work.model_flops()):.1%}", f"{p.utilisation(work.hardware_flops()):.1%}",
-            f"{p.tokens_per_second / p.work.gpus:,.0f}"]  # fmt: skip
+            f"{p.tokens_per_second / p.gpus:,.0f}"]  # fmt: skip

@@ -5,13 +5,13 @@ CSS = """
   color-scheme: light dark;
   --page: #fbfbfa; --card: #fff; --ink: #1c1e21; --faint: #6b7076; --edge: #e3e4e6; --grid: #ececee;
   --s0: #1f6fb4; --s1: #d5651a; --s2: #178a67; --s3: #b4508f; --s4: #a37a00; --s5: #6a5acd;
-  --s6: #5d6b7a; --s7: #b3322b;
+  --s6: #5d6b7a; --s7: #b3322b; --s8: #0f8a9c; --s9: #8a5a34; --s10: #6b8e23; --s11: #c2185b;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --page: #141517; --card: #1c1e21; --ink: #e6e7e9; --faint: #979ca3; --edge: #2e3135; --grid: #2a2d31;
     --s0: #5fa8e6; --s1: #f09452; --s2: #4cc29a; --s3: #dc8fc0; --s4: #d9b53f; --s5: #a79bf2;
-    --s6: #a3b1c0; --s7: #ef7d74;
+    --s6: #a3b1c0; --s7: #ef7d74; --s8: #56c4d4; --s9: #c99a72; --s10: #a9c95c; --s11: #f06a9b;
   }
 }
 * { box-sizing: border-box; }
@@ -30,6 +30,8 @@ h2 { font-size: 16px; margin: 28px 0 8px; }
 .rows th, .rows td { padding: 5px 12px; text-align: right; border-bottom: 1px solid var(--edge); }
 .rows th:first-child, .rows td:first-child { text-align: left; }
 .rows th { color: var(--faint); font-weight: 400; font-size: 12.5px; }
+.words { border-collapse: collapse; margin: 0 0 16px; font-variant-numeric: tabular-nums; }
+.words th, .words td { padding: 3px 14px 3px 0; text-align: left; border-bottom: 1px solid var(--edge); }
 .notice { border-left: 3px solid var(--s1); padding: 4px 12px; margin: 0 0 16px; }
 .charts { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 14px; }
 .charts .wide { grid-column: 1 / -1; }
@@ -61,6 +63,7 @@ svg .strong { fill: var(--ink); font-weight: 600; }
 .s0 { color: var(--s0); } .s1 { color: var(--s1); } .s2 { color: var(--s2); }
 .s3 { color: var(--s3); } .s4 { color: var(--s4); } .s5 { color: var(--s5); }
 .s6 { color: var(--s6); } .s7 { color: var(--s7); }
+.s8 { color: var(--s8); } .s9 { color: var(--s9); } .s10 { color: var(--s10); } .s11 { color: var(--s11); }
 pre { background: var(--card); border: 1px solid var(--edge); border-radius: 8px; padding: 12px 16px; margin: 0;
   overflow-x: auto; font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 pre.wrap { white-space: pre-wrap; overflow-wrap: anywhere; }

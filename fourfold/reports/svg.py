@@ -9,7 +9,7 @@ from itertools import groupby
 
 from fourfold.reports.numbers import downsample, format_number, format_ticks, linear_ticks, log_ticks
 
-COLOURS = 8  # series colours that style.py defines; a ninth series begins again at the first
+COLOURS = 12  # series colours that style.py defines; a thirteenth series begins again at the first
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 20, 8, 40
 _BUCKETS = 400  # of the thinning: two points for about every other pixel of a wide chart
 

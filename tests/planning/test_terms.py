@@ -16,7 +16,6 @@ from fourfold.planning.costs import checkpoint_interval, costs
 from fourfold.planning.from_run import workload_of_model
 from fourfold.planning.machine import load_machine
 from fourfold.planning.memory import in_flight
-from fourfold.planning.pipeline_schedule import bubble_share, pipeline_slots
 from fourfold.planning.step_time import step_parts
 from fourfold.planning.terms.collective import gather_seconds, group_of, reduce_seconds
 from fourfold.planning.terms.launch import overlapped
@@ -81,14 +80,6 @@ def test_latency_grows_with_a_ring_and_less_with_a_tree() -> None:
     assert 7 < small[1] / small[0] < 9
     tree = [reduce_seconds(8, 1, group_of(n, 1, A100, PRIOR)) for n in (64, 512)]
     assert tree[1] / tree[0] < 2
-
-
-@pytest.mark.parametrize(("stages", "micro_batches", "interleave"), [(4, 8, 1), (8, 32, 1), (4, 8, 2), (4, 16, 4)])
-def test_the_bubble_is_that_of_the_timetable(stages: int, micro_batches: int, interleave: int) -> None:
-    slots = pipeline_slots(stages, micro_batches, interleave, 1.0, 2.0)
-    assert len(slots) == 2 * stages * micro_batches * interleave
-    waiting = (stages - 1) / interleave
-    assert bubble_share(slots) == pytest.approx(waiting / (micro_batches + waiting))
 
 
 PIPELINES = [

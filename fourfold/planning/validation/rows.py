@@ -1,7 +1,7 @@
 """Reads measured rows: CSV with one training configuration a line, and what it took.
 
 Columns: ``gpu_type, gpus_per_node, interconnect, n_gpus, layers, hidden, ffn_hidden, mlp_type, heads, kv_heads, vocab,
-seq_len, global_batch_seqs, micro_batch, tp, pp, vpp, cp, dp, ep, zero_fsdp, act_ckpt, seq_parallel, precision,
+seq_len, global_batch_seqs, micro_batch, tp, pp, vpp, cp, ep, zero_fsdp, act_ckpt, seq_parallel, precision,
 attention_impl, step_time_s, mem_gb_per_gpu, mem_kind, notes`` (others are ignored). Empty cells are filled by what
 the rest of the row implies, or the row is skipped with a reason.
 """
@@ -40,7 +40,8 @@ MACHINES = (
 
 LARGEST = 1e12
 """Of any number of a row."""
-WHOLE = ("n_gpus", "layers", "heads", "tp", "pp", "cp", "vpp", "micro_batch", "gpus_per_node")
+WHOLE = ("n_gpus", "layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "seq_len", "tp", "pp", "cp", "vpp",
+         "micro_batch", "gpus_per_node")  # fmt: skip
 
 GPT_VOCABULARY = 51200
 """GPT-2's, padded: of rows of GPT models that do not say."""
@@ -52,7 +53,6 @@ class Row:
 
     row_id: str
     source: str
-    group: str
     work: Workload
     machine: Machine
     seconds: float | None
@@ -146,7 +146,6 @@ def row_of(record: Mapping[str, str]) -> Row:
     return Row(
         row_id=cells.get("row_id", ""),
         source=source,
-        group=f"{source}/{machine.name}{'/fp8' if eight else ''}",
         work=work,
         machine=machine,
         seconds=seconds,
@@ -223,7 +222,9 @@ def _program(
     deepspeed = "deepspeed" in sharding or "deepspeed" in notes
     fsdp = "fsdp" in sharding or "hsdp" in sharding
     distributed = "distributed optimizer" in sharding
-    zero = next((int(d) for d in re.findall(r"zero-(\d)", sharding)), 1 if distributed else 0)
+    zero = next((int(d) for d in re.findall(r"zero-(\d+)", sharding)), 1 if distributed else 0)
+    if zero > 3:
+        raise Skipped("zero_fsdp names a ZeRO stage that there is not")
     z = 1.0
     if fsdp and "zero-1" not in sharding:
         group = re.search(r"group (\d+)", sharding)
