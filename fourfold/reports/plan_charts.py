@@ -47,8 +47,8 @@ def scatter(title: str, dots: Sequence[Dot], limit: float, *, x_label: str, limi
     return _figure(title, [], body)
 
 
-KINDS = {"F": ("forward", "s0"), "B": ("backward", "s1"), "I": ("gradients of inputs", "s1"),
-         "W": ("gradients of weights", "s2")}  # fmt: skip
+KINDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
+"""Of operations, in the order of their colours."""
 
 
 def timetable(ranks: Sequence[Sequence[Span]], unit: float, title: str) -> str:
@@ -60,23 +60,24 @@ def timetable(ranks: Sequence[Sequence[Span]], unit: float, title: str) -> str:
     axis = _Axis(0.0, end, 70, width - _RIGHT)
 
     def box(rank: int, span: Span) -> str:
-        (name, colour), begin, over = KINDS[span.op.kind], span.begin * unit, span.end * unit
+        kind, begin, over = span.op.kind, span.begin * unit, span.end * unit
         shade = 1 - 0.5 * (span.op.stage // stages % 2)
         return (
-            f'<rect class="part {colour}" x="{axis(begin)}" y="{8 + row * rank}" '
+            f'<rect class="part s{list(KINDS).index(kind)}" x="{axis(begin)}" y="{8 + row * rank}" '
             f'width="{max(axis(over) - axis(begin), 0.3):.1f}" height="{row - 5}" fill-opacity="{shade:g}">'
-            f"<title>{name} of micro-batch {span.op.micro_batch}, stage {span.op.stage}: {begin:.3g} to {over:.3g} s"
-            "</title></rect>"
+            f"<title>{KINDS[kind]} of micro-batch {span.op.micro_batch}, stage {span.op.stage}: "
+            f"{begin:.3g} to {over:.3g} s</title></rect>"
         )
 
     boxes = "".join(box(rank, span) for rank, spans in enumerate(ranks) for span in spans)
-    names = "".join(
+    labels = "".join(
         f'<text x="62" y="{8 + row * stage + 13}" text-anchor="end">rank {stage}</text>' for stage in range(stages)
     )
     ticks = axis.ticks(8)
     foot = 8 + row * stages
-    labels = "".join(f'<text x="{axis(t)}" y="{foot + 14}" text-anchor="middle">{t:g}</text>' for t in ticks)
+    numbers = "".join(f'<text x="{axis(t)}" y="{foot + 14}" text-anchor="middle">{t:g}</text>' for t in ticks)
     body = (
-        f'<svg viewBox="0 0 {width} {foot + 22}" role="img" aria-label="{escape(title)}">{names}{labels}{boxes}</svg>'
+        f'<svg viewBox="0 0 {width} {foot + 22}" role="img" aria-label="{escape(title)}">{labels}{numbers}{boxes}</svg>'
     )
-    return _figure(title, [], body)
+    halves = any(span.op.kind == "W" for spans in ranks for span in spans)
+    return _figure(title, list(KINDS.values())[: 4 if halves else 2], body)

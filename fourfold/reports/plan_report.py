@@ -147,9 +147,9 @@ def _timetable(best: Prediction) -> str:
     busy = sum(parts[name] for name in ("compute", "recompute", "x", "y", "z", "cp", "launch")) / whole[1]
     backward = 3.0 if work.recompute == 2 else 2.0
     spans = timeline(schedule_ops(grid, micro_batches), grid, backward)
-    title = f"Pipeline, seconds: {parts['bubble'] / best.seconds:.1%} of the step is bubble"
+    title = f"Pipeline, seconds: {parts['bubble'] / best.seconds:.1%} of the step is bubble; drawn with equal stages"
     if (stages, micro_batches) != whole:
-        title += f"; drawn for {stages} of {whole[0]} stages and {micro_batches} of {whole[1]} micro-batches"
+        title += f", {stages} of {whole[0]} stages and {micro_batches} of {whole[1]} micro-batches"
     return timetable(spans, busy / (1 + backward), title)
 
 
