@@ -30,7 +30,9 @@ plan = typer.Typer(
 Model = Annotated[str | None, typer.Option(help="A preset, a Hugging Face config.json, or the folder of one.")]
 MachineName = Annotated[str, typer.Option(help="A machine that fourfold knows, or the path of a .toml.")]
 Seq = Annotated[int | None, typer.Option(help="Tokens of a sequence. Default: the model's, at most 8192.")]
-Batch = Annotated[int | None, typer.Option("--global-batch", help="Sequences of a step. Default: about 4M tokens.")]
+Batch = Annotated[
+    int | None, typer.Option("--global-batch", help="Sequences of a step. Default: about 4M tokens, one a GPU or more.")
+]
 Precision = Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp8.")]
 Limit = Annotated[
     list[str], typer.Option("--limit", metavar="AXIS=N|AXIS<=N", help="x<=8, pp=1, zero=0, recompute=full; repeatable.")

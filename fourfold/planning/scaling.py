@@ -70,7 +70,7 @@ def scaling(
     first: tuple[int, float] | None = None
     for gpus in sizes:
         batch = base.batch * gpus // sizes[0] if weak else base.batch
-        published = _published(machine.name, model, gpus)
+        published = _published(machine.name, model, gpus, int(batch), int(base.seq))
         try:
             best = make_plan(replace(base, batch=batch), machine, constants, gpus, 1, limits).best
         except UserError as error:
@@ -82,10 +82,6 @@ def scaling(
     return points
 
 
-def _published(machine: str, model: str, gpus: int) -> float | None:
-    rows = (
-        row
-        for row in published_table()["figure"]
-        if (row["machine"], row["model"], row["gpus"]) == (machine, model, gpus)
-    )
-    return next((row["pflops"] for row in rows), None)
+def _published(machine: str, model: str, gpus: int, batch: int, seq: int) -> float | None:
+    asked = {"machine": machine, "model": model, "gpus": gpus, "batch": batch, "seq": seq}
+    return next((row["pflops"] for row in published_table()["figure"] if asked.items() <= row.items()), None)
