@@ -81,6 +81,17 @@ def test_a_run_file_is_predicted_and_replanned(cli: Cli) -> None:
     assert told["own"]["step_seconds"] >= told["best"]["step_seconds"] or told["own"]["p_out_of_memory"] > 0.05
 
 
+def test_a_run_file_on_other_gpus_or_with_another_batch(cli: Cli, tmp_path: Path) -> None:
+    run = REPOSITORY / "examples" / "llama3-8b-8gpus.toml"
+    page = tmp_path / "plan.html"
+    code, out, _ = cli("plan", run, "--gpus", 16, "--top", 1, "--report", page)
+    assert code == 0 and "yours, on 8 GPUs: " in " ".join(out.replace("│", " ").split())
+    told = json.loads(cli("plan", run, "--gpus", 16, "--top", 1, "--json")[1])
+    assert f"<td>{told['own']['tokens_per_second_per_gpu']:,.0f}</td>" in page.read_text(encoding="utf-8")
+    told = json.loads(cli("plan", run, "--global-batch", 3, "--json")[1])
+    assert told["own"] is None and "does not divide the global batch" in told["own_refused"]
+
+
 def test_a_hugging_face_model_is_the_preset(cli: Cli, tmp_path: Path) -> None:
     config = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
               "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
@@ -111,7 +122,10 @@ def test_a_hugging_face_model_is_the_preset(cli: Cli, tmp_path: Path) -> None:
         (("--model", "gpt2", "--gpus", 8, "--limit", "x=2", "--limit", "x<=1"), "--limit x=2 --limit x<=1: nothing is"),
         (("--model", "gpt2", "--gpus", 8, "--limit", "zero=1", "--limit", "zero=2"), "nothing is all of this (zeros)"),
         (("--model", "gpt2", "--gpus", 2, "--write", "/no/such/folder/x.toml"), "cannot write /no/such/folder/x.toml"),
+        (("--model", "gpt2", "--gpus", 8, "--limit", "schedule=ZBV"), "schedule is one of 1F1B, "),
+        (("--model", "gpt2", "--gpus", 1024, "--global-batch", 1024, "--limit", "micro_batch=16777216"), "is legal"),
         (("scaling", "--model", "gpt2", "--gpus", "8,-4"), "--gpus 8,-4"),
+        (("scaling", "--model", "gpt2", "--gpus", "8,33554432"), "at most 16,777,216"),
     ],
 )
 def test_bad_input_is_a_sentence(cli: Cli, arguments: tuple[object, ...], sentence: str) -> None:
@@ -210,6 +224,8 @@ def test_calibrate_on_a_table(cli: Cli, tmp_path: Path) -> None:
                        "dgx-a100", "--json")  # fmt: skip
     assert code == 0 and json.loads(out)["rows"] == 9
     assert dict(load_machine(str(target)).efficiency)["matmul"] > 0
+    code, _, error = cli("calibrate", "--out", tmp_path / "mine", "--from", tmp_path / "a.csv")
+    assert code == 2 and "must end in .toml" in error
 
 
 def test_training_shows_what_was_predicted_once_its_machine_is_calibrated(cli: Cli, tmp_path: Path) -> None:

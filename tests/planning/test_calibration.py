@@ -139,6 +139,10 @@ def test_a_run_calibrates_a_machine(tmp_path: Path) -> None:
         metrics.write_text("\n".join([*lines, broken]), encoding="utf-8")
         with pytest.raises(UserError, match=r"record 10(: step_seconds = .* must be a number| is not an object)"):
             calibrate([metrics], load_machine("laptop"), "mine")
+    for broken, sentence in ((b'{"peak_memory_bytes": "12"}', "peak_memory_bytes = 12 must be"), (b"\xff", "not JSON")):
+        metrics.write_bytes("\n".join([*lines, ""]).encode() + broken)
+        with pytest.raises(UserError, match=sentence):
+            calibrate([metrics], load_machine("laptop"), "mine")
     metrics.write_text("{}\n", encoding="utf-8")
     with pytest.raises(UserError, match="no step"):
         calibrate([metrics], load_machine("laptop"), "mine")
@@ -169,6 +173,17 @@ def test_each_layout_of_the_operands_has_the_rate_that_was_measured() -> None:
     assert times[1].weight_gradients == pytest.approx(2 * times[0].weight_gradients)
     assert times[1].forward == times[0].forward
     assert times[1].backward - times[0].backward == pytest.approx(times[0].weight_gradients)
+
+
+def test_a_name_is_quoted_and_rows_of_another_machine_are_refused(tmp_path: Path) -> None:
+    laptop = load_machine("laptop")
+    assert parse_machine(machine_toml(replace(laptop, name='a"b'), "mine", laptop), "mine.toml").name == 'a"b'
+    table = tmp_path / "t.csv"
+    table.write_text("\n".join([HEADER, row_text()]), encoding="utf-8")
+    with pytest.raises(UserError, match="the rows are of dgx-a100, and --machine is laptop"):
+        calibrate([table], laptop, "mine")
+    own = replace(load_machine("dgx-a100"), name="our cluster")
+    assert calibrate([table], own, "mine").machine.peak == own.peak
 
 
 def test_nothing_to_calibrate_on_is_a_sentence(tmp_path: Path) -> None:

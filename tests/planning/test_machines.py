@@ -61,6 +61,12 @@ def test_shipped_constants_are_there_for_every_level() -> None:
         (("[network]", "[efficiency]\nmatmull = 1.0\n[network]"), "unknown key 'efficiency.matmull'"),
         (("[network]", "[efficiency]\nmatmul = -1.0\n[network]"), "must be a number above 0"),
         (("[network]", "[calibrated_range]\ngpus = [1]\n[network]"), "a smallest and a largest number"),
+        (("[network]", "[calibrated_range]\ngpus = [5, 1]\n[network]"), "must begin with the smaller"),
+        (("[network]", "[efficiency]\nmatmul = 1e-300\n[network]"), "must be from 1e-12"),
+        (("units = 132", f"units = 1{'0' * 400}"), "units = 10+ must be"),
+        (("[latency]", "[[latency]]"), "latency must be a section"),
+        (('name = "', 'efficiency = 3\nname = "'), "efficiency must be a section"),
+        (('name = "', 'name = ["a"] # "'), "name = .* must be text"),
     ],
 )
 def test_a_wrong_machine_file_is_a_sentence(change: tuple[str, str], sentence: str) -> None:

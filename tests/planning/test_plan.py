@@ -127,17 +127,28 @@ def test_the_explanation_adds_up(plan: Plan) -> None:
 
 
 @pytest.mark.slow
-def test_beyond_a_break_even_another_layout_is_best(plan: Plan) -> None:
+def test_beyond_a_break_even_another_layout_is_best_and_before_it_this_one(plan: Plan) -> None:
     point = explain(plan)["break_evens"][0]
     field, _, _ = KNOBS[point["what"]]
-    moved = _changed(H100, field, 1.01 * point["at"] / point["now"] if point["at"] > point["now"]
-                     else 0.99 * point["at"] / point["now"])  # fmt: skip
-    again = make_plan(base("llama3-70b", 8192, 256), moved, PRIOR, 128)
-    best = plan.best.work
-    assert any(getattr(again.best.work, axis) != getattr(best, axis) for axis in AXES)
+    for share, is_best in ((0.98, True), (1.01, False)):
+        factor = (point["at"] / point["now"]) ** share
+        moved = _changed(H100, field, factor)
+        again = make_plan(base("llama3-70b", 8192, 256), moved, PRIOR, 128)
+        assert all(getattr(again.best.work, axis) == getattr(plan.best.work, axis) for axis in AXES) == is_best
+
+
+def test_more_recompute_is_a_neighbour_that_fits() -> None:
+    best = make_plan(base("llama3-8b", 8192, 128), H100, PRIOR, 16)
+    told = {n["change"]: n["slower"] for n in explain(best)["neighbours"]}
+    here = int(best.best.work.recompute)
+    assert here < 2 and any(
+        change.startswith(f"recompute {here} → {here + 1}") and slower for change, slower in told.items()
+    )
 
 
 def test_nothing_fits_says_what_would() -> None:
+    with pytest.raises(UserError, match=r"nothing fits: .*; 128 GPUs would do"):
+        make_plan(base("llama3-405b", 8192, 8), H100, PRIOR, 64)
     with pytest.raises(UserError, match=r"nothing fits: .* needs [\d.]+ GB of the 80 GB .* GPUs"):
         make_plan(base("llama3-405b", 8192, 64), H100, PRIOR, 8)
     with pytest.raises(UserError, match="no layout of 7 GPUs is legal"):

@@ -59,6 +59,7 @@ def run_of(preset: str, point: Workload, **sizes: int) -> dict[str, Any]:
             "seq_length": int(point.seq),
             "train_steps": 1,
             "micro_batch_size": int(point.micro_batch),
+            **({"precision": "bf16", "float8": "tensorwise"} if point.bits == 8 else {}),
         },
         "activation_checkpoint": {
             "mode": record["activation_checkpoint"],
@@ -71,15 +72,17 @@ def run_of(preset: str, point: Workload, **sizes: int) -> dict[str, Any]:
 ALL_SCHEDULES = (*PIPELINES, ("GPipe", 1), ("LoopedBFS", 2), ("DualPipeV", 2))
 
 
-@pytest.mark.parametrize("preset", ["llama-tiny", "gpt-tiny", "llama-12m"])
+@pytest.mark.parametrize(
+    ("preset", "bits"), [("llama-tiny", 16), ("gpt-tiny", 16), ("llama-12m", 16), ("llama-12m", 8)]
+)
 @pytest.mark.parametrize("limits", [
     Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=RECOMPUTES[:1]),
     Limits(fixed=(("pp", 1),), at_most=(("y", 4),), recomputes=RECOMPUTES[:1]),
     Limits(at_most=(("x", 2), ("y", 2), ("cp", 2)), pipelines=ALL_SCHEDULES),
 ], ids=["x, y, z, dp", "cp", "pp"])  # fmt: skip
-def test_legality_is_that_of_the_run_file(preset: str, limits: Limits) -> None:
+def test_legality_is_that_of_the_run_file(preset: str, bits: int, limits: Limits) -> None:
     gpus = 24
-    work = all_layouts(base(preset, 96, 48), gpus, limits)
+    work = all_layouts(replace(base(preset, 96, 48), bits=bits), gpus, limits)
     reasons = rejections(work, load_machine("dgx-h100"))
     random = np.random.default_rng(0)
     legal, illegal = (random.permutation(np.flatnonzero(found))[:60] for found in (reasons == 0, reasons > 0))
