@@ -10,6 +10,7 @@ from fourfold.config.run import ParallelConfig
 ONE_STAGE = ("GPipe", "1F1B")
 """Schedules in which a rank has one stage."""
 
+FORWARDS_FIRST = ("GPipe", "LoopedBFS")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Schedules in which rank r of p has the stages r and 2p − 1 − r, so that the first and last stage meet on rank 0."""
 

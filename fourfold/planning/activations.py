@@ -133,6 +133,12 @@ def head_bytes(work: Workload) -> Number:
     return tokens + np.maximum(first, np.where(then > 0, second, 0)) + 4 * weights
 
 
+def head_kept_bytes(work: Workload) -> Number:
+    """What head and loss keep until their backward: tokens and their gradient, and the weight's."""
+    p = pieces(work)
+    return p.residual + p.gathered + p.statistics + work.bytes * work.vocab * work.hidden / (work.x * work.y)
+
+
 def backward_bytes(work: Workload) -> tuple[Number, Number]:
     """The most that the backward of one block needs besides what the forward has kept, where weights are sharded over
     data, and where they are not: there a gradient is in fp32 at once."""
@@ -161,8 +167,8 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
 @dataclass(frozen=True)
 class BlockBytes(Cases):
     """Of one micro-batch: what a block keeps with nothing computed again, with selective recompute, and with full; what
-    its backward (``backward_bytes``), a recomputed MLP in it, and head and loss need besides. They depend on x, y, cp
-    and the micro-batch alone."""
+    its backward (``backward_bytes``), a recomputed MLP in it, and head and loss need besides, and what these keep until
+    their backward. They depend on x, y, cp and the micro-batch alone."""
 
     whole: Number
     selective: Number
@@ -171,6 +177,7 @@ class BlockBytes(Cases):
     backward_replicated: Number
     mlp_again: Number
     head: Number
+    head_kept: Number
 
 
 def block_bytes(work: Workload) -> BlockBytes:
@@ -182,6 +189,7 @@ def block_bytes(work: Workload) -> BlockBytes:
         *backward_bytes(work),
         mlp_made_again(work),
         head_bytes(work),
+        head_kept_bytes(work),
     )
 
 
@@ -208,4 +216,7 @@ def peak_bytes(
     again = np.where(full, block.whole, np.where(mlp_again, block.mlp_again, 0))
     # A block's own weights are whole in its backward, and counted as such.
     in_block = again + backward + waiting + weights - of_block
-    return in_flight * kept + inputs + np.maximum(np.where(has_head, block.head, 0) + weights, in_block)
+    # Elsewhere the backward of a micro-batch's head follows its forward at once.
+    heads_wait = np.where(has_head & (work.pp > 1) & work.forwards_first, in_flight - 1, 0)
+    kept = in_flight * kept + heads_wait * block.head_kept
+    return kept + inputs + np.maximum(np.where(has_head, block.head, 0) + weights, in_block)

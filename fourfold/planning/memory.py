@@ -32,17 +32,17 @@ def in_flight(work: Workload, rank: Number) -> Number:
 
     1F1B: one for each stage behind and its own; interleaved, with rounds of r micro-batches (p, where they divide),
     (v − 1)·r + 2(p − rank) − 1 chunks of 1/v of the layers (Narayanan et al. 2021, arXiv 2104.04473); zero-bubble
-    schedules (v − 1)·r + p everywhere, until the weight gradients are there, V-shaped p (DualPipeV half of one more);
-    GPipe and LoopedBFS all.
+    schedules (v − 1)·r + p, until the weight gradients are there; ZBV p, or what comes down the V before the first
+    micro-batch is back; DualPipeV p and a half; GPipe and LoopedBFS all.
     """
-    behind = work.pp - rank
-    earlier = (work.interleave - 1) * round_size(work.pp, work.micro_batches)
+    behind, micro_batches = work.pp - rank, work.micro_batches
+    earlier = (work.interleave - 1) * round_size(work.pp, micro_batches)
     chunks = earlier + np.where(work.split_backward, work.pp, 2 * behind - 1)
     held = np.where(work.interleave > 1, np.maximum(chunks / work.interleave, 1), behind)
-    held = np.where(work.v_shaped, work.pp, held)
-    kinds = [np.equal(work.schedule, SCHEDULES.index(name)) for name in ("GPipe", "LoopedBFS", "DualPipeV")]
-    held = np.select(kinds, [work.micro_batches, work.micro_batches, work.pp + 0.5], held)
-    return np.minimum(np.where(work.pp > 1, held, 1), work.micro_batches)
+    is_one = [np.equal(work.schedule, SCHEDULES.index(name)) for name in ("ZBVZeroBubble", "DualPipeV")]
+    held = np.select(is_one, [np.minimum(work.pp, (micro_batches + 1 + rank) / 2), work.pp + 0.5], held)
+    held = np.where(work.forwards_first, micro_batches, held)
+    return np.minimum(np.where(work.pp > 1, held, 1), micro_batches)
 
 
 def stage_memory(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from fourfold.config.stages import FORWARDS_FIRST
 from fourfold.planning.machine import Number
 
 
@@ -38,7 +39,7 @@ def stage_order(stage: int, stages: int, micro_batches: int, interleave: int) ->
 def directions(schedule: str, stage: int, stages: int, micro_batches: int, interleave: int) -> list[bool]:
     """Of one stage (of stages · interleave) whether its operations are backwards, in their order; for the schedules
     that do not split the backward."""
-    if schedule in ("GPipe", "LoopedBFS"):
+    if schedule in FORWARDS_FIRST:
         return [False] * micro_batches + [True] * micro_batches
     chunk, rank = divmod(stage, stages)
     return [back for c, _, back in stage_order(rank, stages, micro_batches, interleave) if c == chunk]

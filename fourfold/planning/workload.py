@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.config.stages import SPLIT_BACKWARD, V_SHAPED
+from fourfold.config.stages import FORWARDS_FIRST, SPLIT_BACKWARD, V_SHAPED
 from fourfold.planning.machine import Cases, Number
 
 RECOMPUTE = ("none", "selective", "full")
@@ -141,6 +141,11 @@ class Workload(Cases):
     def split_backward(self) -> Number:
         """Whether weight gradients are computed apart from input gradients."""
         return _is_one_of(self.schedule, SPLIT_BACKWARD) & (np.asarray(self.pp) > 1)
+
+    @property
+    def forwards_first(self) -> Number:
+        """Whether the schedule runs all forwards before the first backward."""
+        return _is_one_of(self.schedule, FORWARDS_FIRST)
 
     @property
     def v_shaped(self) -> Number:
