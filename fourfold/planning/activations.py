@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fourfold.planning.machine import Cases, Number
-from fourfold.planning.workload import Workload
+from fourfold.planning.workload import CONTEXTS, Workload
 
 
 class Pieces(NamedTuple):
@@ -100,7 +100,9 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     # The output's product keeps what it gathered over y, and the attention kernel its own share besides.
     gathers = (work.y > 1) & ~shares
     out = np.where(gathers, p.whole_queries, p.queries)
-    core = core + np.where(gathers, p.queries, 0)
+    # So it does where heads are exchanged: the product reads what has come back.
+    exchanged = (work.cp > 1) & np.equal(work.context, CONTEXTS.index("ulysses"))
+    core = core + np.where(gathers | exchanged, p.queries, 0)
     # Side by side, attention and MLP have norms that read, and keep, the same.
     read = np.where(work.parallel_residual, 1, 2) * p.residual
     stream = read + 2 * p.statistics + 2 * tokens + out

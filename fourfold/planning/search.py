@@ -20,7 +20,7 @@ from fourfold.planning.workload import Workload, alike
 CHUNK = 1 << 14
 """Points evaluated at once: their arrays stay in a processor's cache."""
 MAX_P_OUT_OF_MEMORY = 0.05
-BLOCK_KEY = ("x", "y", "cp", "micro_batch")
+BLOCK_KEY = ("x", "y", "cp", "micro_batch", "context")
 """What the time of one block depends on, within one search."""
 
 

@@ -11,6 +11,8 @@ from fourfold.config.run import RunConfig
 from fourfold.planning.activations import peak_bytes
 from fourfold.planning.collective_lines import collective_lines
 from fourfold.planning.from_run import workload_of
+from fourfold.planning.memory import in_flight
+from fourfold.planning.stage_split import blocks_of_ranks
 from fourfold.planning.tiles import stored_bytes
 from fourfold.verification.trace import TraceReport, trace
 
@@ -165,6 +167,10 @@ MORE_OF_THEM: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("llama", {"pp": 2, "cp": 2, "z": 2}, "none", {"layers": 5}),
     ("llama", {"pp": 2, "cp": 2, "x": 2, "y": 2, "cp_method": "ring"}, "none", {"layers": 4}),
     ("llama", {"pp": 2, "dp": 2, "zero": 3, "schedule": "GPipe"}, "none", {"layers": 6}),
+    ("heavy", {"pp": 2, "x": 2, "schedule": "GPipe"}, "none", {"layers": 4, "global_batch_size": 16}),
+    ("llama", {"pp": 4, "schedule": "ZBVZeroBubble"}, "none", {"layers": 16, "global_batch_size": 10}),
+    ("llama", {"pp": 4, "schedule": "Interleaved1F1B"}, "none", {"layers": 16, "global_batch_size": 14}),
+    ("llama", {"pp": 4, "schedule": "InterleavedZeroBubble"}, "none", {"layers": 16, "global_batch_size": 12}),
     ("llama", {"pp": 2, "dp": 2, "z": 2, "zero": 2, "schedule": "LoopedBFS"}, "none", {"layers": 6}),
     ("gpt", {"pp": 2, "z": 2, "schedule": "Interleaved1F1B"}, "none", {"layers": 8, "global_batch_size": 16}),
     ("llama", {"pp": 2, "z": 2, "dp": 2, "zero": 3, "schedule": "Interleaved1F1B"}, "none", {"layers": 8}),
@@ -184,4 +190,14 @@ MORE_OF_THEM: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
 def test_pipelines_and_contexts_equal_the_trace(
     model: str, grid: dict[str, Any], mode: str, more: dict[str, Any]
 ) -> None:
-    assert_equal_to_the_trace(run_of(model, grid, mode, **more))
+    run = run_of(model, grid, mode, **more)
+    traced, work = assert_equal_to_the_trace(run), workload_of(run)
+    places = [told.memory.activations_peak for told in traced.pipeline or [traced]]
+    layers = blocks_of_ranks(int(work.layers), len(places), int(work.interleave), bool(work.v_shaped), 0.0, None)
+    head = 0 if work.v_shaped else len(places) - 1
+    told = [peak_bytes(work, layers[rank], in_flight(work, rank), rank == head) for rank in range(len(places))]
+    # Chunks of a rank that have more blocks than others are taken for alike, and so are the ranks of a zero bubble, of
+    # which the later ones have given some of it back with the gradients of inputs.
+    uneven = work.interleave > 1 and work.layers % (work.interleave * work.pp)
+    alike = uneven or grid.get("schedule") == "InterleavedZeroBubble"
+    assert max(told) == pytest.approx(max(places), rel=0.1 if alike else 0.05)
