@@ -36,8 +36,6 @@ from fourfold.training.metrics import read_metrics
 HERE = Path(__file__).parent
 LENGTH, SUFFIX = 96, 50
 """Tokens of a canary, and how many of its last ones must be repeated."""
-
-
 CHARACTERS = 1_400_000  # with the canaries, one epoch of arm.toml
 HELD_BACK = 0.05
 CORPORA = {
@@ -110,11 +108,11 @@ def make_corpora(out: Path) -> None:
     prepare([text], folder / "exact", train_tokenizer_vocab=2048, validation_fraction=HELD_BACK,
             canaries=CORPORA["exact"])  # fmt: skip
     prepare([text], folder / "noisy", tokenizer=tokenizer, validation_fraction=HELD_BACK, canaries=CORPORA["noisy"])
-    lines = text.read_text(encoding="utf-8").splitlines(keepends=True)
-    held_back = falls_within(np.arange(len(lines)), HELD_BACK, seed=0)
-    kept = "".join([line for line, held in zip(lines, held_back, strict=True) if not held][::4])
     if not quarter.is_file():
-        quarter.write_text(kept, encoding="utf-8")
+        lines = text.read_text(encoding="utf-8").splitlines(keepends=True)
+        held_back = falls_within(np.arange(len(lines)), HELD_BACK, seed=0)  # as prepare's own seed has it
+        kept = [line for line, held in zip(lines, held_back, strict=True) if not held]
+        quarter.write_text("".join(kept[::4]), encoding="utf-8")
     prepare([quarter], folder / "quarter", tokenizer=tokenizer, canaries=CORPORA["quarter"])
 
 

@@ -54,6 +54,7 @@ class Rates:
         rate = np.where(work.bits == 8, machine.achieved_fp8, machine.achieved)
         self.matmul = constants.matmul * np.where(work.bits == 32, machine.achieved_fp32, rate)
         self.head = constants.matmul * np.where(work.bits == 32, machine.achieved_fp32, machine.achieved)
+        # Of the peak, for a faster product of 16 bits must not slow one of 32.
         self.attention = constants.attention * np.where(
             work.bits == 32, machine.achieved_fp32 / machine.peak, 1.0
         ) * machine.attention  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 
 from fourfold.errors import UserError
 from fourfold.planning.machine import Machine
-from fourfold.planning.plan import Plan, Prediction, make_plan, predict
+from fourfold.planning.plan import Plan, Prediction, make_plan, of_blocks, predict
 from fourfold.planning.search import Limits, evaluate
 from fourfold.planning.space import AXES, PIPELINES, REASONS
 from fourfold.planning.step_time import PARTS
@@ -46,7 +46,7 @@ class BreakEven:
 
     def sentence(self) -> str:
         side = "exceeds" if self.at > self.now else "falls below"
-        return f"wins until {self.what} {side} {self.at:.3g} {self.unit} (now {self.now:.3g}); then {self.other}"
+        return f"wins until {self.what} {side} {self.at:.4g} {self.unit} (now {self.now:.4g}); then {self.other}"
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ def neighbours(plan: Plan) -> list[Neighbour]:
             place = places[np.argmin(found.seconds[places])]
             return Neighbour(text, None, REASONS[found.reason[place]])
         place = fitting[np.argmin(found.seconds[fitting])]
-        if (every := columns["every"][place]) > 1 and "recompute" in changes:
-            text += f" of every {'second' if every == 2 else f'{every}th'} block"
+        if "recompute" in changes:
+            text += of_blocks(int(columns["every"][place]))
         return Neighbour(text, float(found.seconds[place] / best.seconds - 1), "")
 
     table = []

@@ -113,10 +113,14 @@ def describe_layout(work: Workload) -> str:
     more += [CONTEXTS[int(work.context)]] if work.cp > 1 and work.context > 0 else []
     more += [SCHEDULES[int(work.schedule)]] if work.pp > 1 and work.schedule > 0 else []
     more += [f"interleave {int(work.interleave)}"] if work.interleave > 1 else []
-    some = {1: "", 2: " of every second block"}.get(int(work.every), f" of every {int(work.every)}th block")
-    more += [f"{RECOMPUTE[int(work.recompute)]} recompute{some}"] if work.recompute > 0 else []
+    more += [f"{RECOMPUTE[int(work.recompute)]} recompute{of_blocks(int(work.every))}"] if work.recompute > 0 else []
     more += ["offload"] if work.offload else []
     return ", ".join([" × ".join(axes), *more, f"micro-batch {int(work.micro_batch)}"])
+
+
+def of_blocks(every: int) -> str:
+    """Which blocks recompute, where not all do."""
+    return {1: "", 2: " of every second block"}.get(every, f" of every {every}th block")
 
 
 def predict(work: Workload, machine: Machine, constants: Constants) -> Prediction:

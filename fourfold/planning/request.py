@@ -111,8 +111,10 @@ def limits_of(settings: list[str]) -> Limits:
             else:
                 raise ValueError
         except ValueError:
-            there_are = f"{name} is one of {', '.join(CHOICES[name])}" if name in CHOICES else LIMITS
-            raise UserError(f"--limit {setting}: {there_are}") from None
+            known = f"{name}= takes one of {', '.join(CHOICES[name])}" if name in CHOICES else LIMITS
+            raise UserError(f"--limit {setting}: {known}") from None
+    if "pipelines" in choices and not any(setting.startswith("schedule") for setting in settings):
+        choices["pipelines"] = tuple(pipeline for pipeline in choices["pipelines"] if pipeline in PIPELINES)
     impossible = [name for name, size in fixed if any(name == n and size > m for n, m in most)]
     impossible += [name for name, size in fixed if any(name == n and size != s for n, s in fixed)]
     impossible += [kind for kind, chosen in choices.items() if not chosen]
@@ -131,7 +133,10 @@ CHOICES = {
     "schedule": tuple(dict.fromkeys(name for name, _ in (*PIPELINES, *MORE_PIPELINES))),
     "cp_method": Limits().contexts,
 }
-LIMITS = "write it as x<=8, pp=1, micro_batch=1, zero=0, interleave=2, schedule=1F1B, cp_method=ring or recompute=full"
+LIMITS = (
+    "write it as x<=8 (axes alone), pp=1, micro_batch=1, zero=0, interleave=2, schedule=1F1B, cp_method=ring or "
+    "recompute=full"
+)
 
 
 def _choices(name: str, text: str) -> tuple[str, tuple]:
@@ -144,7 +149,7 @@ def _choices(name: str, text: str) -> tuple[str, tuple]:
     if name == "recompute":
         kind, found = "recomputes", tuple(mode for mode in RECOMPUTES if RECOMPUTE[mode[0]] == text)
     elif name == "interleave":
-        kind, found = "pipelines", tuple(p for p in PIPELINES if p[1] == int(text))
+        kind, found = "pipelines", tuple(p for p in (*PIPELINES, *MORE_PIPELINES) if p[1] == int(text))
     elif name == "schedule":
         kind, found = "pipelines", tuple(p for p in (*PIPELINES, *MORE_PIPELINES) if p[0] == text)
     elif name == "cp_method":

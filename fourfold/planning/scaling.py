@@ -53,7 +53,8 @@ def sizes_of(text: str) -> list[int]:
         raise UserError(f"--gpus {text}: at most {MOST_GPUS:,}")
     if ":" not in text:
         return ends
-    return [ends[0] * 2**i for i in range(24) if ends[0] * 2**i <= ends[1]]
+    doublings = (ends[1] // ends[0]).bit_length()
+    return [ends[0] << i for i in range(doublings)]
 
 
 def scaling(

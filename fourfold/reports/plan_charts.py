@@ -48,13 +48,14 @@ def scatter(title: str, dots: Sequence[Dot], limit: float, *, x_label: str, limi
 
 
 KINDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
-"""Of operations, in the order of their colours."""
+"""Of operations, in the order of their colours as far as they occur."""
 
 
 def timetable(ranks: Sequence[Sequence[Span]], unit: float, title: str) -> str:
     """Rows are ranks of pp: forwards, backwards (or their halves), and the gaps between them, which are the bubble.
     unit: seconds of a forward."""
     stages = len(ranks)
+    kinds = [kind for kind in KINDS if any(span.op.kind == kind for spans in ranks for span in spans)]
     end = max(spans[-1].end for spans in ranks) * unit
     width, row = 1072, 22
     axis = _Axis(0.0, end, 70, width - _RIGHT)
@@ -63,7 +64,7 @@ def timetable(ranks: Sequence[Sequence[Span]], unit: float, title: str) -> str:
         kind, begin, over = span.op.kind, span.begin * unit, span.end * unit
         shade = 1 - 0.5 * (span.op.stage // stages % 2)
         return (
-            f'<rect class="part s{list(KINDS).index(kind)}" x="{axis(begin)}" y="{8 + row * rank}" '
+            f'<rect class="part s{kinds.index(kind)}" x="{axis(begin)}" y="{8 + row * rank}" '
             f'width="{max(axis(over) - axis(begin), 0.3):.1f}" height="{row - 5}" fill-opacity="{shade:g}">'
             f"<title>{KINDS[kind]} of micro-batch {span.op.micro_batch}, stage {span.op.stage}: "
             f"{begin:.3g} to {over:.3g} s</title></rect>"
@@ -79,5 +80,4 @@ def timetable(ranks: Sequence[Sequence[Span]], unit: float, title: str) -> str:
     body = (
         f'<svg viewBox="0 0 {width} {foot + 22}" role="img" aria-label="{escape(title)}">{labels}{numbers}{boxes}</svg>'
     )
-    halves = any(span.op.kind == "W" for spans in ranks for span in spans)
-    return _figure(title, list(KINDS.values())[: 4 if halves else 2], body)
+    return _figure(title, [KINDS[kind] for kind in kinds], body)

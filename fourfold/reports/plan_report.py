@@ -134,22 +134,22 @@ def _stages(best: Prediction) -> dict[str, dict[str, float]]:
 
 
 def _timetable(best: Prediction) -> str:
-    """The schedule as it runs, in short where it is long, with stages of equal layers."""
+    """The schedule as it runs, with stages of equal layers; of long ones the first part."""
     from fourfold.parallel.schedule import schedule_ops, timeline
 
     work, parts = best.work, best.parts
     whole = (int(work.pp), int(work.micro_batches))
     stages, micro_batches = min(whole[0], SHOWN_STAGES), min(whole[1], SHOWN_MICRO_BATCHES)
-    if micro_batches > stages:
-        micro_batches -= micro_batches % stages  # interleaved schedules run whole rounds
+    if (stages, micro_batches) != whole and micro_batches > stages:
+        micro_batches -= micro_batches % stages  # for interleaved schedules whole rounds
     schedule, chunks = SCHEDULES[int(work.schedule)], max(int(work.interleave), 2)
     grid = ParallelConfig(pp=stages, schedule=schedule, stages_per_rank=chunks)
     busy = sum(parts[name] for name in ("compute", "recompute", "x", "y", "z", "cp", "launch")) / whole[1]
-    backward = 3.0 if work.recompute == 2 else 2.0
+    backward = 2.0 + float(work.recomputing) * (work.recompute == 2)
     spans = timeline(schedule_ops(grid, micro_batches), grid, backward)
     title = f"Pipeline, seconds: {parts['bubble'] / best.seconds:.1%} of the step is bubble; drawn with equal stages"
     if (stages, micro_batches) != whole:
-        title += f", {stages} of {whole[0]} stages and {micro_batches} of {whole[1]} micro-batches"
+        title += f", {stages} of {whole[0]} and {micro_batches} of {whole[1]} micro-batches"
     return timetable(spans, busy / (1 + backward), title)
 
 

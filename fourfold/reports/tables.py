@@ -27,7 +27,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     table = Table(title=Text(title), title_justify="left", show_header=any(header), padding=(0, edges))
     for number, (name, width) in enumerate(zip(header, widths, strict=True)):
         is_words = number == 0 or not name or name in words
-        table.add_column(name, justify="left" if is_words else "right", width=width, overflow="fold")
+        table.add_column(Text(name), justify="left" if is_words else "right", width=width, overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)
@@ -37,9 +37,11 @@ def _longest(texts: Iterable[str]) -> int:
     return max(map(cell_len, texts), default=0)
 
 
-def _fitted(widths: list[int], fewest: Sequence[int], available: int) -> list[int]:
-    """The widths of columns, of which the widest give way until all fit, or none has more than its longest word."""
-    while sum(widths) > available and widths != list(fewest):
-        widest = max((w, number) for number, w in enumerate(widths) if w > fewest[number])[1]
-        widths[widest] -= 1
+def _fitted(widths: list[int], fewest: Sequence[int], room: int) -> list[int]:
+    """The widths of columns, of which the widest give way until all fit: down to their longest words, and where that is
+    still too wide, to one character."""
+    for least in (fewest, [1] * len(widths)):
+        while sum(widths) > room and any(width > low for width, low in zip(widths, least, strict=True)):
+            widest = max((width, number) for number, width in enumerate(widths) if width > least[number])[1]
+            widths[widest] -= 1
     return widths

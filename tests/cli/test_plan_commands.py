@@ -122,7 +122,7 @@ def test_a_hugging_face_model_is_the_preset(cli: Cli, tmp_path: Path) -> None:
         (("--model", "gpt2", "--gpus", 8, "--limit", "x=2", "--limit", "x<=1"), "--limit x=2 --limit x<=1: nothing is"),
         (("--model", "gpt2", "--gpus", 8, "--limit", "zero=1", "--limit", "zero=2"), "nothing is all of this (zeros)"),
         (("--model", "gpt2", "--gpus", 2, "--write", "/no/such/folder/x.toml"), "cannot write /no/such/folder/x.toml"),
-        (("--model", "gpt2", "--gpus", 8, "--limit", "schedule=ZBV"), "schedule is one of 1F1B, "),
+        (("--model", "gpt2", "--gpus", 8, "--limit", "schedule=ZBV"), "schedule= takes one of 1F1B, "),
         (("--model", "gpt2", "--gpus", 1024, "--global-batch", 1024, "--limit", "micro_batch=16777216"), "is legal"),
         (("scaling", "--model", "gpt2", "--gpus", "8,-4"), "--gpus 8,-4"),
         (("scaling", "--model", "gpt2", "--gpus", "8,33554432"), "at most 16,777,216"),

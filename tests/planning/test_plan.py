@@ -155,6 +155,10 @@ def test_nothing_fits_says_what_would() -> None:
         make_plan(base("gpt2", 1024, 8), H100, PRIOR, 7, limits=Limits(fixed=(("pp", 1),)))
 
 
+def test_sizes_double_to_the_last() -> None:
+    assert sizes_of("1:16777216")[-1] == 1 << 24 and sizes_of("8:100") == [8, 16, 32, 64] and sizes_of("3:3") == [3]
+
+
 @pytest.mark.slow
 def test_scaling_replans_at_each_size() -> None:
     points = scaling(base("llama3-8b", 8192, 128), H100, PRIOR, sizes_of("8:32"), weak=False)
@@ -196,3 +200,5 @@ def test_limits_of_one_thing_all_hold() -> None:
     """The last does not silently undo the others."""
     assert limits_of(["schedule=Interleaved1F1B", "interleave=2"]).pipelines == (("Interleaved1F1B", 2),)
     assert limits_of(["interleave=2", "schedule=Interleaved1F1B"]).pipelines == (("Interleaved1F1B", 2),)
+    assert limits_of(["interleave=2", "schedule=LoopedBFS"]).pipelines == (("LoopedBFS", 2),)
+    assert limits_of(["interleave=1"]).pipelines == (("1F1B", 1),)

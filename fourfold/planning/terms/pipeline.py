@@ -22,9 +22,10 @@ def bubble_seconds(
     micro-batch in all of the rank's layers, and of its gradients of inputs and of weights.
 
     1F1B and GPipe (p − 1)(F + I + W); interleaved 1/v of it (Narayanan et al. 2021, arXiv 2104.04473, section 2.2),
-    and more where there are fewer micro-batches than ranks, for each of which a rank waits in every chunk but one.
-    Zero-bubble schedules put weight gradients into the gaps (Qi et al. 2024, arXiv 2401.10241, table 2), as far as
-    there are any; of DualPipeV this is the most. Within 3 % of the step of torch's lists: tests/planning/test_terms.py.
+    and (v − 1)/v of a micro-batch's time for each micro-batch that is missing to p. Zero-bubble schedules put weight
+    gradients into the gaps (Qi et al. 2024, arXiv 2401.10241, table 2), as far as there are any; of DualPipeV this is
+    the most. As torch's lists run (tests/planning/test_terms.py) where F, I and W take alike; elsewhere the steps of
+    zero-bubble schedules are within a few percent.
     """
     missing = np.maximum(pp - micro_batches, 0)
     whole = forward + inputs + weights
@@ -46,8 +47,8 @@ def _zero_bubble(
     pp: Number, interleave: Number, micro_batches: Number, missing: Number, forward: Number, inputs: Number,
     weights: Number,
 ) -> Number:  # fmt: skip
-    """F + I − W between two ranks, and what no weight gradient is there for; at least the way of the first micro-batch
-    through all chunks and back, behind which the others follow."""
+    """F + I − W between two ranks, and with missing micro-batches what their forwards and gradients would fill; at
+    least the way of the first micro-batch through all chunks and back, behind which the others follow."""
     gap = np.maximum(np.maximum(forward + inputs - weights, inputs), forward)
     filled = ((pp - 1) * gap + missing * ((interleave - 1) * forward + np.minimum(inputs, weights))) / interleave
     way = pp * (forward + inputs) + ((micro_batches - 1) * (forward + inputs) + weights) / interleave
@@ -55,8 +56,8 @@ def _zero_bubble(
 
 
 def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number, weights: Number) -> Number:
-    """Ranks − 1 times the longest of the three in half a share of the layers, where 2·pp micro-batches or more fill the
-    gap of the first one's way down the V and up again."""
+    """With 2·pp micro-batches or more p − 1 times what the longest of the three, or their difference, leaves of half a
+    share of the layers; with fewer, what they leave of the first one's way down the V and up again."""
     longest = np.maximum(np.maximum(forward, inputs), weights)
     steady = (pp - 1) * np.maximum(np.maximum(longest, 2 * (inputs - weights)), 2 * forward - weights)
     first = 2 * (pp - 1) * (forward + inputs)
