@@ -9,7 +9,7 @@ from fourfold.planning.block_time import BlockTime, block_time
 from fourfold.planning.constants import Constants
 from fourfold.planning.machine import Machine, Number
 from fourfold.planning.stage_split import split_of
-from fourfold.planning.terms.collective import gather_seconds, group_of, reduce_seconds
+from fourfold.planning.terms.collective import Group, gather_seconds, group_of, reduce_seconds
 from fourfold.planning.terms.launch import OPTIMIZER_KERNELS, overlapped
 from fourfold.planning.terms.offload import offload_seconds
 from fourfold.planning.terms.optimizer import optimizer_seconds
@@ -58,13 +58,16 @@ def step_parts(
     device = compute + recompute + x + y + cp + offload
     host = block.launch_forward * (1 + again) + block.launch_backward
     launch = np.where(work.blocking, host, overlapped(device, host) - device)
-    z = _over_z(work, machine, constants, device + launch)
+    z = _exposed_z(work, constants, _over_z(work, machine, constants, work.block_weights, 2), device + launch)
 
     # One rank, one micro-batch; the last has the head, the first the embedding, and all wait for the slowest.
     split, micro_batches = split_of(work), work.micro_batches
     mean_layers = work.layers / work.pp
     table = work.vocab * work.hidden * moved
-    head, embedding = block.head + table + block.head_x + block.head_y, block.embedding + table
+    z_table = _over_z(work, machine, constants, work.vocab * work.hidden, 1)
+    z_head = _exposed_z(work, constants, z_table, block.head)
+    z_embedding = np.where(np.asarray(work.tied, bool) & (work.pp == 1), 0.0, z_table)  # nothing runs beside it
+    head, embedding = block.head + table + block.head_x + block.head_y + z_head, block.embedding + table + z_embedding
     several, v_shaped = work.pp > 1, work.v_shaped
     block_seconds = device + launch + z
     at_the_end = np.where(v_shaped, 0.0, head + np.where(several, 0.0, embedding))
@@ -84,7 +87,7 @@ def step_parts(
     scale, heads = micro_batches * mean_layers, micro_batches / work.pp
     dispersion = 1 + constants.dispersion * slowest_of(work.gpus / machine.gpus_per_node)
     dp = _over_dp(work, machine, constants, scale * (block.backward + recompute) / micro_batches)
-    held = work.layers * work.block_weights / work.pp + work.vocab * work.hidden
+    held = work.layers * work.block_weights / work.pp + work.table_weights
     stepped = held / (work.x * work.y * work.z * np.where(work.zero > 0, work.dp * work.cp, 1))
     optimizer = optimizer_seconds(stepped, bandwidth)
     optimizer = optimizer + OPTIMIZER_KERNELS * constants.launch * machine.launch
@@ -93,12 +96,12 @@ def step_parts(
         "recompute": scale * (recompute * dispersion + offload),
         "x": scale * x + heads * block.head_x,
         "y": scale * y + heads * block.head_y,
-        "z": scale * z,
+        "z": scale * z + heads * (z_head + np.where(several, 0.0, z_embedding)),
         "cp": scale * cp,
         "dp": dp,
         "pp": pp,
         "bubble": bubble,
-        "logits": heads * (block.head + table + np.where(work.pp > 1, 0.0, embedding)) * dispersion,
+        "logits": heads * (block.head + table + np.where(several, 0.0, block.embedding + table)) * dispersion,
         "launch": scale * launch,
         "optimizer": optimizer,
         "other": constants.step,
@@ -129,7 +132,8 @@ def _over_cp(work: Workload, machine: Machine, constants: Constants, block: Bloc
     back, before and after the attention, with nothing to hide behind."""
     group = group_of(work.cp, work.x * work.y * work.z, machine, constants)
     token = work.micro_batch * work.seq / (work.x * work.y)
-    pair, forwards = work.bytes * token * 2 * work.keys, 2 + np.where(work.recompute > 0, work.recomputing, 0.0)
+    again = (work.recompute == 2) | ((work.recompute == 1) & work.attention_again)
+    pair, forwards = work.bytes * token * 2 * work.keys, 2 + np.where(again, work.recomputing, 0.0)
     ring = work.context == CONTEXTS.index("ring")
     home = np.where(ring, 4 / work.bytes * work.cp / np.maximum(work.cp - 1, 1), 1.0)
     sending = gather_seconds((forwards + home) * pair, forwards + 1, group)
@@ -139,21 +143,32 @@ def _over_cp(work: Workload, machine: Machine, constants: Constants, block: Bloc
     return np.where(work.context == CONTEXTS.index("ulysses"), exchanged, passed)
 
 
-def _over_z(work: Workload, machine: Machine, constants: Constants, computing: Number) -> Number:
-    """What is exposed of one block's weights gathered and gradients scattered, behind ``computing`` of a block."""
-    item, weights = work.bytes, work.block_weights / (work.x * work.y)
+def _over_z(work: Workload, machine: Machine, constants: Constants, weights: Number, gathers: int) -> Number:
+    """Some weights gathered for the forward and, where ``gathers`` is 2, again for the backward, and their gradients
+    scattered."""
+    item, weights = work.bytes, weights / (work.x * work.y)
     tensor = work.x * work.y
     all_of_dp = work.dp * work.cp
     z_group = group_of(work.z, tensor, machine, constants)
     wide = group_of(work.z * all_of_dp, tensor, machine, constants)
     three, sharded = work.zero == 3, (work.zero > 0) & (work.zero < 3)
     each = np.where(_kept_for_the_step(work), 0.0, 1.0)
-    z_only = gather_seconds(2 * item * weights, 2, z_group) + gather_seconds(work.reduce_bytes * weights, 1, z_group)
-    z_three = gather_seconds(2 * item * weights, 2, wide) + gather_seconds(work.reduce_bytes * weights, 1, wide)
+
+    def gathered_and_scattered(group: Group) -> Number:
+        return gather_seconds(gathers * item * weights, gathers, group) + gather_seconds(
+            work.reduce_bytes * weights, 1, group
+        )
+
+    again = gather_seconds((gathers - 1) * item * weights, gathers - 1, z_group)
     scattered = np.where(work.zero == 2, 1.0, 0.0)
-    z_sharded = each * (gather_seconds(item * weights, 1, wide) + gather_seconds(item * weights, 1, z_group))
+    z_sharded = each * (gather_seconds(item * weights, 1, wide) + again)
     z_sharded = z_sharded + scattered * gather_seconds(work.reduce_bytes * weights, 1, wide)
-    sending = np.where(three, z_three, np.where(sharded, z_sharded, z_only))
+    return np.where(three, gathered_and_scattered(wide),
+                    np.where(sharded, z_sharded, gathered_and_scattered(z_group)))  # fmt: skip
+
+
+def _exposed_z(work: Workload, constants: Constants, sending: Number, computing: Number) -> Number:
+    """What of it no computation hides."""
     return sending - np.where(work.overlap_z, _hidden(sending, computing, constants.exposed), 0.0)
 
 
@@ -183,7 +198,7 @@ def _over_dp(work: Workload, machine: Machine, constants: Constants, last_backwa
     With a distributed optimizer (zero 1 whose weights are kept) gradients are scattered and weights gathered, which
     runs behind the next forward.
     """
-    weights = (work.layers / work.pp * work.block_weights + work.vocab * work.hidden) / (work.x * work.y)
+    weights = (work.layers / work.pp * work.block_weights + work.table_weights) / (work.x * work.y)
     copies = work.dp * work.cp
     across = group_of(copies, work.x * work.y * work.z, machine, constants)
     wide = group_of(copies * work.z, work.x * work.y, machine, constants)

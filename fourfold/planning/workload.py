@@ -138,6 +138,12 @@ class Workload(Cases):
         return self.hidden * (2 * self.queries + 2 * self.keys + self.ups + self.inner)
 
     @property
+    def table_weights(self) -> Number:
+        """Entries of embedding and head on a rank that has them: of one on a pipeline, or where they are one."""
+        both = np.equal(self.pp, 1) & ~np.asarray(self.tied, bool)
+        return self.vocab * self.hidden * np.where(both, 2, 1)
+
+    @property
     def split_backward(self) -> Number:
         """Whether weight gradients are computed apart from input gradients."""
         return _is_one_of(self.schedule, SPLIT_BACKWARD) & (np.asarray(self.pp) > 1)
