@@ -11,6 +11,8 @@ ONE_STAGE = ("GPipe", "1F1B")
 """Schedules in which a rank has one stage."""
 
 FORWARDS_FIRST = ("GPipe", "LoopedBFS")
+"""Schedules that run all forwards of a step before its first backward."""
+
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Schedules in which rank r of p has the stages r and 2p − 1 − r, so that the first and last stage meet on rank 0."""
 
