@@ -213,8 +213,14 @@ def _over_dp(work: Workload, machine: Machine, constants: Constants, last_backwa
 
 
 def _over_pp(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Activations and their gradients between stages, for each micro-batch and chunk."""
+    """Activations and their gradients between stages, for each micro-batch and chunk, and once a step the gradients of
+    a table that the first and the last rank share."""
     size = work.bytes * work.tokens * work.hidden / (work.x * work.y)
     one = transfer_seconds(size, work.gpus, machine, constants)
     exposed = np.where(work.overlap_dp & (work.interleave > 1), constants.exposed, 1.0)
-    return np.where(work.pp > 1, 2 * work.micro_batches * work.interleave * one * exposed, 0.0)
+    sent = 2 * work.micro_batches * work.interleave * one * exposed
+    shards = work.z * np.where(work.zero > 0, work.dp * work.cp, 1)
+    table = work.reduce_bytes * work.vocab * work.hidden / (work.x * work.y * shards)
+    shared = np.asarray(work.tied, bool) & ~work.v_shaped
+    ends = group_of(2, work.gpus / work.pp * np.maximum(work.pp - 1, 1), machine, constants)
+    return np.where(work.pp > 1, sent + np.where(shared, reduce_seconds(table, 1, ends), 0.0), 0.0)

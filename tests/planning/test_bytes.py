@@ -36,6 +36,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gpt-5b", {"cp": 2, "cp_method": "ring", "zero": 0}, {"mode": "selective", "modules": ["attention"]}),
     ("llama3-8b", {"cp": 4, "cp_method": "ulysses", "z": 2}, {"mode": "selective", "modules": ["mlp"]}),
     ("gpt-5b", {"cp": 2, "cp_method": "ulysses", "dp": 2, "zero": 1}, {"mode": "full"}),
+    ("gpt-5b", {"pp": 2, "dp": 2, "zero": 1}, {"mode": "full"}),
+    ("llama3-8b", {"pp": 2, "x": 2, "dp": 2, "zero": 0}, {}),
 ]
 
 
@@ -52,14 +54,17 @@ def test_seconds_are_of_the_bytes_of_the_collectives(
     })  # fmt: skip
     never = dict.fromkeys(("overlap_x", "overlap_forward", "overlap_z", "overlap_dp"), np.bool_(False))
     parts = step_parts(replace(workload_of(run), **never), ONE_LINK, PLAIN)
-    told = {"x": parts["x"], "y": parts["y"], "attention": parts["cp"], "states": parts["z"] + parts["dp"]}
+    told = {"x": parts["x"], "y": parts["y"], "attention": parts["cp"], "states": parts["z"] + parts["dp"],
+            "pp": parts["pp"]}  # fmt: skip
     sent = dict.fromkeys(told, 0.0)
-    for line in collective_lines(run):
+    places = grid.get("pp", 1)
+    for line in [line for place in range(places) for line in collective_lines(run, place)]:
         size = np.prod([grid[axis] for axis in line.axis.split("_") if axis in grid])
         kind = "attention" if "attention: " in line.purpose and "cp" in line.axis else line.axis
         kind = "states" if line.purpose in ("weights", "gradients") else kind
         if kind in sent:
             share = 1 if line.op == "send" else (size - 1) / size
-            sent[kind] += (2 if line.op == "all_reduce" else 1) * share * line.bytes
+            both_ways = line.op == "all_reduce" or kind == "pp"  # what the first rank sends, it gets back
+            sent[kind] += (2 if both_ways else 1) * share * line.bytes / places
     for kind, seconds in told.items():
         assert float(seconds) == pytest.approx(sent[kind], rel=0.025), kind
