@@ -170,7 +170,7 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
 class BlockBytes(Cases):
     """Of one micro-batch: what a block keeps with nothing computed again, with selective recompute, and with full; what
     its backward (``backward_bytes``), a recomputed MLP in it, and head and loss need besides, and what these keep until
-    their backward. They depend on x, y, cp and the micro-batch alone."""
+    their backward. They depend on x, y, cp, its context and the micro-batch alone."""
 
     whole: Number
     selective: Number

@@ -31,6 +31,19 @@ PLANNED = ("schedule", "stages_per_rank", "layers_per_stage", "cp_method")
 MOST = {"--gpus": MOST_GPUS, "--seq": 1 << 26, "--global-batch": (1 << 31) - 1}
 """Beyond, sizes of a layout do not fit the search's 32 bits."""
 BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8": 8}
+MORE_PIPELINES = (("GPipe", 1), *(("LoopedBFS", chunks) for chunks in (2, 4)), ("DualPipeV", 2))
+"""What is searched only where it is asked for."""
+CHOICES = {
+    "zero": ("0", "1", "2", "3"),
+    "recompute": RECOMPUTE,
+    "interleave": tuple(str(chunks) for chunks in sorted({chunks for _, chunks in PIPELINES})),
+    "schedule": tuple(dict.fromkeys(name for name, _ in (*PIPELINES, *MORE_PIPELINES))),
+    "cp_method": Limits().contexts,
+}
+LIMITS = (
+    "write it as x<=8 (axes alone), pp=1, micro_batch=1, zero=0, interleave=2, schedule=1F1B, cp_method=ring or "
+    "recompute=full"
+)
 
 
 @dataclass(frozen=True)
@@ -122,21 +135,6 @@ def limits_of(settings: list[str]) -> Limits:
         given = " --limit ".join(settings)
         raise UserError(f"--limit {given}: nothing is all of this ({impossible[0]}); leave one out")
     return Limits(at_most=tuple(most), fixed=tuple(fixed), **choices)
-
-
-MORE_PIPELINES = (("GPipe", 1), *(("LoopedBFS", chunks) for chunks in (2, 4)), ("DualPipeV", 2))
-"""What is searched only where it is asked for."""
-CHOICES = {
-    "zero": ("0", "1", "2", "3"),
-    "recompute": RECOMPUTE,
-    "interleave": tuple(str(chunks) for chunks in sorted({chunks for _, chunks in PIPELINES})),
-    "schedule": tuple(dict.fromkeys(name for name, _ in (*PIPELINES, *MORE_PIPELINES))),
-    "cp_method": Limits().contexts,
-}
-LIMITS = (
-    "write it as x<=8 (axes alone), pp=1, micro_batch=1, zero=0, interleave=2, schedule=1F1B, cp_method=ring or "
-    "recompute=full"
-)
 
 
 def _choices(name: str, text: str) -> tuple[str, tuple]:

@@ -100,7 +100,7 @@ def rejections(work: Workload, machine: Machine) -> np.ndarray:
     rounds = np.maximum(work.micro_batches // work.pp, 1)
     sharing = np.where(whole_heads, shared, work.x) * work.cp
     divides = (heads % sharing == 0) & (keys % (sharing * work.head_dim) == 0)
-    odd = np.zeros(1, dtype=bool)
+    odd: np.ndarray | bool = False
     if np.any(np.equal(work.bits, 8)):
         sizes = (work.hidden // work.y, work.queries // work.x, keys // work.x, work.inner // work.x, tokens // work.cp)
         odd = np.any([np.broadcast_to(size % FLOAT8_MULTIPLE != 0, reason.shape) for size in sizes], axis=0)
@@ -117,7 +117,7 @@ def rejections(work: Workload, machine: Machine) -> np.ndarray:
         (work.pp > 1) & (work.schedule == SCHEDULES.index("DualPipeV")) & (work.micro_batches < 2 * work.pp),
         (work.cp > 1) & (work.context == CONTEXTS.index("ulysses")) & ~divides,
         np.asarray(work.offload, bool) & (machine.host == 0),
-        np.equal(work.bits, 8) & odd,
+        odd,
     )
     for index, broken in reversed(list(enumerate(rules, start=1))):
         reason[np.broadcast_to(broken, reason.shape)] = index
