@@ -14,7 +14,7 @@ import numpy as np
 from fourfold.planning.calibration import Calibration, to_toml
 from fourfold.planning.constants import NAMES, PRIORS
 from fourfold.planning.machine import stack_machines
-from fourfold.planning.memory import FRAGMENTATION, FRAGMENTATION_PRIOR, peak_memory
+from fourfold.planning.memory import CACHED, CACHED_SPREAD, UNUSABLE, peak_memory, runtime_bytes
 from fourfold.planning.published import figures, weak_scaling
 from fourfold.planning.validation.rows import Row, read_rows, stack_work
 from fourfold.planning.validation.score import calibrate_on, errors_of, predict, summary
@@ -121,8 +121,8 @@ def page(
             constants(calibration),
         ),
         "",
-        f"Allocator and work spaces (`FRAGMENTATION` of `planning/memory.py`): {fitted_overhead(fitted):.3f} by the "
-        f"{sum(row.memory_gb is not None for row in fitted)} fitted rows with memory, prior {FRAGMENTATION_PRIOR[0]}.",
+        f"Allocator and work spaces (`CACHED` of `planning/memory.py`): {fitted_overhead(fitted):.3f} by the "
+        f"{sum(row.memory_gb is not None for row in fitted)} fitted rows with memory, prior {UNUSABLE}.",
         "",
         "## Every row",
         "",
@@ -208,11 +208,13 @@ def constants(calibration: Calibration) -> list[tuple[str, ...]]:
 def fitted_overhead(fitted: list[Row]) -> float:
     """Share of the allocated bytes that is measured besides, from the fitted rows with memory: a mean with a prior."""
     rows = [row for row in fitted if row.memory_gb is not None]
-    middle, spread = FRAGMENTATION_PRIOR
-    predicted = peak_memory(stack_work(rows), stack_machines([row.machine for row in rows])) / (1 + FRAGMENTATION)
-    shares = np.clip(np.array([row.memory_gb * 1e9 for row in rows]) / predicted - 1, -0.1, 0.3)
+    work, machine = stack_work(rows), stack_machines([row.machine for row in rows])
+    runtime = np.where(work.count_runtime, runtime_bytes(work, machine), 0)
+    allocated = (peak_memory(work, machine) - runtime) / (1 + CACHED)
+    shares = np.clip((np.array([row.memory_gb * 1e9 for row in rows]) - runtime) / allocated - 1, -0.1, 0.4)
     return float(
-        (middle / spread**2 + shares.sum() / NOISE_OF_MEMORY**2) / (spread**-2 + len(rows) / NOISE_OF_MEMORY**2)
+        (UNUSABLE / CACHED_SPREAD**2 + shares.sum() / NOISE_OF_MEMORY**2)
+        / (CACHED_SPREAD**-2 + len(rows) / NOISE_OF_MEMORY**2)
     )
 
 

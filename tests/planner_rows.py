@@ -8,7 +8,7 @@ COLUMNS = {
     "heads": "16", "kv_heads": "", "vocab": "51200", "seq_len": "1024", "global_batch_seqs": "64", "micro_batch": "2",
     "tp": "1", "pp": "1", "vpp": "1", "cp": "1", "dp": "8", "ep": "1", "zero_fsdp": "none", "act_ckpt": "full",
     "seq_parallel": "no", "precision": "bf16", "attention_impl": "FlashAttention", "mem_gb_per_gpu": "",
-    "mem_kind": "", "notes": "", "grade": "A", "step_time_s": "1", "end": "end",
+    "mem_kind": "", "source_ref": "", "notes": "", "grade": "A", "step_time_s": "1", "end": "end",
 }  # fmt: skip
 HEADER = ",".join(COLUMNS)
 

@@ -93,7 +93,10 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     p = pieces(work)
     core, core_again = kept_by_core(work)
     made_again = mlp_made_again(work)
-    mlp = 2 * made_again  # as much stands before the activation as behind it
+    in_8 = np.asarray(work.inputs_in_8, bool)
+    fused_away = np.where(np.asarray(work.fused_gate, bool) & (work.ups > work.inner), p.inner, 0)
+    # As much stands before the activation as behind it.
+    mlp = 2 * made_again - fused_away - np.where(in_8, p.inner / 2, 0)
     # Gathered inputs are kept as they are, or a share of them that is gathered again (Megatron-LM's way).
     shares = np.asarray(work.regather, bool) | (np.asarray(work.gathers_again, bool) & selective)
     tokens = np.where(shares, p.residual, p.gathered)
@@ -105,7 +108,9 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     core = core + np.where(gathers | exchanged, p.queries, 0)
     # Side by side, attention and MLP have norms that read, and keep, the same.
     read = np.where(work.parallel_residual, 1, 2) * p.residual
-    stream = read + 2 * p.statistics + 2 * tokens + out
+    # The attention kernel keeps its output in 16 bits, whatever the product behind it reads.
+    inputs = np.where(in_8, tokens + p.queries / 2, 2 * tokens)
+    stream = read + 2 * p.statistics + inputs + out
     if not selective:
         return stream + core + mlp
     kept = stream + np.where(work.attention_again, core_again, core) + mlp - np.where(work.mlp_again, made_again, 0)
@@ -126,7 +131,8 @@ def head_bytes(work: Workload) -> Number:
     weights = columns * work.hidden / work.y
     rows = np.minimum(work.tokens, np.maximum(1, np.floor(work.chunk_logits / columns / work.y)) * work.y)
     # The partial sums, the sums in fp32, and their gradient in the step's type, with the product of that gradient.
-    first = rows * columns * (2 * work.bytes + 4 / work.y) + work.bytes * weights
+    sums = np.where(work.fused_loss, 0, 4 / work.y)
+    first = rows * columns * (2 * work.bytes + sums) + work.bytes * weights
     # The next piece's sums are made while names still hold those of the piece before.
     then = np.minimum(rows, np.maximum(work.tokens - rows, 0))
     summed = (np.where(work.y > 1, work.bytes, 0) + 4) / work.y
@@ -205,6 +211,7 @@ def peak_bytes(
                                                                            block.whole))  # fmt: skip
     recomputed = np.ceil(layers / work.every)
     kept = recomputed * light + (layers - recomputed) * block.whole
+    kept = kept + np.where(work.pp > 1, work.stage_keeps, 0) * block.full
     inputs = 16 * work.micro_batch * work.seq * work.micro_batches + np.where(
         work.rope, 4 * work.seq * work.head_dim, 0
     )

@@ -94,7 +94,8 @@ def row_of_run(path: Path, machine: Machine) -> Row:
     work = workload_of(load_run(run_file))
     peaks = [r["peak_memory_bytes"] for r in records if r.get("peak_memory_bytes")]
     return Row(str(path.parent.name), RUN_SOURCE, work, machine, float(np.median(seconds)),
-               max(peaks) / 1e9 if peaks else None, False, work.bits == 16, (RUN_SOURCE,))  # fmt: skip
+               max(peaks) / 1e9 if peaks else None, False, True, work.bits == 16,
+               (RUN_SOURCE,))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,15 @@ from fourfold.planning.workload import SCHEDULES, Workload
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", "logits", "reserve")
 """weights: gathered for use, or 16-bit copies; logits: what head and loss need besides the activations; reserve: the
-runtime's own, communication buffers, and what the allocator holds but cannot use."""
+runtime's own, communication buffers, and what the allocator holds but does not use."""
 
-FRAGMENTATION_PRIOR = (0.06, 0.05)
-"""Of what a step allocates, and its spread: PyTorch's caching allocator rounds blocks up and cannot join all that are
-free, and libraries have work spaces (Megatron-LM's own estimate adds 5 %)."""
-FRAGMENTATION = 0.13
-"""The same, fitted to the memory rows of the tenth that the other constants are fitted to."""
+UNUSABLE = 0.06
+"""Of what a step allocates: PyTorch's caching allocator rounds blocks up and cannot join all that are free, and
+libraries have work spaces (Megatron-LM's own estimate adds 5 %)."""
+CACHED_SPREAD = 0.05
+CACHED = 0.12
+"""The same with the blocks that the allocator keeps while there is room and gives back before it runs out: fitted to
+the memory rows of the tenth that the other constants are fitted to, with a prior of ``UNUSABLE`` and this spread."""
 COMMUNICATOR = 0.5e9
 """Of one group: NCCL's channels with 4 to 8 MB for each of a few protocols and peers, in both directions."""
 SPREAD = 0.07
@@ -88,8 +90,7 @@ def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block:
             work.stored * entries / shards,
         ),
     )
-    copy = np.where(work.gradient_copy, 4, 0)
-    optimizer = (np.where(work.half_weights, 12, 2 * work.stored) + copy) * entries / shards
+    optimizer = np.where(work.half_weights, 12, 2 * work.stored) * entries / shards
     gathered_blocks = np.minimum(1 + work.prefetch, layers)
     resharded = (work.z > 1) | (work.zero == 3)
     gathered = item * (np.where(resharded, gathered_blocks * work.block_weights / (work.x * work.y), entries)
@@ -98,11 +99,18 @@ def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block:
     gathered = gathered + np.where(resharded, work.reduce_bytes * work.block_weights / (work.x * work.y), 0)
     weights = np.where((shards > 1) & ~np.asarray(work.half_weights, bool), gathered,
                        np.where(work.half_weights | (work.stored == item), 0, item * entries))  # fmt: skip
-    activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
+    # The optimizer's copy of its gradients, when no activations are left.
+    copied = np.where(work.gradient_copy, 4 * entries / shards, 0)
+    activations = np.maximum(peak_bytes(work, layers, in_flight(work, rank), last, block), copied)
     allocated = parameters + gradients + optimizer + weights + activations
+    reserve = np.where(work.count_runtime, runtime_bytes(work, machine), 0) + CACHED * allocated
+    return parameters, gradients, optimizer, weights, activations, reserve
+
+
+def runtime_bytes(work: Workload, machine: Machine) -> Number:
+    """What the driver and the communication library take on every device."""
     groups = sum(np.where(size > 1, 1, 0) for size in (work.x, work.y, work.z, work.dp, work.cp)) + 2 * (work.pp > 1)
-    runtime = np.where(work.count_runtime, machine.reserved + COMMUNICATOR * groups, 0)
-    return parameters, gradients, optimizer, weights, activations, runtime + FRAGMENTATION * allocated
+    return machine.reserved + COMMUNICATOR * groups
 
 
 def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = None) -> Number:
@@ -132,9 +140,13 @@ def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple
     return np.max([np.broadcast_arrays(sum(_held(work, machine, *place, block)), work.pp)[0] for place in places], 0)
 
 
-def p_out_of_memory(predicted: Number, capacity: Number) -> Number:
-    """Probability that a prediction of ``predicted`` bytes does not fit: log-normal around it."""
-    deviation = (np.log(capacity) - np.log(predicted)) / SPREAD
+def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Number:
+    """Probability that a step whose ``peak_memory`` is ``predicted`` does not fit: log-normal around what it needs,
+    which is less, as PyTorch frees its cached blocks before it gives up."""
+    runtime = runtime_bytes(work, machine)
+    allocated = (predicted - np.where(work.count_runtime, runtime, 0)) / (1 + CACHED)
+    needed = runtime + allocated * (1 + UNUSABLE)
+    deviation = (np.log(machine.memory) - np.log(needed)) / SPREAD
     return 0.5 * (1 - _erf(deviation / math.sqrt(2)))
 
 

@@ -132,7 +132,7 @@ def predict(work: Workload, machine: Machine, constants: Constants) -> Predictio
         for stage in _stages_shown(int(work.pp))
     ]
     memory = float(peak_memory(work, machine))
-    return Prediction(work, parts, memory, float(p_out_of_memory(memory, machine.memory)), stages, machine)
+    return Prediction(work, parts, memory, float(p_out_of_memory(memory, work, machine)), stages, machine)
 
 
 def _stages_shown(pp: int) -> list[int]:
@@ -166,7 +166,8 @@ def _nothing_fits(
     point = predict(found.point(least), machine, constants)
     sentence = (
         f"nothing fits: the leanest of {len(legal):,} layouts ({point.describe()}) needs "
-        f"{point.memory_bytes / 1e9:.1f} GB of the {machine.memory / 1e9:.0f} GB of a {machine.name} GPU"
+        f"{point.memory_bytes / 1e9:.1f} GB of the {machine.memory / 1e9:.0f} GB of a {machine.name} GPU "
+        f"and runs out of it with a probability of {point.p_oom:.0%}"
     )
     limits = limits or Limits()
     leanest = replace(limits, micro_batches=limits.micro_batches[:1])

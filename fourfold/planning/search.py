@@ -69,7 +69,7 @@ def search(base: Workload, machine: Machine, constants: Constants, gpus: int, li
         if len(index):
             part = _as_floats(work.take(index))
             memory[index], seconds[index] = evaluate(part, machine, constants)
-            p_oom[index] = p_out_of_memory(memory[index], machine.memory)
+            p_oom[index] = p_out_of_memory(memory[index], part, machine)
     legal = np.flatnonzero(reason == 0)
     reason[legal[p_oom[legal] > MAX_P_OUT_OF_MEMORY]] = OUT_OF_MEMORY
     fits = np.flatnonzero(reason == 0)

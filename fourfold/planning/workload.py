@@ -41,7 +41,10 @@ class Workload(Cases):
     flash: fused attention; fused: fused pointwise operations; per_op: selective keeps the attention's output and every
     second matmul's (torchtitan); attention_again, mlp_again, gathers_again: what selective does again; stops_early:
     full leaves out a block's last product and its sum over x, which nothing reads; products_add: the products of the
-    weight gradients add them to those of the micro-batches before.
+    weight gradients add them to those of the micro-batches before; fused_gate: a gated MLP keeps gate, up and what it
+    makes of them, and no activation between; fused_loss: the loss reads 16-bit logits; inputs_in_8: products in FP8
+    keep their inputs as they read them (Transformer Engine); stage_keeps: residuals that a stage of a pipeline keeps of
+    a micro-batch besides those of its blocks.
     overlap_x, overlap_z, overlap_dp: communication runs behind computation (of x in the backward; overlap_forward:
     also in the forward, piece by piece with the product that it feeds); blocking: the host waits for every kernel.
     weights_kept: weights are gathered once a step and not for every micro-batch (distributed optimizers).
@@ -112,6 +115,10 @@ class Workload(Cases):
     gathers_again: Number = False
     stops_early: Number = False
     products_add: Number = False
+    fused_gate: Number = False
+    fused_loss: Number = False
+    inputs_in_8: Number = False
+    stage_keeps: Number = 0
 
     @property
     def gpus(self) -> Number:

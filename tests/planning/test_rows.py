@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from planner_rows import COLUMNS, HEADER, row_text
 
 from fourfold.errors import UserError
+from fourfold.planning.activations import head_bytes, kept_by_block
 from fourfold.planning.calibration import Calibration
+from fourfold.planning.machine import load_machine
+from fourfold.planning.memory import CACHED, CATEGORIES, stage_memory
 from fourfold.planning.validation.rows import Skipped, read_rows, row_of
 from fourfold.planning.validation.score import Scored, errors_of, memory_of, predict, sweeps_of
+from fourfold.planning.workload import Workload
+
+A100 = load_machine("dgx-a100")
 
 
 def row(**cells: object):
     return row_of(dict(zip(COLUMNS, row_text(**cells).split(","), strict=True)))
+
+
+def held(work: Workload, *names: str) -> float:
+    """Bytes of the first rank, of some categories."""
+    return sum(float(bytes_) for name, bytes_ in stage_memory(work, A100, 0).items() if name in names)
 
 
 def test_a_megatron_row() -> None:
@@ -44,6 +56,51 @@ def test_the_words_of_a_torchtitan_row() -> None:
     assert (vanilla.fused, vanilla.overlap_x, vanilla.overlap_forward) == (True, False, False)
     assert (asynchronous.fused, asynchronous.overlap_x, asynchronous.overlap_forward) == (True, True, True)
     assert not eager.fused
+
+
+def test_what_deepspeed_keeps() -> None:
+    """In bf16 it shards the optimizer's state whatever the stage, sums fp32 gradients in all-reduces and keeps them
+    beside the others; a stage of a pipeline keeps what it has sent."""
+    bf16 = row(zero_fsdp="ZeRO-0 (DeepSpeed)", precision="bf16", pp=2, dp=4).work
+    assert (bf16.zero, bf16.reduce_bytes, bf16.stored_gradients) == (1, 8, 6)
+    fp16 = row(zero_fsdp="ZeRO-0 (DeepSpeed)", precision="fp16", pp=2, dp=4).work
+    assert (fp16.zero, fp16.reduce_bytes, fp16.gradient_copy) == (0, 2, True)
+    for work in (bf16, fp16):
+        kept, alone = (held(replace(work, stage_keeps=more), "activations") for more in (work.stage_keeps, 0))
+        assert kept - alone == 2 * 1.5 * (2 * 2 * 1024 * 1024)  # in flight, residuals, bytes of one
+
+
+def test_the_optimizers_copy_of_gradients_is_made_when_activations_are_gone() -> None:
+    work = row(zero_fsdp="ZeRO-0 (DeepSpeed)", precision="fp16").work
+    assert held(work, *CATEGORIES) == held(replace(work, gradient_copy=False), *CATEGORIES)
+    few = replace(work, micro_batch=1, seq=64, batch=8)
+    few_alone = replace(few, gradient_copy=False)
+    entries = few.layers * few.block_weights + few.vocab * few.hidden
+    assert held(few, *CATEGORIES) - held(few_alone, *CATEGORIES) == pytest.approx(
+        (4 * entries - held(few_alone, "activations", "logits")) * (1 + CACHED)
+    )
+
+
+def test_what_nvidias_recipes_keep() -> None:
+    """Gradients in bf16; a fused SwiGLU and loss; in FP8 the inputs of products in a byte."""
+    how = {"source_ref": "NVIDIA/NeMo@1:docs", "zero_fsdp": "distributed optimizer (ZeRO-1)", "act_ckpt": "none"}
+    cells = {**how, "mlp_type": "swiglu", "tp": 2, "dp": 4, "seq_parallel": ""}
+    work = row(**cells).work
+    assert work.reduce_bytes == 2 and work.split_residual and not work.tied and not work.inputs_in_8
+    inner = 2 * work.tokens * work.inner / work.x
+    assert kept_by_block(replace(work, fused_gate=False), False) - kept_by_block(work, False) == inner
+    assert head_bytes(replace(work, fused_loss=False)) - head_bytes(work) == 4 * work.tokens * work.vocab / work.x
+    eight = row(**cells, precision="fp8").work
+    gathered = 2 * work.tokens * work.hidden / 2
+    assert kept_by_block(replace(eight, inputs_in_8=False), False) - kept_by_block(eight, False) == (
+        2 * gathered / 2 - 2 * work.tokens * work.queries / work.x / 2 + inner / 2
+    )
+
+
+def test_other_programs_are_not_nvidias() -> None:
+    work = row(zero_fsdp="distributed optimizer (ZeRO-1)", mlp_type="swiglu", tp=2, dp=4, seq_parallel="").work
+    assert work.reduce_bytes == 4 and not (work.split_residual or work.fused_gate or work.fused_loss)
+    assert row(source_ref="mosaicml/llm-foundry@1:README.md", zero_fsdp="FSDP FULL_SHARD").work.fused_loss
 
 
 @pytest.mark.parametrize(
@@ -115,6 +172,13 @@ def test_out_of_memory_rows() -> None:
                    Calibration())  # fmt: skip
     memory = memory_of(told)
     assert memory["out_of_memory_told"] == 1 and memory["fitting_told"] == 1 and memory["rows"] == 1
+
+
+def test_whatever_ran_fitted() -> None:
+    """A row with a time alone counts among those that fitted, where it says what it computed again."""
+    told = predict([row(), row(act_ckpt=""), row(hidden=20480, heads=128)], Calibration())
+    memory = memory_of(told)
+    assert memory["fitting_rows"] == 2 and memory["fitting_told"] == 0.5
 
 
 def scored(measured: float, predicted: float) -> Scored:

@@ -2,8 +2,8 @@
 
 Columns: ``gpu_type, gpus_per_node, interconnect, n_gpus, layers, hidden, ffn_hidden, mlp_type, heads, kv_heads, vocab,
 seq_len, global_batch_seqs, micro_batch, tp, pp, vpp, cp, ep, zero_fsdp, act_ckpt, seq_parallel, precision,
-attention_impl, step_time_s, mem_gb_per_gpu, mem_kind, notes`` (others are ignored). Empty cells are filled by what
-the rest of the row implies, or the row is skipped with a reason.
+attention_impl, step_time_s, mem_gb_per_gpu, mem_kind, source_ref, notes`` (others are ignored). Empty cells are filled
+by what the rest of the row implies, or the row is skipped with a reason.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ GPT_VOCABULARY = 51200
 
 @dataclass(frozen=True)
 class Row:
-    """One measured row: what ran, where, and what it took (None: not measured)."""
+    """One measured row: what ran, where, and what it took (None: not measured); ran: it fitted, and the row says what
+    it computed again."""
 
     row_id: str
     source: str
@@ -58,6 +59,7 @@ class Row:
     seconds: float | None
     memory_gb: float | None
     out_of_memory: bool
+    ran: bool
     dense_half: bool
     sweep: tuple[str, ...]
 
@@ -151,6 +153,7 @@ def row_of(record: Mapping[str, str]) -> Row:
         seconds=seconds,
         memory_gb=memory,
         out_of_memory=out_of_memory,
+        ran=not out_of_memory and bool(cells.get("act_ckpt")),
         dense_half=not eight and complete and "32" not in text,
         sweep=tuple(cells.get(k, "") for k in ("source_id", "model", "layers", "hidden", "heads", "n_gpus",
                                                "global_batch_seqs", "seq_len", "precision", "gpu_type")),
@@ -201,11 +204,13 @@ def _model(cells: Mapping[str, str]) -> Workload:
     vocab = _number(cells, "vocab")
     if vocab is None:
         vocab = GPT_VOCABULARY
+    # Models of GPT's kind have one table for both ends; Llama's and Nemotron's have two.
+    tied = cells.get("mlp_type", "").lower() in ("gelu", "geglu", "")
     kv_heads = _number(cells, "kv_heads") or heads
     head_dim = hidden / heads
     return Workload(
         layers=_number(cells, "layers"), hidden=hidden, queries=hidden, keys=kv_heads * head_dim, head_dim=head_dim,
-        inner=inner, ups=inner * (2 if gated else 1), vocab=vocab, tied=True, seq=0, batch=0, micro_batch=0, bits=16,
+        inner=inner, ups=inner * (2 if gated else 1), vocab=vocab, tied=tied, seq=0, batch=0, micro_batch=0, bits=16,
         reduce_bytes=4, x=1, y=1, z=1, dp=1, cp=1, pp=1, interleave=1, zero=0, recompute=0,
     )  # fmt: skip
 
@@ -221,8 +226,18 @@ def _program(
     unfused = "unfused" in attention or (not attention and precision.startswith("fp16"))
     deepspeed = "deepspeed" in sharding or "deepspeed" in notes
     fsdp = "fsdp" in sharding or "hsdp" in sharding
+    compiled = "compile" in notes.replace("no torch.compile", "")
+    program = cells.get("source_ref", "").lower()
+    # NVIDIA's recipes: gradients in bf16 (grad_reduce_in_fp32 = False), fused SwiGLU and loss, Transformer Engine.
+    recipe = not fsdp and any(name in program for name in ("nemo", "megatron-bridge", "dgxc-benchmarking"))
     distributed = "distributed optimizer" in sharding
     zero = next((int(d) for d in re.findall(r"zero-(\d+)", sharding)), 1 if distributed else 0)
+    shares_state = deepspeed and precision.startswith("bf16") and zero < 2
+    reduce_bytes = 2 if precision.startswith("fp16") or (fsdp and not distributed) or recipe else 4
+    if shares_state:
+        # DeepSpeed's BF16_Optimizer shards its state whatever the stage, and sums fp32 gradients in all-reduces: twice
+        # the bytes of a reduce-scatter.
+        zero, reduce_bytes = 1, 8
     if zero > 3:
         raise Skipped("zero_fsdp names a ZeRO stage that there is not")
     z = 1.0
@@ -236,21 +251,21 @@ def _program(
         zero = 0
     elif fsdp:
         zero = 1
+    parallel_sequence = cells.get("seq_parallel", "").lower()[:1] == "y" or (recipe and not cells.get("seq_parallel"))
     return {
         "z": z,
         "dp": copies / z,
         "zero": zero,
         "bits": 8 if eight else (32 if precision == "fp32" else 16),
-        "reduce_bytes": 2 if precision.startswith("fp16") or (fsdp and not distributed) else 4,
+        "reduce_bytes": reduce_bytes,
         "recompute": 2 if checkpoint.startswith("full") else 1 if checkpoint.startswith("selective") else 0,
-        "split_residual": cells.get("seq_parallel", "").lower().startswith("y"),
+        "split_residual": parallel_sequence,
         "flash": not unfused,
-        "fused": "compile" in notes.replace("no torch.compile", "") or not (fsdp or deepspeed),
+        "fused": compiled or not (fsdp or deepspeed),
         "overlap_x": not deepspeed and "unfused" not in attention and "vanilla tp" not in notes,
         # NVIDIA's recipes since Hopper (tp_comm_overlap), and torchtitan's AsyncTP, split products and their
         # collectives into pieces.
-        "overlap_forward": "asynctp" in notes
-        or (distributed and machine.units > 108 and cells.get("seq_parallel", "").lower() == "yes"),
+        "overlap_forward": "asynctp" in notes or (distributed and machine.units > 108 and parallel_sequence),
         "overlap_z": True,
         "overlap_dp": distributed or fsdp,
         "weights_kept": zero in (1, 2),
@@ -258,11 +273,16 @@ def _program(
         "rope": cells.get("mlp_type", "").lower() == "swiglu",
         "chunk_logits": 1 << 40,
         "blocking": "launch_blocking=1" in notes,
-        "regather": cells.get("seq_parallel", "").lower().startswith("y") and "mode" not in cells["seq_parallel"],
+        "regather": parallel_sequence and "mode" not in cells.get("seq_parallel", ""),
         "gradient_copy": deepspeed and precision.startswith("fp16"),
-        "stored_gradients": 6 if deepspeed and precision.startswith("bf16") and zero < 2 else 0,
+        "stored_gradients": 6 if shares_state else 0,
+        # DeepSpeed's stages keep what they have sent, and the first its dropout's mask, for the backward.
+        "stage_keeps": 1.5 if deepspeed else 0,
         # Megatron-LM's gradient_accumulation_fusion.
         "products_add": not (fsdp or deepspeed),
+        "fused_loss": recipe or "llm-foundry" in program,
+        "fused_gate": recipe or compiled,
+        "inputs_in_8": recipe and eight,
         "per_op": "per-op" in checkpoint or "2nd layer" in checkpoint,
     }
 

@@ -56,7 +56,7 @@ def predict(rows: Sequence[Row], calibration: Calibration) -> list[Scored]:
     constants = calibration.stacked([row.machine.name for row in rows], [row.source for row in rows])
     seconds = np.broadcast_to(step_seconds(work, machine, constants), (len(rows),))
     memory = peak_memory(work, machine)
-    p_oom = p_out_of_memory(memory, machine.memory)
+    p_oom = p_out_of_memory(memory, work, machine)
     return [
         Scored(*values) for values in zip(rows, seconds.tolist(), (memory / 1e9).tolist(), p_oom.tolist(), strict=True)
     ]
@@ -124,16 +124,17 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def memory_of(scored: Sequence[Scored]) -> dict[str, float | int | None]:
-    """Error of the predicted bytes; which share of rows that ran out of memory, and of rows that fitted, was told."""
+    """Error of the predicted bytes; which share of rows that ran out of memory, and of rows that ran, was told."""
     measured = [s for s in scored if s.row.memory_gb is not None]
     errors = np.array([s.memory_gb / s.row.memory_gb - 1 for s in measured])
     out = [s.p_oom > 0.5 for s in scored if s.row.out_of_memory]
-    fitting = [s.p_oom <= 0.5 for s in measured]
+    fitting = [s.p_oom <= 0.5 for s in scored if s.row.ran]
     return {
         "rows": len(measured),
         "mean_abs_error": float(np.abs(errors).mean()) if measured else None,
         "bias": float(errors.mean()) if measured else None,
         "out_of_memory_rows": len(out),
         "out_of_memory_told": float(np.mean(out)) if out else None,
+        "fitting_rows": len(fitting),
         "fitting_told": float(np.mean(fitting)) if fitting else None,
     }
