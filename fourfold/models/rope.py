@@ -60,7 +60,28 @@ def rope_tables(positions_BS: Tensor, frequencies_d: Tensor, scale: float) -> tu
 
 def apply_rope(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
     """Turn channel i against channel i + d, in float32; channels from 2·d on stay as they are."""
+    return _Turn.apply(x_BSND, cos_BS1d, sin_BS1d)
+
+
+class _Turn(torch.autograd.Function):
+    """Half the passes over memory that autograd makes of the same sums: the backward turns the other way."""
+
+    @staticmethod
+    def forward(ctx, x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_BS1d, sin_BS1d)
+        return _turned(x_BSND, cos_BS1d, sin_BS1d)
+
+    @staticmethod
+    def backward(ctx, grad_BSND: Tensor):
+        cos_BS1d, sin_BS1d = ctx.saved_tensors
+        return _turned(grad_BSND, cos_BS1d, -sin_BS1d), None, None
+
+
+def _turned(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
     d = cos_BS1d.shape[-1]
-    first, second, rest = x_BSND.float().split([d, d, x_BSND.shape[-1] - 2 * d], dim=-1)
-    turned = [first * cos_BS1d - second * sin_BS1d, second * cos_BS1d + first * sin_BS1d, rest]
-    return torch.cat(turned, dim=-1).to(x_BSND.dtype)
+    first, second = x_BSND[..., :d], x_BSND[..., d : 2 * d]
+    out_BSND = torch.empty(x_BSND.shape, dtype=x_BSND.dtype, device=x_BSND.device)
+    out_BSND[..., :d] = (first * cos_BS1d).addcmul_(second, sin_BS1d, value=-1)
+    out_BSND[..., d : 2 * d] = (second * cos_BS1d).addcmul_(first, sin_BS1d)
+    out_BSND[..., 2 * d :] = x_BSND[..., 2 * d :]
+    return out_BSND

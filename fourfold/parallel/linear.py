@@ -18,7 +18,6 @@ from fourfold.models.lora import LoRALinear
 from fourfold.parallel.communicate import (
     Pending,
     all_gather,
-    all_reduce,
     reduce_scatter,
     start_all_gather,
     start_all_reduce,
@@ -230,12 +229,17 @@ class _NormalLinears(torch.autograd.Function):
         x_BSh = all_gather(x_BTh, layer.x, 1, f"{layer.name}: tokens")
         ctx.save_for_backward(x_BTh if layer.gather_again else x_BSh, *matrices)
         ctx.layer = layer
-        partials = [linear.product(x_BSh, each) for linear, each in _by_linear(layer, matrices)]
-        why = f"{layer.name}: outputs"
+        linears, why = _by_linear(layer, matrices), f"{layer.name}: outputs"
+        if layer.over_y == "replicate":
+            # The sum of gate runs behind the product of up.
+            sums: list[Pending] = []
+            for linear, each in linears:
+                started = start_all_reduce(linear.product(x_BSh, each), layer.y, why)
+                sums.append(started if layer.overlap else Pending(started.wait()))
+            return tuple(each.wait() for each in sums)
+        partials = [linear.product(x_BSh, each) for linear, each in linears]
         if layer.y.size == 1:
             return tuple(partials)
-        if layer.over_y == "replicate":
-            return _split(all_reduce(_concatenate(partials), layer.y, why), partials)
         if layer.over_y == "features":
             return _scatter_features(partials, layer.y, why)
         summed = reduce_scatter(_concatenate(partials), layer.y, SHARED_DIM[layer.over_y], why)

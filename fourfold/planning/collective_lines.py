@@ -87,7 +87,7 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     model, grid, sizes = run.model, run.parallel, _Sizes(run)
     x, item, tokens, residual = grid.x, sizes.item, sizes.tokens, sizes.residual
     features, queries, keys = sizes.queries + 2 * sizes.keys, sizes.queries, sizes.keys
-    ups = model.intermediate_size * (2 if model.gated_mlp else 1)
+    inner, ups = model.intermediate_size, 2 if model.gated_mlp else 1
     once, forward = _times(run, stage, False), _times(run, stage, sizes.block_again)
     gathers, norms = _times(run, stage, sizes.gathers_again), _times(run, stage, sizes.norms_again)
 
@@ -105,8 +105,8 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     yield from line("x", "reduce_scatter", "qkv: input gradient", residual, once)
     yield from line("y", "reduce_scatter", "qkv: outputs", item * tokens * features // x, forward)
     yield from line("y", "all_gather", "o_proj: inputs", item * tokens * queries // x, gathers)
-    yield from line("y", "all_reduce", "up: outputs", item * tokens * ups // x, forward)
-    yield from line("y", "all_reduce", "down: input gradient", item * tokens * model.intermediate_size // x, once)
+    yield from line("y", "all_reduce", "up: outputs", item * tokens * inner // x, ups * forward)
+    yield from line("y", "all_reduce", "down: input gradient", item * tokens * inner // x, once)
     yield from line("y", "reduce_scatter", "o_proj: input gradient", item * tokens * queries // x, once)
     yield from line("y", "all_gather", "qkv: output gradient", item * tokens * features // x, once)
     yield from line("y", "all_reduce", "norm: statistics", sizes.sums * tokens // x, 2 * norms)

@@ -15,15 +15,17 @@ from tiny_runs import GPT, LLAMA, QWEN, tiny_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fourfold
-from fourfold.config.run import RunConfig
+from fourfold.config.run import ParallelConfig, RunConfig
 from fourfold.models.initialize import initialize
-from fourfold.models.transformer import Transformer
+from fourfold.models.transformer import RMSNorm, Transformer
 from fourfold.parallel.communicate import PURPOSE
 from fourfold.parallel.grid import Grid
+from fourfold.parallel.norm import Norm
 from fourfold.parallel.sharding import Tile
 from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
 from fourfold.verification.batches import micro_batches_of, random_global_batch
+from fourfold.verification.trace import fake_processes
 
 
 def job_of(run: RunConfig) -> Job:
@@ -221,3 +223,22 @@ def dropped_body(rank: int, world_size: int, run: RunConfig) -> bool:
 def test_a_dropped_job_is_freed(pool: Pool, grid: dict[str, int]) -> None:
     run = tiny_run(LLAMA, grid, training={"precision": "bf16"})
     assert pool.run(2, dropped_body, run) == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", [RMSNorm(64, 1e-5), torch.nn.LayerNorm(64)], ids=lambda norm: type(norm).__name__)
+def test_a_norm_by_one_kernel_is_the_norm_of_a_split_stream(norm: torch.nn.Module, dtype: torch.dtype) -> None:
+    """What a GPU runs where no rank has a part of the channels only."""
+    with fake_processes(1):
+        layer = Norm(norm, Grid(ParallelConfig(), "cpu"), "norm").to_empty(device="cpu").to(dtype)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, 1.0, 0.1)
+        torch.manual_seed(0)
+        x, grad = torch.randn(2, 3, 5, 64, dtype=dtype)
+        told = []
+        for forward in (layer.of_whole, layer.forward):
+            leaf = x.clone().requires_grad_()
+            out = forward(leaf)
+            told.append([out, *torch.autograd.grad(out, [leaf, *layer.parameters()], grad)])
+    for one, other in zip(*told, strict=True):
+        assert (one - other).float().norm() < torch.finfo(dtype).eps * 2 * other.float().norm()
