@@ -21,7 +21,8 @@ class BlockTime(Cases):
     compute, over_x, over_y: forward and backward; attention_forward, activation_forward, x_again, y_again: the parts
     that selective recompute repeats; last_product, last_sum: those at the end, which full recompute need not;
     hideable_x, hideable_y: collectives of the backward that can run while the weight gradient is computed, and the
-    computation there is for that; launches_forward, launches_backward: host seconds.
+    computation there is for that; gate_sum, up_product: the sum of gate over y, and what it may run behind;
+    launches_forward, launches_backward: host seconds.
     """
 
     forward: Number
@@ -38,6 +39,8 @@ class BlockTime(Cases):
     y_backward: Number
     hideable_x: Number
     hideable_y: Number
+    gate_sum: Number
+    up_product: Number
     weight_gradients: Number
     launch_forward: Number
     launch_backward: Number
@@ -71,7 +74,7 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     y_group = group_of(work.y, work.x, machine, constants)
     forward, input_gradients, weight_gradients = _products(work, rates)
     attend, attend_backward = _attention(work, rates)
-    pointwise_forward = _pointwise(work, rates)
+    pointwise_forward, pointwise_backward = (size / rates.bandwidth for size in pointwise_traffic(work))
     x_forward, x_backward, hideable_x = _over_x(work, x_group)
     y_forward, y_backward, hideable_y = _over_y(work, y_group)
     collectives = 4 * (work.x > 1) + 5 * (work.y > 1)
@@ -80,7 +83,7 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     head, head_x, head_y, embedding = _head(work, rates, x_group, y_group)
     return BlockTime(
         forward=forward + attend + pointwise_forward,
-        backward=input_gradients + weight_gradients + attend_backward + pointwise.BACKWARD * pointwise_forward,
+        backward=input_gradients + weight_gradients + attend_backward + pointwise_backward,
         attention_forward=attend,
         activation_forward=_activation(work, rates),
         last_product=_linear(work, rates, rates.matmul, work.inner / work.x, work.hidden / work.y)[0],
@@ -93,6 +96,10 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
         y_backward=y_backward,
         hideable_x=hideable_x,
         hideable_y=hideable_y,
+        gate_sum=np.where(
+            work.ups > work.inner, reduce_seconds(work.bytes * work.tokens * work.inner / work.x, 1, y_group), 0
+        ),
+        up_product=_linear(work, rates, rates.matmul, work.hidden / work.y, work.inner / work.x)[0],
         weight_gradients=weight_gradients,
         launch_forward=rates.launch * (launch.block_launches(False, none, work.fused, collectives) + more),
         launch_backward=rates.launch * (launch.block_launches(True, none, work.fused, collectives) + more),
@@ -148,12 +155,36 @@ def _softmax_is_plain(work: Workload) -> Number:
     return attention.softmax_is_plain(work.flash, work.micro_batch, heads)
 
 
-def _pointwise(work: Workload, rates: Rates) -> Number:
-    item = work.bytes
-    residual = item * work.tokens * work.hidden / (work.y * np.where(work.split_residual, work.x, 1))
-    heads = item * work.tokens * (work.queries + 2 * work.keys) / (work.x * work.y)
-    inner = item * work.tokens * work.inner / work.x
-    return pointwise.pointwise_bytes(residual, heads, inner, work.ups > work.inner, work.fused) / rates.bandwidth
+def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
+    """Bytes that one block moves besides its products and its attention, in the forward and in the backward."""
+    token, gated = work.bytes * work.tokens, work.ups > work.inner
+    residual = token * work.hidden / (work.y * np.where(work.split_residual, work.x, 1))
+    heads = token * (work.queries + 2 * work.keys) / (work.x * work.y)
+    inner = token * work.inner / work.x
+    others = pointwise.others_bytes(residual, heads, inner, gated, work.fused)
+    apart = np.where(work.x * work.y > 1, 2 * residual, 0)  # of sums over x, which a product cannot add
+    biased = np.where(work.biases, heads + np.where(gated, 0, inner + apart), 0)
+    turned = np.where(work.rope, token * (work.queries + work.keys) / (work.x * work.y), 0)
+    own = pointwise.own_bytes(
+        residual, turned, biased, inner, gated=gated, fused=work.fused, over_y=work.y > 1, layer_norm=work.layer_norm
+    )
+    is_own = np.asarray(work.own, bool)
+    forward, backward = (
+        np.where(is_own, ours + copied, theirs) for ours, copied, theirs in zip(own, _copied(work), others, strict=True)
+    )
+    return forward, backward
+
+
+def _copied(work: Workload) -> tuple[Number, Number]:
+    """Bytes that fourfold reads and writes to lay out what collectives send or bring, forward and backward. Over x all
+    tokens, four times, where sequences are several: a rank's parts of them are no neighbours. Over y features, which
+    are put together for one collective besides."""
+    token = work.bytes * work.tokens
+    over_x = np.where((work.x > 1) & (work.micro_batch > 1), 8 * token * work.hidden / work.y, 0)
+    qkv, queries = token * (work.queries + 2 * work.keys) / work.x, token * work.queries / work.x
+    over_y = np.where(work.y > 1, 4 * qkv + 2 * queries, 0)
+    over_y_back = np.where(work.y > 1, 2 * qkv * (1 + 1 / work.y) + 2 * queries, 0)
+    return over_x + over_y, over_x + over_y_back
 
 
 def _activation(work: Workload, rates: Rates) -> Number:
@@ -173,9 +204,15 @@ def _over_y(work: Workload, group: Group) -> tuple[Number, Number, Number]:
     item = work.bytes * work.tokens / work.x
     qkv, queries = work.queries + 2 * work.keys, work.queries
     statistics = reduce_seconds(4 * work.tokens / work.x, 1, group)
-    forward = gather_seconds(item * (qkv + queries), 2, group) + reduce_seconds(item * work.ups, 1, group)
+    sums = np.where(work.gate_first, work.ups / work.inner, 1)
+    forward = gather_seconds(item * (qkv + queries), 2, group) + reduce_seconds(item * work.ups, sums, group)
     hideable = reduce_seconds(item * work.inner, 1, group) + gather_seconds(item * queries, 1, group)
     return forward + 2 * statistics, hideable + gather_seconds(item * qkv, 1, group) + 2 * statistics, hideable
+
+
+def _gate_sum(work: Workload, group: Group) -> Number:
+    """The sum over y of what the activation reads besides up."""
+    return np.where(work.ups > work.inner, reduce_seconds(work.bytes * work.tokens * work.inner / work.x, 1, group), 0)
 
 
 def _head(work: Workload, rates: Rates, x_group: Group, y_group: Group) -> tuple[Number, Number, Number, Number]:

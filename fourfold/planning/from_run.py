@@ -18,6 +18,7 @@ AGAIN = {
     "stops_early": np.bool_(True),
 }
 """The run file's recompute, with the modules that it has when none are named."""
+OWN = {"own": np.bool_(True), "gate_first": np.bool_(True)}
 
 
 def workload_of_model(model: ModelConfig) -> Workload:
@@ -29,7 +30,8 @@ def workload_of_model(model: ModelConfig) -> Workload:
         inner=model.intermediate_size, ups=ups, vocab=model.padded_vocab_size, tied=model.tie_word_embeddings,
         seq=1, batch=1, micro_batch=1, bits=16, reduce_bytes=4, x=1, y=1, z=1, dp=1, cp=1, pp=1, interleave=1, zero=0,
         recompute=0, rope=np.bool_(model.position_embedding == "rope"), biases=np.bool_(model.attention_bias),
-        head_norms=np.bool_(model.qk_norm), parallel_residual=np.bool_(model.parallel_residual), **AGAIN,
+        head_norms=np.bool_(model.qk_norm), layer_norm=np.bool_(model.norm == "layernorm"),
+        parallel_residual=np.bool_(model.parallel_residual), **AGAIN, **OWN,
         positions=model.max_position_embeddings if model.position_embedding == "learned" else 0,
         ends=model.padded_vocab_size * model.hidden_size / model.parameters_per_layer,
     )  # fmt: skip
@@ -54,6 +56,7 @@ def workload_of(run: RunConfig) -> Workload:
         "context": CONTEXTS.index(context_method(run.model, grid, training, run.data.mask_documents)),
         "recompute": RECOMPUTE.index(again.mode),
         "overlap_x": np.bool_(run.overlap.input_gradients),
+        "gate_first": np.bool_(run.overlap.input_gradients),
         "overlap_z": np.bool_(run.overlap.weight_prefetch > 0),
         "overlap_dp": np.bool_(True),
         "every": run.activation_checkpoint.every if run.activation_checkpoint.mode != "none" else 1,

@@ -21,9 +21,9 @@ from fourfold.planning.workload import Workload
 
 AXONN = Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),))
 """What AxoNN's program could do: x, y, z, dp; full recompute."""
-AXONN_BLOCKS = {"overlap_dp": np.bool_(False), "split_residual": np.bool_(False), "stops_early": np.bool_(False)}
-"""And could not: hide the sum over dp, split what lies between the layers over x, or leave out of a recomputed block
-what nothing reads."""
+AXONN_BLOCKS = {name: np.bool_(False) for name in ("overlap_dp", "split_residual", "stops_early", "own", "gate_first")}
+"""And could not: hide the sum over dp or that of gate, split what lies between the layers over x, or leave out of a
+recomputed block what nothing reads. Its operations are not counted."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ MEGATRON = {
     "overlap_dp": np.bool_(False),
     "overlap_x": np.bool_(False),
     "stops_early": np.bool_(False),
+    "own": np.bool_(False),
     "reduce_bytes": 2,
 }
 """Megatron-DeepSpeed without sequence parallelism, in the words of ``Workload``."""

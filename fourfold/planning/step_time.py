@@ -49,6 +49,8 @@ def step_parts(
     hidden_y = np.where(overlap, _hidden(hideable_y, block.weight_gradients / 2, exposed), 0.0)
     ahead = _hidden(block.x_forward, (block.forward - block.attention_forward) / 2, exposed)
     hidden_x = hidden_x + np.where(work.overlap_forward, ahead * (1 + again), 0.0)
+    gate = _hidden(block.gate_sum, block.up_product, exposed)
+    hidden_y = hidden_y + np.where(work.gate_first, gate * (1 + again), 0.0)
     x, y = x - hidden_x, y - hidden_y
     cp = _over_cp(work, machine, constants, block)
     bandwidth = constants.memory * machine.memory_bandwidth

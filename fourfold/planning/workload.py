@@ -44,7 +44,9 @@ class Workload(Cases):
     weight gradients add them to those of the micro-batches before; fused_gate: a gated MLP keeps gate, up and what it
     makes of them, and no activation between; fused_loss: the loss reads 16-bit logits; inputs_in_8: products in FP8
     keep their inputs as they read them (Transformer Engine); stage_keeps: residuals that a stage of a pipeline keeps of
-    a micro-batch besides those of its blocks.
+    a micro-batch besides those of its blocks; own: fourfold's own operations, which are counted, and not others', which
+    are estimated (``terms.pointwise``); layer_norm: of the model; gate_first: the sum of gate over y runs behind the
+    product of up.
     overlap_x, overlap_z, overlap_dp: communication runs behind computation (of x in the backward; overlap_forward:
     also in the forward, piece by piece with the product that it feeds); blocking: the host waits for every kernel.
     weights_kept: weights are gathered once a step and not for every micro-batch (distributed optimizers).
@@ -119,6 +121,9 @@ class Workload(Cases):
     fused_loss: Number = False
     inputs_in_8: Number = False
     stage_keeps: Number = 0
+    own: Number = False
+    layer_norm: Number = False
+    gate_first: Number = False
 
     @property
     def gpus(self) -> Number:

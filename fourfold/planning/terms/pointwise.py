@@ -1,4 +1,7 @@
-"""Seconds of what is limited by memory: norms, residuals, activations, rotary embeddings, copies."""
+"""Bytes of what is limited by memory: norms, residuals, activations, rotary embeddings, copies.
+
+A pass is a read or a write of all of a tensor, here in 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import numpy as np
 
 from fourfold.planning.machine import Number
 
-# Passes over a tensor (a read or a write of all of it) in the forward, counted in the operations of a block.
+# Others' programs, in the forward, counted in the operations of a block.
 RESIDUAL_PASSES = 12.0
 """Two norms (read, write), two residual sums (read twice, write), and the two outputs copied once."""
 FUSED_RESIDUAL_PASSES = 8.0
@@ -19,9 +22,49 @@ FUSED_INNER_PASSES = 2.5
 BACKWARD = 1.5
 """A norm's backward reads the gradient and the input and writes one tensor, a sum's only passes on: 3 for 2."""
 
+# fourfold's own operations, forward and backward (tests/planning/test_traffic.py counts them).
+OWN_SUMS = 6.0, 6.0
+OWN_NORMS = 4.0, 10.0
+"""Two of one kernel each: it reads and writes; for the gradients of inputs and of weights both ends are read."""
+OWN_CHAINS = 10.0, 48.0
+"""Two RMSNorms whose channels lie over y, single operations with a sum between them (``parallel.norm``)."""
+OWN_LAYER_CHAINS = 30.0, 76.0
+OWN_TURNS = 11.5, 11.5
+"""Of queries and keys, by single operations with sums in 32 bits (``models.rope``)."""
+OWN_FUSED_TURNS = 2.0, 2.0
+OWN_GATE, OWN_FUSED_GATE = (5.0, 9.0), (3.0, 5.0)
+OWN_GELU = 2.0, 3.0
+OWN_BIASES = 2.0, 1.0
+"""Of what a bias is added to; its gradient is a sum."""
 
-def pointwise_bytes(residual: Number, heads: Number, inner: Number, gated: Number, fused: Number) -> Number:
-    """Bytes moved in one block's forward, of tensors of ``residual``, ``heads`` and ``inner`` bytes on the rank."""
+
+def others_bytes(residual: Number, heads: Number, inner: Number, gated: Number, fused: Number) -> tuple[Number, Number]:
+    """Bytes moved in one block's forward and backward, of tensors of ``residual``, ``heads`` (queries, keys and values)
+    and ``inner`` bytes on the rank."""
     residual_passes = np.where(fused, FUSED_RESIDUAL_PASSES, RESIDUAL_PASSES)
     inner_passes = np.where(fused, FUSED_INNER_PASSES, np.where(gated, GATED_PASSES, GELU_PASSES))
-    return residual_passes * residual + HEAD_PASSES * heads + inner_passes * inner
+    forward = residual_passes * residual + HEAD_PASSES * heads + inner_passes * inner
+    return forward, BACKWARD * forward
+
+
+def own_bytes(
+    residual: Number, turned: Number, biased: Number, inner: Number, *,
+    gated: Number, fused: Number, over_y: Number, layer_norm: Number,
+) -> tuple[Number, Number]:  # fmt: skip
+    """The same of fourfold's own block; turned: bytes of what rotary embeddings turn; biased: of what has biases;
+    over_y: whether ranks of y share the channels."""
+
+    def passes(direction: int) -> Number:
+        chains = np.where(layer_norm, OWN_LAYER_CHAINS[direction], OWN_CHAINS[direction])
+        norms = np.where(over_y, chains, OWN_NORMS[direction])
+        turns = np.where(fused, OWN_FUSED_TURNS[direction], OWN_TURNS[direction])
+        gate = np.where(fused, OWN_FUSED_GATE[direction], OWN_GATE[direction])
+        activation = np.where(gated, gate, OWN_GELU[direction])
+        return (
+            (OWN_SUMS[direction] + norms) * residual
+            + turns * turned
+            + activation * inner
+            + OWN_BIASES[direction] * biased
+        )
+
+    return passes(0), passes(1)
