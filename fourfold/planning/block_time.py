@@ -161,10 +161,10 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
     residual = token * work.hidden / (work.y * np.where(work.split_residual, work.x, 1))
     heads = token * (work.queries + 2 * work.keys) / (work.x * work.y)
     inner = token * work.inner / work.x
-    others = pointwise.others_bytes(residual, heads, inner, gated, work.fused)
     apart = np.where(work.x * work.y > 1, 2 * residual, 0)  # of sums over x, which a product cannot add
     biased = np.where(work.biases, heads + np.where(gated, 0, inner + apart), 0)
     turned = np.where(work.rope, token * (work.queries + work.keys) / (work.x * work.y), 0)
+    others = pointwise.others_bytes(residual, heads, turned, inner, gated, work.fused)
     own = pointwise.own_bytes(
         residual, turned, biased, inner, gated=gated, fused=work.fused, over_y=work.y > 1, layer_norm=work.layer_norm
     )

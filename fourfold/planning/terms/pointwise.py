@@ -16,6 +16,9 @@ FUSED_RESIDUAL_PASSES = 8.0
 """Norm and residual sum in one kernel each."""
 HEAD_PASSES = 4.0
 """Of queries, keys and values: rotate or add biases, and lay out for the attention."""
+PLAIN_TURNS = 8.0
+"""Of queries and keys, more where rotary embeddings are single operations: x·cos + (−x₂, x₁)·sin as products, negation,
+concatenation and sum (Megatron-DeepSpeed and Hugging Face in bf16)."""
 GELU_PASSES, GATED_PASSES = 4.0, 5.0
 """Of the inner width: bias and activation as two operations; gate, up, their product and the sigmoid."""
 FUSED_INNER_PASSES = 2.5
@@ -38,12 +41,15 @@ OWN_BIASES = 2.0, 1.0
 """Of what a bias is added to; its gradient is a sum."""
 
 
-def others_bytes(residual: Number, heads: Number, inner: Number, gated: Number, fused: Number) -> tuple[Number, Number]:
-    """Bytes moved in one block's forward and backward, of tensors of ``residual``, ``heads`` (queries, keys and values)
-    and ``inner`` bytes on the rank."""
+def others_bytes(
+    residual: Number, heads: Number, turned: Number, inner: Number, gated: Number, fused: Number
+) -> tuple[Number, Number]:
+    """Bytes moved in one block's forward and backward, of tensors of ``residual``, ``heads`` (queries, keys and
+    values), ``turned`` (by rotary embeddings) and ``inner`` bytes on the rank."""
     residual_passes = np.where(fused, FUSED_RESIDUAL_PASSES, RESIDUAL_PASSES)
     inner_passes = np.where(fused, FUSED_INNER_PASSES, np.where(gated, GATED_PASSES, GELU_PASSES))
-    forward = residual_passes * residual + HEAD_PASSES * heads + inner_passes * inner
+    turns = np.where(fused, 0, PLAIN_TURNS)
+    forward = residual_passes * residual + HEAD_PASSES * heads + turns * turned + inner_passes * inner
     return forward, BACKWARD * forward
 
 
