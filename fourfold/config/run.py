@@ -116,6 +116,7 @@ class OverlapConfig(Strict):
     """Communication behind computation; every part can be switched off, so that its gain can be measured."""
 
     input_gradients: bool = Field(True, description="OAR: reduce dI of a linear layer while dW is computed.")
+    gate_sum: bool = Field(True, description="Sum the product of gate over y while that of up is computed.")
     weight_prefetch: int = Field(
         1, ge=0, description="OAG: layers whose weights are gathered ahead; 0 gathers them when they are needed."
     )

@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fourfold.config.run import OverlapConfig
 from fourfold.models.lora import LoRALinear
 from fourfold.parallel.communicate import (
     Pending,
@@ -152,7 +153,7 @@ class NormalLayer(Tiled):
     x: Axis
     y: Axis
     over_y: OverY
-    overlap: bool
+    overlap: OverlapConfig
     name: str
 
     def linears(self) -> list[Linear4D]:
@@ -176,7 +177,7 @@ class NormalLinears(NormalLayer):
     (``"replicate"``, MLP) or into each rank's share of the features, batch or sequence (attention).
     """
 
-    def __init__(self, linears: nn.ModuleDict, grid: Grid, over_y: OverY, overlap: bool, name: str) -> None:
+    def __init__(self, linears: nn.ModuleDict, grid: Grid, over_y: OverY, overlap: OverlapConfig, name: str) -> None:
         super().__init__()
         self.x, self.y, self.over_y, self.overlap, self.name = grid.x, grid.y, over_y, overlap, name
         for child_name, linear in linears.items():
@@ -205,7 +206,7 @@ class TransposedLinear(Linear4D):
     gather_again = False
     """Keep this rank's share of the input for the backward instead of the whole, and gather it again."""
 
-    def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, overlap: bool, name: str) -> None:
+    def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, overlap: OverlapConfig, name: str) -> None:
         super().__init__()
         self.x, self.y, self.over_y, self.overlap, self.name = grid.x, grid.y, over_y, overlap, name
         self.add_tile("weight", linear.weight, Tile(x=1, y=0), grid)
@@ -235,7 +236,7 @@ class _NormalLinears(torch.autograd.Function):
             sums: list[Pending] = []
             for linear, each in linears:
                 started = start_all_reduce(linear.product(x_BSh, each), layer.y, why)
-                sums.append(started if layer.overlap else Pending(started.wait()))
+                sums.append(started if layer.overlap.gate_sum else Pending(started.wait()))
             return tuple(each.wait() for each in sums)
         partials = [linear.product(x_BSh, each) for linear, each in linears]
         if layer.y.size == 1:
@@ -259,7 +260,7 @@ class _NormalLinears(torch.autograd.Function):
             for (linear, each), grad in zip(linears, grads, strict=True):
                 linear.add_adapter_gradient(partial_BSh, grad, each)
             dx = start_reduce_scatter(partial_BSh, layer.x, 1, f"{layer.name}: input gradient")
-            if not layer.overlap:
+            if not layer.overlap.input_gradients:
                 dx = Pending(dx.wait())
         x_BSh = gathered.wait()
         needed = [flags for _, flags in _by_linear(layer, ctx.needs_input_grad[2:])]
@@ -302,7 +303,7 @@ class _TransposedLinear(torch.autograd.Function):
                 da = start_all_reduce(partial, layer.y, why)
             else:
                 da = start_reduce_scatter(partial, layer.y, SHARED_DIM[layer.over_y], why)
-            if not layer.overlap:
+            if not layer.overlap.input_gradients:
                 da = Pending(da.wait())
         a = gathered.wait()
         dws = layer.weight_gradients(grad_BSh, a, matrices, ctx.needs_input_grad[2:])

@@ -48,7 +48,7 @@ def parallelize(model: Transformer, grid: Grid, run: RunConfig) -> DataParallel:
 
 def tensor_rules(grid: Grid, run: RunConfig) -> Rules:
     """How each module of a decoder is laid out over (x, y): the first pattern that matches its name decides."""
-    overlap, model = run.overlap.input_gradients, run.model
+    overlap, model = run.overlap, run.model
     split = attention_split(model, run.parallel, run.training)
     method = context_method(model, run.parallel, run.training, run.data.mask_documents)
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads

@@ -56,7 +56,7 @@ def workload_of(run: RunConfig) -> Workload:
         "context": CONTEXTS.index(context_method(run.model, grid, training, run.data.mask_documents)),
         "recompute": RECOMPUTE.index(again.mode),
         "overlap_x": np.bool_(run.overlap.input_gradients),
-        "gate_first": np.bool_(run.overlap.input_gradients),
+        "gate_first": np.bool_(run.overlap.gate_sum),
         "overlap_z": np.bool_(run.overlap.weight_prefetch > 0),
         "overlap_dp": np.bool_(True),
         "every": run.activation_checkpoint.every if run.activation_checkpoint.mode != "none" else 1,

@@ -98,6 +98,13 @@ def test_input_gradients_are_reduced_while_weight_gradients_are_computed(pool: P
     assert issued[at - 1] != weight_gradient
 
 
+def test_gate_is_summed_while_up_is_computed(pool: Pool) -> None:
+    issued = pool.run(2, order_body, tiny_run(LLAMA, {"y": 2}))[0]
+    at = issued.index("up: outputs")
+    product, again = issued[at + 1 : at + 3]
+    assert product == issued[at - 1] and product.startswith("mm") and again == "up: outputs"
+
+
 def evaluation_body(rank: int, world_size: int, run: RunConfig) -> list[str]:
     job = job_of(run)
     with _Order() as order:

@@ -73,6 +73,7 @@ CASES: dict[str, Case] = {
 
 SLOW_CASES: dict[str, Case] = {
     "no overlap": (LLAMA, {"x": 2, "z": 2}, {"overlap": {"input_gradients": False, "weight_prefetch": 0}}),
+    "no overlap over y": (LLAMA, {"y": 2}, {"overlap": {"input_gradients": False, "gate_sum": False}}),
     "x2 y2 packed": (LLAMA, {"x": 2, "y": 2}, PACKED | SELECTIVE),
     "z4 uneven shards": (UNEVEN, {"z": 4}, {}),
     "cp4 ring": (LLAMA, {"cp": 4, "cp_method": "ring"}, PACKED | SELECTIVE),
