@@ -63,11 +63,14 @@ def layout(
 
     Example: fourfold plan --model llama3-70b --machine dgx-h100 --gpus 512 --tokens 2e12 --explain
     """
+    from rich.console import Console
+
     from fourfold.planning.answer import answer
     from fourfold.planning.request import request, write_run
 
     asked = request(model, run_file, overrides, gpus, seq, global_batch, precision)
-    told = answer(asked, machine, limits, top, tokens, explain or report is not None, report is not None)
+    with Console(stderr=True).status("Every layout is looked at"):  # seconds, or a minute for 100,000 GPUs
+        told = answer(asked, machine, limits, top, tokens, explain or report is not None, report is not None)
     if write is not None:
         write_run(write, asked, told.plan.best)
     if report is not None:
