@@ -67,9 +67,12 @@ class _Turn(torch.autograd.Function):
     """Half the passes over memory that autograd makes of the same sums: the backward turns the other way."""
 
     @staticmethod
-    def forward(ctx, x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_BS1d, sin_BS1d)
+    def forward(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
         return _turned(x_BSND, cos_BS1d, sin_BS1d)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx, grad_BSND: Tensor):

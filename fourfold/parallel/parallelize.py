@@ -77,8 +77,9 @@ def tensor_rules(grid: Grid, run: RunConfig) -> Rules:
             }
         )
     # With one process on (x, y) these need no collective, but fewer passes over memory than autograd makes of the plain
-    # modules; the compiler, where it is wanted, does that itself.
-    rules = {"lm_head": inputs_and_head["lm_head"]} if run.training.compile else inputs_and_head
+    # modules; the compiler, where it compiles the whole block, does that itself.
+    compiled = run.training.compile and grid.cp.size == 1
+    rules = {"lm_head": inputs_and_head["lm_head"]} if compiled else inputs_and_head
     return rules | attention if grid.cp.size > 1 else rules
 
 

@@ -113,7 +113,8 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     stream = read + 2 * p.statistics + inputs + out
     if not selective:
         return stream + core + mlp
-    kept = stream + np.where(work.attention_again, core_again, core) + mlp - np.where(work.mlp_again, made_again, 0)
+    attention = np.where(work.attention_again, core_again, core)
+    kept = stream + attention + mlp - np.where(work.mlp_again, made_again - fused_away, 0)
     products = work.queries + 2 * work.keys + 2 * work.hidden + work.ups
     per_op = p.residual + p.queries + log_sums(work) + work.bytes * work.tokens * products / (2 * work.x * work.y)
     return np.where(work.per_op, per_op, kept)

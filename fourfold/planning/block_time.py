@@ -96,9 +96,7 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
         y_backward=y_backward,
         hideable_x=hideable_x,
         hideable_y=hideable_y,
-        gate_sum=np.where(
-            work.ups > work.inner, reduce_seconds(work.bytes * work.tokens * work.inner / work.x, 1, y_group), 0
-        ),
+        gate_sum=_gate_sum(work, y_group),
         up_product=_linear(work, rates, rates.matmul, work.hidden / work.y, work.inner / work.x)[0],
         weight_gradients=weight_gradients,
         launch_forward=rates.launch * (launch.block_launches(False, none, work.fused, collectives) + more),
@@ -163,11 +161,14 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
     inner = token * work.inner / work.x
     apart = np.where(work.x * work.y > 1, 2 * residual, 0)  # of sums over x, which a product cannot add
     biased = np.where(work.biases, heads + np.where(gated, 0, inner + apart), 0)
-    turned = np.where(work.rope, token * (work.queries + work.keys) / (work.x * work.y), 0)
+    both = token * (work.queries + work.keys) / (work.x * work.y)
+    turned = np.where(work.rope, both * work.turned, 0)
     others = pointwise.others_bytes(residual, heads, turned, inner, gated, work.fused)
+    fused = np.asarray(work.fused, bool)
     own = pointwise.own_bytes(
-        residual, turned, biased, inner, gated=gated, fused=work.fused, over_y=work.y > 1, layer_norm=work.layer_norm
-    )
+        residual, turned, np.where(work.head_norms, both, 0), biased, inner, gated=gated, fused=fused,
+        core_fused=fused & (work.cp == 1), chains=(work.y > 1) | work.zero_centered, layer_norm=work.layer_norm,
+    )  # fmt: skip
     is_own = np.asarray(work.own, bool)
     forward, backward = (
         np.where(is_own, ours + copied, theirs) for ours, copied, theirs in zip(own, _copied(work), others, strict=True)
@@ -204,7 +205,7 @@ def _over_y(work: Workload, group: Group) -> tuple[Number, Number, Number]:
     item = work.bytes * work.tokens / work.x
     qkv, queries = work.queries + 2 * work.keys, work.queries
     statistics = reduce_seconds(4 * work.tokens / work.x, 1, group)
-    sums = np.where(work.gate_first, work.ups / work.inner, 1)
+    sums = np.where(work.own, work.ups / work.inner, 1)
     forward = gather_seconds(item * (qkv + queries), 2, group) + reduce_seconds(item * work.ups, sums, group)
     hideable = reduce_seconds(item * work.inner, 1, group) + gather_seconds(item * queries, 1, group)
     return forward + 2 * statistics, hideable + gather_seconds(item * qkv, 1, group) + 2 * statistics, hideable

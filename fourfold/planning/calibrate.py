@@ -93,9 +93,11 @@ def row_of_run(path: Path, machine: Machine) -> Row:
         raise UserError(f"{path} records no step beyond the first {WARM_UP}; train longer")
     work = workload_of(load_run(run_file))
     peaks = [r["peak_memory_bytes"] for r in records if r.get("peak_memory_bytes")]
-    return Row(str(path.parent.name), RUN_SOURCE, work, machine, float(np.median(seconds)),
-               max(peaks) / 1e9 if peaks else None, False, True, work.bits == 16,
-               (RUN_SOURCE,))  # fmt: skip
+    return Row(
+        row_id=path.parent.name, source=RUN_SOURCE, work=work, machine=machine, seconds=float(np.median(seconds)),
+        memory_gb=max(peaks) / 1e9 if peaks else None, out_of_memory=False, ran=True, dense_half=work.bits == 16,
+        sweep=(RUN_SOURCE,),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ AGAIN = {
 }
 """The run file's recompute, with the modules that it has when none are named."""
 OWN = {"own": np.bool_(True), "gate_first": np.bool_(True)}
+"""What other programs do not have."""
 
 
 def workload_of_model(model: ModelConfig) -> Workload:
@@ -31,6 +32,7 @@ def workload_of_model(model: ModelConfig) -> Workload:
         seq=1, batch=1, micro_batch=1, bits=16, reduce_bytes=4, x=1, y=1, z=1, dp=1, cp=1, pp=1, interleave=1, zero=0,
         recompute=0, rope=np.bool_(model.position_embedding == "rope"), biases=np.bool_(model.attention_bias),
         head_norms=np.bool_(model.qk_norm), layer_norm=np.bool_(model.norm == "layernorm"),
+        zero_centered=np.bool_(model.zero_centered_norm), turned=model.rotary_dim / model.head_dim,
         parallel_residual=np.bool_(model.parallel_residual), **AGAIN, **OWN,
         positions=model.max_position_embeddings if model.position_embedding == "learned" else 0,
         ends=model.padded_vocab_size * model.hidden_size / model.parameters_per_layer,

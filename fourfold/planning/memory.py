@@ -19,14 +19,16 @@ runtime's own, communication buffers, and what the allocator holds but does not 
 UNUSABLE = 0.06
 """Of what a step allocates: PyTorch's caching allocator rounds blocks up and cannot join all that are free, and
 libraries have work spaces (Megatron-LM's own estimate adds 5 %)."""
-CACHED_SPREAD = 0.05
 CACHED = 0.12
-"""The same with the blocks that the allocator keeps while there is room and gives back before it runs out: fitted to
-the memory rows of the tenth that the other constants are fitted to, with a prior of ``UNUSABLE`` and this spread."""
+"""``UNUSABLE`` and the blocks that the allocator keeps while there is room and gives back before it runs out: fitted to
+the memory rows of the tenth that the other constants are fitted to, with a prior of ``UNUSABLE``."""
+CACHED_SPREAD = 0.05
+"""Of that prior."""
 COMMUNICATOR = 0.5e9
 """Of one group: NCCL's channels with 4 to 8 MB for each of a few protocols and peers, in both directions."""
 SPREAD = 0.07
-"""Standard deviation of measured over predicted bytes: kernels' work spaces, library versions, fragmentation."""
+"""Standard deviation of needed over predicted bytes, of the logarithm: an assumption for a program whose bytes are
+counted. Measured over predicted bytes of other programs deviate more (docs/planner_validation.md)."""
 
 
 def in_flight(work: Workload, rank: Number) -> Number:
@@ -99,9 +101,10 @@ def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block:
     gathered = gathered + np.where(resharded, work.reduce_bytes * work.block_weights / (work.x * work.y), 0)
     weights = np.where((shards > 1) & ~np.asarray(work.half_weights, bool), gathered,
                        np.where(work.half_weights | (work.stored == item), 0, item * entries))  # fmt: skip
-    # The optimizer's copy of its gradients, when no activations are left.
+    activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
+    # The optimizer copies its gradients when no activations are left.
     copied = np.where(work.gradient_copy, 4 * entries / shards, 0)
-    activations = np.maximum(peak_bytes(work, layers, in_flight(work, rank), last, block), copied)
+    optimizer = optimizer + np.maximum(copied - activations, 0)
     allocated = parameters + gradients + optimizer + weights + activations
     reserve = np.where(work.count_runtime, runtime_bytes(work, machine), 0) + CACHED * allocated
     return parameters, gradients, optimizer, weights, activations, reserve

@@ -13,7 +13,7 @@ import numpy as np
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.planning.calibration import Calibration
-from fourfold.planning.from_run import workload_of_model
+from fourfold.planning.from_run import OWN, workload_of_model
 from fourfold.planning.machine import load_machine
 from fourfold.planning.plan import Prediction, make_plan, predict
 from fourfold.planning.space import Limits
@@ -21,9 +21,10 @@ from fourfold.planning.workload import Workload
 
 AXONN = Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),))
 """What AxoNN's program could do: x, y, z, dp; full recompute."""
-AXONN_BLOCKS = {name: np.bool_(False) for name in ("overlap_dp", "split_residual", "stops_early", "own", "gate_first")}
-"""And could not: hide the sum over dp or that of gate, split what lies between the layers over x, or leave out of a
-recomputed block what nothing reads. Its operations are not counted."""
+NOT_OWN = {name: np.bool_(False) for name in OWN}
+AXONN_BLOCKS = {name: np.bool_(False) for name in ("overlap_dp", "split_residual", "stops_early")} | NOT_OWN
+"""And could not: hide the sum over dp, split what lies between the layers over x, or leave out of a recomputed block
+what nothing reads."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ MEGATRON = {
     "overlap_dp": np.bool_(False),
     "overlap_x": np.bool_(False),
     "stops_early": np.bool_(False),
-    "own": np.bool_(False),
     "reduce_bytes": 2,
+    **NOT_OWN,
 }
 """Megatron-DeepSpeed without sequence parallelism, in the words of ``Workload``."""
 

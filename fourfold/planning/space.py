@@ -117,7 +117,7 @@ def rejections(work: Workload, machine: Machine) -> np.ndarray:
         (work.pp > 1) & (work.schedule == SCHEDULES.index("DualPipeV")) & (work.micro_batches < 2 * work.pp),
         (work.cp > 1) & (work.context == CONTEXTS.index("ulysses")) & ~divides,
         np.asarray(work.offload, bool) & (machine.host == 0),
-        odd,
+        np.equal(work.bits, 8) & odd,
     )
     for index, broken in reversed(list(enumerate(rules, start=1))):
         reason[np.broadcast_to(broken, reason.shape)] = index

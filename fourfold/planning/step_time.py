@@ -182,8 +182,11 @@ def _moved_for_a_weight(work: Workload) -> Number:
     item, reduced = work.bytes, work.reduce_bytes
     replicated, every = is_replicated(work), work.micro_batches
     kept = replicated | (work.zero == 1)
+    # Gradients in 16 bits that stay are cast for every micro-batch, and added to those in 32.
+    cast_and_added = copied_bytes(item, 4) + added_bytes(4, 4)
     first = np.where(replicated & (item == reduced), 0, copied_bytes(item, reduced))
     added = np.where(work.products_add, 0, (first + (every - 1) * added_bytes(item, reduced)) / every)
+    added = np.where(work.stored_gradients > 0, cast_and_added, added)
     summed = np.where(kept, added, copied_bytes(item, reduced))
     gathers = np.where(_kept_for_the_step(work) | replicated, 0, 2)
     return summed + gathers * copied_bytes(item, item)
@@ -206,6 +209,7 @@ def _over_dp(work: Workload, machine: Machine, constants: Constants, last_backwa
     wide = group_of(copies * work.z, work.x * work.y, machine, constants)
     reduced = reduce_seconds(work.reduce_bytes * weights / work.z, 1, across)
     scattered = gather_seconds(work.reduce_bytes * weights, 1, wide)
+    scattered = np.where(work.all_reduced, reduced, scattered)
     gathered = np.where(_kept_for_the_step(work), gather_seconds(work.bytes * weights, 1, wide), 0.0)
     sending = np.where(work.zero == 0, reduced, np.where(work.zero == 1, scattered + gathered, 0.0))
     sending = np.where(work.zero == 2, gathered, sending)

@@ -45,8 +45,9 @@ class Workload(Cases):
     makes of them, and no activation between; fused_loss: the loss reads 16-bit logits; inputs_in_8: products in FP8
     keep their inputs as they read them (Transformer Engine); stage_keeps: residuals that a stage of a pipeline keeps of
     a micro-batch besides those of its blocks; own: fourfold's own operations, which are counted, and not others', which
-    are estimated (``terms.pointwise``); layer_norm: of the model; gate_first: the sum of gate over y runs behind the
-    product of up.
+    are estimated (``terms.pointwise``); of its model layer_norm, zero_centered (norms), turned (share of the channels
+    that rotary embeddings turn); gate_first: the sum of gate over y runs behind the product of up; all_reduced:
+    gradients are summed whole over dp where each rank keeps a shard.
     overlap_x, overlap_z, overlap_dp: communication runs behind computation (of x in the backward; overlap_forward:
     also in the forward, piece by piece with the product that it feeds); blocking: the host waits for every kernel.
     weights_kept: weights are gathered once a step and not for every micro-batch (distributed optimizers).
@@ -123,6 +124,9 @@ class Workload(Cases):
     stage_keeps: Number = 0
     own: Number = False
     layer_norm: Number = False
+    zero_centered: Number = False
+    turned: Number = 1.0
+    all_reduced: Number = False
     gate_first: Number = False
 
     @property

@@ -102,7 +102,7 @@ def _scatter(told: Answer) -> str:
         for i in shown
     ]
     return scatter(
-        "Step time, seconds (log scale), against memory of the fullest rank, GB: grey does not fit, orange is the best",
+        "Step time, seconds (log scale), against memory of the fullest rank, GB: grey may not fit, orange is best",
         dots,
         machine.memory / 1e9,
         x_label="GB",

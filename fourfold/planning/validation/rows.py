@@ -229,15 +229,13 @@ def _program(
     compiled = "compile" in notes.replace("no torch.compile", "")
     program = cells.get("source_ref", "").lower()
     # NVIDIA's recipes: gradients in bf16 (grad_reduce_in_fp32 = False), fused SwiGLU and loss, Transformer Engine.
-    recipe = not fsdp and any(name in program for name in ("nemo", "megatron-bridge", "dgxc-benchmarking"))
+    recipe = not fsdp and any(name in program for name in ("nvidia/nemo", "megatron-bridge", "dgxc-benchmarking"))
     distributed = "distributed optimizer" in sharding
     zero = next((int(d) for d in re.findall(r"zero-(\d+)", sharding)), 1 if distributed else 0)
     shares_state = deepspeed and precision.startswith("bf16") and zero < 2
     reduce_bytes = 2 if precision.startswith("fp16") or (fsdp and not distributed) or recipe else 4
     if shares_state:
-        # DeepSpeed's BF16_Optimizer shards its state whatever the stage, and sums fp32 gradients in all-reduces: twice
-        # the bytes of a reduce-scatter.
-        zero, reduce_bytes = 1, 8
+        zero = 1  # DeepSpeed's BF16_Optimizer shards its state whatever the stage, and sums gradients in all-reduces
     if zero > 3:
         raise Skipped("zero_fsdp names a ZeRO stage that there is not")
     z = 1.0
@@ -276,7 +274,8 @@ def _program(
         "regather": parallel_sequence and "mode" not in cells.get("seq_parallel", ""),
         "gradient_copy": deepspeed and precision.startswith("fp16"),
         "stored_gradients": 6 if shares_state else 0,
-        # DeepSpeed's stages keep what they have sent, and the first its dropout's mask, for the backward.
+        "all_reduced": shares_state,
+        # DeepSpeed's stages keep what they have sent, and the first, which is the fullest, its dropout's mask.
         "stage_keeps": 1.5 if deepspeed else 0,
         # Megatron-LM's gradient_accumulation_fusion.
         "products_add": not (fsdp or deepspeed),
