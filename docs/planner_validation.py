@@ -96,6 +96,10 @@ def page(
         f"{whole['ranked']} sweeps ({whole['spearman_min']:.2f} in the worst), the regret "
         f"{percent(whole['regret_mean'])} on average of {whole['count']}.",
         "",
+        "Of the three rows that ran out of memory one is not told (S11, 206B): 59 GB were measured of the same layout",
+        "with one layer a stage less, and a layer and its activations are 8 GB. What ran out there was not a step's",
+        "memory.",
+        "",
         "Fitting rows are those that ran, whether their memory was measured or not, and that say what they computed",
         "again. Rows are read as the sources of their programs say that they ran: DeepSpeed shards the state of a",
         "bf16 optimizer at any stage and sums fp32 gradients in all-reduces (`deepspeed/runtime/bf16_optimizer.py`),",

@@ -153,7 +153,7 @@ class NormalLayer(Tiled):
     x: Axis
     y: Axis
     over_y: OverY
-    overlap: OverlapConfig
+    overlap = OverlapConfig()
     name: str
 
     def linears(self) -> list[Linear4D]:
@@ -203,6 +203,7 @@ class TransposedLinear(Linear4D):
     tokens.
     """
 
+    overlap = OverlapConfig()
     gather_again = False
     """Keep this rank's share of the input for the backward instead of the whole, and gather it again."""
 

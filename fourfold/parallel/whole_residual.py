@@ -71,7 +71,7 @@ class ColumnLinear(Linear4D, NormalLayer):
     ) -> None:
         super().__init__()
         self.grid, self.entry, self.gather_output = grid, entry, gather_output
-        self.x, self.y, self.over_y, self.overlap, self.name = _whole_tokens(grid), grid.y, over_y, True, name
+        self.x, self.y, self.over_y, self.name = _whole_tokens(grid), grid.y, over_y, name
         self.add_tile("weight", linear.weight, Tile(x=0, y=1), grid)
         self.add_tile("bias", linear.bias, BIAS_TILES[over_y], grid)
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -97,7 +97,7 @@ class RowLinear(TransposedLinear):
     def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, split_input: bool, name: str) -> None:
         Linear4D.__init__(self)
         self.grid, self.split_input = grid, split_input
-        self.x, self.y, self.over_y, self.overlap, self.name = _whole_tokens(grid), grid.y, over_y, True, name
+        self.x, self.y, self.over_y, self.name = _whole_tokens(grid), grid.y, over_y, name
         self.add_tile("weight", linear.weight, Tile(x=1, y=0), grid)
         self.add_tile("bias", linear.bias, Tile(), grid)
         self.in_features, self.out_features = linear.in_features, linear.out_features
