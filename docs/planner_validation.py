@@ -107,7 +107,6 @@ def page(
         "fused loss and SwiGLU, and Transformer Engine keeps the inputs of FP8 products in a byte (NeMo,",
         "`scripts/performance/helpers.py`); llm-foundry has a fused loss (`models/mpt/modeling_mpt.py`).",
         "",
-        "",
         "## Published figures",
         "",
         "PFLOP/s of the whole job, recompute and the whole square of the attention counted, with the constants that",

@@ -238,7 +238,7 @@ class _NormalLinears(torch.autograd.Function):
             for linear, each in linears:
                 started = start_all_reduce(linear.product(x_BSh, each), layer.y, why)
                 sums.append(started if layer.overlap.gate_sum else Pending(started.wait()))
-            return tuple(each.wait() for each in sums)
+            return tuple(started.wait() for started in sums)
         partials = [linear.product(x_BSh, each) for linear, each in linears]
         if layer.y.size == 1:
             return tuple(partials)

@@ -54,17 +54,15 @@ class _Normalize(torch.autograd.Function):
             mean, rstd = _moments(x_BTh.float(), layer)
         else:
             square = torch.linalg.vector_norm(x_BTh, dim=-1, keepdim=True, dtype=torch.float32).square()
-            mean, rstd = (
-                None,
-                (all_reduce(square, layer.y, f"{layer.name}: statistics") / layer.size + layer.eps).rsqrt(),
-            )
+            square = all_reduce(square, layer.y, f"{layer.name}: statistics")
+            mean, rstd = None, (square / layer.size + layer.eps).rsqrt()
         ctx.save_for_backward(x_BTh, mean, rstd, weight)
         ctx.layer = layer
         out = torch.empty_like(x_BTh)
         if layer.zero_centered:
             return torch.mul(_standardize(x_BTh, mean, rstd), 1 + weight.float(), out=out)
         # Sums in float32 that are rounded as they are written: half the passes over memory.
-        torch.mul(x_BTh if mean is None else x_BTh - mean, rstd, out=out).mul_(weight)
+        _standardize(x_BTh, mean, rstd, out).mul_(weight)
         return out if bias is None else out.add_(bias)
 
     @staticmethod
@@ -100,8 +98,8 @@ def _moments(x: Tensor, layer: Norm) -> tuple[Tensor, Tensor]:
     return mean.float(), rstd.float()
 
 
-def _standardize(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
-    return x * rstd if mean is None else (x - mean) * rstd
+def _standardize(x: Tensor, mean: Tensor | None, rstd: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.mul(x if mean is None else x - mean, rstd, out=out)
 
 
 class HeadNorm(Tiled):

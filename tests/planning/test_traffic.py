@@ -32,7 +32,6 @@ from fourfold.verification.trace import fake_processes, meta_stages
 APART = (
     "mm",
     "addmm",
-    "addmm_",
     "bmm",
     "_scaled_dot_product",
     "_foreach",
