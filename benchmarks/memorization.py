@@ -19,8 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fourfold.config.load import make_run
-from fourfold.config.masks import GoldfishConfig
+from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.config.run import RunConfig
 from fourfold.data.dataset import TokenWindows
 from fourfold.data.goldfish import Goldfish
@@ -30,6 +29,7 @@ from fourfold.data.masks import document_boundary
 from fourfold.memorization.forward import GridModel
 from fourfold.memorization.scores import Sampling
 from fourfold.parallel.grid import Grid
+from fourfold.run_file.load import make_run
 from fourfold.training.corpora import micro_batches
 from fourfold.training.job import Job
 

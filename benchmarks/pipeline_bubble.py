@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ranks import run_on_ranks
-from fourfold.config.load import make_run
 from fourfold.config.run import RunConfig
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.schedule import bubble, schedule_ops, timeline
+from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
 from fourfold.verification.batches import micro_batches_of, random_global_batch
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
-from fourfold.planning.constants import prior_constants
-from fourfold.planning.from_run import workload_of_model
-from fourfold.planning.machine import load_machine
-from fourfold.planning.search import search
+from fourfold.planning.machines.constants import prior_constants
+from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.run_workload import workload_of_model
+from fourfold.planning.search.fastest import search
 
 CASES = (("frontier-175b", 2048, 1536, "dgx-a100", 512), ("llama3-405b", 8192, 2048, "dgx-h100", 16_384))
 GOAL = 200_000

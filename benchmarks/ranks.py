@@ -15,10 +15,10 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from benchmarks.peers import Step, my_rows
-from fourfold.config.load import make_run
 from fourfold.config.run import RunConfig
 from fourfold.models.transformer import IGNORE_INDEX
 from fourfold.parallel.grid import Grid
+from fourfold.run_file.load import make_run
 from fourfold.training.job import Job, MicroBatch
 
 Times = dict[str, list[float]]

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.planning.calibration import Calibration, to_toml
-from fourfold.planning.constants import NAMES, PRIORS
-from fourfold.planning.machine import stack_machines
-from fourfold.planning.memory import CACHED, CACHED_SPREAD, UNUSABLE, peak_memory, runtime_bytes
-from fourfold.planning.published import figures, weak_scaling
-from fourfold.planning.validation.rows import Row, read_rows, stack_work
-from fourfold.planning.validation.score import calibrate_on, errors_of, predict, summary, sweeps_of
+from fourfold.planning.calibration.fit import Calibration, to_toml
+from fourfold.planning.calibration.published import figures, weak_scaling
+from fourfold.planning.calibration.rows import Row, read_rows, stack_work
+from fourfold.planning.calibration.score import calibrate_on, errors_of, predict, summary, sweeps_of
+from fourfold.planning.cost.memory import CACHED, CACHED_SPREAD, UNUSABLE, peak_memory, runtime_bytes
+from fourfold.planning.machines.constants import NAMES, PRIORS
+from fourfold.planning.machines.machine import stack_machines
 
 HERE = Path(__file__).parent
 SHIPPED = HERE.parent / "fourfold" / "planning" / "calibrated.toml"
@@ -37,7 +37,9 @@ def main() -> None:
     fitted, _ = splits[SHIPPED_SEED]
     calibration = calibrate_on(fitted)
     SHIPPED.write_text(
-        "# Factors on the priors of planning/constants.py, by docs/planner_validation.py.\n" + to_toml(calibration),
+        "# Factors on the priors of planning/machines/constants.py, by docs/planner_validation.py.\n"
+        + to_toml(calibration),
+        +to_toml(calibration),
         encoding="utf-8",
     )
     (HERE / "planner_validation.md").write_text(page(rows, skipped, fitted, scores, calibration), encoding="utf-8")
@@ -73,7 +75,7 @@ def page(
         + ", ".join(f"{count} ({reason})" for reason, count in skipped.items())
         + ".",
         "",
-        "The constants of `planning/constants.py` are fitted to a random tenth of the rows (one draw a row of",
+        "The constants of `planning/machines/constants.py` are fitted to a random tenth of the rows (one draw a row of",
         "`numpy.random.default_rng(seed)` below 0.1), and the others judge. S3 (Korthikanti et al. 2022) is never",
         f"fitted to. The constants that fourfold ships are those of seed {SHIPPED_SEED}, {len(fitted)} rows. Headline",
         "figures are of dense models in bf16 or fp16 whose configuration is complete; FP8 and incomplete rows stand",
@@ -138,7 +140,7 @@ def page(
             constants(calibration),
         ),
         "",
-        f"Allocator and work spaces (`CACHED` of `planning/memory.py`): {fitted_overhead(fitted):.3f} by the "
+        f"Allocator and work spaces (`CACHED` of `planning/cost/memory.py`): {fitted_overhead(fitted):.3f} by the "
         f"{sum(row.memory_gb is not None for row in fitted)} fitted rows with memory, prior {UNUSABLE}.",
         "",
         "## Every row",

@@ -7,7 +7,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _LAZY = {
-    "parallelize": "fourfold.training.parallelized",
+    "parallelize": "fourfold.huggingface.parallelize",
     "Grid": "fourfold.parallel.grid",
     "ParallelConfig": "fourfold.config.run",
 }

@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from fourfold.launch.local_workers import keep_gloo_local
 from fourfold.processes import end_with_parent
-from fourfold.training.workers import keep_gloo_local
 
 ECHO_SECONDS = 10.0
 """How long after one rank's failure the others may take: they should fail soon, for they lose a peer."""
@@ -143,7 +143,7 @@ def _serve(rank: int, pipe: Connection) -> None:
 
     import torch
 
-    from fourfold.training.launch import ignore_known_warnings
+    from fourfold.launch.job_processes import ignore_known_warnings
 
     torch.set_num_threads(1)
     ignore_known_warnings()

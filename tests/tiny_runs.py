@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fourfold.config.load import make_run
 from fourfold.config.run import RunConfig
+from fourfold.run_file.load import make_run
 
 LLAMA = {"preset": "llama-tiny"}
 """GQA 8/4, untied, vocabulary 257 (odd, padded to 384)."""

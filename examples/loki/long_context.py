@@ -12,16 +12,16 @@ import argparse
 import sysconfig
 from pathlib import Path
 
-from fourfold.config.load import load_run
+from fourfold.huggingface.convert import as_huggingface
+from fourfold.huggingface.transformers_models import load_model, load_text
 from fourfold.inference.generate import Sampling, generate
 from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
-from fourfold.inference.loki.evaluate import evaluate
-from fourfold.inference.pretrained import load_model, load_text
+from fourfold.inference.loki.quality import evaluate
 from fourfold.inference.text import windows_of
+from fourfold.launch.job_processes import run_on_grid
 from fourfold.reports.loki_report import write_rank_report
 from fourfold.reports.terminal import generation_line, loki_tables, rank_table
-from fourfold.training.huggingface import as_huggingface
-from fourfold.training.launch import run_on_grid
+from fourfold.run_file.load import load_run
 
 HERE = Path(__file__).parent
 LIBRARY = Path(sysconfig.get_path("stdlib"))

@@ -21,16 +21,16 @@ from typing import Any
 import numpy as np
 from text import write_text
 
-from fourfold.config.load import load_run
 from fourfold.data.canaries import Canaries, ledger_path
 from fourfold.data.merge import falls_within
 from fourfold.data.prepare import prepare
+from fourfold.launch.job_processes import run_on_grid
 from fourfold.memorization.audit import AuditRequest
 from fourfold.memorization.laws import exact_match_law
+from fourfold.memorization.scored_model import subject_of
 from fourfold.memorization.statistics import wilson
-from fourfold.memorization.subject import subject_of
 from fourfold.reports.audit_report import write_audit_report
-from fourfold.training.launch import run_on_grid
+from fourfold.run_file.load import load_run
 from fourfold.training.metrics import read_metrics
 
 HERE = Path(__file__).parent

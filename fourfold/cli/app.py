@@ -22,7 +22,7 @@ from fourfold.cli.report import report
 from fourfold.cli.trace import trace
 from fourfold.cli.train import train
 from fourfold.errors import UserError
-from fourfold.training.workers import WorkerFailed
+from fourfold.launch.local_workers import WorkerFailed
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -58,8 +58,8 @@ def audit(
     if max_exact_match is not None and not 0 <= max_exact_match <= 1:
         raise UserError(f"--max-exact-match {max_exact_match} must be a share from 0 to 1, such as 0.01")
     from fourfold.memorization.audit import AuditRequest
+    from fourfold.memorization.scored_model import run_on_its_grid
     from fourfold.memorization.scores import Sampling
-    from fourfold.memorization.subject import run_on_its_grid
 
     request = AuditRequest(
         model=model,

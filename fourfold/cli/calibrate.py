@@ -31,14 +31,14 @@ def calibrate(
     """
     from fourfold.data.files import write_output
     from fourfold.errors import UserError
-    from fourfold.planning.machine import load_machine
-    from fourfold.planning.machine_file import machine_toml, measured_machine
+    from fourfold.planning.machines.machine import load_machine
+    from fourfold.planning.machines.write import machine_toml, measured_machine
 
     if out.suffix != ".toml":
         raise UserError(f"--out {out} must end in .toml: that is how `fourfold plan --machine` knows a file")
     base = load_machine(machine)
     if source:
-        from fourfold.planning.calibrate import calibrate as fit
+        from fourfold.planning.calibration.from_runs import calibrate as fit
 
         fitted = fit(source, base, out.stem)
         text = machine_toml(fitted.machine, f"{base.name}, calibrated on {fitted.rows} rows", base)

@@ -34,7 +34,7 @@ def evaluate(
     more. Any grid works: --set parallel.z=2.
     """
     from fourfold.evaluation.evaluate import EvaluationRequest
-    from fourfold.memorization.subject import run_on_its_grid
+    from fourfold.memorization.scored_model import run_on_its_grid
 
     request = EvaluationRequest(
         model=model,

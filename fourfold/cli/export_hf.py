@@ -38,8 +38,8 @@ def export_hf(
     With config.json, generation_config.json and the tokenizer; one tensor is in memory at a time. A run with LoRA
     becomes an adapter that peft opens.
     """
+    from fourfold.huggingface.convert import export_huggingface
     from fourfold.reports.terminal import transferred_line
-    from fourfold.training.huggingface import export_huggingface
 
     transferred = export_huggingface(checkpoint, out, dtype.value, model_type, tokenizer, merge)
     if as_json:

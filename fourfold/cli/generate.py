@@ -49,10 +49,10 @@ def generate(
     if prompt_file is not None:
         prompt = _text(prompt_file)
     loki.checked_dtype(dtype)
+    from fourfold.huggingface.convert import as_huggingface
+    from fourfold.huggingface.transformers_models import load_model, load_text
     from fourfold.inference.generate import Sampling, encode_prompt
     from fourfold.inference.generate import generate as continued
-    from fourfold.inference.pretrained import load_model, load_text
-    from fourfold.training.huggingface import as_huggingface
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     with as_huggingface(model) as (folder, own_tokenizer):

@@ -54,10 +54,10 @@ def calibrate(
     if basis not in ("pre", "post", "both"):
         raise UserError(f"--basis {basis} is none of pre, post, both")
     options.checked_dtype(dtype)
+    from fourfold.huggingface.convert import as_huggingface
     from fourfold.inference.loki import calibrate as find_basis
     from fourfold.reports.loki_report import import_matplotlib, write_rank_picture, write_rank_report
     from fourfold.reports.terminal import rank_table
-    from fourfold.training.huggingface import as_huggingface
 
     for file in filter(None, (out, report, picture)):
         _check_writable(file)
@@ -105,14 +105,14 @@ def evaluate(
         raise UserError("give --text FILE to measure on, or --tasks")
     options.checked_dtype(dtype)
     on_text, in_tasks = options.loki_config(loki_values, min_k=1, min_seq=0), options.loki_config(loki_values)
+    from fourfold.huggingface.convert import as_huggingface
     from fourfold.inference.loki import LokiBasis
-    from fourfold.inference.loki.evaluate import evaluate as measured
+    from fourfold.inference.loki.quality import evaluate as measured
     from fourfold.reports.terminal import loki_tables
-    from fourfold.training.huggingface import as_huggingface
 
     names_of_tasks = [name.strip() for name in tasks.split(",") if name.strip()]
     if tasks:
-        from fourfold.inference.tasks import import_lm_eval
+        from fourfold.inference.lm_eval_tasks import import_lm_eval
 
         import_lm_eval()
     ranked_by = LokiBasis.load(basis)
@@ -120,13 +120,13 @@ def evaluate(
     with as_huggingface(model) as names:
         opened, tokens, found = _opened(names, tokenizer, dtype, device, text, seq_len, None)
         if tasks:
-            from fourfold.inference.loki.tasks import check_tokenizer
+            from fourfold.inference.loki.loki_tasks import check_tokenizer
 
             check_tokenizer(tokens)
         if text:
             record |= measured(opened, found[:windows], ranked_by, on_text, _progress("evaluating"))
         if tasks:
-            from fourfold.inference.loki.tasks import evaluate_tasks
+            from fourfold.inference.loki.loki_tasks import evaluate_tasks
 
             record["tasks"] = evaluate_tasks(opened, tokens, ranked_by, in_tasks, names_of_tasks, limit, include_path)
     _print(record, loki_tables, as_json)
@@ -142,7 +142,7 @@ def _opened(
     most_tokens: int | None,
 ) -> tuple[Any, Any, list[list[int]]]:
     """Model, tokenizer, and the files as windows."""
-    from fourfold.inference.pretrained import checked_ids, load_model, load_text, positions_of
+    from fourfold.huggingface.transformers_models import checked_ids, load_model, load_text, positions_of
     from fourfold.inference.text import windows_of
 
     text = load_text(tokenizer or names[1])

@@ -21,8 +21,8 @@ def masks(
     Prints training sequences with what is not trained set apart, how much that is, how long the longest passage without
     a gap is, and how much a model could repeat of a document that it has learned as well as it can.
     """
-    from fourfold.config.load import load_run
     from fourfold.memorization.expectation import expectation
+    from fourfold.run_file.load import load_run
     from fourfold.training.corpora import preview_masks
 
     run = load_run(run_file, overrides)

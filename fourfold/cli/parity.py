@@ -21,8 +21,8 @@ def parity(
     the clipped norm, the weights, and all of it again after saving, loading on another grid, and going on. Exit code 1
     when something differs by more than rounding explains.
     """
-    from fourfold.config.load import load_run
-    from fourfold.training.launch import run_on_grid
+    from fourfold.launch.job_processes import run_on_grid
+    from fourfold.run_file.load import load_run
 
     run = load_run(run_file, overrides)
     result = run_on_grid(

@@ -65,7 +65,7 @@ def layout(
     """
     from rich.console import Console
 
-    from fourfold.planning.answer import answer
+    from fourfold.planning.plan_record import answer
     from fourfold.planning.request import request, write_run
 
     asked = request(model, run_file, overrides, gpus, seq, global_batch, precision)
@@ -106,7 +106,7 @@ def validate(
 
     Example: fourfold plan validate rows.csv --calibrate-on others.csv
     """
-    from fourfold.planning.validation.report import validate as compare
+    from fourfold.planning.calibration.comparison import validate as compare
     from fourfold.reports.plan_terminal import validation_tables
 
     result = compare(file, calibrate_on, machine_only)
@@ -137,7 +137,7 @@ def scaling(
 
     Example: fourfold plan scaling --model gpt-80b --machine frontier --gpus 512:8192 --strong
     """
-    from fourfold.planning.machine import load_machine
+    from fourfold.planning.machines.machine import load_machine
     from fourfold.planning.request import constants_for, limits_of, request
     from fourfold.planning.scaling import scaling as scale
     from fourfold.planning.scaling import sizes_of

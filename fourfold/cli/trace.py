@@ -22,7 +22,7 @@ def trace(
     The real step runs in one process without data. Bytes of a collective are those of its full tensor: gathered, or
     before the reduction.
     """
-    from fourfold.config.load import load_run
+    from fourfold.run_file.load import load_run
 
     run = load_run(run_file, overrides)
     from fourfold.verification.trace import trace as trace_run  # brings torch, which no mistake should wait for

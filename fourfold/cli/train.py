@@ -15,12 +15,12 @@ def train(run_file: RunFile, overrides: Overrides = []) -> None:  # noqa: B006 (
     Starts one local process for each place of the grid, or joins those that torchrun or srun has started. Exit code 3:
     stopped by SIGTERM or SIGUSR1 after saving a checkpoint.
     """
-    from fourfold.config.load import load_run
-    from fourfold.training.launch import run_on_grid
+    from fourfold.launch.job_processes import run_on_grid
+    from fourfold.run_file.load import load_run
 
     run = load_run(run_file, overrides)
     if run.metrics.machine is not None:
-        from fourfold.planning.machine import load_machine
+        from fourfold.planning.machines.machine import load_machine
 
         load_machine(run.metrics.machine)  # every process refuses what is wrong in it, before any has started
     callbacks = ["fourfold.memorization.in_training:CanaryAudit"] if run.audit.interval else []

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from fourfold.config.masks import MasksConfig
+from fourfold.config.loss_masks import MasksConfig
 from fourfold.config.model import ModelConfig
 from fourfold.config.strict import Strict
 

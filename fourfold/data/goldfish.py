@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.config.masks import GoldfishConfig
+from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.data.dataset import Windows
 from fourfold.data.order import hash64
 from fourfold.errors import UserError

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.config.masks import MasksConfig
+from fourfold.config.loss_masks import MasksConfig
 from fourfold.config.model import IGNORE_INDEX
 from fourfold.data.dataset import Windows
 from fourfold.data.goldfish import Goldfish, goldfish_mask

@@ -17,8 +17,8 @@ from fourfold.data.merge import Split, falls_within, merge
 from fourfold.data.progress import Progress
 from fourfold.data.shards import cut, digest
 from fourfold.data.sources import InputFile, list_inputs, read_documents
+from fourfold.data.tokenize_shards import tokenise_all
 from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, train_bpe
-from fourfold.data.workers import tokenise_all
 from fourfold.errors import UserError
 from fourfold.processes import available_cores
 

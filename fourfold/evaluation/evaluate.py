@@ -12,9 +12,12 @@ import torch.distributed as dist
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
 from fourfold.evaluation.perplexity import perplexity
-from fourfold.inference.tasks import import_lm_eval, run_tasks
+from fourfold.huggingface.convert import TOKENIZER_FILE, source_of
+from fourfold.inference.lm_eval_tasks import import_lm_eval, run_tasks
+from fourfold.launch.environment import Place
+from fourfold.launch.job_processes import device_of
 from fourfold.memorization.forward import AuditedModel, HuggingFaceTokenizer
-from fourfold.memorization.subject import (
+from fourfold.memorization.scored_model import (
     LONGEST_UNKNOWN,
     ScoringRequest,
     Subject,
@@ -22,9 +25,6 @@ from fourfold.memorization.subject import (
     open_model,
     tokenizer_of,
 )
-from fourfold.training.environment import Place
-from fourfold.training.huggingface import TOKENIZER_FILE, source_of
-from fourfold.training.launch import device_of
 
 
 @dataclass(frozen=True, kw_only=True)

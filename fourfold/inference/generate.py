@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fourfold.errors import UserError
-from fourfold.inference.pretrained import TextTokenizer, checked_ids, positions_of
+from fourfold.huggingface.transformers_models import TextTokenizer, checked_ids, positions_of
 
 
 @dataclass(frozen=True)

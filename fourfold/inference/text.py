@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fourfold.errors import UserError
-from fourfold.inference.pretrained import TextTokenizer
+from fourfold.huggingface.transformers_models import TextTokenizer
 
 SHORTEST = 16
 

@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fourfold.config.load import load_run
-from fourfold.config.masks import GoldfishConfig
+from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.config.run import RunConfig
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
+from fourfold.launch.environment import Place
+from fourfold.launch.job_processes import device_of
 from fourfold.memorization.documents import AuditDocument, read_documents, with_others_before
 from fourfold.memorization.forward import AuditedModel, HuggingFaceTokenizer
 from fourfold.memorization.generation import continue_greedily
+from fourfold.memorization.goldfish_check import REPLAYABLE, check_replayable
 from fourfold.memorization.record import Evidence, audit_record
-from fourfold.memorization.replay import REPLAYABLE, check_replayable
-from fourfold.memorization.scores import FIELDS, TokenScores
-from fourfold.memorization.subject import (
+from fourfold.memorization.scored_model import (
     ScoringRequest,
     Subject,
     context_of,
@@ -30,8 +30,8 @@ from fourfold.memorization.subject import (
     subject_of,
     tokenizer_of,
 )
-from fourfold.training.environment import Place
-from fourfold.training.launch import device_of
+from fourfold.memorization.scores import FIELDS, TokenScores
+from fourfold.run_file.load import load_run
 
 
 @dataclass(frozen=True, kw_only=True)

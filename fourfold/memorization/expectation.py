@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fourfold.config.masks import GoldfishConfig
+from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.memorization.laws import exact_match_law, near_duplicate_law
 
 SUFFIXES = (10, 50, 100, 500)

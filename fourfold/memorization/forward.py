@@ -14,16 +14,16 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fourfold.checkpoints.checkpoint import load_model as load_checkpoint
 from fourfold.config.run import RunConfig
 from fourfold.data.tokenizer import HFTokenizer
 from fourfold.errors import UserError
-from fourfold.inference.pretrained import load_model, open_tokenizer
+from fourfold.huggingface.transformers_models import load_model, open_tokenizer
 from fourfold.memorization.scores import Sampling, score_logits
 from fourfold.parallel.communicate import all_gather, reduce_scatter
 from fourfold.parallel.context import take_chunks
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.head import CHUNK_LOGITS, ParallelHead, chunk_size
-from fourfold.training.checkpoint import load_model as load_checkpoint
 from fourfold.training.job import Job, MicroBatch
 
 Rows = list[NDArray[np.int64]]

@@ -14,7 +14,7 @@ from fourfold.data.tokenizer import Tokenizer
 from fourfold.memorization.documents import AuditDocument, read_documents
 from fourfold.memorization.extraction import extraction
 from fourfold.memorization.forward import GridModel
-from fourfold.memorization.replay import REPLAYABLE, replay_mask
+from fourfold.memorization.goldfish_check import REPLAYABLE, replay_mask
 from fourfold.memorization.scores import Sampling, TokenScores
 from fourfold.memorization.statistics import wilson
 from fourfold.training.job import Job

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.config.masks import GoldfishConfig
+from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.data.canaries import Vocabulary
 from fourfold.memorization.documents import AuditDocument
 from fourfold.memorization.extraction import (
@@ -23,8 +23,8 @@ from fourfold.memorization.extraction import (
     prefix_lengths,
 )
 from fourfold.memorization.generation import text_likeness
+from fourfold.memorization.goldfish_check import replay_report
 from fourfold.memorization.membership import CAVEAT, FEWEST, attacks, bag_of_words_guard, membership_scores
-from fourfold.memorization.replay import replay_report
 from fourfold.memorization.scores import Sampling, TokenScores
 from fourfold.memorization.statistics import bootstrap, difference, wilson
 

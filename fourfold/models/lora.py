@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import LoRAConfig
 from fourfold.errors import UserError
-from fourfold.models.huggingface import parameter_shapes
+from fourfold.huggingface.weight_names import parameter_shapes
 from fourfold.models.transformer import Transformer
 
 ADAPTERS = ("lora_A", "lora_B")

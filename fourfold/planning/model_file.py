@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fourfold.config.huggingface import model_of, read_config
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import with_preset
+from fourfold.huggingface.architectures.config_json import model_of, read_config
 
 
 def load_model(name: str) -> tuple[ModelConfig, str]:

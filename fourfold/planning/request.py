@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.config.dump import to_toml
-from fourfold.config.load import load_run, make_run
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
 from fourfold.data.files import write_output
 from fourfold.errors import UserError
-from fourfold.planning.calibration import Calibration, shipped
-from fourfold.planning.constants import NAMES, Constants, moved, prior_constants
-from fourfold.planning.from_run import workload_of, workload_of_model
-from fourfold.planning.machine import Machine
+from fourfold.planning.calibration.fit import Calibration, shipped
+from fourfold.planning.machines.constants import NAMES, Constants, moved, prior_constants
+from fourfold.planning.machines.machine import Machine
 from fourfold.planning.model_file import load_model
-from fourfold.planning.plan import Prediction
-from fourfold.planning.space import AXES, MOST_GPUS, PIPELINES, RECOMPUTES, Limits
+from fourfold.planning.run_workload import workload_of, workload_of_model
+from fourfold.planning.search.plan import Prediction
+from fourfold.planning.search.space import AXES, MOST_GPUS, PIPELINES, RECOMPUTES, Limits
 from fourfold.planning.workload import RECOMPUTE, Workload
+from fourfold.run_file.dump import to_toml
+from fourfold.run_file.load import load_run, make_run
 
 STEP_TOKENS = 4 << 20
 """Tokens of a step where no batch is given: a common size for models of billions of parameters."""

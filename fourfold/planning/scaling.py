@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.planning.constants import Constants
-from fourfold.planning.machine import Machine
-from fourfold.planning.plan import Prediction, make_plan
-from fourfold.planning.published import published_table
-from fourfold.planning.space import MOST_GPUS, Limits
+from fourfold.planning.calibration.published import published_table
+from fourfold.planning.machines.constants import Constants
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.search.plan import Prediction, make_plan
+from fourfold.planning.search.space import MOST_GPUS, Limits
 from fourfold.planning.workload import Workload
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from fourfold.config.stages import FORWARDS_FIRST, SPLIT_BACKWARD, V_SHAPED
-from fourfold.planning.machine import Cases, Number
+from fourfold.planning.cases import Cases, Number
 
 RECOMPUTE = ("none", "selective", "full")
 """``recompute`` counts in these: selective runs parts of a block again, full the whole block."""
@@ -205,15 +204,3 @@ class Workload(Cases):
 
 def _is_one_of(schedule: Number, names: tuple[str, ...]) -> Number:
     return np.isin(schedule, [SCHEDULES.index(name) for name in names])
-
-
-def alike(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """[n] whole numbers in columns: one place of each different row, and which of them every row is like."""
-    codes = np.zeros(np.shape(columns[0]), dtype=np.int64)
-    for column in columns:
-        if any(np.asarray(column).strides):  # a broadcast scalar tells no rows apart
-            codes = codes * (int(column.max()) + 1) + column.astype(np.int64)
-    # Rows that follow each other are often alike, and finding them is quicker than sorting.
-    begins = np.flatnonzero(np.diff(codes, prepend=codes[:1] - 1))
-    _, first, back = np.unique(codes[begins], return_index=True, return_inverse=True)
-    return begins[first], np.repeat(back, np.diff(begins, append=len(codes)))

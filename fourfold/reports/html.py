@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from fourfold.reports.style import CSS, JAVASCRIPT
-from fourfold.training.progress import format_fact
+from fourfold.training.console import format_fact
 
 # The browser itself is told to fetch nothing, whatever a run file or a sample may contain.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"

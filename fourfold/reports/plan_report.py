@@ -11,7 +11,7 @@ import numpy as np
 
 from fourfold.config.run import ParallelConfig
 from fourfold.data.files import write_output
-from fourfold.planning.space import OUT_OF_MEMORY, REASONS
+from fourfold.planning.search.space import OUT_OF_MEMORY, REASONS
 from fourfold.planning.workload import SCHEDULES
 from fourfold.reports import html
 from fourfold.reports.plan_charts import Dot, scatter, timetable
@@ -19,9 +19,9 @@ from fourfold.reports.plan_terminal import costs_sentence
 from fourfold.reports.svg import Series, line_chart, stacked_bars
 
 if TYPE_CHECKING:
-    from fourfold.planning.answer import Answer
-    from fourfold.planning.plan import Prediction
+    from fourfold.planning.plan_record import Answer
     from fourfold.planning.scaling import Point
+    from fourfold.planning.search.plan import Prediction
 
 SHOWN = 1500
 """Dots of the scatter: the front, the fastest, and an even sample of the rest."""
@@ -111,7 +111,7 @@ def _scatter(told: Answer) -> str:
 
 
 def _layout_text(told: Answer, index: int) -> str:
-    from fourfold.planning.plan import describe_layout
+    from fourfold.planning.search.plan import describe_layout
 
     found = told.plan.found
     text = f"{describe_layout(found.point(index))}: {found.seconds[index]:.4g} s, {found.memory[index] / 1e9:.1f} GB"

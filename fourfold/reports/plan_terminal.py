@@ -10,10 +10,10 @@ from rich.console import Console
 from fourfold.reports.tables import print_table
 
 if TYPE_CHECKING:
-    from fourfold.planning.answer import Answer
-    from fourfold.planning.plan import Prediction
+    from fourfold.planning.calibration.comparison import Validation
+    from fourfold.planning.plan_record import Answer
     from fourfold.planning.scaling import Point
-    from fourfold.planning.validation.report import Validation
+    from fourfold.planning.search.plan import Prediction
 
 
 NUMBERS = ("s/step", "GB", "P(OOM)", "MFU", "HFU", "tokens/s/GPU")

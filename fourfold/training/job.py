@@ -15,8 +15,8 @@ from fourfold.models.transformer import IGNORE_INDEX, Transformer
 from fourfold.parallel.communicate import all_reduce
 from fourfold.parallel.context import take_chunks
 from fourfold.parallel.data_parallel import DTYPES, DataParallel
+from fourfold.parallel.decoder import parallelize
 from fourfold.parallel.grid import Grid
-from fourfold.parallel.parallelize import parallelize
 from fourfold.parallel.pipeline import Pipeline, TiedEnds
 from fourfold.parallel.stage import Stage
 from fourfold.parallel.state import (

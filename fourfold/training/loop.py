@@ -19,19 +19,28 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from fourfold.config.dump import to_toml
-from fourfold.config.huggingface import local_folder
+from fourfold.checkpoints.checkpoint import Checkpointer, find_checkpoint, load_checkpoint
 from fourfold.config.run import RunConfig
 from fourfold.data.files import write_whole
 from fourfold.errors import UserError
+from fourfold.huggingface.architectures.config_json import local_folder
+from fourfold.huggingface.convert import (
+    PATTERNS,
+    SOURCE_FOLDER,
+    check_same_tokenizer,
+    keep_small_files,
+    load_pretrained,
+)
+from fourfold.launch.environment import Place
+from fourfold.launch.job_processes import device_of, imported
 from fourfold.models.lora import adapter_shapes
 from fourfold.parallel.communicate import purpose
 from fourfold.parallel.data_parallel import DTYPES
 from fourfold.parallel.float8 import require_float8
 from fourfold.parallel.grid import Grid
-from fourfold.training.checkpoint import Checkpointer, find_checkpoint, load_checkpoint
+from fourfold.run_file.dump import to_toml
+from fourfold.training.console import Progress
 from fourfold.training.corpora import Corpora, micro_batches, open_corpora
-from fourfold.training.environment import Place
 from fourfold.training.flops import (
     FLOP_FORMULA,
     FlopCount,
@@ -40,18 +49,9 @@ from fourfold.training.flops import (
     model_tflops_per_device,
     peak_flops,
 )
-from fourfold.training.forecast import Forecast
-from fourfold.training.huggingface import (
-    PATTERNS,
-    SOURCE_FOLDER,
-    check_same_tokenizer,
-    keep_small_files,
-    load_pretrained,
-)
 from fourfold.training.job import Job, StepResult
-from fourfold.training.launch import device_of, imported
 from fourfold.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
-from fourfold.training.progress import Progress
+from fourfold.training.prediction import Forecast
 from fourfold.training.sample import sample_text
 
 SAMPLE_FILE, SUMMARY_FILE, RUN_FILE = "sample.txt", "summary.json", "run.toml"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from fourfold.training.environment import read_environment
-from fourfold.training.launch import run_on_grid
+from fourfold.launch.environment import read_environment
+from fourfold.launch.job_processes import run_on_grid
 
 
 def microbenchmark(processes: int | None) -> dict[str, Any] | None:

@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.config.layout import check_layout
 from fourfold.config.run import AXES, CheckpointConfig, ParallelConfig, RunConfig, SchedulerConfig
 from fourfold.errors import UserError
+from fourfold.launch.environment import Place
+from fourfold.launch.job_processes import device_of
 from fourfold.models.initialize import initialize
 from fourfold.models.transformer import IGNORE_INDEX
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
-from fourfold.training.checkpoint import Checkpointer, load_checkpoint
-from fourfold.training.environment import Place
 from fourfold.training.job import Job, MicroBatch, build_model
-from fourfold.training.launch import device_of
 from fourfold.training.optimizer import learning_rate, treatment
 from fourfold.verification.batches import micro_batches_of, random_global_batch, rows_of
 

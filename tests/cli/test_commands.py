@@ -19,8 +19,8 @@ from tiny_corpus import make_corpus, run_file
 from tiny_huggingface import make_model
 
 from fourfold import __version__
-from fourfold.config.load import load_run
 from fourfold.data.tokenizer import train_bpe
+from fourfold.run_file.load import load_run
 from fourfold.training.job import Job, StepResult
 
 COMMANDS = ("train", "prepare", "parity", "trace", "report", "masks", "audit", "import-hf", "export-hf", "generate")
@@ -377,8 +377,8 @@ def test_a_loss_that_is_not_a_number(cli: Cli, tmp_path: Path, prefix: str) -> N
 def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, tmp_path: Path) -> None:
     """What transformers opens, and generates with, computes what the checkpoint does."""
     transformers = pytest.importorskip("transformers")
+    from fourfold.checkpoints.checkpoint import load_weights
     from fourfold.models.transformer import Transformer
-    from fourfold.training.checkpoint import load_weights
 
     folder = make_model(tmp_path / "hf", "qwen2 tied", torch.bfloat16, vocab_size=257)
     changes = {"model__from_hf": str(folder), "model__preset": None, "optimizer__lr": 1e-3}

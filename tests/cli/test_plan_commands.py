@@ -15,8 +15,8 @@ from command_line import Cli
 from planner_rows import HEADER, row_text
 from tiny_corpus import make_corpus, run_file
 
-from fourfold.config.load import load_run
-from fourfold.planning.machine import load_machine
+from fourfold.planning.machines.machine import load_machine
+from fourfold.run_file.load import load_run
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = ("plan", "--model", "llama3-8b", "--machine", "dgx-h100", "--gpus", 16, "--global-batch", 64)

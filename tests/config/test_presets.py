@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from fourfold.config.dump import to_toml
-from fourfold.config.load import load_run, make_run
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
+from fourfold.run_file.dump import to_toml
+from fourfold.run_file.load import load_run, make_run
 
 BILLIONS = {
     "gpt2": 0.124,

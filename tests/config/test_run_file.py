@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from fourfold.config.load import ELSEWHERE, load_run, make_run
 from fourfold.config.model import ModelConfig, RopeScaling
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
+from fourfold.run_file.load import ELSEWHERE, load_run, make_run
 
 FILE = """
 [model]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fourfold.data import prepare as module
-from fourfold.data import workers
+from fourfold.data import tokenize_shards as workers
 from fourfold.data.indexed import IndexedDataset
 from fourfold.data.manifest import corpus_tokenizer, read_manifest, validation_prefix
 from fourfold.data.prepare import prepare

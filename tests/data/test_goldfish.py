@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fourfold.config.masks import GoldfishConfig
+from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.data.dataset import Mixture, TokenWindows, Windows
 from fourfold.data.goldfish import TABLE_SEED, Goldfish, _table, goldfish_mask, hash_table_drops
 from fourfold.data.indexed import IndexedDataset, IndexedWriter

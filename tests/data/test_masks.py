@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fourfold.config.masks import GoldfishConfig, MasksConfig, ResponsesConfig
+from fourfold.config.loss_masks import GoldfishConfig, MasksConfig, ResponsesConfig
 from fourfold.data.dataset import Windows
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.mask_statistics import MaskStatistics, longest_run, mask_statistics

@@ -18,8 +18,8 @@ import typer
 from markdown import PAGES, REPOSITORY, Block, blocks_of
 
 from fourfold.cli.app import app
-from fourfold.config.load import load_run, make_run
 from fourfold.config.run import RunConfig
+from fourfold.run_file.load import load_run, make_run
 
 NOT_RUN = "# not run by the tests"
 

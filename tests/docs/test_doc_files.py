@@ -11,9 +11,9 @@ from types import ModuleType
 import pytest
 from markdown import REPOSITORY, tables_of
 
-from fourfold.config.load import load_run
-from fourfold.config.reference import reference
 from fourfold.config.run import RunConfig
+from fourfold.run_file.load import load_run
+from fourfold.run_file.reference import reference
 from fourfold.verification.parity import TOLERANCE
 
 DOCS = REPOSITORY / "docs"
@@ -28,7 +28,7 @@ def script(path: Path) -> ModuleType:
 
 def test_the_reference_is_that_of_the_schema() -> None:
     written = (DOCS / "run-file.md").read_text(encoding="utf-8")
-    assert written == reference(), "run: python -m fourfold.config.reference > docs/run-file.md"
+    assert written == reference(), "run: python -m fourfold.run_file.reference > docs/run-file.md"
 
 
 def test_the_reference_describes_every_key() -> None:

@@ -9,7 +9,7 @@ import sys
 import pytest
 from markdown import REPOSITORY, tables_of
 
-from fourfold.config.load import load_run
+from fourfold.run_file.load import load_run
 
 PAGE = REPOSITORY / "docs" / "llama-405b.md"
 GRIDS = "machine | grid | `--set`"

@@ -11,13 +11,13 @@ from letters import letters_of
 from markdown import REPOSITORY, blocks_of, formula_in, tables_of
 from tiny_runs import GPT, LLAMA, tiny_run
 
-from fourfold.config.load import load_run, make_run
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import ParallelConfig, RunConfig
 from fourfold.config.stages import stage_layers
 from fourfold.parallel.context import chunks_of
 from fourfold.parallel.schedule import bubble, schedule_ops, timeline
+from fourfold.run_file.load import load_run, make_run
 from fourfold.verification.trace import TraceReport, trace
 
 DOCS = REPOSITORY / "docs"

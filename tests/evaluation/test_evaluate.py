@@ -14,14 +14,14 @@ from command_line import Cli
 from pool import Pool
 from tiny_huggingface import make_model
 
+from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, train_bpe
 from fourfold.errors import UserError
 from fourfold.evaluation.evaluate import EvaluationRequest, evaluate_of_place
 from fourfold.evaluation.perplexity import windows_of
-from fourfold.memorization.subject import subject_of
+from fourfold.launch.environment import Place
+from fourfold.memorization.scored_model import subject_of
 from fourfold.models.transformer import Transformer
-from fourfold.training.environment import Place
-from fourfold.training.saved_weights import SavedWeights
 
 TEXT = "What is not read is not known; what is read twice is known by heart. Ünd so weiter. " * 3
 

@@ -121,7 +121,7 @@ def test_a_model_decodes_as_the_paper_says(llama: tuple[Any, LokiBasis], cache: 
     model, basis = llama
     config = SPARSE.but(cache=cache)
     enable_loki(model, basis, config)
-    from fourfold.inference.loki import attention
+    from fourfold.inference.loki import loki_attention as attention
 
     seen = []
 

@@ -16,10 +16,10 @@ pytest.importorskip("transformers")
 from fourfold.errors import UserError
 from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, enable_loki
 from fourfold.inference.loki.basis import Components
-from fourfold.inference.loki.calibrate import Moments
+from fourfold.inference.loki.key_hooks import turned_back, watched
+from fourfold.inference.loki.principal_components import Moments
 from fourfold.inference.loki.select import SAMPLED, _best_above_a_threshold, best, choose
 from fourfold.inference.loki.simulate import Probe, simulate
-from fourfold.inference.loki.watch import turned_back, watched
 
 
 @pytest.fixture(scope="module")

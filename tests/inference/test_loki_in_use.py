@@ -23,9 +23,9 @@ from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_lo
 from fourfold.inference.loki.architecture import attentions_of
 from fourfold.inference.loki.basis import Components
 from fourfold.inference.loki.cache import LokiLayer
-from fourfold.inference.loki.evaluate import evaluate
 from fourfold.inference.loki.fingerprint import _sample
-from fourfold.inference.loki.watch import watched
+from fourfold.inference.loki.key_hooks import watched
+from fourfold.inference.loki.quality import evaluate
 
 SPARSE = LokiConfig(d=4, k=12, min_seq=0)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fourfold.errors import UserError
 from fourfold.inference.loki import LokiConfig
-from fourfold.inference.loki import config as config_module
+from fourfold.inference.loki import settings as config_module
 from fourfold.inference.loki.attend import decode, project
 from fourfold.inference.loki.select import agree, keys_of_each
 

@@ -11,7 +11,7 @@ from babyllama import babyllama, needs_babyllama, stories
 pytest.importorskip("transformers")
 
 from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
-from fourfold.inference.loki.evaluate import evaluate
+from fourfold.inference.loki.quality import evaluate
 
 Trained = tuple[Any, LokiBasis, list[list[int]]]
 

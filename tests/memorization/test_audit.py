@@ -17,12 +17,12 @@ from tiny_corpus import make_corpus, run_file
 from fourfold.data.canaries import Canaries, ledger_path
 from fourfold.data.prepare import prepare
 from fourfold.errors import UserError
+from fourfold.launch.environment import Place
 from fourfold.memorization.audit import AuditRequest, audit_of_place
 from fourfold.memorization.documents import AuditDocument, with_others_before
+from fourfold.memorization.scored_model import subject_of
 from fourfold.memorization.scores import Sampling
-from fourfold.memorization.subject import subject_of
 from fourfold.reports.audit_report import write_audit_report
-from fourfold.training.environment import Place
 
 
 @pytest.fixture(scope="module")

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from fourfold.config.masks import GoldfishConfig
+from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.data.canaries import Canaries
 from fourfold.data.tokenizer import ByteTokenizer
 from fourfold.errors import UserError
 from fourfold.memorization.documents import AuditDocument
 from fourfold.memorization.extraction import exposure, extraction, matches_after, prefix_lengths
 from fourfold.memorization.generation import common_span, common_subsequence, edit_distance, text_likeness
+from fourfold.memorization.goldfish_check import near_duplicates, replay_mask, replay_report
 from fourfold.memorization.laws import exact_match_law, near_duplicate_law
 from fourfold.memorization.membership import attacks, bag_of_words_guard, membership_scores
-from fourfold.memorization.replay import near_duplicates, replay_mask, replay_report
 from fourfold.memorization.scores import Sampling, TokenScores, score_logits
 from fourfold.memorization.statistics import auc, auc_interval, bootstrap, difference, true_positive_rate, wilson
 

@@ -13,7 +13,7 @@ from command_line import Cli
 from tiny_corpus import make_corpus
 from tiny_huggingface import make_model
 
-from fourfold.config.load import load_run
+from fourfold.run_file.load import load_run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "memorization"
 

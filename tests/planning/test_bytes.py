@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fourfold.config.load import make_run
-from fourfold.planning.collective_lines import collective_lines
-from fourfold.planning.constants import prior_constants
-from fourfold.planning.from_run import workload_of
-from fourfold.planning.machine import load_machine
-from fourfold.planning.step_time import step_parts
+from fourfold.planning.closed_form.collectives import collective_lines
+from fourfold.planning.cost.step import step_parts
+from fourfold.planning.machines.constants import prior_constants
+from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.run_workload import workload_of
+from fourfold.run_file.load import make_run
 
 ONE_LINK = replace(
     load_machine("dgx-h100"), gpus_per_node=1 << 20, domain=1 << 20, intra2=1.0, intra4=1.0, intra8=1.0, intra_far=1.0,

@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 from planner_rows import HEADER, row_text
 
-from fourfold.config.dump import to_toml as run_toml
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
-from fourfold.planning.block_time import block_time
-from fourfold.planning.calibrate import calibrate, predicted_against_measured
-from fourfold.planning.calibration import Calibration, fit, from_table, to_toml
-from fourfold.planning.constants import NAMES, moved, prior_constants
-from fourfold.planning.from_run import workload_of, workload_of_model
-from fourfold.planning.machine import load_machine, parse_machine, stack_machines
-from fourfold.planning.machine_file import machine_toml, measured_machine
-from fourfold.planning.memory import CATEGORIES, stage_memory
+from fourfold.planning.calibration.fit import Calibration, fit, from_table, to_toml
+from fourfold.planning.calibration.from_runs import calibrate, predicted_against_measured
+from fourfold.planning.calibration.rows import read_rows
+from fourfold.planning.calibration.score import calibrate_on, predict
+from fourfold.planning.cost.block import block_time
+from fourfold.planning.cost.memory import CATEGORIES, stage_memory
+from fourfold.planning.cost.step import step_seconds
+from fourfold.planning.machines.constants import NAMES, moved, prior_constants
+from fourfold.planning.machines.machine import load_machine, parse_machine, stack_machines
+from fourfold.planning.machines.write import machine_toml, measured_machine
 from fourfold.planning.request import constants_for, outside_calibration
-from fourfold.planning.step_time import step_seconds
-from fourfold.planning.validation.rows import read_rows
-from fourfold.planning.validation.score import calibrate_on, predict
+from fourfold.planning.run_workload import workload_of, workload_of_model
 from fourfold.planning.workload import Workload
+from fourfold.run_file.dump import to_toml as run_toml
 
 
 def cases() -> Workload:

@@ -8,12 +8,12 @@ import pytest
 from tiny_runs import GEMMA, GPT, LLAMA, NEOX, QWEN, tiny_run
 
 from fourfold.config.run import RunConfig
-from fourfold.planning.activations import peak_bytes
-from fourfold.planning.collective_lines import collective_lines
-from fourfold.planning.from_run import workload_of
-from fourfold.planning.memory import in_flight
-from fourfold.planning.stage_split import blocks_of_ranks
-from fourfold.planning.tiles import stored_bytes
+from fourfold.planning.closed_form.collectives import collective_lines
+from fourfold.planning.closed_form.parameters import stored_bytes
+from fourfold.planning.cost.activations import peak_bytes
+from fourfold.planning.cost.memory import in_flight
+from fourfold.planning.cost.stage_split import blocks_of_ranks
+from fourfold.planning.run_workload import workload_of
 from fourfold.verification.trace import TraceReport, trace
 
 MODELS = {

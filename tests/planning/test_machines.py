@@ -7,11 +7,11 @@ from importlib.resources import files
 import pytest
 
 from fourfold.errors import UserError
-from fourfold.planning.calibration import shipped
-from fourfold.planning.constants import NAMES, PRIORS
-from fourfold.planning.machine import load_machine, machine_names, parse_machine
+from fourfold.planning.calibration.fit import shipped
+from fourfold.planning.machines.constants import NAMES, PRIORS
+from fourfold.planning.machines.machine import load_machine, machine_names, parse_machine
 
-FOLDER = files("fourfold.planning") / "machines"
+FOLDER = files("fourfold.planning.machines")
 WANTED = {"perlmutter", "frontier", "alps", "dgx-a100", "dgx-h100", "h200", "b200", "gb200", "mi300x", "laptop"}
 
 

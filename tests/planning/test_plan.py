@@ -8,15 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fourfold.config.load import load_run, make_run
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
-from fourfold.planning.constants import prior_constants
-from fourfold.planning.explain import KNOBS, _changed, explain, runner_up
-from fourfold.planning.from_run import workload_of, workload_of_model
-from fourfold.planning.machine import load_machine
-from fourfold.planning.memory import (
+from fourfold.planning.calibration.published import figures, weak_scaling
+from fourfold.planning.closed_form.parameters import stored_bytes
+from fourfold.planning.cost.memory import (
     CACHED,
     CATEGORIES,
     UNUSABLE,
@@ -26,14 +23,17 @@ from fourfold.planning.memory import (
     runtime_bytes,
     stage_memory,
 )
-from fourfold.planning.plan import Plan, make_plan, predict
-from fourfold.planning.published import figures, weak_scaling
+from fourfold.planning.cost.step import PARTS
+from fourfold.planning.machines.constants import prior_constants
+from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.request import limits_of, request, write_run
+from fourfold.planning.run_workload import workload_of, workload_of_model
 from fourfold.planning.scaling import scaling, sizes_of
-from fourfold.planning.space import AXES, Limits
-from fourfold.planning.step_time import PARTS
-from fourfold.planning.tiles import stored_bytes
+from fourfold.planning.search.explain import KNOBS, _changed, explain, runner_up
+from fourfold.planning.search.plan import Plan, make_plan, predict
+from fourfold.planning.search.space import AXES, Limits
 from fourfold.planning.workload import Workload
+from fourfold.run_file.load import load_run, make_run
 
 H100 = load_machine("dgx-h100")
 PRIOR = prior_constants()
@@ -194,7 +194,7 @@ def test_scaling_replans_at_each_size() -> None:
 
 @pytest.mark.slow
 def test_published_figures_are_predicted_within_reason() -> None:
-    from fourfold.planning.calibration import shipped
+    from fourfold.planning.calibration.fit import shipped
 
     found = figures(shipped())
     assert len(found) == 6

@@ -9,12 +9,12 @@ import pytest
 from planner_rows import COLUMNS, HEADER, row_text
 
 from fourfold.errors import UserError
-from fourfold.planning.activations import head_bytes, kept_by_block
-from fourfold.planning.calibration import Calibration
-from fourfold.planning.machine import load_machine
-from fourfold.planning.memory import CACHED, CATEGORIES, stage_memory
-from fourfold.planning.validation.rows import Skipped, read_rows, row_of
-from fourfold.planning.validation.score import Scored, errors_of, memory_of, predict, sweeps_of
+from fourfold.planning.calibration.fit import Calibration
+from fourfold.planning.calibration.rows import Skipped, read_rows, row_of
+from fourfold.planning.calibration.score import Scored, errors_of, memory_of, predict, sweeps_of
+from fourfold.planning.cost.activations import head_bytes, kept_by_block
+from fourfold.planning.cost.memory import CACHED, CATEGORIES, stage_memory
+from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.workload import Workload
 
 A100 = load_machine("dgx-a100")

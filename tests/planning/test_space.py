@@ -10,22 +10,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fourfold.config.load import load_run, make_run
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
-from fourfold.planning.collective_lines import collective_lines
-from fourfold.planning.constants import prior_constants
-from fourfold.planning.from_run import workload_of, workload_of_model
-from fourfold.planning.machine import load_machine
-from fourfold.planning.plan import predict
+from fourfold.planning.closed_form.collectives import collective_lines
+from fourfold.planning.closed_form.parameters import stages_of_rank, stored_bytes
+from fourfold.planning.cost.stage_split import split_of
+from fourfold.planning.cost.step import step_seconds
+from fourfold.planning.machines.constants import prior_constants
+from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.request import request, write_run
-from fourfold.planning.search import search
-from fourfold.planning.space import PIPELINES, REASONS, RECOMPUTES, Limits, all_layouts, factorisations, rejections
-from fourfold.planning.stage_split import split_of
-from fourfold.planning.step_time import step_seconds
-from fourfold.planning.tiles import stages_of_rank, stored_bytes
+from fourfold.planning.run_workload import workload_of, workload_of_model
+from fourfold.planning.search.fastest import search
+from fourfold.planning.search.plan import predict
+from fourfold.planning.search.space import (
+    PIPELINES,
+    REASONS,
+    RECOMPUTES,
+    Limits,
+    all_layouts,
+    factorisations,
+    rejections,
+)
 from fourfold.planning.workload import SCHEDULES, Workload
+from fourfold.run_file.load import load_run, make_run
 from fourfold.verification.trace import trace
 
 

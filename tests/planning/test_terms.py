@@ -11,17 +11,17 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import ParallelConfig
 from fourfold.config.stages import SPLIT_BACKWARD
-from fourfold.planning.constants import prior_constants
-from fourfold.planning.costs import checkpoint_interval, costs
-from fourfold.planning.from_run import workload_of_model
-from fourfold.planning.machine import load_machine
-from fourfold.planning.memory import in_flight
-from fourfold.planning.step_time import step_parts
-from fourfold.planning.terms.collective import gather_seconds, group_of, reduce_seconds
-from fourfold.planning.terms.launch import overlapped
-from fourfold.planning.terms.matmul import matmul_seconds
-from fourfold.planning.terms.optimizer import BYTES, optimizer_seconds
-from fourfold.planning.terms.pipeline import bubble_seconds
+from fourfold.planning.budget import checkpoint_interval, costs
+from fourfold.planning.cost.memory import in_flight
+from fourfold.planning.cost.step import step_parts
+from fourfold.planning.cost.terms.bubble import bubble_seconds
+from fourfold.planning.cost.terms.collective import gather_seconds, group_of, reduce_seconds
+from fourfold.planning.cost.terms.host import overlapped
+from fourfold.planning.cost.terms.matmul import matmul_seconds
+from fourfold.planning.cost.terms.optimizer_step import BYTES, optimizer_seconds
+from fourfold.planning.machines.constants import prior_constants
+from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.run_workload import workload_of_model
 from fourfold.planning.workload import SCHEDULES
 
 A100 = load_machine("dgx-a100")

@@ -19,12 +19,12 @@ from fourfold.config.presets import PRESETS
 from fourfold.config.run import RunConfig
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.norm import Norm
-from fourfold.planning.block_time import block_time, pointwise_traffic
-from fourfold.planning.constants import prior_constants
-from fourfold.planning.from_run import workload_of, workload_of_model
-from fourfold.planning.machine import load_machine
-from fourfold.planning.step_time import step_parts
-from fourfold.planning.terms.pointwise import OWN_CHAINS, OWN_LAYER_CHAINS, OWN_NORMS
+from fourfold.planning.cost.block import block_time, pointwise_traffic
+from fourfold.planning.cost.step import step_parts
+from fourfold.planning.cost.terms.pointwise import OWN_CHAINS, OWN_LAYER_CHAINS, OWN_NORMS
+from fourfold.planning.machines.constants import prior_constants
+from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.run_workload import workload_of, workload_of_model
 from fourfold.planning.workload import Workload
 from fourfold.training.job import Job, MicroBatch
 from fourfold.verification.trace import fake_processes, meta_stages

@@ -2,8 +2,8 @@
 
 import pytest
 
+from fourfold.training.console import Progress, format_fact
 from fourfold.training.metrics import StepMetrics
-from fourfold.training.progress import Progress, format_fact
 
 
 def step_metrics(step: int, validation_loss: float | None = None, mfu: float | None = None) -> StepMetrics:
@@ -45,7 +45,7 @@ def test_plain_lines_come_once_an_interval(capsys):
 def test_eta_follows_the_clock_and_not_the_step_alone(capsys, monkeypatch):
     """Ten seconds between steps of two seconds: an evaluation or a checkpoint takes the rest."""
     clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr("fourfold.training.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("fourfold.training.console.time.monotonic", lambda: next(clock))
     progress = Progress(13, 13_000, is_tty=False, log_interval=1)
     for step in (1, 2, 3):
         progress.update(step_metrics(step))

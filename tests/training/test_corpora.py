@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from tiny_corpus import make_corpus
 
-from fourfold.config.load import make_run
 from fourfold.config.run import RunConfig
 from fourfold.data.indexed import IndexedWriter
 from fourfold.data.tokenizer import train_bpe
 from fourfold.errors import UserError
 from fourfold.parallel.grid import Axis
+from fourfold.run_file.load import make_run
 from fourfold.training.corpora import Corpora, micro_batches, open_corpora
 
 CPU = torch.device("cpu")

@@ -17,15 +17,15 @@ from pool import Pool
 from safetensors.torch import load_file
 from tiny_corpus import run_file
 
-from fourfold.config.load import load_run
+from fourfold.checkpoints.checkpoint import list_checkpoints
 from fourfold.config.run import RunConfig
 from fourfold.data.indexed import IndexedWriter
 from fourfold.errors import UserError
+from fourfold.launch.environment import Place
+from fourfold.launch.job_processes import run_on_grid
+from fourfold.run_file.load import load_run
 from fourfold.training import loop
-from fourfold.training.checkpoint import list_checkpoints
-from fourfold.training.environment import Place
 from fourfold.training.job import Job, StepResult
-from fourfold.training.launch import run_on_grid
 from fourfold.training.loop import Outcome
 from fourfold.training.metrics import read_metrics
 from fourfold.training.optimizer import learning_rate

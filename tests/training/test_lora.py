@@ -14,15 +14,15 @@ from tiny_chat import write_rows
 from tiny_huggingface import make_model
 from tiny_runs import GPT, LLAMA, QWEN, tiny_run
 
-from fourfold.config.load import make_run
+from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.config.run import RunConfig
 from fourfold.data.prepare_conversations import prepare_conversations
 from fourfold.errors import UserError
-from fourfold.models.pretrained import Pretrained
+from fourfold.huggingface.convert import export_huggingface, load_pretrained
+from fourfold.huggingface.weights import Pretrained
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
-from fourfold.training.checkpoint import Checkpointer, load_checkpoint
-from fourfold.training.huggingface import export_huggingface, load_pretrained
+from fourfold.run_file.load import make_run
 from fourfold.training.job import Job, build_model
 from fourfold.verification.batches import micro_batches_of, random_global_batch
 from fourfold.verification.parity import ParityReport, parity

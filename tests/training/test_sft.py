@@ -137,7 +137,7 @@ def test_conversations_are_not_read_as_text(corpus: str) -> None:
 
 
 def test_goldfish_and_answers_are_both_heeded(corpus: str) -> None:
-    from fourfold.config.masks import GoldfishConfig
+    from fourfold.config.loss_masks import GoldfishConfig
     from fourfold.data.goldfish import goldfish_mask
 
     goldfish = goldfish_mask(GoldfishConfig(strategy="hash", h=3), [], 32, 8)

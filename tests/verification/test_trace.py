@@ -11,9 +11,9 @@ import torch
 from pool import Pool
 from tiny_runs import GPT, LLAMA, QWEN, tiny_run
 
-from fourfold.config.load import make_run
 from fourfold.config.run import RunConfig
 from fourfold.parallel.grid import Grid
+from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
 from fourfold.verification.batches import micro_batches_of, random_global_batch
 from fourfold.verification.recorder import Recorder

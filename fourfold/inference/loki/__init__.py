@@ -5,13 +5,13 @@ enable_loki(model, basis, LokiConfig(d=32, k=2048))
 model.generate(...)
 """
 
-from fourfold.inference.pretrained import import_transformers
+from fourfold.huggingface.transformers_models import import_transformers
 
 import_transformers()  # says how to get it where it is missing
 
 from fourfold.inference.loki.basis import LokiBasis  # noqa: E402
-from fourfold.inference.loki.calibrate import calibrate  # noqa: E402
-from fourfold.inference.loki.config import LokiConfig  # noqa: E402
 from fourfold.inference.loki.enable import cache_bytes, disable_loki, enable_loki, step_bytes  # noqa: E402
+from fourfold.inference.loki.principal_components import calibrate  # noqa: E402
+from fourfold.inference.loki.settings import LokiConfig  # noqa: E402
 
 __all__ = ["LokiBasis", "LokiConfig", "cache_bytes", "calibrate", "disable_loki", "enable_loki", "step_bytes"]

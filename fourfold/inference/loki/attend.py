@@ -10,8 +10,8 @@ import importlib
 import torch
 from torch import Tensor
 
-from fourfold.inference.loki.config import LokiConfig
 from fourfold.inference.loki.select import agree, choose
+from fourfold.inference.loki.settings import LokiConfig
 
 GATHERED = 1 << 21
 """Bytes of keys that a CPU gathers at once, if one head of all sequences has no more: a second cache holds about as

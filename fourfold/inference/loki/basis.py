@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fourfold.data.files import write_output
 from fourfold.errors import UserError
-from fourfold.inference.loki.config import LokiConfig
 from fourfold.inference.loki.fingerprint import Fingerprint
+from fourfold.inference.loki.settings import LokiConfig
 
 FORMAT = "1"
 KINDS = ("pre", "post")

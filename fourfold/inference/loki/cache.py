@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from fourfold.errors import UserError
 from fourfold.inference.loki.attend import project
-from fourfold.inference.loki.plane import Plane
+from fourfold.inference.loki.growing_tensor import Plane
 
 
 class GrowingLayer(DynamicLayer):

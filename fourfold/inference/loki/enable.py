@@ -10,13 +10,13 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from fourfold.errors import UserError
-from fourfold.inference.loki.adopt import LayerRecipe
 from fourfold.inference.loki.architecture import attentions_of, key_shape, text_config, window_of
-from fourfold.inference.loki.attention import NAME, LayerState, leave_cache, loki_attention, meet_cache
 from fourfold.inference.loki.basis import LokiBasis
 from fourfold.inference.loki.cache import GrowingLayer
-from fourfold.inference.loki.config import LokiConfig
 from fourfold.inference.loki.fingerprint import Fingerprint
+from fourfold.inference.loki.loki_attention import NAME, LayerState, leave_cache, loki_attention, meet_cache
+from fourfold.inference.loki.replace_cache import LayerRecipe
+from fourfold.inference.loki.settings import LokiConfig
 from fourfold.inference.loki.traffic import dense_bytes, floor_bytes
 
 log = logging.getLogger("fourfold.loki")

@@ -24,8 +24,8 @@ from numba.core.config import NUMBA_NUM_THREADS
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from fourfold.inference.loki.config import LokiConfig
 from fourfold.inference.loki.select import kept_ends
+from fourfold.inference.loki.settings import LokiConfig
 
 SOFTMAX, MAX, MEAN = range(3)
 REDUCTIONS = {"softmax": SOFTMAX, "max": MAX, "mean": MEAN}

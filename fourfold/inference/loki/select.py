@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fourfold.inference.loki.config import DEFAULT_K_F, LokiConfig
+from fourfold.inference.loki.settings import DEFAULT_K_F, LokiConfig
 
 NEVER, ALWAYS = float("-inf"), float("inf")
 SAMPLED = 32

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fourfold.inference.loki.attend import project
-from fourfold.inference.loki.config import LokiConfig
 from fourfold.inference.loki.select import NEVER, agree, choose, keys_of_each
+from fourfold.inference.loki.settings import LokiConfig
 
 CHUNK_SCORES = 1 << 24
 """Scores that are in memory at once."""

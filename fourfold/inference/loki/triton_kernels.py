@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fourfold.inference.loki.config import LokiConfig
 from fourfold.inference.loki.select import kept_ends
+from fourfold.inference.loki.settings import LokiConfig
 
 PROGRAMS, LEAST_SPLIT, MOST_SPLIT, BLOCK = 512, 512, 4096, 256
 """Programs wanted of a pass over all keys, keys of one program, and of one turn of its loop at most."""

@@ -1,0 +1,1 @@
+"""Checkpoints that any grid reads."""

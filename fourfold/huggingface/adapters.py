@@ -1,0 +1,145 @@
+"""LoRA adapters out: as peft reads them, or merged into the model that they belong to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.checkpoints.saved_weights import SavedWeights
+from fourfold.config.run import LoRAConfig
+from fourfold.data.files import write_whole
+from fourfold.huggingface.architectures.config_json import local_folder
+from fourfold.huggingface.weight_names import Piece, TheirTensor
+from fourfold.huggingface.weights import Pretrained
+from fourfold.models.tensor_files import Entry, write_tensors
+
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A tensor of theirs with the adapters of the parameters of ours that it joins, side by side.
+
+    Rank r each: A has the rows of all, and B is zero but where a part's rows meet its own columns. That is the sum of
+    the parts exactly, as one adapter of peft's of so many times the rank.
+    """
+
+    tensor: TheirTensor
+    parts: tuple[Piece, ...]
+    rank: int
+
+    @property
+    def module(self) -> str:
+        return self.tensor.name.removesuffix(".weight")
+
+    @property
+    def whole_rank(self) -> int:
+        return self.rank * len(self.parts)
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """Out and in."""
+        shape = self.tensor.shape
+        return shape[::-1] if self.tensor.transposed else shape
+
+    def a(self, saved: SavedWeights) -> Tensor:
+        """[whole rank, in]."""
+        return torch.cat([saved.read(_layer(part) + ".lora_A") for part in self.parts])
+
+    def b(self, saved: SavedWeights) -> Tensor:
+        """[out, whole rank]."""
+        parts = [saved.read(_layer(part) + ".lora_B") for part in self.parts]
+        whole = parts[0].new_zeros(self.features[0], self.whole_rank)
+        for number, (part, b) in enumerate(zip(self.parts, parts, strict=True)):
+            for here, there in part.runs(slice(0, part.rows)):
+                whole[there, number * self.rank : (number + 1) * self.rank] = b[here]
+        return whole
+
+
+def write_adapter(folder: Path, saved: SavedWeights, pretrained: Pretrained) -> dict[str, int]:
+    """Write what ``peft.PeftModel.from_pretrained`` opens; the bytes of its file."""
+    lora = _lora(saved)
+    entries: list[Entry] = []
+    adapted = _adapted(saved, pretrained.tensors, lora.rank)
+    for each in adapted:
+        dtype = saved.dtypes[_layer(each.parts[0]) + ".lora_A"]
+        out, inner = each.features
+        name = f"base_model.model.{each.module}.lora_"
+        entries.append(Entry(f"{name}A.weight", dtype, (each.whole_rank, inner), partial(each.a, saved)))
+        entries.append(Entry(f"{name}B.weight", dtype, (out, each.whole_rank), partial(each.b, saved)))
+    write_tensors(folder / ADAPTER_FILE, entries)
+    config = json.dumps(_peft_config(saved, lora, adapted), indent=2) + "\n"
+    write_whole(folder / ADAPTER_CONFIG, config.encode())
+    return {ADAPTER_FILE: (folder / ADAPTER_FILE).stat().st_size}
+
+
+class Merged:
+    """The weights of a base model with a checkpoint's adapters added: W + α/r · B A, in float32 and then rounded."""
+
+    def __init__(self, saved: SavedWeights, pretrained: Pretrained) -> None:
+        self.saved, self.pretrained, self.lora = saved, pretrained, _lora(saved)
+        self.shapes = pretrained.shapes
+        self.dtypes: Mapping[str, torch.dtype] = {name: pretrained.dtype(name) for name in pretrained.shapes}
+
+    def read(self, name: str) -> Tensor:
+        """One whole parameter."""
+        whole = torch.empty(self.shapes[name], dtype=self.dtypes[name])
+        self.pretrained.read_into(whole, name, tuple(slice(0, n) for n in whole.shape))
+        module = name.removesuffix(".weight")
+        if f"{module}.lora_A" not in self.saved.shapes:
+            return whole
+        a, b = (self.saved.read(f"{module}.lora_{part}").float() for part in ("A", "B"))
+        return whole.float().addmm_(b, a, alpha=self.lora.alpha / self.lora.rank).to(whole.dtype)
+
+
+def open_base(saved: SavedWeights, patterns: Sequence[str]) -> Pretrained:
+    """The model that a checkpoint's adapters belong to."""
+    assert saved.state.base is not None
+    return Pretrained(local_folder(saved.state.base, patterns), saved.model)
+
+
+def _adapted(saved: SavedWeights, tensors: Sequence[TheirTensor], rank: int) -> list[Adapted]:
+    """Their tensors that have an adapter."""
+    found: list[Adapted] = []
+    for tensor in tensors:
+        parts = tuple(piece for piece in tensor.pieces if f"{_layer(piece)}.lora_A" in saved.shapes)
+        if parts:
+            found.append(Adapted(tensor, parts, rank))
+    return found
+
+
+def _layer(piece: Piece) -> str:
+    """Of a weight."""
+    return piece.name.removesuffix(".weight")
+
+
+def _lora(saved: SavedWeights) -> LoRAConfig:
+    assert saved.state.lora is not None
+    return saved.state.lora
+
+
+def _peft_config(saved: SavedWeights, lora: LoRAConfig, adapted: Sequence[Adapted]) -> dict[str, Any]:
+    """Ranks, and alphas, of joined layers stand apart; peft scales each adapter by alpha / rank."""
+    joined = {each.module: len(each.parts) for each in adapted if len(each.parts) > 1}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": saved.state.base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "rank_pattern": {name: parts * lora.rank for name, parts in joined.items()},
+        "alpha_pattern": {name: parts * lora.alpha for name, parts in joined.items()},
+        "lora_dropout": 0.0,
+        "target_modules": sorted({re.sub(r".*\.\d+\.", "", each.module) for each in adapted}),
+        "bias": "none",
+        "fan_in_fan_out": any(each.tensor.transposed for each in adapted),
+        "inference_mode": True,
+    }

@@ -1,0 +1,1 @@
+"""The architectures of transformers that the decoder computes, and their config.json; without torch."""

@@ -1,0 +1,263 @@
+"""config.json of a Hugging Face model ↔ the keys of ``[model]``; what the decoder does not compute is refused.
+
+A key that transformers would not read either is ignored. Where a key is left out, transformers' default holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fourfold.config.model import ModelConfig
+from fourfold.config.presets import filled
+from fourfold.errors import UserError
+from fourfold.huggingface.architectures.families import FAMILIES, MISSING, ROPE_KEYS, Family
+
+CONFIG_FILE = "config.json"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json, by its own path or its folder's; ``UserError`` where there is none."""
+    file = path if path.suffix == ".json" and not path.is_dir() else path / CONFIG_FILE
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}; a Hugging Face model's folder has one") from None
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{file} is not the configuration of a model")
+    return config
+
+
+def family_of(config: Mapping[str, Any], where: str) -> str:
+    """The ``model_type`` of a config.json that the decoder can compute; ``UserError`` names what is missing else."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise UserError(f"{where}: model_type = {kind!r} is no name of an architecture")
+    if kind in MISSING:
+        raise UserError(f"{where}: model_type '{kind}' needs {MISSING[kind]}, which the decoder here does not have")
+    if kind not in FAMILIES:
+        raise UserError(f"{where}: model_type {kind!r} is unknown here; there are {', '.join(FAMILIES)}")
+    for architecture in config.get("architectures") or [FAMILIES[kind].architecture]:
+        if architecture != FAMILIES[kind].architecture:
+            raise UserError(
+                f"{where}: the architecture is {architecture}; a language model of this family is "
+                f"{FAMILIES[kind].architecture}"
+            )
+    return kind
+
+
+def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The table ``[model]`` that a config.json describes; ``UserError`` for what the decoder does not compute."""
+    family = FAMILIES[family_of(config, where)]
+    given = {**family.defaults, **config}
+    for key, values in family.required.items():
+        if given.get(key, values[0]) not in values:
+            raise UserError(f"{where}: {key} = {given[key]!r}; the decoder here computes only {values[0]!r}")
+    if given.get("quantization_config"):
+        raise UserError(f"{where}: the weights are quantised (quantization_config); the unquantised model is needed")
+    activation = given.get(family.activation_key, next(iter(family.activations)))
+    if not isinstance(activation, str) or activation not in family.activations:
+        raise UserError(
+            f"{where}: {family.activation_key} = {activation!r}; the decoder here computes only "
+            f"{', '.join(map(repr, family.activations))}"
+        )
+    keys = {**family.fixed, **family.activations[activation]}
+    for ours, theirs in family.keys.items():
+        if given.get(theirs) is not None:
+            keys[ours] = given[theirs]
+    for ours in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+        if ours not in keys and family.keys[ours] != "n_inner":  # which is 4 × n_embd where it is left out
+            raise UserError(f"{where}: {family.keys[ours]} is missing")
+    if "attention_bias" in family.keys:  # of these families it stands for all four projections
+        keys["attention_output_bias"] = keys.get("attention_bias", False)
+    if keys["position_embedding"] == "rope":
+        keys |= _rope(given, family, where)
+    window = sliding_window(config)
+    if window is not None:
+        keys["max_position_embeddings"] = min(window, keys["max_position_embeddings"])
+    return keys
+
+
+def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
+    """The model that a config.json describes; ``UserError`` for what the decoder does not compute."""
+    try:
+        return ModelConfig(**model_keys(config, where))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{where}: {place + ': ' if place else ''}{first['msg'].removeprefix('Value error, ')}"
+        ) from None
+
+
+def sliding_window(config: Mapping[str, Any]) -> int | None:
+    """How many tokens a query sees in the layers that see least, where the config limits them."""
+    kind = config["model_type"]
+    given = {**FAMILIES[kind].defaults, **config}
+    window = given.get("sliding_window")
+    kinds = given.get("layer_types")
+    if kinds is None:
+        limited = given.get("use_sliding_window", False) if kind.startswith("qwen") else True
+    else:
+        limited = any(each != "full_attention" for each in kinds)
+    return window if window is not None and limited else None
+
+
+def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """What the rotary embeddings turn, base and stretch, in the keys of transformers 4 (rope_scaling, …) or 5."""
+    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise UserError(f"{where}: the rotary embeddings are {rope!r}, and no table of their type and factors")
+    rope = dict(rope)
+    theta = _first(rope.pop("rope_theta", None), given.get(family.rope_theta), 10000.0)
+    part = given.get(family.partial_rotary_factor or "partial_rotary_factor")
+    part = _first(rope.pop("partial_rotary_factor", None), part, 1.0)
+    _check_number("rope_theta", theta, where)
+    _check_number("partial_rotary_factor", part, where)
+    if part != 1.0 and family.partial_rotary_factor is None:
+        raise UserError(f"{where}: partial_rotary_factor = {part}; models of this family turn whole heads")
+    always = {"rope_theta": float(theta), "partial_rotary_factor": float(part)}
+    older = rope.pop("type", None)
+    kind = rope.pop("rope_type", older) or "default"
+    if kind == "default":
+        return always | {"rope_scaling": None}
+    if kind not in family.rope_types:
+        known = ", ".join(("default", *family.rope_types))
+        raise UserError(
+            f"{where}: rope_type '{kind}' of model_type '{given['model_type']}' is not computed; {known} is"
+        )
+    rope = {key: value for key, value in rope.items() if value is not None}
+    if not rope.pop("truncate", True):
+        raise UserError(f"{where}: yarn with truncate = false is not computed here")
+    # Some files say it of linear too, where it changes nothing.
+    for key in sorted(rope.keys() - {*ROPE_KEYS[kind], "original_max_position_embeddings"}):
+        raise UserError(f"{where}: '{key}' of the rotary embeddings of type '{kind}' is not computed here")
+    if kind == "yarn":
+        rope.setdefault("original_max_position_embeddings", given["max_position_embeddings"])
+    scaling = {key: rope[key] for key in ROPE_KEYS[kind] if key in rope}
+    for key, value in scaling.items():
+        _check_number(key, value, where)
+    scaling = {key: float(v) if key != "original_max_position_embeddings" else v for key, v in scaling.items()}
+    return always | {"rope_scaling": {"rope_type": kind, **scaling}}
+
+
+def _check_number(name: str, value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"{where}: {name} = {value!r} is no number")
+
+
+def _first(*values: Any) -> Any:
+    """The first that is given."""
+    return next(value for value in values if value is not None)
+
+
+def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
+    """A config.json for a model of ours, of the family ``kind`` (default: the first that can be it).
+
+    Raises ``UserError`` when no family computes what the model does.
+    """
+    kinds = [kind] if kind is not None else list(FAMILIES)
+    for each in kinds:
+        if each not in FAMILIES:
+            raise UserError(f"model_type '{each}' is unknown here; there are {', '.join(FAMILIES)}")
+        config = _config(model, each)
+        if same_model(model, config):
+            return config
+    which = f"of model_type '{kind}'" if kind else f"of any of {', '.join(FAMILIES)}"
+    raise UserError(
+        f"no Hugging Face model {which} computes what this one does: mlp = '{model.mlp}', norm = '{model.norm}', "
+        f"position_embedding = '{model.position_embedding}', attention_bias = {model.attention_bias}, "
+        f"attention_output_bias = {model.attention_output_bias}, mlp_bias = {model.mlp_bias}, qk_norm = "
+        f"{model.qk_norm}, parallel_residual = {model.parallel_residual}, partial_rotary_factor = "
+        f"{model.partial_rotary_factor}, zero_centered_norm = {model.zero_centered_norm}, scale_embeddings = "
+        f"{model.scale_embeddings}"
+    )
+
+
+def same_model(model: ModelConfig, config: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes a model of ours, its vocabulary's padding and name aside."""
+    aside = {"preset", "from_hf", "initializer_range", "pad_vocab_size_to_multiple_of"}
+    try:
+        theirs = model_of(config, CONFIG_FILE)
+    except UserError:
+        return False
+    return theirs.model_dump(exclude=aside) == model.model_dump(exclude=aside)
+
+
+def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
+    family = FAMILIES[kind]
+    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": kind}
+    # Left out they would be those of the family's first model, perhaps beyond this one's vocabulary.
+    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config |= {theirs: getattr(model, ours) for ours, theirs in family.keys.items()}
+    config |= {key: values[0] for key, values in family.required.items()}
+    for activation, ours in family.activations.items():
+        if all(getattr(model, key) == value for key, value in ours.items()):
+            config.setdefault(family.activation_key, activation)
+    if model.position_embedding == "rope":
+        config[family.rope_theta] = model.rope_theta
+        if family.partial_rotary_factor is not None:
+            config[family.partial_rotary_factor] = model.partial_rotary_factor
+        if model.rope_scaling is not None:
+            kept = ("rope_type", *ROPE_KEYS[model.rope_scaling.rope_type])
+            scaling = {key: getattr(model.rope_scaling, key) for key in kept}
+            config["rope_scaling"] = {key: value for key, value in scaling.items() if value is not None}
+    if "sliding_window" in family.defaults:
+        config["sliding_window"] = None
+    return config
+
+
+def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
+    """The folder of a model: ``name`` itself, or what the Hub's cache has of that id, downloaded where it must be.
+
+    patterns: the files that are needed. Raises ``UserError`` for a name that is neither.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise UserError(f"there is no folder {name}")
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise UserError(
+            f"there is no folder {name}, and ids of the Hub need its library: pip install 'fourfold[huggingface]'"
+        ) from None
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"there is no folder {name}, and the Hub does not give it: {reason}") from error
+
+
+def from_huggingface(section: dict[str, Any]) -> dict[str, Any]:
+    """Fill a ``[model]`` table from the config.json that its ``from_hf`` names; the table's own keys win."""
+    name = section.get("from_hf")
+    if name is None:
+        return section
+    if not isinstance(name, str) or not name:
+        raise UserError(f"model.from_hf = {name!r} is no folder and no id of the Hub")
+    if section.get("preset") is not None:
+        raise UserError("model.from_hf and model.preset both give the sizes; leave one of them out")
+    return filled(section, model_keys(read_config(local_folder(name)), f"model.from_hf = '{name}'"))
+
+
+def check_length(name: str, max_position_embeddings: int, seq_length: int) -> None:
+    """Raise ``UserError`` for sequences longer than a pretrained model's positions, or than its sliding window."""
+    window = sliding_window(read_config(local_folder(name)))
+    if window is not None and seq_length > window:
+        raise UserError(
+            f"training.seq_length = {seq_length}: in '{name}' a token sees the last {window} tokens (sliding_window), "
+            f"and here all; a seq_length of at most {window} is the same"
+        )
+    if seq_length > max_position_embeddings:
+        raise UserError(
+            f"training.seq_length = {seq_length} is longer than the {max_position_embeddings} positions of '{name}'; "
+            "to go beyond, set model.max_position_embeddings"
+        )

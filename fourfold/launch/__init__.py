@@ -1,0 +1,1 @@
+"""Starts the processes of a job, or joins those of torchrun or srun."""

@@ -1,0 +1,73 @@
+"""Days, GPU-hours, energy, money; how often to checkpoint, and what failures leave of the time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from fourfold.errors import UserError
+from fourfold.planning.machines.machine import Machine
+
+RESTART_SECONDS = 600.0
+"""From a failure to the next step: noticing, a new job, loading (Llama 3, arXiv 2407.21783, reports > 90 % effective
+time with automatic restarts)."""
+CHECKPOINT_BANDWIDTH = 1e9
+"""Bytes a second for each GPU to storage where the machine file names no ``checkpoint_bandwidth``: an assumption."""
+STATE_BYTES = 12
+"""Of a parameter in a checkpoint: fp32 weight and AdamW's two moments."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of training on a number of tokens. None where the machine file lacks the constant.
+
+    goodput: share of the time that is left after checkpoints, lost work and restarts.
+    """
+
+    tokens: float
+    days: float
+    gpu_hours: float
+    kwh: float | None
+    price: float | None
+    checkpoint_seconds: float
+    checkpoint_interval_seconds: float | None
+    mtbf_hours: float | None
+    goodput: float | None
+
+    def record(self) -> dict[str, float | None]:
+        return asdict(self)
+
+
+def costs(tokens: float, tokens_per_second: float, gpus: int, parameters: float, machine: Machine) -> Costs:
+    """What ``tokens`` cost at a rate over all GPUs. Raises ``UserError`` where failures leave no time for them."""
+    seconds = tokens / tokens_per_second
+    writing = STATE_BYTES * parameters / ((machine.checkpoint_bandwidth or CHECKPOINT_BANDWIDTH) * gpus)
+    interval = goodput = mtbf = None
+    if machine.mtbf_gpu_hours is not None:
+        mtbf = machine.mtbf_gpu_hours / gpus
+        interval = checkpoint_interval(writing, mtbf * 3600)
+        lost = writing / interval + (interval / 2 + RESTART_SECONDS) / (mtbf * 3600)
+        goodput = 1 - lost
+        if goodput <= 0:
+            raise UserError(
+                f"{gpus} GPUs of {machine.name} fail every {mtbf:.2g} hours, and checkpoints and restarts take all of "
+                f"that: nothing is trained; fewer GPUs would do, or faster checkpoints (costs.checkpoint_bandwidth)"
+            )
+    hours = seconds / 3600 / (1.0 if goodput is None else goodput)
+    gpu_hours = hours * gpus
+    return Costs(
+        tokens=tokens,
+        days=hours / 24,
+        gpu_hours=gpu_hours,
+        kwh=None if machine.watts_per_gpu is None else gpu_hours * machine.watts_per_gpu / 1000,
+        price=None if machine.price_per_gpu_hour is None else gpu_hours * machine.price_per_gpu_hour,
+        checkpoint_seconds=writing,
+        checkpoint_interval_seconds=interval,
+        mtbf_hours=mtbf,
+        goodput=goodput,
+    )
+
+
+def checkpoint_interval(writing: float, mtbf: float) -> float:
+    """Seconds between checkpoints that lose least: √(2 · writing · MTBF) (Young 1974; Daly 2006, first order)."""
+    return math.sqrt(2 * writing * mtbf)

@@ -1,0 +1,1 @@
+"""Fits the constants to measured steps, and compares predictions with measurements."""

@@ -1,0 +1,74 @@
+"""The comparison of predictions with measured rows, or with published figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fourfold.errors import UserError
+from fourfold.planning.calibration.fit import Calibration, shipped
+from fourfold.planning.calibration.published import Figure, figures, weak_scaling
+from fourfold.planning.calibration.rows import Row, read_rows
+from fourfold.planning.calibration.score import Scored, calibrate_on, errors_of, predict, summary
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Scores of rows (or published figures, where no file was given), and with which constants."""
+
+    constants: str
+    skipped: dict[str, int]
+    scored: list[Scored]
+    machine_only: list[Scored]
+    figures: list[Figure]
+    weak_scaling: list[dict[str, Any]]
+
+    def record(self, rows: bool = False) -> dict[str, Any]:
+        """As JSON values."""
+        if self.figures:
+            return {"constants": self.constants, "figures": [figure.record() for figure in self.figures],
+                    "weak_scaling": self.weak_scaling}  # fmt: skip
+        dense = [s for s in self.machine_only if s.row.dense_half and s.error is not None]
+        record = {"constants": self.constants, "skipped": self.skipped, **summary(self.scored),
+                  "machine_file_only": errors_of(dense)}  # fmt: skip
+        if rows:
+            record["predictions"] = [
+                {"row_id": s.row.row_id, "source": s.row.source, "seconds": s.row.seconds,
+                 "predicted_seconds": s.seconds, "memory_gb": s.row.memory_gb, "predicted_memory_gb": s.memory_gb,
+                 "p_out_of_memory": s.p_oom}
+                for s in self.scored
+            ]  # fmt: skip
+        return record
+
+
+def validate(file: Path | None, calibration_files: Sequence[Path], machine_only: bool) -> Validation:
+    """Score the rows of ``file``, with constants fitted to other files' rows, or those that come with fourfold.
+
+    Rows that stand in both are held out of the fit. Raises ``UserError`` where nothing can be predicted or fitted.
+    """
+    if machine_only and calibration_files:
+        raise UserError("--machine-only and --calibrate-on contradict each other; give one")
+    constants = "machine files and priors only" if machine_only else "shipped with fourfold"
+    calibration = Calibration() if machine_only else shipped()
+    if file is None:
+        if calibration_files:
+            raise UserError("--calibrate-on needs a FILE.csv to validate")
+        return Validation(constants, {}, [], [], figures(calibration), weak_scaling(calibration))
+    rows, skipped = read_rows([file])
+    if not rows:
+        raise UserError(f"{file} has no row that can be predicted: {', '.join(skipped) or 'it is empty'}")
+    if calibration_files:
+        others = held_out(read_rows(calibration_files)[0], rows)
+        if not others:
+            raise UserError("every row to calibrate on is also to be validated; give other rows")
+        calibration = calibrate_on(others)
+        constants = f"fitted to {sum(row.seconds is not None for row in others)} rows"
+    return Validation(constants, skipped, predict(rows, calibration), predict(rows, Calibration()), [], [])
+
+
+def held_out(rows: Sequence[Row], validated: Sequence[Row]) -> list[Row]:
+    """The rows that are not among those to be validated."""
+    known = {(row.source, row.row_id) for row in validated if row.row_id}
+    return [row for row in rows if (row.source, row.row_id) not in known]

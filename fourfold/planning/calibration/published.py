@@ -1,0 +1,120 @@
+"""Published figures of large runs beside what the planner predicts for them."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from fourfold.config.model import ModelConfig
+from fourfold.config.presets import PRESETS
+from fourfold.planning.calibration.fit import Calibration
+from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.run_workload import OWN, workload_of_model
+from fourfold.planning.search.plan import Prediction, make_plan, predict
+from fourfold.planning.search.space import Limits
+from fourfold.planning.workload import Workload
+
+AXONN = Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),))
+"""What AxoNN's program could do: x, y, z, dp; full recompute."""
+NOT_OWN = {name: np.bool_(False) for name in OWN}
+AXONN_BLOCKS = {name: np.bool_(False) for name in ("overlap_dp", "split_residual", "stops_early")} | NOT_OWN
+"""And could not: hide the sum over dp, split what lies between the layers over x, or leave out of a recomputed block
+what nothing reads."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A published figure, and predictions of its hardware PFLOP/s: as it was run (of the layouts that the program
+    had, the fastest, where the layout is not known), and of all layouts the fastest."""
+
+    source: str
+    machine: str
+    model: str
+    gpus: int
+    published: float
+    as_run: Prediction
+    best: Prediction
+
+    @property
+    def as_run_pflops(self) -> float:
+        """In the published convention, which counts recompute and the whole square of the attention."""
+        return float(self.as_run.work.megatron_flops() / self.as_run.seconds / 1e15)
+
+    @property
+    def best_pflops(self) -> float:
+        """What the published figure would have been at the best layout's speed."""
+        return float(self.as_run.work.megatron_flops() / self.best.seconds / 1e15)
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "source": self.source, "machine": self.machine, "model": self.model, "gpus": self.gpus,
+            "published_pflops": self.published, "as_run_pflops": self.as_run_pflops,
+            "error": self.as_run_pflops / self.published - 1, "as_run": self.as_run.describe(),
+            "mfu": self.as_run.utilisation(self.as_run.work.model_flops()),
+            "hfu": self.as_run.utilisation(self.as_run.work.hardware_flops()),
+            "best_pflops": self.best_pflops, "best": self.best.describe(),
+        }  # fmt: skip
+
+
+@cache
+def published_table() -> dict[str, Any]:
+    return tomllib.loads((files("fourfold.planning.calibration") / "published.toml").read_text(encoding="utf-8"))
+
+
+def base_of(model: str, seq: int, batch: int) -> Workload:
+    """A preset with a step's sequence and batch."""
+    return replace(workload_of_model(ModelConfig(**PRESETS[model])), seq=seq, batch=batch)
+
+
+def figures(calibration: Calibration) -> list[Figure]:
+    """All published figures with predictions."""
+    found = []
+    for row in published_table()["figure"]:
+        machine = load_machine(row["machine"])
+        constants = calibration.constants(machine.name)
+        base = base_of(row["model"], row["seq"], row["batch"])
+        if layout := row.get("layout"):
+            as_run = predict(replace(base, **layout, **MEGATRON), machine, constants)
+        else:
+            as_run = make_plan(replace(base, **AXONN_BLOCKS), machine, constants, row["gpus"], 1, AXONN).best
+        best = make_plan(base, machine, constants, row["gpus"], 1).best
+        found.append(Figure(row["source"], row["machine"], row["model"], row["gpus"], row["pflops"], as_run, best))
+    return found
+
+
+MEGATRON = {
+    "split_residual": np.bool_(False),
+    "half_weights": np.bool_(True),
+    "weights_kept": np.bool_(True),
+    "overlap_dp": np.bool_(False),
+    "overlap_x": np.bool_(False),
+    "stops_early": np.bool_(False),
+    "reduce_bytes": 2,
+    **NOT_OWN,
+}
+"""Megatron-DeepSpeed without sequence parallelism, in the words of ``Workload``."""
+
+
+def weak_scaling(calibration: Calibration) -> list[dict[str, Any]]:
+    """AxoNN's weak scaling on Frontier: efficiency by hardware flop/s a GPU, published and predicted."""
+    rows = []
+    for curve in published_table()["weak_scaling"]:
+        machine = load_machine(curve["machine"])
+        constants = calibration.constants(machine.name)
+        first = None
+        for gpus, model in ((int(g), m) for g, m in curve["models"].items()):
+            base = replace(base_of(model, curve["seq"], curve["batch"]), **AXONN_BLOCKS)
+            best = make_plan(base, machine, constants, gpus, 1, AXONN).best
+            rate = float(best.work.megatron_flops() / best.seconds / gpus / 1e12)
+            first = first or rate
+            rows.append({
+                "source": curve["source"], "machine": machine.name, "model": model, "gpus": gpus,
+                "layout": best.describe(), "tflops_per_gpu": rate, "efficiency": rate / first,
+                "published": curve["efficiency"].get(str(gpus)),
+            })  # fmt: skip
+    return rows

@@ -1,0 +1,140 @@
+"""Predictions beside measured rows: errors by source, ranking inside sweeps, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fourfold.errors import UserError
+from fourfold.planning.calibration.fit import Calibration, fit
+from fourfold.planning.calibration.rows import Row, stack_work
+from fourfold.planning.cost.memory import p_out_of_memory, peak_memory
+from fourfold.planning.cost.step import step_seconds
+from fourfold.planning.machines.machine import stack_machines
+
+MIN_SWEEP, MIN_RANKED = 3, 8
+"""Points from which a sweep counts for regret, and for the rank correlation."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One row and its predictions."""
+
+    row: Row
+    seconds: float
+    memory_gb: float
+    p_oom: float
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the step's seconds."""
+        return None if self.row.seconds is None else self.seconds / self.row.seconds - 1
+
+
+def calibrate_on(rows: Sequence[Row]) -> Calibration:
+    """Fit the constants to the rows with a measured step; raises ``UserError`` where there is none."""
+    timed = [row for row in rows if row.seconds is not None]
+    if not timed:
+        raise UserError("no row to calibrate on has a step time; give step_time_s or calc_step_time_s")
+    return fit(
+        stack_work(timed),
+        stack_machines([row.machine for row in timed]),
+        np.array([row.seconds for row in timed]),
+        [row.machine.name for row in timed],
+        [row.source for row in timed],
+    )
+
+
+def predict(rows: Sequence[Row], calibration: Calibration) -> list[Scored]:
+    """Step time and memory of every row."""
+    if not rows:
+        return []
+    work, machine = stack_work(rows), stack_machines([row.machine for row in rows])
+    constants = calibration.stacked([row.machine.name for row in rows], [row.source for row in rows])
+    seconds = np.broadcast_to(step_seconds(work, machine, constants), (len(rows),))
+    memory = peak_memory(work, machine)
+    p_oom = p_out_of_memory(memory, work, machine)
+    return [
+        Scored(*values) for values in zip(rows, seconds.tolist(), (memory / 1e9).tolist(), p_oom.tolist(), strict=True)
+    ]
+
+
+def summary(scored: Sequence[Scored]) -> dict[str, Any]:
+    """Errors over dense rows in 16 bits with a full configuration, by source; all other timed rows apart."""
+    dense = [s for s in scored if s.row.dense_half and s.error is not None]
+    others = [s for s in scored if not s.row.dense_half and s.error is not None]
+    by_source = {source: errors_of([s for s in dense if s.row.source == source])
+                 for source in sorted({s.row.source for s in dense})}  # fmt: skip
+    return {
+        "rows": len(dense),
+        **errors_of(dense),
+        "by_source": by_source,
+        "others": {"rows": len(others), **errors_of(others)},
+        "sweeps": sweeps_of(dense),
+        "memory": memory_of(scored),
+    }
+
+
+def errors_of(scored: Sequence[Scored]) -> dict[str, float | int | None]:
+    """Median, mean and largest absolute relative error, bias, and how many rows."""
+    if not scored:
+        return {"count": 0, "median_abs_error": None, "mean_abs_error": None, "max_abs_error": None, "bias": None}
+    errors = np.array([s.error for s in scored])
+    return {
+        "count": len(errors),
+        "median_abs_error": float(np.median(np.abs(errors))),
+        "mean_abs_error": float(np.abs(errors).mean()),
+        "max_abs_error": float(np.abs(errors).max()),
+        "bias": float(errors.mean()),
+    }
+
+
+def sweeps_of(scored: Sequence[Scored]) -> dict[str, float | int | None]:
+    """Of rows that differ in layout alone: how much slower the predicted best is than the measured best, and the rank
+    correlation of prediction and measurement."""
+    sweeps: dict[tuple[str, ...], list[Scored]] = {}
+    for s in scored:
+        sweeps.setdefault(s.row.sweep, []).append(s)
+    regrets, correlations = [], []
+    for sweep in sweeps.values():
+        measured = np.array([s.row.seconds for s in sweep])
+        predicted = np.array([s.seconds for s in sweep])
+        if len(sweep) < MIN_SWEEP or np.ptp(measured) == 0:
+            continue
+        regrets.append(measured[predicted.argmin()] / measured.min() - 1)
+        if len(sweep) >= MIN_RANKED:
+            correlations.append(np.corrcoef(_ranks(measured), _ranks(predicted))[0, 1])
+    return {
+        "count": len(regrets),
+        "regret_mean": float(np.mean(regrets)) if regrets else None,
+        "regret_max": float(np.max(regrets)) if regrets else None,
+        "ranked": len(correlations),
+        "spearman_median": float(np.median(correlations)) if correlations else None,
+        "spearman_min": float(np.min(correlations)) if correlations else None,
+    }
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks from 0; equal values share the mean of theirs."""
+    ordered = np.sort(values)
+    return (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right") - 1) / 2
+
+
+def memory_of(scored: Sequence[Scored]) -> dict[str, float | int | None]:
+    """Error of the predicted bytes; which share of rows that ran out of memory, and of rows that ran, was told."""
+    measured = [s for s in scored if s.row.memory_gb is not None]
+    errors = np.array([s.memory_gb / s.row.memory_gb - 1 for s in measured])
+    out = [s.p_oom > 0.5 for s in scored if s.row.out_of_memory]
+    fitting = [s.p_oom <= 0.5 for s in scored if s.row.ran]
+    return {
+        "rows": len(measured),
+        "mean_abs_error": float(np.abs(errors).mean()) if measured else None,
+        "bias": float(errors.mean()) if measured else None,
+        "out_of_memory_rows": len(out),
+        "out_of_memory_told": float(np.mean(out)) if out else None,
+        "fitting_rows": len(fitting),
+        "fitting_told": float(np.mean(fitting)) if fitting else None,
+    }

@@ -1,0 +1,294 @@
+"""What one rank of fourfold's own grid sends in a step, in closed form.
+
+The formulas of docs/parallelism.md with every rounding: they equal ``fourfold trace`` byte for byte
+(tests/planning/test_exact.py), for any number of layers, micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fourfold.config.layout import CHUNK_LOGITS, attention_split, context_method
+from fourfold.config.run import RunConfig
+from fourfold.config.stages import rank_of_stage, splits_backward, stages_per_rank
+from fourfold.planning.closed_form.parameters import Stage, stages_of_rank, tiles_of, weight_shards
+from fourfold.planning.cost.pipeline_order import directions
+
+FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
+"""Axes that have one group, and one name, together (parallel.grid)."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """All collectives of one kind in a step, as ``fourfold trace`` counts them."""
+
+    axis: str
+    op: str
+    purpose: str
+    count: int
+    bytes: int
+
+
+def collective_lines(run: RunConfig, pp_rank: int = 0) -> list[Line]:
+    """Every collective of a step with its count and the bytes of its full tensors, on the first rank of a place on pp;
+    those of one rank are left out."""
+    merged: dict[tuple[str, str, str], list[int]] = {}
+    for line in _all_lines(run, pp_rank):
+        if line.count:
+            entry = merged.setdefault((line.axis, line.op, line.purpose), [0, 0])
+            entry[0] += line.count
+            entry[1] += line.bytes
+    return [Line(*key, *entry) for key, entry in merged.items()]
+
+
+def _all_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
+    stages = stages_of_rank(run, pp_rank)
+    for stage in stages:
+        yield from _block_lines(run, stage)
+        yield from _context_lines(run, stage)
+        if stage.is_first:
+            yield from _embedding_lines(run)
+        if stage.is_last:
+            yield from _head_lines(run)
+        yield from _weight_lines(run, stage)
+        yield from _transfer_lines(run, stage)
+    yield from _once_a_step_lines(run, stages)
+
+
+class _Sizes:
+    """Bytes and counts that several lines share."""
+
+    def __init__(self, run: RunConfig) -> None:
+        model, grid, training = run.model, run.parallel, run.training
+        self.item = 4 if training.precision == "fp32" else 2
+        self.tokens = training.micro_batch_size * training.seq_length // grid.cp
+        self.queries, self.keys = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
+        self.residual = self.item * self.tokens * model.hidden_size // grid.y
+        # Bytes of the statistics of a norm for each token, forward and backward (parallel.norm).
+        self.sums, self.sums_back = (4, 4) if model.norm == "rmsnorm" else (16, 8)
+        self.split = attention_split(model, grid, training)
+        mode, modules = run.activation_checkpoint.mode, run.activation_checkpoint.modules
+        self.block_again = mode == "full"
+        self.norms_again = mode == "full" or (mode == "selective" and "norms" in modules)
+        self.gathers_again = mode == "full" or (mode == "selective" and "gathers" in modules)
+        self.core_again = mode == "full" or (mode == "selective" and "attention" in modules)
+
+
+def _times(run: RunConfig, stage: Stage, again: bool) -> int:
+    """How often the stage's blocks run a forward in a step; ``again``: counted twice where it is recomputed."""
+    repeated = stage.recomputed(run.activation_checkpoint.every) if again else 0
+    return (stage.layers + repeated) * run.gradient_accumulation_steps
+
+
+def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
+    model, grid, sizes = run.model, run.parallel, _Sizes(run)
+    x, item, tokens, residual = grid.x, sizes.item, sizes.tokens, sizes.residual
+    features, queries, keys = sizes.queries + 2 * sizes.keys, sizes.queries, sizes.keys
+    inner, ups = model.intermediate_size, 2 if model.gated_mlp else 1
+    once, forward = _times(run, stage, False), _times(run, stage, sizes.block_again)
+    gathers, norms = _times(run, stage, sizes.gathers_again), _times(run, stage, sizes.norms_again)
+
+    def line(axis: str, op: str, purpose: str, size: int, count: int) -> Iterator[Line]:
+        if getattr(grid, axis) > 1:
+            yield Line(axis, op, purpose, count, count * size)
+
+    yield from line("x", "all_gather", "qkv: tokens", residual, gathers)
+    yield from line("x", "reduce_scatter", "o_proj: outputs", residual, forward)
+    yield from line("x", "all_gather", "up: tokens", residual, gathers)
+    yield from line("x", "reduce_scatter", "down: outputs", residual, once)  # nothing that is recomputed reads them
+    yield from line("x", "all_gather", "down: output gradient", residual, once)
+    yield from line("x", "reduce_scatter", "up: input gradient", residual, once)
+    yield from line("x", "all_gather", "o_proj: output gradient", residual, once)
+    yield from line("x", "reduce_scatter", "qkv: input gradient", residual, once)
+    yield from line("y", "reduce_scatter", "qkv: outputs", item * tokens * features // x, forward)
+    yield from line("y", "all_gather", "o_proj: inputs", item * tokens * queries // x, gathers)
+    yield from line("y", "all_reduce", "up: outputs", item * tokens * inner // x, ups * forward)
+    yield from line("y", "all_reduce", "down: input gradient", item * tokens * inner // x, once)
+    yield from line("y", "reduce_scatter", "o_proj: input gradient", item * tokens * queries // x, once)
+    yield from line("y", "all_gather", "qkv: output gradient", item * tokens * features // x, once)
+    yield from line("y", "all_reduce", "norm: statistics", sizes.sums * tokens // x, 2 * norms)
+    yield from line("y", "all_reduce", "norm: statistics' gradient", sizes.sums_back * tokens // x, 2 * once)
+
+    ranks = x * grid.y if sizes.split == "heads" else x
+    apart = model.num_key_value_heads % ranks != 0
+    mine = tokens // grid.y if sizes.split == "batch" else tokens
+    for op, count in (("all_gather", _times(run, stage, sizes.core_again)), ("reduce_scatter", once)):
+        if sizes.split == "sequence" or (sizes.split == "heads" and apart):
+            yield from line("y", op, "attention: keys and values", item * tokens * keys // x, 2 * count)
+        if apart and model.num_key_value_heads % x:
+            yield from line("x", op, "attention: keys and values", item * mine * keys, 2 * count)
+
+
+def _context_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
+    """The attention over cp: ``parallel.ring`` and ``parallel.context``."""
+    model, grid, sizes = run.model, run.parallel, _Sizes(run)
+    if grid.cp == 1:
+        return
+    once, forward = _times(run, stage, False), _times(run, stage, sizes.core_again)
+    ranks = grid.x * grid.y if sizes.split == "heads" else grid.x
+    tokens = sizes.tokens // grid.y if sizes.split == "batch" else sizes.tokens
+    queries = sizes.queries // ranks
+    method = context_method(model, grid, run.training, masks_documents=run.data.mask_documents)
+    if method == "ulysses":
+        parts = sizes.item * tokens * (queries + 2 * sizes.keys // ranks)
+        for purpose, size in (("heads for tokens", parts), ("tokens for heads", sizes.item * tokens * queries)):
+            count = once + forward
+            yield Line("cp", "all_to_all", f"attention: {purpose}", count, count * size)
+        return
+    pair = 2 * tokens * model.head_dim * key_value_heads(run, ranks)
+    sent, back = (grid.cp - 1) * (once + forward), grid.cp * once
+    yield Line("cp", "send", "attention: keys and values", sent, sent * sizes.item * pair)
+    yield Line("cp", "send", "attention: keys' and values' gradients", back, back * 4 * pair)
+
+
+def key_value_heads(run: RunConfig, ranks: int) -> int:
+    """Key-value heads that the first of ``ranks`` attends to: one for each query where they are not evenly shared."""
+    heads, kv_heads = run.model.num_attention_heads, run.model.num_key_value_heads
+    if kv_heads % ranks == 0:
+        return kv_heads // ranks
+    heads_here, heads_per_kv = heads // ranks, heads // kv_heads
+    needed = [head // heads_per_kv for head in range(heads_here)]
+    distinct = sorted(set(needed))
+    regular = all(needed.count(kv) == heads_here // len(distinct) for kv in distinct)
+    return len(distinct) if regular else len(needed)
+
+
+def _embedding_lines(run: RunConfig) -> Iterator[Line]:
+    model, grid, sizes = run.model, run.parallel, _Sizes(run)
+    if grid.x == 1:
+        return
+    steps = run.gradient_accumulation_steps
+    tokens = sizes.tokens if run.data.mask_documents else run.training.seq_length // grid.cp
+    positions = sizes.item * tokens * model.hidden_size // grid.y
+    for op in ("reduce_scatter", "all_gather"):
+        yield Line("x", op, "embed_tokens: rows", steps, steps * sizes.residual)
+        if model.position_embedding == "learned":
+            yield Line("x", op, "embed_positions: rows", steps, steps * positions)
+
+
+def _head_lines(run: RunConfig) -> Iterator[Line]:
+    """Last norm, head and loss."""
+    model, grid, sizes = run.model, run.parallel, _Sizes(run)
+    x, y, tokens, steps = grid.x, grid.y, sizes.tokens, run.gradient_accumulation_steps
+    columns = model.padded_vocab_size // x
+    device = "cpu" if run.training.device == "cpu" else "cuda"
+    chunk = min(tokens, max(1, CHUNK_LOGITS[device] // columns // y) * y)
+    chunks = math.ceil(tokens / chunk)
+
+    def line(axis: str, op: str, purpose: str, size: int, count: int = 1) -> Iterator[Line]:
+        if getattr(grid, axis) > 1:
+            yield Line(axis, op, purpose, steps * count, steps * size)
+
+    yield from line("y", "all_reduce", "norm: statistics", sizes.sums * tokens // x)
+    yield from line("y", "all_reduce", "norm: statistics' gradient", sizes.sums_back * tokens // x)
+    yield from line("x", "all_gather", "lm_head: tokens", sizes.residual)
+    yield from line("y", "reduce_scatter", "lm_head: logits", sizes.item * tokens * columns, chunks)
+    yield from line("x", "all_gather", "lm_head: normalizers", 8 * x * tokens // y, chunks)
+    yield from line("y", "all_gather", "lm_head: logits' gradient", sizes.item * tokens * columns, chunks)
+    yield from line("x", "reduce_scatter", "lm_head: input gradient", sizes.residual)
+    yield from line("y", "all_reduce", "lm_head: loss", 4)
+
+
+def _weight_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
+    """Weights gathered, gradients summed over z, dp, cp: ``parallel.replicated`` and ``parallel.fully_sharded``."""
+    grid, training, tiles = run.parallel, run.training, tiles_of(run, stage)
+    reduced = 4 if training.reduce_dtype == "fp32" else 2
+    replicas = axis_name(run, ("dp", "cp"))
+    if grid.z == 1 and (grid.zero == 0 or grid.dp * grid.cp == 1):
+        buckets = tiles.layers + stage.is_first + stage.is_last
+        if grid.dp * grid.cp > 1:
+            size = sum(part.rows * part.width for part in tiles.parts())
+            yield Line(replicas, "all_reduce", "gradients", buckets, reduced * size)
+        return
+    item, steps, shards = 4 if training.precision == "fp32" else 2, run.gradient_accumulation_steps, weight_shards(run)
+    axis = axis_name(run, ("z",) if grid.zero == 0 else ("dp", "cp", "z"))
+    gathers = _gathers(run, stage)
+    groups = [(tiles.block, tiles.layers, gathers.block), (tiles.last, 1, gathers.last)]
+    groups += [(tiles.embedding, 1, gathers.embedding), (tiles.positions, 1, gathers.embedding)]
+    for parts, count, (from_all, from_z) in groups:
+        if not parts or count == 0:
+            continue
+        padded = sum(part.chunk(shards) for part in parts) * shards
+        yield Line(axis, "all_gather", "weights", count * from_all, count * from_all * item * padded)
+        yield Line("z", "all_gather", "weights", count * from_z, count * from_z * item * padded)
+        sums = count * (1 if grid.zero == 1 else steps)
+        yield Line(axis, "reduce_scatter", "gradients", sums, sums * reduced * padded)
+        if grid.zero == 0 and grid.dp * grid.cp > 1:
+            yield Line(replicas, "all_reduce", "gradients", count, count * reduced * padded // shards)
+
+
+class _Gathers(NamedTuple):
+    """How often FSDP2 gathers a unit's weights in a step: from all shards, and from the z shards that it has kept."""
+
+    block: tuple[int, int]
+    last: tuple[int, int]
+    embedding: tuple[int, int]
+
+
+def _gathers(run: RunConfig, stage: Stage) -> _Gathers:
+    grid, steps = run.parallel, run.gradient_accumulation_steps
+    order = [False, True] * steps
+    if grid.pp > 1 and not splits_backward(grid):
+        order = directions(grid.schedule, stage.number, grid.pp, steps, stages_per_rank(grid))
+    if grid.zero in (1, 2) and grid.z == 1:  # whole from the first forward until the step ends
+        return _Gathers((1, 0), (1, 0), (1, 0))
+    last = (steps, 0)  # whole from a forward of the head to its backward
+    if not (0 < grid.zero < 3 and grid.dp * grid.cp > 1):
+        return _Gathers((2 * steps, 0), last, (steps, 0))
+    # A forward leaves z shards, which the next use gathers from; a backward leaves none.
+    blocks, tables = [0, 0], [0, 0]
+    for i, backward in enumerate(order):
+        from_z = i > 0 and not order[i - 1]
+        blocks[from_z] += 1
+        tables[from_z] += not backward
+    return _Gathers(tuple(blocks), last, tuple(tables))
+
+
+def _transfer_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
+    """Hidden states and their gradients sent from a stage to its neighbours on other ranks."""
+    grid, sizes, steps = run.parallel, _Sizes(run), run.gradient_accumulation_steps
+    last, here = grid.pp * stages_per_rank(grid) - 1, rank_of_stage(stage.number, grid)
+    size = steps * sizes.residual // grid.x
+    if stage.number < last and rank_of_stage(stage.number + 1, grid) != here:
+        yield Line("pp", "send", "pipeline: hidden states", steps, size)
+    if stage.number > 0 and rank_of_stage(stage.number - 1, grid) != here:
+        yield Line("pp", "send", "pipeline: hidden states' gradients", steps, size)
+
+
+def _once_a_step_lines(run: RunConfig, stages: list[Stage]) -> Iterator[Line]:
+    """Gradients of what several ranks of x, y or pp hold, and numbers."""
+    grid, shards = run.parallel, weight_shards(run)
+    item = 4 if run.training.master_weights == "fp32" else 2
+    shares: dict[str, int] = {}
+    for part in (part for stage in stages for part in tiles_of(run, stage).parts()):
+        over = tuple(a for a in ("y", "x") if a in part.partial_over and getattr(grid, a) > 1)
+        if over:
+            shares["_".join(over)] = shares.get("_".join(over), 0) + part.chunk(shards)
+    for axis, entries in shares.items():
+        yield Line(axis, "all_reduce", "gradients of norms and biases", 1, item * entries)
+    ends = [stage for stage in stages if stage.is_first or stage.is_last]
+    if run.model.tie_word_embeddings and grid.pp > 1 and len(ends) == 1:
+        tiles = tiles_of(run, ends[0])
+        (*_, table) = tiles.last or tiles.embedding
+        yield Line("pp", "all_reduce", "gradients of the tied embedding", 1, item * table.chunk(shards))
+    if grid.dp * grid.cp * grid.z > 1:
+        tokens = axis_name(run, ("dp", "cp", "z"))
+        yield Line(tokens, "all_reduce", "kept tokens", 1, 8)
+        yield Line(tokens, "all_reduce", "loss", 1, 4)
+    if grid.pp > 1:
+        yield Line("pp", "all_reduce", "loss", 1, 4)
+    if grid.world_size > 1:
+        world = axis_name(run, ("pp", "dp", "cp", "z", "y", "x"))
+        yield Line(world, "all_reduce", "gradient norm", 1, 8)
+
+
+def axis_name(run: RunConfig, axes: tuple[str, ...]) -> str:
+    """The name of the group over ``axes``: that of its only axis longer than 1, or of the first that has them all."""
+    longer = {axis for axis in axes if getattr(run.parallel, axis) > 1}
+    if len(longer) <= 1:
+        return next(iter(longer), axes[-1])
+    same = (flat for flat in FLATTENED if {a for a in flat if getattr(run.parallel, a) > 1} == longer)
+    return next(("_".join(flat) for flat in same), "world")

@@ -1,0 +1,161 @@
+"""Bytes on the fullest rank of each pipeline stage, by what they are for, and how likely they do not fit."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fourfold.planning.cases import Number
+from fourfold.planning.cost.activations import BlockBytes, block_bytes, peak_bytes
+from fourfold.planning.cost.pipeline_order import round_size
+from fourfold.planning.cost.stage_split import blocks_of_ranks, split_of
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.workload import SCHEDULES, Workload
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", "logits", "reserve")
+"""weights: gathered for use, or 16-bit copies; logits: what head and loss need besides the activations; reserve: the
+runtime's own, communication buffers, and what the allocator holds but does not use."""
+
+UNUSABLE = 0.06
+"""Of what a step allocates: PyTorch's caching allocator rounds blocks up and cannot join all that are free, and
+libraries have work spaces (Megatron-LM's own estimate adds 5 %)."""
+CACHED = 0.12
+"""``UNUSABLE`` and the blocks that the allocator keeps while there is room and gives back before it runs out: fitted to
+the memory rows of the tenth that the other constants are fitted to, with a prior of ``UNUSABLE``."""
+CACHED_SPREAD = 0.05
+"""Of that prior."""
+COMMUNICATOR = 0.5e9
+"""Of one group: NCCL's channels with 4 to 8 MB for each of a few protocols and peers, in both directions."""
+SPREAD = 0.07
+"""Standard deviation of needed over predicted bytes, of the logarithm: an assumption for a program whose bytes are
+counted. Measured over predicted bytes of other programs deviate more (docs/planner_validation.md)."""
+
+
+def in_flight(work: Workload, rank: Number) -> Number:
+    """Micro-batches whose activations rank 0, 1, … of pp holds at once, in units of its whole share of layers.
+
+    1F1B: one for each stage behind and its own; interleaved, with rounds of r micro-batches (p, where they divide),
+    (v − 1)·r + 2(p − rank) − 1 chunks of 1/v of the layers (Narayanan et al. 2021, arXiv 2104.04473); zero-bubble
+    schedules (v − 1)·r + p, until the weight gradients are there; ZBV p, or what comes down the V before the first
+    micro-batch is back; DualPipeV p and a half; GPipe and LoopedBFS all.
+    """
+    behind, micro_batches = work.pp - rank, work.micro_batches
+    earlier = (work.interleave - 1) * round_size(work.pp, micro_batches)
+    chunks = earlier + np.where(work.split_backward, work.pp, 2 * behind - 1)
+    held = np.where(work.interleave > 1, np.maximum(chunks / work.interleave, 1), behind)
+    is_one = [np.equal(work.schedule, SCHEDULES.index(name)) for name in ("ZBVZeroBubble", "DualPipeV")]
+    held = np.select(is_one, [np.minimum(work.pp, (micro_batches + 1 + rank) / 2), work.pp + 0.5], held)
+    held = np.where(work.forwards_first, micro_batches, held)
+    return np.minimum(np.where(work.pp > 1, held, 1), micro_batches)
+
+
+def stage_memory(
+    work: Workload, machine: Machine, rank: Number, layers: Number | None = None, block: BlockBytes | None = None
+) -> dict[str, Number]:
+    """Bytes by ``CATEGORIES`` on one device of a rank of pp, counted from 0, which has so many ``layers``."""
+    if layers is None:
+        ranks = blocks_of_ranks(int(work.layers), int(work.pp), int(work.interleave), bool(work.v_shaped),
+                                float(work.ends), work.layers_per_stage)  # fmt: skip
+        layers = ranks[int(rank)]
+    block = block_bytes(work) if block is None else block
+    *weights, both, reserve = _held(work, machine, rank, layers, block)
+    activations = peak_bytes(work, layers, in_flight(work, rank), False, block)
+    values = (*weights, activations, np.maximum(both - activations, 0), reserve)
+    return dict(zip(CATEGORIES, values, strict=True))
+
+
+def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block: BlockBytes) -> tuple[Number, ...]:
+    """Bytes by ``CATEGORIES``, activations and logits together."""
+    first, last = np.equal(rank, 0), np.equal(rank, work.pp - 1)
+    last = np.where(work.v_shaped & (work.pp > 1), first, last)
+    table = work.vocab * work.hidden
+    tables = np.where(first, table + work.positions * work.hidden, 0) + np.where(
+        last & ~(first & np.asarray(work.tied, bool) & (work.pp == 1)), table, 0
+    )
+    entries = (layers * work.block_weights + tables) / (work.x * work.y)
+    copies = work.dp * work.cp
+    sharded = work.zero > 0
+    shards = work.z * np.where(sharded, copies, 1)
+    item = work.bytes
+
+    # fourfold and FSDP store shards, mostly fp32, and gather 16-bit weights; the others store 16-bit weights whole.
+    parameters = np.where(
+        work.half_weights, item * entries / np.where(work.zero == 3, shards, work.z), work.stored * entries / shards
+    )
+    whole_gradients = np.where(work.stored_gradients > 0, work.stored_gradients, work.reduce_bytes) * entries
+    gradients = np.where(
+        work.half_weights,
+        whole_gradients / np.where(work.zero >= 2, shards, work.z),
+        np.where(
+            (work.zero == 1) & (copies > 1),
+            np.maximum(whole_gradients, work.stored * entries / shards),
+            work.stored * entries / shards,
+        ),
+    )
+    optimizer = np.where(work.half_weights, 12, 2 * work.stored) * entries / shards
+    gathered_blocks = np.minimum(1 + work.prefetch, layers)
+    resharded = (work.z > 1) | (work.zero == 3)
+    gathered = item * (np.where(resharded, gathered_blocks * work.block_weights / (work.x * work.y), entries)
+                       + np.where(resharded, tables / (work.x * work.y), 0))  # fmt: skip
+    # One block's whole gradients on their way to being summed.
+    gathered = gathered + np.where(resharded, work.reduce_bytes * work.block_weights / (work.x * work.y), 0)
+    weights = np.where((shards > 1) & ~np.asarray(work.half_weights, bool), gathered,
+                       np.where(work.half_weights | (work.stored == item), 0, item * entries))  # fmt: skip
+    activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
+    # The optimizer copies its gradients when no activations are left.
+    copied = np.where(work.gradient_copy, 4 * entries / shards, 0)
+    optimizer = optimizer + np.maximum(copied - activations, 0)
+    allocated = parameters + gradients + optimizer + weights + activations
+    reserve = np.where(work.count_runtime, runtime_bytes(work, machine), 0) + CACHED * allocated
+    return parameters, gradients, optimizer, weights, activations, reserve
+
+
+def runtime_bytes(work: Workload, machine: Machine) -> Number:
+    """What the driver and the communication library take on every device."""
+    groups = sum(np.where(size > 1, 1, 0) for size in (work.x, work.y, work.z, work.dp, work.cp)) + 2 * (work.pp > 1)
+    return machine.reserved + COMMUNICATOR * groups
+
+
+def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = None) -> Number:
+    """Bytes of the fullest rank: the first of a pipeline, which holds most micro-batches, the last, with the head, or
+    one between them, which has more blocks."""
+    block = block_bytes(work) if block is None else block
+    if work.layers_per_stage is not None:  # one layout, whose ranks may have any number
+        ranks = blocks_of_ranks(int(work.layers), int(work.pp), int(work.interleave), bool(work.v_shaped),
+                                float(work.ends), work.layers_per_stage)  # fmt: skip
+        return _fullest(work, machine, block, *enumerate(ranks))
+    split = split_of(work)
+    peak = _fullest(work, machine, block, (0, split.first), (work.pp - 1, split.last))
+    more = np.broadcast_to(split.most > split.first, np.shape(peak))
+    if not more.any():
+        return peak
+    # Few layouts have such a rank: these alone are looked at again.
+    index = np.flatnonzero(more)
+    _, second, _, most, most_at = (np.broadcast_to(part, more.shape).reshape(-1)[index] for part in split)
+    between = _fullest(work.take(index), machine.take(index), block.take(index), (np.ones(()), second), (most_at, most))
+    peak = np.array(peak)
+    peak.reshape(-1)[index] = np.maximum(peak.reshape(-1)[index], between)
+    return peak
+
+
+def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple[Number, Number]) -> Number:
+    """Bytes of the fullest of some ranks of pp, each with its blocks."""
+    return np.max([np.broadcast_arrays(sum(_held(work, machine, *place, block)), work.pp)[0] for place in places], 0)
+
+
+def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Number:
+    """Probability that a step whose ``peak_memory`` is ``predicted`` does not fit: log-normal around what it needs,
+    which is less, as PyTorch frees its cached blocks before it gives up."""
+    runtime = runtime_bytes(work, machine)
+    allocated = (predicted - np.where(work.count_runtime, runtime, 0)) / (1 + CACHED)
+    needed = runtime + allocated * (1 + UNUSABLE)
+    deviation = (np.log(machine.memory) - np.log(needed)) / SPREAD
+    return 0.5 * (1 - _erf(deviation / math.sqrt(2)))
+
+
+def _erf(x: Number) -> Number:
+    """Abramowitz & Stegun 7.1.26, to 1.5e-7."""
+    t = 1 / (1 + 0.3275911 * np.abs(x))
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    return np.sign(x) * (1 - series * np.exp(-x * x))

@@ -1,0 +1,45 @@
+"""The order in which the stages of a rank compute: 1F1B, plain and interleaved (Narayanan et al., arXiv 2104.04473)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fourfold.config.stages import FORWARDS_FIRST
+from fourfold.planning.cases import Number
+
+
+def round_size(stages: Number, micro_batches: Number) -> Number:
+    """Micro-batches that an interleaved schedule runs through a chunk before it turns to the next one."""
+    return micro_batches // np.maximum(micro_batches // stages, 1)
+
+
+def stage_order(stage: int, stages: int, micro_batches: int, interleave: int) -> list[tuple[int, int, bool]]:
+    """(chunk, micro-batch, backward) in the order in which a rank runs them, as torch's lists have it."""
+    total, at_once = micro_batches * interleave, int(round_size(stages, micro_batches))
+    assert interleave == 1 or micro_batches % at_once == 0
+    if interleave == 1:
+        ahead = min(stages - stage - 1, total)
+    else:
+        ahead = min(2 * (stages - stage - 1) + (interleave - 1) * at_once, total)
+
+    def place(step: int, back: bool) -> tuple[int, int, bool]:
+        if interleave == 1:
+            return (0, step, back)
+        group, inside = divmod(step, at_once * interleave)
+        chunk = inside // at_once
+        return (interleave - 1 - chunk if back else chunk, group * at_once + inside % at_once, back)
+
+    forwards, backwards = ([place(step, back) for step in range(total)] for back in (False, True))
+    order = forwards[:ahead]
+    for step in range(total - ahead):
+        order += [forwards[ahead + step], backwards[step]]
+    return order + backwards[total - ahead :]
+
+
+def directions(schedule: str, stage: int, stages: int, micro_batches: int, interleave: int) -> list[bool]:
+    """Of one stage (of stages · interleave) whether its operations are backwards, in their order; for the schedules
+    that do not split the backward."""
+    if schedule in FORWARDS_FIRST:
+        return [False] * micro_batches + [True] * micro_batches
+    chunk, rank = divmod(stage, stages)
+    return [back for c, _, back in stage_order(rank, stages, micro_batches, interleave) if c == chunk]

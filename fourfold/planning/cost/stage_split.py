@@ -1,0 +1,58 @@
+"""How many blocks the ranks of a pipeline have: the split of ``config.stages``, for many layouts at once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from fourfold.config.stages import balanced
+from fourfold.planning.cases import Number, unique_rows
+from fourfold.planning.workload import Workload
+
+
+class Split(NamedTuple):
+    """Blocks of the first rank, the second, the last, and of the fullest, with the first place that has so many."""
+
+    first: Number
+    second: Number
+    last: Number
+    most: Number
+    most_at: Number
+
+
+def split_of(work: Workload) -> Split:
+    """Of every case."""
+    v_shaped = work.v_shaped
+    cases = np.broadcast_arrays(work.layers, work.pp, work.interleave, v_shaped, work.ends)
+    if not any(np.ndim(case) for case in cases):
+        return Split(*_split(*(float(case) for case in cases), work.layers_per_stage))
+    # Layouts of one model differ in few of these numbers.
+    first, back = unique_rows(cases)
+    table = np.stack([case[first].astype(float) for case in cases], axis=1)
+    found = np.array([_split(*row, None) for row in table.tolist()])
+    return Split(*found.T[:, back])
+
+
+@lru_cache(maxsize=4096)
+def _split(
+    layers: float, pp: float, interleave: float, v_shaped: float, ends: float, counts: tuple[int, ...] | None
+) -> tuple[int, int, int, int, int]:
+    ranks = blocks_of_ranks(int(layers), int(pp), int(interleave), bool(v_shaped), ends, counts)
+    return ranks[0], ranks[min(1, len(ranks) - 1)], ranks[-1], max(ranks), ranks.index(max(ranks))
+
+
+@lru_cache(maxsize=4096)
+def blocks_of_ranks(
+    layers: int, pp: int, interleave: int, v_shaped: bool, ends: float, counts: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """Blocks of each rank of pp, all its stages together."""
+    stages = pp * interleave
+    if stages > layers:  # refused elsewhere
+        return (-(-layers // pp),) * pp
+    counts = counts or balanced(layers, stages, ends, ends)
+    ranks = [0] * pp
+    for stage, count in enumerate(counts):
+        ranks[min(stage, stages - 1 - stage) if v_shaped else stage % pp] += count
+    return tuple(ranks)

@@ -1,0 +1,76 @@
+"""What a pipeline costs: the bubble, and activations sent from stage to stage."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fourfold.planning.cases import Number
+from fourfold.planning.machines.constants import Constants
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.workload import SCHEDULES
+
+
+def bubble_seconds(
+    schedule: Number,
+    pp: Number,
+    interleave: Number,
+    micro_batches: Number,
+    forward: Number,
+    inputs: Number,
+    weights: Number,
+) -> Number:
+    """What a rank waits in a step for the pipeline to fill and drain. forward, inputs, weights: seconds of one
+    micro-batch in all of the rank's layers, and of its gradients of inputs and of weights.
+
+    1F1B and GPipe (p − 1)(F + I + W); interleaved 1/v of it (Narayanan et al. 2021, arXiv 2104.04473, section 2.2),
+    and (v − 1)/v of a micro-batch's time for each micro-batch that is missing to p. Zero-bubble schedules put weight
+    gradients into the gaps (Qi et al. 2024, arXiv 2401.10241, table 2), as far as there are any; of DualPipeV this is
+    the most. As torch's lists run (tests/planning/test_terms.py) where F, I and W take alike; elsewhere the steps of
+    zero-bubble schedules are within a few percent.
+    """
+    missing = np.maximum(pp - micro_batches, 0)
+    whole = forward + inputs + weights
+    interleaved = (pp - 1 + (interleave - 1) * missing) * whole / interleave
+    is_one = [np.equal(schedule, SCHEDULES.index(name)) for name in
+              ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")]  # fmt: skip
+    return np.select(
+        is_one,
+        [
+            _zero_bubble(pp, interleave, micro_batches, missing, forward, inputs, weights),
+            _v_shaped(pp, micro_batches, forward, inputs, weights),
+            (pp - 1) * (forward + 2 * np.maximum(inputs - weights, 0.0)) / 2,
+        ],
+        interleaved,
+    )
+
+
+def _zero_bubble(
+    pp: Number, interleave: Number, micro_batches: Number, missing: Number, forward: Number, inputs: Number,
+    weights: Number,
+) -> Number:  # fmt: skip
+    """F + I − W between two ranks, and with missing micro-batches what their forwards and gradients would fill; at
+    least the way of the first micro-batch through all chunks and back, behind which the others follow."""
+    gap = np.maximum(np.maximum(forward + inputs - weights, inputs), forward)
+    filled = ((pp - 1) * gap + missing * ((interleave - 1) * forward + np.minimum(inputs, weights))) / interleave
+    way = pp * (forward + inputs) + ((micro_batches - 1) * (forward + inputs) + weights) / interleave
+    return np.maximum(filled, way - micro_batches * (forward + inputs + weights))
+
+
+def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number, weights: Number) -> Number:
+    """With 2·pp micro-batches or more p − 1 times what the longest of the three, or their difference, leaves of half a
+    share of the layers; with fewer, what they leave of the first one's way down the V and up again."""
+    longest = np.maximum(np.maximum(forward, inputs), weights)
+    steady = (pp - 1) * np.maximum(np.maximum(longest, 2 * (inputs - weights)), 2 * forward - weights)
+    first = 2 * (pp - 1) * (forward + inputs)
+    behind = (np.minimum(micro_batches, pp) - 1) * (forward + np.minimum(forward, inputs))
+    later = 2 * weights * np.maximum(micro_batches - pp, 0)
+    return np.maximum(steady, first - behind - later) / 2
+
+
+def transfer_seconds(size: Number, gpus: Number, machine: Machine, constants: Constants) -> Number:
+    """Of ``size`` bytes to the next stage: through the network, unless the whole job stands in one node or domain, for
+    the slowest hop sets the pace."""
+    inside = gpus <= np.maximum(machine.domain, machine.gpus_per_node)
+    outside = constants.inter * machine.node / machine.gpus_per_node
+    latency = machine.base + np.where(inside, machine.intra_hop, machine.inter_hop)
+    return size / np.where(inside, constants.intra * machine.intra8, outside) + constants.latency * latency

@@ -1,0 +1,15 @@
+"""Seconds in which a block's input goes to the host's memory and comes back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fourfold.planning.cases import Number
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.workload import Workload
+
+
+def offload_seconds(work: Workload, machine: Machine) -> Number:
+    """Of one block, forward and backward: copies run in the order of the step, behind nothing (parallel.recompute)."""
+    residual = work.bytes * work.tokens * work.hidden / (work.x * work.y)
+    return 2 * residual * work.recomputing / np.maximum(machine.host, 1.0)  # refused where it is unknown

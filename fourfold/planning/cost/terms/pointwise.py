@@ -1,0 +1,87 @@
+"""Bytes of what is limited by memory: norms, residuals, activations, rotary embeddings, copies.
+
+A pass is a read or a write of all of a tensor.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fourfold.planning.cases import Number
+
+# Others' programs, in the forward, counted in the operations of a block.
+RESIDUAL_PASSES = 12.0
+"""Two norms (read, write), two residual sums (read twice, write), and the two outputs copied once."""
+FUSED_RESIDUAL_PASSES = 8.0
+"""Norm and residual sum in one kernel each."""
+HEAD_PASSES = 4.0
+"""Of queries, keys and values: rotate or add biases, and lay out for the attention."""
+PLAIN_TURNS = 8.0
+"""Of queries and keys, more where rotary embeddings are single operations: x·cos + (−x₂, x₁)·sin as products, negation,
+concatenation and sum (Megatron-DeepSpeed and Hugging Face in bf16)."""
+GELU_PASSES, GATED_PASSES = 4.0, 5.0
+"""Of the inner width: bias and activation as two operations; gate, up, their product and the sigmoid."""
+FUSED_INNER_PASSES = 2.5
+BACKWARD = 1.5
+"""A norm's backward reads the gradient and the input and writes one tensor, a sum's only passes on: 3 for 2."""
+
+# fourfold's own operations on 16 bits, forward and backward. tests/planning/test_traffic.py counts them, but for what
+# only a GPU or a compiler does: kernels of norms, and what is fused.
+OWN_SUMS = 6.0, 6.0
+"""Two residual sums, and of the gradients that meet at both: read twice, write."""
+OWN_NORMS = 4.0, 10.0
+"""Two of one kernel each: it reads and writes; for the gradients of inputs and of weights both ends are read."""
+OWN_CHAINS = 10.0, 48.0
+"""Two RMSNorms as chains of operations (``parallel.norm``): channels that lie over y are summed between them."""
+OWN_LAYER_CHAINS = 30.0, 76.0
+"""The same of two LayerNorms, whose statistics are finer and two."""
+OWN_HEAD_NORMS = 13.0, 20.0
+"""Of queries and keys: to 32 bits, a kernel, and back, times the weight."""
+OWN_TURNS = 11.5, 11.5
+"""Of what rotary embeddings turn, by single operations with sums in 32 bits (``models.rope``)."""
+OWN_FUSED_TURNS = 2.0, 2.0
+"""One kernel, with the head norms."""
+OWN_GATE, OWN_FUSED_GATE = (5.0, 9.0), (3.0, 5.0)
+"""Of the inner width: silu and product, with a gradient each for gate and up."""
+OWN_GELU = 2.0, 3.0
+"""Of the inner width."""
+OWN_BIASES = 2.0, 1.0
+"""Of what a bias is added to; its gradient is a sum."""
+
+
+def others_bytes(
+    residual: Number, heads: Number, turned: Number, inner: Number, gated: Number, fused: Number
+) -> tuple[Number, Number]:
+    """Bytes moved in one block's forward and backward, of tensors of ``residual``, ``heads`` (queries, keys and
+    values), ``turned`` (by rotary embeddings) and ``inner`` bytes on the rank."""
+    residual_passes = np.where(fused, FUSED_RESIDUAL_PASSES, RESIDUAL_PASSES)
+    inner_passes = np.where(fused, FUSED_INNER_PASSES, np.where(gated, GATED_PASSES, GELU_PASSES))
+    turns = np.where(fused, 0, PLAIN_TURNS)
+    forward = residual_passes * residual + HEAD_PASSES * heads + turns * turned + inner_passes * inner
+    return forward, BACKWARD * forward
+
+
+def own_bytes(
+    residual: Number, turned: Number, normed: Number, biased: Number, inner: Number, *,
+    gated: Number, fused: Number, core_fused: Number, chains: Number, layer_norm: Number,
+) -> tuple[Number, Number]:  # fmt: skip
+    """The same of fourfold's own block. turned, normed, biased: bytes of what rotary embeddings turn, head norms read
+    and biases are added to; core_fused: what lies between the attention's products; chains: whether norms are no
+    kernels."""
+
+    def passes(direction: int) -> Number:
+        chain = np.where(layer_norm, OWN_LAYER_CHAINS[direction], OWN_CHAINS[direction])
+        norms = np.where(chains, chain, OWN_NORMS[direction])
+        turns = np.where(core_fused, OWN_FUSED_TURNS[direction], OWN_TURNS[direction])
+        head_norms = np.where(core_fused, 0, OWN_HEAD_NORMS[direction])
+        gate = np.where(fused, OWN_FUSED_GATE[direction], OWN_GATE[direction])
+        activation = np.where(gated, gate, OWN_GELU[direction])
+        return (
+            (OWN_SUMS[direction] + norms) * residual
+            + turns * turned
+            + head_norms * normed
+            + activation * inner
+            + OWN_BIASES[direction] * biased
+        )
+
+    return passes(0), passes(1)

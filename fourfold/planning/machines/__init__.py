@@ -1,0 +1,1 @@
+"""Machines: what a device computes and holds, and what carries data between devices."""

@@ -1,0 +1,71 @@
+"""The few constants that no data sheet gives: how much of a machine's rates a program reaches.
+
+Each has a prior from published measurements; ``calibration`` moves them towards measured rows. They are multiplied into
+the machine's rates, so one set serves machines that nobody has measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from fourfold.planning.cases import Number
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Fractions of the machine's rates, and times.
+
+    matmul: of the achieved rate (training is longer and hotter than a benchmark); attention: of the fused kernel's
+    best; memory: of the memory bandwidth in pointwise operations; launch: on the host time of a kernel; intra, inter:
+    of the link's bandwidth; latency: on the latency of a collective; exposed: what part of the communication that
+    could hide does not; dispersion: standard deviation of the nodes' speeds, of which the slowest decides;
+    step: seconds that a step takes whatever its size.
+    """
+
+    matmul: Number
+    attention: Number
+    memory: Number
+    launch: Number
+    intra: Number
+    inter: Number
+    latency: Number
+    exposed: Number
+    dispersion: Number
+    step: Number
+
+
+class Prior(NamedTuple):
+    """A constant before any measurement: its median, and the spread of its logarithm."""
+
+    median: float
+    spread: float
+    source: str
+
+
+PRIORS: dict[str, Prior] = {
+    "matmul": Prior(0.90, 0.10, "training clocks are below a benchmark's: 5 to 15 %"),
+    "attention": Prior(0.90, 0.25, "as matmul; head sizes below 128 are slower"),
+    "memory": Prior(0.75, 0.25, "BabelStream-like kernels reach 80 to 90 % of the data sheet, short ones less"),
+    "launch": Prior(1.0, 0.50, "the machine file's launch time"),
+    "intra": Prior(0.75, 0.12, "nccl-tests: 230 of 300 GB/s on A100, 360 to 400 of 450 GB/s on H100"),
+    "inter": Prior(0.75, 0.15, "nccl-tests on 200 and 400 Gb/s adapters: 85 to 95 %, less in production"),
+    "latency": Prior(1.0, 0.50, "the machine file's latencies"),
+    "exposed": Prior(0.15, 0.60, "kernels that run beside communication lose processors and bandwidth to it"),
+    "dispersion": Prior(0.005, 0.80, "nodes of one machine differ by half a percent: an assumption"),
+    "step": Prior(0.010, 0.80, "synchronisation, clipping, and data loading between steps"),
+}
+NAMES = tuple(f.name for f in fields(Constants))
+assert tuple(PRIORS) == NAMES
+
+
+def prior_constants() -> Constants:
+    """The constants before any calibration."""
+    return Constants(**{name: prior.median for name, prior in PRIORS.items()})
+
+
+def moved(constants: Constants, logs: np.ndarray) -> Constants:
+    """``constants`` times exp(``logs``), an array [..., constants]."""
+    return replace(constants, **{name: getattr(constants, name) * np.exp(logs[..., i]) for i, name in enumerate(NAMES)})

@@ -1,0 +1,189 @@
+"""A machine as the planner sees it: what one device computes and holds, and what carries data between devices.
+
+Machines are TOML files (``fourfold/planning/machines``); every constant there stands beside its source.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fourfold.errors import UserError
+from fourfold.planning.cases import Cases, Number
+from fourfold.planning.machines.constants import NAMES
+
+
+@dataclass(frozen=True)
+class Machine(Cases):
+    """Constants of one machine, in SI units (bytes, seconds, floating-point operations per second).
+
+    peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates as advertised (bf16) and as the best shape reaches;
+    units: processors that share the tiles of a matmul; attention: best rate of a fused attention kernel; intra2,
+    intra4, intra8: one-directional bandwidth of a device to a group of that many neighbours, intra_far: to members of
+    a group that are not neighbours; host: to the host's memory, 0 where unknown; node: injection bandwidth of a node;
+    base, intra_hop, inter_hop: latency of a collective and of each step of its ring; ring_hop: of a rank, measured, in
+    rings that leave a node, where 0 the steps'; launch: host time of a kernel; reserved: bytes that the runtime takes
+    of a device. nn, nt, tn: the share of the achieved rate that products reach whose operands are as stored, or whose
+    second or first is transposed: input gradients, outputs and weight gradients of linear layers.
+    """
+
+    name: str
+    gpus_per_node: Number
+    domain: Number
+    units: Number
+    peak: Number
+    achieved: Number
+    achieved_fp8: Number
+    achieved_fp32: Number
+    attention: Number
+    memory: Number
+    memory_bandwidth: Number
+    intra2: Number
+    intra4: Number
+    intra8: Number
+    intra_far: Number
+    node: Number
+    base: Number
+    intra_hop: Number
+    inter_hop: Number
+    launch: Number
+    reserved: Number
+    host: Number = 0.0
+    ring_hop: Number = 0.0
+    nn: Number = 1.0
+    nt: Number = 1.0
+    tn: Number = 1.0
+    price_per_gpu_hour: float | None = None
+    watts_per_gpu: float | None = None
+    mtbf_gpu_hours: float | None = None
+    checkpoint_bandwidth: float | None = None
+    efficiency: tuple[tuple[str, float], ...] = ()
+    """What ``fourfold calibrate`` has fitted: constants of ``constants.Constants`` by name."""
+    calibrated_range: tuple[tuple[str, tuple[float, float]], ...] = ()
+    """Smallest and largest value of each feature among the calibration's rows; outside is extrapolation."""
+
+
+SECTIONS = {
+    "device": ("units", "peak", "achieved", "achieved_fp8", "achieved_fp32", "attention", "memory",
+               "memory_bandwidth", "reserved"),
+    "layouts": ("nn", "nt", "tn"),
+    "node": ("gpus_per_node", "domain", "intra2", "intra4", "intra8", "intra_far", "host"),
+    "network": ("node",),
+    "latency": ("base", "intra_hop", "inter_hop", "ring_hop", "launch"),
+    "costs": ("price_per_gpu_hour", "watts_per_gpu", "mtbf_gpu_hours", "checkpoint_bandwidth"),
+}  # fmt: skip
+LEAST, MOST = 1e-12, 1e24
+"""Of any constant: from a trillionth of a second to a million exaflop/s."""
+_WHOLE = ("gpus_per_node", "domain", "units")
+_OPTIONAL = {*SECTIONS["costs"], *SECTIONS["layouts"], "host", "ring_hop"}
+
+
+def machine_names() -> list[str]:
+    """Names of the machines that come with fourfold."""
+    return sorted(file.name.removesuffix(".toml") for file in _folder().iterdir() if file.name.endswith(".toml"))
+
+
+@cache
+def load_machine(name: str) -> Machine:
+    """The machine of a built-in name or of a TOML file; raises ``UserError`` for what is unknown or wrong in it."""
+    if name.endswith(".toml"):
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{name} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{name} is no text in UTF-8: {error}") from None
+        return parse_machine(text, where=name)
+    if name not in machine_names():
+        near = difflib.get_close_matches(name, machine_names(), n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(machine_names())}."
+        raise UserError(f"machine '{name}' is unknown; {hint} A file of your own ends in .toml.")
+    return parse_machine((_folder() / f"{name}.toml").read_text(encoding="utf-8"), where=f"{name}.toml")
+
+
+def parse_machine(text: str, where: str) -> Machine:
+    """A machine from the text of its file."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{where} is not valid TOML: {error}") from None
+    values: dict[str, Any] = {"name": table.pop("name", Path(where).stem)}
+    if not isinstance(values["name"], str):
+        raise UserError(f"{where}: name = {values['name']!r} must be text")
+    table.pop("sources", None)
+    efficiency = _efficiency(_section(table, "efficiency", where), where)
+    extent = _extent(_section(table, "calibrated_range", where), where)
+    for section, keys in SECTIONS.items():
+        given = _section(table, section, where)
+        for key in keys:
+            if key in given:
+                value = given.pop(key)
+                check_positive(value, f"{where}: {section}.{key}")
+                if key in _WHOLE and value != int(value):
+                    raise UserError(f"{where}: {section}.{key} = {value!r} must be a whole number")
+                if section == "layouts" and value > 1:
+                    raise UserError(f"{where}: {section}.{key} = {value!r} is a share of the achieved rate, at most 1")
+                values[key] = float(value)
+            elif key not in _OPTIONAL:
+                raise UserError(f"{where}: {section}.{key} is missing; machines/dgx-h100.toml shows every key")
+        if given:
+            raise UserError(f"{where}: unknown key '{section}.{next(iter(given))}'; there are {', '.join(keys)}")
+    if table:
+        raise UserError(f"{where}: unknown section '{next(iter(table))}'; there are {', '.join(SECTIONS)}")
+    if values["achieved"] > values["peak"]:
+        raise UserError(
+            f"{where}: device.achieved = {values['achieved']:g} is more than device.peak = {values['peak']:g}"
+        )
+    return Machine(**values, efficiency=efficiency, calibrated_range=extent)
+
+
+def check_positive(value: Any, what: str) -> None:
+    """Raises ``UserError`` for what a file has instead of a number above 0, or one that no machine has."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UserError(f"{what} = {str(value)[:40]} must be a number above 0")
+    if not LEAST <= value <= MOST:
+        raise UserError(f"{what} = {str(value)[:40]} must be from {LEAST:g} to {MOST:g}")
+
+
+def _section(table: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+    section = table.pop(name, {})
+    if not isinstance(section, dict):
+        raise UserError(f"{where}: {name} must be a section, [{name}]")
+    return section
+
+
+def _efficiency(table: dict[str, Any], where: str) -> tuple[tuple[str, float], ...]:
+    for name, value in table.items():
+        if name not in NAMES:
+            raise UserError(f"{where}: unknown key 'efficiency.{name}'; there are {', '.join(NAMES)}")
+        check_positive(value, f"{where}: efficiency.{name}")
+    return tuple((name, float(value)) for name, value in table.items())
+
+
+def _extent(table: dict[str, Any], where: str) -> tuple[tuple[str, tuple[float, float]], ...]:
+    for name, ends in table.items():
+        if not isinstance(ends, list) or len(ends) != 2:
+            raise UserError(f"{where}: calibrated_range.{name} = {ends!r} must be a smallest and a largest number")
+        for end in ends:
+            check_positive(end, f"{where}: calibrated_range.{name}")
+        if ends[0] > ends[1]:
+            raise UserError(f"{where}: calibrated_range.{name} = {ends!r} must begin with the smaller number")
+    return tuple((name, (float(low), float(high))) for name, (low, high) in table.items())
+
+
+def stack_machines(machines: Sequence[Machine]) -> Machine:
+    """Many machines as one whose constants are arrays, an entry for each."""
+    numeric = [f.name for f in fields(Machine) if f.type == "Number"]
+    return Machine(name="several", **{key: np.array([getattr(m, key) for m in machines]) for key in numeric})
+
+
+def _folder() -> Any:
+    return files("fourfold.planning.machines")

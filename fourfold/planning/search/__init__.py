@@ -1,0 +1,1 @@
+"""Finds the fastest layouts that fit, and explains why they win."""

@@ -1,0 +1,215 @@
+"""Why a layout wins: against what, by how much, and what would have to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fourfold.errors import UserError
+from fourfold.planning.cost.step import PARTS
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.search.fastest import Limits, evaluate
+from fourfold.planning.search.plan import Plan, Prediction, make_plan, of_blocks, predict
+from fourfold.planning.search.space import AXES, PIPELINES, REASONS
+from fourfold.planning.workload import SCHEDULES
+
+KNOBS = {
+    "the network of a node": ("node", "GB/s", 1e9),
+    "the link inside a node": ("intra8", "GB/s", 1e9),
+    "the matmul rate": ("achieved", "TFLOP/s", 1e12),
+    "the latency of a hop between nodes": ("inter_hop", "µs", 1e-6),
+}
+"""Constants whose break-even is looked for: the machine's field, the unit, and its size."""
+RATES = {8: "achieved_fp8", 32: "achieved_fp32"}
+"""Fields of the matmul rate where products are not of 16 bits."""
+CANDIDATES = 400
+"""Fastest layouts that are evaluated again under changed constants."""
+FACTORS = np.geomspace(1, 8, 31)
+HALVINGS = 6
+"""Of the interval between two factors, to the break-even within a thousandth."""
+NEAR = 0.05
+"""Neighbours within this of the best belong to its basin."""
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Where another layout overtakes the best: the constant's value there, above or below the machine's own."""
+
+    what: str
+    now: float
+    at: float
+    unit: str
+    other: str
+
+    def sentence(self) -> str:
+        side = "exceeds" if self.at > self.now else "falls below"
+        return f"wins until {self.what} {side} {self.at:.4g} {self.unit} (now {self.now:.4g}); then {self.other}"
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """One step away: what changes, and how much slower it is (None: refused, for the reason)."""
+
+    change: str
+    slower: float | None
+    reason: str
+
+
+def runner_up(plan: Plan) -> Prediction | None:
+    """The fastest layout whose grid is another."""
+    best = plan.best.work
+    work, order = plan.found.work, plan.found.order
+    other = np.zeros(len(order), dtype=bool)
+    for axis in AXES:
+        other |= np.asarray(getattr(work, axis))[order] != getattr(best, axis)
+    places = np.flatnonzero(other)
+    return predict(plan.found.point(order[places[0]]), plan.machine, plan.constants) if len(places) else None
+
+
+def waterfall(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
+    """Seconds of each part, one column for each prediction; parts that are nothing everywhere are left out."""
+    rows = {part: [p.parts[part] for p in predictions] for part in PARTS}
+    return {part: row for part, row in rows.items() if max(row) > 0}
+
+
+def break_evens(plan: Plan) -> list[BreakEven]:
+    """For each of ``KNOBS`` and direction, where the best grid stops being the best of the candidates."""
+    order = plan.found.order[:CANDIDATES]
+    if len(order) < 2:
+        return []
+    work = plan.found.work.take(order)
+    work = replace(
+        work, **{k: np.asarray(v, float) for k, v in vars(work).items() if np.ndim(v) and v.dtype.kind == "i"}
+    )
+    grids = np.stack([np.asarray(getattr(work, axis)) for axis in AXES], axis=1)
+
+    def overtaker(field: str, factor: float) -> int | None:
+        """The first of the candidates where a constant is so many times its own, if its grid is another."""
+        best = int(np.argmin(evaluate(work, _changed(plan.machine, field, factor), plan.constants)[1]))
+        return best if (grids[best] != grids[0]).any() else None
+
+    found = []
+    for what, (field, unit, size) in KNOBS.items():
+        if field == "achieved":
+            field = RATES.get(int(plan.best.work.bits), field)
+        now = getattr(plan.machine, field)
+        for factors in (FACTORS, 1 / FACTORS):
+            flip = next((i for i, factor in enumerate(factors[1:]) if overtaker(field, factor) is not None), None)
+            if flip is None:
+                continue
+            holds, lost = factors[flip], factors[flip + 1]
+            for _ in range(HALVINGS):
+                between = np.sqrt(holds * lost)
+                holds, lost = (between, lost) if overtaker(field, between) is None else (holds, between)
+            other = predict(plan.found.point(order[overtaker(field, lost)]), plan.machine, plan.constants)
+            found.append(BreakEven(what, now / size, float(now * lost / size), unit, other.describe()))
+    return found
+
+
+def _changed(machine: Machine, field: str, factor: float) -> Machine:
+    names = ("intra2", "intra4", "intra8", "intra_far") if field == "intra8" else (field,)
+    return replace(machine, **{name: getattr(machine, name) * factor for name in names})
+
+
+def neighbours(plan: Plan) -> list[Neighbour]:
+    """The best layout with one factor of two moved between axes, or one other knob one step away."""
+    found, best = plan.found, plan.best
+    columns = {name: np.asarray(getattr(found.work, name))
+               for name in (*AXES, "micro_batch", "interleave", "schedule", "context", "zero", "recompute", "every",
+                            "offload")}  # fmt: skip
+    here = {name: int(getattr(best.work, name)) for name in columns}
+
+    def look(changes: dict[str, int], text: str) -> Neighbour:
+        mask = np.ones(len(found.seconds), dtype=bool)
+        for name, column in columns.items():
+            if name == "zero" and (changes.get("dp", here["dp"]) * changes.get("cp", here["cp"])) == 1:
+                continue
+            if name in ("interleave", "schedule") and changes.get("pp", here["pp"]) == 1:
+                continue
+            if name == "context" and changes.get("cp", here["cp"]) == 1:
+                continue
+            if name in ("every", "offload") and "recompute" in changes:
+                continue
+            mask &= column == changes.get(name, here[name])
+        places = np.flatnonzero(mask)
+        if not len(places):
+            return Neighbour(text, None, "outside the searched sizes")
+        fitting = places[found.reason[places] == 0]
+        if not len(fitting):
+            place = places[np.argmin(found.seconds[places])]
+            return Neighbour(text, None, REASONS[found.reason[place]])
+        place = fitting[np.argmin(found.seconds[fitting])]
+        if "recompute" in changes:
+            text += of_blocks(int(columns["every"][place]))
+        return Neighbour(text, float(found.seconds[place] / best.seconds - 1), "")
+
+    table = []
+    for taken in AXES:
+        for given in AXES:
+            if taken != given and here[taken] % 2 == 0:
+                change = {taken: here[taken] // 2, given: here[given] * 2}
+                text = f"{taken} {here[taken]} → {change[taken]}, {given} {here[given]} → {change[given]}"
+                table.append(look(change, text))
+    for name, values in (
+        ("micro_batch", (here["micro_batch"] // 2, here["micro_batch"] * 2)),
+        ("zero", (here["zero"] - 1, here["zero"] + 1)),
+        ("recompute", (here["recompute"] - 1, here["recompute"] + 1)),
+    ):
+        for value in values:
+            if value >= (name == "micro_batch") and value in columns[name]:
+                table.append(look({name: value}, f"{name} {here[name]} → {value}"))
+    return table + [look(change, text) for change, text in _other_pipelines(here)]
+
+
+def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
+    """The schedules before and after in ``space.PIPELINES``."""
+    pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in PIPELINES]
+    now = (here["schedule"], here["interleave"])
+    if here["pp"] == 1 or now not in pipelines:
+        return []
+    at = pipelines.index(now)
+    return [
+        ({"schedule": schedule, "interleave": chunks},
+         f"{SCHEDULES[now[0]]}, {now[1]} stages a rank → {SCHEDULES[schedule]}, {chunks}")
+        for schedule, chunks in pipelines[max(at - 1, 0) : at] + pipelines[at + 1 : at + 2]
+    ]  # fmt: skip
+
+
+def basin(table: Sequence[Neighbour]) -> str:
+    """Sharp peak or broad basin, in one sentence."""
+    known = [n.slower for n in table if n.slower is not None]
+    near = sum(slower <= NEAR for slower in known)
+    if not known:
+        return "No neighbour is legal and fits: the layout stands alone."
+    shape = "a broad basin" if near >= len(known) / 3 else "a sharp peak"
+    return f"{near} of {len(known)} neighbours that fit are within {NEAR:.0%}: {shape}."
+
+
+def next_doubling(plan: Plan, limits: Limits | None) -> dict[str, Any] | None:
+    """The same batch on twice the GPUs, replanned: speed-up and efficiency."""
+    base = replace(plan.best.work, x=1, y=1, z=1, dp=1, cp=1, pp=1)
+    try:
+        more = make_plan(base, plan.machine, plan.constants, 2 * plan.gpus, 1, limits).best
+    except UserError:
+        return None
+    speedup = plan.best.seconds / more.seconds
+    return {"gpus": 2 * plan.gpus, "layout": more.describe(), "step_seconds": more.seconds, "speedup": speedup,
+            "efficiency": speedup / 2}  # fmt: skip
+
+
+def explain(plan: Plan, own: Prediction | None = None, limits: Limits | None = None) -> dict[str, Any]:
+    """All of it as JSON values."""
+    second = runner_up(plan)
+    shown = {"best": plan.best} | ({"runner_up": second} if second else {}) | ({"yours": own} if own else {})
+    table = neighbours(plan)
+    return {
+        "layouts": {name: p.describe() for name, p in shown.items()},
+        "waterfall": {"columns": list(shown), "seconds": waterfall(list(shown.values()))},
+        "break_evens": [vars(b) | {"sentence": b.sentence()} for b in break_evens(plan)],
+        "neighbours": [vars(n) for n in table],
+        "basin": basin(table),
+        "next_doubling": next_doubling(plan, limits),
+    }

@@ -1,0 +1,186 @@
+"""The plan of a model on a machine: the best layouts, and everything that is said about one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fourfold.errors import UserError
+from fourfold.planning.cost.block import block_time
+from fourfold.planning.cost.memory import CATEGORIES, p_out_of_memory, peak_memory, stage_memory
+from fourfold.planning.cost.step import step_parts
+from fourfold.planning.machines.constants import Constants
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.search.fastest import Found, Limits, search
+from fourfold.planning.search.space import AXES
+from fourfold.planning.workload import CONTEXTS, RECOMPUTE, SCHEDULES, Workload
+
+GRID = ("pp", "dp", "cp", "z", "y", "x")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One layout: seconds by part, bytes of the fullest rank and by stage."""
+
+    work: Workload
+    parts: dict[str, float]
+    memory_bytes: float
+    p_oom: float
+    stages: list[dict[str, float]]
+    machine: Machine
+
+    @property
+    def gpus(self) -> int:
+        return int(self.work.gpus)
+
+    @property
+    def stage_numbers(self) -> list[int]:
+        """Which stages ``stages`` speaks of."""
+        return _stages_shown(int(self.work.pp))
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs together."""
+        return float(self.work.batch * self.work.seq / self.seconds)
+
+    def utilisation(self, flops: float) -> float:
+        """``flops`` of a step over what the GPUs could at their bf16 peak, in whichever precision it runs."""
+        return float(flops / (self.seconds * self.gpus * self.machine.peak))
+
+    def describe(self) -> str:
+        """The layout in one line; axes of size 1 are left out."""
+        return describe_layout(self.work)
+
+    def record(self) -> dict[str, Any]:
+        """As JSON values: what scripts rely on, then the parts and stages."""
+        work = self.work
+        schedule, interleave = SCHEDULES[int(work.schedule)], int(work.interleave)
+        return {
+            "parallel": {
+                **{axis: int(getattr(work, axis)) for axis in AXES},
+                "zero": int(work.zero),
+                **({"schedule": schedule} if work.pp > 1 else {}),
+                **({"stages_per_rank": interleave} if interleave > 1 else {}),
+                **({"cp_method": CONTEXTS[int(work.context)]} if work.cp > 1 and work.context > 0 else {}),
+            },
+            "micro_batch_size": int(work.micro_batch),
+            "gradient_accumulation_steps": int(work.micro_batches),
+            "activation_checkpoint": RECOMPUTE[int(work.recompute)],
+            "activation_checkpoint_every": int(work.every),
+            "activation_checkpoint_offload": bool(work.offload),
+            "step_seconds": self.seconds,
+            "memory_bytes": int(self.memory_bytes),
+            "p_out_of_memory": self.p_oom,
+            "mfu": self.utilisation(work.model_flops()),
+            "hfu": self.utilisation(work.hardware_flops()),
+            "tokens_per_second_per_gpu": self.tokens_per_second / self.gpus,
+            "parts": self.parts,
+            "stages": [{"stage": n, **stage} for n, stage in zip(self.stage_numbers, self.stages, strict=True)],
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The fastest layouts of a search, best first."""
+
+    best: Prediction
+    ranked: list[Prediction]
+    found: Found
+    machine: Machine
+    constants: Constants
+    gpus: int
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "best": self.best.record(),
+            "ranked": [prediction.record() for prediction in self.ranked],
+            "evaluated": self.found.evaluated,
+            "seconds": self.found.seconds_taken,
+            "rejected": self.found.rejected(),
+        }
+
+
+def describe_layout(work: Workload) -> str:
+    """A layout in one line; axes of size 1 are left out."""
+    axes = [f"{axis} {int(size)}" for axis in GRID if (size := getattr(work, axis)) > 1] or ["one GPU"]
+    more = [f"zero {int(work.zero)}"] if work.zero > 0 else []
+    more += [CONTEXTS[int(work.context)]] if work.cp > 1 and work.context > 0 else []
+    more += [SCHEDULES[int(work.schedule)]] if work.pp > 1 and work.schedule > 0 else []
+    more += [f"interleave {int(work.interleave)}"] if work.interleave > 1 else []
+    more += [f"{RECOMPUTE[int(work.recompute)]} recompute{of_blocks(int(work.every))}"] if work.recompute > 0 else []
+    more += ["offload"] if work.offload else []
+    return ", ".join([" × ".join(axes), *more, f"micro-batch {int(work.micro_batch)}"])
+
+
+def of_blocks(every: int) -> str:
+    """Which blocks recompute, where not all do."""
+    return {1: "", 2: " of every second block"}.get(every, f" of every {every}th block")
+
+
+def predict(work: Workload, machine: Machine, constants: Constants) -> Prediction:
+    """Of one layout, legal or not."""
+    block = block_time(work, machine, constants)
+    parts = {name: float(value) for name, value in step_parts(work, machine, constants, block).items()}
+    stages = [
+        {name: float(stage_memory(work, machine, stage)[name]) for name in CATEGORIES}
+        for stage in _stages_shown(int(work.pp))
+    ]
+    memory = float(peak_memory(work, machine))
+    return Prediction(work, parts, memory, float(p_out_of_memory(memory, work, machine)), stages, machine)
+
+
+def _stages_shown(pp: int) -> list[int]:
+    """All stages of a short pipeline; of a long one eight that are spread evenly, first and last among them."""
+    return list(range(pp)) if pp <= 8 else sorted({round(i * (pp - 1) / 7) for i in range(8)})
+
+
+def make_plan(
+    base: Workload, machine: Machine, constants: Constants, gpus: int, top: int = 10, limits: Limits | None = None
+) -> Plan:
+    """The ``top`` fastest layouts that fit; raises ``UserError`` that says what would, where none does."""
+    found = search(base, machine, constants, gpus, limits)
+    if not len(found.order):
+        raise UserError(_nothing_fits(base, machine, constants, gpus, limits, found))
+    ranked = [predict(found.point(index), machine, constants) for index in found.order[:top]]
+    return Plan(ranked[0], ranked, found, machine, constants, gpus)
+
+
+def _nothing_fits(
+    base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits | None, found: Found
+) -> str:
+    """What is missing, and the smallest change that helps."""
+    legal = np.flatnonzero(np.isfinite(found.seconds))
+    if not len(legal):
+        reason = max(found.rejected().items(), key=lambda item: item[1])[0]
+        return (
+            f"no layout of {gpus} GPUs is legal: most often {reason}; "
+            f"change --gpus or --global-batch ({int(base.batch)} sequences)"
+        )
+    least = legal[np.argmin(found.memory[legal])]
+    point = predict(found.point(least), machine, constants)
+    likely = f", and run out of it with a probability of {point.p_oom:.0%}" if point.p_oom < 0.995 else ""
+    sentence = (
+        f"nothing fits: the leanest of {len(legal):,} layouts ({point.describe()}) would hold "
+        f"{point.memory_bytes / 1e9:.1f} GB of the {machine.memory / 1e9:.0f} GB of a {machine.name} GPU{likely}"
+    )
+    limits = limits or Limits()
+    leanest = replace(limits, micro_batches=limits.micro_batches[:1])
+    for more in (gpus * 2**i for i in range(1, 7)):
+        for batch in sorted({base.batch, max(base.batch, more)}):
+            if _something_fits(replace(base, batch=batch), machine, constants, more, leanest):
+                grown = f" with a global batch of {int(batch)}" if batch != base.batch else ""
+                return f"{sentence}; {more} GPUs{grown} would do, or a shorter --seq"
+    return f"{sentence}; a machine with more memory is needed, or a smaller model"
+
+
+def _something_fits(base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits) -> bool:
+    try:
+        return len(search(base, machine, constants, gpus, limits).order) > 0
+    except UserError:  # the limits leave nothing
+        return False

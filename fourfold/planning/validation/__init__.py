@@ -1,1 +1,0 @@
-"""Measured rows against predictions."""

@@ -1,0 +1,1 @@
+"""The run file: read, overridden, written, documented."""

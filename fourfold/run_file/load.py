@@ -1,0 +1,148 @@
+"""Read a run file, apply overrides, and turn every mistake into one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from fourfold.config.layout import check_layout
+from fourfold.config.presets import with_preset
+from fourfold.config.run import RunConfig
+from fourfold.errors import UserError
+from fourfold.huggingface.architectures.config_json import check_length, from_huggingface
+
+ELSEWHERE = {
+    "tensor_parallel_size": "parallel.x (and y)",
+    "tensor_parallel_degree": "parallel.x (and y)",
+    "tensor_model_parallel_size": "parallel.x (and y)",
+    "tp": "parallel.x (and y)",
+    "data_parallel_shard": "parallel.z",
+    "data_parallel_shard_degree": "parallel.z",
+    "fsdp": "parallel.z",
+    "data_parallel_replicate": "parallel.dp",
+    "data_parallel_replicate_degree": "parallel.dp",
+    "context_parallel_size": "parallel.cp",
+    "context_parallel_degree": "parallel.cp",
+    "pipeline_parallel_size": "parallel.pp",
+    "pipeline_parallel_degree": "parallel.pp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "zero_stage": "parallel.zero",
+    "batch_size": "training.micro_batch_size or training.global_batch_size",
+    "learning_rate": "optimizer.lr",
+    "seq_len": "training.seq_length",
+    "max_seq_length": "training.seq_length",
+    "max_steps": "training.train_steps",
+    "steps": "training.train_steps",
+    "train_iters": "training.train_steps",
+    "clip_grad": "optimizer.max_grad_norm",
+    "max_norm": "optimizer.max_grad_norm",
+    "save_interval": "checkpoint.interval",
+    "save_steps": "checkpoint.interval",
+    "num_layers": "model.num_hidden_layers",
+    "n_layer": "model.num_hidden_layers",
+    "n_layers": "model.num_hidden_layers",
+    "n_head": "model.num_attention_heads",
+    "n_embd": "model.hidden_size",
+    "rms_norm_eps": "model.norm_eps",
+    "layer_norm_epsilon": "model.norm_eps",
+}
+"""What other frameworks call our keys."""
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run that a TOML file and ``a.b=c`` overrides describe; raises ``UserError`` for whatever is wrong in it."""
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the run file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from None
+    for override in overrides:
+        apply_override(table, override)
+    return make_run(table, where=str(path))
+
+
+def make_run(table: Mapping[str, Any], where: str = "the run") -> RunConfig:
+    """Validate a run given as nested tables."""
+    table = dict(table)
+    if isinstance(table.get("model"), dict):
+        table["model"] = with_preset(from_huggingface(table["model"]))
+    try:
+        run = RunConfig.model_validate(table)
+    except ValidationError as error:
+        raise UserError(f"{where}: {_sentence(error)}") from None
+    check_layout(run)
+    if run.model.from_hf is not None:
+        check_length(run.model.from_hf, run.model.max_position_embeddings, run.training.seq_length)
+    return run
+
+
+def apply_override(table: dict[str, Any], override: str) -> None:
+    """Set one ``section.key=value``; the value is read as TOML, and as a string where it is none."""
+    key, equals, text = override.partition("=")
+    *sections, name = key.strip().split(".")
+    if not equals or not name:
+        raise UserError(f"--set {override}: write it as section.key=value, for example --set parallel.x=2")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise UserError(f"--set {override}: '{section}' is a value, not a section")
+    table[name] = value
+
+
+def _sentence(error: ValidationError) -> str:
+    """One sentence for the first mistake; how many more there are."""
+    mistakes = error.errors()
+    first = next((m for m in mistakes if m["type"] == "extra_forbidden"), mistakes[0])
+    place = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        text = f"unknown key '{place}'; {_nearest(first['loc'])}"
+    elif first["type"] == "missing":
+        text = f"'{place}' is missing"
+    elif first["type"] == "value_error":
+        reason = str(first["ctx"]["error"])
+        text = f"[{place}] {reason}" if place else reason
+    else:
+        text = f"{place} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    more = len(mistakes) - 1
+    return text + (f" (and {more} more mistake{'s' if more > 1 else ''})" if more else "")
+
+
+def _nearest(location: tuple[int | str, ...]) -> str:
+    """The right key nearest to a wrong one: its name elsewhere, the section that has it, or a close spelling."""
+    *sections, name = (str(part) for part in location if not isinstance(part, int))
+    if name in ELSEWHERE:
+        return f"here it is called {ELSEWHERE[name]}"
+    for other, field in RunConfig.model_fields.items():
+        model = _model_of(field.annotation)
+        if model is not None and name in model.model_fields:
+            return f"did you mean '{other}.{name}'?"
+    section = _section(sections)
+    close = difflib.get_close_matches(name, section.model_fields, n=1)
+    if close:
+        return f"did you mean '{'.'.join([*sections, close[0]])}'?"
+    return f"there are {', '.join(section.model_fields)}"
+
+
+def _section(names: Sequence[str]) -> type[BaseModel]:
+    model: type[BaseModel] = RunConfig
+    for name in names:
+        model = _model_of(model.model_fields[name].annotation) or model
+    return model
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    """The section behind an annotation such as ``Section``, ``Section | None`` or ``list[Section]``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for arg in get_args(annotation) if (model := _model_of(arg))), None)

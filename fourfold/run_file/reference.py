@@ -1,0 +1,163 @@
+"""The run file's reference, made from the schema: python -m fourfold.run_file.reference > docs/run-file.md"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+from collections.abc import Iterator
+from typing import Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from fourfold.config.model import ModelConfig
+from fourfold.config.presets import PRESETS
+from fourfold.config.run import RunConfig
+from fourfold.run_file.load import ELSEWHERE
+
+INTRODUCTION = """\
+# The run file
+
+<!-- Written by fourfold/run_file/reference.py from the schema: change descriptions there, not here. -->
+
+A run file is TOML and describes a whole run. It is strict: an unknown key is an error that names the nearest right one,
+and numbers must be numbers. `--set section.key=value` on any command overrides a key, or adds it; the value is read as
+TOML, and as a string where it is none. The resolved file is kept as `run.toml` in the run's folder.
+
+A short one is [examples/laptop.toml](../examples/laptop.toml). Sizes must divide over the grid; what cannot be divided
+is refused with a sentence ([parallelism.md](parallelism.md#what-is-refused)).
+
+The sections are [model](#model), [data](#data), [masks](#masks), [parallel](#parallel), [overlap](#overlap),
+[training](#training), [activation_checkpoint](#activation_checkpoint), [optimizer](#optimizer), [lora](#lora),
+[lr_scheduler](#lr_scheduler), [checkpoint](#checkpoint), [metrics](#metrics), [validation](#validation),
+[audit](#audit) and [sample](#sample). Only `[model]`,
+`[data]` and `[training]` have keys that must be given; a preset gives those of `[model]`. At the end are the
+[presets](#presets), and the [names that other frameworks use](#names-elsewhere).
+"""
+
+NAMES = {int: "integer", float: "number", str: "string", bool: "`true` or `false`"}
+SIGNS = {Gt: (">", "gt"), Ge: ("≥", "ge"), Lt: ("<", "lt"), Le: ("≤", "le")}
+
+
+def reference() -> str:
+    """The whole page as Markdown."""
+    top = {name: field for name, field in RunConfig.model_fields.items() if _section_of(field.annotation) is None}
+    parts = [INTRODUCTION, "## Top level\n", _table(top)]
+    for name, field in RunConfig.model_fields.items():
+        section = _section_of(field.annotation)
+        if section is not None:
+            parts += [f"## [{name}]\n", *_paragraph(section), _table(section.model_fields)]
+            for title, inner in _inner_sections(name, section):
+                parts += [f"### {title}\n", *_paragraph(inner), _table(inner.model_fields)]
+    parts += ["## Presets\n", _presets(), "## Names elsewhere\n", _elsewhere()]
+    return "\n".join(parts)
+
+
+def _paragraph(section: type[BaseModel]) -> list[str]:
+    return [inspect.cleandoc(section.__doc__) + "\n"] if section.__doc__ else []
+
+
+def _inner_sections(name: str, section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Tables inside a section, each once, with the title that says where they stand."""
+    places: dict[type[BaseModel], list[str]] = {}
+    for key, field in section.model_fields.items():
+        inner = _section_of(field.annotation)
+        if inner is not None:
+            places.setdefault(inner, []).append(f"{name}.{key}")
+    for inner, keys in places.items():
+        is_list = get_origin(section.model_fields[keys[0].partition(".")[2]].annotation) is list
+        yield ("Each of " + " and ".join(keys) if is_list else f"[{keys[0]}]"), inner
+
+
+def _table(fields: dict[str, FieldInfo]) -> str:
+    rows = ["| key | type | default | |", "|---|---|---|---|"]
+    for name, field in fields.items():
+        cells = (f"`{name}`", _type(field), _default(field), field.description or "")
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _type(field: FieldInfo) -> str:
+    limits = [
+        f"{SIGNS[type(m)][0]} {_number(getattr(m, SIGNS[type(m)][1]))}" for m in field.metadata if type(m) in SIGNS
+    ]
+    return " ".join([_type_name(field.annotation), ", ".join(limits)]).strip()
+
+
+def _type_name(annotation: Any) -> str:
+    if annotation in NAMES:
+        return NAMES[annotation]
+    origin, args = get_origin(annotation), [arg for arg in get_args(annotation) if arg is not types.NoneType]
+    if origin is Literal:
+        return _one_of([f"`{json.dumps(value)}`" for value in args])
+    if origin in (Union, types.UnionType):
+        return _one_of([_type_name(arg) for arg in args])
+    if origin is list:
+        return f"list of {_type_name(args[0])}" if _section_of(args[0]) is None else "list of tables"
+    if origin is tuple and args[-1] is Ellipsis:
+        return f"list of {_type_name(args[0])}s"
+    if origin is tuple:
+        return f"list of {len(args)} {_type_name(args[0])}s"
+    return "table"
+
+
+def _one_of(names: list[str]) -> str:
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if isinstance(field.default, BaseModel):
+        return "that of its keys"
+    return "none" if field.default is None else f"`{json.dumps(field.default)}`"
+
+
+def _number(value: float) -> str:
+    return f"2^{value.bit_length() - 1}" if isinstance(value, int) and value > 2**32 else f"{value:g}"
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The table that an annotation such as ``Section``, ``Section | None`` or ``list[Section]`` stands for."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((section for arg in get_args(annotation) if (section := _section_of(arg))), None)
+
+
+def _presets() -> str:
+    rows = ["| preset | parameters | layers | hidden | heads | kv heads | inner | vocabulary |", "|---" * 8 + "|"]
+    for name, sizes in PRESETS.items():
+        model = ModelConfig(**sizes)
+        numbers = (
+            model.num_hidden_layers,
+            model.hidden_size,
+            model.num_attention_heads,
+            model.num_key_value_heads,
+            model.intermediate_size,
+            model.vocab_size,
+        )
+        rows.append(" | ".join([f"| `{name}`", _count(model.num_parameters), *map(str, numbers)]) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _count(parameters: int) -> str:
+    """Three significant digits with a unit."""
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if parameters >= unit:
+            return f"{parameters / unit:.3g}{name}" if parameters < 999.5 * unit else f"{parameters / unit:.0f}{name}"
+    return f"{parameters / 1000:.0f}K"
+
+
+def _elsewhere() -> str:
+    theirs: dict[str, list[str]] = {}
+    for name, ours in ELSEWHERE.items():
+        theirs.setdefault(ours, []).append(f"`{name}`")
+    rows = ["These are not accepted, but the error says what to write.\n", "| here | elsewhere |", "|---|---|"]
+    rows += [f"| {ours} | {', '.join(names)} |" for ours, names in theirs.items()]
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

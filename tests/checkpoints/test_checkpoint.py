@@ -1,0 +1,449 @@
+"""Checkpoints: bit-identical resume, any grid, whole or not at all, and damage that is told in a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from safetensors.torch import load_file
+from tiny_runs import GPT, LLAMA, QWEN, tiny_run
+from torch import Tensor
+
+from fourfold.checkpoints import checkpoint
+from fourfold.checkpoints.checkpoint import (
+    STATE_FILE,
+    Checkpointer,
+    check_same_model,
+    find_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    load_weights,
+    read_state,
+)
+from fourfold.config.run import CheckpointConfig, RunConfig
+from fourfold.errors import UserError
+from fourfold.models.transformer import Transformer
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.state import gather_full
+from fourfold.training.job import Job
+from fourfold.verification.batches import micro_batches_of, random_global_batch
+
+CPU = torch.device("cpu")
+SHORT = {"head_dim": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
+"""With qk_norm: norm weights of 4 numbers, so that over z = 3 one process has none."""
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A default group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def new_job(run: RunConfig, initialized: bool = True) -> Job:
+    job = Job(run, Grid(run.parallel, "cpu"), CPU)
+    job.initialize(run.training.seed if initialized else 99)
+    return job
+
+
+def train(job: Job, steps: range) -> list[float]:
+    """The losses."""
+    losses = []
+    for step in steps:
+        batch = micro_batches_of(random_global_batch(job.run, step), job.run, job.grid, CPU)
+        losses.append(job.train_step(batch, step).loss.item())
+    return losses
+
+
+def save(job: Job, folder: Path, step: int, **config: Any) -> Path:
+    Checkpointer(folder, job, CheckpointConfig(**config)).save(step)
+    return folder / f"step_{step}"
+
+
+def tensors_of(job: Job) -> list[Tensor]:
+    """Everything that a checkpoint must bring back, as this process holds it."""
+    moments = [m for i in range(len(job.shards)) for m in job.optimizer.moments(i).values()]
+    counts = [job.optimizer.adamw.state[p]["step"] for p in job.optimizer.parameters]
+    return [tensor.clone() for tensor in [*(s.local for s in job.shards), *moments, *counts]]
+
+
+def whole(job: Job) -> dict[str, Tensor] | None:
+    """Weights and moments by name on rank 0."""
+    weights = gather_full(job.shards, [shard.local for shard in job.shards])
+    found = {f"model.{name}": tensor for name, tensor in (weights or {}).items()}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        moments = gather_full(job.shards, [job.optimizer.moments(i)[moment] for i in range(len(job.shards))])
+        found |= {f"{moment}.{name}": tensor for name, tensor in (moments or {}).items()}
+    return found if dist.get_rank() == 0 else None
+
+
+def equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def resume_on_the_same_grid(rank: int, world_size: int, run: RunConfig, folder: Path) -> tuple[bool, bool, int]:
+    """Whether losses and tensors are those of a job that was not interrupted; how many shards are empty here."""
+    straight = new_job(run)
+    losses = train(straight, range(4))
+    interrupted = new_job(run)
+    train(interrupted, range(2))
+    path = save(interrupted, folder, 2)
+    resumed = new_job(run, initialized=False)
+    torch.manual_seed(rank)
+    assert load_checkpoint(path, resumed) == 2
+    same_start = equal(tensors_of(resumed), tensors_of(interrupted))
+    again = train(resumed, range(2, 4))
+    empty = sum(shard.local.numel() == 0 for shard in resumed.shards)
+    assert again == losses[2:], (again, losses)
+    return same_start, equal(tensors_of(resumed), tensors_of(straight)), empty
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "more"),
+    [
+        (LLAMA, {}, {}),
+        pytest.param(GPT, {"z": 2}, {}, marks=pytest.mark.slow),
+        (LLAMA, {"x": 2}, {"training": {"precision": "bf16"}}),
+        (QWEN | SHORT, {"z": 3}, {"training": {"global_batch_size": 12}}),
+        (QWEN, {"x": 2, "dp": 2, "zero": 1}, {}),
+        pytest.param(
+            GPT, {"y": 2, "z": 2}, {"training": {"precision": "bf16", "master_weights": "bf16"}}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["one process", "z2 tied", "x2 bf16", "z3 empty shards", "x2 dp2 zero 1", "y2 z2 bf16 masters"],
+)
+def test_resume_on_the_same_grid_is_bit_identical(
+    pool: Pool, tmp_path: Path, model: dict[str, Any], parallel: dict[str, int], more: dict[str, Any]
+) -> None:
+    run = tiny_run(model, parallel, **more)
+    answers = pool.run(run.parallel.world_size, resume_on_the_same_grid, run, tmp_path)
+    assert all(same_start and same_end for same_start, same_end, _ in answers)
+    if parallel.get("z") == 3:
+        assert answers[2][2] > 0  # the last process does have empty shards
+    files = sorted(path.suffix for path in (tmp_path / "step_2").rglob("*"))
+    assert set(files) == {".json", ".safetensors"}  # no pickle
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+
+
+def train_and_save(rank: int, world_size: int, run: RunConfig, folder: Path) -> dict[str, Tensor] | None:
+    job = new_job(run)
+    train(job, range(2))
+    save(job, folder, 2)
+    return whole(job)
+
+
+def load_elsewhere(rank: int, world_size: int, run: RunConfig, path: Path) -> dict[str, Tensor] | None:
+    job = new_job(run, initialized=False)
+    load_checkpoint(path, job)
+    return whole(job)
+
+
+@pytest.mark.parametrize("model", [GPT, QWEN | SHORT], ids=["gpt", "short norms"])
+def test_every_grid_reads_it_exactly(pool: Pool, tmp_path: Path, model: dict[str, Any]) -> None:
+    batch = {"training": {"global_batch_size": 12, "micro_batch_size": 1}}
+    run = tiny_run(model, {"z": 3}, **batch)
+    saved = pool.run(3, train_and_save, run, tmp_path)[0]
+    assert len(saved) == 3 * len(Transformer(run.model).state_dict()) - 3 * run.model.tie_word_embeddings
+    for parallel in ({}, {"x": 2, "y": 2}, {"z": 2, "dp": 2, "zero": 3}):
+        other = tiny_run(model, parallel, **batch)
+        loaded = pool.run(other.parallel.world_size, load_elsewhere, other, tmp_path / "step_2")[0]
+        assert saved.keys() == loaded.keys()
+        for name in saved:
+            assert torch.equal(saved[name], loaded[name]), (name, parallel)
+    weights = {name: torch.zeros_like(tensor) for name, tensor in saved.items() if name.startswith("model.")}
+    load_weights(tmp_path / "step_2", {name.removeprefix("model."): tensor for name, tensor in weights.items()})
+    assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())
+
+
+def save_both_ways(rank: int, world_size: int, run: RunConfig, folder: Path) -> tuple[bool, list[str]]:
+    """Whether step_2 was there before it was waited for to be published; what was there while it was not."""
+    job = new_job(run)
+    train(job, range(2))
+    save(job, folder / "sync", 2)
+    checkpointer = Checkpointer(folder / "async", job, CheckpointConfig(async_mode="async"))
+    checkpointer.save(2)
+    early = (folder / "async" / "step_2").exists()
+    train(job, range(2, 4))  # while it saves
+    listed = [path.name for path in list_checkpoints(folder / "async")]
+    checkpointer.wait()
+    dist.barrier()
+    return early, listed
+
+
+def contents(path: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        found |= {f"{file.name}/{name}": tensor for name, tensor in load_file(file).items()}
+    return found
+
+
+@pytest.mark.parametrize("parallel", [{}, {"x": 2}, {"z": 3}])
+def test_asynchronous_is_synchronous(pool: Pool, tmp_path: Path, parallel: dict[str, int]) -> None:
+    """What is written are the weights of the step, though training goes on meanwhile."""
+    run = tiny_run(QWEN, parallel, training={"global_batch_size": 12})
+    answers = pool.run(run.parallel.world_size, save_both_ways, run, tmp_path)
+    assert answers[0] == (False, [])
+    synchronous, asynchronous = contents(tmp_path / "sync" / "step_2"), contents(tmp_path / "async" / "step_2")
+    assert synchronous.keys() == asynchronous.keys()
+    assert all(torch.equal(tensor, asynchronous[name]) for name, tensor in synchronous.items())
+    assert read_state(tmp_path / "sync" / "step_2") == read_state(tmp_path / "async" / "step_2")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize(
+    ("keep", "left"), [(0, [1, 2, 9, 10, 11]), (1, [11]), (3, [9, 10, 11]), (7, [1, 2, 9, 10, 11])]
+)
+def test_keep_latest_k(tmp_path: Path, mode: str, keep: int, left: list[int]) -> None:
+    job = new_job(tiny_run())
+    checkpointer = Checkpointer(tmp_path, job, CheckpointConfig(keep_latest_k=keep, async_mode=mode))
+    for step in (1, 2, 9, 10, 11):
+        checkpointer.save(step)
+    checkpointer.wait()
+    assert names(tmp_path) == sorted(f"step_{step}" for step in left)
+
+
+@pytest.mark.usefixtures("alone")
+def test_turning_back_keeps_both_histories_apart(tmp_path: Path) -> None:
+    """After a return to step 2, steps 9 and 10 are no longer what 'auto' means, nor what is kept instead of step 3."""
+    job = new_job(tiny_run())
+    checkpointer = Checkpointer(tmp_path, job, CheckpointConfig(keep_latest_k=2))
+    for step in (2, 9, 10):
+        checkpointer.save(step)
+    assert names(tmp_path) == ["step_10", "step_9"]
+    checkpointer.save(3)
+    assert names(tmp_path) == ["step_10.superseded", "step_3", "step_9.superseded"]
+    assert find_checkpoint("auto", tmp_path) == tmp_path / "step_3"
+    for step in (9, 10, 3):
+        checkpointer.save(step)
+    assert names(tmp_path) == ["step_10.superseded", "step_3", "step_9.superseded"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    run = tiny_run()
+    save(new_job(run), tmp_path, 2)
+    job = new_job(run)
+    train(job, range(1))
+    path = save(job, tmp_path, 2)
+    loaded = new_job(run, initialized=False)
+    load_checkpoint(path, loaded)
+    assert equal(tensors_of(loaded)[: len(job.shards)], [shard.local for shard in job.shards])
+    assert names(tmp_path) == ["step_2"]
+
+
+def die_while_saving(rank: int, world_size: int, run: RunConfig, folder: Path) -> None:
+    job = new_job(run)
+    checkpointer = Checkpointer(folder, job, CheckpointConfig())
+    checkpointer.save(2)
+    Checkpointer._publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    checkpointer.save(4)
+
+
+def test_a_killed_save_is_no_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    run = tiny_run()
+    with pytest.raises(RuntimeError, match="rank 0 of 1 died: exit code -9"):
+        pool.run(1, die_while_saving, run, tmp_path)
+    assert names(tmp_path) == [".step_4.partial", "step_2"]
+    assert list((tmp_path / ".step_4.partial").glob("*.safetensors"))
+    assert find_checkpoint("auto", tmp_path) == tmp_path / "step_2"
+    pool.run(1, load_elsewhere, run, tmp_path / "step_2")
+    pool.run(1, train_and_save, run, tmp_path)
+    assert names(tmp_path) == ["step_2"]  # the rest of the killed one is cleared away
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_save_that_fails_says_why(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    job = new_job(tiny_run())
+    checkpointer = Checkpointer(tmp_path, job, CheckpointConfig(async_mode=mode))
+    checkpointer.save(2)
+    checkpointer.wait()
+    monkeypatch.setattr(checkpoint.dcp.HuggingFaceStorageWriter, "write_data", no_space)
+    with pytest.raises(UserError, match=r"cannot write the checkpoint .*step_4\.partial: .*No space left on device"):
+        checkpointer.save(4)
+        checkpointer.wait()
+    assert find_checkpoint("auto", tmp_path) == tmp_path / "step_2"
+
+
+def test_which_checkpoint_is_meant(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    assert find_checkpoint("auto", folder) is None
+    for name in ("step_9", "step_10", "step_100", "step_²", "step_x", ".step_200.partial", "step_300.superseded"):
+        (folder / name).mkdir(parents=True)
+        if name != "step_100":  # cut off in copying
+            (folder / name / STATE_FILE).touch()
+    assert find_checkpoint("auto", folder) == folder / "step_10"
+    assert find_checkpoint("never", folder) is None
+    for path in (tmp_path, folder, folder / "step_10"):
+        assert find_checkpoint(str(path), tmp_path / "elsewhere") == folder / "step_10"
+    assert find_checkpoint(str(folder / "step_9"), folder) == folder / "step_9"
+    for wrong in (folder / "step_100", tmp_path / "none", folder / "step_9" / STATE_FILE):
+        with pytest.raises(UserError, match="there is no checkpoint"):
+            find_checkpoint(str(wrong), folder)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a tiny Llama after one step."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        job = new_job(tiny_run())
+        train(job, range(1))
+        return save(job, folder, 1)
+    finally:
+        dist.destroy_process_group()
+
+
+def shard_of(path: Path) -> Path:
+    return next(iter(sorted(path.glob("*.safetensors"))))
+
+
+def change_state(**changes: Any) -> Callable[[Path], object]:
+    def change(path: Path) -> None:
+        state = json.loads((path / STATE_FILE).read_text())
+        (path / STATE_FILE).write_text(json.dumps({**state, **changes}))
+
+    return change
+
+
+def change_model(**changes: Any) -> Callable[[Path], object]:
+    def change(path: Path) -> None:
+        state = json.loads((path / STATE_FILE).read_text())
+        change_state(model={**state["model"], **changes})(path)
+
+    return change
+
+
+def truncate(path: Path) -> None:
+    os.truncate(shard_of(path), shard_of(path).stat().st_size - 8)
+
+
+def scramble_header(path: Path) -> None:
+    with shard_of(path).open("r+b") as file:
+        file.seek(20)
+        file.write(b"\xff" * 40)
+
+
+def scramble_header_size(path: Path) -> None:
+    with shard_of(path).open("r+b") as file:
+        file.write(b"\xff" * 8)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing shard": (lambda path: shard_of(path).unlink(), "is missing or not"),
+    "truncated shard": (truncate, "is missing or not"),
+    "scrambled header": (scramble_header, "is damaged"),
+    "scrambled header size": (scramble_header_size, "is damaged"),
+    "no state": (lambda path: (path / STATE_FILE).unlink(), "cannot read the checkpoint"),
+    "garbage": (lambda path: (path / STATE_FILE).write_bytes(b"\x00\xff garbage"), "state.json is damaged"),
+    "cut short": (lambda path: os.truncate(path / STATE_FILE, 100), "state.json is damaged"),
+    "a list": (lambda path: (path / STATE_FILE).write_text("[1]"), "state.json is damaged"),
+    "null": (lambda path: (path / STATE_FILE).write_text("null"), "state.json is damaged"),
+    "step of a wrong type": (change_state(step="ten"), "state.json is damaged"),
+    "step of another wrong type": (change_state(step=1.5), "state.json is damaged"),
+    "negative step": (change_state(step=-1), "state.json is damaged"),
+    "model of a wrong type": (change_state(model=[1]), "state.json is damaged"),
+    "files of a wrong type": (change_state(files=["a"]), "state.json is damaged"),
+    "sizes of a wrong type": (change_state(files={"a": None}), "state.json is damaged"),
+    "no files": (change_state(files={}), "state.json is damaged"),
+    "random state that is none": (change_state(rng="?"), "state.json is damaged"),
+    "random state of another size": (change_state(rng="AAAA"), "state.json is damaged"),
+    "random state of a wrong type": (change_state(rng=[1, 2]), "state.json is damaged"),
+    "unknown key": (change_state(colour="blue"), "state.json is damaged"),
+    "newer format": (change_state(format=2, anything=1), "has checkpoint format 2; this version of fourfold reads 1"),
+    "format of a wrong type": (change_state(format="1"), "state.json is damaged"),
+    "other width": (change_model(hidden_size=128), "another model: its hidden_size is 128, and the run file's is 64"),
+    "other depth": (change_model(num_hidden_layers=3), "another model: its num_hidden_layers is 3"),
+    "other base": (change_model(rope_theta=5e5), "another model: its rope_theta is 500000.0"),
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_damage_is_told(saved: Path, tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+    path = tmp_path / "step_1"
+    shutil.copytree(saved, path)
+    damage(path)
+    job = new_job(tiny_run())
+    before = tensors_of(job)
+    generator = torch.get_rng_state()
+    with pytest.raises(UserError) as error:
+        load_checkpoint(path, job)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert str(path) in str(error.value)
+    assert equal(tensors_of(job), before)
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_shard_without_a_tensor_is_told(saved: Path, tmp_path: Path) -> None:
+    """The sizes agree, but not with what is in the files."""
+    path = tmp_path / "step_1"
+    shutil.copytree(saved, path)
+    content = shard_of(path).read_bytes()
+    shard_of(path).write_bytes(content.replace(b'"model.norm.weight"', b'"model.morn.weight"'))
+    with pytest.raises(UserError, match=r"is damaged: .*model\.morn\.weight"):
+        load_checkpoint(path, new_job(tiny_run()))
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_does_not_change_the_model_may_change(saved: Path) -> None:
+    run = tiny_run({"initializer_range": 0.5, **LLAMA}, optimizer={"lr": 1.0, "weight_decay": 0.0})
+    named = run.model.model_copy(update={"preset": None})
+    job = new_job(run.model_copy(update={"model": named}))
+    assert load_checkpoint(saved, job) == 1
+
+
+def test_a_checkpoint_from_before_a_key_was_there_goes_on(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "step_2"
+    shutil.copytree(saved, path)
+    state = json.loads((path / STATE_FILE).read_text())
+    for key in ("parallel_residual", "partial_rotary_factor"):
+        del state["model"][key]
+    (path / STATE_FILE).write_text(json.dumps(state))
+    model = tiny_run(LLAMA).model
+    check_same_model(path, read_state(path), model)
+    with pytest.raises(UserError, match="its parallel_residual is False"):
+        check_same_model(path, read_state(path), model.model_copy(update={"parallel_residual": True}))
+
+
+@pytest.mark.usefixtures("alone")
+def test_random_state_comes_back(tmp_path: Path) -> None:
+    job = new_job(tiny_run())
+    torch.manual_seed(5)
+    path = save(job, tmp_path, 1)
+    expected = torch.rand(3)
+    torch.manual_seed(6)
+    load_checkpoint(path, job)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("key", "value"), [("seed", 1), ("global_batch_size", 16), ("seq_length", 16)])
+def test_another_order_of_samples_is_refused(saved: Path, key: str, value: int) -> None:
+    """A checkpoint counts steps: with other steps it would point to other samples."""
+    job = new_job(tiny_run(LLAMA, training={key: value}))
+    before = [tensor.clone() for tensor in tensors_of(job)]
+    with pytest.raises(UserError, match=rf"training\.{key} = \d+, and the run file has {value}"):
+        load_checkpoint(saved, job)
+    assert equal(tensors_of(job), before)

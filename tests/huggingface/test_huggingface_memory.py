@@ -1,0 +1,93 @@
+"""No process holds more of a Hugging Face model than its own part while it loads it."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from pool import Pool
+
+from fourfold.config.model import ModelConfig
+from fourfold.config.run import RunConfig
+from fourfold.huggingface.architectures.config_json import config_of
+from fourfold.huggingface.convert import import_huggingface, load_pretrained
+from fourfold.huggingface.weight_names import name_map
+from fourfold.models.tensor_files import Entry, write_tensor_files
+from fourfold.parallel.grid import Grid
+from fourfold.run_file.load import make_run
+from fourfold.training.job import Job
+
+MODEL = ModelConfig(
+    vocab_size=32000, hidden_size=1024, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4
+)
+
+
+def write_model(folder: Path) -> None:
+    """132 million parameters of bf16, which are not random: only their size matters."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config_of(MODEL, "llama")))
+    entries = [
+        Entry(t.name, torch.bfloat16, t.shape, partial(torch.ones, t.shape, dtype=torch.bfloat16))
+        for t in name_map("llama", MODEL)
+    ]
+    write_tensor_files(folder, entries, shard_bytes=10**8)
+
+
+def peak_memory(reset: bool = False) -> int:
+    """The most memory that this process has had at once since the last reset, pages of mapped files included."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def memory_body(rank: int, world_size: int, run: RunConfig) -> tuple[int, int, int]:
+    """Bytes that loading has added at most, of this process's shards, and of the largest of them."""
+    job = Job(run, Grid(run.parallel, "cpu"), torch.device("cpu"))
+    before = peak_memory(reset=True)
+    load_pretrained(job, run.model.from_hf)
+    sizes = [shard.local.numel() * shard.local.element_size() for shard in job.shards]
+    return peak_memory() - before, sum(sizes), max(sizes)
+
+
+def needs_linux() -> None:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pytest.skip("the peak of memory can only be reset on Linux")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"x": 2, "y": 2}, {"z": 4}, {"y": 4}, {"pp": 2, "z": 2}], ids=str)
+def test_loading_needs_a_process_its_own_part_and_little_more(
+    parallel: dict[str, int], pool: Pool, tmp_path: Path
+) -> None:
+    needs_linux()
+    write_model(tmp_path / "hf")
+    training = {"global_batch_size": 8, "micro_batch_size": 1, "seq_length": 64, "train_steps": 1}
+    table = {"model": {"from_hf": str(tmp_path / "hf")}, "data": {"source": "python-stdlib"}, "parallel": parallel}
+    run = make_run({**table, "training": training})
+    for added, own, largest in pool.run(4, memory_body, run, timeout=250.0):
+        print(
+            f"{parallel}: added {added:,}, own {own:,}, largest {largest:,}: own + {(added - own) / largest:.2f} × it"
+        )
+        assert added <= own + 1.5 * largest
+
+
+def import_body(rank: int, world_size: int, folder: Path, out: Path) -> int:
+    before = peak_memory(reset=True)
+    import_huggingface(str(folder), out)
+    return peak_memory() - before
+
+
+@pytest.mark.slow
+def test_an_import_holds_one_tensor(pool: Pool, tmp_path: Path) -> None:
+    needs_linux()
+    write_model(tmp_path / "hf")
+    (added,) = pool.run(1, import_body, tmp_path / "hf", tmp_path / "ours", timeout=250.0)
+    largest = MODEL.vocab_size * MODEL.hidden_size * 2
+    print(f"import: {added:,} bytes, the largest tensor {largest:,}, the model {MODEL.num_parameters * 2:,}")
+    assert added < 2 * largest

@@ -1,0 +1,70 @@
+"""What the workers of test_launch run; torch is imported only where it is used, so that they start at once."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from fourfold.errors import UserError
+from fourfold.launch.environment import Place
+
+
+def sum_of_ranks(place: Place, scale: float) -> dict[str, object]:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([place.rank * scale])
+    dist.all_reduce(total)
+    print(f"output of rank {place.rank}")
+    os.write(2, f"error of rank {place.rank}\n".encode())  # a line that no other rank can break
+    return {"total": total.item(), "size": dist.get_world_size(), "threads": torch.get_num_threads(), "place": place}
+
+
+def refuse_on_rank_1(place: Place) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if place.rank == 1:
+        raise UserError("this corpus has no documents")
+    dist.all_reduce(torch.ones(1))  # waits for rank 1, then fails because of it
+
+
+def refuse(place: Place) -> None:
+    raise UserError("no")
+
+
+def crash_on_rank_2(place: Place, folder: str) -> None:
+    write_process_id(place, folder)
+    if place.rank == 2:
+        raise ZeroDivisionError("rank 2 divides by zero")
+    time.sleep(60)
+
+
+def be_killed(place: Place) -> None:
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def leave(place: Place) -> None:
+    sys.exit(5)
+
+
+def sleep(place: Place, folder: str) -> None:
+    write_process_id(place, folder)
+    time.sleep(60)
+
+
+def save_at_sigterm(place: Place, folder: str) -> str:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    write_process_id(place, folder)
+    signal.sigwait({signal.SIGTERM})
+    return "saved"
+
+
+def write_process_id(place: Place, folder: str) -> None:
+    """Into a file of the rank's name, whole from the moment that it is there."""
+    part = Path(folder, f"{place.rank}.part")
+    part.write_text(str(os.getpid()))
+    part.rename(Path(folder, str(place.rank)))

@@ -1,0 +1,206 @@
+"""One job on all its processes: groups, local workers, how they fail and how they end."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import launch_bodies
+import pytest
+import torch
+import torch.distributed as dist
+
+from fourfold.errors import UserError
+from fourfold.launch.environment import Place
+from fourfold.launch.job_processes import device_of, run_on_grid
+from fourfold.launch.local_workers import WorkerFailed, run_workers
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of rank 0 of 1."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+
+
+def start_parent(body: str, folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A process of its own that runs the body in two workers, and the ids of those, once they are there."""
+    code = (
+        "import launch_bodies; from fourfold.launch.local_workers import run_workers;"
+        f"print(run_workers(launch_bodies.{body}, [{str(folder)!r}], 2))"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    files = [folder / str(rank) for rank in range(2)]
+    give_up = time.monotonic() + 60
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < give_up, "the workers did not start"
+        time.sleep(0.02)
+    return parent, [int(file.read_text()) for file in files]
+
+
+def are_gone(process_ids: list[int]) -> bool:
+    """Whether the processes end within a few seconds; their parent may no longer be there to collect them."""
+    give_up = time.monotonic() + 10
+    while time.monotonic() < give_up:
+        if not any(is_running(process_id) for process_id in process_ids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_local_workers_share_a_group(capfd: pytest.CaptureFixture[str]) -> None:
+    result = run_on_grid("launch_bodies:sum_of_ranks", [0.5], 4, "cpu")
+    cores = len(os.sched_getaffinity(0))
+    place = Place(0, 0, 4, 4, "local")
+    assert result == {"total": 3.0, "size": 4, "threads": max(1, cores // 4), "place": place}
+    output, errors = capfd.readouterr()
+    assert output.splitlines() == ["output of rank 0"]
+    assert sorted(errors.splitlines()) == [f"error of rank {rank}" for rank in range(4)]
+
+
+def test_one_process_needs_no_worker() -> None:
+    result = run_on_grid("launch_bodies:sum_of_ranks", [0.5], 1, "cpu")
+    assert (result["size"], result["place"]) == (1, Place(0, 0, 1, 1, "local"))
+    assert not dist.is_initialized()
+    with pytest.raises(UserError, match=r"^no$"):
+        run_on_grid("launch_bodies:refuse", [], 1, "cpu")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_launched_process_joins_its_group() -> None:
+    result = run_on_grid("launch_bodies:sum_of_ranks", [0.5], 1, "cpu")
+    assert (result["size"], result["place"]) == (1, Place(0, 0, 1, 1, "torchrun"))
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_launcher_of_another_size_is_refused() -> None:
+    with pytest.raises(UserError, match=r"torchrun started 1 processes, and the run file's \[parallel\] needs 4"):
+        run_on_grid("launch_bodies:sum_of_ranks", [0.5], 4, "cpu")
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_meeting_point_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        with pytest.raises(UserError, match=r"rank 0 of 1 could not meet the others at tcp://127"):
+            run_on_grid("launch_bodies:sum_of_ranks", [0.5], 1, "cpu")
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_launched_process_is_not_aborted_after_an_error() -> None:
+    code = (
+        "import sys; from fourfold.errors import UserError; from fourfold.launch.job_processes import run_on_grid\n"
+        "try: run_on_grid('launch_bodies:refuse_on_rank_1', [], 2, 'cpu')\n"
+        "except UserError as error: sys.exit(2)"
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), "WORLD_SIZE": "2", "RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 2], errors
+    assert "Connection" in errors[0]  # of rank 0, to its peer
+    assert errors[1] == ""
+
+
+def test_user_error_of_a_worker_is_the_parents(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=r"^this corpus has no documents$"):
+        run_on_grid("launch_bodies:refuse_on_rank_1", [], 2, "cpu")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_crash_of_a_worker_ends_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed, match=r"^worker 2 of 4 failed:\nTraceback") as failure:
+        run_workers(launch_bodies.crash_on_rank_2, [str(tmp_path)], 4)
+    assert str(failure.value).count("ZeroDivisionError: rank 2 divides by zero") == 1
+    assert capfd.readouterr() == ("", "")
+    assert are_gone([int(file.read_text()) for file in tmp_path.glob("?")])
+    assert time.monotonic() - start < 30
+
+
+def test_death_of_a_worker_is_told() -> None:
+    with pytest.raises(WorkerFailed, match=r"^worker 1 of 2 was ended by SIGKILL, as the kernel does"):
+        run_workers(launch_bodies.be_killed, [], 2)
+    with pytest.raises(WorkerFailed, match=r"^worker 0 of 1 left with exit code 5 before it was done$"):
+        run_workers(launch_bodies.leave, [], 1)
+
+
+def test_killed_parent_leaves_no_orphan(tmp_path: Path) -> None:
+    parent, workers = start_parent("sleep", tmp_path)
+    parent.kill()
+    assert are_gone(workers)
+    parent.communicate()
+
+
+def test_sigterm_is_passed_on_so_that_workers_can_save(tmp_path: Path) -> None:
+    parent, workers = start_parent("save_at_sigterm", tmp_path)
+    parent.send_signal(signal.SIGTERM)
+    assert parent.communicate(timeout=30) == ("saved\n", "")
+    assert parent.returncode == 0
+    assert are_gone(workers)
+
+
+def test_sigterm_that_no_worker_handles_ends_the_job(tmp_path: Path) -> None:
+    parent, workers = start_parent("sleep", tmp_path)
+    parent.send_signal(signal.SIGTERM)
+    assert parent.communicate(timeout=30) == ("", "")
+    assert parent.returncode == 128 + signal.SIGTERM
+    assert are_gone(workers)
+
+
+def test_interrupt_ends_the_job_and_workers_are_silent(tmp_path: Path) -> None:
+    parent, workers = start_parent("sleep", tmp_path)
+    for process_id in (*workers, parent.pid):  # as a terminal does
+        os.kill(process_id, signal.SIGINT)
+    _, errors = parent.communicate(timeout=30)
+    assert errors.count("Traceback") == 1, errors
+    assert errors.endswith("KeyboardInterrupt\n")
+    assert are_gone(workers)
+
+
+def test_parent_of_workers_does_not_import_torch() -> None:
+    code = "import sys, fourfold.launch.job_processes; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert device_of(Place(0, 0, 1, 1, "local"), "auto") == torch.device("cpu")
+    with pytest.raises(UserError, match=r"'cuda' needs a GPU"):
+        device_of(Place(0, 0, 1, 1, "local"), "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert device_of(Place(6, 6, 8, 8, "local"), "cpu") == torch.device("cpu")
+    assert device_of(Place(3, 3, 4, 4, "local"), "auto") == torch.device("cuda", 3)
+    with pytest.raises(UserError, match=r"needs 8 processes with a GPU each, and this machine shows 4"):
+        device_of(Place(6, 6, 8, 8, "local"), "auto")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert device_of(Place(6, 6, 8, 8, "slurm"), "auto") == torch.device("cuda", 0)
