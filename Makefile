@@ -4,7 +4,7 @@ VENV := .venv
 # Named exactly: a range would fetch gigabytes of CUDA libraries where the CPU build is wanted.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow test-slow-part lint clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/fourfold train examples/demo.toml
@@ -16,6 +16,10 @@ test: $(VENV)/.installed-test
 
 test-slow: $(VENV)/.installed-test
 	$(VENV)/bin/pytest -m slow
+
+# A part of the slow tests that changes from commit to commit.
+test-slow-part: $(VENV)/.installed-test
+	$(VENV)/bin/pytest -m slow --sample "$$(git rev-parse HEAD)" --minutes 25
 
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check --fix .

@@ -10,10 +10,23 @@ import pytest
 import torch
 from command_line import Cli, Result, exit_code
 from pool import Pool
+from sampling import Sampling, add_options
 from tiny_corpus import make_corpus
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of ``sampling``."""
+    add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Sample where an option says so."""
+    seed, minutes = config.getoption("--sample"), config.getoption("--minutes")
+    if seed is not None or minutes is not None:
+        config.pluginmanager.register(Sampling(seed, minutes))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,43 @@
+"""A part of the selected tests that changes with a seed, for as long as there is time."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import pytest
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Add ``--sample SEED`` and ``--minutes N``."""
+    group = parser.getgroup("sampling")
+    group.addoption("--sample", metavar="SEED", help="Run the selected tests in an order that SEED decides.")
+    group.addoption("--minutes", type=float, default=None, help="Start no test after this time.")
+
+
+class Sampling:
+    """Runs the tests in the order of a hash of their names and the seed, and starts none after the deadline."""
+
+    def __init__(self, seed: str | None, minutes: float | None) -> None:
+        self.seed = seed
+        self.deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+        self.selected = self.started = 0
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Order ``items`` in place."""
+        self.selected = len(items)
+        if self.seed is not None:
+            items.sort(key=lambda item: hashlib.sha256(f"{self.seed} {item.nodeid}".encode()).digest())
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        """Return True, which leaves the test out, when the time is up."""
+        if time.monotonic() > self.deadline:
+            return True
+        self.started += 1
+        return None
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print how much of the selection ran."""
+        terminalreporter.write_line(f"ran {self.started} of {self.selected} selected tests (--sample {self.seed})")

@@ -1,0 +1,38 @@
+"""The sampled suite: every seed an order of its own, and no test after the deadline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+
+def outcome(pytester: pytest.Pytester, *options: str) -> tuple[list[str], str]:
+    """The names of the tests that ran, in order, and the last lines."""
+    pytester.makeconftest(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from sampling import Sampling, add_options as pytest_addoption\n"
+        "def pytest_configure(config):\n"
+        "    config.pluginmanager.register(Sampling(config.getoption('--sample'), config.getoption('--minutes')))\n"
+    )
+    pytester.makepyfile(test_ten="import pytest\n@pytest.mark.parametrize('i', range(10))\ndef test_one(i): pass\n")
+    result = pytester.runpytest_inprocess("-v", "-p", "no:cacheprovider", *options)
+    assert result.ret in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
+    names = [line.split("[")[1].split("]")[0] for line in result.outlines if "PASSED" in line]
+    return names, "\n".join(result.outlines[-3:])
+
+
+def test_a_seed_decides_the_order(pytester: pytest.Pytester) -> None:
+    first, _ = outcome(pytester, "--sample", "a")
+    again, _ = outcome(pytester, "--sample", "a")
+    other, _ = outcome(pytester, "--sample", "b")
+    assert first == again != other
+    assert sorted(first) == sorted(other) == [str(i) for i in range(10)]
+
+
+def test_no_test_starts_after_the_deadline(pytester: pytest.Pytester) -> None:
+    names, end = outcome(pytester, "--sample", "a", "--minutes", "0")
+    assert not names
+    assert "ran 0 of 10 selected tests (--sample a)" in end
