@@ -95,18 +95,12 @@ class Job:
             stage.publish()
 
     def train_step(self, micro_batches: Sequence[MicroBatch], step: int) -> StepResult:
-        """Forward and backward of every micro-batch, one clipped optimizer step; ``step`` counts from 0."""
+        """Take one optimizer step as the training loop does, without its logs and checkpoints; ``step`` is from 0."""
         kept = self.count_kept(micro_batches)
         loss = self.backward(micro_batches, kept)
-        norm = self.clip()
-        skipped = self.loss_scale is not None and not norm.isfinite().item()
-        if self.loss_scale is not None:
-            self.loss_scale.update(overflowed=skipped)
-        if skipped:
-            self.optimizer.drop_gradients()
-        else:
-            self.update(step)
-        return StepResult(loss, norm, kept, skipped)
+        grad_norm = self.clip()
+        skipped = not self.update(step, grad_norm)
+        return StepResult(loss, grad_norm, kept, skipped)
 
     def backward(self, micro_batches: Sequence[MicroBatch], kept: Tensor) -> Tensor:
         """Gradients of the mean loss of the step's ``kept`` tokens (times the loss scale); returns that loss."""
@@ -150,10 +144,17 @@ class Job:
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         return clip_gradients(self.shards, self.run.optimizer.max_grad_norm, scale)
 
-    def update(self, step: int) -> None:
-        """Step the optimizer with the clipped gradients."""
+    def update(self, step: int, grad_norm: Tensor) -> bool:
+        """Step the optimizer with the clipped gradients; False where fp16 overflowed, and they are dropped instead."""
+        if self.loss_scale is not None:
+            overflowed = not grad_norm.isfinite().item()
+            self.loss_scale.update(overflowed)
+            if overflowed:
+                self.optimizer.drop_gradients()
+                return False
         self.optimizer.step(self.learning_rate(step))
         self.publish()
+        return True
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Mean loss of the kept tokens over all ranks, without gradients."""

@@ -211,7 +211,7 @@ def _grid_step(
     loss = job.backward(micro_batches, kept)
     gradients = gather_full(job.trained, [shard.grad for shard in job.trained])
     norm = job.clip()
-    job.update(step)
+    job.update(step, norm)
     return loss.item(), norm.item(), gradients
 
 
