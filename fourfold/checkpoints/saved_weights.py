@@ -1,4 +1,4 @@
-"""The weights of a checkpoint one at a time, in one process and without a process group."""
+"""Read the weights of a checkpoint one at a time, in one process and without a process group."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fourfold.checkpoints.checkpoint import CheckpointState, read_state
+from fourfold.checkpoints.saved_state import CheckpointState, read_state
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
 from fourfold.models.lora import trained_shapes
 from fourfold.models.tensor_files import DTYPES
 
-_SHARDING = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint's key of the place of every part in the whole
+_SHARDING = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint's key for the place of each part in its whole tensor
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,10 @@ class _Part:
 
 
 class SavedWeights:
-    """A checkpoint that any grid has written; with LoRA, its adapters. Raises ``UserError`` when it is damaged."""
+    """Weights of a checkpoint that any grid has written; with LoRA, its adapters."""
 
     def __init__(self, path: Path) -> None:
+        """Index the files; raises ``UserError`` when the checkpoint is damaged."""
         self.path = path
         self.state: CheckpointState = read_state(path)
         self.model = ModelConfig(**self.state.model)
@@ -44,7 +45,7 @@ class SavedWeights:
                 raise UserError(f"the checkpoint {path} is damaged: its files do not hold the whole of {name}")
 
     def read(self, name: str) -> Tensor:
-        """One whole parameter, in the type in which it is stored."""
+        """Read one whole parameter, in the dtype in which it is stored."""
         whole = torch.empty(self.shapes[name], dtype=self.dtypes[name])
         for part in self._parts[name]:
             place = tuple(slice(b, b + n) for b, n in zip(part.begin, part.shape, strict=True))

@@ -1,7 +1,8 @@
-"""Files that appear whole or not at all, and a lock between processes."""
+"""Files and folders that appear whole or not at all, and a lock between processes."""
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,29 +28,58 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_output(path: Path, content: str | bytes) -> None:
-    """Write what a user has asked for, whole or not at all; raises ``UserError`` where it cannot be."""
+    """Write a file for the user, whole or not at all; raises ``UserError`` where it cannot be written."""
     try:
         write_whole(path, content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
+def swap_in(partial: Path, folder: Path) -> None:
+    """Rename the folder `partial` to `folder`, in place of one that is there: no reader sees half of either."""
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, replaced)
+    os.replace(partial, folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder to write into; it is renamed to `path` when the block ends, and removed when the block fails.
+
+    Raises ``UserError`` when `path` exists or cannot be written.
+    """
+    if path.exists():
+        raise UserError(f"{path} exists; choose another folder, or remove it")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
 @contextmanager
 def locked(path: Path, *, wait: bool) -> Iterator[None]:
     """Hold an exclusive lock on `path` (created if absent) for the duration of the block.
 
-    The kernel frees the lock when the process dies, so it is never stale. Where the file system knows no locks
-    (some parallel file systems) the block runs without: callers use the lock to save work, not to be correct.
+    The kernel frees the lock when the process dies, so it is never stale. On a file system without locks (some
+    parallel ones) the block runs without: callers use the lock to save work, not to be correct.
 
     Raises UserError if `wait` is false and another process holds it.
     """
-    import fcntl  # POSIX only; the rest of the room should import anywhere
+    import fcntl  # POSIX only; the rest of this file should import anywhere
 
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             file = path.open("a")
-        except FileNotFoundError:  # removed, with its folder, by the one that held it
+        except FileNotFoundError:  # removed, with its folder, by the process that held it
             continue
         with file:
             try:
@@ -65,7 +95,7 @@ def locked(path: Path, *, wait: bool) -> Iterator[None]:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether an open file is still what its path names."""
+    """Whether an open file is still the one at its path."""
     try:
         return path.stat().st_ino == os.fstat(descriptor).st_ino
     except FileNotFoundError:

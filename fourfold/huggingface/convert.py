@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,11 +18,12 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from fourfold.checkpoints.checkpoint import STATE_FILE, list_checkpoints, write_imported
+from fourfold.checkpoints.find import STATE_FILE, newest_checkpoint
+from fourfold.checkpoints.saved_state import write_imported
 from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.config.model import ModelConfig
 from fourfold.data.build import ensure_builtin
-from fourfold.data.files import write_whole
+from fourfold.data.files import new_folder, write_whole
 from fourfold.data.manifest import corpus_tokenizer, read_manifest
 from fourfold.data.tokenizer import HFTokenizer, load_tokenizer
 from fourfold.data.tokenizer import Tokenizer as AnyTokenizer
@@ -102,7 +102,7 @@ def import_huggingface(name: str, out: Path) -> Transferred:
         Entry(f"model.{ours}", pretrained.dtype(ours), shape, partial(_whole, pretrained, ours, shape))
         for ours, shape in pretrained.shapes.items()
     ]
-    with appears_whole(out) as partial_folder:
+    with new_folder(out) as partial_folder:
         files = write_tensor_files(partial_folder, entries)
         keep_small_files(folder, partial_folder / SOURCE_FOLDER)
         write_imported(partial_folder, model, files)
@@ -151,7 +151,7 @@ def export_huggingface(
     for tensor in tensors:
         make = partial(_joined, weights, tensor, types[tensor.pieces[0].name])
         entries.append(Entry(tensor.name, types[tensor.pieces[0].name], tensor.shape, make))
-    with appears_whole(out) as partial_folder:
+    with new_folder(out) as partial_folder:
         if source is not None:
             keep_small_files(source, partial_folder)
         if source is None or tokenizer is not None:
@@ -163,7 +163,7 @@ def export_huggingface(
 
 def _export_adapter(checkpoint: Path, saved: SavedWeights, out: Path) -> Transferred:
     base = open_base(saved, PATTERNS)
-    with appears_whole(out) as partial_folder:
+    with new_folder(out) as partial_folder:
         files = write_adapter(partial_folder, saved, base)
         source = source_of(checkpoint)
         if source is not None:
@@ -259,13 +259,10 @@ def _joined(weights: SavedWeights | Merged, tensor: TheirTensor, dtype: torch.dt
 
 
 def _newest(path: Path) -> Path:
-    """The checkpoint at a path, or the newest in the folder of a run."""
-    if (path / STATE_FILE).exists():
-        return path
-    inside = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
-    if not inside:
+    checkpoint = newest_checkpoint(path)
+    if checkpoint is None:
         raise UserError(f"{path} is no checkpoint (a folder with {STATE_FILE}), and no run's folder that has one")
-    return inside[-1]
+    return checkpoint
 
 
 def source_of(checkpoint: Path) -> Path | None:
@@ -325,19 +322,3 @@ def _check_tokenizer(file: Path, model: ModelConfig) -> None:
         raise UserError(
             f"{file} has {known} tokens, and the model's embedding {model.vocab_size}: it is another model's tokenizer"
         )
-
-
-@contextmanager
-def appears_whole(out: Path) -> Iterator[Path]:
-    """A folder to write into, renamed to ``out`` when the block has ended, and removed when it failed."""
-    if out.exists():
-        raise UserError(f"{out} exists; choose another folder, or remove it")
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        os.replace(unfinished, out)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -13,13 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from fourfold.checkpoints.checkpoint import failures_told, load_tensors
+from fourfold.checkpoints.global_tensors import load_tensors, save_tensors
+from fourfold.data.files import swap_in
 from fourfold.errors import UserError
 from fourfold.huggingface.convert import appears_whole
 from fourfold.models.tensor_files import Entry, TensorFiles, write_tensor_files
@@ -250,7 +249,7 @@ class Parallelized(nn.Module):
         be written, or the optimizer keeps what belongs to no grid.
         """
         folder = Path(folder)
-        partial, replaced = (folder.with_name(f".{folder.name}.{end}") for end in ("partial", "replaced"))
+        partial = folder.with_name(f".{folder.name}.partial")
         tensors, numbers = self._tensors(optimizer)
 
         def prepare() -> None:
@@ -260,17 +259,9 @@ class Parallelized(nn.Module):
             partial.mkdir(parents=True)
             (partial / PROGRESS_FILE).write_text(json.dumps(numbers) + "\n")
 
-        def publish() -> None:
-            shutil.rmtree(replaced, ignore_errors=True)
-            if folder.exists():
-                os.replace(folder, replaced)
-            os.replace(partial, folder)
-            shutil.rmtree(replaced, ignore_errors=True)
-
         _first_process(prepare, folder)
-        with failures_told(f"cannot write the checkpoint {partial}"):
-            dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
-        _first_process(publish, folder)
+        save_tensors(tensors, partial)
+        _first_process(lambda: swap_in(partial, folder), folder)
 
     def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Fill the weights, and the optimizer's state, from a checkpoint that any grid has written."""

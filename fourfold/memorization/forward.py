@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fourfold.checkpoints.checkpoint import load_model as load_checkpoint
+from fourfold.checkpoints.checkpoint import load_sharded_weights
 from fourfold.config.run import RunConfig
 from fourfold.data.tokenizer import HFTokenizer
 from fourfold.errors import UserError
@@ -54,7 +54,7 @@ class GridModel:
     def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: Sampling) -> GridModel:
         """The model of a checkpoint of ours on the grid of ``run``: weights alone, and no optimizer."""
         job = Job(run, Grid(run.parallel, device.type), device)
-        load_checkpoint(checkpoint, job)
+        load_sharded_weights(checkpoint, job)
         return cls(job, sampling)
 
     def score(self, documents: Rows) -> list[NDArray[np.float32]] | None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from fourfold.checkpoints.checkpoint import STATE_FILE, list_checkpoints, read_state
+from fourfold.checkpoints.find import STATE_FILE, newest_checkpoint
+from fourfold.checkpoints.saved_state import read_state
 from fourfold.config.run import RunConfig
 from fourfold.data.build import ensure_builtin
 from fourfold.data.manifest import corpus_tokenizer, read_manifest
@@ -78,14 +79,12 @@ def subject_of(name: str, request: ScoringRequest, option: str = "--model") -> S
 
 
 def _checkpoint_in(path: Path) -> Path:
-    if (path / STATE_FILE).is_file():
-        return path
-    inside = list_checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    if not inside:
+    checkpoint = newest_checkpoint(path)
+    if checkpoint is None:
         raise UserError(
             f"--model {path} holds neither a checkpoint ({STATE_FILE}) nor a Hugging Face model (config.json)"
         )
-    return inside[-1]
+    return checkpoint
 
 
 def _run_of(checkpoint: Path, run_file: Path, request: ScoringRequest) -> RunConfig:

@@ -19,7 +19,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from fourfold.checkpoints.checkpoint import Checkpointer, find_checkpoint, load_checkpoint
+from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
+from fourfold.checkpoints.find import find_checkpoint
 from fourfold.config.run import RunConfig
 from fourfold.data.files import write_whole
 from fourfold.errors import UserError

@@ -17,18 +17,17 @@ from pool import Pool
 from safetensors.torch import load_file
 from tiny_runs import GPT, LLAMA, QWEN, tiny_run
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from fourfold.checkpoints import checkpoint
 from fourfold.checkpoints.checkpoint import (
-    STATE_FILE,
     Checkpointer,
-    check_same_model,
-    find_checkpoint,
-    list_checkpoints,
     load_checkpoint,
     load_weights,
-    read_state,
 )
+from fourfold.checkpoints.compatible import check_same_model
+from fourfold.checkpoints.find import STATE_FILE, find_checkpoint, list_checkpoints
+from fourfold.checkpoints.saved_state import read_state
 from fourfold.config.run import CheckpointConfig, RunConfig
 from fourfold.errors import UserError
 from fourfold.models.transformer import Transformer
@@ -250,7 +249,7 @@ def die_while_saving(rank: int, world_size: int, run: RunConfig, folder: Path) -
     job = new_job(run)
     checkpointer = Checkpointer(folder, job, CheckpointConfig())
     checkpointer.save(2)
-    Checkpointer._publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    checkpoint.swap_in = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     checkpointer.save(4)
 
 
@@ -276,7 +275,7 @@ def test_a_save_that_fails_says_why(tmp_path: Path, mode: str, monkeypatch: pyte
     checkpointer = Checkpointer(tmp_path, job, CheckpointConfig(async_mode=mode))
     checkpointer.save(2)
     checkpointer.wait()
-    monkeypatch.setattr(checkpoint.dcp.HuggingFaceStorageWriter, "write_data", no_space)
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", no_space)
     with pytest.raises(UserError, match=r"cannot write the checkpoint .*step_4\.partial: .*No space left on device"):
         checkpointer.save(4)
         checkpointer.wait()

@@ -160,8 +160,8 @@ def test_tiles_cover_a_parameter(tile: Tile) -> None:
 FORBIDDEN = {
     "clip_grad_norm_": "knows only (dp, z): use parallel.state.clip_gradients",
     "get_total_norm": "knows only (dp, z): use parallel.state.clip_gradients",
-    "state_dict": "knows only (dp, z): use training.checkpoint.global_tensors",
-    "get_model_state_dict": "knows only (dp, z): use training.checkpoint.global_tensors",
+    "state_dict": "knows only (dp, z): use checkpoints.global_tensors",
+    "get_model_state_dict": "knows only (dp, z): use checkpoints.global_tensors",
 }
 
 

@@ -17,7 +17,7 @@ from pool import Pool
 from safetensors.torch import load_file
 from tiny_corpus import run_file
 
-from fourfold.checkpoints.checkpoint import list_checkpoints
+from fourfold.checkpoints.find import list_checkpoints
 from fourfold.config.run import RunConfig
 from fourfold.data.indexed import IndexedWriter
 from fourfold.errors import UserError

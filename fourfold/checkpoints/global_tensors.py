@@ -1,0 +1,158 @@
+"""A job's weights and moments as global tensors, the way torch.distributed.checkpoint reads and writes them."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from fourfold.config.run import RunConfig
+from fourfold.errors import UserError
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.state import GlobalView, LocalShard
+
+
+class OptimizerState(Protocol):
+    """What an optimizer keeps between steps."""
+
+    def moments(self, index: int) -> dict[str, Tensor]:
+        """The running means of trained shard ``index``, by name."""
+        ...
+
+    def steps_taken(self) -> int:
+        """Steps that changed the weights."""
+        ...
+
+    def set_steps_taken(self, steps: int) -> None:
+        """Continue the count that the bias correction uses."""
+        ...
+
+
+class LossScaleState(Protocol):
+    """What loss scaling keeps between steps."""
+
+    scale: float
+    steps_since_change: int
+
+
+class TrainingState(Protocol):
+    """What a checkpoint saves and fills; ``training.job.Job`` is one."""
+
+    @property
+    def run(self) -> RunConfig: ...
+
+    @property
+    def grid(self) -> Grid: ...
+
+    @property
+    def shards(self) -> Sequence[LocalShard]:
+        """This process's part of every parameter."""
+
+    @property
+    def trained(self) -> Sequence[LocalShard]:
+        """The shards that the optimizer steps."""
+
+    @property
+    def optimizer(self) -> OptimizerState: ...
+
+    @property
+    def loss_scale(self) -> LossScaleState | None: ...
+
+    def publish(self) -> None:
+        """Have the next forward pass use the weights as they are now."""
+
+
+def trained_tensors(job: TrainingState, view: GlobalView) -> dict[str, Tensor]:
+    """Trained weights and their moments as global tensors that alias the job's memory."""
+    tensors: dict[str, Tensor] = {}
+    for name, index in _first_copies(job.trained).items():
+        shard = job.trained[index]
+        tensors[f"model.{name}"] = view.of(shard)
+        for moment, local in job.optimizer.moments(index).items():
+            tensors[f"optimizer.{moment}.{name}"] = view.of(shard, local)
+    return tensors
+
+
+def weight_tensors(job: TrainingState, view: GlobalView) -> dict[str, Tensor]:
+    """All weights as global tensors that alias the job's memory."""
+    return {f"model.{name}": view.of(job.shards[index]) for name, index in _first_copies(job.shards).items()}
+
+
+# Both ends of a V-shaped pipeline are on one process: a tied embedding is there twice, and is saved and loaded once.
+
+
+@torch.no_grad()
+def fill_second_weights(job: TrainingState) -> None:
+    """Copy a tied weight to its second place."""
+    first = _first_copies(job.shards)
+    for index, shard in enumerate(job.shards):
+        if index != first[shard.name]:
+            shard.local.copy_(job.shards[first[shard.name]].local)
+
+
+@torch.no_grad()
+def fill_second_moments(job: TrainingState) -> None:
+    """Copy the moments of a tied weight to their second place."""
+    first = _first_copies(job.trained)
+    for index, shard in enumerate(job.trained):
+        if index != first[shard.name]:
+            for moment, tensor in job.optimizer.moments(index).items():
+                tensor.copy_(job.optimizer.moments(first[shard.name])[moment])
+
+
+def _first_copies(shards: Sequence[LocalShard]) -> dict[str, int]:
+    """Index of the first shard of each name."""
+    first: dict[str, int] = {}
+    for index, shard in enumerate(shards):
+        first.setdefault(shard.name, index)
+    return first
+
+
+def load_tensors(tensors: dict[str, Tensor], path: Path, no_dist: bool = False) -> None:
+    """Fill global tensors from the files of a checkpoint; ``UserError`` where those are damaged."""
+    with checkpoint_errors(f"the checkpoint {path} is damaged"), _quiet():
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=no_dist)
+
+
+def save_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Write the parts of global tensors that this process holds; a collective of all processes."""
+    with checkpoint_errors(f"cannot write the checkpoint {folder}"):
+        save(tensors, storage_writer=tensor_writer(folder))
+
+
+def tensor_writer(folder: Path) -> HuggingFaceStorageWriter:
+    """A writer of safetensors files, one for each process."""
+    return HuggingFaceStorageWriter(str(folder), save_distributed=True)
+
+
+@contextmanager
+def checkpoint_errors(what: str) -> Iterator[None]:
+    """Turn torch's CheckpointException, which is a BaseException that no handler expects, into a ``UserError``."""
+    try:
+        yield
+    except CheckpointException as error:
+        reason, _ = next(iter(error.failures.values()))
+        raise UserError(f"{what}: {str(reason).partition(chr(10))[0] or type(reason).__name__}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence torch's reader: it warns of each file of a distributed save, warns of a load without processes, and
+    logs the traceback of the error that it then raises."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(before)

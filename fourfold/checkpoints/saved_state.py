@@ -1,0 +1,131 @@
+"""``state.json``: everything in a checkpoint but its tensors."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field, ValidationError
+
+from fourfold.checkpoints.find import STATE_FILE
+from fourfold.config.model import ModelConfig
+from fourfold.config.run import LoRAConfig, RunConfig
+from fourfold.config.strict import Strict
+from fourfold.errors import UserError
+
+FORMAT = 1
+LAYOUT_FREE_KEYS = {"preset", "from_hf", "initializer_range"}
+"""Keys of [model] that change neither a tensor's shape nor its meaning; they are not saved."""
+
+
+class CheckpointState(Strict):
+    """What a checkpoint knows besides tensors."""
+
+    format: int
+    step: int = Field(ge=0)
+    """Training steps taken; also the position in the data, as long as ``training`` is unchanged."""
+    model: dict[str, Any]
+    """[model], without ``LAYOUT_FREE_KEYS``."""
+    training: dict[str, int]
+    """The settings that decide, with the step, which samples come next."""
+    rng: str
+    """State of torch's default generator, base64."""
+    files: dict[str, int]
+    """Size in bytes of every tensor file."""
+    optimizer_steps: int | None = None
+    """How many of the steps changed the weights; fewer than ``step`` after fp16 overflows."""
+    loss_scale: tuple[float, int] | None = Field(None, strict=False)
+    """The loss scale, and the steps since it last changed."""
+    weights_only: bool = False
+    """Imported: a run that starts from it has taken no step."""
+    lora: LoRAConfig | None = None
+    """The run's [lora] where only adapters were trained; the checkpoint holds nothing else."""
+    base: str | None = None
+    """The model that the adapters belong to."""
+
+    def generator(self, path: Path) -> torch.Generator:
+        """A generator in the saved random state; ``UserError`` where that is invalid."""
+        generator = torch.Generator()
+        try:
+            generator.set_state(torch.frombuffer(bytearray(base64.b64decode(self.rng)), dtype=torch.uint8))
+        except (ValueError, RuntimeError) as error:
+            raise UserError(
+                f"{path / STATE_FILE} is damaged: its random state is invalid; resume from another checkpoint"
+            ) from error
+        return generator
+
+
+def state_of(run: RunConfig, step: int) -> CheckpointState:
+    """Describe a run after ``step`` steps; the files, and what the optimizer counts, are left to fill in."""
+    return CheckpointState(
+        format=FORMAT,
+        step=step,
+        model=saved_model(run.model),
+        training=sample_order(run),
+        rng=_rng_state(),
+        files={},
+        lora=run.lora if run.lora.rank else None,
+        base=adapted_model(run),
+    )
+
+
+def write_state(folder: Path, state: CheckpointState) -> None:
+    """Write ``state.json``, which makes the folder a checkpoint."""
+    (folder / STATE_FILE).write_text(state.model_dump_json(indent=1) + "\n")
+
+
+def write_imported(folder: Path, model: ModelConfig, files: dict[str, int]) -> None:
+    """Make a checkpoint of a folder that already holds the weights ``files`` (name to bytes)."""
+    state = CheckpointState(
+        format=FORMAT, step=0, model=saved_model(model), training={}, rng=_rng_state(), files=files, weights_only=True
+    )
+    write_state(folder, state)
+
+
+def read_state(path: Path) -> CheckpointState:
+    """Read ``state.json`` and compare it with the files; ``UserError`` when the checkpoint is damaged."""
+    try:
+        text = (path / STATE_FILE).read_text(encoding="utf-8")
+        known = json.loads(text)
+        if isinstance(known, dict) and isinstance(known.get("format"), int) and known["format"] != FORMAT:
+            raise UserError(f"{path} has checkpoint format {known['format']}; this version of fourfold reads {FORMAT}")
+        state = CheckpointState.model_validate_json(text)
+    except OSError as error:
+        raise UserError(f"cannot read the checkpoint {path}: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError):
+        raise UserError(f"{path / STATE_FILE} is damaged; resume from another checkpoint") from None
+    if not state.files:
+        raise UserError(f"{path / STATE_FILE} is damaged: it lists no file; resume from another checkpoint")
+    for name, size in state.files.items():
+        file = path / name
+        if not file.exists() or file.stat().st_size != size:
+            raise UserError(f"the checkpoint {path} is damaged: {name} is missing or not {size} bytes long")
+    return state
+
+
+def saved_model(model: ModelConfig) -> dict[str, Any]:
+    """The keys of [model] that a checkpoint keeps."""
+    return {key: value for key, value in model.model_dump(mode="json").items() if key not in LAYOUT_FREE_KEYS}
+
+
+def sample_order(run: RunConfig) -> dict[str, int]:
+    """The settings that decide, with the step, which samples come next."""
+    return {key: getattr(run.training, key) for key in ("seed", "global_batch_size", "seq_length")}
+
+
+def adapted_model(run: RunConfig) -> str | None:
+    """The model that a run's adapters belong to; None without LoRA."""
+    return None if not run.lora.rank or run.model.from_hf is None else absolute_name(run.model.from_hf)
+
+
+def absolute_name(model: str) -> str:
+    """A model's folder by its absolute path; a name on the Hub as it is."""
+    folder = Path(model).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else model
+
+
+def _rng_state() -> str:
+    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
