@@ -14,7 +14,7 @@ import numpy as np
 from fourfold.planning.calibration.fit import Calibration, to_toml
 from fourfold.planning.calibration.published import figures, weak_scaling
 from fourfold.planning.calibration.rows import Row, read_rows, stack_work
-from fourfold.planning.calibration.score import calibrate_on, errors_of, predict, summary, sweeps_of
+from fourfold.planning.calibration.score import errors_of, fit_rows, predict_rows, summary, sweeps_of
 from fourfold.planning.cost.memory import CACHED, CACHED_SPREAD, UNUSABLE, peak_memory, runtime_bytes
 from fourfold.planning.machines.constants import NAMES, PRIORS
 from fourfold.planning.machines.machine import stack_machines
@@ -33,9 +33,9 @@ NEVER_FITTED = ("S3",)
 def main() -> None:
     rows, skipped = read_rows(sorted(Path(sys.argv[1]).glob("*.csv")))
     splits = {seed: split(rows, seed) for seed in SEEDS}
-    scores = {seed: summary(predict(held_out, calibrate_on(fitted))) for seed, (fitted, held_out) in splits.items()}
+    scores = {seed: summary(predict_rows(held_out, fit_rows(fitted))) for seed, (fitted, held_out) in splits.items()}
     fitted, _ = splits[SHIPPED_SEED]
-    calibration = calibrate_on(fitted)
+    calibration = fit_rows(fitted)
     SHIPPED.write_text(
         "# Factors on the priors of planning/machines/constants.py, by docs/planner_validation.py.\n"
         + to_toml(calibration),
@@ -62,7 +62,7 @@ def page(
     scores: dict[int, dict[str, Any]],
     calibration: Calibration,
 ) -> str:
-    scored, alone = predict(rows, calibration), predict(rows, Calibration())
+    scored, alone = predict_rows(rows, calibration), predict_rows(rows, Calibration())
     in_fit = {(row.source, row.row_id) for row in fitted}
     dense = [s for s in alone if s.row.dense_half and s.error is not None]
     whole = sweeps_of([s for s in scored if s.row.dense_half and s.error is not None])

@@ -38,9 +38,9 @@ def calibrate(
         raise UserError(f"--out {out} must end in .toml: that is how `fourfold plan --machine` knows a file")
     base = load_machine(machine)
     if source:
-        from fourfold.planning.calibration.from_runs import calibrate as fit
+        from fourfold.planning.calibration.machine_fit import fit_machine
 
-        fitted = fit(source, base, out.stem)
+        fitted = fit_machine(source, base, out.stem)
         text = machine_toml(fitted.machine, f"{base.name}, calibrated on {fitted.rows} rows", base)
         record = {"rows": fitted.rows, "skipped": fitted.skipped, "before": fitted.before, "held_out": fitted.held_out}
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,10 +10,12 @@ import typer
 from typer.core import TyperGroup
 
 from fourfold.cli.options import AsJson, Overrides
+from fourfold.config.presets import PRESETS
+from fourfold.planning.machines.names import machine_names
 
 
 class LayoutUnlessNamed(TyperGroup):
-    """``fourfold plan …`` is ``fourfold plan layout …`` unless another command is named."""
+    """Runs ``fourfold plan …`` as ``fourfold plan layout …`` unless another command is named."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":
@@ -23,19 +26,31 @@ class LayoutUnlessNamed(TyperGroup):
 plan = typer.Typer(
     cls=LayoutUnlessNamed,
     no_args_is_help=True,
-    help="Find the fastest layout of a model on a machine, and say why: memory, seconds, days. "
+    help="Find the fastest layout of a model on a machine, and explain it: memory, seconds a step, days. "
     "`fourfold plan --model …` is short for `fourfold plan layout --model …`.",
 )
 
-Model = Annotated[str | None, typer.Option(help="A preset, a Hugging Face config.json, or the folder of one.")]
-MachineName = Annotated[str, typer.Option(help="A machine that fourfold knows, or the path of a .toml.")]
-Seq = Annotated[int | None, typer.Option(help="Tokens of a sequence. Default: the model's, at most 8192.")]
-Batch = Annotated[
-    int | None, typer.Option("--global-batch", help="Sequences of a step. Default: about 4M tokens, one a GPU or more.")
+MODEL_HELP = f"A Hugging Face config.json, the folder of one, or a preset: {', '.join(PRESETS)}."
+Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
+MachineName = Annotated[
+    str, typer.Option(help=f"The path of a machine file (.toml), or one of {', '.join(machine_names())}.")
 ]
-Precision = Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp8.")]
+Seq = Annotated[int | None, typer.Option(help="Tokens per sequence. Default: the model's context, at most 8192.")]
+Batch = Annotated[
+    int | None,
+    typer.Option("--global-batch", help="Sequences per step. Default: about 4M tokens, at least one per GPU."),
+]
+Precision = Annotated[str | None, typer.Option(metavar="bf16|fp16|fp32|fp8", help="Default: the run file's, or bf16.")]
 Limit = Annotated[
-    list[str], typer.Option("--limit", metavar="AXIS=N|AXIS<=N", help="x<=8, pp=1, zero=0, recompute=full; repeatable.")
+    list[str],
+    typer.Option(
+        "--limit",
+        metavar="NAME=VALUE|AXIS<=N",
+        help="Search fewer layouts, such as pp=1, x<=8 or recompute=full; repeatable. Axes: x, y, z, dp, cp, pp. "
+        "Sizes: micro_batch. zero: 0, 1, 2, 3. recompute: none, selective, full. interleave: 1, 2, 3, 4, 6, 8. "
+        "cp_method: ring, ulysses. schedule: 1F1B, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, and, "
+        "searched only if named, GPipe, LoopedBFS, DualPipeV.",
+    ),
 ]
 
 
@@ -46,16 +61,18 @@ def layout(
     ] = None,
     model: Model = None,
     machine: MachineName = "dgx-h100",
-    gpus: Annotated[int | None, typer.Option(help="How many GPUs. Default: those of the run file.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="How many GPUs to plan for. Default: those of the run file.")] = None,
     seq: Seq = None,
     global_batch: Batch = None,
     tokens: Annotated[float | None, typer.Option(help="Tokens of the whole training, for days and costs.")] = None,
     precision: Precision = None,
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 10,
     as_json: AsJson = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Why the best wins, and what would change that.")] = False,
-    write: Annotated[Path | None, typer.Option(metavar="RUN.toml", help="Write the best as a run file.")] = None,
-    report: Annotated[Path | None, typer.Option(metavar="plan.html", help="Write it all as one page.")] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Explain why the best layout wins, and what would change that.")
+    ] = False,
+    write: Annotated[Path | None, typer.Option(metavar="RUN.toml", help="Write the best layout as a run file.")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="plan.html", help="Write the plan as an HTML page.")] = None,
     limits: Limit = [],  # noqa: B006 (typer reads it, nobody writes it)
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
@@ -65,39 +82,41 @@ def layout(
     """
     from rich.console import Console
 
-    from fourfold.planning.plan_record import answer
-    from fourfold.planning.request import request, write_run
+    from fourfold.planning.plan_record import plan_request
+    from fourfold.planning.planned_run import write_run
+    from fourfold.planning.request import request_from_options
 
-    asked = request(model, run_file, overrides, gpus, seq, global_batch, precision)
-    with Console(stderr=True).status("Every layout is looked at"):  # seconds, or a minute for 100,000 GPUs
-        told = answer(asked, machine, limits, top, tokens, explain or report is not None, report is not None)
+    request = request_from_options(model, run_file, overrides, gpus, seq, global_batch, precision)
+    with Console(stderr=True).status("Searching layouts"):  # seconds, or a minute for 100,000 GPUs
+        result = plan_request(request, machine, limits, top, tokens, explain or report is not None, report is not None)
     if write is not None:
-        write_run(write, asked, told.plan.best)
+        write_run(write, request, result.plan.best)
     if report is not None:
         from fourfold.reports.plan_report import write_plan_report
 
-        write_plan_report(report, told)
+        write_plan_report(report, result)
     if as_json:
-        import json
-
-        print(json.dumps(told.record()))
+        print(json.dumps(result.record()))
     else:
         from fourfold.reports.plan_terminal import plan_tables
 
-        plan_tables(told, explain)
+        plan_tables(result, explain)
 
 
 @plan.command()
 def validate(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE.csv]", help="Measured rows; none: published figures.", show_default=False),
+        typer.Argument(
+            metavar="[FILE.csv]", help="A table of measured rows. Default: published figures.", show_default=False
+        ),
     ] = None,
     calibrate_on: Annotated[
-        list[Path], typer.Option("--calibrate-on", metavar="CSV", help="Fit the constants to these rows; repeatable.")
+        list[Path],
+        typer.Option("--calibrate-on", metavar="CSV", help="Fit the constants to these rows first; repeatable."),
     ] = [],  # noqa: B006
     machine_only: Annotated[
-        bool, typer.Option("--machine-only", help="No calibrated constant at all: machine files and priors.")
+        bool, typer.Option("--machine-only", help="Use no fitted constants: machine files and priors only.")
     ] = False,
     rows: Annotated[bool, typer.Option("--rows", help="Print every row.")] = False,
     as_json: AsJson = False,
@@ -106,13 +125,11 @@ def validate(
 
     Example: fourfold plan validate rows.csv --calibrate-on others.csv
     """
-    from fourfold.planning.calibration.comparison import validate as compare
+    from fourfold.planning.calibration.validation import validate as compare
     from fourfold.reports.plan_terminal import validation_tables
 
     result = compare(file, calibrate_on, machine_only)
     if as_json:
-        import json
-
         print(json.dumps(result.record(rows)))
     else:
         validation_tables(result, rows)
@@ -120,39 +137,40 @@ def validate(
 
 @plan.command()
 def scaling(
-    model: Annotated[str, typer.Option(help="A preset, a Hugging Face config.json, or the folder of one.")],
+    model: Annotated[str, typer.Option(help=MODEL_HELP)],
     machine: MachineName = "dgx-h100",
     gpus: Annotated[
-        str, typer.Option(metavar="FROM:TO", help="512:32768 doubles from size to size; or 512,768.")
+        str, typer.Option(metavar="FROM:TO|N,N", help="512:32768 doubles from size to size; 512,768 is a list.")
     ] = "8:512",
     seq: Seq = None,
     global_batch: Batch = None,
     precision: Precision = None,
-    weak: Annotated[bool, typer.Option("--weak/--strong", help="The batch grows with the GPUs, or stays.")] = True,
+    weak: Annotated[bool, typer.Option("--weak/--strong", help="Grow the batch with the GPUs, or keep it.")] = True,
     as_json: AsJson = False,
-    report: Annotated[Path | None, typer.Option(metavar="scaling.html", help="Write the curve as a page.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="scaling.html", help="Write the curve as an HTML page.")
+    ] = None,
     limits: Limit = [],  # noqa: B006
 ) -> None:
     """Replan a model at growing numbers of GPUs.
 
     Example: fourfold plan scaling --model gpt-80b --machine frontier --gpus 512:8192 --strong
     """
+    from fourfold.planning.calibration.machine_constants import constants_for
     from fourfold.planning.machines.machine import load_machine
-    from fourfold.planning.request import constants_for, limits_of, request
-    from fourfold.planning.scaling import scaling as scale
-    from fourfold.planning.scaling import sizes_of
+    from fourfold.planning.request import request_from_options
+    from fourfold.planning.scaling import scaling_curve, sizes_of
+    from fourfold.planning.search.limits import parse_limits
 
     sizes, where = sizes_of(gpus), load_machine(machine)
-    asked = request(model, None, [], sizes[0], seq, global_batch, precision)
-    points = scale(asked.base, where, constants_for(where), sizes, weak, limits_of(limits), asked.name)
+    request = request_from_options(model, None, [], sizes[0], seq, global_batch, precision)
+    points = scaling_curve(request.base, where, constants_for(where), sizes, weak, parse_limits(limits), request.name)
     if report is not None:
         from fourfold.reports.plan_report import write_scaling_report
 
-        write_scaling_report(report, points, asked.name, where.name, weak)
+        write_scaling_report(report, points, request.name, where.name, weak)
     if as_json:
-        import json
-
-        print(json.dumps({"model": asked.name, "machine": where.name, "weak": weak,
+        print(json.dumps({"model": request.name, "machine": where.name, "weak": weak,
                           "points": [point.record() for point in points]}))  # fmt: skip
     else:
         from fourfold.reports.plan_terminal import scaling_table

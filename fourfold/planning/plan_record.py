@@ -1,4 +1,4 @@
-"""The whole answer to a request: ranked layouts, explanation, costs."""
+"""Everything that `fourfold plan` answers to a request: ranked layouts, explanation, costs, strong scaling."""
 
 from __future__ import annotations
 
@@ -7,43 +7,48 @@ from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.planning.budget import Costs, costs
+from fourfold.planning.calibration.machine_constants import constants_for, outside_calibrated_range
 from fourfold.planning.machines.machine import load_machine
-from fourfold.planning.request import Request, constants_for, limits_of, outside_calibration
-from fourfold.planning.scaling import Point, scaling
+from fourfold.planning.request import Request
+from fourfold.planning.scaling import Point, scaling_curve
 from fourfold.planning.search.explain import explain
+from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import Plan, Prediction, make_plan, predict
 from fourfold.planning.search.space import refusal
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A plan and what was asked; own: the run file's layout as it stands, or why not (own_refused); explanation, costs
-    and strong-scaling curve where asked for."""
+class PlanRecord:
+    """A plan, the request that it answers, and what else the options asked of it."""
 
-    asked: Request
+    request: Request
     plan: Plan
     own: Prediction | None
+    """The prediction of the run file's own layout."""
     own_refused: str
+    """Why the run file's own layout is illegal; empty where it is not."""
     explanation: dict[str, Any] | None
     costs: Costs | None
     extrapolation: list[str]
+    """The features of the best layout that are outside the calibrated range."""
     curve: list[Point]
+    """The strong-scaling curve around the requested number of GPUs."""
 
-    def named(self) -> list[tuple[str, Prediction]]:
-        """The ranked layouts and the run file's, each with what it is called in front of its description."""
+    def labeled(self) -> list[tuple[str, Prediction]]:
+        """The ranked layouts and the run file's own, each with a prefix for its description."""
         ranked = [("", prediction) for prediction in self.plan.ranked]
         if self.own is None:
             return ranked
-        where = "" if self.own.gpus == self.asked.gpus else f", on {self.own.gpus} GPUs"
+        where = "" if self.own.gpus == self.request.gpus else f", on {self.own.gpus} GPUs"
         return [*ranked, (f"yours{where}: ", self.own)]
 
     def record(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return JSON values."""
         return {
             **self.plan.record(),
-            "model": self.asked.name,
+            "model": self.request.name,
             "machine": self.plan.machine.name,
-            "gpus": self.asked.gpus,
+            "gpus": self.request.gpus,
             "own": None if self.own is None else self.own.record(),
             "own_refused": self.own_refused or None,
             "explanation": self.explanation,
@@ -52,28 +57,37 @@ class Answer:
         }
 
 
-def answer(
-    asked: Request,
+def plan_request(
+    request: Request,
     machine_name: str,
     limit_settings: list[str],
     top: int,
     tokens: float | None,
     explained: bool,
     with_curve: bool = False,
-) -> Answer:
-    """Plan, and explain where wanted; raises ``UserError`` where nothing is legal or fits."""
+) -> PlanRecord:
+    """Plan, and explain if ``explained``; raises ``UserError`` where no layout is legal and fits."""
     if tokens is not None and not 0 < tokens < float("inf"):
         raise UserError(f"--tokens {tokens:g} must be a number above 0")
     machine = load_machine(machine_name)
-    constants, limits = constants_for(machine), limits_of(limit_settings)
-    plan = make_plan(asked.base, machine, constants, asked.gpus, top, limits)
-    refused = "" if asked.own is None else refusal(asked.own, machine)
-    own = None if asked.own is None or refused else predict(asked.own, machine, constants)
+    constants, limits = constants_for(machine), parse_limits(limit_settings)
+    plan = make_plan(request.base, machine, constants, request.gpus, top, limits)
     best = plan.best
-    money = costs(tokens, best.tokens_per_second, asked.gpus, asked.model.num_parameters, machine) if tokens else None
-    explanation = explain(plan, own, limits) if explained else None
+    refused = "" if request.own is None else refusal(request.own, machine)
+    own = None if request.own is None or refused else predict(request.own, machine, constants)
     curve: list[Point] = []
     if with_curve:
-        sizes = [int(asked.gpus * factor) for factor in (0.25, 0.5, 1, 2, 4) if asked.gpus * factor >= 1]
-        curve = scaling(asked.base, machine, constants, sizes, False, limits, asked.name)
-    return Answer(asked, plan, own, refused, explanation, money, outside_calibration(machine, best.work), curve)
+        sizes = [int(request.gpus * factor) for factor in (0.25, 0.5, 1, 2, 4) if request.gpus * factor >= 1]
+        curve = scaling_curve(request.base, machine, constants, sizes, False, limits, request.name)
+    return PlanRecord(
+        request=request,
+        plan=plan,
+        own=own,
+        own_refused=refused,
+        explanation=explain(plan, own, limits) if explained else None,
+        costs=costs(tokens, best.tokens_per_second, request.gpus, request.model.num_parameters, machine)
+        if tokens
+        else None,
+        extrapolation=outside_calibrated_range(machine, best.work),
+        curve=curve,
+    )

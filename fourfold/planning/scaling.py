@@ -57,7 +57,7 @@ def sizes_of(text: str) -> list[int]:
     return [ends[0] << i for i in range(doublings)]
 
 
-def scaling(
+def scaling_curve(
     base: Workload,
     machine: Machine,
     constants: Constants,

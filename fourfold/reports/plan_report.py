@@ -19,7 +19,7 @@ from fourfold.reports.plan_terminal import costs_sentence
 from fourfold.reports.svg import Series, line_chart, stacked_bars
 
 if TYPE_CHECKING:
-    from fourfold.planning.plan_record import Answer
+    from fourfold.planning.plan_record import PlanRecord
     from fourfold.planning.scaling import Point
     from fourfold.planning.search.plan import Prediction
 
@@ -29,25 +29,25 @@ SHOWN_STAGES, SHOWN_MICRO_BATCHES = 16, 32
 """Of the timetable; a longer pipeline shows its first part."""
 
 
-def write_plan_report(path: Path, told: Answer) -> None:
+def write_plan_report(path: Path, result: PlanRecord) -> None:
     """Write the plan's page: scatter, ranking, waterfall, memory by stage, pipeline, scaling."""
-    plan, best = told.plan, told.plan.best
-    wide = [_scatter(told)]
-    if told.explanation is not None:
-        wide.append(_waterfall(told.explanation))
+    plan, best = result.plan, result.plan.best
+    wide = [_scatter(result)]
+    if result.explanation is not None:
+        wide.append(_waterfall(result.explanation))
     wide.append(stacked_bars("Memory of the fullest rank of each stage, GB", _stages(best), width=1072))
     if best.work.pp > 1:
         wide.append(_timetable(best))
-    if told.curve:
-        wide.append(_curve(told.curve))
-    sections = [html.facts(_headline(told)), _ranking(told), html.charts([], wide)]
-    if told.costs is not None:
-        sections.insert(1, f"<p>{escape(costs_sentence(told))}</p>")
-    if told.extrapolation:
-        sections.insert(0, html.notice(f"Extrapolation: {'; '.join(told.extrapolation)}."))
-    if told.explanation is not None:
-        sections += _explanation(told.explanation)
-    title = f"{told.asked.name} on {told.asked.gpus} GPUs of {plan.machine.name}"
+    if result.curve:
+        wide.append(_curve(result.curve))
+    sections = [html.facts(_headline(result)), _ranking(result), html.charts([], wide)]
+    if result.costs is not None:
+        sections.insert(1, f"<p>{escape(costs_sentence(result))}</p>")
+    if result.extrapolation:
+        sections.insert(0, html.notice(f"Extrapolation: {'; '.join(result.extrapolation)}."))
+    if result.explanation is not None:
+        sections += _explanation(result.explanation)
+    title = f"{result.request.name} on {result.request.gpus} GPUs of {plan.machine.name}"
     write_output(path, html.page(title, best.describe(), sections))
 
 
@@ -68,8 +68,8 @@ def write_scaling_report(path: Path, points: Sequence[Point], model: str, machin
     write_output(path, html.page(f"{model} on {machine}", f"{kind} scaling, replanned at each size", sections))
 
 
-def _headline(told: Answer) -> dict[str, str | int | float | None]:
-    best = told.plan.best
+def _headline(result: PlanRecord) -> dict[str, str | int | float | None]:
+    best = result.plan.best
     return {
         "step": f"{best.seconds:.4g} s",
         "tokens/s a GPU": round(best.tokens_per_second / best.gpus),
@@ -77,12 +77,12 @@ def _headline(told: Answer) -> dict[str, str | int | float | None]:
         "HFU": f"{best.utilisation(best.work.hardware_flops()):.1%}",
         "memory": f"{best.memory_bytes / 1e9:.1f} GB",
         "P(out of memory)": f"{best.p_oom:.1%}",
-        "layouts evaluated": f"{told.plan.found.evaluated:,}",
+        "layouts evaluated": f"{result.plan.found.evaluated:,}",
     }
 
 
-def _scatter(told: Answer) -> str:
-    found, machine = told.plan.found, told.plan.machine
+def _scatter(result: PlanRecord) -> str:
+    found, machine = result.plan.found, result.plan.machine
     legal = np.flatnonzero(np.isfinite(found.seconds))
     near = legal[found.memory[legal] < 2 * machine.memory]
     near = near if len(near) else legal
@@ -95,7 +95,7 @@ def _scatter(told: Answer) -> str:
         Dot(
             float(found.memory[i] / 1e9),
             float(found.seconds[i]),
-            _layout_text(told, int(i)),
+            _layout_text(result, int(i)),
             out=found.reason[i] == OUT_OF_MEMORY,
             best=i == best,
         )
@@ -110,20 +110,20 @@ def _scatter(told: Answer) -> str:
     )
 
 
-def _layout_text(told: Answer, index: int) -> str:
+def _layout_text(result: PlanRecord, index: int) -> str:
     from fourfold.planning.search.plan import describe_layout
 
-    found = told.plan.found
+    found = result.plan.found
     text = f"{describe_layout(found.point(index))}: {found.seconds[index]:.4g} s, {found.memory[index] / 1e9:.1f} GB"
     return text + (f"; {REASONS[found.reason[index]]}" if found.reason[index] else "")
 
 
 def _waterfall(explanation: dict[str, Any]) -> str:
-    told = explanation["waterfall"]
+    waterfall = explanation["waterfall"]
     names = {"best": "best", "runner_up": "runner-up", "yours": "yours"}
     bars = {
-        names[column]: {part: values[i] for part, values in told["seconds"].items()}
-        for i, column in enumerate(told["columns"])
+        names[column]: {part: values[i] for part, values in waterfall["seconds"].items()}
+        for i, column in enumerate(waterfall["columns"])
     }
     return stacked_bars("What a step is spent on, seconds", bars, width=1072)
 
@@ -170,28 +170,31 @@ def _curve(points: Sequence[Point]) -> str:
     )
 
 
-def _ranking(told: Answer) -> str:
+def _ranking(result: PlanRecord) -> str:
     return _table(
         ["layout", "s/step", "GB", "P(OOM)", "MFU", "tokens/s/GPU"],
         [
             [name + p.describe(), f"{p.seconds:.4g}", f"{p.memory_bytes / 1e9:.1f}", f"{p.p_oom:.1%}",
              f"{p.utilisation(p.work.model_flops()):.1%}", f"{p.tokens_per_second / p.gpus:,.0f}"]
-            for name, p in told.named()
+            for name, p in result.labeled()
         ],
     )  # fmt: skip
 
 
-def _explanation(told: dict[str, Any]) -> list[str]:
-    points = "".join(f"<li>The best {escape(point['sentence'])}.</li>" for point in told["break_evens"])
+def _explanation(explanation: dict[str, Any]) -> list[str]:
+    points = "".join(f"<li>The best {escape(point['sentence'])}.</li>" for point in explanation["break_evens"])
     steps = _table(
         ["one step away", "slower by"],
-        [[n["change"], f"{n['slower']:+.1%}" if n["slower"] is not None else n["reason"]] for n in told["neighbours"]],
+        [
+            [n["change"], f"{n['slower']:+.1%}" if n["slower"] is not None else n["reason"]]
+            for n in explanation["neighbours"]
+        ],
     )
     sections = [
         f"<h2>Break-evens</h2><ul>{points}</ul>" if points else "",
-        f"<h2>Neighbours</h2><p>{escape(told['basin'])}</p>{steps}",
+        f"<h2>Neighbours</h2><p>{escape(explanation['basin'])}</p>{steps}",
     ]
-    if more := told["next_doubling"]:
+    if more := explanation["next_doubling"]:
         sections.append(
             f"<p>{more['gpus']:,} GPUs with the same batch: {more['step_seconds']:.4g} s a step, "
             f"{more['speedup']:.2f} times as fast; {escape(more['layout'])}.</p>"

@@ -10,8 +10,8 @@ from rich.console import Console
 from fourfold.reports.tables import print_table
 
 if TYPE_CHECKING:
-    from fourfold.planning.calibration.comparison import Validation
-    from fourfold.planning.plan_record import Answer
+    from fourfold.planning.calibration.validation import Validation
+    from fourfold.planning.plan_record import PlanRecord
     from fourfold.planning.scaling import Point
     from fourfold.planning.search.plan import Prediction
 
@@ -20,33 +20,33 @@ NUMBERS = ("s/step", "GB", "P(OOM)", "MFU", "HFU", "tokens/s/GPU")
 """Of a layout, in the order of ``_numbers``."""
 
 
-def plan_tables(told: Answer, explained: bool) -> None:
+def plan_tables(result: PlanRecord, explained: bool) -> None:
     """Ranked layouts; with ``explained`` what the best spends its time on, and what would change the order."""
-    plan, console = told.plan, Console()
+    request, plan, console = result.request, result.plan, Console()
     title = (
-        f"{told.asked.name} on {told.asked.gpus} GPUs of {plan.machine.name}: {int(plan.best.work.batch):,} sequences "
-        f"of {int(plan.best.work.seq):,} tokens a step"
+        f"{request.name} on {request.gpus} GPUs of {plan.machine.name}: {int(request.base.batch):,} sequences of "
+        f"{int(request.base.seq):,} tokens a step"
     )
-    print_table(title, ["layout", *NUMBERS], [[name + p.describe(), *_numbers(p)] for name, p in told.named()])
-    if told.own_refused:
-        console.print(f"The run file's own layout does not go with this: {told.own_refused}.")
+    print_table(title, ["layout", *NUMBERS], [[name + p.describe(), *_numbers(p)] for name, p in result.labeled()])
+    if result.own_refused:
+        console.print(f"The run file's own layout cannot run here: {result.own_refused}.")
     console.print(
         f"{plan.found.evaluated:,} layouts in {plan.found.seconds_taken:.2f} s; {len(plan.found.order):,} are legal "
         "and fit. Rejected: "
         + "; ".join(f"{count:,} {reason}" for reason, count in plan.found.rejected().items())
         + "."
     )
-    if told.extrapolation:
-        console.print(f"Extrapolation: {'; '.join(told.extrapolation)}.")
-    if told.costs is not None:
-        console.print(costs_sentence(told))
-    if explained and told.explanation is not None:
-        _explanation(told.explanation, console)
+    if result.extrapolation:
+        console.print(f"Extrapolation: {'; '.join(result.extrapolation)}.")
+    if result.costs is not None:
+        console.print(costs_sentence(result))
+    if explained and result.explanation is not None:
+        _explanation(result.explanation, console)
 
 
-def costs_sentence(told: Answer) -> str:
+def costs_sentence(result: PlanRecord) -> str:
     """Days, GPU-hours, energy, money, and the checkpoint interval."""
-    c = told.costs
+    c = result.costs
     assert c is not None
     parts = [f"{c.tokens:.3g} tokens take {c.days:,.1f} days, {c.gpu_hours:,.0f} GPU-hours"]
     parts += [f"{c.kwh:,.0f} kWh (GPUs alone)"] if c.kwh is not None else []
@@ -60,20 +60,22 @@ def costs_sentence(told: Answer) -> str:
     return sentence
 
 
-def _explanation(told: dict[str, Any], console: Console) -> None:
-    columns = told["waterfall"]["columns"]
-    parts = dict(told["waterfall"]["seconds"])
+def _explanation(explanation: dict[str, Any], console: Console) -> None:
+    columns = explanation["waterfall"]["columns"]
+    parts = dict(explanation["waterfall"]["seconds"])
     parts["all"] = [sum(values) for values in zip(*parts.values(), strict=True)]
     rows = [[part, *(f"{value:.4g}" for value in values)] for part, values in parts.items()]
     print_table("Seconds of a step", ["part", *columns], rows)
-    for name, text in told["layouts"].items():
+    for name, text in explanation["layouts"].items():
         console.print(f"{name.replace('_', '-')}: {text}")
-    for point in told["break_evens"]:
+    for point in explanation["break_evens"]:
         console.print(f"The best {point['sentence']}.")
-    rows = [[n["change"], n["reason"] if n["slower"] is None else f"{n['slower']:+.1%}"] for n in told["neighbours"]]
+    rows = [
+        [n["change"], n["reason"] if n["slower"] is None else f"{n['slower']:+.1%}"] for n in explanation["neighbours"]
+    ]
     print_table("One step away", ["change", "slower by"], rows, words=["slower by"])
-    console.print(told["basin"])
-    if more := told["next_doubling"]:
+    console.print(explanation["basin"])
+    if more := explanation["next_doubling"]:
         console.print(
             f"{more['gpus']} GPUs with the same batch: {more['step_seconds']:.4g} s a step, {more['speedup']:.2f} "
             f"times as fast ({more['efficiency']:.0%} of twice): {more['layout']}."

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from fourfold.config.run import RunConfig
 from fourfold.data.files import write_whole
-from fourfold.planning.calibration.from_runs import Comparison, is_calibrated, predicted_against_measured
+from fourfold.planning.calibration.machine_constants import is_calibrated
+from fourfold.planning.calibration.measured_run import RunComparison, compare_run
 from fourfold.planning.machines.machine import load_machine
 from fourfold.training.console import Facts
 from fourfold.training.metrics import StepMetrics
@@ -41,12 +42,12 @@ class Forecast:
         if len(self._seconds) < STEPS:
             return None
         memory = metrics.peak_memory_bytes if self.on_gpu else None
-        compared = predicted_against_measured(self.run, self.machine, self._seconds, memory)
+        compared = compare_run(self.run, self.machine, self._seconds, memory)
         write_whole(self.path, json.dumps(asdict(compared), indent=1).encode())
         return facts_of(compared)
 
 
-def facts_of(compared: Comparison) -> Facts:
+def facts_of(compared: RunComparison) -> Facts:
     """In words."""
     facts = {
         "machine": compared.machine,

@@ -15,7 +15,12 @@ from command_line import Cli
 from planner_rows import HEADER, row_text
 from tiny_corpus import make_corpus, run_file
 
+from fourfold.config.presets import PRESETS
 from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.machines.names import machine_names
+from fourfold.planning.request import BITS
+from fourfold.planning.search.limits import CHOICES
+from fourfold.planning.search.space import AXES
 from fourfold.run_file.load import load_run
 
 REPOSITORY = Path(__file__).parents[2]
@@ -109,6 +114,8 @@ def test_a_hugging_face_model_is_the_preset(cli: Cli, tmp_path: Path) -> None:
         (("--model", "llama3-8b"), "--gpus is missing"),
         (("--model", "llama3-8b", "--gpus", 0), "--gpus 0"),
         (("--model", "llama3-8b", "--gpus", 8, "--machine", "dgx-h10"), "did you mean 'dgx-h100'"),
+        (("--model", "llama3-8b", "--gpus", 8, "--machine", "h100"), "did you mean 'dgx-h100' or 'grand-teton-h100'?"),
+        (("--model", "llama3-8b", "--gpus", 8, "--machine", "H200-SXM"), "did you mean 'h200'?"),
         (("--model", "llama3-405b", "--gpus", 8), "GPUs would do"),
         (("--model", "llama3-8b", "--gpus", 8, "--precision", "fp4"), "there are bf16"),
         (("--model", "llama3-8b", "--gpus", 8, "--limit", "q=1"), "--limit q=1"),
@@ -119,8 +126,19 @@ def test_a_hugging_face_model_is_the_preset(cli: Cli, tmp_path: Path) -> None:
         (("--model", "llama3-8b", "--gpus", 8, "--tokens", "nan"), "--tokens nan"),
         (("--model", "llama3-8b", "--gpus", 8, "--limit", "micro_batch=0"), "--limit micro_batch=0"),
         (("--model", "llama3-8b", "--gpus", 8, "--limit", "zero=7"), "--limit zero=7"),
-        (("--model", "gpt2", "--gpus", 8, "--limit", "x=2", "--limit", "x<=1"), "--limit x=2 --limit x<=1: nothing is"),
-        (("--model", "gpt2", "--gpus", 8, "--limit", "zero=1", "--limit", "zero=2"), "nothing is all of this (zeros)"),
+        (
+            ("--model", "gpt2", "--gpus", 8, "--limit", "x=2", "--limit", "x<=1"),
+            "--limit x=2 --limit x<=1: these limits contradict",
+        ),
+        (
+            ("--model", "gpt2", "--gpus", 8, "--limit", "zero=1", "--limit", "zero=2"),
+            "these limits contradict each other (zero)",
+        ),
+        (
+            ("--model", "gpt2", "--gpus", 8, "--limit", "schedule=1F1B", "--limit", "interleave=2"),
+            "contradict each other (schedule, interleave)",
+        ),
+        (("--model", "gpt2", "--gpus", 8, "--limit", "micro_batch=1", "--limit", "micro_batch=2"), "(micro_batch)"),
         (("--model", "gpt2", "--gpus", 2, "--write", "/no/such/folder/x.toml"), "cannot write /no/such/folder/x.toml"),
         (("--model", "gpt2", "--gpus", 8, "--limit", "schedule=ZBV"), "schedule= takes one of 1F1B, "),
         (("--model", "gpt2", "--gpus", 1024, "--global-batch", 1024, "--limit", "micro_batch=16777216"), "is legal"),
@@ -132,6 +150,14 @@ def test_bad_input_is_a_sentence(cli: Cli, arguments: tuple[object, ...], senten
     code, out, error = cli("plan", *arguments)
     assert code == 2 and sentence in error and not out
     assert error.startswith("fourfold: ") and error.count("\n") == 1
+
+
+def test_help_lists_every_choice(cli: Cli) -> None:
+    code, out, _ = cli("plan", "layout", "--help")
+    words = {word.strip(".") for word in re.split(r"[^\w.-]+", out)}
+    assert code == 0
+    choices = [*machine_names(), *PRESETS, *BITS, *CHOICES, *AXES, "micro_batch"]
+    assert set(choices) | {choice for names in CHOICES.values() for choice in names} <= words
 
 
 def measured_rows(path: Path, first: int, count: int) -> Path:

@@ -13,16 +13,17 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
 from fourfold.planning.calibration.fit import Calibration, fit, from_table, to_toml
-from fourfold.planning.calibration.from_runs import calibrate, predicted_against_measured
+from fourfold.planning.calibration.machine_constants import constants_for, outside_calibrated_range
+from fourfold.planning.calibration.machine_fit import fit_machine
+from fourfold.planning.calibration.measured_run import compare_run
 from fourfold.planning.calibration.rows import read_rows
-from fourfold.planning.calibration.score import calibrate_on, predict
+from fourfold.planning.calibration.score import fit_rows, predict_rows
 from fourfold.planning.cost.block import block_time
 from fourfold.planning.cost.memory import CATEGORIES, stage_memory
 from fourfold.planning.cost.step import step_seconds
 from fourfold.planning.machines.constants import NAMES, moved, prior_constants
 from fourfold.planning.machines.machine import load_machine, parse_machine, stack_machines
 from fourfold.planning.machines.write import machine_toml, measured_machine
-from fourfold.planning.request import constants_for, outside_calibration
 from fourfold.planning.run_workload import workload_of, workload_of_model
 from fourfold.planning.workload import Workload
 from fourfold.run_file.dump import to_toml as run_toml
@@ -98,7 +99,7 @@ def table_of(path: Path, count: int, slower: float) -> Path:
     ]  # fmt: skip
     path.write_text("\n".join([HEADER, *texts]), encoding="utf-8")
     rows, _ = read_rows([path])
-    seconds = [s.seconds * slower for s in predict(rows, Calibration())]
+    seconds = [s.seconds * slower for s in predict_rows(rows, Calibration())]
     texts = [text.replace(",1,end", f",{value},end") for text, value in zip(texts, seconds, strict=True)]
     path.write_text("\n".join([HEADER, *texts]), encoding="utf-8")
     return path
@@ -106,7 +107,7 @@ def table_of(path: Path, count: int, slower: float) -> Path:
 
 def test_a_table_calibrates_a_machine(tmp_path: Path) -> None:
     table = table_of(tmp_path / "t.csv", 24, 1.3)
-    told = calibrate([table], load_machine("dgx-a100"), "mine")
+    told = fit_machine([table], load_machine("dgx-a100"), "mine")
     assert told.rows == 24
     assert told.before["mean_abs_error"] > 0.2 > 0.03 > told.held_out["mean_abs_error"]
     machine = parse_machine(machine_toml(told.machine, "mine", load_machine("dgx-a100")), "mine.toml")
@@ -114,8 +115,8 @@ def test_a_table_calibrates_a_machine(tmp_path: Path) -> None:
     error = [float(step_seconds(r.work, machine, constants_for(machine))) / r.seconds - 1 for r in rows]
     assert np.abs(error).mean() < 0.03
     work = replace(rows[0].work, hidden=99999.0)
-    assert any("hidden" in text for text in outside_calibration(machine, work))
-    assert not outside_calibration(machine, rows[0].work)
+    assert any("hidden" in text for text in outside_calibrated_range(machine, work))
+    assert not outside_calibrated_range(machine, rows[0].work)
 
 
 def test_a_run_calibrates_a_machine(tmp_path: Path) -> None:
@@ -126,9 +127,9 @@ def test_a_run_calibrates_a_machine(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     lines = [f'{{"step": {i}, "step_seconds": {9 if i < 3 else 0.5}, "peak_memory_bytes": 1000}}' for i in range(9)]
     metrics.write_text("\n".join(lines), encoding="utf-8")
-    told = calibrate([metrics], load_machine("laptop"), "mine")
+    told = fit_machine([metrics], load_machine("laptop"), "mine")
     assert told.rows == 1
-    compared = predicted_against_measured(run, told.machine, [9.0] * 3 + [0.5] * 7, 1000)
+    compared = compare_run(run, told.machine, [9.0] * 3 + [0.5] * 7, 1000)
     assert compared.measured_step_seconds == 0.5
     assert compared.predicted_step_seconds == pytest.approx(0.5, rel=0.5)
     work = workload_of(run)
@@ -138,14 +139,14 @@ def test_a_run_calibrates_a_machine(tmp_path: Path) -> None:
     for broken in ("[1]", '{"step_seconds": 0}', '{"step_seconds": "x"}', '{"step_seconds": NaN}'):
         metrics.write_text("\n".join([*lines, broken]), encoding="utf-8")
         with pytest.raises(UserError, match=r"record 10(: step_seconds = .* must be a number| is not an object)"):
-            calibrate([metrics], load_machine("laptop"), "mine")
+            fit_machine([metrics], load_machine("laptop"), "mine")
     for broken, sentence in ((b'{"peak_memory_bytes": "12"}', "peak_memory_bytes = 12 must be"), (b"\xff", "not JSON")):
         metrics.write_bytes("\n".join([*lines, ""]).encode() + broken)
         with pytest.raises(UserError, match=sentence):
-            calibrate([metrics], load_machine("laptop"), "mine")
+            fit_machine([metrics], load_machine("laptop"), "mine")
     metrics.write_text("{}\n", encoding="utf-8")
     with pytest.raises(UserError, match="no step"):
-        calibrate([metrics], load_machine("laptop"), "mine")
+        fit_machine([metrics], load_machine("laptop"), "mine")
 
 
 def test_each_layout_of_the_operands_has_the_rate_that_was_measured() -> None:
@@ -181,15 +182,15 @@ def test_a_name_is_quoted_and_rows_of_another_machine_are_refused(tmp_path: Path
     table = tmp_path / "t.csv"
     table.write_text("\n".join([HEADER, row_text()]), encoding="utf-8")
     with pytest.raises(UserError, match="the rows are of dgx-a100, and --machine is laptop"):
-        calibrate([table], laptop, "mine")
+        fit_machine([table], laptop, "mine")
     own = replace(load_machine("dgx-a100"), name="our cluster")
-    assert calibrate([table], own, "mine").machine.peak == own.peak
+    assert fit_machine([table], own, "mine").machine.peak == own.peak
 
 
 def test_nothing_to_calibrate_on_is_a_sentence(tmp_path: Path) -> None:
     empty = tmp_path / "t.csv"
     empty.write_text(HEADER + "\n", encoding="utf-8")
     with pytest.raises(UserError, match="no row with a step time"):
-        calibrate([empty], load_machine("laptop"), "mine")
+        fit_machine([empty], load_machine("laptop"), "mine")
     with pytest.raises(UserError, match="no row to calibrate on has a step time"):
-        calibrate_on([])
+        fit_rows([])

@@ -7,9 +7,10 @@ from importlib.resources import files
 import pytest
 
 from fourfold.errors import UserError
-from fourfold.planning.calibration.fit import shipped
+from fourfold.planning.calibration.machine_constants import shipped
 from fourfold.planning.machines.constants import NAMES, PRIORS
-from fourfold.planning.machines.machine import load_machine, machine_names, parse_machine
+from fourfold.planning.machines.machine import load_machine, parse_machine
+from fourfold.planning.machines.names import machine_names
 
 FOLDER = files("fourfold.planning.machines")
 WANTED = {"perlmutter", "frontier", "alps", "dgx-a100", "dgx-h100", "h200", "b200", "gb200", "mi300x", "laptop"}

@@ -26,10 +26,12 @@ from fourfold.planning.cost.memory import (
 from fourfold.planning.cost.step import PARTS
 from fourfold.planning.machines.constants import prior_constants
 from fourfold.planning.machines.machine import load_machine
-from fourfold.planning.request import limits_of, request, write_run
+from fourfold.planning.planned_run import write_run
+from fourfold.planning.request import request_from_options
 from fourfold.planning.run_workload import workload_of, workload_of_model
-from fourfold.planning.scaling import scaling, sizes_of
+from fourfold.planning.scaling import scaling_curve, sizes_of
 from fourfold.planning.search.explain import KNOBS, _changed, explain, runner_up
+from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import Plan, make_plan, predict
 from fourfold.planning.search.space import AXES, Limits
 from fourfold.planning.workload import Workload
@@ -96,7 +98,7 @@ def test_a_plan_is_written_in_the_precision_that_was_asked(tmp_path: Path) -> No
         "fp32": ("fp32", "none", 32),
         None: ("bf16", "none", 16),
     }.items():
-        asked = request("gpt2", None, [], 2, 1024, 8, precision)
+        asked = request_from_options("gpt2", None, [], 2, 1024, 8, precision)
         best = make_plan(asked.base, H100, PRIOR, 2).best
         write_run(tmp_path / "run.toml", asked, best)
         run = load_run(tmp_path / "run.toml")
@@ -181,12 +183,12 @@ def test_sizes_double_to_the_last() -> None:
 
 @pytest.mark.slow
 def test_scaling_replans_at_each_size() -> None:
-    points = scaling(base("llama3-8b", 8192, 128), H100, PRIOR, sizes_of("8:32"), weak=False)
+    points = scaling_curve(base("llama3-8b", 8192, 128), H100, PRIOR, sizes_of("8:32"), weak=False)
     assert [p.gpus for p in points] == [8, 16, 32]
     assert points[0].efficiency == 1 and 0.5 < points[-1].efficiency < 1.3
-    weak = scaling(base("llama3-8b", 8192, 128), H100, PRIOR, [8, 32], weak=True)
+    weak = scaling_curve(base("llama3-8b", 8192, 128), H100, PRIOR, [8, 32], weak=True)
     assert weak[1].best.work.batch == 512
-    none = scaling(base("llama3-405b", 8192, 64), H100, PRIOR, [8], weak=False)
+    none = scaling_curve(base("llama3-405b", 8192, 64), H100, PRIOR, [8], weak=False)
     assert none[0].best is None and "nothing fits" in none[0].why_not
     with pytest.raises(UserError, match="--gpus 8-16"):
         sizes_of("8-16")
@@ -194,7 +196,7 @@ def test_scaling_replans_at_each_size() -> None:
 
 @pytest.mark.slow
 def test_published_figures_are_predicted_within_reason() -> None:
-    from fourfold.planning.calibration.fit import shipped
+    from fourfold.planning.calibration.machine_constants import shipped
 
     found = figures(shipped())
     assert len(found) == 6
@@ -218,7 +220,7 @@ def test_a_layout_is_predicted_alike_alone_and_among_others() -> None:
 
 def test_limits_of_one_thing_all_hold() -> None:
     """The last does not silently undo the others."""
-    assert limits_of(["schedule=Interleaved1F1B", "interleave=2"]).pipelines == (("Interleaved1F1B", 2),)
-    assert limits_of(["interleave=2", "schedule=Interleaved1F1B"]).pipelines == (("Interleaved1F1B", 2),)
-    assert limits_of(["interleave=2", "schedule=LoopedBFS"]).pipelines == (("LoopedBFS", 2),)
-    assert limits_of(["interleave=1"]).pipelines == (("1F1B", 1),)
+    assert parse_limits(["schedule=Interleaved1F1B", "interleave=2"]).pipelines == (("Interleaved1F1B", 2),)
+    assert parse_limits(["interleave=2", "schedule=Interleaved1F1B"]).pipelines == (("Interleaved1F1B", 2),)
+    assert parse_limits(["interleave=2", "schedule=LoopedBFS"]).pipelines == (("LoopedBFS", 2),)
+    assert parse_limits(["interleave=1"]).pipelines == (("1F1B", 1),)

@@ -11,7 +11,7 @@ from planner_rows import COLUMNS, HEADER, row_text
 from fourfold.errors import UserError
 from fourfold.planning.calibration.fit import Calibration
 from fourfold.planning.calibration.rows import Skipped, read_rows, row_of
-from fourfold.planning.calibration.score import Scored, errors_of, memory_of, predict, sweeps_of
+from fourfold.planning.calibration.score import Scored, errors_of, memory_of, predict_rows, sweeps_of
 from fourfold.planning.cost.activations import head_bytes, kept_by_block
 from fourfold.planning.cost.memory import CACHED, CATEGORIES, stage_memory
 from fourfold.planning.machines.machine import load_machine
@@ -169,17 +169,17 @@ def test_a_file_is_read_and_its_skipped_rows_counted(tmp_path: Path) -> None:
 
 def test_out_of_memory_rows() -> None:
     assert row(mem_gb_per_gpu="OOM", step_time_s="").out_of_memory
-    told = predict([row(mem_gb_per_gpu="OOM", step_time_s="", hidden=20480, heads=128), row(mem_gb_per_gpu=30)],
+    told = predict_rows([row(mem_gb_per_gpu="OOM", step_time_s="", hidden=20480, heads=128), row(mem_gb_per_gpu=30)],
                    Calibration())  # fmt: skip
     memory = memory_of(told)
-    assert memory["out_of_memory_told"] == 1 and memory["fitting_told"] == 1 and memory["rows"] == 1
+    assert memory["oom_recall"] == 1 and memory["fit_recall"] == 1 and memory["rows"] == 1
 
 
 def test_whatever_ran_fitted() -> None:
     """A row with a time alone counts among those that fitted, where it says what it computed again."""
-    told = predict([row(), row(act_ckpt=""), row(hidden=20480, heads=128)], Calibration())
+    told = predict_rows([row(), row(act_ckpt=""), row(hidden=20480, heads=128)], Calibration())
     memory = memory_of(told)
-    assert memory["fitting_rows"] == 2 and memory["fitting_told"] == 0.5
+    assert memory["fitting_rows"] == 2 and memory["fit_recall"] == 0.5
 
 
 def scored(measured: float, predicted: float) -> Scored:

@@ -19,7 +19,8 @@ from fourfold.planning.cost.stage_split import split_of
 from fourfold.planning.cost.step import step_seconds
 from fourfold.planning.machines.constants import prior_constants
 from fourfold.planning.machines.machine import load_machine
-from fourfold.planning.request import request, write_run
+from fourfold.planning.planned_run import write_run
+from fourfold.planning.request import request_from_options
 from fourfold.planning.run_workload import workload_of, workload_of_model
 from fourfold.planning.search.fastest import search
 from fourfold.planning.search.plan import predict
@@ -119,7 +120,7 @@ def test_random_legal_points_are_run_files_that_train(tmp_path: Path) -> None:
     machine = load_machine("dgx-h100")
     found = search(base("llama-tiny", 64, 32), machine, prior_constants(), 8, Limits(micro_batches=(1, 2)))
     for index in np.random.default_rng(1).permutation(found.order)[:24]:
-        asked = request("llama-tiny", None, [], 8, 64, 32, None)
+        asked = request_from_options("llama-tiny", None, [], 8, 64, 32, None)
         write_run(tmp_path / "RUN.toml", asked, predict(found.point(index), machine, prior_constants()))
         run = load_run(tmp_path / "RUN.toml")
         traced = trace(run, whole=True)

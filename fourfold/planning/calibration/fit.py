@@ -7,11 +7,8 @@ Huber's loss keeps single outliers from deciding.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files
 
 import numpy as np
 
@@ -100,13 +97,6 @@ def fit(
         if before - now < 1e-3:
             break
     return Calibration({name: theta[i] for name, i in index.items()})
-
-
-@cache
-def shipped() -> Calibration:
-    """The constants that come with fourfold: fitted to a tenth of published rows (docs/planner_validation.md)."""
-    table = tomllib.loads((files("fourfold.planning.calibration") / "calibrated.toml").read_text(encoding="utf-8"))
-    return from_table(table["constants"])
 
 
 def from_table(table: dict[str, dict[str, float]]) -> Calibration:

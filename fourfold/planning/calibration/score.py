@@ -34,7 +34,7 @@ class Scored:
         return None if self.row.seconds is None else self.seconds / self.row.seconds - 1
 
 
-def calibrate_on(rows: Sequence[Row]) -> Calibration:
+def fit_rows(rows: Sequence[Row]) -> Calibration:
     """Fit the constants to the rows with a measured step; raises ``UserError`` where there is none."""
     timed = [row for row in rows if row.seconds is not None]
     if not timed:
@@ -48,7 +48,7 @@ def calibrate_on(rows: Sequence[Row]) -> Calibration:
     )
 
 
-def predict(rows: Sequence[Row], calibration: Calibration) -> list[Scored]:
+def predict_rows(rows: Sequence[Row], calibration: Calibration) -> list[Scored]:
     """Step time and memory of every row."""
     if not rows:
         return []
@@ -124,7 +124,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def memory_of(scored: Sequence[Scored]) -> dict[str, float | int | None]:
-    """Error of the predicted bytes; which share of rows that ran out of memory, and of rows that ran, was told."""
+    """Error of the predicted bytes; recall on the rows that ran out of memory, and on those that fitted."""
     measured = [s for s in scored if s.row.memory_gb is not None]
     errors = np.array([s.memory_gb / s.row.memory_gb - 1 for s in measured])
     out = [s.p_oom > 0.5 for s in scored if s.row.out_of_memory]
@@ -134,7 +134,7 @@ def memory_of(scored: Sequence[Scored]) -> dict[str, float | int | None]:
         "mean_abs_error": float(np.abs(errors).mean()) if measured else None,
         "bias": float(errors.mean()) if measured else None,
         "out_of_memory_rows": len(out),
-        "out_of_memory_told": float(np.mean(out)) if out else None,
+        "oom_recall": float(np.mean(out)) if out else None,
         "fitting_rows": len(fitting),
-        "fitting_told": float(np.mean(fitting)) if fitting else None,
+        "fit_recall": float(np.mean(fitting)) if fitting else None,
     }

@@ -5,12 +5,10 @@ Machines are TOML files (``fourfold/planning/machines``); every constant there s
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import numpy as np
 from fourfold.errors import UserError
 from fourfold.planning.cases import Cases, Number
 from fourfold.planning.machines.constants import NAMES
+from fourfold.planning.machines.names import FOLDER, machine_names, similar_machines
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,6 @@ _WHOLE = ("gpus_per_node", "domain", "units")
 _OPTIONAL = {*SECTIONS["costs"], *SECTIONS["layouts"], "host", "ring_hop"}
 
 
-def machine_names() -> list[str]:
-    """Names of the machines that come with fourfold."""
-    return sorted(file.name.removesuffix(".toml") for file in _folder().iterdir() if file.name.endswith(".toml"))
-
-
 @cache
 def load_machine(name: str) -> Machine:
     """The machine of a built-in name or of a TOML file; raises ``UserError`` for what is unknown or wrong in it."""
@@ -103,10 +97,10 @@ def load_machine(name: str) -> Machine:
             raise UserError(f"{name} is no text in UTF-8: {error}") from None
         return parse_machine(text, where=name)
     if name not in machine_names():
-        near = difflib.get_close_matches(name, machine_names(), n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(machine_names())}."
+        near = " or ".join(f"'{similar}'" for similar in similar_machines(name))
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(machine_names())}."
         raise UserError(f"machine '{name}' is unknown; {hint} A file of your own ends in .toml.")
-    return parse_machine((_folder() / f"{name}.toml").read_text(encoding="utf-8"), where=f"{name}.toml")
+    return parse_machine((FOLDER / f"{name}.toml").read_text(encoding="utf-8"), where=f"{name}.toml")
 
 
 def parse_machine(text: str, where: str) -> Machine:
@@ -183,7 +177,3 @@ def stack_machines(machines: Sequence[Machine]) -> Machine:
     """Many machines as one whose constants are arrays, an entry for each."""
     numeric = [f.name for f in fields(Machine) if f.type == "Number"]
     return Machine(name="several", **{key: np.array([getattr(m, key) for m in machines]) for key in numeric})
-
-
-def _folder() -> Any:
-    return files("fourfold.planning.machines")

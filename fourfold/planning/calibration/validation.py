@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.planning.calibration.fit import Calibration, shipped
+from fourfold.planning.calibration.fit import Calibration
+from fourfold.planning.calibration.machine_constants import shipped
 from fourfold.planning.calibration.published import Figure, figures, weak_scaling
 from fourfold.planning.calibration.rows import Row, read_rows
-from fourfold.planning.calibration.score import Scored, calibrate_on, errors_of, predict, summary
+from fourfold.planning.calibration.score import Scored, errors_of, fit_rows, predict_rows, summary
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ def validate(file: Path | None, calibration_files: Sequence[Path], machine_only:
         others = held_out(read_rows(calibration_files)[0], rows)
         if not others:
             raise UserError("every row to calibrate on is also to be validated; give other rows")
-        calibration = calibrate_on(others)
+        calibration = fit_rows(others)
         constants = f"fitted to {sum(row.seconds is not None for row in others)} rows"
-    return Validation(constants, skipped, predict(rows, calibration), predict(rows, Calibration()), [], [])
+    return Validation(constants, skipped, predict_rows(rows, calibration), predict_rows(rows, Calibration()), [], [])
 
 
 def held_out(rows: Sequence[Row], validated: Sequence[Row]) -> list[Row]:

@@ -1,0 +1,50 @@
+"""The constants that a machine is predicted with, and the range of workloads they were fitted in."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib.resources import files
+
+import numpy as np
+
+from fourfold.planning.calibration.fit import Calibration, from_table
+from fourfold.planning.machines.constants import NAMES, Constants, moved, prior_constants
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.workload import Workload
+
+
+@cache
+def shipped() -> Calibration:
+    """The calibration that comes with fourfold: fitted to a tenth of published rows (docs/planner_validation.md)."""
+    table = tomllib.loads((files("fourfold.planning.calibration") / "calibrated.toml").read_text(encoding="utf-8"))
+    return from_table(table["constants"])
+
+
+def constants_for(machine: Machine) -> Constants:
+    """The constants that the machine's own file holds, else those that come with fourfold."""
+    if not is_calibrated(machine):
+        return shipped().constants(machine.name)
+    logs = dict(machine.efficiency)
+    return moved(prior_constants(), np.log([logs.get(name, 1.0) for name in NAMES]))
+
+
+def is_calibrated(machine: Machine) -> bool:
+    """Whether ``fourfold calibrate`` measured or fitted the machine's constants."""
+    return bool(machine.efficiency)
+
+
+def range_features(work: Workload) -> dict[str, float]:
+    """The features of a workload whose smallest and largest values bound a calibration."""
+    return {"gpus": float(work.gpus), "hidden": float(work.hidden), "seq": float(work.seq),
+            "tokens of a micro-batch": float(work.micro_batch * work.seq)}  # fmt: skip
+
+
+def outside_calibrated_range(machine: Machine, work: Workload) -> list[str]:
+    """Each feature of ``work`` for which the machine's constants are extrapolated, with the range of their fit."""
+    values = range_features(work)
+    return [
+        f"{name} {values[name]:,.0f} (calibrated from {low:,.0f} to {high:,.0f})"
+        for name, (low, high) in machine.calibrated_range
+        if name in values and not low <= values[name] <= high
+    ]

@@ -1,0 +1,69 @@
+"""Fits a machine's constants to the user's own measurements, and cross-validates them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from fourfold.errors import UserError
+from fourfold.planning.calibration.fit import Calibration
+from fourfold.planning.calibration.machine_constants import range_features
+from fourfold.planning.calibration.measured_run import RUN_SOURCE, row_of_run
+from fourfold.planning.calibration.rows import read_rows
+from fourfold.planning.calibration.score import errors_of, fit_rows, predict_rows
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.machines.names import machine_names
+from fourfold.planning.machines.write import with_constants
+
+FOLDS = 5
+"""Of the cross-validation."""
+
+
+@dataclass(frozen=True)
+class FittedMachine:
+    """A machine with fitted constants."""
+
+    machine: Machine
+    rows: int
+    skipped: dict[str, int]
+    before: dict[str, float | int | None]
+    """Error of the priors on all rows."""
+    held_out: dict[str, float | int | None]
+    """Error on rows that were held out of the fit, in cross-validation."""
+
+
+def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) -> FittedMachine:
+    """Fit to tables of rows (.csv) and metrics of runs (metrics.jsonl, with run.toml beside it)."""
+    rows, skipped = read_rows([path for path in paths if path.suffix == ".csv"])
+    rows += [row_of_run(path, base) for path in paths if path.suffix != ".csv"]
+    # A machine file of the user's own describes the machine of all rows, whatever they call its GPUs.
+    own = base.name not in machine_names()
+    rows = [replace(row, machine=base) if own or row.source == RUN_SOURCE else row for row in rows]
+    rows = [replace(row, source=name) if row.source == RUN_SOURCE else row for row in rows]
+    rows = [row for row in rows if row.seconds is not None]
+    if others := sorted({row.machine.name for row in rows} - {base.name}):
+        raise UserError(
+            f"the rows are of {' and '.join(others)}, and --machine is {base.name}; calibrate one machine at a time, "
+            f"with --machine {others[0]}"
+        )
+    if not rows:
+        raise UserError("no row with a step time to calibrate on: " + (", ".join(skipped) or "the files are empty"))
+    calibration = fit_rows(rows)
+    before = [s for s in predict_rows(rows, Calibration()) if s.error is not None]
+    order = np.random.default_rng(seed).permutation(len(rows))
+    held_out = []
+    for fold in range(min(FOLDS, len(rows)) if len(rows) > 1 else 0):
+        out = set(order[fold::FOLDS].tolist())
+        fitted = fit_rows([row for i, row in enumerate(rows) if i not in out])
+        held_out += predict_rows([rows[i] for i in sorted(out)], fitted)
+    # The levels of the only program and of the machine belong to the machine file, as nothing tells them apart.
+    sources = {row.source for row in rows}
+    logs = calibration.logs(base.name, sources.pop() if len(sources) == 1 else "")
+    values = [range_features(row.work) for row in rows]
+    extent = {key: (min(v[key] for v in values), max(v[key] for v in values)) for key in values[0]}
+    return FittedMachine(
+        with_constants(base, name, logs, extent), len(rows), skipped, errors_of(before), errors_of(held_out)
+    )

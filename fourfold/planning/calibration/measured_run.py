@@ -1,0 +1,87 @@
+"""Runs of fourfold as measurements: a row to fit constants to, or the error of the run's prediction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fourfold.config.run import RunConfig
+from fourfold.errors import UserError
+from fourfold.planning.calibration.machine_constants import constants_for
+from fourfold.planning.calibration.rows import Row
+from fourfold.planning.machines.machine import Machine, check_positive
+from fourfold.planning.run_workload import workload_of
+from fourfold.planning.search.plan import predict
+from fourfold.run_file.load import load_run
+
+WARM_UP = 3
+"""First steps of a run that are left out: compilers and allocators warm up in them."""
+RUN_SOURCE = "run"
+"""The source of rows that are runs of fourfold."""
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Prediction and measurement of the first steps of a run."""
+
+    machine: str
+    steps: int
+    predicted_step_seconds: float
+    measured_step_seconds: float
+    """The median."""
+    predicted_memory_bytes: int
+    measured_memory_bytes: int | None
+    """The most that the first process had allocated; None where it was not measured."""
+
+    @property
+    def step_error(self) -> float:
+        return self.predicted_step_seconds / self.measured_step_seconds - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        measured = self.measured_memory_bytes
+        return None if measured is None else self.predicted_memory_bytes / measured - 1
+
+
+def compare_run(run: RunConfig, machine: Machine, seconds: Sequence[float], memory_bytes: int | None) -> RunComparison:
+    """Compare the prediction of a run with the seconds of its steps and the bytes it has allocated.
+
+    Memory of the runtime and the allocator is left out: nothing in the process measures it.
+    """
+    prediction = predict(workload_of(run), machine, constants_for(machine))
+    allocated = sum(size for name, size in prediction.stages[0].items() if name != "reserve")
+    measured = float(np.median(seconds[WARM_UP:]))
+    return RunComparison(machine.name, len(seconds), prediction.seconds, measured, round(allocated), memory_bytes)
+
+
+def row_of_run(path: Path, machine: Machine) -> Row:
+    """A row of a run's median step, from its metrics.jsonl and the run.toml beside it."""
+    run_file = path.with_name("run.toml")
+    if not run_file.is_file():
+        raise UserError(f"{run_file} does not exist: metrics.jsonl must stand in the folder of its run")
+    try:
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # neither UTF-8 nor JSON
+        raise UserError(f"{path} is not JSON, one object a line: {error}") from None
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record, dict):
+            raise UserError(f"{path}, record {number} is not an object of metrics")
+        for name in ("step_seconds", "peak_memory_bytes"):
+            if record.get(name) is not None:
+                check_positive(record[name], f"{path}, record {number}: {name}")
+    seconds = [r["step_seconds"] for r in records if r.get("step_seconds")][WARM_UP:]
+    if not seconds:
+        raise UserError(f"{path} records no step beyond the first {WARM_UP}; train longer")
+    work = workload_of(load_run(run_file))
+    peaks = [r["peak_memory_bytes"] for r in records if r.get("peak_memory_bytes")]
+    return Row(
+        row_id=path.parent.name, source=RUN_SOURCE, work=work, machine=machine, seconds=float(np.median(seconds)),
+        memory_gb=max(peaks) / 1e9 if peaks else None, out_of_memory=False, ran=True, dense_half=work.bits == 16,
+        sweep=(RUN_SOURCE,),
+    )  # fmt: skip

@@ -1,0 +1,55 @@
+"""A planned layout as a run file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fourfold.config.run import RunConfig
+from fourfold.data.files import write_output
+from fourfold.planning.request import Request
+from fourfold.planning.search.plan import Prediction
+from fourfold.run_file.dump import to_toml
+from fourfold.run_file.load import make_run
+
+REPLACED = ("schedule", "stages_per_rank", "layers_per_stage", "cp_method")
+"""Keys of [parallel], besides the axes, that a plan replaces: those it decides, and those that follow from the axes."""
+
+
+def planned_run(request: Request, layout: Prediction) -> RunConfig:
+    """A run with a planned layout; its other keys are those of the request's run file, or defaults with built-in
+    text."""
+    table: dict[str, Any] = {
+        "name": request.name,
+        "model": request.model.model_dump(mode="json", exclude_none=True),
+        "data": {"source": "python-stdlib"},
+        "training": {"train_steps": 1000},
+    }
+    if request.run is not None:
+        table = request.run.model_dump(mode="json", exclude_none=True)
+    record, work = layout.record(), layout.work
+    kept = {key: value for key, value in table.get("parallel", {}).items() if key not in REPLACED}
+    table["parallel"] = kept | record["parallel"]
+    table["training"] |= {
+        "micro_batch_size": record["micro_batch_size"],
+        "global_batch_size": int(work.batch),
+        "seq_length": int(work.seq),
+    }
+    if request.precision is not None or request.run is None:
+        float8 = request.precision == "fp8"
+        table["training"] |= {"precision": "bf16" if float8 else request.precision or "bf16",
+                              "float8": "tensorwise" if float8 else "none"}  # fmt: skip
+    table["activation_checkpoint"] = table.get("activation_checkpoint", {}) | {
+        "mode": record["activation_checkpoint"],
+        "every": record["activation_checkpoint_every"],
+        "offload": record["activation_checkpoint_offload"],
+    }
+    return make_run(table, where="the planned layout")
+
+
+def write_run(path: Path, request: Request, layout: Prediction) -> None:
+    """Write the run file of a planned layout."""
+    comment = f"# Planned for {request.gpus} GPUs of {layout.machine.name}: {layout.seconds:.3g} s a step.\n"
+    if request.run is None:
+        comment += "# [data] is built-in text: name your own corpora.\n"
+    write_output(path, comment + to_toml(planned_run(request, layout)))
