@@ -177,29 +177,6 @@ def test_nobody_calls_stock_functions_that_are_silently_wrong() -> None:
                 assert name not in FORBIDDEN, f"{path}:{node.lineno}: {name} {FORBIDDEN[name]}"
 
 
-def test_rooms_import_only_what_lies_below_them() -> None:
-    floors = [
-        {"config"},
-        {"models", "data"},
-        {"parallel"},
-        {"training"},
-        {"verification"},
-        {"reports"},
-        {"cli"},
-    ]
-    floor_of = {room: i for i, rooms in enumerate(floors) for room in rooms}
-    root = Path(fourfold.__file__).parent
-    for room, floor in floor_of.items():
-        for path in (root / room).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-                names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                for name in names:
-                    other = name.removeprefix("fourfold.").split(".")[0] if name.startswith("fourfold.") else None
-                    if other in floor_of and other != room:
-                        assert floor_of[other] < floor, f"{path.relative_to(root)} imports {name}"
-
-
 def compiled_body(rank: int, world_size: int, run: RunConfig) -> list[float]:
     return losses_body(rank, world_size, run, 3)[0]
 

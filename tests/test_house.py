@@ -1,0 +1,254 @@
+"""The rules of docs/architecture.md: rooms in order, no circles, one name for one thing, nothing too long."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+MODULES = {
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in (REPOSITORY / "fourfold").rglob("*.py")
+}
+TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
+
+ROOMS = (
+    "errors",
+    "processes",
+    "config",
+    "huggingface/architectures",
+    "run_file",
+    "data",
+    "planning/cases",
+    "planning/machines",
+    "planning/workload",
+    "planning/run_workload",
+    "planning/closed_form",
+    "planning/cost",
+    "planning/search",
+    "planning/calibration",
+    "planning",
+    "models",
+    "parallel",
+    "checkpoints",
+    "huggingface",
+    "launch",
+    "training",
+    "inference",
+    "tuning",
+    "verification",
+    "memorization",
+    "evaluation",
+    "reports",
+    "cli",
+)
+"""From bottom to top. A module belongs to the longest name that its path begins with, and imports only from its own
+room and the rooms before it."""
+
+KNOWN_UPWARD = {
+    ("fourfold.huggingface.convert", "fourfold.training.job"),
+    ("fourfold.models.lora", "fourfold.huggingface.weight_names"),
+    ("fourfold.planning.calibration.from_runs", "fourfold.planning.request"),
+    ("fourfold.planning.closed_form.collectives", "fourfold.planning.cost.pipeline_order"),
+}
+"""Imports (module, imported module) that still point upwards."""
+
+KNOWN_CIRCLES: set[frozenset[str]] = set()
+"""Groups of modules that still import one another."""
+
+LONG_FUNCTIONS = {
+    "fourfold.cli.audit.audit": "its options, one a line",
+    "fourfold.cli.generate.generate": "its options, one a line",
+    "fourfold.cli.prepare.prepare": "its options, one a line",
+    "fourfold.data.prepare_conversations.prepare_conversations": "one pass over the conversations",
+    "fourfold.inference.loki.triton_kernels.decode": "one GPU kernel",
+    "fourfold.planning.calibration.rows._program": "one table",
+    "fourfold.planning.calibration.rows.row_of": "one table",
+    "fourfold.planning.cost.step.step_parts": "one step",
+    "fourfold.training.loop.train": "one run from start to end",
+}
+"""Functions of more than 60 lines, and why each stays in one piece."""
+
+KNOWN_LONG_FILES = {"fourfold.huggingface.parallelize"}
+"""Files that are still too long."""
+
+KNOWN_PRIVATE = {
+    ("test_checkpoint", "_publish"),
+    ("test_context", "_in_order"),
+    ("test_context", "_merge"),
+    ("test_data_indexed", "_CHECKED_AT_ONCE"),
+    ("test_data_prepare", "_SMALLEST_SHARD"),
+    ("test_data_prepare", "_train"),
+    ("test_evaluate", "_generate"),
+    ("test_goldfish", "_table"),
+    ("test_loki_calibration", "_best_above_a_threshold"),
+    ("test_loki_in_use", "_data"),
+    ("test_loki_in_use", "_sample"),
+    ("test_loki_kernels", "_why_not"),
+    ("test_loop", "_only_job_in"),
+    ("test_parallelized", "_is_of_residual"),
+    ("test_plan", "_changed"),
+    ("test_precision", "_groups"),
+    ("test_precision", "_weights"),
+}
+"""Private names (test file, name) that tests still use."""
+
+PUBLIC_DESPITE_UNDERSCORE = {
+    "_asdict": "NamedTuple's",
+    "_exit": "os's",
+    "_current_graph_task_id": "torch's",
+    "_overloadpacket": "torch's",
+    "_attn_implementation": "transformers'",
+    "_tp_plan": "transformers'",
+    "_loglikelihood_tokens": "lm-eval's TemplateLM, which calls it",
+}
+LONGEST_FILE, LONGEST_FUNCTION = 400, 60
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    """The parsed file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node below this one, except for what only type checkers read."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            continue
+        yield child
+        yield from statements(child)
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """The modules of fourfold that a module imports, at its top or inside of its functions."""
+    found: set[str] = set()
+    for node in statements(tree(MODULES[module])):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module} has a relative import"
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inside & MODULES.keys()
+            if node.module in MODULES and inside - MODULES.keys():
+                found.add(node.module)
+    return frozenset(found - {module, "fourfold"})  # of the package itself there is only the version
+
+
+def room(module: str) -> str:
+    """The room that a module is in."""
+    place = module.removeprefix("fourfold.").replace(".", "/")
+    return max((name for name in ROOMS if f"{place}/".startswith(f"{name}/")), key=len, default="")
+
+
+def circles() -> set[frozenset[str]]:
+    """Groups of modules of which each imports all others, directly or by way of others (Tarjan 1972)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    path: list[str] = []
+    found = set()
+
+    def visit(module: str) -> None:
+        order[module] = low[module] = len(order)
+        path.append(module)
+        for other in imports(module):
+            if other not in order:
+                visit(other)
+            if other in path:
+                low[module] = min(low[module], low[other])
+        if low[module] == order[module]:
+            start = path.index(module)
+            group = frozenset(path[start:])
+            del path[start:]
+            if len(group) > 1:
+                found.add(group)
+
+    for module in MODULES:
+        if module not in order:
+            visit(module)
+    return found
+
+
+def functions() -> Iterator[tuple[str, int]]:
+    """Every function as module.name, and its lines."""
+    for module, path in MODULES.items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{module}.{node.name}", (node.end_lineno or 0) - node.lineno + 1
+
+
+def private_names(path: Path) -> set[str]:
+    """Private names of modules or of objects other than ``self`` that a file uses."""
+    found: set[str] = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("fourfold", "benchmarks")):
+            found.update(alias.name for alias in node.names)
+            found.update((node.module or "").split("."))
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "torch"):
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "getattr", "delattr")):
+            texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
+            found.update(part for text in texts if isinstance(text, str) for part in text.split("."))
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def test_every_module_is_in_a_room() -> None:
+    assert {module for module in MODULES if not room(module)} == {"fourfold", "fourfold.__main__"}
+    assert {room(module) for module in MODULES} >= set(ROOMS)
+
+
+def test_no_import_points_upwards() -> None:
+    upward = {
+        (module, other)
+        for module in MODULES
+        if room(module)
+        for other in imports(module)
+        if ROOMS.index(room(other)) > ROOMS.index(room(module))
+    }
+    assert upward - KNOWN_UPWARD == set()
+
+
+def test_no_modules_import_each_other() -> None:
+    assert [sorted(group) for group in circles() if not any(group <= known for known in KNOWN_CIRCLES)] == []
+
+
+def test_architecture_page_has_the_rooms_in_order() -> None:
+    page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.partition("| room | what is in it |\n")[2].partition("\n\n")[0]
+    rooms = re.findall(r"^\| `([\w/]+?)(?:\.py|/)` \|", table, re.MULTILINE)
+    assert rooms == list(reversed(ROOMS))
+
+
+def test_base_names_are_unique() -> None:
+    names = defaultdict(list)
+    for module, path in MODULES.items():
+        if path.name != "__init__.py" and room(module) != "cli":
+            names[path.stem].append(module)
+    assert [modules for modules in names.values() if len(modules) > 1] == []
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in MODULES.items()}
+    assert {module for module, lines in lengths.items() if lines > LONGEST_FILE} <= KNOWN_LONG_FILES
+
+
+def test_long_functions_are_listed_with_a_reason() -> None:
+    found = {name for name, lines in functions() if lines > LONGEST_FUNCTION}
+    assert found <= LONG_FUNCTIONS.keys()
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
+def test_tests_use_public_names_only(path: Path) -> None:
+    known = {name for file, name in KNOWN_PRIVATE if file == path.stem}
+    assert private_names(path) - PUBLIC_DESPITE_UNDERSCORE.keys() - known == set()
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    assert [name for name, times in Counter(path.name for path in TESTS).items() if times > 1] == []
