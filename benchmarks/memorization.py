@@ -78,7 +78,7 @@ def measure(name: str, device: torch.device, rounds: int) -> dict[str, float]:
         loaders = {"no mask": loader_of(run, Path(folder), None)}
         for strategy, h in HASHES:
             loaders[f"{strategy}, h {h}"] = loader_of(run, Path(folder), GoldfishConfig(strategy=strategy, h=h))
-        batches = micro_batches(loaders["no mask"].step(0), run, device)
+        batches = micro_batches(loaders["no mask"].step(0), run, job.grid.cp, device)
         step = least([lambda: wait(job.train_step(batches, 0).loss)], rounds)[0]
         print(f"{name}: a training step of {batch} × {length} tokens takes {step * 1e3:.1f} ms")
         seconds = least([lambda loader=loader: loader.step(1) for loader in loaders.values()], 4 * rounds)

@@ -11,7 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from fourfold.data.indexed import IndexedDataset
 from fourfold.data.order import hash64, sample_permutation
-from fourfold.data.packing import documents_of
 from fourfold.errors import UserError
 
 BLOCK = 10_000  # samples over which a mixture's proportions are exact
@@ -143,6 +142,22 @@ class Mixture:
             documents[rows] = windows.stream_documents
             answers[rows] = True if windows.answers is None else windows.answers
         return Windows(stream, documents, numbers, self.look_back, answers)
+
+
+def documents_of(starts: Sequence[NDArray[np.int64]], length: int) -> NDArray[np.int64]:
+    """[len(starts), length]: 0, 1, 2 … within each window, given where documents start in it (any order, repeats)."""
+    is_start = np.zeros((len(starts), length), dtype=np.int64)
+    for row, places in enumerate(starts):
+        is_start[row, places] = 1
+    is_start[:, 0] = 0  # the first document is number 0, whether it starts there or before
+    return is_start.cumsum(axis=1)
+
+
+def positions_of(documents: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[rows, length]: each token's place in its document, counted from the window's start in the first one."""
+    places = np.arange(documents.shape[1])
+    is_start = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
+    return places - np.maximum.accumulate(np.where(is_start, places, 0), axis=1)
 
 
 def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:

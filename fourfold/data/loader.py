@@ -1,31 +1,43 @@
 """The batch of one rank: this step's micro-batches, a pure function of the step and the rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.data.dataset import Samples
+from fourfold.data.dataset import Samples, positions_of
 from fourfold.data.masks import LossMask, document_boundary, labels_of
-from fourfold.data.packing import positions_of
 from fourfold.errors import UserError
+
+Array = TypeVar("Array")
+Other = TypeVar("Other")
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One micro-batch, every field int64 [micro_batch_size, seq_length], contiguous.
+class MicroBatch(Generic[Array]):
+    """The input of one forward pass, int64 [B, S]: arrays from the loader, tensors on the way to the model."""
 
-    `labels`: the token after each, IGNORE_INDEX where the loss does not count it; `positions`: restart at 0 with
-    every document; `documents`: 0, 1, 2 … within each row (attention must not cross them).
-    """
+    tokens: Array
 
-    tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    documents: NDArray[np.int64]
+    labels: Array | None = None
+    """The token after each, IGNORE_INDEX where the loss does not count it. Without labels the model returns logits."""
+
+    positions: Array | None = None
+    """The place of each token in its document; None: in its sequence."""
+
+    documents: Array | None = None
+    """0, 1, 2 … within each sequence, which attention must not cross; None: it may."""
+
+    def map(self, function: Callable[[Array], Other]) -> "MicroBatch[Other]":
+        """The same micro-batch with ``function`` applied to every field that is there."""
+
+        def of(field: Array | None) -> Other | None:
+            return None if field is None else function(field)
+
+        return MicroBatch(function(self.tokens), of(self.labels), of(self.positions), of(self.documents))
 
 
 class Loader:
@@ -62,9 +74,9 @@ class Loader:
         self.size = size
         self.masks = tuple(masks)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="loader") if prefetch else None
-        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+        self._ahead: tuple[int, Future[list[MicroBatch[NDArray[np.int64]]]]] | None = None
 
-    def step(self, step: int) -> list[Batch]:
+    def step(self, step: int) -> list[MicroBatch[NDArray[np.int64]]]:
         """The micro-batches of optimizer step `step` (from 0), in the order in which they run."""
         if self._executor is None:
             return self._assemble(step)
@@ -91,14 +103,14 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _assemble(self, step: int) -> list[Batch]:
+    def _assemble(self, step: int) -> list[MicroBatch[NDArray[np.int64]]]:
         windows = self.dataset.read(self.sample_numbers(step).reshape(-1))
         labels = labels_of(windows, self.masks)
         tokens = np.ascontiguousarray(windows.tokens[:, :-1])
         documents = np.ascontiguousarray(windows.documents[:, :-1])
         positions = positions_of(documents)
         rows = [slice(begin, begin + self.micro_batch_size) for begin in range(0, len(tokens), self.micro_batch_size)]
-        return [Batch(tokens[row], labels[row], positions[row], documents[row]) for row in rows]
+        return [MicroBatch(tokens[row], labels[row], positions[row], documents[row]) for row in rows]
 
 
 def _micro_batches(global_batch_size: int, micro_batch_size: int, size: int) -> int:

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from fourfold.checkpoints.checkpoint import load_sharded_weights
 from fourfold.config.run import RunConfig
+from fourfold.data.loader import MicroBatch
 from fourfold.data.tokenizer import HFTokenizer
 from fourfold.errors import UserError
 from fourfold.huggingface.transformers_models import load_model, open_tokenizer
 from fourfold.memorization.scores import Sampling, score_logits
 from fourfold.parallel.communicate import all_gather, reduce_scatter
-from fourfold.parallel.context import take_chunks
+from fourfold.parallel.context import share_of_sequences, take_chunks
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.head import CHUNK_LOGITS, ParallelHead, chunk_size
-from fourfold.training.job import Job, MicroBatch
+from fourfold.training.job import Job
 
 Rows = list[NDArray[np.int64]]
 
@@ -64,8 +65,12 @@ class GridModel:
         groups = [order[first : first + at_once] for first in range(0, len(order), at_once)]
         mine = [group[grid.batch.rank :: grid.batch.size] for group in groups]
         micro_batches = [
-            MicroBatch(*_padded([documents[n] for n in here], size, self._width(documents[group[-1]]), self.job.device))
-            for group, here in zip(groups, mine, strict=True)
+            share_of_sequences(MicroBatch(*_padded(rows, size, width, self.job.device)), grid.cp)
+            for rows, width in zip(
+                ([documents[n] for n in here] for here in mine),
+                (self._width(documents[group[-1]]) for group in groups),
+                strict=True,
+            )
         ]
         with scoring_head(self.job, self.sampling):
             outputs = self.job.outputs(micro_batches)  # of the last stage; nothing where another one is
@@ -174,7 +179,9 @@ def scoring_head(job: Job, sampling: Sampling) -> Iterator[None]:
             del head.forward
 
 
-def _scored(head: ParallelHead, x_BTh: Tensor, targets_BS: Tensor, *, sampling: Sampling) -> Tensor:
+def _scored(
+    head: ParallelHead, x_BTh: Tensor, targets_BS: Tensor, loss_scale: float = 1.0, *, sampling: Sampling
+) -> Tensor:
     """Logits a chunk of tokens at a time, over y by tokens and over x whole, scored, and put together again."""
     x_BSh = all_gather(x_BTh, head.x, 1, "audit: tokens")
     x_Nh, targets_N = x_BSh.flatten(0, 1), targets_BS.flatten()

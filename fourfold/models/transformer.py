@@ -191,7 +191,8 @@ class LMHead(nn.Module):
         self.vocab_size = config.vocab_size
         self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size))
 
-    def forward(self, x_BSH: Tensor, labels_BS: Tensor | None = None) -> Tensor:
+    def forward(self, x_BSH: Tensor, labels_BS: Tensor | None = None, loss_scale: Tensor | float = 1.0) -> Tensor:
+        """``loss_scale`` is for heads that compute gradients beside the loss; autograd needs no such hint."""
         logits_BSV = F.linear(x_BSH, self.weight)[..., : self.vocab_size]
         if labels_BS is None:
             return logits_BSV
@@ -245,11 +246,13 @@ class Transformer(nn.Module):
         labels_BS: Tensor | None = None,
         positions_BS: Tensor | None = None,
         documents_BS: Tensor | None = None,
+        loss_scale: Tensor | float = 1.0,
     ) -> Tensor:
         """Logits [B, S, vocab_size], or with labels the sum of the losses of the positions not IGNORE_INDEX.
 
         positions_BS: each token's position (default 0, 1, 2, …); documents_BS: its document, when attention must not
-        leave it (default: no such limit).
+        leave it (default: no such limit); loss_scale: the factor by which the caller multiplies the sum before the
+        backward.
         """
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
@@ -257,7 +260,7 @@ class Transformer(nn.Module):
         context = self.attention_tables(positions_BS, documents_BS)
         for block in self.blocks:
             x_BSH = block(x_BSH, context)
-        return self.lm_head(self.norm(x_BSH), labels_BS)
+        return self.lm_head(self.norm(x_BSH), labels_BS, loss_scale)
 
     @property
     def blocks(self) -> list[Block]:

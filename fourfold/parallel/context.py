@@ -6,12 +6,13 @@ work. Everything but attention is done token by token and needs nothing more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from fourfold.data.loader import MicroBatch
 from fourfold.models.transformer import AttentionContext, AttentionTables, causal_within
 from fourfold.parallel.communicate import exchange
 from fourfold.parallel.grid import Axis
@@ -28,6 +29,17 @@ def take_chunks(t_BS: Tensor, rank: int, ranks: int) -> Tensor:
         return t_BS
     chunks = t_BS.chunk(2 * ranks, dim=1)
     return torch.cat([chunks[i] for i in chunks_of(rank, ranks)], dim=1)
+
+
+def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[Tensor]:
+    """This rank's tokens of a micro-batch. Documents stay whole: attention compares those of all tokens."""
+    if cp.size == 1:
+        return micro_batch
+    positions = micro_batch.positions
+    if positions is None:
+        positions = torch.arange(micro_batch.tokens.shape[1], device=micro_batch.tokens.device)[None]
+    mine = replace(micro_batch, positions=positions).map(lambda t: take_chunks(t, cp.rank, cp.size))
+    return replace(mine, documents=micro_batch.documents)
 
 
 @dataclass(frozen=True)

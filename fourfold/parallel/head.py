@@ -24,15 +24,17 @@ class ParallelHead(Tiled):
         super().__init__()
         self.vocab_size, self.x, self.y = head.vocab_size, grid.x, grid.y
         self.chunk_logits = CHUNK_LOGITS[grid.device_type]
-        # What the step multiplies its losses by, so that gradients computed beside them have it in float32 already.
-        self.loss_scale: Tensor | float = 1.0
         self.add_tile("weight", head.weight, Tile(x=0, y=1), grid)
 
-    def forward(self, x_BTh: Tensor, labels_BS: Tensor | None = None) -> Tensor:
-        """The sum of the losses (the same on all ranks of x and y), or without labels the whole logits."""
+    def forward(self, x_BTh: Tensor, labels_BS: Tensor | None = None, loss_scale: Tensor | float = 1.0) -> Tensor:
+        """The sum of the losses (the same on all ranks of x and y), or without labels the whole logits.
+
+        loss_scale: the factor by which the caller multiplies the sum before the backward; gradients, which are computed
+        beside the losses, have it in float32 already.
+        """
         if labels_BS is None:
             return self._logits(x_BTh)
-        return vocabulary_parallel_loss(x_BTh, labels_BS, self, self.weight)
+        return vocabulary_parallel_loss(x_BTh, labels_BS, self, self.weight, loss_scale)
 
     def real_columns(self) -> int:
         """How many of this rank's rows of the vocabulary are not padding."""
@@ -46,16 +48,20 @@ class ParallelHead(Tiled):
 
 
 @torch.compiler.disable
-def vocabulary_parallel_loss(x_BTh: Tensor, labels_BS: Tensor, head: ParallelHead, weight: Tensor) -> Tensor:
+def vocabulary_parallel_loss(
+    x_BTh: Tensor, labels_BS: Tensor, head: ParallelHead, weight: Tensor, loss_scale: Tensor | float
+) -> Tensor:
     if not torch.is_grad_enabled():
         # Inside a Function nobody can tell: a parameter always seems to want its gradient.
         weight = weight.detach()
-    return _Loss.apply(x_BTh, weight, labels_BS, head)
+    return _Loss.apply(x_BTh, weight, labels_BS, head, loss_scale)
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_BTh: Tensor, weight: Tensor, labels_BS: Tensor, head: ParallelHead) -> Tensor:
+    def forward(
+        ctx, x_BTh: Tensor, weight: Tensor, labels_BS: Tensor, head: ParallelHead, loss_scale: Tensor | float
+    ) -> Tensor:
         x_BSh = all_gather(x_BTh, head.x, 1, "lm_head: tokens")
         x_Nh, labels_N = x_BSh.flatten(0, 1), labels_BS.flatten()
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
@@ -72,7 +78,7 @@ class _Loss(torch.autograd.Function):
             loss += chunk_loss
             if dlogits_mv is None:
                 continue
-            dlogits_mv *= head.loss_scale
+            dlogits_mv *= loss_scale
             dlogits_nv = all_gather(dlogits_mv.to(weight.dtype), head.y, 0, "lm_head: logits' gradient")
             if dx_Nh is not None:
                 torch.mm(dlogits_nv, weight, out=dx_Nh[chunk])
@@ -81,14 +87,14 @@ class _Loss(torch.autograd.Function):
         if dx_Nh is not None:
             dx_Nh = reduce_scatter(dx_Nh.view_as(x_BSh), head.x, 1, "lm_head: input gradient")
         ctx.save_for_backward(dx_Nh, None if dw_vh is None else dw_vh.to(weight.dtype))
-        ctx.loss_scale = head.loss_scale
+        ctx.loss_scale = loss_scale
         return all_reduce(loss, head.y, "lm_head: loss")
 
     @staticmethod
     def backward(ctx, scale: Tensor):
         dx, dw = ctx.saved_tensors
         scale = scale / ctx.loss_scale
-        return None if dx is None else dx * scale, None if dw is None else dw * scale, None, None
+        return None if dx is None else dx * scale, None if dw is None else dw * scale, None, None, None
 
 
 def chunk_size(tokens: int, columns: int, y: int, budget: int) -> int:

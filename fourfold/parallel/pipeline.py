@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import rank_of_stage, splits_backward, stages_per_rank
+from fourfold.data.loader import MicroBatch
 from fourfold.parallel.communicate import Pending, all_reduce, start_receive, start_send
 from fourfold.parallel.data_parallel import DTYPES, DataParallel
 from fourfold.parallel.grid import Axis, Grid
@@ -22,15 +23,9 @@ from fourfold.parallel.state import LocalShard
 
 HIDDEN_STATES, THEIR_GRADIENTS = "pipeline: hidden states", "pipeline: hidden states' gradients"
 
-Forward = Callable[[int, Tensor | None, int], Tensor]
-"""(stage, hidden states from the stage before or None, micro-batch) → hidden states, or the last stage's output."""
-
 
 class Pipeline:
-    """Runs the stages of one process.
-
-    spans, waits: when each operation of the last step ran, in seconds, and when it waited in that for another rank.
-    """
+    """The stages of one process, and the order in which they run."""
 
     def __init__(self, stages: Mapping[int, DataParallel], grid: Grid, run: RunConfig, device: torch.device) -> None:
         self.stages, self.grid, self.run, self.device = stages, grid, run, device
@@ -40,30 +35,34 @@ class Pipeline:
             for stage, part in stages.items()
         }
         self.spans: list[Span] = []
+        """When each operation of the last step ran, in seconds."""
         self.waits: list[Span] = []
+        """When the last step waited for another rank, within its spans."""
         self._ops: dict[int, list[Op]] = {}
 
-    def step(self, forward: Forward, micro_batches: int, sequences: int) -> None:
-        """Forward and backward of every micro-batch (of so many ``sequences`` each).
-
-        What ``forward`` returns in the last stage is differentiated.
-        """
-        if micro_batches not in self._ops:
-            everyone = with_transfers(schedule_ops(self.run.parallel, micro_batches), self.run.parallel)
-            self._ops[micro_batches] = everyone[self.grid.pp.rank]
-        _Step(self, forward, micro_batches, sequences).run(self._ops[micro_batches])
+    def forward_backward(self, micro_batches: Sequence[MicroBatch[Tensor]], loss_scale: Tensor) -> list[Tensor]:
+        """The losses of the micro-batches on the rank of the last stage; their sum times ``loss_scale`` is
+        differentiated."""
+        count = len(micro_batches)
+        if count not in self._ops:
+            everyone = with_transfers(schedule_ops(self.run.parallel, count), self.run.parallel)
+            self._ops[count] = everyone[self.grid.pp.rank]
+        return _Step(self, micro_batches, loss_scale).run(self._ops[count])
 
     @torch.no_grad()
-    def forward(self, forward: Forward, micro_batches: int, sequences: int) -> list[Tensor]:
-        """Forwards alone; what the last stage returned, on the rank that has it."""
+    def forward(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Tensor]:
+        """The outputs of the last stage, on the rank that has it."""
         stages = range(self.last_stage + 1)
         in_turn = [
-            [Op("F", s, i) for i in range(micro_batches) for s in stages if rank_of_stage(s, self.run.parallel) == rank]
+            [
+                Op("F", stage, number)
+                for number in range(len(micro_batches))
+                for stage in stages
+                if rank_of_stage(stage, self.run.parallel) == rank
+            ]
             for rank in range(self.run.parallel.pp)
         ]
-        step = _Step(self, forward, micro_batches, sequences)
-        step.run(with_transfers(in_turn, self.run.parallel)[self.grid.pp.rank])
-        return step.outputs
+        return _Step(self, micro_batches).run(with_transfers(in_turn, self.run.parallel)[self.grid.pp.rank])
 
     def hidden_states(self, sequences: int) -> Tensor:
         """Memory for the hidden states of a micro-batch on this rank, [B, S/(cp·x), H/y]."""
@@ -75,9 +74,10 @@ class Pipeline:
 class _Step:
     """What is on its way in one step, by (stage, micro-batch)."""
 
-    def __init__(self, pipeline: Pipeline, forward: Forward, micro_batches: int, sequences: int) -> None:
-        self.pipeline, self.forward = pipeline, forward
-        self.micro_batches, self.sequences = micro_batches, sequences
+    def __init__(
+        self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch[Tensor]], loss_scale: Tensor | float = 1.0
+    ) -> None:
+        self.pipeline, self.micro_batches, self.loss_scale = pipeline, micro_batches, loss_scale
         self.arriving: dict[Op, Pending] = {}
         self.leaving: dict[tuple[str, int], Pending] = {}
         self.inputs: dict[tuple[int, int], Tensor | None] = {}
@@ -88,7 +88,8 @@ class _Step:
         self.outputs: list[Tensor] = []
         pipeline.spans, pipeline.waits = [], []
 
-    def run(self, ops: Sequence[Op]) -> None:
+    def run(self, ops: Sequence[Op]) -> list[Tensor]:
+        """Run this rank's operations in order; the outputs of the last stage."""
         handlers: dict[str, Callable[[Op], Any]] = {
             "F": self._forward,
             "B": self._differentiate,
@@ -105,6 +106,7 @@ class _Step:
             self.pipeline.spans.append(Span(op, begin, time.perf_counter()))
         for pending in self.leaving.values():
             pending.wait()
+        return self.outputs
 
     def _forward(self, op: Op) -> None:
         key = (op.stage, op.micro_batch)
@@ -112,12 +114,16 @@ class _Step:
         if op.stage > 0:
             hidden = self._take(Op("RECV_F", *key), Op("F", op.stage - 1, op.micro_batch))
             hidden.requires_grad_(torch.is_grad_enabled())
-        out = self.forward(op.stage, hidden, op.micro_batch)
+        batch, model = self.micro_batches[op.micro_batch], self.pipeline.stages[op.stage].model
+        inputs = (batch.tokens, batch.labels, batch.positions, batch.documents)
+        out = model(*inputs, self.loss_scale, hidden)
         if op.stage == self.pipeline.last_stage:
             self.outputs.append(out.detach())
         else:
             self.to_send[op] = out.detach()
         if torch.is_grad_enabled():
+            if op.stage == self.pipeline.last_stage:
+                out = out * self.loss_scale
             # The graph without the result itself, which nothing reads once it is sent.
             self.inputs[key], self.results[key] = hidden, get_gradient_edge(out)
 
@@ -134,7 +140,7 @@ class _Step:
         key, stage = (op.stage, op.micro_batch), self.pipeline.stages[op.stage]
         self.backwards[op.stage] += 1
         # Weight gradients that come later complete the sums only when the step ends.
-        last = self.backwards[op.stage] == self.micro_batches and not splits_backward(self.pipeline.run.parallel)
+        last = self.backwards[op.stage] == len(self.micro_batches) and not splits_backward(self.pipeline.run.parallel)
         stage.begin_backward(last)
         gradient = torch.ones((), device=self.pipeline.device)
         if op.stage < self.pipeline.last_stage:
@@ -167,9 +173,8 @@ class _Step:
         forward = op.kind == "RECV_F"
         from_rank = self._rank(op.stage - 1 if forward else op.stage + 1)
         why = HIDDEN_STATES if forward else THEIR_GRADIENTS
-        self.arriving[op] = start_receive(
-            self.pipeline.hidden_states(self.sequences), self.pipeline.grid.pp, from_rank, why
-        )
+        hidden = self.pipeline.hidden_states(sequences=len(self.micro_batches[0].tokens))
+        self.arriving[op] = start_receive(hidden, self.pipeline.grid.pp, from_rank, why)
 
     def _rank(self, stage: int) -> int:
         return rank_of_stage(stage, self.pipeline.run.parallel)

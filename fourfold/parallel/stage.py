@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from fourfold.models.transformer import Block, Transformer
@@ -27,11 +28,23 @@ class Stage(Transformer):
         return list(self.layers.values())
 
     def forward(
-        self, inputs: Tensor, labels_BS: Tensor | None, positions_BS: Tensor, documents_BS: Tensor | None
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor | None = None,
+        positions_BS: Tensor | None = None,
+        documents_BS: Tensor | None = None,
+        loss_scale: Tensor | float = 1.0,
+        x_BSH: Tensor | None = None,
     ) -> Tensor:
-        """Tokens in the first stage, else hidden states → hidden states, or in the last what the whole returns."""
-        x_BSH = inputs if self.embed_tokens is None else self.embed(inputs, positions_BS)
+        """Hidden states for the next stage, or in the last stage the result of the whole model.
+
+        x_BSH: hidden states of the stage before, None in the first.
+        """
+        if positions_BS is None:
+            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
+        if x_BSH is None:
+            x_BSH = self.embed(tokens_BS, positions_BS)
         context = self.attention_tables(positions_BS, documents_BS)
         for block in self.blocks:
             x_BSH = block(x_BSH, context)
-        return x_BSH if self.lm_head is None else self.lm_head(self.norm(x_BSH), labels_BS)
+        return x_BSH if self.lm_head is None else self.lm_head(self.norm(x_BSH), labels_BS, loss_scale)

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
 
 from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
 from fourfold.data.build import build_dataset, ensure_builtin
 from fourfold.data.conversations import PackedConversations, PackingStatistics
 from fourfold.data.goldfish import Goldfish
-from fourfold.data.loader import Batch, Loader
+from fourfold.data.loader import Loader, MicroBatch
 from fourfold.data.manifest import corpus_tokenizer, read_manifest, validation_prefix
 from fourfold.data.mask_statistics import MaskStatistics, sample_statistics
 from fourfold.data.masks import LossMask, build_masks, labels_of
 from fourfold.data.preview import Preview, preview
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
+from fourfold.parallel.context import share_of_sequences
 from fourfold.parallel.grid import Axis
-from fourfold.training.job import MicroBatch
 
 VALIDATION_SEED = 1
 STATISTICS_TOKENS = 1 << 17
@@ -104,27 +106,33 @@ def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, T
     return preview(dataset, masks, goldfish, samples, tokens), tokenizer
 
 
-def micro_batches(batches: Sequence[Batch], run: RunConfig, device: torch.device) -> list[MicroBatch]:
-    """A loader's batches as tensors on the device; positions and documents only where attention heeds them."""
-    return [_micro_batch(batch, run, device) for batch in batches]
+def micro_batches(
+    batches: Sequence[MicroBatch[NDArray[np.int64]]], run: RunConfig, cp: Axis, device: torch.device
+) -> list[MicroBatch[Tensor]]:
+    """A loader's micro-batches as tensors on the device: this rank's share of each sequence."""
 
-
-def _micro_batch(batch: Batch, run: RunConfig, device: torch.device) -> MicroBatch:
-    # The vocabulary-parallel look-up would take an unknown token for one of another rank's.
-    smallest, largest = int(batch.tokens.min()), max(int(batch.tokens.max()), int(batch.labels.max()))
-    if smallest < 0 or largest >= run.model.vocab_size:
-        raise UserError(
-            f"the corpus has token {smallest if smallest < 0 else largest}, and model.vocab_size = "
-            f"{run.model.vocab_size}; set it to the size of the tokenizer's vocabulary, or prepare the corpus again"
-        )
-
-    def tensor(array: np.ndarray) -> torch.Tensor:
+    def tensor(array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
-    tokens, labels = tensor(batch.tokens), tensor(batch.labels)
-    if not run.data.mask_documents:
-        return MicroBatch(tokens, labels)
-    return MicroBatch(tokens, labels, tensor(batch.positions), tensor(batch.documents))
+    found = []
+    for batch in batches:
+        _check_tokens(batch, run.model.vocab_size)
+        if not run.data.mask_documents:
+            batch = replace(batch, positions=None, documents=None)
+        found.append(share_of_sequences(batch.map(tensor), cp))
+    return found
+
+
+def _check_tokens(batch: MicroBatch[NDArray[np.int64]], vocab_size: int) -> None:
+    """Raise ``UserError`` for an unknown token, which the vocabulary-parallel embedding would take for another's."""
+    smallest, largest = int(batch.tokens.min()), int(batch.tokens.max())
+    if batch.labels is not None:
+        largest = max(largest, int(batch.labels.max()))
+    if smallest < 0 or largest >= vocab_size:
+        raise UserError(
+            f"the corpus has token {smallest if smallest < 0 else largest}, and model.vocab_size = "
+            f"{vocab_size}; set it to the size of the tokenizer's vocabulary, or prepare the corpus again"
+        )
 
 
 def _prefixes(run: RunConfig) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import rank_of_stage, stage_layers
+from fourfold.data.loader import MicroBatch
 from fourfold.models.lora import add_adapters, trained_shapes
-from fourfold.models.transformer import IGNORE_INDEX, Transformer
+from fourfold.models.transformer import Transformer
 from fourfold.parallel.communicate import all_reduce
-from fourfold.parallel.context import take_chunks
+from fourfold.parallel.context import share_of_sequences
 from fourfold.parallel.data_parallel import DTYPES, DataParallel
 from fourfold.parallel.decoder import parallelize
 from fourfold.parallel.grid import Grid
@@ -30,37 +32,24 @@ from fourfold.training.optimizer import ShardedAdamW, check_groups, learning_rat
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """What one forward reads: token and label ids [B, S]; positions and documents [B, S] where they matter.
-
-    Without labels logits are wanted.
-    """
-
-    tokens: Tensor
-    labels: Tensor | None
-    positions: Tensor | None = None
-    documents: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class StepResult:
-    """Of one step, over all ranks: mean loss of the kept tokens, gradient norm before clipping, kept tokens.
-
-    skipped: fp16 gradients overflowed, and the weights are as before.
-    """
+    """The figures of one step, over all ranks."""
 
     loss: Tensor
+    """The mean over the kept tokens."""
+
     grad_norm: Tensor
+    """Before clipping."""
+
     kept_tokens: Tensor
+    """Tokens that the loss counts."""
+
     skipped: bool = False
+    """fp16 gradients overflowed, and the weights did not move."""
 
 
 class Job:
-    """A model on the grid with its optimizer.
-
-    stages: this process's pipeline stages by number; the whole model is stage 0 where nothing splits the layers.
-    trained: the shards that the optimizer steps, all but what LoRA freezes.
-    """
+    """A model on the grid with its optimizer."""
 
     def __init__(
         self, run: RunConfig, grid: Grid, device: torch.device, stages: dict[int, DataParallel] | None = None
@@ -70,11 +59,13 @@ class Job:
             check_groups(run.optimizer, trained_shapes(run.model, run.lora))
         self.run, self.grid, self.device = run, grid, device
         self.stages = meta_stages(run, grid) if stages is None else stages
+        """This process's pipeline stages by number; without a pipeline the whole model is stage 0."""
         for stage in self.stages.values():
             stage.materialize(device)
-        self.pipeline = Pipeline(self.stages, grid, run, device)
+        self.pipeline = Pipeline(self.stages, grid, run, device) if run.parallel.pp > 1 else None
         self.shards: list[LocalShard] = [shard for stage in self.stages.values() for shard in stage.shards()]
         self.trained = [shard for shard in self.shards if shard.parameter.requires_grad]
+        """The shards that the optimizer steps: all but what LoRA freezes."""
         self.tied_ends: TiedEnds | None = None
         if run.model.tie_word_embeddings and run.parallel.pp > 1 and not run.lora.rank:
             copies = [shard for shard in self.shards if shard.name == "embed_tokens.weight"]
@@ -94,50 +85,44 @@ class Job:
         for stage in self.stages.values():
             stage.publish()
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], step: int) -> StepResult:
-        """Take one optimizer step as the training loop does, without its logs and checkpoints; ``step`` is from 0."""
+    def train_step(self, micro_batches: Sequence[MicroBatch[Tensor]], step: int) -> StepResult:
+        """Take one optimizer step on this rank's micro-batches; ``step`` counts from 0."""
         kept = self.count_kept(micro_batches)
-        loss = self.backward(micro_batches, kept)
-        grad_norm = self.clip()
-        skipped = not self.update(step, grad_norm)
-        return StepResult(loss, grad_norm, kept, skipped)
+        loss = self.forward_backward(micro_batches, kept)
+        norm = self.clip()
+        moved = self.update(step, norm)
+        return StepResult(loss, norm, kept, skipped=not moved)
 
-    def backward(self, micro_batches: Sequence[MicroBatch], kept: Tensor) -> Tensor:
-        """Gradients of the mean loss of the step's ``kept`` tokens (times the loss scale); returns that loss."""
-        losses: list[Tensor] = []
+    def forward_backward(self, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> Tensor:
+        """Compute the gradients of the mean loss of the step's ``kept`` tokens, and return that loss."""
         scale = (1.0 if self.loss_scale is None else self.loss_scale.scale) / kept.clamp(min=1)
-        if self.pipeline.last_stage in self.stages:
-            self.stages[self.pipeline.last_stage].model.lm_head.loss_scale = scale
+        if self.pipeline is None:
+            last = micro_batches[-1]
+            losses = [self.forward_backward_one(each, scale, is_last=each is last) for each in micro_batches]
+        else:
+            losses = self.pipeline.forward_backward(micro_batches, scale)
+        self.finish_gradients()
+        return self.mean_loss(losses, kept)
 
-        def forward(stage: int, hidden: Tensor | None, micro_batch: int) -> Tensor:
-            out = self.forward(stage, hidden, micro_batches[micro_batch])
-            if stage < self.pipeline.last_stage:
-                return out
-            losses.append(out.detach())
-            return out * scale
+    def forward_backward_one(self, micro_batch: MicroBatch[Tensor], loss_scale: Tensor, is_last: bool) -> Tensor:
+        """Add the gradients of one micro-batch's losses times ``loss_scale``, and return the sum of the losses."""
+        loss = self.forward(micro_batch, loss_scale)
+        self.stages[0].begin_backward(is_last)
+        (loss * loss_scale).backward()
+        return loss.detach()
 
-        self.pipeline.step(forward, len(micro_batches), sequences=len(micro_batches[0].tokens))
+    def forward(self, micro_batch: MicroBatch[Tensor], loss_scale: Tensor | float = 1.0) -> Tensor:
+        """The sum of the losses of one micro-batch, or without labels its logits, where nothing splits the layers."""
+        inputs = (micro_batch.tokens, micro_batch.labels, micro_batch.positions, micro_batch.documents)
+        return self.stages[0].model(*inputs, loss_scale)
+
+    def finish_gradients(self) -> None:
+        """Complete the sums of gradients: over the ranks that split the tokens, over tied and over shared weights."""
         for stage in self.stages.values():
             stage.finish_gradients()
         if self.tied_ends is not None:
             self.tied_ends.sum_gradients()
         sum_partial_gradients(self.shards, self.grid)
-        return self.mean_loss(losses, kept)
-
-    def forward(self, stage: int, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        """One stage: from tokens or the stage before to hidden states, the sum of the losses, or whole logits."""
-        mine = self.my_tokens(micro_batch)
-        inputs = mine.tokens if hidden is None else hidden
-        return self.stages[stage].model(inputs, mine.labels, mine.positions, mine.documents)
-
-    def my_tokens(self, micro_batch: MicroBatch) -> MicroBatch:
-        """This rank's share of the sequences, where cp splits them. Documents stay whole: attention compares them."""
-        cp, tokens, labels = self.grid.cp, micro_batch.tokens, micro_batch.labels
-        positions = micro_batch.positions
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        mine = (None if t is None else take_chunks(t, cp.rank, cp.size) for t in (tokens, labels, positions))
-        return MicroBatch(*mine, micro_batch.documents)
 
     def clip(self) -> Tensor:
         """Clip the gradients to ``optimizer.max_grad_norm``; the norm before."""
@@ -156,30 +141,32 @@ class Job:
         self.publish()
         return True
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def evaluate(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> Tensor:
         """Mean loss of the kept tokens over all ranks, without gradients."""
         kept = self.count_kept(micro_batches)
         return self.mean_loss(self.outputs(micro_batches), kept)
 
     def next_token_logits(self, tokens_BS: Tensor, position: int) -> Tensor:
         """Logits [V] after the token at ``position`` of the first sequence, on every process."""
-        micro_batch = MicroBatch(tokens_BS, None)
-        at = (self.my_tokens(micro_batch).positions[0] == position).nonzero()
+        positions_1S = torch.arange(tokens_BS.shape[1], device=self.device)[None]
+        mine = share_of_sequences(MicroBatch(tokens_BS, positions=positions_1S), self.grid.cp)
+        assert mine.positions is not None
+        found = (mine.positions[0] == position).nonzero()
         logits_V = torch.zeros(self.run.model.vocab_size, device=self.device)
-        for logits_BSV in self.outputs([micro_batch]):
-            if len(at):
-                logits_V = logits_BSV[0, int(at[0, 0])].float()
+        for logits_BSV in self.outputs([mine]):
+            if len(found):
+                logits_V = logits_BSV[0, int(found[0, 0])].float()
         for axis in (self.grid.cp, self.grid.pp):
             logits_V = all_reduce(logits_V, axis, "logits of one token")
         return logits_V
 
-    def outputs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """What the last stage makes of every micro-batch; nothing on the ranks of other stages."""
-
-        def forward(stage: int, hidden: Tensor | None, micro_batch: int) -> Tensor:
-            return self.forward(stage, hidden, micro_batches[micro_batch])
-
-        outputs = self.pipeline.forward(forward, len(micro_batches), sequences=len(micro_batches[0].tokens))
+    @torch.no_grad()
+    def outputs(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Tensor]:
+        """The outputs of the last stage for every micro-batch; nothing on the ranks of other stages."""
+        if self.pipeline is not None:
+            outputs = self.pipeline.forward(micro_batches)
+        else:
+            outputs = [self.forward(micro_batch) for micro_batch in micro_batches]
         for stage in self.stages.values():
             stage.free_gathered()
         return outputs
@@ -188,9 +175,10 @@ class Job:
         run = self.run
         return learning_rate(step, run.training.train_steps, run.optimizer.lr, run.lr_scheduler)
 
-    def count_kept(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def count_kept(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> Tensor:
         """Tokens of a step, over all ranks, that the loss counts."""
-        mine = sum((self.my_tokens(micro_batch).labels != IGNORE_INDEX).sum() for micro_batch in micro_batches)
+        labels = [micro_batch.labels for micro_batch in micro_batches if micro_batch.labels is not None]
+        mine = torch.stack([(labels_BS != IGNORE_INDEX).sum() for labels_BS in labels]).sum()
         return all_reduce(mine, self.grid.tokens, "kept tokens")
 
     def mean_loss(self, losses: Sequence[Tensor], kept: Tensor) -> Tensor:

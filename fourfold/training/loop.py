@@ -121,7 +121,7 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
 
         for step in range(first_step, run.training.train_steps):
             started = time.perf_counter()
-            result = job.train_step(micro_batches(corpora.train.step(step), run, device), step)
+            result = job.train_step(micro_batches(corpora.train.step(step), run, grid.cp, device), step)
             result.loss.item()  # waits for the device
             seconds = time.perf_counter() - started
             validation_loss = _validate(job, corpora, step) if _due(step, run.validation.interval) else None
@@ -320,7 +320,7 @@ def _validate(job: Job, corpora: Corpora, step: int) -> float | None:
     if corpora.validation is None:
         return None
     batches = [b for i in range(job.run.validation.steps) for b in corpora.validation.step(i)]
-    return job.evaluate(micro_batches(batches, job.run, job.device)).item()
+    return job.evaluate(micro_batches(batches, job.run, job.grid.cp, job.device)).item()
 
 
 def _due(step: int, interval: int) -> bool:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
-from fourfold.data.dataset import Windows
+from fourfold.data.dataset import Windows, positions_of
 from fourfold.data.goldfish import goldfish_mask
-from fourfold.data.packing import positions_of
-from fourfold.models.transformer import IGNORE_INDEX
+from fourfold.data.loader import MicroBatch
+from fourfold.parallel.context import share_of_sequences
 from fourfold.parallel.grid import Grid
-from fourfold.training.job import MicroBatch
 
 
-def random_global_batch(run: RunConfig, step: int) -> MicroBatch:
+def random_global_batch(run: RunConfig, step: int) -> MicroBatch[Tensor]:
     """The global batch of a step: random tokens, labels masked very unevenly over the sequences.
 
     With ``data.mask_documents`` each sequence is packed from documents of random lengths. A goldfish mask of the run
@@ -43,17 +44,18 @@ def random_global_batch(run: RunConfig, step: int) -> MicroBatch:
     return MicroBatch(tokens[:, :-1], labels, positions, documents[:, :-1])
 
 
-def micro_batches_of(batch: MicroBatch, run: RunConfig, grid: Grid, device: torch.device) -> list[MicroBatch]:
+def micro_batches_of(
+    batch: MicroBatch[Tensor], run: RunConfig, grid: Grid, device: torch.device
+) -> list[MicroBatch[Tensor]]:
     """This process's micro-batches of a global batch, in the loader's order."""
     rank, ranks = grid.batch.rank, grid.batch.size
     size = run.training.micro_batch_size
     return [
-        rows_of(batch, slice(first + rank * size, first + (rank + 1) * size), device)
+        share_of_sequences(rows_of(batch, slice(first + rank * size, first + (rank + 1) * size), device), grid.cp)
         for first in range(0, len(batch.tokens), ranks * size)
     ]
 
 
-def rows_of(batch: MicroBatch, rows: slice, device: torch.device) -> MicroBatch:
+def rows_of(batch: MicroBatch[Tensor], rows: slice, device: torch.device) -> MicroBatch[Tensor]:
     """Some sequences of a batch, on ``device``."""
-    fields = (batch.tokens, batch.labels, batch.positions, batch.documents)
-    return MicroBatch(*(None if field is None else field[rows].to(device) for field in fields))
+    return batch.map(lambda field: field[rows].to(device))

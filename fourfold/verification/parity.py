@@ -19,15 +19,16 @@ from torch import Tensor
 
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.config.layout import check_layout
+from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import AXES, CheckpointConfig, ParallelConfig, RunConfig, SchedulerConfig
+from fourfold.data.loader import MicroBatch
 from fourfold.errors import UserError
 from fourfold.launch.environment import Place
 from fourfold.launch.job_processes import device_of
 from fourfold.models.initialize import initialize
-from fourfold.models.transformer import IGNORE_INDEX
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
-from fourfold.training.job import Job, MicroBatch, build_model
+from fourfold.training.job import Job, build_model
 from fourfold.training.optimizer import learning_rate, treatment
 from fourfold.verification.batches import micro_batches_of, random_global_batch, rows_of
 
@@ -128,7 +129,7 @@ class OneProcess:
         ]
         self.adamw = torch.optim.AdamW(groups, betas=run.optimizer.betas, eps=run.optimizer.eps)
 
-    def step(self, batch: MicroBatch, step: int) -> tuple[float, float, dict[str, Tensor]]:
+    def step(self, batch: MicroBatch[Tensor], step: int) -> tuple[float, float, dict[str, Tensor]]:
         """Loss, gradient norm and unclipped gradients of one training step."""
         run = self.run
         kept = (batch.labels != IGNORE_INDEX).sum()
@@ -200,7 +201,7 @@ def relative_differences(
 
 
 def _grid_step(
-    job: Job, batch: MicroBatch, step: int, wants_gradients: bool
+    job: Job, batch: MicroBatch[Tensor], step: int, wants_gradients: bool
 ) -> tuple[float, float, dict[str, Tensor] | None]:
     """One step of the job; its gradients before clipping, whole, on rank 0."""
     micro_batches = micro_batches_of(batch, job.run, job.grid, job.device)
@@ -208,7 +209,7 @@ def _grid_step(
         result = job.train_step(micro_batches, step)
         return result.loss.item(), result.grad_norm.item(), None
     kept = job.count_kept(micro_batches)
-    loss = job.backward(micro_batches, kept)
+    loss = job.forward_backward(micro_batches, kept)
     gradients = gather_full(job.trained, [shard.grad for shard in job.trained])
     norm = job.clip()
     job.update(step, norm)

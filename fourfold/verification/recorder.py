@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from fourfold.data.loader import MicroBatch
 from fourfold.parallel.communicate import PURPOSE
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.recompute import OFFLOAD
-from fourfold.training.job import Job, MicroBatch
+from fourfold.training.job import Job
 
 Tag = Literal["parameters", "optimizer", "gradients", "weights", "activations", "offloaded", "batch"]
 
@@ -71,7 +72,7 @@ class Recorder(TorchDispatchMode):
         self.optimizer = sum(m.nbytes for i in range(len(job.trained)) for m in job.optimizer.moments(i).values())
         self._find_gradients_and_weights()
 
-    def exclude(self, micro_batches: Sequence[MicroBatch]) -> None:
+    def exclude(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> None:
         """Do not count the memory of what a step reads."""
         for micro_batch in micro_batches:
             for field in fields(micro_batch):

@@ -18,8 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fourfold.config.layout import CHUNK_LOGITS
 from fourfold.config.run import RunConfig
+from fourfold.data.loader import MicroBatch
+from fourfold.parallel.context import share_of_sequences
 from fourfold.parallel.grid import Grid
-from fourfold.training.job import Job, MicroBatch, meta_stages
+from fourfold.training.job import Job, meta_stages
 from fourfold.verification.continuation import (
     Point,
     continue_memory,
@@ -152,8 +154,9 @@ def _fake_step(run: RunConfig, grid: Grid) -> Sample:
             stage.model.lm_head.chunk_logits = CHUNK_LOGITS["cpu" if run.training.device == "cpu" else "cuda"]
     with FakeTensorMode(allow_non_fake_inputs=True):
         shape = (run.training.micro_batch_size, run.training.seq_length)
+        fields = 4 if run.data.mask_documents else 2
         micro_batches = [
-            MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(4 if run.data.mask_documents else 2)))
+            share_of_sequences(MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(fields))), grid.cp)
             for _ in range(run.gradient_accumulation_steps)
         ]
         recorder = Recorder(grid)

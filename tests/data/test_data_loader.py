@@ -9,7 +9,7 @@ import pytest
 
 from fourfold.data.dataset import TokenWindows
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
-from fourfold.data.loader import Batch, Loader
+from fourfold.data.loader import Loader, MicroBatch
 from fourfold.errors import UserError
 
 SEQ_LENGTH = 16
@@ -25,7 +25,7 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> TokenWindows:
     return TokenWindows(IndexedDataset(prefix), SEQ_LENGTH, seed=0)
 
 
-def same(one: Batch, other: Batch) -> bool:
+def same(one: MicroBatch, other: MicroBatch) -> bool:
     return all((getattr(one, field) == getattr(other, field)).all() for field in FIELDS)
 
 

@@ -5,10 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fourfold.data.dataset import BLOCK, NO_DOCUMENT, Mixture, TokenWindows, Windows
+from fourfold.data.dataset import BLOCK, NO_DOCUMENT, Mixture, TokenWindows, Windows, documents_of, positions_of
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
 from fourfold.data.masks import IGNORE_INDEX, document_boundary, labels_of
-from fourfold.data.packing import documents_of, positions_of
 from fourfold.errors import UserError
 
 

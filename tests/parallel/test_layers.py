@@ -83,7 +83,7 @@ def order_body(rank: int, world_size: int, run: RunConfig) -> list[str]:
     micro_batches = micro_batches_of(random_global_batch(run, 0), run, job.grid, job.device)[:1]
     kept = job.count_kept(micro_batches)
     with _Order() as order:
-        job.backward(micro_batches, kept)
+        job.forward_backward(micro_batches, kept)
     return order.issued
 
 

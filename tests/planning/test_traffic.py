@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import RunConfig
+from fourfold.data.loader import MicroBatch
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.norm import Norm
 from fourfold.planning.cost.block import block_time, pointwise_traffic
@@ -26,7 +27,7 @@ from fourfold.planning.machines.constants import prior_constants
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.run_workload import workload_of, workload_of_model
 from fourfold.planning.workload import Workload
-from fourfold.training.job import Job, MicroBatch
+from fourfold.training.job import Job
 from fourfold.verification.trace import fake_processes, meta_stages
 
 APART = (

@@ -22,6 +22,7 @@ from fourfold.run_file.load import make_run
 from fourfold.training.corpora import Corpora, micro_batches, open_corpora
 
 CPU = torch.device("cpu")
+NO_CP = Axis("cp", 1, 0, cast("dist.ProcessGroup", None))
 
 
 def make(data: dict[str, Any], **sections: Any) -> RunConfig:
@@ -61,16 +62,16 @@ def test_the_micro_batches_of_all_ranks_are_the_global_batch(prefix: str) -> Non
     alone = opened(run).train
     assert len(alone.step(0)) == 4
     for step in (0, 3):
-        whole = torch.cat([batch.tokens for batch in micro_batches(alone.step(step), run, CPU)])
-        parts = [micro_batches(opened(run, rank, 2).train.step(step), run, CPU) for rank in range(2)]
+        whole = torch.cat([batch.tokens for batch in micro_batches(alone.step(step), run, NO_CP, CPU)])
+        parts = [micro_batches(opened(run, rank, 2).train.step(step), run, NO_CP, CPU) for rank in range(2)]
         shared = torch.cat([part[m].tokens for m in range(2) for part in parts])
         assert torch.equal(whole, shared)
-    assert not torch.equal(whole, torch.cat([b.tokens for b in micro_batches(alone.step(0), run, CPU)]))
+    assert not torch.equal(whole, torch.cat([b.tokens for b in micro_batches(alone.step(0), run, NO_CP, CPU)]))
 
 
 def test_labels_are_the_next_tokens_and_end_with_a_document(prefix: str) -> None:
     run = make(own(prefix))
-    for batch in micro_batches(opened(run).train.step(0), run, CPU):
+    for batch in micro_batches(opened(run).train.step(0), run, NO_CP, CPU):
         kept = batch.labels[:, :-1] != -100
         assert torch.equal(batch.labels[:, :-1][kept], batch.tokens[:, 1:][kept])
         ends = batch.tokens == 256
@@ -82,7 +83,7 @@ def test_labels_are_the_next_tokens_and_end_with_a_document(prefix: str) -> None
 
 def test_documents_are_given_where_attention_heeds_them(prefix: str) -> None:
     run = make(own(prefix, mask_documents=True), training={"global_batch_size": 64, "micro_batch_size": 64})
-    (batch,) = micro_batches(opened(run).train.step(0), run, CPU)
+    (batch,) = micro_batches(opened(run).train.step(0), run, NO_CP, CPU)
     assert batch.positions is not None
     assert batch.documents is not None
     row, place = (batch.tokens[:, :-1] == 256).nonzero()[0].tolist()
@@ -207,10 +208,10 @@ def test_tokens_that_the_model_does_not_know(tmp_path: Path, place: int, token: 
     run = make(own(foreign(tmp_path, tokens)), training=sizes)
     batches = opened(run).train.step(0)
     if said is None:
-        assert micro_batches(batches, run, CPU)[0].tokens[0, place] == token
+        assert micro_batches(batches, run, NO_CP, CPU)[0].tokens[0, place] == token
         return
     with pytest.raises(UserError, match=rf"the corpus {said}, and model\.vocab_size = 257"):
-        micro_batches(batches, run, CPU)
+        micro_batches(batches, run, NO_CP, CPU)
 
 
 def test_a_sample_needs_a_tokenizer(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def tuned_body(rank: int, world_size: int, run: RunConfig) -> dict[str, Any] | N
     folder = Path(run.output_dir) / run.name / "checkpoints"
     Checkpointer(folder, job, run.checkpoint).save(2)
     kept = job.count_kept(micro_batches)
-    loss = job.backward(micro_batches, kept)
+    loss = job.forward_backward(micro_batches, kept)
     gradients = gather_full(job.trained, [shard.grad for shard in job.trained])
     weights = gather_full(job.shards, [shard.local for shard in job.shards])
     if rank:
@@ -160,7 +160,7 @@ def resumed_body(rank: int, world_size: int, run: RunConfig, checkpoint: Path) -
     load_pretrained(job, run.model.from_hf)
     assert load_checkpoint(checkpoint, job) == 2
     micro_batches = micro_batches_of(random_global_batch(run, 2), run, job.grid, job.device)
-    return job.backward(micro_batches, job.count_kept(micro_batches)).item()
+    return job.forward_backward(micro_batches, job.count_kept(micro_batches)).item()
 
 
 def test_adapters_go_on_on_another_grid(pool: Pool, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def step_body(rank: int, world_size: int, run: RunConfig) -> tuple[float, float,
     corpora = open_corpora(run, grid.batch)
     job = Job(run, grid, torch.device("cpu"))
     job.initialize(0)
-    result = job.train_step(micro_batches(corpora.train.step(0), run, job.device), 0)
+    result = job.train_step(micro_batches(corpora.train.step(0), run, job.grid.cp, job.device), 0)
     corpora.train.close()
     return result.loss.item(), result.grad_norm.item(), result.kept_tokens.item()
 

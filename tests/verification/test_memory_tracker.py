@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from fourfold.config.run import RunConfig
+from fourfold.data.loader import MicroBatch
 from fourfold.parallel.grid import Grid
-from fourfold.training.job import Job, MicroBatch, meta_stages
+from fourfold.training.job import Job, meta_stages
 from fourfold.verification.trace import fake_processes, trace
 
 

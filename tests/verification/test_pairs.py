@@ -153,7 +153,7 @@ def gradients_body(rank: int, world_size: int, run: RunConfig) -> tuple[float, d
     job.initialize(0)
     batches = [micro_batches_of(random_global_batch(run, step), run, job.grid, job.device) for step in range(2)]
     losses = job.train_step(batches[0], 0).loss.item()
-    losses += job.backward(batches[1], job.count_kept(batches[1])).item()
+    losses += job.forward_backward(batches[1], job.count_kept(batches[1])).item()
     scale = 1.0 if job.loss_scale is None else job.loss_scale.scale
     return losses, gather_full(job.shards, [shard.grad.float() / scale for shard in job.shards])
 
