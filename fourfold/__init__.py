@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fourfold.config.run import ParallelConfig
+    from fourfold.huggingface.parallelize import parallelize
+    from fourfold.parallel.grid import Grid
 
 __version__ = "0.1.0"
+__all__ = ["Grid", "ParallelConfig", "__version__", "parallelize"]
 
-_LAZY = {
-    "parallelize": "fourfold.huggingface.parallelize",
+_MODULES = {
     "Grid": "fourfold.parallel.grid",
     "ParallelConfig": "fourfold.config.run",
+    "parallelize": "fourfold.huggingface.parallelize",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """The few names for programs of one's own; torch is imported only where one is asked for."""
-    if name not in _LAZY:
+    """Import a public name when it is first used, so that ``import fourfold`` does not import torch."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'fourfold' has no attribute '{name}'")
-    import importlib
+    return getattr(import_module(_MODULES[name]), name)
 
-    return getattr(importlib.import_module(_LAZY[name]), name)
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -17,6 +17,11 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def keep_gloo_local() -> None:
+    """Let gloo listen on this machine alone, whose own name may not resolve."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
+
 def end_with_parent() -> None:
     """Let this worker die when the thread that started it does, even by SIGKILL."""
     parent = multiprocessing.parent_process()

@@ -20,8 +20,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fourfold.launch.local_workers import keep_gloo_local
-from fourfold.processes import end_with_parent
+from fourfold.processes import end_with_parent, keep_gloo_local
 
 ECHO_SECONDS = 10.0
 """How long after one rank's failure the others may take: they should fail soon, for they lose a peer."""

@@ -21,6 +21,7 @@ TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
 ROOMS = (
     "errors",
     "processes",
+    "environment",
     "config",
     "huggingface/architectures",
     "run_file",

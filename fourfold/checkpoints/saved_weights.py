@@ -13,8 +13,8 @@ from torch import Tensor
 from fourfold.checkpoints.saved_state import CheckpointState, read_state
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
+from fourfold.models.dtypes import SAFETENSORS_DTYPES
 from fourfold.models.lora import trained_shapes
-from fourfold.models.tensor_files import DTYPES
 
 _SHARDING = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint's key for the place of each part in its whole tensor
 
@@ -65,6 +65,6 @@ class SavedWeights:
                     shape = tuple(view.get_shape())
                     begin = tuple(sharding.get(key, {}).get("saved_offsets", [0] * len(shape)))
                     self._parts[name].append(_Part(file, begin, shape))
-                    self.dtypes[name] = DTYPES[view.get_dtype()]
+                    self.dtypes[name] = SAFETENSORS_DTYPES[view.get_dtype()]
         except SafetensorError as error:
             raise UserError(f"the checkpoint {self.path} is damaged: {file.name}: {error}") from None

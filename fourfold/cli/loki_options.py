@@ -53,7 +53,7 @@ def loki_config(values: Sequence[str], **defaults: Any) -> LokiConfig:
 def checked_dtype(name: str) -> str:
     """Raise ``UserError`` for a type that weights cannot be loaded in."""
     from fourfold.errors import UserError
-    from fourfold.huggingface.transformers_models import DTYPES
+    from fourfold.models.dtypes import DTYPES
 
     if name != "auto" and name not in DTYPES:
         raise UserError(f"--dtype {name} is none of auto, {', '.join(DTYPES)}")

@@ -10,11 +10,11 @@ import numpy as np
 import torch.distributed as dist
 
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
+from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.evaluation.perplexity import perplexity
 from fourfold.huggingface.convert import TOKENIZER_FILE, source_of
 from fourfold.inference.lm_eval_tasks import import_lm_eval, run_tasks
-from fourfold.launch.environment import Place
 from fourfold.launch.job_processes import device_of
 from fourfold.memorization.forward import AuditedModel, HuggingFaceTokenizer
 from fourfold.memorization.scored_model import (

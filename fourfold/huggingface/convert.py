@@ -39,6 +39,7 @@ from fourfold.huggingface.architectures.config_json import (
 )
 from fourfold.huggingface.weight_names import TheirTensor, name_map
 from fourfold.huggingface.weights import Pretrained
+from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import ADAPTERS
 from fourfold.models.tensor_files import Entry, write_tensor_files
 from fourfold.parallel.state import initialize_shards
@@ -64,8 +65,8 @@ SMALL_FILES = (
 PATTERNS = (*SMALL_FILES, "*.safetensors", "*.safetensors.index.json")
 """What is fetched of a model on the Hub: no pickles, and no code."""
 
-EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_TYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+"""As config.json names the types."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def export_huggingface(
     source = source_of(checkpoint)
     config = _config(saved.model, source, kind)
     types = dict(weights.dtypes)
-    wanted = EXPORT_DTYPES.get(dtype)
+    wanted = DTYPES.get(dtype)
     if wanted is None and source is not None and not saved.state.weights_only:
         wanted = _TYPE_NAMES.get(str(config.get("dtype", config.get("torch_dtype"))))
     if wanted is not None:

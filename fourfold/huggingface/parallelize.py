@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fourfold.checkpoints.global_tensors import load_tensors, save_tensors
-from fourfold.data.files import swap_in
+from fourfold.data.files import new_folder, swap_in
 from fourfold.errors import UserError
-from fourfold.huggingface.convert import appears_whole
+from fourfold.models.dtypes import DTYPES
 from fourfold.models.tensor_files import Entry, TensorFiles, write_tensor_files
 from fourfold.models.transformer import IGNORE_INDEX
 from fourfold.parallel.communicate import all_reduce
-from fourfold.parallel.data_parallel import DTYPES, DataParallel, StepTypes, Units
+from fourfold.parallel.data_parallel import DataParallel, StepTypes, Units
 from fourfold.parallel.fully_sharded import FullySharded
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.replicated import Replicated
@@ -212,7 +212,7 @@ class Parallelized(nn.Module):
         waiting = list(self.shards)
 
         def write() -> None:
-            with appears_whole(Path(folder)) as partial:
+            with new_folder(Path(folder)) as partial:
                 self._write_configs(partial)
                 entries = [
                     Entry(shard.name, shard.local.dtype, shard.global_shape, lambda: self._whole(waiting.pop(0)))

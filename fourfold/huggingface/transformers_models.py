@@ -11,8 +11,7 @@ from safetensors import SafetensorError
 
 from fourfold.data.tokenizer import ByteTokenizer
 from fourfold.errors import UserError
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from fourfold.models.dtypes import DTYPES
 
 
 class TextTokenizer(Protocol):

@@ -12,9 +12,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fourfold.environment import Place, read_environment, rendezvous
 from fourfold.errors import UserError
-from fourfold.launch.environment import Place, read_environment, rendezvous
-from fourfold.launch.local_workers import keep_gloo_local, run_workers
+from fourfold.launch.local_workers import run_workers
+from fourfold.processes import keep_gloo_local
 
 if TYPE_CHECKING:  # torch is imported where it is used: the parent of local workers never needs it
     import torch
@@ -70,11 +71,10 @@ def imported(function: str) -> Any:
 
 
 def device_of(place: Place, wanted: WantedDevice) -> torch.device:
-    """The GPU of this process where there are any (and the run file wants it), else the CPU.
-
-    Where a scheduler shows every task one GPU of its own, that GPU is number 0 to all of them.
-    """
+    """The GPU of this process where there are any (and the run file wants it), else the CPU."""
     import torch
+
+    from fourfold.parallel.process_group import gpu_of
 
     gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
     if not gpus:
@@ -90,7 +90,7 @@ def device_of(place: Place, wanted: WantedDevice) -> torch.device:
             f"{gpus}; make [parallel] smaller, start on more machines with srun or torchrun, or set "
             "training.device = 'cpu'"
         )
-    return torch.device("cuda", place.local_rank % gpus)
+    return gpu_of(place, gpus)
 
 
 def ignore_known_warnings() -> None:
@@ -109,27 +109,11 @@ def _check_world_size(place: Place, world_size: int) -> None:
 
 @contextlib.contextmanager
 def _default_group(place: Place, meeting_point: str | None, device: torch.device, timeout: timedelta) -> Iterator[None]:
-    import torch
     import torch.distributed as dist
 
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(device)
-    try:
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",  # on AMD, "nccl" is RCCL
-            init_method=meeting_point,
-            store=dist.HashStore() if meeting_point is None else None,
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
-            device_id=device if on_gpu else None,
-        )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise UserError(
-            f"rank {place.rank} of {place.world_size} could not meet the others at {meeting_point} "
-            f"({str(error).splitlines()[0]}); set MASTER_ADDR and MASTER_PORT to a free port on rank 0's host"
-        ) from error
+    from fourfold.parallel.process_group import start_process_group
+
+    start_process_group(place, meeting_point, device, timeout)
     done = False
     try:
         yield
@@ -137,5 +121,5 @@ def _default_group(place: Place, meeting_point: str | None, device: torch.device
     finally:
         # After a failure NCCL would wait for peers that may never answer; the end of the process ends such a group.
         # Gloo's must always end here, or its threads abort the process at exit, whatever its exit code was.
-        if done or not on_gpu or place.world_size == 1:
+        if done or device.type != "cuda" or place.world_size == 1:
             dist.destroy_process_group()

@@ -21,9 +21,9 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, Literal
 
+from fourfold.environment import Place
 from fourfold.errors import UserError
-from fourfold.launch.environment import Place
-from fourfold.processes import available_cores, end_with_parent
+from fourfold.processes import available_cores, end_with_parent, keep_gloo_local
 
 ECHO_SECONDS = 0.5
 """After one worker's failure, how long the others may be silent before the cause is chosen among the reports."""
@@ -74,10 +74,6 @@ def prepare_environment(world_size: int) -> None:
     """Share out the cores, and keep gloo on this machine, whose name may not resolve; before torch is imported."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // world_size)))
     keep_gloo_local()
-
-
-def keep_gloo_local() -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
 def _show_cursor() -> None:

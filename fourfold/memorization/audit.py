@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.config.run import RunConfig
 from fourfold.data.tokenizer import Tokenizer
+from fourfold.environment import Place
 from fourfold.errors import UserError
-from fourfold.launch.environment import Place
 from fourfold.launch.job_processes import device_of
 from fourfold.memorization.documents import AuditDocument, read_documents, with_others_before
 from fourfold.memorization.forward import AuditedModel, HuggingFaceTokenizer

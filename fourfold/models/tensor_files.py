@@ -19,10 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fourfold.errors import UserError
+from fourfold.models.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_BYTES = 1 << 24
 """Read at once; then the file is closed, so that its pages leave this process's memory."""
 
@@ -44,8 +43,8 @@ class TensorFiles:
                 for name in opened.keys():  # noqa: SIM118 (no dictionary)
                     view = opened.get_slice(name)
                     self.file_of[name], self.shapes[name] = file, tuple(view.get_shape())
-                    if view.get_dtype() in DTYPES:
-                        self.dtypes[name] = DTYPES[view.get_dtype()]
+                    if view.get_dtype() in SAFETENSORS_DTYPES:
+                        self.dtypes[name] = SAFETENSORS_DTYPES[view.get_dtype()]
         for name, file in listed.items():
             if self.file_of.get(name) != file:
                 raise UserError(f"{file} does not hold the tensor {name}, which {folder / INDEX_FILE} says is there")
@@ -124,7 +123,11 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> None:
     end = 0
     for entry in entries:
         begin, end = end, end + entry.bytes
-        header[entry.name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
+        header[entry.name] = {
+            "dtype": SAFETENSORS_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

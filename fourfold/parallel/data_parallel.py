@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.config.run import TrainingConfig
+from fourfold.models.dtypes import DTYPES
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.sharding import Tile, tile_table
 from fourfold.parallel.stage import Stage
 from fourfold.parallel.state import LocalShard
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from fourfold.parallel.stage import Stage
 Rules = dict[str, Callable[[str, nn.Module], nn.Module]]
 
 
-def parallelize(model: Transformer, grid: Grid, run: RunConfig) -> DataParallel:
+def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig) -> DataParallel:
     """Turn a model on the meta device into this process's part of it, still on the meta device."""
     apply_rules(model, tensor_rules(grid, run))
     if grid.x.size * grid.y.size > 1:

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fourfold.config.run import AXES, ParallelConfig
 from fourfold.errors import UserError
+from fourfold.parallel.process_group import ensure_process_group
 
 FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
 """Axes that some collectives take as one."""
@@ -32,7 +33,12 @@ class Grid:
     """
 
     def __init__(self, sizes: ParallelConfig, device_type: str) -> None:
-        """Make the groups. Every process of the job must call this, with the same sizes."""
+        """Make the groups. Every process of the job must call this, with the same sizes.
+
+        In a program that torchrun or srun started, this starts torch's default process group too, if the program has
+        not: nccl for ``"cuda"``, on this process's GPU, else gloo.
+        """
+        ensure_process_group(device_type, sizes.world_size)
         if sizes.world_size != dist.get_world_size():
             raise UserError(
                 f"the grid pp·dp·cp·z·y·x = {'·'.join(str(getattr(sizes, a)) for a in AXES)} needs {sizes.world_size} "

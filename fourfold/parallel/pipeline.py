@@ -14,8 +14,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import rank_of_stage, splits_backward, stages_per_rank
 from fourfold.data.loader import MicroBatch
+from fourfold.models.dtypes import DTYPES
 from fourfold.parallel.communicate import Pending, all_reduce, start_receive, start_send
-from fourfold.parallel.data_parallel import DTYPES, DataParallel
+from fourfold.parallel.data_parallel import DataParallel
 from fourfold.parallel.grid import Axis, Grid
 from fourfold.parallel.linear import Linear4D, WeightGradients, weight_gradients_put_off
 from fourfold.parallel.schedule import Op, Span, schedule_ops, with_transfers

@@ -12,12 +12,13 @@ from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import rank_of_stage, stage_layers
 from fourfold.data.loader import MicroBatch
+from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import add_adapters, trained_shapes
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.communicate import all_reduce
 from fourfold.parallel.context import share_of_sequences
-from fourfold.parallel.data_parallel import DTYPES, DataParallel
-from fourfold.parallel.decoder import parallelize
+from fourfold.parallel.data_parallel import DataParallel
+from fourfold.parallel.decoder import parallelize_decoder
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.pipeline import Pipeline, TiedEnds
 from fourfold.parallel.stage import Stage
@@ -206,5 +207,5 @@ def meta_stages(run: RunConfig, grid: Grid) -> dict[int, DataParallel]:
         if rank_of_stage(number, run.parallel) == grid.pp.rank:
             with torch.device("meta"):
                 model = build_model(run)
-            stages[number] = parallelize(model if run.parallel.pp == 1 else Stage(model, layers), grid, run)
+            stages[number] = parallelize_decoder(model if run.parallel.pp == 1 else Stage(model, layers), grid, run)
     return stages

@@ -23,6 +23,7 @@ from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.checkpoints.find import find_checkpoint
 from fourfold.config.run import RunConfig
 from fourfold.data.files import write_whole
+from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import local_folder
 from fourfold.huggingface.convert import (
@@ -32,11 +33,10 @@ from fourfold.huggingface.convert import (
     keep_small_files,
     load_pretrained,
 )
-from fourfold.launch.environment import Place
 from fourfold.launch.job_processes import device_of, imported
+from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import adapter_shapes
 from fourfold.parallel.communicate import purpose
-from fourfold.parallel.data_parallel import DTYPES
 from fourfold.parallel.float8 import require_float8
 from fourfold.parallel.grid import Grid
 from fourfold.run_file.dump import to_toml

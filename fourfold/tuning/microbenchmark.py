@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.launch.environment import Place
+from fourfold.environment import Place
 
 SECONDS_PER_POINT = 0.4
 """How long one point is repeated; the fastest repetition counts, as the slower ones are of something else."""

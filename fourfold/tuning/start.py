@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from fourfold.launch.environment import read_environment
+from fourfold.environment import read_environment
 from fourfold.launch.job_processes import run_on_grid
 
 

@@ -22,8 +22,8 @@ from fourfold.config.layout import check_layout
 from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import AXES, CheckpointConfig, ParallelConfig, RunConfig, SchedulerConfig
 from fourfold.data.loader import MicroBatch
+from fourfold.environment import Place
 from fourfold.errors import UserError
-from fourfold.launch.environment import Place
 from fourfold.launch.job_processes import device_of
 from fourfold.models.initialize import initialize
 from fourfold.parallel.grid import Grid

@@ -1,34 +1,79 @@
-"""The training loop in the README runs as it stands."""
+"""The programs in the README and in docs/parallelize.md run as printed, started by torchrun."""
 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from markdown import REPOSITORY, blocks_of
-from pool import Pool
 from tiny_huggingface import make_model
 
 transformers = pytest.importorskip("transformers")
 
 
-def loop_body(rank: int, world_size: int, code: str, folder: Path) -> float:
-    os.chdir(folder)
-    names = {"batches": [torch.arange(4 * 16).view(4, 16) % 200] * 3}
-    exec(code, names)
-    mine = names["mine"]
-    return names["model"](input_ids=mine, labels=mine).loss.item()
+def program_of(page: str) -> str:
+    """The one block of Python on a page."""
+    (block,) = [block for block in blocks_of(REPOSITORY / page) if block.language == "python"]
+    return block.text
+
+
+def torchrun(program: str, folder: Path, processes: int) -> str:
+    """What the program prints on all processes."""
+    (folder / "program.py").write_text(program, encoding="utf-8")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    run = subprocess.run(
+        [*launcher, "program.py"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def loss_of(model: Any, tokens_BS: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=tokens_BS, labels=tokens_BS).loss
+
+
+def test_the_loop_in_the_readme_trains_as_one_process_does(tmp_path: Path) -> None:
+    program = program_of("README.md")
+    make_model(tmp_path / "exported", "qwen3 tied", vocab_size=208)
+    torchrun(program, tmp_path, 8)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model, tuned = load(tmp_path / "exported"), load(tmp_path / "tuned")
+    names: dict[str, Any] = {"torch": torch}
+    data = re.search(r"^torch\.manual_seed.*\nbatches = .*$", program, re.MULTILINE)
+    assert data
+    exec(data[0], names)
+    optimizer, first = torch.optim.AdamW(model.parameters(), lr=1e-4), loss_of(model, names["batches"][0]).item()
+    for tokens_BS in names["batches"]:
+        loss_of(model, tokens_BS).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = loss_of(model, names["batches"][0]).item()
+    assert trained < first
+    assert loss_of(tuned, names["batches"][0]).item() == pytest.approx(trained, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_the_loop_in_the_readme_trains(pool: Pool, tmp_path: Path) -> None:
-    (block,) = [block for block in blocks_of(REPOSITORY / "README.md") if block.language == "python"]
-    make_model(tmp_path / "exported", "qwen3 tied", vocab_size=208)
-    losses = pool.run(8, loop_body, block.text, tmp_path)
-    models = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("exported", "tuned")]
-    tokens = torch.arange(4 * 16).view(4, 16) % 200
-    before, after = (model(input_ids=tokens, labels=tokens).loss.item() for model in models)
-    assert after < before
-    assert losses == pytest.approx([after] * 8, rel=1e-5)
+def test_the_model_with_rules_of_its_own_has_the_gradients_of_one_process(tmp_path: Path) -> None:
+    program = program_of("docs/parallelize.md")
+    printed = torchrun(program, tmp_path, 4)
+    names: dict[str, Any] = {}
+    exec(program[: program.index("grid = ")], names)
+    model, tokens_BS = names["Decoder"](), torch.randint(64, (4, 17))
+    logits_BSV = model(tokens_BS[:, :-1])
+    torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten()).backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
+    found = [float(each) for each in re.findall(r"gradient norm (\d\.\d+)", printed)]
+    assert found == pytest.approx([norm] * 4, rel=1e-5)

@@ -16,10 +16,10 @@ from tiny_huggingface import make_model
 
 from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, train_bpe
+from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.evaluation.evaluate import EvaluationRequest, evaluate_of_place
 from fourfold.evaluation.perplexity import windows_of
-from fourfold.launch.environment import Place
 from fourfold.memorization.scored_model import subject_of
 from fourfold.models.transformer import Transformer
 

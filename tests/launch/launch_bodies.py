@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+from fourfold.environment import Place
 from fourfold.errors import UserError
-from fourfold.launch.environment import Place
 
 
 def sum_of_ranks(place: Place, scale: float) -> dict[str, object]:

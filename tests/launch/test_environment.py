@@ -2,8 +2,8 @@
 
 import pytest
 
+from fourfold.environment import Place, first_host, read_environment, rendezvous
 from fourfold.errors import UserError
-from fourfold.launch.environment import Place, first_host, read_environment, rendezvous
 
 TORCHRUN = {
     "RANK": "5",

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fourfold.environment import Place
 from fourfold.errors import UserError
-from fourfold.launch.environment import Place
 from fourfold.launch.job_processes import device_of, run_on_grid
 from fourfold.launch.local_workers import WorkerFailed, run_workers
 

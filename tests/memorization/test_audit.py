@@ -16,8 +16,8 @@ from tiny_corpus import make_corpus, run_file
 
 from fourfold.data.canaries import Canaries, ledger_path
 from fourfold.data.prepare import prepare
+from fourfold.environment import Place
 from fourfold.errors import UserError
-from fourfold.launch.environment import Place
 from fourfold.memorization.audit import AuditRequest, audit_of_place
 from fourfold.memorization.documents import AuditDocument, with_others_before
 from fourfold.memorization.scored_model import subject_of

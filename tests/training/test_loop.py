@@ -20,8 +20,8 @@ from tiny_corpus import run_file
 from fourfold.checkpoints.find import list_checkpoints
 from fourfold.config.run import RunConfig
 from fourfold.data.indexed import IndexedWriter
+from fourfold.environment import Place
 from fourfold.errors import UserError
-from fourfold.launch.environment import Place
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.run_file.load import load_run
 from fourfold.training import loop

@@ -1,0 +1,87 @@
+"""torch's default process group, started from what the launcher says about this process."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fourfold.environment import Place, read_environment, rendezvous
+from fourfold.errors import UserError
+from fourfold.processes import keep_gloo_local
+
+GLOO_RELEASE_SECONDS = 0.2
+
+
+def ensure_process_group(device_type: str, world_size: int) -> None:
+    """Start the default process group where a program of the user's own has not, and end it with the program.
+
+    The launcher is torchrun or srun; without one, a grid of one process needs none.
+    """
+    if dist.is_initialized():
+        return
+    place, meeting_point = read_environment(os.environ), None
+    if place is not None:
+        host, port = rendezvous(os.environ, place)
+        meeting_point = f"tcp://{host}:{port}"
+    elif world_size == 1:
+        place = Place(0, 0, 1, 1, launcher="local")
+        keep_gloo_local()
+    else:
+        raise UserError(
+            f"this grid needs {world_size} processes, and no launcher started them; run the program with "
+            f"torchrun --nproc-per-node {world_size}, or with srun"
+        )
+    start_process_group(place, meeting_point, _device(device_type, place), timedelta(minutes=10))
+    atexit.register(_end_process_group)
+
+
+def start_process_group(place: Place, meeting_point: str | None, device: torch.device, timeout: timedelta) -> None:
+    """Start the default group of all processes of the job. meeting_point: torch's init_method; None for one process."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",  # on AMD, "nccl" is RCCL
+            init_method=meeting_point,
+            store=dist.HashStore() if meeting_point is None else None,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=device if on_gpu else None,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise UserError(
+            f"rank {place.rank} of {place.world_size} could not meet the others at {meeting_point} "
+            f"({str(error).splitlines()[0]}); set MASTER_ADDR and MASTER_PORT to a free port on rank 0's host"
+        ) from error
+
+
+def gpu_of(place: Place, gpus: int) -> torch.device:
+    """This process's GPU; where a scheduler shows every task one GPU of its own, that is number 0 for all of them."""
+    return torch.device("cuda", place.local_rank % gpus)
+
+
+def _device(device_type: str, place: Place) -> torch.device:
+    if device_type != "cuda":
+        return torch.device(device_type)
+    if not torch.cuda.is_available():
+        raise UserError("the grid's device_type 'cuda' needs a GPU, and torch sees none on this machine; use 'cpu'")
+    return gpu_of(place, torch.cuda.device_count())
+
+
+def _end_process_group() -> None:
+    """End the group with the program, unless it failed on GPUs: NCCL would wait for peers that may never answer."""
+    failed = hasattr(sys, "last_value")
+    if not dist.is_initialized() or (failed and dist.get_backend() == "nccl"):
+        return
+    dist.destroy_process_group()
+    # gloo's threads live as long as the program's own variables refer to a group. One that still held a tensor when the
+    # interpreter ends would abort the process; a moment is enough to release the last.
+    time.sleep(GLOO_RELEASE_SECONDS)
