@@ -8,7 +8,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 RANKS = {(0, 0): "#4e79a7", (0, 1): "#a0cbe8", (1, 0): "#d9822b", (1, 1): "#f6c28b"}
-"""Colours of the ranks (x, y) of a 2 × 2 plane: x is the hue, y the shade."""
+"""Colors of the ranks (x, y) of a 2 × 2 plane: x is the hue, y the shade."""
 
 INK, SOFT, LINE, PAPER = "#1f2933", "#61707f", "#9aa5b1", "#ffffff"
 X_AXIS, Y_AXIS, Z_AXIS = "#b5541c", "#2f5f8f", "#5b7a3a"
@@ -61,31 +61,31 @@ class Drawing:
         self.parts.append(f'<path d="M{x2:g} {y:g} l{-tip} -4 v8 z" fill="{stroke}"/>')
 
     def fill_of(self, owners: Owners) -> str:
-        """The colour of one rank, or stripes of several that hold the same."""
-        colours = tuple(RANKS[owner] for owner in owners)
-        if len(colours) == 1:
-            return colours[0]
-        if colours not in self.patterns:
+        """The color of one rank, or stripes of several that hold the same."""
+        colors = tuple(RANKS[owner] for owner in owners)
+        if len(colors) == 1:
+            return colors[0]
+        if colors not in self.patterns:
             name = f"p{len(self.patterns)}"
-            self.patterns[colours] = name
+            self.patterns[colors] = name
             width = 7
             stripes = "".join(
-                f'<rect x="{i * width}" width="{width}" height="{width * len(colours)}" fill="{colour}"/>'
-                for i, colour in enumerate(colours)
+                f'<rect x="{i * width}" width="{width}" height="{width * len(colors)}" fill="{color}"/>'
+                for i, color in enumerate(colors)
             )
-            size = width * len(colours)
+            size = width * len(colors)
             self.parts.append(
                 f'<defs><pattern id="{name}" width="{size}" height="{size}" patternUnits="userSpaceOnUse" '
                 f'patternTransform="rotate(45)">{stripes}</pattern></defs>'
             )
-        return f"url(#{self.patterns[colours]})"
+        return f"url(#{self.patterns[colors]})"
 
     def save(self, name: str) -> None:
         (HERE / name).write_text("\n".join([*self.parts, "</svg>\n"]), encoding="utf-8")
 
 
 def matrix(d: Drawing, x: float, y: float, w: float, h: float, tiles: Sequence[Sequence[Owners]]) -> None:
-    """A matrix cut into tiles, each in the colours of the ranks that hold it."""
+    """A matrix cut into tiles, each in the colors of the ranks that hold it."""
     rows, columns = len(tiles), len(tiles[0])
     for i, row in enumerate(tiles):
         for j, owners in enumerate(row):
@@ -128,19 +128,19 @@ class Row:
     def pill(self, axis: str, forward: str, backward: str) -> None:
         """A collective: what it is on the way forward, above, and on the way back, below."""
         d, middle = self.d, self.x + PILL / 2
-        colour = X_AXIS if axis == "x" else Y_AXIS
+        color = X_AXIS if axis == "x" else Y_AXIS
         left, right, y = self.x + 4, self.x + PILL - 4, self.y + CARD / 2
         for text, line, begin, end in ((forward, y - 12, left, right), (backward, y + 12, right, left)):
-            d.arrow(begin, end, line, colour if text else LINE)
+            d.arrow(begin, end, line, color if text else LINE)
         d.text(
-            middle, y - 20, f"{forward} {axis}" if forward else "same on every rank", 12.5, colour if forward else SOFT
+            middle, y - 20, f"{forward} {axis}" if forward else "same on every rank", 12.5, color if forward else SOFT
         )
         d.text(
             middle,
             y + 30,
             f"{backward} {axis}" if backward else "same on every rank",
             12.5,
-            colour if backward else SOFT,
+            color if backward else SOFT,
         )
         self.x += PILL + GAP
 
@@ -155,8 +155,8 @@ class Row:
 def block() -> None:
     """A block on 2 × 2 ranks, with every collective of its forward and backward."""
     d = Drawing(1348, 450, "One block on a plane of x = 2 by y = 2 ranks")
-    for i, ((x, y), colour) in enumerate(RANKS.items()):
-        d.rect(40 + i * 118, 24, 18, 18, colour, INK)
+    for i, ((x, y), color) in enumerate(RANKS.items()):
+        d.rect(40 + i * 118, 24, 18, 18, color, INK)
         d.text(64 + i * 118, 38, f"rank x={x}, y={y}", 13, anchor="start")
     d.text(524, 38, "two stripes: both ranks hold it", 13, SOFT, anchor="start")
     d.text(1308, 30, "rows: tokens (of weights: in); columns: channels (of weights: out)", 12.5, SOFT, anchor="end")

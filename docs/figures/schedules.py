@@ -20,7 +20,7 @@ COLOURS = {
     "I": ("input gradients", "#a87400", "#f5d58a"),
     "W": ("weight gradients", "#00714f", "#8fd3bd"),
 }
-"""Name, and colour of the first and of the later stages of a rank: Okabe and Ito's palette, which the colour-blind can
+"""Name, and color of the first and of the later stages of a rank: Okabe and Ito's palette, which the color-blind can
 tell apart, darkened so that white letters can be read, and lightened for dark ones."""
 
 LEFT, TOP, ROW, GAP, UNIT = 206, 70, 17, 26, 28
@@ -69,7 +69,7 @@ def chart(d: Drawing, name: str, spans: Sequence[Sequence[Span]], top: float) ->
             left, width = LEFT + begin * UNIT, (stop - begin) * UNIT - 1
             box.append(f"M{left:g} {y:g}h{width:g}v{ROW - 2}h{-width:g}z")
             number.append(f'<text x="{left + width / 2:g}" y="{y + 12:g}">{op.micro_batch}</text>')
-    for (fill, ink), (box, number) in boxes.items():  # one path and one group of a colour: a third of the bytes
+    for (fill, ink), (box, number) in boxes.items():  # one path and one group of a color: a third of the bytes
         d.parts.append(f'<path fill="{fill}" d="{"".join(box)}"/>')
         d.parts.append(f'<g font-size="10.5" text-anchor="middle" fill="{ink}">{"".join(number)}</g>')
     d.line(LEFT + end * UNIT, top - 3, LEFT + end * UNIT, top + PP * ROW, LINE)

@@ -1,4 +1,4 @@
-"""The documents of an audit: read, tokenised, and checked before a model is loaded."""
+"""The documents of an audit: read, tokenized, and checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _tokens(where: str, row: dict[str, Any], tokenizer: Encoder | None, text_key
         made_with = row.get("tokenizer")
         if tokenizer is not None and made_with is not None and tokenizer.fingerprint not in (None, made_with):
             raise UserError(
-                f"{where} was tokenised with another tokenizer than the model's; prepare the canaries with it"
+                f"{where} was tokenized with another tokenizer than the model's; prepare the canaries with it"
             )
         return np.array(tokens, dtype=np.int64)
     if not isinstance(text, str):

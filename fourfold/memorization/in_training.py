@@ -1,4 +1,4 @@
-"""Canaries audited while the model trains: memorisation against tokens, in the run's memorization.jsonl."""
+"""Canaries audited while the model trains: memorization against tokens, in the run's memorization.jsonl."""
 
 from __future__ import annotations
 

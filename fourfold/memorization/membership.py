@@ -114,7 +114,7 @@ def bag_of_words_guard(
 
 
 def _different(documents: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
-    """Each document once: a copy on both sides of a fold would be recognised, not its words."""
+    """Each document once: a copy on both sides of a fold would be recognized, not its words."""
     return list({tokens.tobytes(): tokens for tokens in documents}.values())
 
 

@@ -217,7 +217,7 @@ def _warnings(record: Mapping[str, Any]) -> list[str]:
     found = []
     if record["control"] is None:
         found.append(
-            "There is no control: documents that the model may know from elsewhere count as memorised. Give --control, "
+            "There is no control: documents that the model may know from elsewhere count as memorized. Give --control, "
             "or documents with a count of 0."
         )
     elif record["membership"] is None:

@@ -37,7 +37,7 @@ def write_audit_report(record: Record, folder: Path) -> Path:
         raise UserError(f"cannot make the folder of the report, {folder}: {error.strerror}") from None
     write_output(folder / "audit.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
     page = folder / "audit.html"
-    write_output(page, html.page("Memorisation audit", record["model"], _sections(record)))
+    write_output(page, html.page("Memorization audit", record["model"], _sections(record)))
     return page
 
 

@@ -6,7 +6,7 @@ from html import escape
 from fourfold.reports.numbers import format_number
 
 _LEFT, _TOP, _BOTTOM, _RIGHT = 44, 8, 40, 92
-_STEPS = 24  # of the colour bar
+_STEPS = 24  # of the color bar
 
 
 def heat_map(
@@ -18,9 +18,9 @@ def heat_map(
     limits: tuple[float, float],
     width: int = 520,
 ) -> str:
-    """An HTML figure of a matrix; `limits` are the values of the palest and the darkest cell.
+    """Draw an HTML figure of a matrix; `limits` are the values of the palest and the darkest cell.
 
-    Maps that are to be compared take the same limits. A cell's value shows under the pointer.
+    Give maps that are to be compared the same limits. A cell's value appears under the pointer.
     """
     rows, columns = len(values), len(values[0])
     cell = (width - _LEFT - _RIGHT) / columns
@@ -60,12 +60,12 @@ def _shade(value: float, limits: tuple[float, float]) -> float:
 
 
 def _stride(count: int, most: int) -> int:
-    """So that at most about `most` of `count` labels are written."""
+    """Return the step between labels at which at most about `most` of `count` are shown."""
     return next(step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 100, 1000) if count / step <= most)
 
 
 def _bar(width: int, foot: float, limits: tuple[float, float]) -> str:
-    """The colour bar on the right, the largest value on top."""
+    """Draw the color bar on the right, the largest value on top."""
     left, step = width - _RIGHT + 18, (foot - _TOP) / _STEPS
     low, high = limits
     boxes = "".join(

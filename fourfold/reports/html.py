@@ -6,12 +6,12 @@ from html import escape
 from fourfold.reports.style import CSS, JAVASCRIPT
 from fourfold.training.console import format_fact
 
-# The browser itself is told to fetch nothing, whatever a run file or a sample may contain.
+# The browser fetches nothing, whatever a run file or a sample may contain.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 def page(title: str, subtitle: str, sections: Sequence[str]) -> str:
-    """A whole HTML document around sections that are HTML already; title and subtitle are plain text."""
+    """Return a whole HTML document around sections that are HTML; title and subtitle are plain text."""
     body = "\n".join(sections)
     return f"""<!doctype html>
 <html lang="en">
@@ -33,30 +33,30 @@ def page(title: str, subtitle: str, sections: Sequence[str]) -> str:
 
 
 def facts(values: Mapping[str, str | int | float | None]) -> str:
-    """A table of label and value, as cards."""
+    """Show labels and values as cards."""
     cards = (f"<div><dt>{escape(k)}</dt><dd>{escape(format_fact(v))}</dd></div>" for k, v in values.items())
     return f'<dl class="facts">{"".join(cards)}</dl>'
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of text; all columns but the first are set right."""
+    """Return a table of text; all columns but the first are right-aligned."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<table class="rows"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def charts(figures: Sequence[str], wide: Sequence[str] = ()) -> str:
-    """Figures in two columns, below those of `wide`, which take both."""
+    """Arrange figures in two columns, below those of `wide`, which span both."""
     full = "".join(f'<div class="wide">{figure}</div>' for figure in wide)
     return f'<div class="charts">{full}{"".join(figures)}</div>'
 
 
 def text_block(heading: str, text: str, wrap: bool = False) -> str:
-    """A heading and a text as it stands in its file; `wrap` breaks long lines, for prose."""
+    """Show a text verbatim under a heading; `wrap` breaks long lines, for prose."""
     kind = ' class="wrap"' if wrap else ""
     return f"<h2>{escape(heading)}</h2>\n<pre{kind}>{escape(text)}</pre>"
 
 
 def notice(text: str) -> str:
-    """One sentence that the reader should not miss."""
+    """Highlight one sentence."""
     return f'<p class="notice">{escape(text)}</p>'

@@ -1,15 +1,16 @@
-"""Numbers for charts: where ticks fall, how they read, and how a long series is thinned without losing its extremes."""
+"""Numbers for charts: ticks, their labels, and thinning of long series that keeps their extremes."""
 
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 
 _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-# Finest first: the first set of mantissas that gives few enough ticks is taken.
+# Finest first: the first set of mantissas with few enough ticks is used.
 _LOG_MANTISSAS = ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,))
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """A number in at most `digits` significant digits: 12.5k, 3.2M, 7B, 0.25, 3e-4."""
+    """Format a number in at most `digits` significant digits: 12.5k, 3.2M, 7B, 0.25, 3e-4."""
     rounded = float(f"{value:.{digits}g}")  # first, so that 999,999 becomes 1M and not 1000k
     magnitude = abs(rounded)
     if 0 < magnitude < 1e-2 or magnitude >= 1e15:
@@ -21,12 +22,12 @@ def format_number(value: float, digits: int = 4) -> str:
 
 
 def format_ticks(ticks: Sequence[float]) -> list[str]:
-    """Labels of ticks, each with as many digits as it needs and no more."""
+    """Label ticks, each with as many digits as it needs and no more."""
     return [format_number(tick, _digits_needed(tick)) for tick in ticks]
 
 
 def linear_ticks(low: float, high: float, target: int = 5) -> list[float]:
-    """About `target` multiples of 1, 2 or 5 times a power of ten within [low, high], where low < high."""
+    """Return about `target` multiples of 1, 2 or 5 times a power of ten within [low, high], where low < high."""
     raw = (high - low) / target
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * (1 - 1e-9))
@@ -35,7 +36,7 @@ def linear_ticks(low: float, high: float, target: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float, target: int = 5) -> list[float]:
-    """About `target` round numbers within [low, high], spread evenly on a logarithmic axis, where 0 < low < high."""
+    """Return about `target` round numbers within [low, high], evenly spread on a log axis, where 0 < low < high."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for mantissas in _LOG_MANTISSAS:
         ticks = [float(f"{m}e{decade}") for decade in decades for m in mantissas]
@@ -44,17 +45,17 @@ def log_ticks(low: float, high: float, target: int = 5) -> list[float]:
             break
     if len(ticks) > target + 1:
         return ticks[:: math.ceil(len(ticks) / target)]
-    # Too narrow for round mantissas: the axis is then as good as linear.
+    # A range too narrow for round mantissas is almost linear.
     return ticks if len(ticks) >= 3 else linear_ticks(low, high, target)
 
 
 def downsample(
     x: Sequence[float], y: Sequence[float | None], buckets: int
 ) -> tuple[Sequence[float], Sequence[float | None]]:
-    """Thin a series to the lowest and the highest point of each of `buckets` runs of neighbours.
+    """Thin a series to the lowest and the highest point of each of `buckets` runs of neighbors.
 
-    Points keep their order; the first and the last one stay. A bucket without any number keeps one None, which a
-    chart draws as a gap. A series of at most 2·`buckets` points is returned as it is.
+    Points keep their order; the first and the last point stay. A bucket without any number keeps one None, which a
+    chart draws as a gap. A series of at most 2·`buckets` points is returned unchanged.
     """
     count = len(x)
     if count <= 2 * buckets:
@@ -62,8 +63,9 @@ def downsample(
     kept = {0, count - 1}
     for bucket in range(buckets):
         indices = range(bucket * count // buckets, (bucket + 1) * count // buckets)
-        numbers = [index for index in indices if y[index] is not None]
-        kept |= {min(numbers, key=y.__getitem__), max(numbers, key=y.__getitem__)} if numbers else {indices[0]}
+        numbers = [(value, index) for index in indices if (value := y[index]) is not None]
+        value_of = itemgetter(0)
+        kept |= {min(numbers, key=value_of)[1], max(numbers, key=value_of)[1]} if numbers else {indices[0]}
     order = sorted(kept)
     return [x[index] for index in order], [y[index] for index in order]
 

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,18 +12,18 @@ from fourfold.data.files import write_output
 from fourfold.errors import UserError
 from fourfold.reports import html
 from fourfold.reports.svg import Series, line_chart
+from fourfold.training.console import byte_unit, format_bytes
 from fourfold.training.metrics import MEMORIZATION_FILE, METRICS_FILE, read_metrics
 
 Record = dict[str, Any]
 
 
 def write_run_report(run_dir: Path) -> Path:
-    """Write `run_dir`/report.html and return its path.
+    """Write `run_dir`/report.html, one file without network access, and return its path.
 
-    Reads run.toml and metrics.jsonl and, where they are, sample.txt (generated text), memorization.jsonl and
-    summary.json (an object of label to text or number). The page is one file without network access. Raises UserError
-    when run.toml or metrics.jsonl is missing, when no step is recorded, and when metrics.jsonl or summary.json cannot
-    be read.
+    Reads run.toml and metrics.jsonl and, if they exist, sample.txt (generated text), memorization.jsonl and
+    summary.json (an object of label to text or number). Raises UserError if run.toml or metrics.jsonl is missing, no
+    step is recorded, or metrics.jsonl or summary.json cannot be read.
     """
     run_dir = Path(run_dir)
     records = read_metrics(run_dir / METRICS_FILE)
@@ -46,23 +47,23 @@ def write_run_report(run_dir: Path) -> Path:
 
 
 def _headline(records: Sequence[Record]) -> dict[str, str | int | float | None]:
-    """The numbers that a reader looks for first; n/a where nothing was recorded."""
+    """Return the most important numbers; None where nothing was recorded."""
     last, speed = records[-1], _numbers(records, "tokens_per_second")
     memory, validation = _numbers(records, "peak_memory_bytes"), _numbers(records, "validation_loss")
-    utilisation = _numbers(records, "mfu")
+    utilization = _numbers(records, "mfu")
     return {
         "step": last["step"],
         "tokens": _number(last, "tokens"),
         "loss, last step": _number(last, "loss"),
         "validation loss, last": validation[-1] if validation else None,
         "tokens/s, median": round(median(speed)) if speed else None,
-        "MFU, median": f"{median(utilisation):.1%}" if utilisation else None,
-        "peak memory": f"{max(memory) / 2**30:.2f} GiB" if memory else None,
+        "MFU, median": f"{median(utilization):.1%}" if utilization else None,
+        "peak memory": format_bytes(max(memory)) if memory else None,
     }
 
 
 def _not_finite(records: Sequence[Record]) -> list[str]:
-    """A notice where the loss was not a number; the curves show those steps as gaps, which may be too thin to see."""
+    """Note steps whose loss was not a number: in the curves they are gaps, which may be too thin to see."""
     steps = [record["step"] for record in records if _number(record, "loss") is None]
     if not steps:
         return []
@@ -76,22 +77,23 @@ def _steps(count: int) -> str:
 def _curves(records: Sequence[Record]) -> str:
     train, validation = _series("train", records, "loss"), _series("validation", records, "validation_loss")
     losses = [train, validation] if validation.x else [train]
-    memory = _series("peak of the fullest device", records, "peak_memory_bytes", unit=2**30)
-    axis = {"x_label": "tokens"}
-    loss = line_chart("Loss", losses, **axis, log_y=True, width=1072, height=320)
+    unit_name, unit = byte_unit(max(_numbers(records, "peak_memory_bytes"), default=0))
+    memory = _series("peak of the fullest device", records, "peak_memory_bytes", unit)
+    norm, lr = _series("before clipping", records, "grad_norm"), _series("", records, "lr")
+    speed = _series("all devices", records, "tokens_per_second")
+    chart = partial(line_chart, x_label="tokens")
+    loss = chart("Loss", losses, log_y=True, width=1072, height=320)
     others = [
-        line_chart("Gradient norm", [_series("before clipping", records, "grad_norm")], **axis, log_y=True),
-        line_chart("Learning rate", [_series("", records, "lr")], **axis, from_zero=True),
-        line_chart(
-            "Throughput, tokens/s", [_series("all devices", records, "tokens_per_second")], **axis, from_zero=True
-        ),
-        line_chart("Memory, GiB", [memory], **axis, from_zero=True),
+        chart("Gradient norm", [norm], log_y=True),
+        chart("Learning rate", [lr], from_zero=True),
+        chart("Throughput, tokens/s", [speed], from_zero=True),
+        chart(f"Memory, {unit_name}", [memory], from_zero=True),
     ]
     return html.charts(others, wide=[loss])
 
 
 def _memorization(run_dir: Path) -> list[str]:
-    """What the canaries say while the model trains, by how often each is repeated; nothing where none is audited."""
+    """Chart the canaries during training by their number of repeats; nothing without [audit]."""
     path = run_dir / MEMORIZATION_FILE
     records = read_metrics(path) if path.is_file() else []
     if not records:
@@ -108,13 +110,13 @@ def _memorization(run_dir: Path) -> list[str]:
             for count in records[-1]["by_count"]
         ]
         charts.append(line_chart(title, series, x_label="tokens", from_zero=True))
-    return ["<h2>Memorisation</h2>", html.charts(charts)]
+    return ["<h2>Memorization</h2>", html.charts(charts)]
 
 
 def _series(name: str, records: Sequence[Record], key: str, unit: float = 1.0) -> Series:
-    """The values of one key against tokens; null is a gap, a line without the key is no point at all."""
-    points = [(_number(r, "tokens"), _number(r, key)) for r in records if key in r]
-    points = [(x, y) for x, y in points if x is not None]
+    """Return the values of one key against tokens; null is a gap, a line without the key no point."""
+    rows = [(_number(r, "tokens"), _number(r, key)) for r in records if key in r]
+    points = [(x, y) for x, y in rows if x is not None]
     y = [None if y is None else y / unit for _, y in points]
     return Series(name, [x for x, _ in points], y, dots=len(points) <= 60)
 
@@ -126,14 +128,14 @@ def _summary(run_dir: Path) -> list[str]:
     try:
         summary = json.loads(_read_text(path))
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {error.lineno} is not JSON: mend or delete the file.") from None
+        raise UserError(f"{path}, line {error.lineno} is not JSON; fix or delete the file.") from None
     if not isinstance(summary, dict) or any(isinstance(value, dict | list) for value in summary.values()):
-        raise UserError(f"{path} is not an object of label to text or number: mend or delete the file.")
+        raise UserError(f"{path} is not an object of label to text or number; fix or delete the file.")
     return ["<h2>Summary</h2>", html.facts(summary)] if summary else []
 
 
 def _read_text(path: Path) -> str:
-    """A text that people wrote or a model generated; what is not UTF-8 in it is shown as �."""
+    """Read a text, with � for what is not UTF-8."""
     return path.read_text(encoding="utf-8", errors="replace")
 
 

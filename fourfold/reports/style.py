@@ -1,4 +1,4 @@
-"""The look of every page: colours for light and dark, layout, and the read-out under the pointer."""
+"""CSS and JavaScript of every page: light and dark colors, layout, and the values under the pointer."""
 
 CSS = """
 :root {

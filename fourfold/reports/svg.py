@@ -1,4 +1,4 @@
-"""Charts as inline SVG: line charts and stacked bars, coloured by the page's CSS variables (see style.py)."""
+"""Charts as inline SVG: line charts and stacked bars, colored by the page's CSS variables (see style.py)."""
 
 import json
 import math
@@ -9,24 +9,26 @@ from itertools import groupby
 
 from fourfold.reports.numbers import downsample, format_number, format_ticks, linear_ticks, log_ticks
 
-COLOURS = 12  # series colours that style.py defines; a thirteenth series begins again at the first
+COLORS = 12  # series colors that style.py defines; a thirteenth series uses the first again
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 20, 8, 40
-_BUCKETS = 400  # of the thinning: two points for about every other pixel of a wide chart
+_BUCKETS = 400  # two points for about every other pixel of a wide chart
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart; None in `y` is a gap, `dots` marks each point, for series of few points."""
+    """One line of a chart."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float | None]
+    """None is a gap."""
     dots: bool = False
+    """Mark each point, for series of few points."""
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """Maps values to pixels along one direction; `log` needs positive values."""
+    """Map from values to pixels along one direction; `log` needs positive values."""
 
     low: float
     high: float
@@ -52,11 +54,11 @@ def line_chart(
     width: int = 520,
     height: int = 230,
 ) -> str:
-    """An HTML figure with one line per series, a legend, and the values under the pointer.
+    """Draw an HTML figure with one line per series, a legend, and the values under the pointer.
 
-    `log_y` asks for a logarithmic y axis and is dropped where a value is not positive; `from_zero` lets a linear
-    axis begin at 0. Long series are thinned to the extremes of their neighbourhoods. `width` and `height` are the
-    chart's own pixels; on the page it scales to the room it has.
+    `log_y` makes the y axis logarithmic, unless some value is not positive; `from_zero` makes a linear axis begin at 0.
+    Long series are thinned (see ``downsample``). `width` and `height` are in pixels of the SVG, which scales to the
+    page.
     """
     series = [Series(s.name, *downsample(s.x, s.y, _BUCKETS), s.dots) for s in series]
     points = [(x, y) for s in series for x, y in zip(s.x, s.y, strict=True) if y is not None]
@@ -69,7 +71,7 @@ def line_chart(
 
     lines = "".join(_line(s, index, x_axis, y_axis) for index, s in enumerate(series))
     readout = json.dumps([_readout_points(s, x_axis, y_axis) for s in series], separators=(",", ":"))
-    marks = "".join(f'<circle class="mark s{index % COLOURS}" r="3.5"/>' for index in range(len(series)))
+    marks = "".join(f'<circle class="mark s{index % COLORS}" r="3.5"/>' for index in range(len(series)))
     svg = (
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}" data-points="{escape(readout)}" '
         f'data-x="{escape(x_label)}">'
@@ -86,10 +88,10 @@ def stacked_bars(
     x_label: str = "",
     width: int = 520,
 ) -> str:
-    """An HTML figure with one horizontal bar per entry of `bars`: label to (part to value, none negative).
+    """Draw an HTML figure with one horizontal bar per entry of `bars`: label to (part to value, none negative).
 
-    Parts of one name share a colour and stand in the order of their first appearance; the total is written at the
-    end of the bar, a part's own value shows under the pointer. The unit belongs in `title` or `x_label`.
+    Parts of the same name have the same color, in the order of their first appearance. The total stands at the end of
+    the bar, a part's value appears under the pointer. Name the unit in `title` or `x_label`.
     """
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
     totals = {label: sum(bar.values()) for label, bar in bars.items()}
@@ -113,9 +115,9 @@ def stacked_bars(
 
 
 def _figure(title: str, names: Sequence[str], body: str) -> str:
-    """Caption with legend, then the body; the legend's empty outputs are filled by the hover script."""
+    """Put a caption with a legend before the body; the hover script fills the legend's empty outputs."""
     swatches = (
-        [f'<i class="s{index % COLOURS}"></i>' for index in range(len(names))] if len(names) > 1 else [""] * len(names)
+        [f'<i class="s{index % COLORS}"></i>' for index in range(len(names))] if len(names) > 1 else [""] * len(names)
     )
     keys = "".join(
         f'<span class="key">{swatch}{escape(name)} <output></output></span>'
@@ -126,18 +128,19 @@ def _figure(title: str, names: Sequence[str], body: str) -> str:
 
 
 def _spread(values: Sequence[float], margin: float, log: bool = False) -> tuple[float, float]:
-    """The range of an axis: that of its values with a margin, and never empty."""
+    """Return the range of an axis: that of its values with a margin, never empty, on one side of zero if they are."""
     low, high = min(values), max(values)
     if log:
         low, high = math.log(low), math.log(high)
     if math.isclose(low, high, rel_tol=1e-9, abs_tol=1e-300):
-        pad = (0.5 if log else abs(low) / 2) or 1.0
-        low, high = low - pad, high + pad
+        pad = 0.5 if log else abs(low) / 2 or 1.0
     else:
-        at_zero = low == 0 and not log  # a range that begins at zero keeps its foot there
         pad = (high - low) * margin
-        low, high = (low if at_zero else low - pad), high + pad
-    return (math.exp(low), math.exp(high)) if log else (low, high)
+    if log:
+        return math.exp(low - pad), math.exp(high + pad)
+    if low >= 0:
+        return max(0.0, low - pad), high + pad
+    return low - pad, min(0.0, high + pad) if high <= 0 else high + pad
 
 
 def _grid(x_axis: _Axis, y_axis: _Axis, width: int, height: int, x_label: str) -> str:
@@ -158,24 +161,22 @@ def _grid(x_axis: _Axis, y_axis: _Axis, width: int, height: int, x_label: str) -
 
 
 def _line(series: Series, index: int, x_axis: _Axis, y_axis: _Axis) -> str:
-    """The path of a series, broken at gaps; points without a neighbour are drawn as dots."""
+    """Draw the path of a series, broken at gaps; points without a neighbor are dots."""
     paths, dots = [], []
     points = zip(series.x, series.y, strict=True)
-    for is_gap, run in groupby(points, key=lambda point: point[1] is None):
-        if is_gap:
-            continue
-        pixels = [(x_axis(x), y_axis(y)) for x, y in run]
+    for _, run in groupby(points, key=lambda point: point[1] is None):
+        pixels = [(x_axis(x), y_axis(y)) for x, y in run if y is not None]
         if len(pixels) > 1:
             paths.append("M" + "L".join(f"{x:g},{y:g}" for x, y in pixels))
         if len(pixels) == 1 or series.dots:
             dots += pixels
-    colour = f"s{index % COLOURS}"
-    path = f'<path class="line {colour}" d="{"".join(paths)}"/>' if paths else ""
-    return path + "".join(f'<circle class="dot {colour}" cx="{x:g}" cy="{y:g}" r="2.5"/>' for x, y in dots)
+    color = f"s{index % COLORS}"
+    path = f'<path class="line {color}" d="{"".join(paths)}"/>' if paths else ""
+    return path + "".join(f'<circle class="dot {color}" cx="{x:g}" cy="{y:g}" r="2.5"/>' for x, y in dots)
 
 
 def _readout_points(series: Series, x_axis: _Axis, y_axis: _Axis) -> list[tuple[float, float, str, str]]:
-    """Pixel and label of every point, for the hover script: [x, y, x label, y label]."""
+    """Return pixel and label of every point for the hover script: [x, y, x label, y label]."""
     return [
         (x_axis(x), y_axis(y), format_number(x, 6), format_number(y, 5))
         for x, y in zip(series.x, series.y, strict=True)
@@ -191,7 +192,7 @@ def _bar(label: str, bar: Mapping[str, float], parts: Sequence[str], top: int, a
             continue
         begin, end = axis(done), axis(done + value)
         boxes.append(
-            f'<rect class="part s{index % COLOURS}" x="{begin}" y="{top + 4}" width="{end - begin:.1f}" height="18">'
+            f'<rect class="part s{index % COLORS}" x="{begin}" y="{top + 4}" width="{end - begin:.1f}" height="18">'
             f"<title>{escape(f'{part}: {format_number(value)}')}</title></rect>"
         )
         done += value

@@ -10,13 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 LONGEST_WORD = 24
-"""Columns are not kept wider than that for the sake of one word, such as a path."""
+"""Longest word, such as a path, that is not broken."""
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[str] = ()) -> None:
-    """Words to the left: the first column, those without a name, and those named in ``words``; numbers to the right.
+    """Print a table that fits the terminal's width.
 
-    Lines break between words; where the terminal is too narrow even so, the spaces beside the lines go.
+    Text columns are the first one, those without a name, and those named in ``words``; the others are numbers, aligned
+    right. Cells wrap between words; in a terminal too narrow for that, cells lose their padding.
     """
     console = Console()
     columns = [[name, *(row[number] for row in rows)] for number, name in enumerate(header)]
@@ -33,13 +34,19 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     console.print(table)
 
 
+def in_unit(size: float, unit: int) -> str:
+    """Format bytes for a column of one unit: three decimals, or three significant digits where those would be zeros."""
+    if size == 0:
+        return "0"
+    return f"{size / unit:,.3f}" if size / unit >= 0.1 else f"{size / unit:.3g}"
+
+
 def _longest(texts: Iterable[str]) -> int:
     return max(map(cell_len, texts), default=0)
 
 
 def _fitted(widths: list[int], fewest: Sequence[int], room: int) -> list[int]:
-    """The widths of columns, of which the widest give way until all fit: down to their longest words, and where that is
-    still too wide, to one character."""
+    """Shrink the widest columns until all fit: down to their longest words, then if need be to one character."""
     for least in (fewest, [1] * len(widths)):
         while sum(widths) > room and any(width > low for width, low in zip(widths, least, strict=True)):
             widest = max((width, number) for number, width in enumerate(widths) if width > least[number])[1]

@@ -21,7 +21,8 @@ from fourfold.reports.loki_report import (
     rank_rows,
     task_rows,
 )
-from fourfold.reports.tables import print_table
+from fourfold.reports.tables import in_unit, print_table
+from fourfold.training.console import byte_unit, format_bytes
 
 if TYPE_CHECKING:
     from fourfold.data.preview import Preview
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def parity_table(report: ParityReport) -> None:
-    """The largest relative difference of each quantity beside its limit, and the worst gradients by name."""
+    """Print the largest relative difference of each quantity beside its limit, and the worst gradients by name."""
     from fourfold.verification.parity import TOLERANCE
 
     rows = []
@@ -48,14 +49,15 @@ def parity_table(report: ParityReport) -> None:
 
 
 def trace_tables(report: TraceReport) -> None:
-    """Memory by kind and collectives by axis and purpose: of one rank, and of one for every place on a pipeline."""
+    """Print memory by kind and collectives by axis and purpose: of one rank, or of each pipeline rank."""
     if report.pipeline:
         _pipeline_memory(report)
     else:
-        memory = [(name.replace("_", " "), _gib(size)) for name, size in asdict(report.memory).items()]
-        print_table(f"Memory of one rank of {report.world_size}", ("kind", "GiB"), memory)
+        name, unit = byte_unit(report.memory.total_peak)
+        memory = [(kind.replace("_", " "), in_unit(size, unit)) for kind, size in asdict(report.memory).items()]
+        print_table(f"Memory of one rank of {report.world_size}", ("kind", name), memory)
     title = f"Collectives of {_rank_shown(report)} in one optimizer step"
-    rows = [[c.axis, c.op, c.purpose, f"{c.count:,}", f"{c.bytes / 2**20:,.3f}"] for c in report.collectives]
+    rows = [[c.axis, c.op, c.purpose, f"{c.count:,}", in_unit(c.bytes, 2**20)] for c in report.collectives]
     print_table(title, ("axis", "operation", "purpose", "count", "MiB"), rows, words=("operation", "purpose"))
 
 
@@ -64,23 +66,20 @@ def _rank_shown(report: TraceReport) -> str:
 
 
 def _pipeline_memory(report: TraceReport) -> None:
-    """A line for every place on the pipeline."""
+    """Print a line for every pipeline rank."""
+    name, unit = byte_unit(max(rank.memory.total_peak for rank in report.pipeline))
     rows: list[list[str]] = []
     for rank in report.pipeline:
         memory, layers = rank.memory, ", ".join(f"{first}–{end - 1}" for first, end in rank.layers)
         states = memory.parameters + memory.gradients + memory.optimizer
         sizes = (states, memory.activations_peak, memory.gathered_weights_peak, memory.total_peak)
-        rows.append([str(rank.pp_rank), layers, *map(_gib, sizes)])
-    title = f"Memory of one rank of {report.world_size}, by its place on the pipeline, in GiB"
+        rows.append([str(rank.pp_rank), layers, *(in_unit(size, unit) for size in sizes)])
+    title = f"Memory of one rank of {report.world_size}, by pipeline rank, in {name}"
     print_table(title, ("pp", "layers", "states", "activations", "gathered", "total peak"), rows)
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.3f}"
-
-
 def audit_tables(record: Mapping[str, Any]) -> None:
-    """Extraction by repetition, membership attacks, the mask replayed, and what the reader should know."""
+    """Print extraction by repetition, membership attacks, the effect of the goldfish mask, and warnings."""
     console = Console()
     title = f"Exact match of the last {record['suffix']} tokens, {record['model']}"
     print_table(title, COUNT_HEADER, count_rows(record))
@@ -95,8 +94,8 @@ def audit_tables(record: Mapping[str, Any]) -> None:
 
 
 def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[str, Any]) -> None:
-    """Sequences with what is trained in green, what the goldfish mask drops in red and brackets, and what else is not
-    trained dimmed; and the numbers."""
+    """Print sequences with trained tokens in green, those the goldfish mask drops in red brackets, all others dimmed;
+    then statistics of the masks."""
     console = Console()
     for sample in preview.samples:
         text = Text()
@@ -125,7 +124,7 @@ def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[st
 
 
 def evaluation_tables(record: Mapping[str, Any]) -> None:
-    """How well texts are predicted, and the numbers of tasks."""
+    """Print the loss on each text, and the metrics of each task."""
     rows = [
         [Path(name).name, f"{t['tokens']:,}", f"{t['loss']:.4f}", f"{t['perplexity']:.3f}", f"{t['bits_per_byte']:.4f}"]
         for name, t in record["texts"].items()
@@ -139,13 +138,13 @@ def evaluation_tables(record: Mapping[str, Any]) -> None:
 
 
 def transferred_line(record: Mapping[str, Any]) -> str:
-    """What an import or export of a Hugging Face model wrote."""
+    """Describe the files that an import or export of a Hugging Face model wrote."""
     what = f"{record['model_type']}, {record['parameters']:,} parameters, {record['bytes']:,} bytes"
     return f"{record['folder']}: {what} in {record['files']} file{'s' * (record['files'] != 1)}"
 
 
 def rank_table(record: Mapping[str, Any]) -> None:
-    """What a calibration found, layer by layer."""
+    """Print the ranks that a calibration found, layer by layer."""
     console = Console()
     title = f"Dims that explain 90 % of the variance of the keys, of {record['head_dim']}"
     print_table(title, rank_header(record), rank_rows(record))
@@ -155,7 +154,7 @@ def rank_table(record: Mapping[str, Any]) -> None:
 
 
 def loki_tables(record: Mapping[str, Any]) -> None:
-    """What Loki loses: on a text, and in tasks."""
+    """Print Loki's loss of quality on a text and in tasks."""
     if "perplexity" in record:
         title = f"{record['windows']} windows of {record['seq_length']:,} tokens"
         print_table(title, PERPLEXITY_HEADER, perplexity_rows(record))
@@ -165,16 +164,16 @@ def loki_tables(record: Mapping[str, Any]) -> None:
 
 
 def generation_line(record: Mapping[str, Any]) -> str:
-    """How fast a text was generated, and what Loki reads of the cache, where it is on."""
+    """Describe the speed of generation, and with Loki the share of the cache that it reads."""
     speed = record["tokens_per_second"]
     rate = "" if speed is None else f", then {speed:.1f} tokens/s"
     read = ""
     if record["step_bytes"] is not None:
         read = (
-            f"; the next token reads {record['step_bytes'] / 2**20:,.2f} MiB of it, where full attention reads "
-            f"{record['full_step_bytes'] / 2**20:,.2f} MiB"
+            f"; the next token reads {format_bytes(record['step_bytes'])} of it, where full attention reads "
+            f"{format_bytes(record['full_step_bytes'])}"
         )
     return (
         f"{record['prompt_tokens']:,} + {record['new_tokens']:,} tokens: the first after "
-        f"{record['prompt_seconds']:.2f} s{rate}; cache {record['cache_bytes'] / 2**20:,.2f} MiB{read}"
+        f"{record['prompt_seconds']:.2f} s{rate}; cache {format_bytes(record['cache_bytes'])}{read}"
     )

@@ -85,7 +85,7 @@ class Progress:
             f"step: {metrics.step:>{width}}/{self._total_steps}",
             f"loss: {metrics.loss:8.5f}",
             f"grad_norm: {_or_na(metrics.grad_norm, '8.4f')}",
-            f"memory: {_gib(metrics)}",
+            f"memory: {format_bytes(metrics.peak_memory_bytes)}",
             f"tokens/s: {metrics.tokens_per_second:,.0f}",
             f"tflops: {metrics.model_tflops_per_device:,.2f}",
             f"mfu: {_or_na(metrics.mfu, '.2%')}",
@@ -122,7 +122,7 @@ class Progress:
             f"{metrics.tokens_per_second:,.0f} tokens/s",
             f"{metrics.model_tflops_per_device:,.2f} TFLOP/s/device",
             f"MFU {_or_na(metrics.mfu, '.1%')}",
-            _gib(metrics),
+            format_bytes(metrics.peak_memory_bytes),
             *([f"{metrics.trained_token_share:.1%} of the tokens trained"] if metrics.trained_token_share < 1 else []),
         )
         return Group(bar, Text(" · ".join(numbers)))
@@ -160,5 +160,13 @@ def _or_na(value: float | None, spec: str) -> str:
     return "n/a" if value is None else format(value, spec)
 
 
-def _gib(metrics: StepMetrics) -> str:
-    return f"{metrics.peak_memory_bytes / 2**30:.2f} GiB"
+def byte_unit(size: float) -> tuple[str, int]:
+    """Return the name and the bytes of the largest unit of which ``size`` has at least one: GiB, MiB, KiB or B."""
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    return next((unit for unit in units if size >= unit[1]), ("B", 1))
+
+
+def format_bytes(size: float) -> str:
+    """Format a size in its own unit: 3.00 GiB, 412.50 MiB."""
+    name, unit = byte_unit(size)
+    return f"{size / unit:,.{0 if unit == 1 else 2}f} {name}"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fourfold.training.console import Progress, format_fact
+from fourfold.training.console import Progress, format_bytes, format_fact
 from fourfold.training.metrics import StepMetrics
 
 
@@ -77,3 +77,17 @@ def test_the_live_display_shows_the_last_state_and_gives_the_terminal_back(capsy
 )
 def test_facts_are_readable(value, text):
     assert format_fact(value) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1,023 B"),
+        (2**20 - 1, "1,024.00 KiB"),
+        (412.5 * 2**20, "412.50 MiB"),
+        (3 * 2**40, "3,072.00 GiB"),
+    ],
+)
+def test_sizes_have_a_unit_of_their_own(size, text):
+    assert format_bytes(size) == text

@@ -78,6 +78,13 @@ def test_every_curve_is_there(tmp_path):
     assert not list(path.parent.glob("*.tmp"))
 
 
+def test_little_memory_is_shown_in_its_own_unit(tmp_path):
+    html = write_run_report(make_run(tmp_path, [record(1, peak_memory_bytes=3 * 2**18)])).read_text()
+    assert points(html)["Memory, KiB"] == [["768"]]
+    assert "768.00 KiB" in html
+    assert "0.00" not in html
+
+
 def test_the_page_fetches_nothing(tmp_path):
     html = write_run_report(make_run(tmp_path, [record(1), record(2)])).read_text()
     assert "://" not in html

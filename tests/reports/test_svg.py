@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from fourfold.reports.style import CSS
-from fourfold.reports.svg import COLOURS, Series, line_chart, stacked_bars
+from fourfold.reports.svg import COLORS, Series, line_chart, stacked_bars
 
 
 def readout(chart: ET.Element) -> list[list[tuple[float, float, str, str]]]:
@@ -53,6 +53,24 @@ def test_degenerate_ranges_have_axes(y):
         assert len(chart.findall(".//text")) >= 3
 
 
+@pytest.mark.parametrize(
+    ("y", "labels"),
+    [
+        ([0.0, 0.0, 0.0], ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        ([0.25, 0.25], ["0.15", "0.2", "0.25", "0.3", "0.35"]),
+        ([0.01, 10.0], ["0", "5", "10"]),
+        ([-4.0, 0.0], ["−4", "−3", "−2", "−1", "0"]),
+        ([-4.0, -4.0], ["−6", "−5", "−4", "−3", "−2"]),
+    ],
+)
+@pytest.mark.parametrize("from_zero", [False, True])
+def test_an_axis_stays_on_the_side_of_zero_of_its_values(y, labels, from_zero):
+    chart = ET.fromstring(line_chart("A", [Series("a", [1, 2, 3][: len(y)], y)], x_label="step", from_zero=from_zero))
+    ticks = [text.text for text in chart.findall(".//text[@text-anchor='end']")]
+    assert ticks == labels if not from_zero else "0" in ticks
+    assert all(tick.startswith("−") == (min(y) < 0) for tick in ticks if tick != "0")
+
+
 def test_nothing_to_show_is_said():
     assert "nothing recorded" in line_chart("A", [Series("a", [1], [None])], x_label="step")
     assert "nothing recorded" in stacked_bars("A", {})
@@ -80,7 +98,7 @@ def test_bars_are_stacked_in_proportion():
     assert [text.text for text in chart.findall(".//text[@class='strong']")] == ["40", "20"]
 
 
-def test_every_series_colour_is_defined_in_light_and_dark():
-    for index in range(COLOURS):
+def test_every_series_color_is_defined_in_light_and_dark():
+    for index in range(COLORS):
         assert len(re.findall(rf"--s{index}: #", CSS)) == 2
         assert f".s{index} {{ color: var(--s{index}); }}" in CSS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fourfold.reports.tables import print_table
+from fourfold.reports.tables import in_unit, print_table
 
 HEADER = ("layout", "s/step", "tokens/s/GPU", "why")
 ROWS = [["dp 64 × z 2, selective recompute", "7.194", "9,110", "it fits [1]"], ["pp 2", "12.5", "810", ""]]
@@ -33,3 +33,10 @@ def test_a_table_without_rows_and_a_terminal_without_room(
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 20
     assert all(printed.count(letter) >= sum(cell.count(letter) for cell in cells) for letter in "yz1q/w[")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0"), (2**29, "0.500"), (3 * 2**40, "3,072.000"), (2**21, "0.00195"), (4, "3.73e-09")]
+)
+def test_bytes_in_a_column_of_gib_never_vanish(size: int, text: str) -> None:
+    assert in_unit(size, 2**30) == text
