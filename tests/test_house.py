@@ -55,7 +55,6 @@ room and the rooms before it."""
 KNOWN_UPWARD = {
     ("fourfold.huggingface.convert", "fourfold.training.job"),
     ("fourfold.models.lora", "fourfold.huggingface.weight_names"),
-    ("fourfold.planning.calibration.from_runs", "fourfold.planning.request"),
     ("fourfold.planning.closed_form.collectives", "fourfold.planning.cost.pipeline_order"),
 }
 """Imports (module, imported module) that still point upwards."""

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fourfold.cli.options import AsJson
+from fourfold.planning.machines.names import machine_names
 
 
 def calibrate(
     out: Annotated[Path, typer.Option(metavar="MACHINE.toml", help="The machine file to write.")],
     source: Annotated[
-        list[Path], typer.Option("--from", metavar="PATH", help="runs/NAME/metrics.jsonl or a table .csv; repeatable.")
+        list[Path],
+        typer.Option("--from", metavar="PATH", help="runs/NAME/metrics.jsonl, or a table of rows (.csv); repeatable."),
     ] = [],  # noqa: B006 (typer reads it, nobody writes it)
-    machine: Annotated[str, typer.Option(help="The machine that is measured, as far as it is known.")] = "laptop",
+    machine: Annotated[
+        str,
+        typer.Option(
+            help="The machine to start from: its values are kept where nothing is measured. A machine file (.toml), or "
+            f"one of {', '.join(machine_names())}."
+        ),
+    ] = "laptop",
     processes: Annotated[
-        int | None, typer.Option(help="Local processes of the microbenchmark. Default: one for each GPU, else 2.")
+        int | None, typer.Option(help="Local processes of the microbenchmark. Default: one per GPU, or 2 without GPUs.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a machine file for `fourfold plan` from this machine, or from what runs on it took.
+    """Write a machine file for `fourfold plan` from measurements.
 
-    Without --from it measures matmuls, memory, attention, launches and collectives for about a minute; start it with
-    srun or torchrun on two nodes or more to measure the network too. With --from it fits the planner's constants to
-    measured steps, and says how well rows that were left out are then predicted.
+    Without --from it measures matmuls, memory, attention, launches and collectives of this machine, for about a
+    minute; start it with srun or torchrun on two nodes or more to measure the network too. With --from it fits the
+    planner's constants to measured steps, and prints the error on rows that were held out of the fit.
 
     Example: fourfold calibrate --out mine.toml --from runs/demo/metrics.jsonl
     """
@@ -35,34 +44,29 @@ def calibrate(
     from fourfold.planning.machines.write import machine_toml, measured_machine
 
     if out.suffix != ".toml":
-        raise UserError(f"--out {out} must end in .toml: that is how `fourfold plan --machine` knows a file")
+        raise UserError(f"--out {out} must end in .toml: `fourfold plan --machine` reads other names as built-in ones")
     base = load_machine(machine)
+    record: dict[str, Any]
     if source:
         from fourfold.planning.calibration.machine_fit import fit_machine
 
         fitted = fit_machine(source, base, out.stem)
         text = machine_toml(fitted.machine, f"{base.name}, calibrated on {fitted.rows} rows", base)
         record = {"rows": fitted.rows, "skipped": fitted.skipped, "before": fitted.before, "held_out": fitted.held_out}
+        printed = (f"Rows: {fitted.rows}. Mean error before the fit: {_mean_error(fitted.before)}; on held-out rows: "
+                   f"{_mean_error(fitted.held_out)}. Written: {out}")  # fmt: skip
     else:
         from fourfold.tuning.start import microbenchmark
 
         measured = microbenchmark(processes)
-        if measured is None:  # not the first process of a launcher's
+        if measured is None:  # another process of the launcher writes the file
             return
-        text = machine_toml(measured_machine(measured, base, out.stem), f"{measured['device']}, measured", base)
         record = measured
+        printed = text = machine_toml(measured_machine(record, base, out.stem), f"{record['device']}, measured", base)
     write_output(out, text)
-    if as_json:
-        import json
-
-        print(json.dumps({"machine": str(out), **record}))
-    elif source:
-        print(f"Rows: {record['rows']}. Mean error before: {_percent(record['before'])}; of rows left out of the fit: "
-              f"{_percent(record['held_out'])}. Written: {out}")  # fmt: skip
-    else:
-        print(text, end="")
+    print(json.dumps({"machine": str(out), **record}) if as_json else printed.rstrip("\n"))
 
 
-def _percent(errors: dict[str, float | int | None]) -> str:
+def _mean_error(errors: dict[str, float | int | None]) -> str:
     mean = errors["mean_abs_error"]
-    return "too few rows to tell" if mean is None else f"{mean:.1%}"
+    return "unknown (too few rows)" if mean is None else f"{mean:.1%}"

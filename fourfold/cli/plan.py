@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.core import TyperGroup
@@ -13,11 +13,14 @@ from fourfold.cli.options import AsJson, Overrides
 from fourfold.config.presets import PRESETS
 from fourfold.planning.machines.names import machine_names
 
+if TYPE_CHECKING:
+    from typer._click import Context
+
 
 class LayoutUnlessNamed(TyperGroup):
     """Runs ``fourfold plan …`` as ``fourfold plan layout …`` unless another command is named."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":
             args = ["layout", *args]
         return super().parse_args(ctx, args)

@@ -1,4 +1,4 @@
-"""Days, GPU-hours, energy, money; how often to checkpoint, and what failures leave of the time."""
+"""The budget of a training: days, GPU-hours, energy, cost; the best checkpoint interval, and goodput under failures."""
 
 from __future__ import annotations
 
@@ -9,37 +9,36 @@ from fourfold.errors import UserError
 from fourfold.planning.machines.machine import Machine
 
 RESTART_SECONDS = 600.0
-"""From a failure to the next step: noticing, a new job, loading (Llama 3, arXiv 2407.21783, reports > 90 % effective
+"""From a failure to the next step: detection, a new job, loading (Llama 3, arXiv 2407.21783, reports > 90 % effective
 time with automatic restarts)."""
 CHECKPOINT_BANDWIDTH = 1e9
-"""Bytes a second for each GPU to storage where the machine file names no ``checkpoint_bandwidth``: an assumption."""
+"""Bytes per second and GPU to storage, assumed where the machine file has no ``checkpoint_bandwidth``."""
 STATE_BYTES = 12
-"""Of a parameter in a checkpoint: fp32 weight and AdamW's two moments."""
+"""Bytes per parameter in a checkpoint: the fp32 weight and AdamW's two moments."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of training on a number of tokens. None where the machine file lacks the constant.
-
-    goodput: share of the time that is left after checkpoints, lost work and restarts.
-    """
+    """The cost of training on a number of tokens; None where the machine file lacks the constant."""
 
     tokens: float
     days: float
     gpu_hours: float
     kwh: float | None
     price: float | None
+    """In the currency of the machine file's ``price_per_gpu_hour``."""
     checkpoint_seconds: float
     checkpoint_interval_seconds: float | None
     mtbf_hours: float | None
     goodput: float | None
+    """Share of the time that is left after checkpoints, lost work and restarts."""
 
     def record(self) -> dict[str, float | None]:
         return asdict(self)
 
 
 def costs(tokens: float, tokens_per_second: float, gpus: int, parameters: float, machine: Machine) -> Costs:
-    """What ``tokens`` cost at a rate over all GPUs. Raises ``UserError`` where failures leave no time for them."""
+    """Compute the cost of ``tokens`` at a rate over all GPUs; raises ``UserError`` where failures leave no time."""
     seconds = tokens / tokens_per_second
     writing = STATE_BYTES * parameters / ((machine.checkpoint_bandwidth or CHECKPOINT_BANDWIDTH) * gpus)
     interval = goodput = mtbf = None
@@ -51,7 +50,7 @@ def costs(tokens: float, tokens_per_second: float, gpus: int, parameters: float,
         if goodput <= 0:
             raise UserError(
                 f"{gpus} GPUs of {machine.name} fail every {mtbf:.2g} hours, and checkpoints and restarts take all of "
-                f"that: nothing is trained; fewer GPUs would do, or faster checkpoints (costs.checkpoint_bandwidth)"
+                f"that; use fewer GPUs, or faster checkpoint storage (costs.checkpoint_bandwidth in the machine file)"
             )
     hours = seconds / 3600 / (1.0 if goodput is None else goodput)
     gpu_hours = hours * gpus
@@ -69,5 +68,5 @@ def costs(tokens: float, tokens_per_second: float, gpus: int, parameters: float,
 
 
 def checkpoint_interval(writing: float, mtbf: float) -> float:
-    """Seconds between checkpoints that lose least: √(2 · writing · MTBF) (Young 1974; Daly 2006, first order)."""
+    """Seconds between checkpoints that lose least time: √(2 · writing · MTBF) (Young 1974; Daly 2006, first order)."""
     return math.sqrt(2 * writing * mtbf)

@@ -1,4 +1,4 @@
-"""How a model scales with the number of GPUs, replanned at each size."""
+"""The scaling curve of a model, replanned at each number of GPUs."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from fourfold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class Point:
-    """One size: the best layout there, and its efficiency against the first size that fits (None: nothing fits)."""
+    """One size of the curve."""
 
     gpus: int
     best: Prediction | None
+    """The fastest layout; None where nothing fits."""
     efficiency: float | None
+    """Tokens per second and GPU, relative to the first size that fits."""
     why_not: str
+    """Why nothing fits."""
     published_pflops: float | None
 
     @property
     def pflops(self) -> float:
-        """Of all GPUs, recompute and the whole square of the attention counted, as published figures do."""
+        """PFLOP/s of all GPUs, counting recompute and the full attention square as published figures do."""
         assert self.best is not None
         return float(self.best.work.megatron_flops() / self.best.seconds / 1e15)
 
     def record(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return JSON values."""
         if self.best is None:
             return {"gpus": self.gpus, "why_not": self.why_not}
         record = self.best.record()
@@ -42,7 +45,7 @@ class Point:
 
 
 def sizes_of(text: str) -> list[int]:
-    """``512:32768`` as the doublings from the first to the last; ``8,24,64`` as they stand."""
+    """Parse ``512:32768``, the doublings from the first to the last, or a list ``8,24,64``."""
     try:
         ends = [int(part) for part in text.split(":" if ":" in text else ",")]
         if min(ends) < 1 or (":" in text and (len(ends) != 2 or ends[0] > ends[1])):
@@ -66,7 +69,7 @@ def scaling_curve(
     limits: Limits | None = None,
     model: str = "",
 ) -> list[Point]:
-    """Weak: the batch grows with the GPUs from what ``base`` says at the first size. Strong: it stays."""
+    """Replan at each size. Weak: the batch grows with the GPUs from ``base``'s at the first size. Strong: it stays."""
     points: list[Point] = []
     first: tuple[int, float] | None = None
     for gpus in sizes:
@@ -84,5 +87,5 @@ def scaling_curve(
 
 
 def _published(machine: str, model: str, gpus: int, batch: int, seq: int) -> float | None:
-    asked = {"machine": machine, "model": model, "gpus": gpus, "batch": batch, "seq": seq}
-    return next((row["pflops"] for row in published_table()["figure"] if asked.items() <= row.items()), None)
+    case = {"machine": machine, "model": model, "gpus": gpus, "batch": batch, "seq": seq}
+    return next((row["pflops"] for row in published_table()["figure"] if case.items() <= row.items()), None)

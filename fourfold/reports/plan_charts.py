@@ -1,4 +1,4 @@
-"""Charts of a plan: memory against step time, and a pipeline's timetable."""
+"""Charts of a plan: step time against memory, and a pipeline's timetable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dot:
-    """A layout in the scatter: what stands under the pointer; ``out`` greys it."""
+    """A layout in the scatter; ``text`` is its tooltip, and ``out`` grays it."""
 
     x: float
     y: float
@@ -25,11 +25,11 @@ class Dot:
 
 
 def scatter(title: str, dots: Sequence[Dot], limit: float, *, x_label: str, limit_label: str) -> str:
-    """Dots on a linear x and a logarithmic y axis, with a vertical line at ``limit``."""
+    """Draw dots on a linear x and a logarithmic y axis, with a vertical line at ``limit``."""
     width, height = 1072, 380
     x_axis = _Axis(*_spread([d.x for d in dots] + [limit, 0.0], margin=0.03), _LEFT, width - _RIGHT)
     y_axis = _Axis(*_spread([d.y for d in dots], margin=0.05, log=True), height - _BOTTOM, _TOP, True)
-    # Greyed dots first, the best last, so that it lies on top.
+    # Grayed dots first and the best last, so that it is drawn on top.
     circles = "".join(
         f'<circle class="dot {"out" if d.out else "s1" if d.best else "s0"}" cx="{x_axis(d.x):g}" cy="{y_axis(d.y):g}" '
         f'r="{5 if d.best else 3}"><title>{escape(d.text)}</title></circle>'
@@ -48,12 +48,14 @@ def scatter(title: str, dots: Sequence[Dot], limit: float, *, x_label: str, limi
 
 
 KINDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
-"""Of operations, in the order of their colours as far as they occur."""
+"""Kinds of operations, in the order of their colors."""
 
 
 def timetable(ranks: Sequence[Sequence[Span]], unit: float, title: str) -> str:
-    """Rows are ranks of pp: forwards, backwards (or their halves), and the gaps between them, which are the bubble.
-    unit: seconds of a forward."""
+    """Draw a row per rank of pp: forwards, backwards (or their halves), and gaps, which are the bubble.
+
+    ``unit`` is the seconds of a forward.
+    """
     stages = len(ranks)
     kinds = [kind for kind in KINDS if any(span.op.kind == kind for spans in ranks for span in spans)]
     end = max(spans[-1].end for spans in ranks) * unit

@@ -1,4 +1,4 @@
-"""The page of a plan: one file that needs no network."""
+"""Plans and scaling curves as HTML pages: one file each, which needs no network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fourfold.planning.search.space import OUT_OF_MEMORY, REASONS
 from fourfold.planning.workload import SCHEDULES
 from fourfold.reports import html
 from fourfold.reports.plan_charts import Dot, scatter, timetable
-from fourfold.reports.plan_terminal import costs_sentence
+from fourfold.reports.plan_terminal import costs_sentence, gigabytes
 from fourfold.reports.svg import Series, line_chart, stacked_bars
 
 if TYPE_CHECKING:
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from fourfold.planning.search.plan import Prediction
 
 SHOWN = 1500
-"""Dots of the scatter: the front, the fastest, and an even sample of the rest."""
+"""About how many dots of the scatter are an even sample, beside the Pareto front and the fastest."""
 SHOWN_STAGES, SHOWN_MICRO_BATCHES = 16, 32
-"""Of the timetable; a longer pipeline shows its first part."""
+"""Largest timetable; of a larger pipeline it shows the first part."""
 
 
 def write_plan_report(path: Path, result: PlanRecord) -> None:
-    """Write the plan's page: scatter, ranking, waterfall, memory by stage, pipeline, scaling."""
+    """Write a plan's page: scatter, ranking, waterfall, memory by stage, pipeline, scaling."""
     plan, best = result.plan, result.plan.best
     wide = [_scatter(result)]
     if result.explanation is not None:
@@ -75,7 +75,7 @@ def _headline(result: PlanRecord) -> dict[str, str | int | float | None]:
         "tokens/s a GPU": round(best.tokens_per_second / best.gpus),
         "MFU": f"{best.utilisation(best.work.model_flops()):.1%}",
         "HFU": f"{best.utilisation(best.work.hardware_flops()):.1%}",
-        "memory": f"{best.memory_bytes / 1e9:.1f} GB",
+        "memory": f"{gigabytes(best.memory_bytes)} GB",
         "P(out of memory)": f"{best.p_oom:.1%}",
         "layouts evaluated": f"{result.plan.found.evaluated:,}",
     }
@@ -102,7 +102,7 @@ def _scatter(result: PlanRecord) -> str:
         for i in shown
     ]
     return scatter(
-        "Step time, seconds (log scale), against memory of the fullest rank, GB: grey may not fit, orange is best",
+        "Step time in seconds (log scale) against memory of the fullest rank in GB; gray: may not fit, orange: best",
         dots,
         machine.memory / 1e9,
         x_label="GB",
@@ -114,7 +114,7 @@ def _layout_text(result: PlanRecord, index: int) -> str:
     from fourfold.planning.search.plan import describe_layout
 
     found = result.plan.found
-    text = f"{describe_layout(found.point(index))}: {found.seconds[index]:.4g} s, {found.memory[index] / 1e9:.1f} GB"
+    text = f"{describe_layout(found.point(index))}: {found.seconds[index]:.4g} s, {gigabytes(found.memory[index])} GB"
     return text + (f"; {REASONS[found.reason[index]]}" if found.reason[index] else "")
 
 
@@ -134,16 +134,16 @@ def _stages(best: Prediction) -> dict[str, dict[str, float]]:
 
 
 def _timetable(best: Prediction) -> str:
-    """The schedule as it runs, with stages of equal layers; of long ones the first part."""
+    """Draw the schedule with equal stages; of a long pipeline the first part."""
     from fourfold.parallel.schedule import schedule_ops, timeline
 
     work, parts = best.work, best.parts
     whole = (int(work.pp), int(work.micro_batches))
     stages, micro_batches = min(whole[0], SHOWN_STAGES), min(whole[1], SHOWN_MICRO_BATCHES)
     if (stages, micro_batches) != whole and micro_batches > stages:
-        micro_batches -= micro_batches % stages  # for interleaved schedules whole rounds
+        micro_batches -= micro_batches % stages  # interleaved schedules need whole rounds
     schedule, chunks = SCHEDULES[int(work.schedule)], max(int(work.interleave), 2)
-    grid = ParallelConfig(pp=stages, schedule=schedule, stages_per_rank=chunks)
+    grid = ParallelConfig.model_validate({"pp": stages, "schedule": schedule, "stages_per_rank": chunks})
     busy = sum(parts[name] for name in ("compute", "recompute", "x", "y", "z", "cp", "launch")) / whole[1]
     backward = 2.0 + float(work.recomputing) * (work.recompute == 2)
     spans = timeline(schedule_ops(grid, micro_batches), grid, backward)
@@ -154,15 +154,15 @@ def _timetable(best: Prediction) -> str:
 
 
 def _curve(points: Sequence[Point]) -> str:
-    fitting = [p for p in points if p.best is not None]
-    gpus = [float(p.gpus) for p in fitting]
+    fitting = [(float(p.gpus), p.best.tokens_per_second) for p in points if p.best is not None]
+    gpus = [size for size, _ in fitting]
     return line_chart(
         "Tokens/s of all GPUs, replanned at each size",
         [
-            Series("predicted", gpus, [p.best.tokens_per_second for p in fitting if p.best], dots=True),
-            Series("as the first size", gpus, [fitting[0].best.tokens_per_second * n / gpus[0] for n in gpus]),
+            Series("predicted", gpus, [rate for _, rate in fitting], dots=True),
+            Series("linear from the first size", gpus, [fitting[0][1] * size / gpus[0] for size in gpus]),
         ]
-        if fitting and fitting[0].best
+        if fitting
         else [],
         x_label="GPUs",
         from_zero=True,
@@ -174,7 +174,7 @@ def _ranking(result: PlanRecord) -> str:
     return _table(
         ["layout", "s/step", "GB", "P(OOM)", "MFU", "tokens/s/GPU"],
         [
-            [name + p.describe(), f"{p.seconds:.4g}", f"{p.memory_bytes / 1e9:.1f}", f"{p.p_oom:.1%}",
+            [name + p.describe(), f"{p.seconds:.4g}", gigabytes(p.memory_bytes), f"{p.p_oom:.1%}",
              f"{p.utilisation(p.work.model_flops()):.1%}", f"{p.tokens_per_second / p.gpus:,.0f}"]
             for name, p in result.labeled()
         ],

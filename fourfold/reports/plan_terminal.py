@@ -1,4 +1,4 @@
-"""Tables of plans for the terminal."""
+"""Plans as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from fourfold.reports.numbers import format_number
 from fourfold.reports.tables import print_table
 
 if TYPE_CHECKING:
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 
 
 NUMBERS = ("s/step", "GB", "P(OOM)", "MFU", "HFU", "tokens/s/GPU")
-"""Of a layout, in the order of ``_numbers``."""
+"""Headers of ``_numbers``."""
 
 
 def plan_tables(result: PlanRecord, explained: bool) -> None:
-    """Ranked layouts; with ``explained`` what the best spends its time on, and what would change the order."""
+    """Print the ranked layouts; with ``explained`` what a step is spent on, and what would change the order."""
     request, plan, console = result.request, result.plan, Console()
     title = (
         f"{request.name} on {request.gpus} GPUs of {plan.machine.name}: {int(request.base.batch):,} sequences of "
@@ -31,9 +32,9 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
     if result.own_refused:
         console.print(f"The run file's own layout cannot run here: {result.own_refused}.")
     console.print(
-        f"{plan.found.evaluated:,} layouts in {plan.found.seconds_taken:.2f} s; {len(plan.found.order):,} are legal "
-        "and fit. Rejected: "
-        + "; ".join(f"{count:,} {reason}" for reason, count in plan.found.rejected().items())
+        f"Searched {plan.found.evaluated:,} layouts in {plan.found.seconds_taken:.2f} s; {len(plan.found.order):,} are "
+        "legal and fit. Rejected: "
+        + "; ".join(f"{count:,} ({reason})" for reason, count in plan.found.rejected().items())
         + "."
     )
     if result.extrapolation:
@@ -45,17 +46,17 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
 
 
 def costs_sentence(result: PlanRecord) -> str:
-    """Days, GPU-hours, energy, money, and the checkpoint interval."""
+    """Describe days, GPU-hours, energy, cost, and the checkpoint interval."""
     c = result.costs
     assert c is not None
-    parts = [f"{c.tokens:.3g} tokens take {c.days:,.1f} days, {c.gpu_hours:,.0f} GPU-hours"]
-    parts += [f"{c.kwh:,.0f} kWh (GPUs alone)"] if c.kwh is not None else []
-    parts += [f"{c.price:,.0f} in money"] if c.price is not None else []
+    parts = [f"{format_number(c.tokens)} tokens take {_amount(c.days)} days, {_amount(c.gpu_hours)} GPU-hours"]
+    parts += [f"{_amount(c.kwh)} kWh (GPUs only)"] if c.kwh is not None else []
+    parts += [f"a cost of {_amount(c.price)} at the machine file's price"] if c.price is not None else []
     sentence = ", ".join(parts) + "."
     if c.checkpoint_interval_seconds is not None:
         sentence += (
-            f" A failure every {c.mtbf_hours:,.1f} h: checkpoint every {c.checkpoint_interval_seconds / 60:,.0f} min "
-            f"(Young/Daly); {c.goodput:.1%} of the time is then progress, and the days count it."
+            f" With a failure every {c.mtbf_hours:,.1f} h, checkpoint every {c.checkpoint_interval_seconds / 60:,.0f} "
+            f"min (Young/Daly): {c.goodput:.1%} of the time is then progress, which the days include."
         )
     return sentence
 
@@ -83,7 +84,7 @@ def _explanation(explanation: dict[str, Any], console: Console) -> None:
 
 
 def scaling_table(points: Sequence[Point], weak: bool) -> None:
-    """A row for each size, and the layout of each."""
+    """Print a row per size, and the layout at each."""
     published = any(point.published_pflops is not None for point in points)
     rows, layouts = [], []
     for point in points:
@@ -97,12 +98,12 @@ def scaling_table(points: Sequence[Point], weak: bool) -> None:
     header = ["GPUs", *NUMBERS, "efficiency", "PFLOP/s", *(["published"] if published else [])]
     print_table(f"{'Weak' if weak else 'Strong'} scaling", header, rows)
     print_table("Layouts", ["GPUs", "layout"], layouts, words=["layout"])
-    Console().print("PFLOP/s count recompute and the whole square of the attention, as the published figures do.")
+    Console().print("PFLOP/s include recompute and the full attention square, as published figures do.")
 
 
-def validation_tables(result: Validation, rows: bool) -> None:
-    """Errors by source, or published figures beside predictions."""
-    console, record = Console(), result.record(rows)
+def validation_tables(result: Validation, with_rows: bool) -> None:
+    """Print errors by source, or published figures beside predictions."""
+    console, record = Console(), result.record(with_rows)
     console.print(f"Constants: {record['constants']}.")
     if "figures" in record:
         rows = [
@@ -129,11 +130,13 @@ def validation_tables(result: Validation, rows: bool) -> None:
     ]  # fmt: skip
     header = ["source", "rows", "median", "mean", "largest", "bias"]
     print_table("Step time: absolute relative error", header, table)
-    console.print("; ".join(f"{count} skipped: {reason}" for reason, count in record["skipped"].items()))
+    if record["skipped"]:
+        reasons = "; ".join(f"{count} ({reason})" for reason, count in record["skipped"].items())
+        console.print(f"Skipped rows: {reasons}.")
     for name in ("sweeps", "memory"):
         values = {k: v for k, v in record[name].items() if v is not None}
         console.print(f"{name}: " + ", ".join(f"{k.replace('_', ' ')} {v:.3g}" for k, v in values.items()))
-    if rows:
+    if with_rows:
         table = [
             [s.row.source, s.row.row_id, _or_blank(s.row.seconds), f"{s.seconds:.4g}", _or_blank(s.row.memory_gb),
              f"{s.memory_gb:.3g}", f"{s.p_oom:.2f}"]
@@ -143,12 +146,22 @@ def validation_tables(result: Validation, rows: bool) -> None:
         print_table("Rows", header, table, words=["row"])
 
 
+def gigabytes(size: float) -> str:
+    """Bytes in GB, with three significant digits."""
+    return f"{size / 1e9:#.3g}".removesuffix(".") if size < 999.5e9 else f"{size / 1e9:,.0f}"
+
+
+def _amount(value: float) -> str:
+    """A whole number; a small one with two significant digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
 def _or_blank(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
 def _numbers(p: Prediction) -> list[str]:
     work = p.work
-    return [f"{p.seconds:.4g}", f"{p.memory_bytes / 1e9:.1f}", f"{p.p_oom:.1%}",
+    return [f"{p.seconds:.4g}", gigabytes(p.memory_bytes), f"{p.p_oom:.1%}",
             f"{p.utilisation(work.model_flops()):.1%}", f"{p.utilisation(work.hardware_flops()):.1%}",
             f"{p.tokens_per_second / p.gpus:,.0f}"]  # fmt: skip

@@ -1,1 +1,1 @@
-"""Measurements on the user's own devices."""
+"""Microbenchmarks of the user's own devices."""

@@ -1,11 +1,14 @@
-"""Measures what a machine file holds, on the devices of this job: matmuls, memory, attention, launches, collectives."""
+"""Measures the rates of a machine file on this job's devices: matmul, memory, attention, launch, collectives."""
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,13 +18,12 @@ from torch import Tensor
 from fourfold.environment import Place
 
 SECONDS_PER_POINT = 0.4
-"""How long one point is repeated; the fastest repetition counts, as the slower ones are of something else."""
+"""How long one point is repeated; the fastest repetition counts, as others were disturbed."""
 
 
 @dataclass
 class Measured:
-    """Rates in SI units. matmuls: FLOP/s by shape (m×n×k) and layout of the operands (N: as stored, T: transposed);
-    collectives: (ranks, bytes) → seconds of an all-reduce and of an all-gather of that many bytes."""
+    """Measured rates, in SI units."""
 
     device: str
     ranks: int
@@ -30,19 +32,22 @@ class Measured:
     memory: float
     units: int
     matmuls: dict[str, dict[str, float]] = field(default_factory=dict)
+    """FLOP/s by shape (m×n×k) and layout of the two operands (N: as stored, T: transposed)."""
     fp32_matmul: float = 0.0
     memory_bandwidth: float = 0.0
     attention: float = 0.0
     launch: float = 0.0
+    """Host seconds of one operation."""
     all_reduce: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Seconds by number of ranks and bytes."""
     all_gather: dict[int, dict[int, float]] = field(default_factory=dict)
 
-    def record(self) -> dict:
+    def record(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def measure(place: Place) -> Measured:
-    """On every process of the job, inside its default group; all return the same shape of result, rank 0's counts."""
+    """Measure on every process of the job, inside its default group; the result of rank 0 counts."""
     on_gpu = torch.cuda.is_available() and dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -70,7 +75,7 @@ def measure(place: Place) -> Measured:
 
 
 def _fastest(run: Callable[[], object], device: torch.device, seconds: float = SECONDS_PER_POINT) -> float:
-    """Seconds of the fastest of as many repetitions as fit."""
+    """Return the seconds of the fastest repetition within ``seconds``."""
     run()
     _wait(device)
     best, begin = math.inf, time.perf_counter()
@@ -112,7 +117,7 @@ def _attention(seq: int, dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _launch(device: torch.device) -> float:
-    """Seconds of one small operation with its autograd, as the host pays them."""
+    """Return the host's seconds for one small operation with autograd."""
     x = torch.ones(16, device=device, requires_grad=True)
 
     def many() -> None:
@@ -124,7 +129,7 @@ def _launch(device: torch.device) -> float:
 
 
 def _collectives(found: Measured, place: Place, device: torch.device, on_gpu: bool) -> None:
-    """All-reduce and all-gather of three sizes over the first 2, 4, … ranks, and over all."""
+    """Measure all-reduce and all-gather at three sizes over the first 2, 4, … ranks, and over all ranks."""
     counts = [n for n in (2, 4, 8) if n < min(place.world_size, place.local_world_size)]
     counts += sorted({min(place.world_size, place.local_world_size), place.world_size} - {1})
     sizes = (1 << 12, 1 << 22, 1 << (28 if on_gpu else 24))
@@ -135,17 +140,15 @@ def _collectives(found: Measured, place: Place, device: torch.device, on_gpu: bo
                 tensor = torch.ones(size // 4 // count * count, device=device)
                 part = tensor[: tensor.numel() // count].clone()
                 repetitions = 20 if size < 1 << 22 else 5
-                found.all_reduce.setdefault(count, {})[size] = _repeated(
-                    lambda t=tensor, g=group: dist.all_reduce(t, group=g), device, repetitions
-                )
-                found.all_gather.setdefault(count, {})[size] = _repeated(
-                    lambda t=tensor, p=part, g=group: dist.all_gather_into_tensor(t, p, group=g), device, repetitions
-                )
+                reduce = partial(dist.all_reduce, tensor, group=group)
+                gather = partial(dist.all_gather_into_tensor, tensor, part, group=group)
+                found.all_reduce.setdefault(count, {})[size] = _repeated(reduce, device, repetitions)
+                found.all_gather.setdefault(count, {})[size] = _repeated(gather, device, repetitions)
         dist.barrier()
 
 
 def _repeated(run: Callable[[], object], device: torch.device, times: int) -> float:
-    """Every rank must call a collective equally often, so the number of repetitions is fixed."""
+    """Return the seconds of the fastest of ``times`` repetitions: every rank must call a collective equally often."""
     run()
     _wait(device)
     best = math.inf
@@ -158,6 +161,4 @@ def _repeated(run: Callable[[], object], device: torch.device, times: int) -> fl
 
 
 def _host_memory(place: Place) -> float:
-    import os
-
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / place.local_world_size

@@ -21,6 +21,7 @@ from fourfold.planning.machines.names import machine_names
 from fourfold.planning.request import BITS
 from fourfold.planning.search.limits import CHOICES
 from fourfold.planning.search.space import AXES
+from fourfold.reports.plan_terminal import gigabytes
 from fourfold.run_file.load import load_run
 
 REPOSITORY = Path(__file__).parents[2]
@@ -62,7 +63,15 @@ def test_planning_imports_no_torch_and_starts_at_once() -> None:
 def test_tables_and_explanation(cli: Cli) -> None:
     code, out, _ = cli(*SMALL, "--explain", "--tokens", "1e12", "--top", 2)
     assert code == 0
-    for text in ("runner-up", "One step away", "GPU-hours", "checkpoint every", "The best wins until", "compute"):
+    for text in (
+        "runner-up",
+        "One step away",
+        "1T tokens take",
+        "GPU-hours",
+        "checkpoint every",
+        "The best wins until",
+        "compute",
+    ):
         assert text in out, text
 
 
@@ -158,6 +167,13 @@ def test_help_lists_every_choice(cli: Cli) -> None:
     assert code == 0
     choices = [*machine_names(), *PRESETS, *BITS, *CHOICES, *AXES, "micro_batch"]
     assert set(choices) | {choice for names in CHOICES.values() for choice in names} <= words
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(4e5, "0.000400"), (2.54e6, "0.00254"), (16e9, "16.0"), (73.94e9, "73.9"), (150e9, "150")]
+)
+def test_a_memory_is_printed_with_three_digits(size: float, text: str) -> None:
+    assert gigabytes(size) == text and gigabytes(1.2e12) == "1,200"
 
 
 def measured_rows(path: Path, first: int, count: int) -> Path:

@@ -1,1 +1,1 @@
-"""Fits the constants to measured steps, and compares predictions with measurements."""
+"""Fits the planner's constants to measured steps, and scores its predictions against measurements."""

@@ -1,8 +1,8 @@
-"""Fits the few constants to measured steps: robust regression with a prior, in three levels.
+"""Fits the planner's constants to measured steps: robust regression with a prior, in three levels.
 
-A row's constants are exp(global + machine + program) times the priors' medians. Each level is drawn to zero, so that a
-machine or a program with few rows stays near what all have in common, and one that nobody has measured is there.
-Huber's loss keeps single outliers from deciding.
+A row's constants are exp(all + machine + program) times the priors' medians. Each level is shrunk to zero: a machine or
+a program with few rows stays near what all have in common, and one without rows has exactly that. Huber's loss bounds
+the influence of outliers.
 """
 
 from __future__ import annotations
@@ -20,42 +20,44 @@ from fourfold.planning.workload import Workload
 LEVEL_SPREAD = {"all": 0.5, "machine": 0.25, "program": 1.0}
 """Spread of each level's logarithms, in units of the prior's."""
 NOISE = 0.03
-"""Standard deviation of the logarithm of a measured step: what repeated runs differ by, and what terms leave out."""
+"""Standard deviation of the logarithm of a measured step: variation between runs, and what the cost model omits."""
 HUBER = 1.5
+"""Residuals, in standard deviations, beyond which the loss is linear."""
 ITERATIONS = 25
 STEP = 1e-4
-"""By which logarithms are moved for a slope."""
+"""Step of the logarithms in finite differences."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Logarithms by which constants differ from their priors' medians: of all, of a machine, of a program."""
+    """Fitted constants, as logarithms of their ratio to the priors' medians."""
 
     offsets: dict[str, np.ndarray] = field(default_factory=dict)
+    """[constants] by level: "all", "machine NAME", "program NAME"."""
 
     def logs(self, machine: str, program: str) -> np.ndarray:
-        """[constants]: the sum of the levels; zero where nothing was measured."""
+        """Sum the levels to [constants]; a level without rows is zero."""
         zero = np.zeros(len(NAMES))
-        return sum((self.offsets.get(key, zero) for key in keys_of(machine, program)), zero)
+        return sum((self.offsets.get(level, zero) for level in levels_of(machine, program)), zero)
 
     def constants(self, machine: str = "", program: str = "") -> Constants:
         return moved(prior_constants(), self.logs(machine, program))
 
     def stacked(self, machines: Sequence[str], programs: Sequence[str]) -> Constants:
-        """Constants as arrays, one entry for each case."""
+        """Return constants as arrays, with one entry per case."""
         logs = np.array([self.logs(m, p) for m, p in zip(machines, programs, strict=True)])
         return moved(prior_constants(), logs.reshape(-1, len(NAMES)))
 
 
-def keys_of(machine: str, program: str) -> tuple[str, str, str]:
+def levels_of(machine: str, program: str) -> tuple[str, str, str]:
     return ("all", f"machine {machine}", f"program {program}")
 
 
 def fit(
     work: Workload, machine: Machine, seconds: np.ndarray, machines: Sequence[str], programs: Sequence[str]
 ) -> Calibration:
-    """Constants under which the measured ``seconds`` are likeliest (Gauss–Newton, reweighted)."""
-    keys = [keys_of(m, p) for m, p in zip(machines, programs, strict=True)]
+    """Find the constants that make the measured ``seconds`` likeliest, by iteratively reweighted Gauss–Newton."""
+    keys = [levels_of(m, p) for m, p in zip(machines, programs, strict=True)]
     names = list(dict.fromkeys(key for row in keys for key in row))
     index = {name: i for i, name in enumerate(names)}
     membership = np.zeros((len(seconds), len(names)))
@@ -70,7 +72,7 @@ def fit(
         logs = membership @ theta
         if bump is not None:
             logs[:, bump] += STEP
-        return np.log(step_seconds(work, machine, moved(prior_constants(), logs)))
+        return np.asarray(np.log(step_seconds(work, machine, moved(prior_constants(), logs))))
 
     def cost(theta: np.ndarray) -> float:
         scaled = np.abs(log_predicted(theta) - np.log(seconds)) / NOISE
@@ -100,12 +102,12 @@ def fit(
 
 
 def from_table(table: dict[str, dict[str, float]]) -> Calibration:
-    """A calibration from factors on the priors, by level and constant."""
+    """Read a calibration from factors on the priors, by level and constant."""
     return Calibration({key: np.log([factors[name] for name in NAMES]) for key, factors in table.items()})
 
 
 def to_toml(calibration: Calibration) -> str:
-    """The factors on the priors, by level and constant, as ``from_table`` reads them."""
+    """Write the factors on the priors, by level and constant, as ``from_table`` reads them."""
     lines = []
     for key, logs in calibration.offsets.items():
         factors = ", ".join(f"{name} = {factor:.4f}" for name, factor in zip(NAMES, np.exp(logs), strict=True))

@@ -13,7 +13,7 @@ from fourfold.planning.calibration.fit import Calibration
 from fourfold.planning.calibration.machine_constants import range_features
 from fourfold.planning.calibration.measured_run import RUN_SOURCE, row_of_run
 from fourfold.planning.calibration.rows import read_rows
-from fourfold.planning.calibration.score import errors_of, fit_rows, predict_rows
+from fourfold.planning.calibration.score import Statistics, errors_of, fit_rows, predict_rows
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.machines.names import machine_names
 from fourfold.planning.machines.write import with_constants
@@ -29,9 +29,9 @@ class FittedMachine:
     machine: Machine
     rows: int
     skipped: dict[str, int]
-    before: dict[str, float | int | None]
+    before: Statistics
     """Error of the priors on all rows."""
-    held_out: dict[str, float | int | None]
+    held_out: Statistics
     """Error on rows that were held out of the fit, in cross-validation."""
 
 

@@ -1,4 +1,4 @@
-"""Predictions beside measured rows: errors by source, ranking inside sweeps, memory."""
+"""Scores predictions against measured rows: errors by source, ranking within sweeps, memory."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ from fourfold.planning.cost.step import step_seconds
 from fourfold.planning.machines.machine import stack_machines
 
 MIN_SWEEP, MIN_RANKED = 3, 8
-"""Points from which a sweep counts for regret, and for the rank correlation."""
+"""Least points of a sweep for its regret, and for its rank correlation."""
+
+Statistics = dict[str, float | int | None]
+"""Errors by name; None where there are no rows."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """One row and its predictions."""
+    """A row and its predictions."""
 
     row: Row
     seconds: float
     memory_gb: float
     p_oom: float
+    """Probability of running out of memory."""
 
     @property
     def error(self) -> float | None:
-        """Relative error of the step's seconds."""
+        """Relative error of the step's seconds; None where they were not measured."""
         return None if self.row.seconds is None else self.seconds / self.row.seconds - 1
 
 
@@ -49,7 +53,7 @@ def fit_rows(rows: Sequence[Row]) -> Calibration:
 
 
 def predict_rows(rows: Sequence[Row], calibration: Calibration) -> list[Scored]:
-    """Step time and memory of every row."""
+    """Predict step time and memory of every row."""
     if not rows:
         return []
     work, machine = stack_work(rows), stack_machines([row.machine for row in rows])
@@ -63,7 +67,7 @@ def predict_rows(rows: Sequence[Row], calibration: Calibration) -> list[Scored]:
 
 
 def summary(scored: Sequence[Scored]) -> dict[str, Any]:
-    """Errors over dense rows in 16 bits with a full configuration, by source; all other timed rows apart."""
+    """Score dense rows in 16 bits with a complete configuration, by source; other timed rows count as "others"."""
     dense = [s for s in scored if s.row.dense_half and s.error is not None]
     others = [s for s in scored if not s.row.dense_half and s.error is not None]
     by_source = {source: errors_of([s for s in dense if s.row.source == source])
@@ -78,8 +82,8 @@ def summary(scored: Sequence[Scored]) -> dict[str, Any]:
     }
 
 
-def errors_of(scored: Sequence[Scored]) -> dict[str, float | int | None]:
-    """Median, mean and largest absolute relative error, bias, and how many rows."""
+def errors_of(scored: Sequence[Scored]) -> Statistics:
+    """Count the rows, and average their relative errors."""
     if not scored:
         return {"count": 0, "median_abs_error": None, "mean_abs_error": None, "max_abs_error": None, "bias": None}
     errors = np.array([s.error for s in scored])
@@ -92,9 +96,11 @@ def errors_of(scored: Sequence[Scored]) -> dict[str, float | int | None]:
     }
 
 
-def sweeps_of(scored: Sequence[Scored]) -> dict[str, float | int | None]:
-    """Of rows that differ in layout alone: how much slower the predicted best is than the measured best, and the rank
-    correlation of prediction and measurement."""
+def sweeps_of(scored: Sequence[Scored]) -> Statistics:
+    """Score the ranking within sweeps, whose rows differ only in layout.
+
+    Regret is how much slower the predicted best is than the measured best.
+    """
     sweeps: dict[tuple[str, ...], list[Scored]] = {}
     for s in scored:
         sweeps.setdefault(s.row.sweep, []).append(s)
@@ -118,21 +124,20 @@ def sweeps_of(scored: Sequence[Scored]) -> dict[str, float | int | None]:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks from 0; equal values share the mean of theirs."""
+    """Rank from 0; ties share the mean of their ranks."""
     ordered = np.sort(values)
     return (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right") - 1) / 2
 
 
-def memory_of(scored: Sequence[Scored]) -> dict[str, float | int | None]:
-    """Error of the predicted bytes; recall on the rows that ran out of memory, and on those that fitted."""
-    measured = [s for s in scored if s.row.memory_gb is not None]
-    errors = np.array([s.memory_gb / s.row.memory_gb - 1 for s in measured])
+def memory_of(scored: Sequence[Scored]) -> Statistics:
+    """Score the predicted bytes, and the recall on rows that ran out of memory (OOM) and on rows that fitted."""
+    errors = [s.memory_gb / s.row.memory_gb - 1 for s in scored if s.row.memory_gb is not None]
     out = [s.p_oom > 0.5 for s in scored if s.row.out_of_memory]
     fitting = [s.p_oom <= 0.5 for s in scored if s.row.ran]
     return {
-        "rows": len(measured),
-        "mean_abs_error": float(np.abs(errors).mean()) if measured else None,
-        "bias": float(errors.mean()) if measured else None,
+        "rows": len(errors),
+        "mean_abs_error": float(np.abs(errors).mean()) if errors else None,
+        "bias": float(np.mean(errors)) if errors else None,
         "out_of_memory_rows": len(out),
         "oom_recall": float(np.mean(out)) if out else None,
         "fitting_rows": len(fitting),

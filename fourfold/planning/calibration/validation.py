@@ -1,4 +1,4 @@
-"""The comparison of predictions with measured rows, or with published figures."""
+"""Validation: predictions beside measured rows, or beside published figures."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from fourfold.planning.calibration.score import Scored, errors_of, fit_rows, pre
 
 @dataclass(frozen=True)
 class Validation:
-    """Scores of rows (or published figures, where no file was given), and with which constants."""
+    """Scores of a file's rows; without a file, published figures beside predictions."""
 
     constants: str
+    """Where the constants came from."""
     skipped: dict[str, int]
     scored: list[Scored]
     machine_only: list[Scored]
+    """The same rows with no fitted constants."""
     figures: list[Figure]
     weak_scaling: list[dict[str, Any]]
 
     def record(self, rows: bool = False) -> dict[str, Any]:
-        """As JSON values."""
+        """Return JSON values; with ``rows`` the prediction of every row."""
         if self.figures:
             return {"constants": self.constants, "figures": [figure.record() for figure in self.figures],
                     "weak_scaling": self.weak_scaling}  # fmt: skip
@@ -45,9 +47,9 @@ class Validation:
 
 
 def validate(file: Path | None, calibration_files: Sequence[Path], machine_only: bool) -> Validation:
-    """Score the rows of ``file``, with constants fitted to other files' rows, or those that come with fourfold.
+    """Score the rows of ``file``, with constants fitted to ``calibration_files`` or those that come with fourfold.
 
-    Rows that stand in both are held out of the fit. Raises ``UserError`` where nothing can be predicted or fitted.
+    Rows that appear in both are held out of the fit. Raises ``UserError`` where there are no rows to predict or fit.
     """
     if machine_only and calibration_files:
         raise UserError("--machine-only and --calibrate-on contradict each other; give one")
@@ -70,6 +72,6 @@ def validate(file: Path | None, calibration_files: Sequence[Path], machine_only:
 
 
 def held_out(rows: Sequence[Row], validated: Sequence[Row]) -> list[Row]:
-    """The rows that are not among those to be validated."""
+    """Return the rows that are not among those to be validated."""
     known = {(row.source, row.row_id) for row in validated if row.row_id}
     return [row for row in rows if (row.source, row.row_id) not in known]
