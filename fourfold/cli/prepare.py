@@ -16,7 +16,7 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="INPUTS...",
-            help="Files (.txt, .jsonl, .jsonl.gz, .parquet), folders or globs of them, or python-stdlib.",
+            help="Files (.txt, .jsonl, either also as .gz, .parquet), folders or globs of them, or python-stdlib.",
             show_default=False,
         ),
     ],
@@ -35,6 +35,7 @@ def prepare(
         Path | None, typer.Option(help="With --format sft: a Jinja file. Default: that of the tokenizer's folder.")
     ] = None,
     text_key: Annotated[str, typer.Option(help="The key, or column, that holds the text.")] = "text",
+    encoding: Annotated[str, typer.Option(help="Of .txt files, such as latin-1 or utf-16.")] = "utf-8",
     workers: Annotated[
         int | None, typer.Option(help="Processes; one per core by default. The result is the same.")
     ] = None,
@@ -56,7 +57,7 @@ def prepare(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Build again what is already there.")] = False,
 ) -> None:
-    """Tokenise text into a corpus to train on.
+    """Tokenize text into a corpus to train on.
 
     Writes Megatron-LM's indexed format (OUT.bin, OUT.idx) and OUT.json, which says what is in it; the tokenizer is
     kept beside it as OUT-tokenizer.json. An interrupted run continues where it was when started again.
@@ -71,11 +72,12 @@ def prepare(
     from fourfold.errors import UserError
 
     if format == "sft":
-        refused = {
+        refused: dict[str, object] = {
             "--train-tokenizer": train_tokenizer,
             "--canaries": canaries,
             "--workers": workers,
             "--text-key": text_key != "text",
+            "--encoding": encoding != "utf-8",
             "--force": force,
         }
         _conversations(inputs, out, tokenizer, chat_template, validation_fraction, refused)
@@ -93,6 +95,7 @@ def prepare(
         train_tokenizer_vocab=train_tokenizer,
         workers=workers,
         text_key=text_key,
+        encoding=encoding,
         validation_fraction=validation_fraction,
         canaries=wanted,
         force=force,

@@ -23,6 +23,7 @@ from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
 
 RANDOM = "random"
+_MOST_PASSAGES = 1 << 20
 
 
 class Vocabulary(Protocol):
@@ -86,15 +87,64 @@ def copy_of(
     return np.where(replaced, others, tokens)[start:]
 
 
-def plant(split: Split, canaries: Canaries, tokenizer: Tokenizer, text_key: str, ledger: Path) -> Split:
-    """Write the corpus of `split` again, beside it, with the canaries at random places between documents.
+class Pieces:
+    """A corpus as pieces that canaries are made of and planted between: its documents, or passages of `length` tokens
+    (of more where the corpus is huge) if fewer than `wanted` documents are long enough."""
 
-    Documents that become canaries are taken out, so that a canary of 0 repeats is nowhere. Writes the ledger.
-    Raises UserError when the source has too few documents that are long enough.
+    def __init__(self, corpus: IndexedDataset, length: int, wanted: int) -> None:
+        self._corpus = corpus
+        self._offsets = corpus.document_offsets
+        self._document_ends = self._offsets[1:]
+        self.long = self._with_text_of(length)
+        """The pieces with at least `length` tokens of text."""
+        if len(self.long) < wanted:
+            step = max(length, corpus.tokens // _MOST_PASSAGES)
+            parts = np.maximum((np.diff(self._offsets) - 1) // step, 1)
+            first = np.repeat(np.cumsum(parts) - parts, parts)
+            begins = np.repeat(self._offsets[:-1], parts) + (np.arange(parts.sum()) - first) * step
+            self._offsets = np.append(begins, corpus.tokens)
+            self.long = self._with_text_of(length)
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def beginning(self, piece: int, length: int) -> NDArray[np.int64]:
+        """The first `length` tokens of a piece."""
+        return self._corpus.read(int(self._offsets[piece]), length).astype(np.int64)
+
+    def documents(self, pieces: NDArray[np.int64], eod_id: int) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+        """The tokens of these ascending pieces as whole documents, and the length of each. Neighbours from one document
+        stay together; what is cut off gets an end of its own."""
+        if len(pieces) == 0:
+            return np.empty(0, self._corpus.dtype), np.empty(0, dtype=np.int64)
+        parts, lengths = [], []
+        for run in np.split(pieces, np.flatnonzero(np.diff(pieces) != 1) + 1):
+            begin, end = int(self._offsets[run[0]]), int(self._offsets[run[-1] + 1])
+            parts.append(self._corpus.read(begin, end - begin))
+            first, last = np.searchsorted(self._document_ends, [begin, end], side="right")
+            ends = self._document_ends[first:last]
+            if len(ends) == 0 or ends[-1] != end:
+                parts.append(np.array([eod_id], dtype=self._corpus.dtype))
+                ends = np.append(ends, end + 1)
+            lengths.append(np.diff(ends, prepend=begin))
+        return np.concatenate(parts), np.concatenate(lengths)
+
+    def _with_text_of(self, length: int) -> NDArray[np.int64]:
+        ends_document = np.isin(self._offsets[1:], self._document_ends)  # with a token that is not text
+        return np.flatnonzero(np.diff(self._offsets) - ends_document >= length)
+
+
+def plant(split: Split, canaries: Canaries, tokenizer: Tokenizer, text_key: str, ledger: Path) -> Split:
+    """Write the corpus of `split` again, beside it, with the canaries at random places between pieces of it.
+
+    A piece is a document; a corpus of too few documents, such as books, is cut into passages. Pieces that become
+    canaries are taken out, so that a canary of 0 repeats is nowhere. Writes the ledger.
+    Raises UserError when the source has too little text.
     """
     corpus = IndexedDataset(split.prefix)
     wanted = canaries.count * len(canaries.repeats)
-    documents, chosen = _sequences(corpus, canaries, wanted, tokenizer, text_key)
+    pieces = Pieces(corpus, canaries.length, wanted if canaries.source is None else 0)
+    documents, chosen = _sequences(pieces, canaries, wanted, tokenizer, text_key)
     rows = [
         {
             "id": number,
@@ -107,22 +157,21 @@ def plant(split: Split, canaries: Canaries, tokenizer: Tokenizer, text_key: str,
         for number, tokens in enumerate(documents)
     ]
     planted = Split(split.prefix.with_name(f"{split.prefix.name}-planted"), bytes=split.bytes)
-    body = np.setdiff1d(np.arange(corpus.documents), chosen)
+    body = np.setdiff1d(np.arange(len(pieces)), chosen)
     copies = np.concatenate([np.full(row["count"], row["id"], dtype=np.int64) for row in rows])
     copy_numbers = np.concatenate([np.arange(row["count"], dtype=np.int64) for row in rows])
     order = np.argsort(hash64(np.arange(len(copies)), canaries.seed + 1), kind="stable")
     slots = np.sort(hash64(np.arange(len(copies)), canaries.seed + 2) % np.uint64(len(body) + 1)).astype(np.int64)
-    offsets = corpus.document_offsets
     with IndexedWriter(planted.prefix, tokenizer.vocab_size) as writer:
         done = 0
         for slot, which in zip(slots.tolist(), order.tolist(), strict=True):
-            _add(writer, planted, *_documents(corpus, offsets, body[done:slot]))
+            _add(writer, planted, *pieces.documents(body[done:slot], tokenizer.eod_id))
             done = slot
             row = rows[copies[which]]
             tokens = copy_of(documents[row["id"]], row["id"], int(copy_numbers[which]), canaries, tokenizer)
             _add(writer, planted, np.append(tokens, tokenizer.eod_id), np.array([len(tokens) + 1]))
             planted.bytes += len(row["text"].encode())
-        _add(writer, planted, *_documents(corpus, offsets, body[done:]))
+        _add(writer, planted, *pieces.documents(body[done:], tokenizer.eod_id))
     write_whole(ledger, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
     return planted
 
@@ -133,48 +182,38 @@ def as_record(canaries: Canaries | None) -> dict[str, Any] | None:
 
 
 def _sequences(
-    corpus: IndexedDataset, canaries: Canaries, wanted: int, tokenizer: Tokenizer, text_key: str
+    pieces: Pieces, canaries: Canaries, wanted: int, tokenizer: Tokenizer, text_key: str
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """The tokens of every canary, in random order, and the documents of the corpus that they were."""
+    """The tokens of every canary, in random order, and the pieces of the corpus that they were."""
     nothing = np.empty(0, dtype=np.int64)
     if canaries.source == RANDOM:
         text_ids = np.setdiff1d(np.arange(tokenizer.vocab_size), tokenizer.special_ids)
         chance = hash64(np.arange(wanted * canaries.length), canaries.seed) % np.uint64(len(text_ids))
         return list(text_ids[chance.astype(np.int64)].reshape(wanted, canaries.length)), nothing
     if canaries.source is not None:
-        found = list(_long_enough(canaries, tokenizer, text_key))
+        found = list(_long_enough(canaries.source, canaries.length, tokenizer, text_key))
         _check_enough(len(found), wanted, canaries, canaries.source)
         order = np.argsort(hash64(np.arange(len(found)), canaries.seed), kind="stable")[:wanted]
         return [found[number] for number in order.tolist()], nothing
-    offsets = corpus.document_offsets
-    long = np.flatnonzero(np.diff(offsets) > canaries.length)  # the end of the document is one token more
-    _check_enough(len(long), wanted, canaries, "the corpus")
-    chosen = long[np.argsort(hash64(long, canaries.seed), kind="stable")[:wanted]]
-    return [corpus.read(int(offsets[number]), canaries.length).astype(np.int64) for number in chosen], chosen
+    _check_enough(len(pieces.long), wanted, canaries, "the corpus")
+    chosen = pieces.long[np.argsort(hash64(pieces.long, canaries.seed), kind="stable")[:wanted]]
+    return [pieces.beginning(int(number), canaries.length) for number in chosen], chosen
 
 
-def _long_enough(canaries: Canaries, tokenizer: Tokenizer, text_key: str) -> Iterator[NDArray[np.int64]]:
-    for text in read_documents(canaries.source, text_key):
+def _long_enough(path: str, length: int, tokenizer: Tokenizer, text_key: str) -> Iterator[NDArray[np.int64]]:
+    for text in read_documents(path, text_key):
         tokens = tokenizer.encode_batch([text])[0]
-        if len(tokens) >= canaries.length:
-            yield np.array(tokens[: canaries.length], dtype=np.int64)
+        if len(tokens) >= length:
+            yield np.array(tokens[:length], dtype=np.int64)
 
 
 def _check_enough(found: int, wanted: int, canaries: Canaries, where: str) -> None:
     if found < wanted:
         raise UserError(
-            f"{where} has {found} documents of at least {canaries.length} tokens, and {canaries.count} canaries for "
-            f"each of {len(canaries.repeats)} numbers of repeats need {wanted}; lower --canaries or --canary-tokens"
+            f"{where} has {found} documents or passages of at least {canaries.length} tokens, and {canaries.count} "
+            f"canaries for each of {len(canaries.repeats)} numbers of repeats need {wanted}; lower --canaries or "
+            "--canary-tokens"
         )
-
-
-def _documents(
-    corpus: IndexedDataset, offsets: NDArray[np.int64], numbers: NDArray[np.int64]
-) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-    """The tokens of the documents of these ascending numbers, one after the other, and the length of each."""
-    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1) if len(numbers) else []
-    parts = [corpus.read(int(offsets[run[0]]), int(offsets[run[-1] + 1] - offsets[run[0]])) for run in runs]
-    return np.concatenate([np.empty(0, corpus.dtype), *parts]), offsets[numbers + 1] - offsets[numbers]
 
 
 def _add(writer: IndexedWriter, split: Split, tokens: NDArray[np.integer], lengths: NDArray[np.int64]) -> None:

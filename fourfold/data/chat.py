@@ -109,7 +109,7 @@ class ChatTemplate:
 def encode_completion(
     prompt: str, completion: str, tokenizer: Tokenizer
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """A prompt and its completion, each tokenised by itself as at inference, and the end of the document."""
+    """A prompt and its completion, each tokenized by itself as at inference, and the end of the document."""
     asked, answered = tokenizer.encode_batch([prompt, completion])
     ids = [*asked, *answered, tokenizer.eod_id]
     return np.array(ids, dtype=np.int64), np.arange(len(ids)) >= len(asked)

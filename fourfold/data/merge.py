@@ -1,4 +1,4 @@
-"""Put tokenised shards together in input order, and hold out documents for validation on the way."""
+"""Put tokenized shards together in input order, and hold out documents for validation on the way."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""Text to a corpus on disk: tokenise, keep what is finished, put it together, publish it whole."""
+"""Text to a corpus on disk: tokenize, keep what is finished, put it together, publish it whole."""
 
 import os
 import time
@@ -16,8 +16,8 @@ from fourfold.data.manifest import Manifest, manifest_path, read_manifest, valid
 from fourfold.data.merge import Split, falls_within, merge
 from fourfold.data.progress import Progress
 from fourfold.data.shards import cut, digest
-from fourfold.data.sources import InputFile, list_inputs, read_documents
-from fourfold.data.tokenize_shards import tokenise_all
+from fourfold.data.sources import UTF_8, InputFile, check_encoding, list_inputs, read_documents, text_encoding
+from fourfold.data.tokenize_shards import tokenize_all
 from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, train_bpe
 from fourfold.errors import UserError
 from fourfold.processes import available_cores
@@ -48,6 +48,7 @@ class _Request:
     validation_fraction: float
     seed: int
     canaries: Canaries | None
+    encoding: str = UTF_8
 
     def digest(self) -> str:
         planted = [] if self.canaries is None else [as_record(self.canaries)]
@@ -55,7 +56,8 @@ class _Request:
 
     def tokens_digest(self) -> str:
         files = [[file.path, file.size, file.mtime_ns] for file in self.files]
-        return digest([files, self.text_key, self.tokenizer])
+        encoding = [] if self.encoding == UTF_8 else [self.encoding]
+        return digest([files, self.text_key, self.tokenizer, *encoding])
 
 
 def prepare(
@@ -66,18 +68,20 @@ def prepare(
     train_tokenizer_vocab: int | None = None,
     workers: int | None = None,
     text_key: str = "text",
+    encoding: str = UTF_8,
     validation_fraction: float = 0.0,
     seed: int = 0,
     canaries: Canaries | None = None,
     force: bool = False,
 ) -> PrepareSummary:
-    """Tokenise `inputs` into OUT.bin, OUT.idx and OUT.json, each document followed by the end-of-document token.
+    """Tokenize `inputs` into OUT.bin, OUT.idx and OUT.json, each document followed by the end-of-document token.
 
     `inputs`: see `list_inputs`. Either `tokenizer` ("bytes" or the path of a tokenizer.json, which is copied to
     OUT-tokenizer.json) or `train_tokenizer_vocab` (train one of that size on the input, into OUT-tokenizer.json).
-    `workers`: processes, by default one per core; the result does not depend on it. `validation_fraction`: about
-    this share of the documents, chosen by a hash of their number and `seed`, goes to OUT-validation instead.
-    `canaries`: documents to plant among those of the training split, with their ledger in OUT-canaries.jsonl.
+    `encoding`: that of .txt and .txt.gz files. `workers`: processes, by default one per core; the result does not
+    depend on it. `validation_fraction`: about this share of the documents, chosen by a hash of their number and `seed`,
+    goes to OUT-validation instead. `canaries`: documents to plant among those of the training split, with their ledger
+    in OUT-canaries.jsonl.
 
     An interrupted preparation continues: finished parts lie in OUT.parts until the end. A corpus already made from
     the same unchanged files in the same way is left as it is, unless `force`; any other one at OUT is replaced.
@@ -86,12 +90,14 @@ def prepare(
     Raises UserError for input or options that cannot work, naming the file and line.
     """
     began = time.monotonic()
+    encoding = text_encoding(encoding)
     request = _check_request(
-        inputs, tokenizer, train_tokenizer_vocab, workers, text_key, validation_fraction, seed, canaries
+        inputs, tokenizer, train_tokenizer_vocab, workers, text_key, validation_fraction, seed, canaries, encoding
     )
     prefix = Path(output_prefix)
     if not force and (finished := _finished(prefix, request)) is not None:
         return PrepareSummary(*finished, _files(prefix, *finished, canaries), time.monotonic() - began, reused=True)
+    check_encoding(request.files, encoding)
     with unfinished(prefix) as parts:
         if force:
             _remove_all_but(parts, set())
@@ -100,9 +106,9 @@ def prepare(
             _train(request, train_tokenizer_vocab, trained)
         name = str(trained if tokenizer is None else tokenizer)
         loaded = load_tokenizer(name)
-        shards = cut(request.files, text_key, name, loaded.fingerprint)
+        shards = cut(request.files, text_key, name, loaded.fingerprint, encoding)
         _remove_all_but(parts, {trained.stem} | {shard.key for shard in shards})
-        tokenise_all(shards, parts, workers or available_cores())
+        tokenize_all(shards, parts, workers or available_cores())
         splits = merge(shards, parts, loaded.vocab_size, validation_fraction, seed)
         _check_filled(splits, request)
         if canaries is not None:
@@ -123,6 +129,7 @@ def _check_request(
     validation_fraction: float,
     seed: int,
     canaries: Canaries | None,
+    encoding: str,
 ) -> _Request:
     if (tokenizer is None) == (train_tokenizer_vocab is None):
         raise UserError('choose one tokenizer: "bytes", the path of a tokenizer.json, or a vocabulary size to train')
@@ -133,8 +140,8 @@ def _check_request(
     if canaries is not None:
         canaries.check()
     identity = f"train {train_tokenizer_vocab}" if tokenizer is None else load_tokenizer(tokenizer).fingerprint
-    inputs = [str(item) for item in inputs]
-    return _Request(inputs, list_inputs(inputs), text_key, identity, validation_fraction, seed, canaries)
+    names = [str(item) for item in inputs]
+    return _Request(names, list_inputs(names), text_key, identity, validation_fraction, seed, canaries, encoding)
 
 
 def _finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | None] | None:
@@ -189,7 +196,7 @@ def _train(request: _Request, vocab_size: int, path: Path) -> None:
     def texts(progress: Progress) -> Iterator[str]:
         number = 0
         for file in request.files:
-            for text in read_documents(file.path, request.text_key):
+            for text in read_documents(file.path, request.text_key, encoding=request.encoding):
                 if share >= 1 or falls_within(np.array([number]), share, _TRAINING_SAMPLE_SEED)[0]:
                     yield text
                 number += 1
@@ -258,6 +265,6 @@ def _withdraw(prefix: Path) -> None:
 def _files(prefix: Path, train: Manifest, validation: Manifest | None, canaries: Canaries | None) -> list[Path]:
     """Everything that belongs to a finished corpus."""
     prefixes = [prefix] if validation is None else [prefix, validation_prefix(prefix)]
-    files = [path(each) for each in prefixes for path in (bin_path, idx_path, manifest_path)]
+    files = [path for each in prefixes for path in (bin_path(each), idx_path(each), manifest_path(each))]
     files += [] if canaries is None else [ledger_path(prefix)]
     return files if train.tokenizer == "bytes" else [*files, prefix.with_name(train.tokenizer)]

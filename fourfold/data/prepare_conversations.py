@@ -34,7 +34,7 @@ def prepare_conversations(
     validation_fraction: float = 0.0,
     seed: int = 0,
 ) -> PrepareSummary:
-    """Tokenise conversations into OUT.bin, OUT.idx and OUT.json, and into OUT-trained.* whether each token is trained.
+    """Tokenize conversations into OUT.bin, OUT.idx and OUT.json, and into OUT-trained.* whether each token is trained.
 
     A row has `messages`, a list of {role, content} that the chat template of `tokenizer`'s folder (or `chat_template`)
     renders, or `prompt` and `completion`. `validation_fraction`: about this share of the rows, chosen by a hash of

@@ -1,4 +1,4 @@
-"""The unit of tokenising: a few files, or a part of a large one, that one process turns into a corpus of its own."""
+"""The unit of tokenizing: a few files, or a part of a large one, that one process turns into a corpus of its own."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fourfold.data.files import write_whole
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
-from fourfold.data.sources import InputFile, read_documents
+from fourfold.data.sources import UTF_8, InputFile, read_documents
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 
 _SMALLEST_SHARD = 1 << 20  # bytes
@@ -38,6 +38,7 @@ class Shard:
     text_key: str
     tokenizer: str
     fingerprint: str
+    encoding: str = UTF_8
 
     @property
     def bytes(self) -> int:
@@ -47,7 +48,8 @@ class Shard:
     @property
     def key(self) -> str:
         """Names the result: equal exactly when input (as size and time of change tell it) and tokenizer are."""
-        return digest([[asdict(piece) for piece in self.pieces], self.text_key, self.fingerprint])
+        encoding = [] if self.encoding == UTF_8 else [self.encoding]
+        return digest([[asdict(piece) for piece in self.pieces], self.text_key, self.fingerprint, *encoding])
 
 
 def digest(content: object) -> str:
@@ -55,7 +57,9 @@ def digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
 
 
-def cut(files: Sequence[InputFile], text_key: str, tokenizer: str, fingerprint: str) -> list[Shard]:
+def cut(
+    files: Sequence[InputFile], text_key: str, tokenizer: str, fingerprint: str, encoding: str = UTF_8
+) -> list[Shard]:
     """Cut the input into shards of similar size, in input order: small files together, large .jsonl files in parts.
 
     The sizes depend on the input alone, not on the number of processes, so that a restart finds the same shards.
@@ -71,10 +75,10 @@ def cut(files: Sequence[InputFile], text_key: str, tokenizer: str, fingerprint: 
             room = shard_bytes
         groups[-1].append(piece)
         room -= piece.stop - piece.start
-    return [Shard(tuple(group), text_key, tokenizer, fingerprint) for group in groups]
+    return [Shard(tuple(group), text_key, tokenizer, fingerprint, encoding) for group in groups]
 
 
-def tokenise(shard: Shard, folder: Path) -> None:
+def tokenize(shard: Shard, folder: Path) -> None:
     """Write the corpus of one shard into `folder`, and last the mark that it is complete."""
     tokenizer = _load_once(shard.tokenizer, shard.fingerprint)
     text_bytes: list[int] = []
@@ -90,7 +94,7 @@ def tokenise(shard: Shard, folder: Path) -> None:
 
 
 def is_done(shard: Shard, folder: Path) -> bool:
-    """Whether `tokenise` has completed this shard in `folder`."""
+    """Whether `tokenize` has completed this shard in `folder`."""
     return _mark(shard, folder).is_file()
 
 
@@ -116,7 +120,7 @@ def _batches(shard: Shard) -> Iterator[list[str]]:
     for piece in shard.pieces:
         is_part = piece.start > 0 or piece.stop < piece.file.size
         bounds = (piece.start, piece.stop) if is_part else (0, None)
-        for text in read_documents(piece.file.path, shard.text_key, *bounds):
+        for text in read_documents(piece.file.path, shard.text_key, *bounds, encoding=shard.encoding):
             texts.append(text)
             characters += len(text)
             if characters >= _CHARACTERS_AT_ONCE:
@@ -128,7 +132,7 @@ def _batches(shard: Shard) -> Iterator[list[str]]:
 
 @lru_cache(maxsize=1)
 def _load_once(name: str, fingerprint: str) -> Tokenizer:
-    """A process tokenises many shards with one tokenizer."""
+    """A process tokenizes many shards with one tokenizer."""
     tokenizer = load_tokenizer(name)
     assert tokenizer.fingerprint == fingerprint, f"{name} changed while it was in use"
     return tokenizer

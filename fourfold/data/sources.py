@@ -1,11 +1,12 @@
 """Where documents come from: text, JSON lines and Parquet files, folders of them, Python's own library."""
 
+import codecs
 import glob
 import gzip
 import json
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,12 @@ from typing import Any, NoReturn
 from fourfold.errors import UserError
 
 PYTHON_STDLIB = "python-stdlib"
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
+UTF_8 = "utf-8"
 
 _KNOWN = ", ".join(SUFFIXES)
+_TEXT_SUFFIXES = (".txt", ".txt.gz")
+_MOST_NAMED = 10  # files in one message
 _STDLIB_LEAST_BYTES = 5_000_000
 _INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 _TEST_FOLDERS = {"test", "tests", "idle_test"}
@@ -53,22 +57,49 @@ def iter_documents(inputs: Iterable[str | Path], text_key: str = "text") -> Iter
         yield from read_documents(file.path, text_key)
 
 
-def read_documents(path: str | Path, text_key: str = "text", start: int = 0, stop: int | None = None) -> Iterator[str]:
+def text_encoding(name: str) -> str:
+    """Python's own name of a text encoding. Raises UserError for another name."""
+    try:
+        b"x".decode(name, errors="replace")
+        return codecs.lookup(name).name
+    except LookupError:
+        raise UserError(
+            f"--encoding {name} is not a text encoding of Python; utf-8, latin-1, cp1252 and utf-16 are some"
+        ) from None
+
+
+def check_encoding(files: Sequence[InputFile], encoding: str) -> None:
+    """Raise UserError that names the text files that are not of this encoding."""
+    texts = [Path(file.path) for file in files if file.path.endswith(_TEXT_SUFFIXES)]
+    if encoding != UTF_8 and not texts:
+        raise UserError(f"--encoding {encoding} is for {' and '.join(_TEXT_SUFFIXES)} files, and the input has none")
+    wrong = []
+    for path in texts:
+        try:
+            with _naming(path):
+                _decoded(path, encoding)
+        except UnicodeDecodeError as error:
+            wrong.append((path, error.start))
+    if wrong:
+        raise UserError(_not_of_encoding(wrong, len(texts), encoding))
+
+
+def read_documents(
+    path: str | Path, text_key: str = "text", start: int = 0, stop: int | None = None, encoding: str = UTF_8
+) -> Iterator[str]:
     """The documents of one file; those without text are left out.
 
-    A .txt file, and a .py file, is one document (a .py that is not UTF-8 is left out). Of .jsonl, .jsonl.gz and
-    .parquet every row is one, under `text_key`. For .jsonl, `start` and `stop` keep the lines that begin at bytes
-    [start, stop), so that several processes can share a large file.
+    A .txt or .txt.gz file is one document in `encoding`; so is a .py file, left out unless it is UTF-8. In .jsonl,
+    .jsonl.gz and .parquet every row is a document, under `text_key`. For .jsonl, `start` and `stop` keep the lines that
+    begin at bytes [start, stop), so that several processes can share a large file.
 
     Raises UserError with the file, and the line if there is one, for what cannot be read.
     """
     path = Path(path)
-    try:
-        for text in _reader(path, text_key, start, stop):
+    with _naming(path):
+        for text in _reader(path, text_key, start, stop, encoding):
             if text:
                 yield text
-    except (OSError, EOFError, zlib.error) as error:  # not there, not allowed, or a damaged gzip
-        raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -77,7 +108,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises UserError with the file, and the line if there is one, for what cannot be read.
     """
     path = Path(path)
-    try:
+    with _naming(path):
         if path.name.endswith(".parquet"):
             for number, row in enumerate(_parquet_rows(path), start=1):
                 yield f"{path}, row {number}", row
@@ -92,6 +123,13 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     yield f"{path}, line {number}", _row(line)
                 except ValueError as error:
                     raise UserError(f"{path}, line {number}: {error}") from error
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turn what reading raises (not there, not allowed, a damaged gzip) into a UserError that names the file."""
+    try:
+        yield
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
 
@@ -102,7 +140,7 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield from batch.to_pylist()
 
 
-def _reader(path: Path, text_key: str, start: int, stop: int | None) -> Iterator[str | None]:
+def _reader(path: Path, text_key: str, start: int, stop: int | None, encoding: str) -> Iterator[str | None]:
     if path.name.endswith(".jsonl"):
         return _read_jsonl(path, text_key, start, stop)
     assert start == 0, path
@@ -110,16 +148,36 @@ def _reader(path: Path, text_key: str, start: int, stop: int | None) -> Iterator
         return _read_jsonl_gz(path, text_key)
     if path.name.endswith(".parquet"):
         return _read_parquet(path, text_key)
-    return _read_text(path)
+    return _read_text(path, encoding)
 
 
-def _read_text(path: Path) -> Iterator[str]:
+def _read_text(path: Path, encoding: str) -> Iterator[str]:
+    is_python = path.suffix == ".py"
     try:
-        yield path.read_bytes().decode("utf-8-sig")
+        yield _decoded(path, UTF_8 if is_python else encoding)
     except UnicodeDecodeError as error:
-        if path.suffix == ".py":
-            return
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv") from error
+        if not is_python:
+            raise UserError(_not_of_encoding([(path, error.start)], 1, encoding)) from error
+
+
+def _decoded(path: Path, encoding: str) -> str:
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        content = gzip.decompress(content)
+    return content.decode("utf-8-sig" if encoding == UTF_8 else encoding)
+
+
+def _not_of_encoding(wrong: Sequence[tuple[Path, int]], files: int, encoding: str) -> str:
+    """The message about these files, each with its first wrong byte, of so many text files."""
+    name = "UTF-8" if encoding == UTF_8 else encoding
+    remedy = "name their encoding with --encoding (such as latin-1 or utf-16), or convert them with iconv"
+    if files == 1:
+        path, byte = wrong[0]
+        return f"{path} is not {name} text (byte {byte}); {remedy.replace('their', 'its').replace('them', 'it')}"
+    named = ", ".join(f"{path} (byte {byte})" for path, byte in wrong[:_MOST_NAMED])
+    more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+    are = "is" if len(wrong) == 1 else "are"
+    return f"{len(wrong)} of {files} text files {are} not {name}: {named}{more}; {remedy}"
 
 
 def _read_jsonl(path: Path, key: str, start: int, stop: int | None) -> Iterator[str | None]:

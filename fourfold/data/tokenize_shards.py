@@ -1,4 +1,4 @@
-"""Tokenise shards in this process or in several; finished ones are not done again."""
+"""Tokenize shards in this process or in several; finished ones are not done again."""
 
 import multiprocessing
 import os
@@ -9,35 +9,35 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from fourfold.data.progress import Progress
-from fourfold.data.shards import Shard, is_done, tokenise
+from fourfold.data.shards import Shard, is_done, tokenize
 from fourfold.errors import UserError
 from fourfold.processes import end_with_parent
 
 
-def tokenise_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
+def tokenize_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
     """Complete every shard in `folder`, with at most `workers` processes; one stays in this process.
 
     Raises UserError for input that cannot be read, or when a process was killed; the shards completed by then remain.
     """
     missing = list({shard.key: shard for shard in shards if not is_done(shard, folder)}.values())
     workers = min(workers, len(missing))
-    with Progress("tokenise", sum(shard.bytes for shard in missing)) as progress:
+    with Progress("tokenize", sum(shard.bytes for shard in missing)) as progress:
         if workers <= 1:
             for shard in missing:
-                tokenise(shard, folder)
+                tokenize(shard, folder)
                 progress.advance(shard.bytes)
             return
         # Spawned, not forked: the caller may have threads (torch's, a GPU's) that do not survive a fork.
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
-            running = {pool.submit(tokenise, shard, folder): shard for shard in missing}
+            running = {pool.submit(tokenize, shard, folder): shard for shard in missing}
             try:
                 for future in as_completed(running):
                     future.result()
                     progress.advance(running[future].bytes)
             except BrokenProcessPool as error:
                 raise UserError(
-                    f"a tokenising process ended early, probably out of memory; what is finished stays in {folder}, so"
+                    f"a tokenizing process ended early, probably out of memory; what is finished stays in {folder}, so"
                     ' try fewer workers (in a script of yours without `if __name__ == "__main__":`, workers=1)'
                 ) from error
             finally:

@@ -99,6 +99,33 @@ def test_canaries_of_ones_own_and_of_chance(text: Path, tmp_path: Path) -> None:
     assert documents_of(tmp_path / "random").count((*rows[3]["tokens"], 256)) == 3
 
 
+def test_few_long_documents_give_passages(tmp_path: Path) -> None:
+    """Three books for twelve canaries: passages are cut out, and the books are whole but for them."""
+    books = [" ".join(f"{name}{number}" for number in range(800)) for name in "abc"]
+    for name, book in zip("abc", books, strict=True):
+        (tmp_path / f"{name}.txt").write_text(book)
+    texts = [tmp_path / f"{name}.txt" for name in "abc"]
+    canaries = Canaries(3, (0, 1, 4, 16), length=40)
+    summary = prepare(texts, tmp_path / "c", tokenizer="bytes", workers=1, canaries=canaries)
+    rows, documents = ledger(tmp_path / "c"), documents_of(tmp_path / "c")
+    assert summary.train.documents == len(documents)
+    whole = bytes(token for document in documents for token in document if token < 256).decode()
+    planted = [row["text"] for row in rows]
+    for row in rows:
+        assert any(row["text"] in book for book in books)
+        assert documents.count((*row["tokens"], 256)) == row["count"]
+        assert whole.count(row["text"]) == row["count"]
+    assert all(document[-1] == 256 and 256 not in document[:-1] for document in documents)
+    rest = "".join(text for d in documents if (text := bytes(d[:-1]).decode()) not in planted)
+    for text in planted:
+        books = [book.replace(text, "") for book in books]
+    assert rest == "".join(books)  # nothing else is lost, and all in order
+    places = [number for number, d in enumerate(documents) if bytes(d[:-1]).decode() == planted[-1]]
+    assert max(places) - min(places) > len(documents) / 3  # spread over the books
+    with pytest.raises(UserError, match=r"documents or passages of at least 40 tokens, .* need 2000; lower --canaries"):
+        prepare(texts, tmp_path / "d", tokenizer="bytes", workers=1, canaries=Canaries(500, (0, 1, 4, 16), length=40))
+
+
 @pytest.mark.parametrize(
     ("canaries", "message"),
     [

@@ -31,16 +31,16 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
-    """Records which shards are tokenised in this process from now on."""
+def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
+    """Records which shards are tokenized in this process from now on."""
     seen: list[Shard] = []
-    original = workers.tokenise
+    original = workers.tokenize
 
     def record(shard: Shard, folder: Path) -> None:
         original(shard, folder)
         seen.append(shard)
 
-    monkeypatch.setattr(workers, "tokenise", record)
+    monkeypatch.setattr(workers, "tokenize", record)
     return seen
 
 
@@ -98,7 +98,7 @@ def test_validation_split_partitions_the_documents(tmp_path: Path, inputs: Path)
 
 
 def test_finished_corpus_is_kept(tmp_path: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = tokenised(monkeypatch)
+    seen = tokenized(monkeypatch)
     first = prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1)
     again = prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1)
     assert (first.reused, again.reused, again.train) == (False, True, first.train)
@@ -114,7 +114,7 @@ def test_finished_corpus_is_kept(tmp_path: Path, inputs: Path, monkeypatch: pyte
 
 def test_restart_after_an_interruption(tmp_path: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare([inputs], tmp_path / "expected", train_tokenizer_vocab=300, workers=1)
-    seen = tokenised(monkeypatch)
+    seen = tokenized(monkeypatch)
     trained = []
     monkeypatch.setattr(module, "_train", lambda *args, train=module._train: (trained.append(1), train(*args)))
 
@@ -138,8 +138,8 @@ def test_restart_after_an_interruption(tmp_path: Path, inputs: Path, monkeypatch
         assert (tmp_path / f"c.{name}").read_bytes() == (tmp_path / f"expected.{name}").read_bytes()
 
 
-def test_changed_input_is_tokenised_again(tmp_path: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = tokenised(monkeypatch)
+def test_changed_input_is_tokenized_again(tmp_path: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = tokenized(monkeypatch)
     (inputs / "z.jsonl").write_text("{")
     with pytest.raises(UserError, match=r"z\.jsonl, line 1"):
         prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1)

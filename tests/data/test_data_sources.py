@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.data.indexed import IndexedDataset
+from fourfold.data.prepare import prepare
 from fourfold.data.sources import iter_documents, list_inputs, read_documents
 from fourfold.errors import UserError
 
@@ -23,7 +25,8 @@ def test_text_and_json_lines(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\ndocument")
     (tmp_path / "b.jsonl").write_bytes(jsonl(ROWS) + b"\n")
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(jsonl(ROWS)))
-    assert list(iter_documents([tmp_path])) == ["one\r\n\ndocument", *TEXTS, *TEXTS]
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"packed\ntext"))
+    assert list(iter_documents([tmp_path])) == ["one\r\n\ndocument", *TEXTS, *TEXTS, "packed\ntext"]
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -105,6 +108,44 @@ def test_damaged_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="not UTF-8"):
         list(read_documents(tmp_path / "a.txt"))
+
+
+def test_texts_of_another_encoding_are_all_named(tmp_path: Path) -> None:
+    (tmp_path / "good.txt").write_text("ü", encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_bytes(b'{"text": "x"}')
+    for number in range(13):
+        (tmp_path / f"bad{number:02}.txt").write_bytes("für".encode("latin-1"))
+    with pytest.raises(UserError) as error:
+        prepare([tmp_path], tmp_path / "out" / "c", tokenizer="bytes", workers=1)
+    message = str(error.value)
+    assert message.startswith("13 of 14 text files are not UTF-8: ")
+    assert [f"bad{number:02}.txt (byte 1)" in message for number in range(13)] == [True] * 10 + [False] * 3
+    assert "and 3 more; name their encoding with --encoding" in message
+    assert not (tmp_path / "out" / "c.json").exists()
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_an_encoding_that_is_named(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.txt").write_bytes("für".encode(encoding))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress("möge".encode(encoding)))
+    (tmp_path / "c.jsonl").write_bytes(jsonl([{"text": "drei ü"}]))  # JSON is UTF-8
+    prepare([tmp_path], tmp_path / "out" / "c", tokenizer="bytes", encoding=encoding, workers=1)
+    tokens = IndexedDataset(tmp_path / "out" / "c").read(0, 19).tolist()
+    assert tokens == [*"für".encode(), 256, *"möge".encode(), 256, *"drei ü".encode(), 256]
+    assert prepare([tmp_path], tmp_path / "out" / "c", tokenizer="bytes", encoding=encoding, workers=1).reused
+    with pytest.raises(UserError, match=r"b\.txt\.gz is not UTF-8 text \(byte \d\); name its encoding"):
+        prepare([tmp_path / "b.txt.gz"], tmp_path / "out" / "c", tokenizer="bytes")
+
+
+def test_an_encoding_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
+    for name in ("latin-99", "hex"):
+        with pytest.raises(UserError, match=f"--encoding {name} is not a text encoding of Python; utf-8, latin-1"):
+            prepare([tmp_path], tmp_path / "c", tokenizer="bytes", encoding=name)
+    with pytest.raises(
+        UserError, match=r"--encoding iso8859-1 is for \.txt and \.txt\.gz files, and the input has none"
+    ):
+        prepare([tmp_path], tmp_path / "c", tokenizer="bytes", encoding="latin-1")
 
 
 def test_half_a_character_is_replaced(tmp_path: Path) -> None:
