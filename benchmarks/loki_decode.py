@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -158,8 +158,8 @@ def loki_step(shape: Shape, context: int) -> tuple[Step, int | None]:
 
     if shape.device != "cpu":
         return step, None
-    with CacheTraffic([plane.view for plane in layer.planes]) as traffic:
-        step(config.but(kernels="torch"))
+    with CacheTraffic([buffer.filled for buffer in layer.buffers]) as traffic:
+        step(replace(config, kernels="torch"))
     return step, traffic.bytes_read
 
 

@@ -16,8 +16,8 @@ from fourfold.huggingface.convert import as_huggingface
 from fourfold.huggingface.transformers_models import load_model, load_text
 from fourfold.inference.generate import Sampling, generate
 from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
-from fourfold.inference.loki.quality import evaluate
-from fourfold.inference.text import windows_of
+from fourfold.inference.loki.quality import measure_quality
+from fourfold.inference.text import token_windows
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.reports.loki_report import write_rank_report
 from fourfold.reports.terminal import generation_line, loki_tables, rank_table
@@ -42,14 +42,14 @@ def main() -> None:
     with as_huggingface(str(folder)) as (exported, tokenizer):
         model, text = load_model(exported), load_text(tokenizer)
 
-    basis = calibrate(model, windows_of(text, [LIBRARY / "argparse.py"], CONTEXT)[:12])
+    basis = calibrate(model, token_windows(text, [LIBRARY / "argparse.py"], CONTEXT)[:12])
     basis.save(folder / "basis.safetensors")
     record = {"basis": str(folder / "basis.safetensors"), "model": run.name, **basis.record()}
     rank_table(record)
     write_rank_report(record, folder / "ranks.html")
 
-    held_out = windows_of(text, [LIBRARY / "tarfile.py", LIBRARY / "typing.py"], CONTEXT)[:6]
-    loki_tables(evaluate(model, held_out, basis, LokiConfig(k_f=0.25, d_f=0.25)))
+    held_out = token_windows(text, [LIBRARY / "tarfile.py", LIBRARY / "typing.py"], CONTEXT)[:6]
+    loki_tables(measure_quality(model, held_out, basis, LokiConfig(k_f=0.25, d_f=0.25)))
 
     continue_with_both(model, basis, text, (LIBRARY / "tarfile.py").read_text(encoding="utf-8")[:900])
 

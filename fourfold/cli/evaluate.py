@@ -13,27 +13,28 @@ from fourfold.cli.options import AsJson, Overrides
 def evaluate(
     model: Annotated[str, typer.Option(metavar="CHECKPOINT|RUN|HF", help="What to evaluate.", show_default=False)],
     text: Annotated[list[Path], typer.Option(metavar="FILE", help="A text to predict; repeatable.")] = [],  # noqa: B006
-    tasks: Annotated[str, typer.Option(metavar="NAMES", help="Tasks of lm-eval, with commas between.")] = "",
-    include_path: Annotated[Path | None, typer.Option(help="A folder of tasks of your own.")] = None,
+    tasks: Annotated[str, typer.Option(metavar="NAMES", help="Tasks of lm-eval, separated by commas.")] = "",
+    include_path: Annotated[Path | None, typer.Option(help="A folder of your own tasks.")] = None,
     num_fewshot: Annotated[int | None, typer.Option(help="Examples in a task's prompt. Default: the task's.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Documents of each task. Default: all.")] = None,
-    overlap: Annotated[int, typer.Option(help="Tokens that a window of a text sees of the one before.")] = 1,
+    limit: Annotated[int | None, typer.Option(help="Documents per task. Default: all.")] = None,
+    overlap: Annotated[int, typer.Option(help="Tokens that each window repeats from the one before.")] = 1,
     context: Annotated[
         int | None,
-        typer.Option(help="Tokens of a window. Default: the model's context, of a Hugging Face model at most 2048."),
+        typer.Option(help="Tokens of a window. Default: the model's context; for a Hugging Face model at most 2048."),
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="PATH|bytes", help="Default: the model's own.")] = None,
-    micro_batch_size: Annotated[int, typer.Option(help="Sequences that one rank scores at once.")] = 8,
+    micro_batch_size: Annotated[int, typer.Option(help="Sequences that one rank scores at a time.")] = 8,
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
 ) -> None:
-    """Say how well a model predicts a text, and how it does on the tasks of lm-eval.
+    """Measure how well a model predicts a text, and its scores on the tasks of lm-eval.
 
-    Of a text: loss in nats per token, perplexity, and bits per byte, which can be compared between tokenizers. Windows
-    are as long as training.seq_length, of other models as their context, but at most 2048 unless --context says
-    more. Any grid works: --set parallel.z=2.
+    For a text: loss in nats per token, perplexity, and bits per byte, which can be compared between tokenizers. Windows
+    are as long as training.seq_length; for other models as long as their context, at most 2048 unless --context is
+    larger. Any grid works: --set parallel.z=2.
     """
     from fourfold.evaluation.evaluate import EvaluationRequest
+    from fourfold.inference.lm_eval_tasks import task_names
     from fourfold.memorization.scored_model import run_on_its_grid
 
     request = EvaluationRequest(
@@ -44,7 +45,7 @@ def evaluate(
         texts=tuple(text),
         overlap=overlap,
         context=context,
-        tasks=tuple(name.strip() for name in tasks.split(",") if name.strip()),
+        tasks=task_names(tasks),
         include_path=include_path,
         num_fewshot=num_fewshot,
         limit=limit,

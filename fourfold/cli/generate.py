@@ -14,15 +14,15 @@ from fourfold.cli.options import AsJson
 def generate(
     model: loki.ModelName,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with it.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 100,
+    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the text.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to add.")] = 100,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw from so many of the likeliest tokens.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from this many of the likeliest tokens.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Draw from the likeliest with this share of the probability.")
+        float | None, typer.Option(help="Draw from the likeliest tokens that have this share of the probability.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    attention: Annotated[str, typer.Option(help="full, or loki: to the keys that low-rank keys choose.")] = "full",
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    attention: Annotated[str, typer.Option(help="full, or loki: only to the keys that low-rank keys select.")] = "full",
     basis: loki.BasisFile = None,
     loki_values: loki.LokiValues = [],  # noqa: B006 (typer reads it, nobody writes it)
     tokenizer: loki.TokenizerName = None,
@@ -30,9 +30,9 @@ def generate(
     device: loki.DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a text, and say how fast, and how large the cache was.
+    """Continue a text, and print the speed and the size of the cache.
 
-    A run of ours is exported to a temporary folder first, so that there is one way of running models.
+    A run of fourfold is first exported to a temporary folder in the Hugging Face format.
 
     Example: fourfold generate --model exported --prompt "Once" --attention loki --basis basis.safetensors
     """
@@ -46,14 +46,16 @@ def generate(
         raise UserError(
             "--attention loki and --basis BASIS.safetensors go together (fourfold loki calibrate makes one)"
         )
-    if prompt_file is not None:
-        prompt = _text(prompt_file)
     loki.checked_dtype(dtype)
     from fourfold.huggingface.convert import as_huggingface
     from fourfold.huggingface.transformers_models import load_model, load_text
     from fourfold.inference.generate import Sampling, encode_prompt
-    from fourfold.inference.generate import generate as continued
+    from fourfold.inference.generate import generate as continue_text
+    from fourfold.inference.text import read_text
 
+    if prompt_file is not None:
+        prompt = read_text(prompt_file, "the prompt")
+    assert prompt is not None
     sampling = Sampling(temperature, top_k, top_p, seed)
     with as_huggingface(model) as (folder, own_tokenizer):
         text = load_text(tokenizer or own_tokenizer)
@@ -67,18 +69,9 @@ def generate(
         if as_json:
             import json
 
-            print(json.dumps(continued(opened, text, prompt, max_new_tokens, sampling).record()))
+            print(json.dumps(continue_text(opened, text, prompt, max_new_tokens, sampling).record()))
             return
-        done = continued(opened, text, prompt, max_new_tokens, sampling, lambda new: print(new, end="", flush=True))
+        done = continue_text(opened, text, prompt, max_new_tokens, sampling, lambda new: print(new, end="", flush=True))
     from fourfold.reports.terminal import generation_line
 
     print(f"\n\n{generation_line(done.record())}")
-
-
-def _text(file: Path) -> str:
-    from fourfold.errors import UserError
-
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the prompt {file}: {error}") from None

@@ -6,15 +6,21 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fourfold.cli import loki_options as options
 from fourfold.cli.options import AsJson
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fourfold.huggingface.transformers_models import TextTokenizer
+
 loki = typer.Typer(
-    no_args_is_help=True, help="Long-context generation with low-rank keys: calibrate a model, and see what it loses."
+    no_args_is_help=True,
+    help="Long-context generation with low-rank keys: calibrate a model, and measure what it loses.",
 )
 
 Texts = Annotated[list[Path], typer.Option("--text", metavar="FILE", help="Plain text; repeatable.")]
@@ -31,28 +37,31 @@ def calibrate(
     text: Texts,
     out: Annotated[Path, typer.Option(metavar="BASIS.safetensors", help="The file to write.")],
     seq_len: WindowLength = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to read at most.")] = 100_000,
+    tokens: Annotated[int, typer.Option(min=1, help="The most tokens to read.")] = 100_000,
     basis: Annotated[
-        str, typer.Option(help="pre, post, or both: the better one is then taken for each layer.")
+        str,
+        typer.Option(
+            help="Keys before (pre) or after (post) their rotary embedding, or both: the better is taken for each layer."
+        ),
     ] = "both",
-    report: Annotated[Path | None, typer.Option(metavar="RANKS.html", help="Write the ranks as a page.")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="RANKS.html", help="Write the ranks as an HTML page.")] = None,
     picture: Annotated[Path | None, typer.Option(metavar="RANKS.png", help="Draw them (needs matplotlib).")] = None,
     tokenizer: options.TokenizerName = None,
     dtype: options.DtypeName = "auto",
     device: options.DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the directions in which a model's keys lie, and write them as a basis for Loki.
+    """Find the principal components of a model's keys, and write them as a basis for Loki.
 
-    Prints how many directions explain 90 % of the variance, layer by layer. Text of the kind and length that will be
-    generated from is best; a few tens of thousands of tokens are enough.
+    Prints how many components explain 90 % of the variance in each layer. Calibrate on text of the kind and length that
+    you will generate from; a few tens of thousands of tokens are enough.
 
     Example: fourfold loki calibrate --model exported --text book.txt --out basis.safetensors --report ranks.html
     """
     from fourfold.errors import UserError
 
     if basis not in ("pre", "post", "both"):
-        raise UserError(f"--basis {basis} is none of pre, post, both")
+        raise UserError(f"--basis {basis} must be one of pre, post, both")
     options.checked_dtype(dtype)
     from fourfold.huggingface.convert import as_huggingface
     from fourfold.inference.loki import calibrate as find_basis
@@ -64,7 +73,7 @@ def calibrate(
     if picture is not None:
         import_matplotlib()
     with as_huggingface(model) as names:
-        opened, _, windows = _opened(names, tokenizer, dtype, device, text, seq_len, tokens)
+        opened, _, windows = _open(names, tokenizer, dtype, device, text, seq_len, tokens)
         kinds = ("pre", "post") if basis == "both" else (basis,)
         found = find_basis(opened, windows, kinds, _progress("calibrating"))
     found.save(out)
@@ -79,23 +88,27 @@ def calibrate(
 @loki.command()
 def evaluate(
     model: options.ModelName,
-    basis: Annotated[Path, typer.Option(metavar="BASIS.safetensors", help="Of `fourfold loki calibrate`.")],
+    basis: Annotated[
+        Path, typer.Option(metavar="BASIS.safetensors", help="The file that `fourfold loki calibrate` wrote.")
+    ],
     text: Texts = [],  # noqa: B006 (typer reads it, nobody writes it)
     seq_len: WindowLength = None,
-    windows: Annotated[int, typer.Option(min=1, help="Windows of text to read at most.")] = 16,
+    windows: Annotated[int, typer.Option(min=1, help="The most windows of text to read.")] = 16,
     loki_values: options.LokiValues = [],  # noqa: B006
-    tasks: Annotated[str, typer.Option(metavar="gsm8k,…", help="Tasks of lm-eval, with full attention and Loki.")] = "",
-    limit: Annotated[int | None, typer.Option(help="Documents of each task.")] = None,
-    include_path: Annotated[Path | None, typer.Option(help="A folder of tasks of your own.")] = None,
+    tasks: Annotated[
+        str, typer.Option(metavar="gsm8k,…", help="Tasks of lm-eval, to run with full attention and with Loki.")
+    ] = "",
+    limit: Annotated[int | None, typer.Option(help="Documents per task.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="A folder of your own tasks.")] = None,
     tokenizer: options.TokenizerName = None,
     dtype: options.DtypeName = "auto",
     device: options.DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what Loki loses on a text: keys found, attention caught, perplexity.
+    """Measure what Loki loses on a text: recall of the best keys, captured attention, perplexity.
 
-    Beside it stand full attention, the exact best keys (no ranking can do better), and random directions (the control).
-    With --tasks, tasks of lm-eval too, of which those that generate exercise decoding.
+    It is compared with full attention, with the exact best keys (no ranking can do better), and with random directions
+    (the control). --tasks also runs tasks of lm-eval, of which those that generate exercise decoding.
 
     Example: fourfold loki evaluate --model exported --basis basis.safetensors --text held_out.txt --loki d=32
     """
@@ -106,44 +119,36 @@ def evaluate(
     options.checked_dtype(dtype)
     on_text, in_tasks = options.loki_config(loki_values, min_k=1, min_seq=0), options.loki_config(loki_values)
     from fourfold.huggingface.convert import as_huggingface
+    from fourfold.inference.lm_eval_tasks import checked_tokenizer, task_names
     from fourfold.inference.loki import LokiBasis
-    from fourfold.inference.loki.quality import evaluate as measured
+    from fourfold.inference.loki.quality import compare_tasks, measure_quality
     from fourfold.reports.terminal import loki_tables
 
-    names_of_tasks = [name.strip() for name in tasks.split(",") if name.strip()]
-    if tasks:
-        from fourfold.inference.lm_eval_tasks import import_lm_eval
-
-        import_lm_eval()
+    names = task_names(tasks)
     ranked_by = LokiBasis.load(basis)
     record: dict[str, Any] = {"model": model, "basis": str(basis)}
-    with as_huggingface(model) as names:
-        opened, tokens, found = _opened(names, tokenizer, dtype, device, text, seq_len, None)
-        if tasks:
-            from fourfold.inference.loki.loki_tasks import check_tokenizer
-
-            check_tokenizer(tokens)
+    with as_huggingface(model) as folders:
+        opened, own, found = _open(folders, tokenizer, dtype, device, text, seq_len, None)
+        for_tasks = checked_tokenizer(own) if names else None
         if text:
-            record |= measured(opened, found[:windows], ranked_by, on_text, _progress("evaluating"))
-        if tasks:
-            from fourfold.inference.loki.loki_tasks import evaluate_tasks
-
-            record["tasks"] = evaluate_tasks(opened, tokens, ranked_by, in_tasks, names_of_tasks, limit, include_path)
+            record |= measure_quality(opened, found[:windows], ranked_by, on_text, _progress("evaluating"))
+        if for_tasks is not None:
+            record["tasks"] = compare_tasks(opened, for_tasks, ranked_by, in_tasks, names, limit, include_path)
     _print(record, loki_tables, as_json)
 
 
-def _opened(
+def _open(
     names: tuple[str, str],
     tokenizer: str | None,
     dtype: str,
     device: str | None,
     files: list[Path],
     length: int | None,
-    most_tokens: int | None,
-) -> tuple[Any, Any, list[list[int]]]:
-    """Model, tokenizer, and the files as windows."""
+    max_tokens: int | None,
+) -> tuple[PreTrainedModel, TextTokenizer, list[list[int]]]:
+    """The model, its tokenizer, and the windows of the files."""
     from fourfold.huggingface.transformers_models import checked_ids, load_model, load_text, positions_of
-    from fourfold.inference.text import windows_of
+    from fourfold.inference.text import token_windows
 
     text = load_text(tokenizer or names[1])
     model = load_model(names[0], dtype, device)
@@ -153,24 +158,24 @@ def _opened(
         from fourfold.errors import UserError
 
         raise UserError(f"--seq-len {length} is more than the model's {positions} positions")
-    windows = windows_of(text, files, length, most_tokens) if files else []
+    windows = token_windows(text, files, length, max_tokens) if files else []
     for window in windows:
         checked_ids(model, window)
     return model, text, windows
 
 
 def _check_writable(file: Path) -> None:
-    """Before hours of work: raise ``UserError`` where a file cannot be written."""
+    """Raise ``UserError``, before hours of work, where a file cannot be written."""
     from fourfold.errors import UserError
 
     if file.is_dir():
         raise UserError(f"cannot write {file}: it is a folder")
     if not os.access(file.parent, os.W_OK):
-        raise UserError(f"cannot write {file}: there is no folder {file.parent} that may be written to")
+        raise UserError(f"cannot write {file}: there is no folder {file.parent}, or it is read-only")
 
 
 def _progress(name: str) -> Callable[[Iterable[Any]], Iterable[Any]]:
-    """A bar on a terminal."""
+    """A progress bar, where standard error is a terminal."""
     if not sys.stderr.isatty():
         return iter
     from rich.console import Console

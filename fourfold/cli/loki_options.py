@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from fourfold.inference.loki import LokiConfig
 
 ModelName = Annotated[
-    str, typer.Option("--model", metavar="DIR|ID|RUN", help="A Hugging Face model, or a run or checkpoint of ours.")
+    str, typer.Option("--model", metavar="DIR|ID|RUN", help="A Hugging Face model, or a run or checkpoint of fourfold.")
 ]
 TokenizerName = Annotated[str | None, typer.Option(metavar="DIR|ID|bytes", help="Default: the model's own.")]
-DtypeName = Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: as the weights are stored.")]
-DeviceName = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU where there is one.")]
-BasisFile = Annotated[Path | None, typer.Option(metavar="BASIS.safetensors", help="Of `fourfold loki calibrate`.")]
+DtypeName = Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: that of the stored weights.")]
+DeviceName = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")]
+BasisFile = Annotated[
+    Path | None, typer.Option(metavar="BASIS.safetensors", help="The file that `fourfold loki calibrate` wrote.")
+]
 LokiValues = Annotated[
     list[str],
     typer.Option(
@@ -31,7 +33,7 @@ LokiValues = Annotated[
 
 
 def loki_config(values: Sequence[str], **defaults: Any) -> LokiConfig:
-    """Keys and values as a configuration; unknown ones are an error with the nearest right one."""
+    """The configuration of these KEY=VALUE pairs. Raises ``UserError``, with the nearest key, for an unknown one."""
     from fourfold.errors import UserError
     from fourfold.inference.loki import LokiConfig
 
@@ -40,7 +42,7 @@ def loki_config(values: Sequence[str], **defaults: Any) -> LokiConfig:
     for pair in values:
         name, equals, value = pair.partition("=")
         if not equals:
-            raise UserError(f"--loki {pair} is no KEY=VALUE, such as k=2048")
+            raise UserError(f"--loki {pair} is not KEY=VALUE, such as k=2048")
         if name not in kinds:
             from difflib import get_close_matches
 
@@ -51,12 +53,12 @@ def loki_config(values: Sequence[str], **defaults: Any) -> LokiConfig:
 
 
 def checked_dtype(name: str) -> str:
-    """Raise ``UserError`` for a type that weights cannot be loaded in."""
+    """The same name. Raises ``UserError`` for an unknown dtype."""
     from fourfold.errors import UserError
     from fourfold.models.dtypes import DTYPES
 
     if name != "auto" and name not in DTYPES:
-        raise UserError(f"--dtype {name} is none of auto, {', '.join(DTYPES)}")
+        raise UserError(f"--dtype {name} must be one of auto, {', '.join(DTYPES)}")
     return name
 
 

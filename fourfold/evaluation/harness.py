@@ -1,9 +1,9 @@
-"""A model on any grid as lm-eval sees one. Every process runs the tasks, and all score together."""
+"""Adapts a model on any grid to lm-eval. Every process runs the tasks, and all score together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -16,11 +16,13 @@ from fourfold.errors import UserError
 from fourfold.evaluation.perplexity import perplexity
 from fourfold.memorization.forward import AuditedModel, HuggingFaceTokenizer
 
+T = TypeVar("T")
 
-class HarnessModel(TemplateLM):
-    """prefix: the token before a text; context: tokens of the longest input.
 
-    Requests at once are scored in one pass, on every rank's share.
+class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
+    """A model that lm-eval can drive; all requests of a call are scored in one pass, shared out over the ranks.
+
+    prefix: the token before a text. context: tokens of the longest input.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return self._tokenizer.fingerprint
+        return self._tokenizer.fingerprint or ""
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         return self._tokenizer.encode_batch([string])[0]
@@ -73,19 +75,20 @@ class HarnessModel(TemplateLM):
         for request in requests:
             tokens = np.array(self.tok_encode(request.args[0]), dtype=np.int64)
             whole = perplexity(self._model, tokens, 1, self.prefix_token_id, self.max_length, overlap=1)
-            found.append(_same_everywhere(None if whole is None else -whole.nats))
+            found.append(_broadcast(None if whole is None else -whole.nats))
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Greedy: a pass over the whole text for each token, without a cache, but on any grid."""
+        """Greedy generation: one pass over the whole text per token, without a cache, but on any grid."""
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, prompt: str, options: dict[str, Any]) -> str:
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
-        tokens, made = self.tok_encode(prompt) or [self.prefix_token_id], []
+        tokens = self.tok_encode(prompt) or [self.prefix_token_id]
+        made: list[int] = []
         for _ in range(int(options.get("max_gen_toks", self._max_new_tokens))):
-            # A pass says what is likeliest in the place of each token, so there must be one; its value is no input.
+            # A pass gives the likeliest token at the place of each given one; the last is a placeholder, not an input.
             window = np.array([*[*tokens, *made][-self.max_length :], 0])
             (fields,) = self._score([window])
             token = int(fields[1, len(window) - 2])
@@ -99,13 +102,13 @@ class HarnessModel(TemplateLM):
         return self._tokenizer.decode(made)
 
     def _score(self, documents: list[NDArray[np.int64]]) -> list[NDArray[np.float32]]:
-        return _same_everywhere(self._model.score(documents))
+        return _broadcast(self._model.score(documents))
 
 
-def _same_everywhere(value: Any) -> Any:
-    """What the first process has: the others need it to ask the same next."""
+def _broadcast(value: T | None) -> T:
+    """The value of the first process, on every process: all must make the same next request."""
+    values = [value]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
-    return value
+        dist.broadcast_object_list(values, src=0)
+    assert values[0] is not None
+    return values[0]

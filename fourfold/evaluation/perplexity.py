@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +13,12 @@ from fourfold.memorization.forward import AuditedModel
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Of a text: nats over all its tokens; each counts once."""
+    """How well a text was predicted."""
 
     tokens: int
     bytes: int
     nats: float
+    """Sum over all tokens, each predicted once."""
 
     @property
     def loss(self) -> float:
@@ -38,17 +38,18 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens that are run together, of which those from ``first`` on are counted."""
+    """Tokens of one forward pass."""
 
     tokens: NDArray[np.int64]
     first: int
+    """The first token whose prediction counts; those before are context."""
 
 
-def windows_of(tokens: NDArray[np.int64], before: int, context: int, overlap: int) -> list[Window]:
-    """Every token predicted once, the first from the token ``before``, later ones from ``overlap`` tokens at least.
+def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overlap: int) -> list[Window]:
+    """Windows that predict every token once: the first from the token ``before``, later ones from ``overlap`` or more.
 
-    A window has at most ``context`` inputs. The windows are those of lm-eval's ``get_rolling_token_windows`` with
-    ``overlap`` as its ``context_len``: each has all the inputs that it can, so that the last begins early.
+    A window has at most ``context`` inputs. The windows equal those of lm-eval's ``get_rolling_token_windows`` with
+    ``overlap`` as its ``context_len``: each has as many inputs as possible, so that the last begins early.
     """
     stream = np.concatenate([[before], tokens])
     windows: list[Window] = []
@@ -64,17 +65,13 @@ def windows_of(tokens: NDArray[np.int64], before: int, context: int, overlap: in
 def perplexity(
     model: AuditedModel, tokens: NDArray[np.int64], text_bytes: int, before: int, context: int, overlap: int
 ) -> Perplexity | None:
-    """Of a tokenised text; None but on the first process. Every process of the model's grid must call this."""
-    windows = windows_of(tokens, before, context, overlap)
+    """The perplexity of a tokenized text; None on all but the first process. The model's whole grid must call this."""
+    windows = rolling_windows(tokens, before, context, overlap)
     scores = model.score([window.tokens for window in windows])
     if scores is None:
         return None
-    return Perplexity(len(tokens), text_bytes, -sum(_counted(windows, scores)))
-
-
-def _counted(windows: Sequence[Window], scores: Sequence[NDArray[np.float32]]) -> list[float]:
-    """The log probabilities of what each window counts, summed in double precision."""
-    return [
+    log_probs = [
         float(fields[0, window.first - 1 : len(window.tokens) - 1].astype(np.float64).sum())
         for window, fields in zip(windows, scores, strict=True)
     ]
+    return Perplexity(len(tokens), text_bytes, -sum(log_probs))

@@ -1,4 +1,4 @@
-"""Generation of text with figures of its speed and of its cache."""
+"""Text generation, with its speed and the size of its cache."""
 
 from __future__ import annotations
 
@@ -17,26 +17,33 @@ from fourfold.huggingface.transformers_models import TextTokenizer, checked_ids,
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; temperature 0: the likeliest. Raises ``UserError`` for what is no such number."""
+    """How the next token is drawn. Raises ``UserError`` for invalid values."""
 
     temperature: float = 0.0
+    """0: always the likeliest token."""
+
     top_k: int | None = None
+    """Draw from this many of the likeliest tokens."""
+
     top_p: float | None = None
+    """Draw from the likeliest tokens that have this share of the probability."""
+
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise UserError(f"--temperature {self.temperature} must be at least 0, where 0 is the likeliest token")
+            raise UserError(f"--temperature {self.temperature} must be at least 0 (0: always the likeliest token)")
         if not 0 <= self.seed < 2**64:
             raise UserError(f"--seed {self.seed} must be at least 0 and below 2^64")
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
-            raise UserError("--top-k and --top-p are of draws, and without --temperature the likeliest token is taken")
+            raise UserError("--top-k and --top-p need --temperature; without --temperature nothing is drawn")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"--top-k {self.top_k} must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p {self.top_p} is a share, above 0 and at most 1")
+            raise UserError(f"--top-p {self.top_p} must be a share, above 0 and at most 1")
 
     def options(self) -> dict[str, Any]:
+        """Arguments of transformers' ``generate``."""
         if self.temperature == 0:
             return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
         return {
@@ -49,29 +56,33 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Generation:
-    """The text, and what it took.
-
-    prompt_seconds: to the first new token; tokens_per_second: of those after it, None where there are none.
-    cache_bytes: what all tokens take at the end. step_bytes: what Loki reads of that at least for one more token, and
-    full_step_bytes what full attention would; None without Loki.
-    """
+    """A generated text and its measurements."""
 
     text: str
     prompt_tokens: int
     new_tokens: int
     prompt_seconds: float
+    """Until the first new token."""
+
     tokens_per_second: float | None
+    """After the first new token; None where it is the only one."""
+
     cache_bytes: int
+    """The size of all cached tokens at the end."""
+
     step_bytes: int | None = None
+    """The least that Loki reads of the cache for one more token; None without Loki."""
+
     full_step_bytes: int | None = None
+    """The bytes that full attention would read; None without Loki."""
 
     def record(self) -> dict[str, Any]:
         """As JSON values."""
         return asdict(self)
 
 
-class _Stream:
-    """What transformers calls with new ids: the text so far goes on in whole characters, and the clock is read."""
+class _Streamer:
+    """A streamer of transformers: shows new text in whole characters, and records the time of each token."""
 
     def __init__(self, tokenizer: TextTokenizer, show: Callable[[str], None]) -> None:
         self.tokenizer, self.show = tokenizer, show
@@ -87,7 +98,7 @@ class _Stream:
         self.times.append(time.perf_counter())
         self.ids += ids.flatten().tolist()
         text = self.tokenizer.decode(self.ids)
-        if not text.endswith("\ufffd"):  # the rest of a character is still to come
+        if not text.endswith("\ufffd"):  # the rest of a character follows
             self._show_up_to(text)
 
     def end(self) -> None:
@@ -107,16 +118,16 @@ def generate(
     sampling: Sampling,
     show: Callable[[str], None] = lambda text: None,
 ) -> Generation:
-    """Continue a prompt; ``show`` gets it, and then the new text piece by piece as it comes.
+    """Continue a prompt; ``show`` receives the prompt, and then each piece of new text.
 
     Raises ``UserError`` where ``encode_prompt`` does, and for more tokens than the model has positions.
     """
     from fourfold.inference.loki import cache_bytes, step_bytes
 
     ids = encode_prompt(model, tokenizer, prompt)
-    check_length(model, len(ids), max_new_tokens)
+    _check_length(model, len(ids), max_new_tokens)
     show(prompt)
-    stream = _Stream(tokenizer, show)
+    stream = _Streamer(tokenizer, show)
     tokens = torch.tensor([ids], device=model.device)
     torch.manual_seed(sampling.seed)
     begin = time.perf_counter()
@@ -124,7 +135,7 @@ def generate(
         tokens,
         attention_mask=torch.ones_like(tokens),
         max_new_tokens=max_new_tokens,
-        num_beams=1,  # whatever the model's folder says, as for the cache: the stream takes one sequence
+        num_beams=1,  # this and the cache override the model's generation_config.json: one sequence is streamed
         cache_implementation="dynamic",
         streamer=stream,
         return_dict_in_generate=True,
@@ -147,36 +158,36 @@ def generate(
 
 
 def encode_prompt(model: Any, tokenizer: TextTokenizer, prompt: str) -> list[int]:
-    """The ids of a prompt. Raises ``UserError`` for what is no text or empty, and for ids beyond the model's."""
+    """The ids of a prompt. Raises ``UserError`` for an empty or undecodable one, and for ids that the model lacks."""
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(f"the prompt is no text in UTF-8: {error.reason} at character {error.start}") from None
+        raise UserError(f"the prompt is not UTF-8: {error.reason} at character {error.start}") from None
     ids = list(checked_ids(model, tokenizer.encode(prompt)))
     if not ids:
         raise UserError("the prompt is empty, and this model has no token to begin with; give --prompt")
     return ids
 
 
-def check_length(model: Any, prompt: int, new: int) -> None:
-    """Raise ``UserError`` when prompt and continuation are longer than the model's positions."""
+def _check_length(model: Any, prompt: int, new: int) -> None:
+    """Raise ``UserError`` when prompt and continuation exceed the model's positions."""
     if new < 1:
         raise UserError(f"--max-new-tokens {new} must be at least 1")
     positions = positions_of(model)
     if positions is not None and prompt + new > positions:
         raise UserError(
-            f"the prompt's {prompt} tokens and {new} new ones are more than the model's {positions} positions; give a "
+            f"the prompt's {prompt} tokens and {new} new ones exceed the model's {positions} positions; give a "
             f"shorter prompt, or --max-new-tokens {max(1, positions - prompt)}"
         )
 
 
 def _ends(model: Any, tokenizer: TextTokenizer) -> list[int] | None:
-    """Tokens that end a text: the model's own, else the tokenizer's, as far as the model has them."""
+    """Ids that end a text: the model's own, else the tokenizer's; only those that the model has."""
     own = model.generation_config.eos_token_id
     ids: Sequence[int] = tokenizer.eos_ids if own is None else [own] if isinstance(own, int) else own
     return [token for token in ids if token < model.config.get_text_config(decoder=True).vocab_size] or None
 
 
 def _padding(model: Any, tokenizer: TextTokenizer) -> int:
-    """One sequence is not padded; transformers wants a number all the same."""
+    """Some id: one sequence is never padded, but transformers warns without one."""
     return model.generation_config.pad_token_id or (_ends(model, tokenizer) or [0])[0]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fourfold.errors import UserError
+from fourfold.huggingface.transformers_models import HuggingFaceText, TextTokenizer
+
+if TYPE_CHECKING:
+    from lm_eval.api.model import LM
+    from transformers import PreTrainedModel
 
 
 def import_lm_eval() -> Any:
-    """The lm-eval library, or a sentence that says how to get it."""
+    """Import lm-eval. Raises ``UserError`` with its installation command where it is missing."""
     try:
         import lm_eval
     except ImportError as error:
@@ -18,17 +23,39 @@ def import_lm_eval() -> Any:
     return lm_eval
 
 
+def task_names(names: str) -> tuple[str, ...]:
+    """The tasks of an option: names separated by commas. Raises ``UserError`` where lm-eval is not installed."""
+    tasks = tuple(name.strip() for name in names.split(",") if name.strip())
+    if tasks:
+        import_lm_eval()
+    return tasks
+
+
+def checked_tokenizer(tokenizer: TextTokenizer) -> HuggingFaceText:
+    """The same tokenizer. Raises ``UserError`` for one that lm-eval cannot use."""
+    if not isinstance(tokenizer, HuggingFaceText):
+        raise UserError("tasks need a tokenizer of transformers, and this model reads bytes")
+    return tokenizer
+
+
+def wrap_model(model: PreTrainedModel, tokenizer: HuggingFaceText) -> LM:
+    """A model of transformers as lm-eval drives one."""
+    import_lm_eval()
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=model, tokenizer=tokenizer.tokenizer, batch_size=1)
+
+
 def run_tasks(
-    model: Any,
+    model: LM,
     tasks: Sequence[str],
     folder: Path | None = None,
     limit: int | None = None,
     num_fewshot: int | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Every task's numbers by metric, as lm-eval names them; empty on all processes of a launcher's but the first.
+    """The numbers of every task by metric, as lm-eval names them; empty on all but the first process.
 
-    model: an ``lm_eval.api.model.LM``. folder: of tasks of your own. limit: documents of each task. Raises
-    ``UserError`` for a task that there is not.
+    folder: of your own tasks. limit: documents per task. Raises ``UserError`` for an unknown task.
     """
     lm_eval = import_lm_eval()
     from lm_eval.tasks import TaskManager

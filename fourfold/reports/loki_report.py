@@ -1,4 +1,4 @@
-"""What Loki's calibration and evaluation found: the page, the picture, and the lines that the terminal shares."""
+"""Reports of Loki's calibration and evaluation: the page, the picture, and the rows of the terminal's tables."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ def rank_header(record: Record) -> list[str]:
 
 
 def rank_rows(record: Record) -> Rows:
-    """A line for each layer: fewest dims of a mean head and of the worst, and how well each kind ranks."""
+    """A row per layer: Rank@90 of the mean and of the worst head, and the recall of each kind."""
     rows = []
     for layer in range(len(record["best"])):
         row = [str(layer)]
@@ -36,7 +36,7 @@ def rank_rows(record: Record) -> Rows:
 
 
 def write_rank_report(record: Record, path: Path) -> None:
-    """Write the page of one calibration. Raises UserError when it cannot be written."""
+    """Write the page of one calibration. Raises ``UserError`` when it cannot be written."""
     maps = [
         heat_map(title, ranks, row_label="layer", column_label="KV head", limits=(0, record["head_dim"]))
         for title, ranks in _maps(record)
@@ -57,16 +57,16 @@ def write_rank_report(record: Record, path: Path) -> None:
 
 
 def import_matplotlib() -> Any:
-    """The matplotlib library, or a sentence that says how to get it."""
+    """Import matplotlib. Raises ``UserError`` with its installation command where it is missing."""
     try:
         import matplotlib
     except ImportError as error:
-        raise UserError("a picture needs matplotlib: pip install 'fourfold[plots]'; --report needs nothing") from error
+        raise UserError("a picture needs matplotlib: pip install 'fourfold[plots]'; --report does not") from error
     return matplotlib
 
 
 def write_rank_picture(record: Record, path: Path) -> None:
-    """The heat maps as a PNG (or what the name's ending says). Raises UserError without matplotlib."""
+    """Write the heat maps as a PNG, or in the format of the file's suffix. Raises ``UserError`` without matplotlib."""
     import_matplotlib().use("Agg")
     from matplotlib import pyplot
 
@@ -88,7 +88,7 @@ PERPLEXITY_HEADER = ("attention", "keys of a row", "dims that rank", "perplexity
 
 
 def perplexity_rows(record: Record) -> Rows:
-    """Dense attention, Loki, the oracle and the control."""
+    """A row each for dense attention, Loki, the oracle and the control."""
     dims = [layer["d"] for layer in record["layers"] if layer["d"] is not None]
     ranking = f"{min(dims)}" if min(dims) == max(dims) else f"{min(dims)} to {max(dims)}"
     widths = {"loki": ranking, "oracle": str(record["head_dim"]), "random": ranking}
@@ -112,7 +112,7 @@ LAYER_HEADER = ("layer", "d", "recall", "worst 5 %", "random", "mass", "worst 5 
 
 
 def layer_rows(record: Record) -> Rows:
-    """Recall and captured mass of every layer that is not dense, beside the oracle's and the control's."""
+    """Recall and captured mass of every sparse layer, beside the oracle's and the control's."""
     rows = []
     for layer in record["layers"]:
         if layer["loki"] is None:
@@ -136,7 +136,7 @@ TASK_HEADER = ("task", "metric", "full attention", "Loki")
 
 
 def task_rows(tasks: Record) -> Rows:
-    """Every metric of every task, full attention's and Loki's."""
+    """Every metric of every task, with full attention and with Loki."""
     return [
         [task, metric, f"{value:.4f}", f"{found['loki'][metric]:.4f}" if metric in found.get("loki", {}) else ""]
         for task, found in tasks.items()

@@ -19,7 +19,7 @@ from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, train_bpe
 from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.evaluation.evaluate import EvaluationRequest, evaluate_of_place
-from fourfold.evaluation.perplexity import windows_of
+from fourfold.evaluation.perplexity import rolling_windows
 from fourfold.memorization.scored_model import subject_of
 from fourfold.models.transformer import Transformer
 
@@ -77,7 +77,7 @@ def by_hand_of(saved: SavedWeights, tokens: list[int], before: int, context: int
 def test_every_token_is_predicted_once() -> None:
     tokens = np.arange(1, 102)
     for context, overlap in ((10, 1), (10, 4), (101, 1), (7, 7), (500, 1)):
-        windows = windows_of(tokens, 0, context, overlap)
+        windows = rolling_windows(tokens, 0, context, overlap)
         counted = np.concatenate([window.tokens[window.first :] for window in windows])
         assert counted.tolist() == tokens.tolist()
         assert all(len(window.tokens) <= context + 1 for window in windows)
@@ -92,7 +92,7 @@ def test_windows_are_those_of_lm_eval() -> None:
             ([*inputs, predicted[-1]], predicted)
             for inputs, predicted in utils.get_rolling_token_windows(tokens, 0, context, overlap)
         ]
-        ours = windows_of(np.array(tokens), 0, context, overlap)
+        ours = rolling_windows(np.array(tokens), 0, context, overlap)
         assert [(w.tokens.tolist(), w.tokens[w.first :].tolist()) for w in ours] == theirs
 
 

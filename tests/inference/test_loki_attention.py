@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_all_keys_are_eager_attention(name: str, kv_heads: int) -> None:
     tokens = prompt()
     expected = model(tokens).logits
     assert expected.abs().max() > 0.3
-    for config in (EVERY, EVERY.but(cache="rotated"), EVERY.but(prefill="simulate", sink=1, recent=1)):
+    for config in (EVERY, replace(EVERY, cache="rotated"), replace(EVERY, prefill="simulate", sink=1, recent=1)):
         enable_loki(model, basis, config)
         for logits in (step_by_step(model, tokens, 1), step_by_step(model, tokens, 30), model(tokens).logits):
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
@@ -119,7 +120,7 @@ def test_what_is_supported_is_tested() -> None:
 def test_a_model_decodes_as_the_paper_says(llama: tuple[Any, LokiBasis], cache: str) -> None:
     """Every step's attention of every layer against the slow one, on what the model itself has cached."""
     model, basis = llama
-    config = SPARSE.but(cache=cache)
+    config = replace(SPARSE, cache=cache)
     enable_loki(model, basis, config)
     from fourfold.inference.loki import loki_attention as attention
 
@@ -128,7 +129,8 @@ def test_a_model_decodes_as_the_paper_says(llama: tuple[Any, LokiBasis], cache: 
     def watching(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
         out = attention.loki_attention(module, query, key, value, mask, **more)
         if query.shape[2] == 1:
-            whole_KDD, d = basis.of_layer(module.layer_idx, config)
+            of_layer = basis.of_layer(module.layer_idx, config)
+            whole_KDD, d = of_layer.whole_KDD, of_layer.d
             raw = key if cache == "proxy" else key @ whole_KDD.transpose(-1, -2)
             expected = slow_decode(query[0, :, 0], raw[0], value[0], whole_KDD, d, 12, more["scaling"])
             seen.append((out[0][0, 0], expected))
@@ -148,11 +150,13 @@ def test_a_model_decodes_as_the_paper_says(llama: tuple[Any, LokiBasis], cache: 
     assert (logits - model(prompt(1)).logits).abs().max() > 1e-3  # it was sparse
 
 
-@pytest.mark.parametrize("config", [SPARSE, SPARSE.but(sink=2, recent=3), SPARSE.but(group_reduce="max")], ids=str)
+@pytest.mark.parametrize(
+    "config", [SPARSE, replace(SPARSE, sink=2, recent=3), replace(SPARSE, group_reduce="max")], ids=str
+)
 @pytest.mark.parametrize("cache", ["proxy", "rotated"])
 def test_padding_on_the_left_changes_nothing(llama: tuple[Any, LokiBasis], config: LokiConfig, cache: str) -> None:
     model, basis = llama
-    enable_loki(model, basis, config.but(cache=cache))
+    enable_loki(model, basis, replace(config, cache=cache))
     tokens, padding = prompt(2, 40), 9
     alone = model.generate(tokens[:1], max_new_tokens=8, do_sample=False, attention_mask=torch.ones(1, 40).long())
     padded = torch.cat([torch.zeros(1, padding).long(), tokens[:1]], 1)
@@ -183,7 +187,7 @@ def test_prompts_in_chunks(llama: tuple[Any, LokiBasis]) -> None:
 def test_a_cache_is_cropped_copied_and_reordered(llama: tuple[Any, LokiBasis], cache: str) -> None:
     model, basis = llama
     tokens = prompt(2)
-    enable_loki(model, basis, SPARSE.but(cache=cache))
+    enable_loki(model, basis, replace(SPARSE, cache=cache))
     expected = step_by_step(model, tokens, 45)[:, 45]
     held = DynamicCache(config=model.config)
     step_by_step(model, tokens, 45, past_key_values=held)
@@ -252,7 +256,7 @@ def test_a_cache_that_was_filled_before(llama: tuple[Any, LokiBasis]) -> None:
     held = DynamicCache(config=model.config)
     model(tokens[:, :40], past_key_values=held, use_cache=True)
     assert type(held.layers[0]) is DynamicLayer
-    enable_loki(model, basis, SPARSE.but(d=7))
+    enable_loki(model, basis, replace(SPARSE, d=7))
     model(tokens[:, 40:41], past_key_values=held, use_cache=True)
     held.crop(-1)
     enable_loki(model, basis, SPARSE)
@@ -265,10 +269,26 @@ def test_a_cache_that_was_filled_before(llama: tuple[Any, LokiBasis]) -> None:
     assert held.get_seq_length() == 50
 
 
+def test_keys_beside_a_proxy_are_rotated_by_another_basis(llama: tuple[Any, LokiBasis]) -> None:
+    """The cache goes on with rotated keys, and gives what one that began with them does."""
+    model, basis = llama
+    tokens, rotated = prompt(), replace(SPARSE, cache="rotated")
+    enable_loki(model, basis.random(), rotated)
+    expected = step_by_step(model, tokens[:, :43], 40)[:, 40:]
+    enable_loki(model, basis, SPARSE)
+    held = DynamicCache(config=model.config)
+    model(tokens[:, :40], past_key_values=held, use_cache=True)
+    enable_loki(model, basis.random(), rotated)
+    found = [model(tokens[:, i : i + 1], past_key_values=held, use_cache=True).logits for i in range(40, 43)]
+    disable_loki(model)
+    assert isinstance(held.layers[0], RotatedLayer)
+    torch.testing.assert_close(torch.cat(found, 1), expected)
+
+
 def test_rotated_keys_are_refused_by_an_attention_that_does_not_know_them(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     tokens = prompt()
-    enable_loki(model, basis, SPARSE.but(cache="rotated"))
+    enable_loki(model, basis, replace(SPARSE, cache="rotated"))
     held = DynamicCache(config=model.config)
     model(tokens[:, :40], past_key_values=held, use_cache=True)
     assert isinstance(held.layers[0], RotatedLayer)
@@ -277,7 +297,7 @@ def test_rotated_keys_are_refused_by_an_attention_that_does_not_know_them(llama:
     with pytest.raises(UserError, match="start a new cache"):
         model(row, past_key_values=held, use_cache=True)
     model.set_attn_implementation("loki")
-    enable_loki(model, basis.random(), SPARSE.but(cache="rotated"))
+    enable_loki(model, basis.random(), replace(SPARSE, cache="rotated"))
     with pytest.raises(UserError, match="another basis"):
         model(row, past_key_values=held, use_cache=True)
     enable_loki(model, basis, SPARSE)
@@ -292,16 +312,16 @@ def test_skipped_and_short(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     tokens = prompt()
     dense = model(tokens).logits
-    enable_loki(model, basis, SPARSE.but(min_seq=51))
+    enable_loki(model, basis, replace(SPARSE, min_seq=51))
     short = step_by_step(model, tokens, 30)
     enable_loki(model, basis, SPARSE)
     both = step_by_step(model, tokens, 30)
-    enable_loki(model, basis, SPARSE.but(skip_layers=(0,)))
+    enable_loki(model, basis, replace(SPARSE, skip_layers=(0,)))
     held = DynamicCache(config=model.config)
     half = step_by_step(model, tokens, 30, past_key_values=held)
     assert [type(layer) for layer in held.layers] == [GrowingLayer, LokiLayer]
     with pytest.raises(UserError, match="layers are 0 to 1"):
-        enable_loki(model, basis, SPARSE.but(skip_layers=(2,)))
+        enable_loki(model, basis, replace(SPARSE, skip_layers=(2,)))
     disable_loki(model)
     torch.testing.assert_close(short, dense, rtol=0, atol=1e-5)
     assert (half[:, 31:] - dense[:, 31:]).abs().max() > 1e-3
@@ -351,7 +371,7 @@ def test_the_cache_does_not_move_at_every_token(llama: tuple[Any, LokiBasis]) ->
     places = set()
     for i in range(200):
         model(tokens[:, i : i + 1], past_key_values=held, use_cache=True)
-        places |= {(plane, held.layers[0].planes[plane].view.data_ptr()) for plane in range(3)}
+        places |= {(buffer, held.layers[0].buffers[buffer].filled.data_ptr()) for buffer in range(3)}
     disable_loki(model)
     assert len(places) <= 3 * 3  # room for 64, 128, 256
 
@@ -365,7 +385,7 @@ def test_half_precision(llama: tuple[Any, LokiBasis], cache: str) -> None:
     tokens = prompt()
     expected = model(tokens).logits
     rounding = (half(tokens).logits.float() - expected).abs().mean()
-    enable_loki(half, basis, EVERY.but(cache=cache))
+    enable_loki(half, basis, replace(EVERY, cache=cache))
     found = step_by_step(half, tokens, 20).float()
     assert (found - expected).abs().mean() < 1.3 * rounding
 
@@ -375,12 +395,12 @@ def test_a_proxy_in_bf16_only_ranks(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     tokens = prompt()
     expected = model(tokens).logits
-    enable_loki(model, basis, EVERY.but(proxy_dtype="bf16"))
+    enable_loki(model, basis, replace(EVERY, proxy_dtype="bf16"))
     torch.testing.assert_close(step_by_step(model, tokens, 20), expected, rtol=1e-4, atol=1e-5)
-    few = EVERY.but(k=20, k_f=None)
+    few = replace(EVERY, k=20, k_f=None)
     found = []
     for kind in ("same", "bf16"):
-        enable_loki(model, basis, few.but(proxy_dtype=kind))
+        enable_loki(model, basis, replace(few, proxy_dtype=kind))
         found.append(step_by_step(model, tokens, 20))
     disable_loki(model)
     rounded, sparsified = (found[1] - found[0]).norm(), (found[0] - expected).norm()
@@ -414,6 +434,6 @@ def test_per_layer_dims_from_the_variance(llama: tuple[Any, LokiBasis]) -> None:
         {"post": Components(basis.components["post"].vectors_LKDD, variances)}, ("post",) * 2, basis.fingerprint, 64, 64
     )
     enable_loki(model, planted, LokiConfig(variance=0.99, k=12, min_seq=0))
-    dims = [layer.self_attn.loki.recipe.d for layer in model.model.layers]
+    dims = [layer.self_attn.loki.recipe.basis.d for layer in model.model.layers]
     disable_loki(model)
     assert dims == [2, 5]

@@ -16,9 +16,9 @@ pytest.importorskip("transformers")
 from fourfold.errors import UserError
 from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, enable_loki
 from fourfold.inference.loki.basis import Components
-from fourfold.inference.loki.key_hooks import turned_back, watched
+from fourfold.inference.loki.key_hooks import observe_keys, undo_rotary
 from fourfold.inference.loki.principal_components import Moments
-from fourfold.inference.loki.select import SAMPLED, _best_above_a_threshold, best, choose
+from fourfold.inference.loki.select import SAMPLED, choose_keys, places_above_threshold, top_places
 from fourfold.inference.loki.simulate import Probe, simulate
 
 
@@ -30,7 +30,7 @@ def llama() -> tuple[Any, LokiBasis]:
 
 def test_streamed_covariance_is_that_of_all_keys_together() -> None:
     keys = torch.randn(3, 2, 50, 6, generator=torch.Generator().manual_seed(0)) + 5.0
-    moments = Moments.none(2, 6)
+    moments = Moments.zero(2, 6)
     for part in keys.split(1):
         moments.add(part)
     for head in range(2):
@@ -45,15 +45,15 @@ def test_streamed_covariance_is_that_of_all_keys_together() -> None:
 def test_planted_directions_are_found() -> None:
     """Keys in 3 of 16 directions, around a mean that is none of them: 3 dims rank as all 16 do."""
     generator = torch.Generator().manual_seed(1)
-    plane = torch.linalg.qr(torch.randn(2, 16, 3, generator=generator)).Q
-    inside = torch.randn(1, 2, 300, 3, generator=generator) @ plane.transpose(-1, -2)
+    buffer = torch.linalg.qr(torch.randn(2, 16, 3, generator=generator)).Q
+    inside = torch.randn(1, 2, 300, 3, generator=generator) @ buffer.transpose(-1, -2)
     keys = inside + 4 * torch.randn(1, 2, 1, 16, generator=generator)
-    moments = Moments.none(2, 16)
+    moments = Moments.zero(2, 16)
     moments.add(keys)
     vectors_KDD, variances_KD = moments.components()
     assert Components(vectors_KDD[None], variances_KD[None]).ranks_at(0.999).tolist() == [[3, 3]]
     found = vectors_KDD[..., :3] @ vectors_KDD[..., :3].transpose(-1, -2)
-    torch.testing.assert_close(found, plane @ plane.transpose(-1, -2), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found, buffer @ buffer.transpose(-1, -2), rtol=1e-3, atol=1e-3)
     query = torch.randn(1, 8, 300, 16, generator=generator)
     probe, config = Probe(), LokiConfig(k=30, min_seq=0)
     simulate(query, keys, keys, vectors_KDD[..., :3], 3, config, 0.25, None, probe)
@@ -73,7 +73,7 @@ def test_keys_before_their_rotary_embedding(name: str, keys: str) -> None:
     def watcher(layer: int, query: Any, found: dict[str, Any], scaling: float) -> None:
         turns[layer] = found
 
-    with torch.no_grad(), watched(model, [layer.self_attn for layer in model.model.layers], watcher):
+    with torch.no_grad(), observe_keys(model, [layer.self_attn for layer in model.model.layers], watcher):
         model.model(torch.tensor(windows(1)))
     expected = seen["before"].view(1, 64, 2, -1).transpose(1, 2)
     torch.testing.assert_close(turns[1]["pre"], expected, rtol=1e-4, atol=1e-5)
@@ -83,7 +83,7 @@ def test_keys_before_their_rotary_embedding(name: str, keys: str) -> None:
 def test_a_part_of_a_head_may_be_turned() -> None:
     keys = torch.randn(1, 1, 5, 8)
     cos, sin = torch.ones(1, 5, 4), torch.zeros(1, 5, 4)
-    torch.testing.assert_close(turned_back(keys, cos, sin), keys)
+    torch.testing.assert_close(undo_rotary(keys, cos, sin), keys)
 
 
 def test_what_a_calibration_says(llama: tuple[Any, LokiBasis]) -> None:
@@ -108,7 +108,9 @@ def test_a_file_gives_the_same_basis(llama: tuple[Any, LokiBasis], tmp_path: Pat
     for kind in ("pre", "post"):
         assert torch.equal(again.components[kind].vectors_LKDD, basis.components[kind].vectors_LKDD)
     enable_loki(model, again, LokiConfig(basis="pre"))
-    assert torch.equal(model.model.layers[1].self_attn.loki.recipe.basis_KDD, basis.components["pre"].vectors_LKDD[1])
+    assert torch.equal(
+        model.model.layers[1].self_attn.loki.recipe.basis.whole_KDD, basis.components["pre"].vectors_LKDD[1]
+    )
 
 
 def test_another_model_is_refused(llama: tuple[Any, LokiBasis]) -> None:
@@ -147,7 +149,7 @@ def test_files_that_are_no_basis(llama: tuple[Any, LokiBasis], tmp_path: Path) -
     save_file({k: v.half() if k.endswith("vectors") else v for k, v in load_file(good).items()}, bad, about)
     assert LokiBasis.load(str(bad)).components["post"].vectors_LKDD.dtype == torch.float32
     save_file({"weight": torch.zeros(3)}, bad)
-    with pytest.raises(UserError, match="is no basis"):
+    with pytest.raises(UserError, match="is not a basis"):
         LokiBasis.load(bad)
     bad.write_bytes(good.read_bytes()[:500])
     with pytest.raises(UserError, match="damaged"):
@@ -188,8 +190,8 @@ def test_architectures_that_cannot_have_it(kind: str) -> None:
         ({"d": 0}, "d = 0"),
         ({"k_f": 0.0}, "above 0 and at most 1"),
         ({"d_f": 1.5}, "at most 1"),
-        ({"k": 5, "k_f": 0.5}, "k and k_f say the same"),
-        ({"d": 5, "variance": 0.5}, "d and variance say the same"),
+        ({"k": 5, "k_f": 0.5}, "k and k_f exclude each other"),
+        ({"d": 5, "variance": 0.5}, "d and variance exclude each other"),
         ({"k": 5, "sink": 3, "recent": 3}, "raise k to at least 6"),
         ({"min_seq": -1}, "at least 0"),
         ({"group_reduce": "sum"}, "softmax, max, mean"),
@@ -200,7 +202,7 @@ def test_architectures_that_cannot_have_it(kind: str) -> None:
         ({"d": True}, "d = True is not a whole number"),
         ({"min_seq": float("nan")}, "min_seq = nan is not a whole number"),
         ({"k_f": "0.5"}, "k_f = '0.5' is not a number"),
-        ({"skip_layers": 0}, "skip_layers = 0; give several"),
+        ({"skip_layers": 0}, "skip_layers = 0 is not a tuple"),
         ({"skip_layers": (0, 1.5)}, "skip_layers.1. = 1.5 is not a whole number"),
     ],
 )
@@ -217,8 +219,8 @@ def test_more_dims_than_a_head_has(llama: tuple[Any, LokiBasis]) -> None:
 
 def test_how_many_keys() -> None:
     share = LokiConfig(k_f=0.25, min_k=20)
-    assert [share.keys_of(length) for length in (10, 20, 70, 81, 1000)] == [10, 20, 20, 21, 250]
-    assert [LokiConfig(k=64).keys_of(length) for length in (10, 1000)] == [10, 64]
+    assert [share.key_count(length) for length in (10, 20, 70, 81, 1000)] == [10, 20, 20, 21, 250]
+    assert [LokiConfig(k=64).key_count(length) for length in (10, 1000)] == [10, 64]
     assert [LokiConfig(k=64, min_seq=100).is_dense_at(length) for length in (64, 99, 100)] == [True, True, False]
 
 
@@ -232,7 +234,7 @@ def test_the_best_are_the_best(length: int) -> None:
     rows.append(torch.where(torch.arange(length) < 30, 1.0, -torch.inf))
     uneven = torch.randn(5, length, generator=generator) * torch.arange(1.0, 6.0)[:, None]
     for table in (*(row[None] for row in rows), torch.stack(rows), uneven, uneven.round(decimals=1)):
-        chosen = best(table[None], 40)
+        chosen = top_places(table[None], 40)
         assert chosen.shape == (1, len(table), 40)
         for row, places in zip(table, chosen[0], strict=True):
             assert len(set(places.tolist())) == 40
@@ -242,23 +244,23 @@ def test_the_best_are_the_best(length: int) -> None:
 def test_what_is_broken_is_not_hidden() -> None:
     rows = torch.randn(2, 3, 20_000)
     rows[1, 2, 5] = torch.nan
-    assert 5 in best(rows, 64)[1, 2]
-    assert best(rows[:0], 64).shape == (0, 3, 64)
+    assert 5 in top_places(rows, 64)[1, 2]
+    assert top_places(rows[:0], 64).shape == (0, 3, 64)
 
 
 def test_a_sample_misleads_hardly_ever() -> None:
     """Were all of many long rows looked at for the sake of one, a step would take twice as long."""
     rows = torch.randn(100, 20, 20_000, generator=torch.Generator().manual_seed(0))
-    misled = sum(_best_above_a_threshold(table, 1000) is None for table in rows)
+    misled = sum(places_above_threshold(table, 1000) is None for table in rows)
     assert misled <= 3
 
 
 def test_first_and_last_are_always_chosen() -> None:
     worth = torch.rand(2, 3, 30)
     config = LokiConfig(k=8, sink=2, recent=3)
-    for row in choose(worth, 8, config).flatten(0, 1).tolist():
+    for row in choose_keys(worth, 8, config).flatten(0, 1).tolist():
         assert {0, 1, 27, 28, 29} <= set(row)
     visible = torch.arange(30).expand(2, 1, 30) >= torch.tensor([5, 0])[:, None, None]
-    chosen = choose(worth.masked_fill(~visible, -torch.inf), 8, config, visible)
+    chosen = choose_keys(worth.masked_fill(~visible, -torch.inf), 8, config, visible)
     for row in chosen[0].tolist():
         assert {5, 6, 27, 28, 29} <= set(row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_lo
 from fourfold.inference.loki.architecture import attentions_of
 from fourfold.inference.loki.basis import Components
 from fourfold.inference.loki.cache import LokiLayer
-from fourfold.inference.loki.fingerprint import _sample
-from fourfold.inference.loki.key_hooks import watched
-from fourfold.inference.loki.quality import evaluate
+from fourfold.inference.loki.fingerprint import sample_matrix
+from fourfold.inference.loki.key_hooks import observe_keys
+from fourfold.inference.loki.quality import measure_quality
 
 SPARSE = LokiConfig(d=4, k=12, min_seq=0)
 
@@ -44,7 +45,7 @@ def test_a_sample_of_a_large_matrix() -> None:
     """More numbers than float32 can count."""
     large = torch.empty(8192, 8192, dtype=torch.bfloat16)
     large[0, 0], large[-1, -1] = 2.0, 3.0
-    sample = _sample(large)
+    sample = sample_matrix(large)
     assert (len(sample), sample[0].item(), sample[-1].item()) == (32, 2.0, 3.0)
 
 
@@ -53,7 +54,7 @@ def test_dropout_meets_rotated_keys(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     tokens = prompt()
     expected = model(tokens).logits
-    enable_loki(model, basis, SPARSE.but(cache="rotated"))
+    enable_loki(model, basis, replace(SPARSE, cache="rotated"))
     model.train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 1e-9
@@ -75,16 +76,16 @@ def test_a_step_with_autograd(llama: tuple[Any, LokiBasis]) -> None:
 
 def test_an_evaluation_begins_without_loki(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
-    expected = evaluate(model, windows(2), basis, SPARSE)
-    enable_loki(model, basis, SPARSE.but(prefill="simulate", k=4))
-    assert evaluate(model, windows(2), basis, SPARSE) == expected
+    expected = measure_quality(model, windows(2), basis, SPARSE)
+    enable_loki(model, basis, replace(SPARSE, prefill="simulate", k=4))
+    assert measure_quality(model, windows(2), basis, SPARSE) == expected
     assert model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("switch", ["other model", "disable"])
 def test_an_interrupted_pass_leaves_rotated_keys_refused(switch: str) -> None:
     model = loki_model(num_hidden_layers=1)
-    enable_loki(model, calibrate(model, windows()), SPARSE.but(cache="rotated"))
+    enable_loki(model, calibrate(model, windows()), replace(SPARSE, cache="rotated"))
     tokens, held = prompt(), DynamicCache(config=model.config)
     with torch.no_grad():
         model(tokens[:, :40], past_key_values=held, use_cache=True)
@@ -106,7 +107,7 @@ def test_an_interrupted_pass_leaves_rotated_keys_refused(switch: str) -> None:
 def test_a_cache_is_offloaded_before_the_attention_reads_it(llama: tuple[Any, LokiBasis], cache: str) -> None:
     """As transformers does after each update; what is gone from the device is NaN here."""
     model, basis = llama
-    enable_loki(model, basis, SPARSE.but(cache=cache))
+    enable_loki(model, basis, replace(SPARSE, cache=cache))
     tokens, found = prompt(), []
     with torch.no_grad():
         for is_offloaded in (False, True):
@@ -121,8 +122,8 @@ def test_a_cache_is_offloaded_before_the_attention_reads_it(llama: tuple[Any, Lo
 def _then_away(layer: Any) -> Any:
     def update(*arguments: Any, **keywords: Any) -> Any:
         out = type(layer).update(layer, *arguments, **keywords)
-        for plane in layer.planes:
-            plane._data = torch.full_like(plane._data, float("nan"))
+        for buffer in layer.buffers:
+            buffer.storage = torch.full_like(buffer.storage, float("nan"))
         return out
 
     return update
@@ -138,8 +139,8 @@ def test_the_cache_is_let_go_after_a_pass(llama: tuple[Any, LokiBasis]) -> None:
 def test_the_part_and_the_whole_of_a_model(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     expected = model(prompt()).logits
-    enable_loki(model.model, basis, SPARSE.but(prefill="simulate"))
-    enable_loki(model, basis, SPARSE.but(prefill="simulate", k=5))
+    enable_loki(model.model, basis, replace(SPARSE, prefill="simulate"))
+    enable_loki(model, basis, replace(SPARSE, prefill="simulate", k=5))
     assert model.model.layers[0].self_attn.loki.recipe.config.k == 5
     disable_loki(model.model)
     assert model.config._attn_implementation == "eager"
@@ -224,7 +225,7 @@ def test_a_cache_of_fixed_size_cannot_know_how_much_is_filled(llama: tuple[Any, 
 @pytest.mark.parametrize("kind", ["static", "chunk"])
 def test_what_cannot_be_simulated_is_refused(llama: tuple[Any, LokiBasis], kind: str) -> None:
     model, basis = llama
-    enable_loki(model, basis, SPARSE.but(prefill="simulate"))
+    enable_loki(model, basis, replace(SPARSE, prefill="simulate"))
     tokens, held = prompt(), DynamicCache(config=model.config)
     with torch.no_grad():
         if kind == "static":
@@ -239,13 +240,13 @@ def test_a_layer_that_was_skipped_is_ranked_later(llama: tuple[Any, LokiBasis]) 
     model, basis = llama
     tokens, held = prompt(), DynamicCache(config=model.config)
     with torch.no_grad():
-        enable_loki(model, basis, SPARSE.but(skip_layers=(0,)))
+        enable_loki(model, basis, replace(SPARSE, skip_layers=(0,)))
         model(tokens[:, :40], past_key_values=held, use_cache=True)
         enable_loki(model, basis, SPARSE)
         model(tokens[:, 40:41], past_key_values=held, use_cache=True)
     assert isinstance(held.layers[0], LokiLayer)
     with pytest.raises(UserError, match="no layer to Loki"):
-        enable_loki(model, basis, SPARSE.but(skip_layers=(0, 1)))
+        enable_loki(model, basis, replace(SPARSE, skip_layers=(0, 1)))
 
 
 def test_a_prompt_in_inference_mode_goes_on_outside_it(llama: tuple[Any, LokiBasis]) -> None:
@@ -312,7 +313,7 @@ def test_layers_without_a_rotary_embedding() -> None:
     seen = {}
     with (
         torch.no_grad(),
-        watched(model, attentions_of(model), lambda layer, query, keys, _: seen.update({layer: keys})),
+        observe_keys(model, attentions_of(model), lambda layer, query, keys, _: seen.update({layer: keys})),
     ):
         model(prompt(1, 30))
     assert not torch.equal(seen[0]["pre"], seen[0]["post"])
@@ -352,7 +353,7 @@ def test_another_cache_is_said_to_be_dense_once(llama: tuple[Any, LokiBasis], ca
     with torch.no_grad():
         for begin in (0, 25):
             model(tokens[:, begin : begin + 25], past_key_values=held, use_cache=True)
-    assert caplog.text.count("attended to densely") == 1
+    assert caplog.text.count("a cache of type OwnLayer is dense") == 1
 
 
 def test_a_benchmark_of_a_short_context() -> None:
@@ -373,7 +374,7 @@ def test_a_cache_of_fixed_size_keeps_its_buffers(llama: tuple[Any, LokiBasis]) -
             model(tokens[:, :40], past_key_values=held, use_cache=True)
             place = held.layers[0].keys.data_ptr()
             for row, d in ((40, 4), (41, 6)):
-                enable_loki(model, basis, SPARSE.but(d=d))
+                enable_loki(model, basis, replace(SPARSE, d=d))
                 found.append(model(tokens[:, row : row + 1], past_key_values=held, use_cache=True).logits)
     assert held.layers[0].keys.data_ptr() == place
     torch.testing.assert_close(found[:2], found[2:])

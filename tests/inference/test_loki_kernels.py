@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from fourfold.errors import UserError
 from fourfold.inference.loki import LokiConfig
 from fourfold.inference.loki import settings as config_module
 from fourfold.inference.loki.attend import decode, project
-from fourfold.inference.loki.select import agree, keys_of_each
+from fourfold.inference.loki.select import combine_heads, keys_per_sequence
 
 DEVICES = {"triton": "cuda" if torch.cuda.is_available() else "cpu", "numba": "cpu"}
 
@@ -53,14 +54,14 @@ def step(
     basis = torch.linalg.qr(torch.randn(heads, width, width, generator=generator)).Q[..., :d]
     proxy = key[..., :d] if rotated else project(key, basis)
     k_B = None
-    k = config.keys_of(length)
+    k = config.key_count(length)
     if visible is not None:
-        k, k_B = config.most_keys_of(length), keys_of_each(visible[:, 0].sum(-1), config)
+        k, k_B = config.largest_key_count(length), keys_per_sequence(visible[:, 0].sum(-1), config)
     tensors = [t.to(DEVICES[kernels]) for t in (query, key, value, proxy)]
     rest = [None if t is None else t.to(DEVICES[kernels]) for t in (None if rotated else basis, visible, k_B)]
     with torch.no_grad():
         return tuple(
-            decode(*tensors, rest[0], k, config.but(kernels=name), width**-0.5, rest[1], rest[2])
+            decode(*tensors, rest[0], k, replace(config, kernels=name), width**-0.5, rest[1], rest[2])
             for name in (kernels, "torch")
         )
 
@@ -156,7 +157,7 @@ def test_nothing_but_what_is_chosen_is_read(kernels: str) -> None:
     generator = torch.Generator().manual_seed(0)
     key, value = torch.randn(2, 1, 1, 500, 16, generator=generator)
     query, proxy = torch.randn(1, 2, 16, generator=generator), key[..., :4].clone()
-    worth = agree(torch.matmul(query[None, ..., :4] * 0.25, proxy.mT), "softmax")
+    worth = combine_heads(torch.matmul(query[None, ..., :4] * 0.25, proxy.mT), "softmax")
     chosen = worth[0, 0].topk(20).indices
     others = torch.ones(500, dtype=torch.bool).index_fill(0, chosen, False)
     tensors = [t.to(DEVICES[kernels]) for t in (query, key, value, proxy)]
@@ -194,7 +195,9 @@ def test_where_numba_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="float32 and bfloat16 on a CPU, not float16 on cpu"):
         LokiConfig(kernels="numba").kernels_for(cpu, torch.float16)
     assert auto.kernels_for(cpu, torch.float32, torch.float16) == "torch"
-    monkeypatch.setattr(config_module, "_why_not", lambda package: "is not installed: pip install 'fourfold[loki]'")
+    monkeypatch.setattr(
+        config_module, "why_unavailable", lambda package: "is not installed: pip install 'fourfold[loki]'"
+    )
     assert auto.kernels_for(cpu, torch.float32) == "torch"
     with pytest.raises(UserError, match=r"needs numba, which is not installed: pip install 'fourfold\[loki\]'"):
         LokiConfig(kernels="numba").kernels_for(cpu, torch.float32)

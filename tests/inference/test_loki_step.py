@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tiny_loki import slow_decode
 from torch import Tensor
 
 from fourfold.inference.loki import LokiConfig, attend
-from fourfold.inference.loki.attend import attend_to, decode
+from fourfold.inference.loki.attend import attend_to_chosen, decode
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +98,7 @@ def test_a_sequence_that_sees_nothing_gives_zeros(config: LokiConfig) -> None:
 def test_a_key_that_is_no_number_shows(config: LokiConfig, group: int, reduce: str, broken: float) -> None:
     tensors = one_step(group=group)
     tensors["key"][1, 1, 20] = broken
-    out = fast(tensors, 3, 5, tensors["basis"], config.but(group_reduce=reduce)).unflatten(1, (2, group))
+    out = fast(tensors, 3, 5, tensors["basis"], replace(config, group_reduce=reduce)).unflatten(1, (2, group))
     assert out[1, 1].isnan().all()
     assert out[0].isfinite().all() and out[2].isfinite().all() and out[1, 0].isfinite().all()
 
@@ -117,7 +118,7 @@ def test_rows_are_gathered_out_of_a_growing_cache() -> None:
     room = torch.randn(2, 3, 64, 8)
     chosen = torch.stack([torch.randperm(40)[:5] for _ in range(6)]).view(2, 3, 5)
     query = torch.randn(2, 3, 2, 8)
-    found = attend_to(query, room[:, :, :40], room[:, :, :40], chosen, 1.0)
+    found = attend_to_chosen(query, room[:, :, :40], room[:, :, :40], chosen, 1.0)
     packed = room[:, :, :40].gather(2, chosen[..., None].expand(-1, -1, -1, 8))
     expected = torch.nn.functional.scaled_dot_product_attention(query, packed, packed, scale=1.0)
     torch.testing.assert_close(found, expected)
@@ -126,12 +127,12 @@ def test_rows_are_gathered_out_of_a_growing_cache() -> None:
 @pytest.mark.parametrize("at_once", [1, 1 << 30])
 def test_a_few_heads_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As all at once, also where some sequences may attend to fewer keys, or to none; sums in fp32 or wider."""
-    monkeypatch.setattr(attend, "GATHERED", at_once)
+    monkeypatch.setattr(attend, "GATHER_BYTES", at_once)
     visible = torch.arange(40) >= torch.tensor([0, 30, 40])[:, None, None]
     chosen = torch.randn(3, 5, 40).masked_fill(~visible, -torch.inf).argsort(-1, descending=True)[..., :6]
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         query, keys, values = (torch.randn(3, 5, n, 8, dtype=dtype) for n in (2, 40, 40))
-        found = attend_to(query, keys, values, chosen, 0.5, visible, torch.tensor([6, 4, 0]))
+        found = attend_to_chosen(query, keys, values, chosen, 0.5, visible, torch.tensor([6, 4, 0]))
         rows = chosen[..., None].expand(-1, -1, -1, 8)
         counts = torch.tensor([6, 4, 1])[:, None, None, None]
         expected = torch.nn.functional.scaled_dot_product_attention(

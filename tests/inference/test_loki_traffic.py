@@ -23,7 +23,7 @@ def test_bytes_read(length: int, k: int, batch: int) -> None:
     tokens = torch.randn(batch, heads, length, head_dim, generator=generator)
     layer.update(tokens, tokens)
     query = torch.randn(batch, 8, head_dim, generator=generator)
-    with CacheTraffic([plane.view for plane in layer.planes]) as traffic:
+    with CacheTraffic([buffer.filled for buffer in layer.buffers]) as traffic:
         layer.update(tokens[:, :, :1], tokens[:, :, :1])
         decode(query, layer.keys, layer.values, layer.proxy_BKSd, basis, k, LokiConfig(k=k, sink=1, recent=4), 0.125)
     floor = batch * floor_bytes(length + 1, head_dim, d, k, heads, 4)

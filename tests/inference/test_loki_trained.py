@@ -11,7 +11,7 @@ from babyllama import babyllama, needs_babyllama, stories
 pytest.importorskip("transformers")
 
 from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
-from fourfold.inference.loki.quality import evaluate
+from fourfold.inference.loki.quality import measure_quality
 
 Trained = tuple[Any, LokiBasis, list[list[int]]]
 
@@ -55,7 +55,7 @@ def test_all_keys_write_the_same_story(trained: Trained, cache: str, monkeypatch
 
 def test_a_quarter_of_keys_and_dims_beats_random_directions(trained: Trained) -> None:
     model, basis, held = trained
-    record = evaluate(model, held, basis, LokiConfig(k_f=0.25, d_f=0.25, min_k=1))
+    record = measure_quality(model, held, basis, LokiConfig(k_f=0.25, d_f=0.25, min_k=1))
     perplexity, found = record["perplexity"], record["all"]
     print({name: round(value, 4) for name, value in perplexity.items()}, found)
     assert record["k"] == 64

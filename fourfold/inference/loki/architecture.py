@@ -1,12 +1,15 @@
-"""Which models Loki knows: the attention modules of their layers, and what cannot be had."""
+"""The models that Loki supports: their attention modules, and the reasons why others are refused."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
 from fourfold.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 SUPPORTED = (
     "llama",
@@ -25,7 +28,7 @@ SUPPORTED = (
     "smollm3",
     "starcoder2",
 )
-"""Types of models whose attention is softmax(q·k) v on one cache per layer, with whole heads turned in halves."""
+"""Model types whose attention is softmax(q·k) v on one cache per layer, with the rotary embedding in halves."""
 
 LACKING = {
     "gemma2": "its attention caps the scores (softcap)",
@@ -37,50 +40,64 @@ LACKING = {
 }
 
 
-def attentions_of(model: nn.Module) -> list[nn.Module]:
-    """The attention module of every layer, in order. Raises ``UserError`` for a model that Loki does not know."""
+class Attention(nn.Module):
+    """The attributes of a transformers attention module that Loki uses; type checkers only, never instantiated."""
+
+    config: PreTrainedConfig
+    layer_idx: int
+    head_dim: int
+    num_key_value_groups: int
+    loki: object
+    """A ``LayerState`` while Loki is enabled."""
+
+    loki_observer: object
+    """Set while ``observe_keys`` is active."""
+
+
+def attentions_of(model: PreTrainedModel) -> list[Attention]:
+    """The attention module of every layer, in order. Raises ``UserError`` for a model that Loki does not support."""
     kind = text_config(model).model_type
     if kind in LACKING:
-        raise UserError(f"loki: models of type '{kind}' cannot have it: {LACKING[kind]}; use full attention")
+        raise UserError(f"loki: models of type '{kind}' are not supported: {LACKING[kind]}; use full attention")
     if kind not in SUPPORTED:
         raise UserError(
-            f"loki: models of type '{kind}' have not been tried; it knows {', '.join(SUPPORTED)}; use full attention"
+            f"loki: models of type '{kind}' are untested; supported are {', '.join(SUPPORTED)}; use full attention"
         )
-    found = {
-        module.layer_idx: module
+    modules = [
+        cast(Attention, module)
         for module in model.modules()
         if hasattr(module, "layer_idx") and hasattr(module, "num_key_value_groups") and hasattr(module, "o_proj")
-    }
+    ]
+    found = {module.layer_idx: module for module in modules}
     count = text_config(model).num_hidden_layers
     assert sorted(found) == list(range(count)), f"{kind}: attention modules of layers {sorted(found)}, not of {count}"
     return [found[number] for number in range(count)]
 
 
-def key_shape(attention: nn.Module) -> tuple[int, int]:
-    """How many KV heads an attention has, and of how many dims."""
+def key_shape(attention: Attention) -> tuple[int, int]:
+    """The number of KV heads, and their size (head_dim)."""
     return attention.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
 
 
-def window_of(attention: nn.Module) -> int | None:
-    """The sliding window of a layer, which sees no long context and stays dense; None where it sees everything.
+def window_of(attention: Attention) -> int | None:
+    """The sliding window of a layer, which keeps it dense; None for a layer that sees the whole context.
 
-    A window of all positions that the model has, as Phi-3 and StarCoder2 may declare one, hides nothing.
+    A window as long as the model's positions, which Phi-3 and StarCoder2 may declare, hides nothing.
     """
     window = _declared_window(attention)
     positions = getattr(attention.config, "max_position_embeddings", None)
     return None if window is not None and positions is not None and window >= positions else window
 
 
-def _declared_window(attention: nn.Module) -> int | None:
-    config = attention.config
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return config.sliding_window if kinds[attention.layer_idx] != "full_attention" else None
-    if hasattr(attention, "sliding_window"):
-        return attention.sliding_window
-    return getattr(config, "sliding_window", None)
+def _declared_window(attention: Attention) -> int | None:
+    kinds = getattr(attention.config, "layer_types", None)
+    if kinds is not None and kinds[attention.layer_idx] == "full_attention":
+        return None
+    declares = attention if kinds is None and hasattr(attention, "sliding_window") else attention.config
+    window: int | None = getattr(declares, "sliding_window", None)
+    return window
 
 
-def text_config(model: Any) -> Any:
+def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     """The part of a model's configuration that describes its text decoder."""
     return model.config.get_text_config(decoder=True)

@@ -1,21 +1,49 @@
-"""One decoding step: rank the cached keys, gather the best, attend to these exactly.
+"""One decoding step: rank the cached keys, gather the best, and attend to those exactly.
 
 Letters of shapes: B sequences, N query heads, K KV heads, G = N / K, S keys, D head_dim, d leading dims, k chosen keys.
 """
 
 from __future__ import annotations
 
-import importlib
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from fourfold.inference.loki.select import agree, choose
+from fourfold.inference.loki.select import choose_keys, combine_heads
 from fourfold.inference.loki.settings import LokiConfig
 
-GATHERED = 1 << 21
-"""Bytes of keys that a CPU gathers at once, if one head of all sequences has no more: a second cache holds about as
-much."""
+GATHER_BYTES = 1 << 21
+"""Bytes of keys that a CPU gathers at a time (at least one head's): about the size of its second-level cache."""
+
+
+class DecodeKernel(Protocol):
+    """A compiled decoding step. query_BKGd is already projected and scaled; returns [B, K, G, D]."""
+
+    def __call__(
+        self,
+        query_BKGD: Tensor,
+        query_BKGd: Tensor,
+        key_BKSD: Tensor,
+        value_BKSD: Tensor,
+        proxy_BKSd: Tensor,
+        k: int,
+        config: LokiConfig,
+        scaling: float,
+        visible_B1S: Tensor | None,
+        k_B: Tensor | None,
+    ) -> Tensor: ...
+
+
+def decode_kernel(name: Literal["triton", "numba"]) -> DecodeKernel:
+    """The kernel of a package, which is imported here."""
+    if name == "triton":
+        from fourfold.inference.loki import triton_kernels
+
+        return triton_kernels.decode
+    from fourfold.inference.loki import numba_kernels
+
+    return numba_kernels.decode
 
 
 def decode(
@@ -32,38 +60,32 @@ def decode(
 ) -> Tensor:
     """Attention of one token to the best k of its cached keys, [B, N, D] (Loki, arXiv 2406.02542, algorithm 1).
 
-    k_B: how many of the k each sequence may attend to, where that differs.
-
-    The query head j uses the KV head j // G. basis_KDd: None where queries and keys are rotated already, so that the
-    leading dims are those that rank. The rows of each head of the caches follow each other. A sequence that sees no key
-    at all gets zeros.
+    basis_KDd: None where queries and keys are already rotated, so that their leading dims rank. k_B: the number of keys
+    of each sequence, at most k, where sequences differ. The rows of each head must be contiguous in the caches. A
+    sequence that sees no key gets zeros.
     """
     query_BKGD = query_BND.unflatten(1, (key_BKSD.shape[1], -1))
     d = proxy_BKSd.shape[-1]
     query_BKGd = query_BKGD[..., :d] if basis_KDd is None else project(query_BKGD, basis_KDd)
     query_BKGd = (query_BKGd * scaling).to(proxy_BKSd.dtype)
-    # Autograd knows nothing of kernels of our own.
-    kernels = (
-        "torch"
-        if torch.is_grad_enabled()
-        else config.kernels_for(key_BKSD.device, key_BKSD.dtype, value_BKSD.dtype, proxy_BKSd.dtype)
-    )
-    if kernels != "torch":
-        ours = importlib.import_module(f"fourfold.inference.loki.{kernels}_kernels").decode
-        with torch.cuda.device_of(query_BND):  # where Triton launches
-            cached = (key_BKSD, value_BKSD, proxy_BKSd)
-            return ours(query_BKGD, query_BKGd, *cached, k, config, scaling, visible_B1S, k_B).flatten(1, 2)
-    worth_BKS = agree(torch.matmul(query_BKGd, proxy_BKSd.transpose(-1, -2)), config.group_reduce, visible_B1S)
-    chosen_BKk = choose(worth_BKS, k, config, visible_B1S, k_B)
-    return attend_to(query_BKGD, key_BKSD, value_BKSD, chosen_BKk, scaling, visible_B1S, k_B).flatten(1, 2)
+    cached = (key_BKSD, value_BKSD, proxy_BKSd)
+    if not torch.is_grad_enabled():  # the compiled kernels have no backward
+        kernels = config.kernels_for(key_BKSD.device, *(tensor.dtype for tensor in cached))
+        if kernels != "torch":
+            with torch.cuda.device_of(query_BND):  # where Triton launches
+                step = decode_kernel(kernels)
+                return step(query_BKGD, query_BKGd, *cached, k, config, scaling, visible_B1S, k_B).flatten(1, 2)
+    worth_BKS = combine_heads(torch.matmul(query_BKGd, proxy_BKSd.transpose(-1, -2)), config.group_reduce, visible_B1S)
+    chosen_BKk = choose_keys(worth_BKS, k, config, visible_B1S, k_B)
+    return attend_to_chosen(query_BKGD, key_BKSD, value_BKSD, chosen_BKk, scaling, visible_B1S, k_B).flatten(1, 2)
 
 
 def project(x_BKSD: Tensor, basis_KDd: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Rotated dims, [B, K, S, d]; the products are summed in float32 and rounded once, to ``dtype`` or x's."""
+    """Rotated dims, [B, K, S, d]; products are summed in float32 and rounded once, to ``dtype`` or that of x."""
     return torch.matmul(x_BKSD.float(), basis_KDd).to(dtype or x_BKSD.dtype)
 
 
-def attend_to(
+def attend_to_chosen(
     query_BKGD: Tensor,
     key_BKSD: Tensor,
     value_BKSD: Tensor,
@@ -72,7 +94,7 @@ def attend_to(
     visible_B1S: Tensor | None = None,
     k_B: Tensor | None = None,
 ) -> Tensor:
-    """Exact attention to the chosen keys, of each sequence the first k_B, [B, K, G, D]."""
+    """Exact attention to the chosen keys (the first k_B of each sequence), [B, K, G, D]."""
     seen_BK1k = None
     if visible_B1S is not None:
         seen_BK1k = visible_B1S.expand(-1, chosen_BKk.shape[1], -1).gather(-1, chosen_BKk)[:, :, None]
@@ -81,39 +103,38 @@ def attend_to(
     exact = torch.promote_types(query_BKGD.dtype, torch.float32)
     query_BKGD, dtype = query_BKGD.to(exact) * scaling, query_BKGD.dtype
     out = []
-    for heads in _few_heads(key_BKSD, chosen_BKk, exact):
-        key_BhkD = gather(key_BKSD[:, heads], chosen_BKk[:, heads]).to(exact)
+    for heads in _head_slices(key_BKSD, chosen_BKk, exact):
+        key_BhkD = gather_rows(key_BKSD[:, heads], chosen_BKk[:, heads]).to(exact)
         scores_BhGk = torch.matmul(query_BKGD[:, heads], key_BhkD.transpose(-1, -2))
         del key_BhkD  # the values take its place
-        value_BhkD = gather(value_BKSD[:, heads], chosen_BKk[:, heads]).to(exact)
+        value_BhkD = gather_rows(value_BKSD[:, heads], chosen_BKk[:, heads]).to(exact)
         seen_Bh1k = None if seen_BK1k is None else seen_BK1k[:, heads]
         out.append(torch.matmul(_weights_of(scores_BhGk, seen_Bh1k), value_BhkD))
     return torch.cat(out, 1).to(dtype)
 
 
-def _few_heads(x_BKSD: Tensor, chosen_BKk: Tensor, dtype: torch.dtype) -> list[slice]:
-    """All KV heads, on a CPU so few at a time that what is gathered of them is still in its caches when it is used;
-    at least one. dtype: in which it is."""
+def _head_slices(x_BKSD: Tensor, chosen_BKk: Tensor, dtype: torch.dtype) -> list[slice]:
+    """Slices over all KV heads, on a CPU small enough for what is gathered in ``dtype`` to stay in the CPU's caches."""
     batch, heads, _, width = x_BKSD.shape
     if x_BKSD.device.type != "cpu":
         return [slice(0, heads)]
-    few = max(1, GATHERED // max(1, batch * chosen_BKk.shape[-1] * width * dtype.itemsize))
+    few = max(1, GATHER_BYTES // max(1, batch * chosen_BKk.shape[-1] * width * dtype.itemsize))
     return [slice(first, first + few) for first in range(0, heads, few)]
 
 
 def _weights_of(scores_BhGk: Tensor, seen_Bh1k: Tensor | None) -> Tensor:
-    """Softmax over the keys that are seen; zeros, and no gradient, where there are none."""
+    """Softmax over the visible keys; zeros, without a gradient, where there are none."""
     if seen_Bh1k is None:
         return torch.softmax(scores_BhGk, -1)
     weights_BhGk = torch.softmax(scores_BhGk.masked_fill(~seen_Bh1k, torch.finfo(scores_BhGk.dtype).min), -1)
     return weights_BhGk.masked_fill(~seen_Bh1k, 0.0)
 
 
-def gather(x_BKSD: Tensor, chosen_BKk: Tensor) -> Tensor:
-    """The rows at these places, [B, K, k, D], out of a cache that has room to grow behind each head's rows."""
+def gather_rows(x_BKSD: Tensor, chosen_BKk: Tensor) -> Tensor:
+    """The chosen rows, [B, K, k, D], of a cache that may have unused room after each head's rows."""
     batch, heads, length, width = x_BKSD.shape
     of_batch, of_head, of_row, _ = x_BKSD.stride()
-    assert of_row == width and x_BKSD.stride(3) == 1, "the rows of a head must follow each other"
+    assert of_row == width and x_BKSD.stride(3) == 1, "the rows of a head must be contiguous"
     spanned = ((batch - 1) * of_batch + (heads - 1) * of_head) // width + length
     rows = x_BKSD.as_strided((spanned, width), (width, 1))
     first_BK = torch.arange(batch, device=x_BKSD.device)[:, None] * (of_batch // width) + (

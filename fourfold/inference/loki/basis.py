@@ -1,4 +1,4 @@
-"""The basis of a model: principal components of its keys, per layer and KV head, and the file that holds them."""
+"""A model's basis: the principal components of its keys, per layer and KV head, and the file format."""
 
 from __future__ import annotations
 
@@ -19,46 +19,69 @@ from fourfold.inference.loki.settings import LokiConfig
 
 FORMAT = "1"
 KINDS = ("pre", "post")
-"""Keys before and after their rotary embedding."""
+"""Components of the keys before and after their rotary embedding."""
 
 
 @dataclass(frozen=True)
 class Components:
-    """Principal components of the keys of every layer and KV head.
-
-    vectors: [L, K, D, D] orthonormal columns, the one of the largest variance first; variances: [L, K, D] descending.
-    """
+    """Principal components of the keys of every layer and KV head."""
 
     vectors_LKDD: Tensor
-    variances_LKD: Tensor
+    """Orthonormal columns, the one of the largest variance first."""
 
-    def float(self) -> Components:
-        """The same in float32, in which keys are projected."""
-        return Components(self.vectors_LKDD.float(), self.variances_LKD.float())
+    variances_LKD: Tensor
+    """In descending order."""
 
     def ranks_at(self, share: float) -> Tensor:
-        """Fewest components that explain this share of the variance, [L, K] (Rank@v, arXiv 2406.02542, eq. 2)."""
+        """The fewest components that explain this share of the variance, [L, K] (Rank@v, arXiv 2406.02542, eq. 2)."""
         variances_LKD = self.variances_LKD.double().clamp(min=0)
         explained_LKD = variances_LKD.cumsum(-1) / variances_LKD.sum(-1, keepdim=True).clamp(min=1e-300)
-        # A share that all of them reach to the last bit must not need one more than there are.
+        # Rounding must not ask for one component more than there are.
         return ((explained_LKD < share - 1e-12).sum(-1) + 1).clamp(max=variances_LKD.shape[-1])
+
+
+@dataclass(eq=False)
+class LayerBasis:
+    """The basis of one layer, in float32."""
+
+    whole_KDD: Tensor
+    d: int
+    """Leading dims that rank keys."""
+
+    leading_KDd: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.leading_KDd = self.whole_KDD[..., : self.d].contiguous()
+
+    def to(self, device: torch.device) -> None:
+        """Follow the layer to its device."""
+        if self.whole_KDD.device != device:
+            with torch.inference_mode(False):  # the basis outlives the current pass
+                self.whole_KDD, self.leading_KDd = self.whole_KDD.to(device), self.leading_KDd.to(device)
 
 
 @dataclass(frozen=True)
 class LokiBasis:
-    """What calibration found, and of which model.
-
-    best: for each layer "pre" or "post", whichever ranked held-out keys better; recall: that comparison, per kind the
-    share of the best quarter of the keys that a quarter of the dims found in each layer (empty where nothing was held
-    out). seq_length, tokens: of the calibration.
-    """
+    """The result of a calibration."""
 
     components: dict[str, Components]
+    """Principal components by kind ("pre", "post")."""
+
     best: tuple[str, ...]
+    """For each layer the kind that ranked held-out keys better."""
+
     fingerprint: Fingerprint
+    """Identifies the calibrated model."""
+
     seq_length: int
+    """Tokens of the longest calibration window."""
+
     tokens: int
+    """Tokens of the calibration."""
+
     recall: dict[str, list[float]] = field(default_factory=dict)
+    """The share of the best quarter of the keys that a quarter of the dims found, by kind and layer; empty where
+    nothing was held out."""
 
     @property
     def layers(self) -> int:
@@ -72,24 +95,24 @@ class LokiBasis:
     def kv_heads(self) -> int:
         return next(iter(self.components.values())).vectors_LKDD.shape[1]
 
-    def of_layer(self, layer: int, config: LokiConfig) -> tuple[Tensor, int]:
-        """The whole basis of a layer, [K, D, D], and how many of its leading columns rank keys."""
+    def of_layer(self, layer: int, config: LokiConfig) -> LayerBasis:
+        """The basis of one layer, of the kind and with the ranking dims that ``config`` selects."""
         kind = self.best[layer] if config.basis == "best" else config.basis
         components = self._of_kind(kind)
-        d = config.dims_of(self.head_dim)
+        d = config.dim_count(self.head_dim)
         if config.variance is not None:
             d = int(components.ranks_at(config.variance)[layer].max())
-        return components.vectors_LKDD[layer], d
+        return LayerBasis(components.vectors_LKDD[layer], d)
 
     def random(self, seed: int = 0) -> LokiBasis:
-        """The same with random directions instead: the control that any calibration must beat."""
+        """A basis of random directions for the same model: the control that any calibration must beat."""
         shape = (self.layers, self.kv_heads, self.head_dim, self.head_dim)
         normal = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         components = Components(torch.linalg.qr(normal).Q.float(), torch.ones(shape[:-1]))
         return LokiBasis({"post": components}, ("post",) * self.layers, self.fingerprint, self.seq_length, self.tokens)
 
     def save(self, path: str | Path) -> None:
-        """Write it as safetensors, whole or not at all; raises ``UserError`` where it cannot be."""
+        """Write a safetensors file atomically. Raises ``UserError`` where it cannot be written."""
         tensors = {"fingerprint": self.fingerprint.sample}
         for kind, components in self.components.items():
             tensors[f"{kind}.vectors"] = components.vectors_LKDD.contiguous()
@@ -107,7 +130,7 @@ class LokiBasis:
 
     @classmethod
     def load(cls, path: str | Path) -> LokiBasis:
-        """Read a file of ``save``. Raises ``UserError`` when it is missing, damaged, or no basis."""
+        """Read a file written by ``save``. Raises ``UserError`` when it is missing, damaged, or not a basis."""
         if Path(path).is_dir():
             raise UserError(f"the basis {path} is a folder; give the file that fourfold loki calibrate wrote")
         try:
@@ -116,13 +139,16 @@ class LokiBasis:
         except OSError as error:
             raise UserError(f"cannot read the basis {path}: {error.strerror or error}") from None
         except SafetensorError as error:
-            raise UserError(f"{path} is damaged or no safetensors file: {error}") from None
+            raise UserError(f"{path} is damaged or not a safetensors file: {error}") from None
         if about.get("format") != FORMAT or "fingerprint" not in tensors:
-            raise UserError(f"{path} is no basis of this version; make one with: fourfold loki calibrate")
+            raise UserError(f"{path} is not a basis of this version; make one with: fourfold loki calibrate")
         kinds = [kind for kind in KINDS if f"{kind}.vectors" in tensors]
         try:
             basis = cls(
-                {kind: Components(tensors[f"{kind}.vectors"], tensors[f"{kind}.variances"]).float() for kind in kinds},
+                {
+                    kind: Components(tensors[f"{kind}.vectors"].float(), tensors[f"{kind}.variances"].float())
+                    for kind in kinds
+                },
                 tuple(str(kind) for kind in json.loads(about["best"])),
                 Fingerprint(about["model"], about["rope"], tensors["fingerprint"]),
                 int(about["seq_length"]),
@@ -138,7 +164,7 @@ class LokiBasis:
         return basis
 
     def check_shape(self, layers: int, kv_heads: int, head_dim: int) -> None:
-        """Raise ``UserError`` unless it has directions for so many layers and heads: one head's must not do for all."""
+        """Raise ``UserError`` unless there are directions for each layer and head: one head's must not broadcast."""
         for kind, each in self.components.items():
             shape = tuple(each.vectors_LKDD.shape)
             wanted = (layers, kv_heads, head_dim, head_dim)
@@ -149,7 +175,7 @@ class LokiBasis:
                 )
 
     def record(self) -> dict[str, Any]:
-        """What calibration found, as JSON values: Rank@90 of every layer and head, and what ranked better."""
+        """JSON values: Rank@90 of every layer and head, and the kind that ranked better."""
         ranks = {kind: each.ranks_at(0.9) for kind, each in self.components.items()}
         return {
             "seq_length": self.seq_length,
@@ -169,10 +195,10 @@ class LokiBasis:
 
 
 def _check(components: Components, where: str) -> None:
-    """Raise ``UserError`` for numbers that are no basis: a wrong one would choose keys at random without a word."""
+    """Raise ``UserError`` for numbers that are not a basis: a wrong one would silently choose random keys."""
     vectors_LKDD = components.vectors_LKDD.double()
     if vectors_LKDD.ndim != 4 or vectors_LKDD.shape[-1] != vectors_LKDD.shape[-2]:
-        raise UserError(f"{where}: directions of shape {tuple(vectors_LKDD.shape)} are no basis")
+        raise UserError(f"{where}: directions of shape {tuple(vectors_LKDD.shape)} are not a basis")
     if not (vectors_LKDD.isfinite().all() and components.variances_LKD.isfinite().all()):
         raise UserError(f"{where}: the basis has NaN or infinite numbers; make it again with: fourfold loki calibrate")
     products = vectors_LKDD.transpose(-1, -2) @ vectors_LKDD

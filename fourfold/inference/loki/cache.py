@@ -1,6 +1,6 @@
-"""The cache: preallocated keys and values, and beside them the keys' leading rotated dims, contiguous.
+"""Cache layers with preallocated keys and values, and with the keys' leading rotated dims stored contiguously.
 
-Layers take the place of transformers' own in a cache of theirs, and adopt what these hold already.
+They replace the layers of a transformers cache and take over what those hold.
 """
 
 from __future__ import annotations
@@ -14,127 +14,128 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from fourfold.errors import UserError
 from fourfold.inference.loki.attend import project
-from fourfold.inference.loki.growing_tensor import Plane
+from fourfold.inference.loki.growing_tensor import GrowingTensor
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values in planes that grow by doubling, where transformers copies all of them at every token."""
+    """Keys and values that grow by doubling; the layer of transformers copies all of them at every token."""
 
     def __init__(self, capacity: int = 0) -> None:
-        super().__init__()
-        self.key_plane, self.value_plane = Plane(capacity), Plane(capacity)
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
+        self.key_buffer, self.value_buffer = GrowingTensor(capacity), GrowingTensor(capacity)
 
     @property
-    def planes(self) -> tuple[Plane, ...]:
-        return self.key_plane, self.value_plane
+    def buffers(self) -> tuple[GrowingTensor, ...]:
+        return self.key_buffer, self.value_buffer
 
     def release(self) -> None:
-        """The attention that met this layer is through, or was interrupted."""
+        """Called when the attention pass that uses this layer has ended or failed."""
 
     @property
     def held_bytes(self) -> int:
-        """What the tokens in the cache take, without room to grow."""
-        return sum(plane.held_bytes for plane in self.planes)
+        """The size of the cached tokens, without the room to grow."""
+        return sum(buffer.held_bytes for buffer in self.buffers)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append, and return all keys and values: views, no copies."""
+        """Append, and return views of all keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.key_plane.append(key_states)
-        self.value_plane.append(value_states)
-        return self._show()
+        self.key_buffer.append(key_states)
+        self.value_buffer.append(value_states)
+        return self._set_views()
 
     def get_seq_length(self) -> int:
-        return self.key_plane.length
+        return self.key_buffer.length
 
     def offload(self) -> None:
-        self._each(lambda plane: plane.to(torch.device("cpu")))
+        self._each(lambda buffer: buffer.to(torch.device("cpu")))
 
     def prefetch(self) -> None:
-        self._each(lambda plane: plane.to(self.device))
+        self._each(lambda buffer: buffer.to(self.device))
 
     def reset(self) -> None:
-        for plane in self.planes:
-            plane.clear()
+        for buffer in self.buffers:
+            buffer.clear()
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ValueError("crop takes minus the number of tokens to remove")
-        self._each(lambda plane: plane.crop(-tokens_to_remove))
+        self._each(lambda buffer: buffer.crop(-tokens_to_remove))
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._each(lambda plane: plane.select(indices))
+        self._each(lambda buffer: buffer.select(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._each(lambda plane: plane.repeat(repeats))
+        self._each(lambda buffer: buffer.repeat(repeats))
 
-    def _each(self, change: Callable[[Plane], None]) -> None:
+    def _each(self, change: Callable[[GrowingTensor], None]) -> None:
         if self.is_initialized:
-            for plane in self.planes:
-                change(plane)
-            self._show()
+            for buffer in self.buffers:
+                change(buffer)
+            self._set_views()
 
-    def _show(self) -> tuple[Tensor, Tensor]:
-        """What the methods of transformers see."""
-        self.keys, self.values = self.key_plane.view, self.value_plane.view
-        return self.keys, self.values
+    def _set_views(self) -> tuple[Tensor, Tensor]:
+        """Update the attributes that transformers reads."""
+        keys, values = self.key_buffer.filled, self.value_buffer.filled
+        self.keys, self.values = keys, values
+        return keys, values
 
 
 class LokiLayer(GrowingLayer):
-    """Raw keys and values, and a proxy [B, K, S, d] of the keys, which alone is read to rank them.
-
-    proxy_dtype: by default the keys'. proxy_BKSd: as the last update returned the keys, on their device: a
-    cache that is offloaded has moved its planes to the CPU before the attention reads them. None once that is through.
-    """
+    """Unrotated keys and values, and a proxy of the keys, [B, K, S, d], which alone is read to rank them."""
 
     def __init__(self, basis_KDd: Tensor, capacity: int = 0, proxy_dtype: torch.dtype | None = None) -> None:
         super().__init__(capacity)
-        self.basis, self.proxy_dtype = basis_KDd, proxy_dtype
-        self.proxy_plane = Plane(capacity)
+        self.basis = basis_KDd
+        self.proxy_dtype = proxy_dtype
+        """None: that of the keys."""
+
+        self.proxy_buffer = GrowingTensor(capacity)
         self.proxy_BKSd: Tensor | None = None
+        """The proxy during an attention pass, on the device of the keys that ``update`` returned: an offloaded cache
+        has moved its buffers to the CPU before the attention reads them."""
 
     @property
-    def planes(self) -> tuple[Plane, ...]:
-        return self.key_plane, self.value_plane, self.proxy_plane
+    def buffers(self) -> tuple[GrowingTensor, ...]:
+        return self.key_buffer, self.value_buffer, self.proxy_buffer
 
     def release(self) -> None:
         self.proxy_BKSd = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.proxy_plane.append(project(key_states, self.basis, self.proxy_dtype))
-        self.proxy_BKSd = self.proxy_plane.view
+        self.proxy_buffer.append(project(key_states, self.basis, self.proxy_dtype))
+        self.proxy_BKSd = self.proxy_buffer.filled
         return super().update(key_states, value_states)
 
 
 class RotatedLayer(GrowingLayer):
-    """Rotated keys only: no more memory than a dense cache, and useless to attention that does not rotate its queries.
-
-    ``expected``: set by the attention that will, for one pass; without it an update is refused. proxy_BKSd: as
-    ``LokiLayer`` has it.
-    """
+    """Rotated keys only: as small as a dense cache, but readable only by attention that rotates its queries."""
 
     def __init__(self, basis_KDD: Tensor, d: int, capacity: int = 0) -> None:
         super().__init__(capacity)
         self.basis, self.d = basis_KDD, d
         self.expected = False
+        """Set for one pass by attention that rotates its queries; without it an update is refused."""
+
         self.proxy_BKSd: Tensor | None = None
+        """The same as in ``LokiLayer``."""
 
     def release(self) -> None:
         self.expected, self.proxy_BKSd = False, None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Rotate and append. Raises ``UserError`` where the attention would not know that the keys are rotated."""
+        """Rotate and append. Raises ``UserError`` where the attention does not rotate its queries."""
         if not self.expected:
             raise UserError(
-                "this cache holds keys rotated for Loki, and the model's attention is another now; enable Loki again "
+                "this cache holds keys rotated for Loki, and the model now has another attention; enable Loki again "
                 'with the same basis, start a new cache, or use cache = "proxy", which fits any attention'
             )
         self.expected = False
@@ -144,7 +145,7 @@ class RotatedLayer(GrowingLayer):
 
 
 class StaticLokiLayer(StaticLayer):
-    """As ``LokiLayer`` with buffers of fixed size and address, for CUDA graphs; what is not filled is masked."""
+    """A ``LokiLayer`` with buffers of fixed size and address, for CUDA graphs; the unfilled part is masked."""
 
     def __init__(self, basis_KDd: Tensor, max_cache_len: int, proxy_dtype: torch.dtype | None = None) -> None:
         super().__init__(max_cache_len)
@@ -168,25 +169,26 @@ class StaticLokiLayer(StaticLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        assert self.held_proxy_BKSd is not None
         places = torch.arange(key_states.shape[-2], device=self.device) + self.cumulative_length
         self.held_proxy_BKSd.index_copy_(2, places, project(key_states, self.basis, self.proxy_dtype))
         self.proxy_BKSd = self.held_proxy_BKSd
         return super().update(key_states, value_states)
 
     def take_over(self, layer: StaticLayer) -> None:
-        """A layer's buffers, at their addresses, with a proxy of the keys that they hold."""
+        """Use the buffers of ``layer``, at their addresses, and compute the proxy of its keys."""
         own = ("basis", "proxy_dtype", "held_proxy_BKSd", "proxy_BKSd")
         vars(self).update({name: value for name, value in vars(layer).items() if name not in own})
-        if self.is_initialized:
+        if self.keys is not None:
             self.held_proxy_BKSd = project(self.keys, self.basis, self.proxy_dtype)
 
     def offload(self) -> None:
-        super().offload()
+        super().offload()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
         if self.held_proxy_BKSd is not None:
             self.held_proxy_BKSd = self.held_proxy_BKSd.to("cpu", non_blocking=True)
 
     def prefetch(self) -> None:
-        super().prefetch()
+        super().prefetch()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
         if self.held_proxy_BKSd is not None:
             self.held_proxy_BKSd = self.held_proxy_BKSd.to(self.device, non_blocking=True)
 
@@ -195,7 +197,11 @@ class StaticLokiLayer(StaticLayer):
         if self.held_proxy_BKSd is not None:
             self.held_proxy_BKSd.zero_()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
         if self.held_proxy_BKSd is not None:
             self.held_proxy_BKSd = self.held_proxy_BKSd.index_select(0, beam_idx.to(self.held_proxy_BKSd.device))
+
+
+RankedLayer = LokiLayer | RotatedLayer | StaticLokiLayer
+"""Layers whose keys can be ranked."""

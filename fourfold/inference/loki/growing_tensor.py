@@ -5,63 +5,72 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LEAST = 64
-DIM = 2
+MIN_CAPACITY = 64
+SEQUENCE_DIM = 2
 
 
-class Plane:
-    """[B, K, S, any], which grows along S by doubling; ``capacity``: room at once, where the length is known."""
+class GrowingTensor:
+    """A tensor [B, K, S, any] that grows along S by doubling its storage."""
 
     def __init__(self, capacity: int = 0) -> None:
-        self.capacity, self.length = capacity, 0
-        self._data: Tensor | None = None
+        self.capacity = capacity
+        """Tokens to allocate at once, where the final length is known."""
+
+        self.length = 0
+        """Tokens appended so far."""
+
+        self.storage: Tensor | None = None
+        """The tokens, followed by unused room."""
 
     @property
-    def view(self) -> Tensor:
-        """What has been appended."""
-        assert self._data is not None, "nothing has been appended"
-        return self._data.narrow(DIM, 0, self.length)
+    def filled(self) -> Tensor:
+        """A view of the tokens appended so far."""
+        assert self.storage is not None, "nothing has been appended"
+        return self.storage.narrow(SEQUENCE_DIM, 0, self.length)
 
     @property
     def held_bytes(self) -> int:
-        return 0 if self._data is None else self.view.numel() * self._data.element_size()
+        return 0 if self.storage is None else self.filled.nbytes
 
     def append(self, new: Tensor) -> None:
-        """Write behind the last token, into the room that is there or into twice as much."""
-        count = new.shape[DIM]
-        if self._data is None or self.length + count > self._data.shape[DIM]:
-            self._grow(new, self.length + count)
-        elif self._data.is_inference() and not torch.is_inference_mode_enabled():
-            self._data = self._data.clone()  # what was made in inference mode cannot be written to outside it
-        self._data.narrow(DIM, self.length, count).copy_(new)
+        """Write after the last token; the storage doubles when it is full."""
+        count = new.shape[SEQUENCE_DIM]
+        storage = self.storage
+        if storage is None or self.length + count > storage.shape[SEQUENCE_DIM]:
+            storage = self._grown(new, self.length + count)
+        elif storage.is_inference() and not torch.is_inference_mode_enabled():
+            storage = storage.clone()  # an inference tensor cannot be written to outside inference mode
+        storage.narrow(SEQUENCE_DIM, self.length, count).copy_(new)
+        self.storage = storage
         self.length += count
 
     def crop(self, count: int) -> None:
-        """Forget the last tokens."""
+        """Drop the last tokens."""
         self.length = max(0, self.length - count)
 
     def clear(self) -> None:
-        self._data, self.length = None, 0
+        self.storage, self.length = None, 0
 
     def select(self, indices: Tensor) -> None:
-        """Keep these sequences of the batch, in this order, and the room to grow."""
-        if self._data is not None:
-            self._data = self._data[indices.to(self._data.device)]
+        """Keep these sequences of the batch, in this order, with the room to grow."""
+        if self.storage is not None:
+            self.storage = self.storage[indices.to(self.storage.device)]
 
     def repeat(self, repeats: int) -> None:
-        """Every sequence of the batch so many times, side by side."""
-        if self._data is not None:
-            self._data = self._data.repeat_interleave(repeats, dim=0)
+        """Repeat every sequence of the batch, its copies next to each other."""
+        if self.storage is not None:
+            self.storage = self.storage.repeat_interleave(repeats, dim=0)
 
     def to(self, device: torch.device) -> None:
-        if self._data is not None:
-            self._data = self._data.to(device, non_blocking=True)
+        if self.storage is not None:
+            self.storage = self.storage.to(device, non_blocking=True)
 
-    def _grow(self, new: Tensor, needed: int) -> None:
-        held = None if self._data is None else self.view
-        room = 0 if self._data is None else self._data.shape[DIM]
+    def _grown(self, new: Tensor, needed: int) -> Tensor:
+        """Larger storage that holds the same tokens."""
+        allocated = 0 if self.storage is None else self.storage.shape[SEQUENCE_DIM]
         shape = list(new.shape)
-        shape[DIM] = max(needed, 2 * room, self.capacity, LEAST)
-        self._data = new.new_empty(shape)
-        if held is not None:
-            self._data.narrow(DIM, 0, self.length).copy_(held)
+        shape[SEQUENCE_DIM] = max(needed, 2 * allocated, self.capacity, MIN_CAPACITY)
+        storage = new.new_empty(shape)
+        if self.storage is not None:
+            storage.narrow(SEQUENCE_DIM, 0, self.length).copy_(self.filled)
+        return storage

@@ -1,11 +1,11 @@
-"""Looks at the queries and keys of a model that runs as ever: what calibration sees."""
+"""Observes the queries and keys of an unmodified forward pass, for calibration."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,60 +14,73 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.models.llama.modeling_llama import rotate_half
 
-from fourfold.inference.loki.architecture import text_config
+from fourfold.inference.loki.architecture import Attention, text_config
 
-Watcher = Callable[[int, Tensor, dict[str, Tensor], float], None]
-"""Called with the number of a layer, its queries [B, N, S, D], its keys [B, K, S, D] by kind, and the scaling."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "loki_observer"
+"""The name of this attention, and of its mask, in the registries of transformers."""
+
+KeyObserver = Callable[[int, Tensor, dict[str, Tensor], float], None]
+"""Called with a layer's number, its queries [B, N, S, D], its keys [B, K, S, D] by kind, and the scaling."""
 
 
 @contextmanager
-def watched(model: nn.Module, attentions: list[nn.Module], watcher: Watcher) -> Iterator[None]:
-    """Inside, every attention shows its queries and keys before it computes what it always does."""
+def observe_keys(model: PreTrainedModel, attentions: list[Attention], observer: KeyObserver) -> Iterator[None]:
+    """Inside, every attention passes its queries and keys to ``observer``; what the model computes is unchanged."""
     before = text_config(model)._attn_implementation
-    AttentionInterface.register("loki_watch", _show)
-    AttentionMaskInterface.register("loki_watch", sdpa_mask)
+    AttentionInterface.register(NAME, _observed_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
     hooks = []
     for attention in attentions:
-        attention.loki_watch = _Watch(watcher)
-        hooks.append(attention.register_forward_pre_hook(_remember_turn, with_kwargs=True))
-    model.set_attn_implementation("loki_watch")
+        attention.loki_observer = _LayerObserver(observer)
+        hooks.append(attention.register_forward_pre_hook(_note_rotary, with_kwargs=True))
+    model.set_attn_implementation(NAME)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
         for attention, hook in zip(attentions, hooks, strict=True):
             hook.remove()
-            del attention.loki_watch
+            del attention.loki_observer
 
 
 @dataclass(eq=False)
-class _Watch:
-    """What an attention carries while it is watched; turn: cos and sin of its pass, None where keys are not turned."""
-
-    watcher: Watcher
-    turn: tuple[Tensor, Tensor] | None = None
-
-
-def _remember_turn(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
-    is_turned = getattr(module, "use_rope", True)
-    module.loki_watch.turn = keywords["position_embeddings"] if is_turned else None
+class _LayerObserver:
+    observer: KeyObserver
+    rotary: tuple[Tensor, Tensor] | None = None
+    """cos and sin of the current pass; None for a layer without a rotary embedding."""
 
 
-def _show(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any) -> Any:
-    watch = getattr(module, "loki_watch", None)
-    if watch is not None:  # else a model that shares its configuration with the one that is watched
+def _observer_of(module: nn.Module) -> _LayerObserver | None:
+    observer = getattr(module, "loki_observer", None)
+    return observer if isinstance(observer, _LayerObserver) else None
+
+
+def _note_rotary(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    observer = _observer_of(module)
+    assert observer is not None
+    observer.rotary = keywords["position_embeddings"] if getattr(module, "use_rope", True) else None
+
+
+def _observed_attention(
+    module: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any
+) -> tuple[Tensor, None]:
+    observer = _observer_of(module)
+    if observer is not None:  # None for another model that shares its configuration with the observed one
         scaling = keywords.get("scaling") or query.shape[-1] ** -0.5
-        before = key.float() if watch.turn is None else turned_back(key, *watch.turn)
-        watch.watcher(module.layer_idx, query, {"post": key, "pre": before}, scaling)
+        before = key.float() if observer.rotary is None else undo_rotary(key, *observer.rotary)
+        observer.observer(module.layer_idx, query, {"post": key, "pre": before}, scaling)
     return sdpa_attention_forward(module, query, key, value, mask, **keywords)
 
 
-def turned_back(key_BKSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
-    """Keys before their rotary embedding, from those after it, in float32.
+def undo_rotary(key_BKSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
+    """Keys before their rotary embedding, computed from those after it, in float32.
 
-    cos and sin may turn only the first R dims of a head, and may be scaled, as YaRN's are.
+    cos and sin may rotate only the first R dims of a head, and may be scaled, as YaRN's are.
     """
-    turned = key_BKSD[..., : cos_BSR.shape[-1]].float()
+    rotated = key_BKSD[..., : cos_BSR.shape[-1]].float()
     cos, sin = cos_BSR[:, None].float(), sin_BSR[:, None].float()
-    straight = (turned * cos - rotate_half(turned) * sin) / (cos**2 + sin**2)
-    return torch.cat([straight, key_BKSD[..., cos_BSR.shape[-1] :].float()], -1)
+    plain = (rotated * cos - rotate_half(rotated) * sin) / (cos**2 + sin**2)
+    return torch.cat([plain, key_BKSD[..., cos_BSR.shape[-1] :].float()], -1)

@@ -1,11 +1,11 @@
-"""One decoding step compiled for a CPU by Numba: threads take whole heads from their scores to their output.
+"""One decoding step compiled for a CPU by Numba: each thread computes whole heads, from scores to output.
 
-Every key is ranked where it is read, nothing is sorted, and no chosen row is copied. Choosing is the radix search of
-the Triton kernels: each key's worth becomes an unsigned number of the same order, and the k-th largest is found by its
-leading 11 bits, the next 11 and the last 10. All sums are float32. A key whose scores are not numbers is always chosen,
-so that a NaN shows in the output.
+Keys are ranked as they are read, nothing is sorted, and no chosen row is copied. Selection is the radix search of the
+Triton kernels: each key's worth becomes an unsigned integer of the same order, and the k-th largest is found by its
+leading 11 bits, the next 11 and the last 10. All sums are float32. A key with a NaN score is always chosen, so that it
+shows in the output.
 
-Letters of shapes: as in attend.py; R = B · K rows, each a KV head of a sequence; H: its G query heads, filled up to a
+Letters of shapes: as in attend.py; R = B · K rows, each a KV head of a sequence; H: its G query heads, padded to a
 multiple of four, because four are multiplied at a time.
 """
 
@@ -20,11 +20,11 @@ import torch
 from llvmlite import ir
 from numba import get_num_threads, njit, prange, set_num_threads, types
 from numba.core import cgutils
-from numba.core.config import NUMBA_NUM_THREADS
+from numba.core.config import NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # assigned by name at import
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from fourfold.inference.loki.select import kept_ends
+from fourfold.inference.loki.select import always_chosen
 from fourfold.inference.loki.settings import LokiConfig
 
 SOFTMAX, MAX, MEAN = range(3)
@@ -32,33 +32,38 @@ REDUCTIONS = {"softmax": SOFTMAX, "max": MAX, "mean": MEAN}
 NEVER = np.float32(-np.inf)
 TINY = np.float32(np.finfo(np.float32).tiny)
 NAN_BITS = np.uint32(0x7F800000)
-"""Above these, without the sign, are those of NaNs."""
+"""Bits without the sign that exceed these are a NaN's."""
 
 LAST_RANK = np.uint32(0xFFFFFFFF)
 
 NEAR = 256
-"""Keys that are still in the nearest cache when the next four query heads multiply them."""
+"""Keys that stay in the first-level cache until the next four query heads multiply them."""
 
 AHEAD = 6
-"""Chosen rows that are asked for before they are read: they lie apart, so that the processor cannot guess them."""
+"""Rows by which the prefetch is ahead: chosen rows are scattered, so that the processor cannot predict them."""
 
 CACHE_LINE = 64
 
-_one_at_a_time = threading.Lock()
-"""Some of Numba's ways to run threads end the process when two of its callers meet."""
+_numba_lock = threading.Lock()
+"""Some of Numba's threading layers abort the process when two threads call it at once."""
 
-_options = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz", "arcp", "afn"}}
-"""Sums in any order, so that they become vectors; infinities and NaNs stay what they are."""
+_options: dict[str, Any] = {
+    "nogil": True,
+    "error_model": "numpy",
+    "fastmath": {"reassoc", "contract", "nsz", "arcp", "afn"},
+}
+"""Sums may be reordered, so that they are vectorized; infinities and NaNs are respected."""
 
 _compiled, _inlined = njit(**_options), njit(inline="always", **_options)
 
 
-def _kept(step: Callable[..., None]) -> Callable[..., None]:
-    """Compiled for threads, and kept for later processes."""
+def _compiled_for_threads(step: Callable[..., None]) -> Callable[..., None]:
+    """Compile for several threads, and cache the result for later processes."""
     try:
-        return njit(parallel=True, cache=True, **_options)(step)
-    except RuntimeError:  # no folder to keep it in
-        return njit(parallel=True, **_options)(step)
+        compiled: Callable[..., None] = njit(parallel=True, cache=True, **_options)(step)
+    except RuntimeError:  # there is no folder for the cache
+        compiled = njit(parallel=True, **_options)(step)
+    return compiled
 
 
 def decode(
@@ -73,55 +78,55 @@ def decode(
     visible_B1S: Tensor | None,
     k_B: Tensor | None,
 ) -> Tensor:
-    """What ``attend.decode`` computes, [B, K, G, D]; query_BKGd: projected and scaled."""
+    """A ``DecodeKernel`` for caches in float32 or bfloat16 on a CPU."""
     batch, heads, group, width = query_BKGD.shape
     length, rows = key_BKSD.shape[2], batch * heads
-    # Compiled code reads on where an array ends.
+    # Compiled code does not check bounds.
     assert key_BKSD.shape == value_BKSD.shape == (batch, heads, length, width), "keys and values are of one shape"
     assert proxy_BKSd.shape == (batch, heads, length, query_BKGd.shape[3]), "every key has its leading dims"
-    # The best keys of one head need no common measure.
+    # A single head's keys need no normalization to be ranked.
     reduce = MEAN if group == 1 else REDUCTIONS[config.group_reduce]
     out_RHD = torch.empty(rows, -(-group // 4) * 4, width)
     task = (
-        _in_fours(query_BKGd), _in_fours(query_BKGD.float() * scaling),
+        _padded_to_fours(query_BKGd), _padded_to_fours(query_BKGD.float() * scaling),
         *_rows(proxy_BKSd), *_rows(key_BKSD), *_rows(value_BKSD),
         heads, length, group, np.full(batch, k) if k_B is None else k_B.clamp(max=k).numpy(), reduce,
-        _flags(visible_B1S, batch, length), _flags(kept_ends(config, visible_B1S, length, "cpu"), batch, length),
+        _flags(visible_B1S, batch, length), _flags(always_chosen(config, visible_B1S, length, "cpu"), batch, length),
         out_RHD.numpy(),
     )  # fmt: skip
     wanted = torch.get_num_threads()
-    with _one_at_a_time:
+    with _numba_lock:
         before = get_num_threads()
         threads = min(rows, wanted, NUMBA_NUM_THREADS)
         set_num_threads(threads)
         try:
             _decode(threads, *task)
-        except OSError:  # what was compiled could not be kept, but is there
+        except OSError:  # the compiled step could not be written to the cache, but is in memory
             _decode(threads, *task)
         finally:
             set_num_threads(before)
-    if torch.get_num_threads() != wanted:  # Numba has begun its threads with a library that it shares with torch
+    if torch.get_num_threads() != wanted:  # starting Numba's threads changed it, in a library that both share
         torch.set_num_threads(wanted)
     return out_RHD[:, :group].reshape(query_BKGD.shape).to(query_BKGD.dtype)
 
 
 def compile_for(dtype: torch.dtype, proxy_dtype: torch.dtype) -> None:
-    """Compile steps with caches of these types now, or load what was compiled before: the first token does not wait."""
+    """Compile the step for caches of these dtypes now, or load it from disk, so that the first token does not wait."""
     query, keys = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 2, 4, dtype=dtype)
     decode(query, query, keys, keys, keys.to(proxy_dtype), 1, LokiConfig(k=1), 1.0, None, None)
 
 
-def _in_fours(query_BKGx: Tensor) -> np.ndarray:
+def _padded_to_fours(query_BKGx: Tensor) -> np.ndarray:
     """[R, H, x] in float32, padded with zeros."""
     query_RGx = query_BKGx.float().flatten(0, 1)
     return torch.nn.functional.pad(query_RGx, (0, 0, 0, -query_RGx.shape[1] % 4)).contiguous().numpy()
 
 
 def _rows(x_BKSD: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """All rows of a cache that has room to grow, [rows, stride of a row], and where each head's begin, [R]."""
+    """All rows of a cache, with its room to grow, [rows, stride of a row]; and the first row of each head, [R]."""
     batch, heads, length, _ = x_BKSD.shape
     of_batch, of_head, of_row, of_dim = x_BKSD.stride()
-    assert of_dim == 1 and of_batch % of_row == of_head % of_row == 0, "a cache is made of whole rows"
+    assert of_dim == 1 and of_batch % of_row == of_head % of_row == 0, "a cache consists of whole rows"
     spanned = ((batch - 1) * of_batch + (heads - 1) * of_head) // of_row + length
     rows = x_BKSD.detach().as_strided((spanned, of_row), (of_row, 1))
     begins_BK = np.arange(batch)[:, None] * (of_batch // of_row) + np.arange(heads) * (of_head // of_row)
@@ -129,21 +134,21 @@ def _rows(x_BKSD: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _flags(flags: Tensor | None, batch: int, length: int) -> np.ndarray:
-    """[S] or [B, 1, S] of truth values as [B, S]; without any, [B, 0]."""
+    """Booleans of shape [S] or [B, 1, S] as [B, S]; None as [B, 0]."""
     if flags is None:
         return np.empty((batch, 0), np.bool_)
     return flags.expand(batch, 1, length)[:, 0].contiguous().numpy()
 
 
-@_kept
+@_compiled_for_threads
 def _decode(
     threads, query_RHd, query_RHD, proxies, proxy_R, keys, key_R, values, value_R,
     heads, length, group, k_B, reduce, visible_BS, kept_BS, out_RHD,
 ):  # fmt: skip
-    """Each thread takes rows one after another, in the same workspace; threads meet once, at the end.
+    """Each thread computes its rows one after another in the same workspace; threads synchronize once, at the end.
 
-    Rows in pieces would occupy more threads than there are rows, but they meet after every pass, and where others use
-    the processor each meeting waits for whoever was held up: such a step has taken ten times as long.
+    Splitting rows would occupy more threads than there are rows, but needs a synchronization after every pass, and on a
+    busy processor each waits for the slowest thread: such a step has taken ten times as long.
     """
     rows, H, _ = query_RHd.shape
     for thread in prange(threads):
@@ -163,7 +168,7 @@ def _decode(
 
 @_compiled
 def _score(query_Hd, proxy_Sx, scores_HS):
-    """The product of every head with the leading dims of every key."""
+    """The products of every head with the leading dims of every key."""
     for begin in range(0, proxy_Sx.shape[0], NEAR):
         for h in range(0, query_Hd.shape[0], 4):
             four = query_Hd[h], query_Hd[h + 1], query_Hd[h + 2], query_Hd[h + 3]
@@ -174,9 +179,9 @@ def _score(query_Hd, proxy_Sx, scores_HS):
 
 @_compiled
 def _rank(scores_GS, reduce, visible_S, kept_S, ranks_S):
-    """What each key is worth to the group, as an unsigned number of the same order; how many keys can be seen.
+    """Rank each key by its worth to the group, as an unsigned integer of the same order; returns the visible keys.
 
-    One that cannot be has rank 0; one that is always chosen, or worth NaN, the last of all.
+    An invisible key has rank 0; one that is always chosen, or worth NaN, has the largest rank.
     """
     length = ranks_S.size
     if visible_S.size:
@@ -184,7 +189,7 @@ def _rank(scores_GS, reduce, visible_S, kept_S, ranks_S):
             for s in range(length):
                 if not visible_S[s]:
                     scores_GS[g, s] = NEVER
-    worth_S = ranks_S.view(np.float32)  # the same memory: first a worth, then its rank
+    worth_S = ranks_S.view(np.float32)  # worth and rank share their memory
     worth_S[:] = NEVER if reduce == MAX else np.float32(0)
     for g in range(scores_GS.shape[0]):
         if reduce == MAX:
@@ -215,7 +220,7 @@ def _rank(scores_GS, reduce, visible_S, kept_S, ranks_S):
 
 @_compiled
 def _choose(ranks_S, chosen_k):
-    """The places of the largest, in their order; ties from the left."""
+    """The places of the largest ranks, ascending; ties go to the left."""
     least, wanted = _search(ranks_S, chosen_k.size)
     n = 0
     for s in range(ranks_S.size):
@@ -230,7 +235,7 @@ def _choose(ranks_S, chosen_k):
 
 @_compiled
 def _search(ranks_S, k):
-    """The k-th largest, and how many like it are among the k."""
+    """The k-th largest rank, and the number of ties with it among the k."""
     least, wanted = np.uint32(0), k
     for level in range(3):
         bits = np.uint32(10 if level == 2 else 11)
@@ -256,19 +261,19 @@ def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD):
     for h in range(0, query_HD.shape[0], 4):
         four = query_HD[h], query_HD[h + 1], query_HD[h + 2], query_HD[h + 3]
         for n in range(k):
-            _ask_for(key_SD, chosen_k[min(n + AHEAD, k - 1)])
+            _prefetch_row(key_SD, chosen_k[min(n + AHEAD, k - 1)])
             row_D = key_SD[chosen_k[n]]
             weights_4k[0, n], weights_4k[1, n], weights_4k[2, n], weights_4k[3, n] = _products(four, row_D)
         for i in range(4):
             share_4[i] = np.float32(1) / max(_exponentiate(weights_4k[i]), TINY)
         out0, out1, out2, out3 = out_HD[h], out_HD[h + 1], out_HD[h + 2], out_HD[h + 3]
         for n in range(k):
-            _ask_for(value_SD, chosen_k[min(n + AHEAD, k - 1)])
+            _prefetch_row(value_SD, chosen_k[min(n + AHEAD, k - 1)])
             weight0, weight1 = weights_4k[0, n] * share_4[0], weights_4k[1, n] * share_4[1]
             weight2, weight3 = weights_4k[2, n] * share_4[2], weights_4k[3, n] * share_4[3]
             row_D = value_SD[chosen_k[n]]
             for c in range(out0.size):
-                number = _float(row_D[c])
+                number = _as_float32(row_D[c])
                 out0[c] += weight0 * number
                 out1[c] += weight1 * number
                 out2[c] += weight2 * number
@@ -277,11 +282,11 @@ def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD):
 
 @_inlined
 def _products(four, key):
-    """Of four query heads with one key, or its leading dims."""
+    """The products of four query heads with one key, or with its leading dims."""
     query0, query1, query2, query3 = four
     sum0, sum1, sum2, sum3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
     for c in range(query0.size):
-        number = _float(key[c])
+        number = _as_float32(key[c])
         sum0 += query0[c] * number
         sum1 += query1[c] * number
         sum2 += query2[c] * number
@@ -291,7 +296,7 @@ def _products(four, key):
 
 @_compiled
 def _exponentiate(scores_S):
-    """exp(score − largest) in place of each, NaN where that is none; the sum of the others."""
+    """Replace each score by exp(score − largest), NaN by NaN; returns the sum of those that are not NaN."""
     largest, total = NEVER, np.float32(0)
     for s in range(scores_S.size):
         largest = scores_S[s] if scores_S[s] > largest else largest
@@ -303,10 +308,10 @@ def _exponentiate(scores_S):
 
 @_inlined
 def _exp(x):
-    """e^x of x ≤ 0, never below e^−87: 2^n · e^r, |r| ≤ ln 2 / 2, whose series ends at r⁶ (relative error 4e−7 down to
+    """e^x of x ≤ 0, at least e^−87: 2^n · e^r with |r| ≤ ln 2 / 2 and a series up to r⁶ (relative error 4e−7 down to
     e^−5, and 4e−6 down to e^−87).
 
-    The mathematics library would take one number at a time.
+    It is vectorized; the C library's function takes one number at a time.
     """
     x = np.float32(-87) if x < np.float32(-87) else x  # a NaN stays one
     powers_of_two = x * np.float32(1 / np.log(2))
@@ -322,15 +327,15 @@ def _exp(x):
 
 
 @_inlined
-def _ask_for(rows_SD, row):
-    """Have a row brought near, which is read soon."""
+def _prefetch_row(rows_SD, row):
+    """Prefetch a row into the cache."""
     for c in range(0, rows_SD.shape[1], CACHE_LINE // rows_SD.itemsize):
         _prefetch(rows_SD, row, c)
 
 
 @intrinsic
 def _prefetch(_, rows, row, column):
-    """The processor's instruction for the cache line of rows[row, column]."""
+    """The prefetch instruction for the cache line of rows[row, column]."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -345,13 +350,13 @@ def _prefetch(_, rows, row, column):
     return types.void(rows, types.intp, types.intp), generate
 
 
-def _float(number):
-    """float32 of a number of a cache; compiled code only."""
+def _as_float32(number):
+    """A number of a cache as float32; implemented for compiled code only."""
     raise NotImplementedError
 
 
-@overload(_float, inline="always")
-def _compile_float(number):
+@overload(_as_float32, inline="always")
+def _compile_as_float32(number):
     if number == types.uint16:  # the bits of a bfloat16
         return lambda number: np.uint32(np.uint32(number) << np.uint32(16)).view(np.float32)
     return lambda number: number

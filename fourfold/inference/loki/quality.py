@@ -1,7 +1,7 @@
-"""How much Loki loses on a model: keys found, attention caught, and perplexity, beside the best and the worst choice.
+"""Measures what Loki loses on a model: recall, captured attention and perplexity on a text, and the scores of tasks.
 
-The oracle chooses as many keys by their exact scores: what any ranking could reach at most. The control ranks by random
-directions: what calibration must beat.
+On a text it is compared with an oracle that chooses as many keys by their exact scores, the best that any ranking could
+do, and with a control that ranks by random directions, which calibration must beat.
 """
 
 from __future__ import annotations
@@ -9,47 +9,61 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from fourfold.errors import UserError
+from fourfold.huggingface.transformers_models import HuggingFaceText
+from fourfold.inference.lm_eval_tasks import run_tasks, wrap_model
 from fourfold.inference.loki.architecture import attentions_of
 from fourfold.inference.loki.basis import LokiBasis
 from fourfold.inference.loki.enable import disable_loki, enable_loki
+from fourfold.inference.loki.loki_attention import state_of
 from fourfold.inference.loki.settings import LokiConfig
 from fourfold.inference.loki.simulate import Probe
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 CHUNK_LOGITS = 1 << 25
+"""Logits in float32 at a time."""
 
 Windows = Sequence[Sequence[int]]
-Progress = Callable[[Iterable[Any]], Iterable[Any]]
+Progress = Callable[[Iterable[Sequence[int]]], Iterable[Sequence[int]]]
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module, windows: Windows, basis: LokiBasis, config: LokiConfig, progress: Progress = iter
+def measure_quality(
+    model: PreTrainedModel, windows: Windows, basis: LokiBasis, config: LokiConfig, progress: Progress = iter
 ) -> dict[str, Any]:
     """Perplexity, recall and captured mass of Loki, the oracle and the control, as JSON values.
 
     Every row of a window chooses its keys, as in the paper's protocol (``prefill = "simulate"``). Layers that stay
-    dense are left out of the means. Where the model had Loki already, it is switched off, and stays so. Raises
-    ``UserError`` where ``enable_loki`` does, and when no row would have to choose.
+    dense are left out of the means. Loki is disabled afterwards, even if it was enabled before. Raises ``UserError``
+    where ``enable_loki`` does, and when k keys are all that a window has.
     """
     length = max(map(len, windows))
-    config = config.but(prefill="simulate", min_seq=0)
-    k = config.keys_of(length)
+    config = replace(config, prefill="simulate", min_seq=0)
+    k = config.key_count(length)
     if k >= length:
         raise UserError(
             f"loki: k = {k} keys are all that windows of {length} tokens have, so nothing would be chosen; give longer "
             "windows (--seq-len), or fewer keys (--loki k=…, k_f=… or min_k=…)"
         )
     disable_loki(model)
-    exact = config.but(d=basis.head_dim, d_f=None, variance=None)
-    variants = {"loki": (basis, config), "oracle": (basis, exact), "random": (basis.random(), _as_wide(config, basis))}
+    exact = replace(config, d=basis.head_dim, d_f=None, variance=None)
+    variants = {
+        "loki": (basis, config),
+        "oracle": (basis, exact),
+        "random": (basis.random(), _with_as_many_dims(config, basis)),
+    }
     perplexity = {"dense": _perplexity(model, progress(windows))}
-    found: dict[str, list[dict[str, Any] | None]] = {}
+    found: dict[str, list[dict[str, float] | None]] = {}
     widths: dict[str, list[int | None]] = {}
     for name, (ranked_by, chosen_by) in variants.items():
         with _probed(model, ranked_by, chosen_by) as (probes, dims):
@@ -71,30 +85,65 @@ def evaluate(
     }
 
 
-def _as_wide(config: LokiConfig, basis: LokiBasis) -> LokiConfig:
-    """For a basis without variances: as many dims as the mean layer of the real one has."""
+def compare_tasks(
+    model: PreTrainedModel,
+    tokenizer: HuggingFaceText,
+    basis: LokiBasis,
+    config: LokiConfig,
+    tasks: Sequence[str],
+    limit: int | None = None,
+    folder: Path | None = None,
+) -> dict[str, dict[str, dict[str, float]]]:
+    """The metrics of each lm-eval task with full attention ("full") and with Loki ("loki").
+
+    limit: documents per task. folder: of your own tasks. Tasks that generate exercise decoding; a likelihood is one
+    prefill, which Loki leaves dense unless ``config.prefill`` is "simulate". Loki is disabled afterwards, even if it
+    was enabled before.
+    """
+    found: dict[str, dict[str, dict[str, float]]] = {task: {} for task in tasks}
+    disable_loki(model)
+    for name in ("full", "loki"):
+        if name == "loki":
+            enable_loki(model, basis, config)
+        try:
+            results = run_tasks(wrap_model(model, tokenizer), tasks, folder, limit)
+        finally:
+            disable_loki(model)
+        for task, metrics in results.items():
+            found.setdefault(task, {})[name] = {key.removesuffix(",none"): value for key, value in metrics.items()}
+    return found
+
+
+def _with_as_many_dims(config: LokiConfig, basis: LokiBasis) -> LokiConfig:
+    """Settings for a basis without variances: as many dims as the real one ranks by in its mean layer."""
     if config.variance is None:
-        return config.but(basis="best")
-    dims = [basis.of_layer(layer, config)[1] for layer in range(basis.layers)]
-    return config.but(variance=None, d=round(sum(dims) / len(dims)), basis="best")
+        return replace(config, basis="best")
+    dims = [basis.of_layer(layer, config).d for layer in range(basis.layers)]
+    return replace(config, variance=None, d=round(sum(dims) / len(dims)), basis="best")
 
 
 @contextmanager
-def _probed(model: nn.Module, basis: LokiBasis, config: LokiConfig) -> Iterator[tuple[list[Probe], list[int | None]]]:
+def _probed(
+    model: PreTrainedModel, basis: LokiBasis, config: LokiConfig
+) -> Iterator[tuple[list[Probe], list[int | None]]]:
+    """Inside, Loki is enabled; a probe of each layer, and the dims by which it ranks (None for a dense one)."""
     enable_loki(model, basis, config)
-    states = [attention.loki for attention in attentions_of(model)]
-    probes = []
-    for state in states:
+    probes: list[Probe] = []
+    dims: list[int | None] = []
+    for attention in attentions_of(model):
+        state = state_of(attention)
+        assert state is not None
         state.probe = Probe()
         probes.append(state.probe)
+        dims.append(None if state.recipe.basis is None else state.recipe.basis.d)
     try:
-        yield probes, [None if state.recipe.is_dense else state.recipe.d for state in states]
+        yield probes, dims
     finally:
         disable_loki(model)
 
 
-def _perplexity(model: Any, windows: Iterable[Sequence[int]]) -> float:
-    """exp of the mean loss of every token but the first of its window."""
+def _perplexity(model: PreTrainedModel, windows: Iterable[Sequence[int]]) -> float:
+    """exp of the mean loss over every token but the first of each window."""
     total, count = 0.0, 0
     for window in windows:
         tokens = torch.tensor(window, device=model.device)[None]
@@ -106,10 +155,8 @@ def _perplexity(model: Any, windows: Iterable[Sequence[int]]) -> float:
 
 def _loss(logits_SV: Tensor, targets_S: Tensor) -> float:
     rows = max(1, CHUNK_LOGITS // logits_SV.shape[1])
-    return sum(
-        float(nn.functional.cross_entropy(logits.float(), targets, reduction="sum"))
-        for logits, targets in zip(logits_SV.split(rows), targets_S.split(rows), strict=True)
-    )
+    pairs = zip(logits_SV.split(rows), targets_S.split(rows), strict=True)
+    return sum(cross_entropy(logits.float(), targets, reduction="sum").item() for logits, targets in pairs)
 
 
 def _summary(probe: Probe) -> dict[str, float] | None:
@@ -129,6 +176,6 @@ def _fifth_percentile(values: Tensor) -> float:
     return float(values.kthvalue(max(1, math.ceil(0.05 * len(values)))).values)
 
 
-def _mean(found: list[dict[str, float] | None]) -> dict[str, float]:
-    there = [each for each in found if each is not None]
-    return {name: sum(each[name] for each in there) / len(there) for name in there[0]}
+def _mean(summaries: Sequence[dict[str, float] | None]) -> dict[str, float]:
+    sparse = [each for each in summaries if each is not None]
+    return {name: sum(each[name] for each in sparse) / len(sparse) for name in sparse[0]}

@@ -1,7 +1,7 @@
-"""Which keys a step attends to: scores, agreed on within each KV group, and the best k of them.
+"""Selects the keys that a step attends to: combines the scores of each KV group, and takes the best k keys.
 
-Letters of shapes: B sequences, K KV heads, G query heads of one KV head, S keys, k chosen keys; … is nothing in a
-decoding step, and the rows of a prompt in a simulation of many of them.
+Letters of shapes: B sequences, K KV heads, G query heads of one KV head, S keys, k chosen keys; the underscore before S
+or k is nothing in a decoding step, and the rows of a prompt in a simulation.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import math
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from fourfold.inference.loki.settings import DEFAULT_K_F, LokiConfig
+from fourfold.inference.loki.settings import LokiConfig
 
 NEVER, ALWAYS = float("-inf"), float("inf")
 SAMPLED = 32
-"""One number in so many tells the threshold."""
+"""One in this many numbers is sampled to estimate a threshold."""
 
 THIN, LONG = 6, 1 << 14
-"""Rows of fewer than so many times k numbers, or of fewer than so many, are not worth a threshold."""
+"""Rows shorter than THIN · k or LONG are selected from directly, without a threshold."""
 
 
-def agree(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None = None) -> Tensor:
-    """What each key is worth to a whole KV group, from scores of each head; -inf where it must not be seen.
+def combine_heads(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None = None) -> Tensor:
+    """The worth of each key to its whole KV group, from the scores of each head; -inf where it is not visible.
 
-    A key with a score that is no number is worth most, so that a NaN is seen, and not lost.
-
-    One choice for the group reads each key once; a choice for each of its G heads would read up to G times as many.
+    A NaN score is worth most, so that it shows in the output. One choice for the group reads each key once; a choice
+    for each of its G heads would read up to G times as many.
     """
     if visible_B1_S is not None:
         scores_BKG_S = scores_BKG_S.masked_fill(~visible_B1_S[:, :, None], NEVER)
@@ -42,62 +42,60 @@ def agree(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None = None)
 
 
 def _summed_softmax(scores_BKG_S: Tensor) -> Tensor:
-    if scores_BKG_S.device.type == "cpu":  # a GPU is not waited for to tell
+    if scores_BKG_S.device.type == "cpu":  # on a GPU the test below would have to wait for it
         worth_BK_S = torch.softmax(scores_BKG_S, -1, dtype=torch.float32).sum(2)
-        if not worth_BK_S[..., :1].isnan().any():  # one NaN, or infinity, makes a row of them
+        if not worth_BK_S[..., :1].isnan().any():  # one NaN or infinity spreads over its row
             return worth_BK_S
     broken_BKG_S = ~(scores_BKG_S < ALWAYS)
     worth_BK_S = torch.softmax(scores_BKG_S.masked_fill(broken_BKG_S, NEVER), -1, dtype=torch.float32).sum(2)
     return worth_BK_S.masked_fill(broken_BKG_S.any(2), ALWAYS)
 
 
-def keys_of_each(counts_B: Tensor, config: LokiConfig) -> Tensor:
-    """How many keys sequences of so many visible tokens attend to, as each would alone, [B]: no padding counts."""
+def keys_per_sequence(counts_B: Tensor, config: LokiConfig) -> Tensor:
+    """The number of keys that each sequence attends to, [B], from its visible tokens, without padding."""
     if config.k is None:
-        share = DEFAULT_K_F if config.k_f is None else config.k_f
-        k_B = (share * counts_B.double()).ceil().long().clamp(min=config.min_k)
+        k_B = (config.key_share * counts_B.double()).ceil().long().clamp(min=config.min_k)
     else:
         k_B = torch.full_like(counts_B, config.k)
     return torch.where(counts_B < config.min_seq, counts_B, torch.minimum(k_B, counts_B))
 
 
-def choose(
+def choose_keys(
     worth_BK_S: Tensor, k: int, config: LokiConfig, visible_B1_S: Tensor | None = None, k_B: Tensor | None = None
 ) -> Tensor:
     """Places of the k best keys, [B, K, …, k] in no order; the first ``sink`` and last ``recent`` are among them.
 
-    k_B: how many of them each sequence may attend to; the best then come first.
-
-    Where fewer than k keys can be seen, the rest are some that cannot: attention must mask them.
+    With ``k_B``, the number of keys of each sequence, the best come first. Where fewer than k keys are visible, the
+    rest are not, and attention must mask them.
     """
-    kept_B1_S = kept_ends(config, visible_B1_S, worth_BK_S.shape[-1], worth_BK_S.device)
+    kept_B1_S = always_chosen(config, visible_B1_S, worth_BK_S.shape[-1], worth_BK_S.device)
     if kept_B1_S is not None:
         worth_BK_S = worth_BK_S.masked_fill(kept_B1_S, ALWAYS)
-    chosen_BK_k = best(worth_BK_S, k)
+    chosen_BK_k = top_places(worth_BK_S, k)
     if k_B is None:
         return chosen_BK_k
     order_BK_k = worth_BK_S.gather(-1, chosen_BK_k).argsort(-1, descending=True)
     return chosen_BK_k.gather(-1, order_BK_k)
 
 
-def best(worth_BK_S: Tensor, k: int) -> Tensor:
+def top_places(worth_BK_S: Tensor, k: int) -> Tensor:
     """Places of the k largest numbers of each row, in no order.
 
-    Long rows on a CPU are not sorted: a sample tells a threshold that more than k numbers reach, by four standard
-    deviations, and only these are looked at. Should fewer reach it, all are. Places then come from the left, as memory
-    is read fastest.
+    Long rows on a CPU are not sorted: a sample gives a threshold that more than k numbers reach, with four standard
+    deviations to spare, and only those are compared; if fewer reach it, all are. Places then ascend, the order in which
+    memory is read fastest.
     """
     length = worth_BK_S.shape[-1]
     chosen_Rk = None
     if worth_BK_S.device.type == "cpu" and worth_BK_S.numel() and length > max(LONG, THIN * k):
-        chosen_Rk = _best_above_a_threshold(worth_BK_S.reshape(-1, length), k)
+        chosen_Rk = places_above_threshold(worth_BK_S.reshape(-1, length), k)
     if chosen_Rk is None:
         return torch.topk(worth_BK_S, k, dim=-1, sorted=False).indices
     return chosen_Rk.view(*worth_BK_S.shape[:-1], k)
 
 
-def _best_above_a_threshold(worth_RS: Tensor, k: int) -> Tensor | None:
-    """Places of the k largest of each of R rows, [R, k]; None where a row's sample misled, or saw too little."""
+def places_above_threshold(worth_RS: Tensor, k: int) -> Tensor | None:
+    """Places of the k largest of each of R rows, [R, k]; None where a row's sample gave no useful threshold."""
     narrow = worth_RS.dtype in (torch.bfloat16, torch.float16)
     numbers_RS = (worth_RS.float() if narrow else worth_RS).detach().numpy()
     rows, length = numbers_RS.shape
@@ -106,7 +104,7 @@ def _best_above_a_threshold(worth_RS: Tensor, k: int) -> Tensor | None:
     threshold_R = _largest(sample_Rs, min(sample_Rs.shape[1], math.ceil(expected + 4 * math.sqrt(expected))))
     if np.isneginf(threshold_R).any():
         return None
-    # A NaN is the largest, as to topk, and is not below anything.
+    # A NaN counts as the largest, as in topk, and is not below any threshold.
     candidates = np.flatnonzero(~(numbers_RS < threshold_R[:, None]))
     ends_R = np.searchsorted(candidates, np.arange(1, rows + 1) * length)
     counts_R = np.diff(ends_R, prepend=0)
@@ -118,7 +116,7 @@ def _best_above_a_threshold(worth_RS: Tensor, k: int) -> Tensor | None:
     numbers_RC[np.arange(counts_R.max()) < counts_R[:, None]] = numbers
     least = np.repeat(_largest(numbers_RC, k), counts_R)
     taken = numbers >= least
-    if np.count_nonzero(taken) > rows * k:  # of those worth as much as the last, the first are taken
+    if np.count_nonzero(taken) > rows * k:  # ties for the last place go to the left
         tied, starts_R = numbers == least, ends_R - counts_R
         above_R = np.add.reduceat(numbers > least, starts_R, dtype=np.int64)
         tied_before = np.cumsum(tied) - tied
@@ -127,16 +125,16 @@ def _best_above_a_threshold(worth_RS: Tensor, k: int) -> Tensor | None:
     return torch.from_numpy(candidates[taken].reshape(rows, k) - np.arange(rows)[:, None] * length)
 
 
-def _largest(numbers_RS: np.ndarray, k: int) -> np.ndarray:
+def _largest(numbers_RS: NDArray[np.floating], k: int) -> NDArray[np.floating]:
     """The k-th largest of each row, [R]."""
     place = numbers_RS.shape[1] - k
     return np.partition(numbers_RS, place, axis=1)[:, place]
 
 
-def kept_ends(
+def always_chosen(
     config: LokiConfig, visible_B1_S: Tensor | None, length: int, device: torch.device | str
 ) -> Tensor | None:
-    """Which are the first ``sink`` and the last ``recent`` of the keys that can be seen, [S] or as ``visible_B1_S``."""
+    """True for the first ``sink`` and the last ``recent`` visible keys, [S] or in the shape of ``visible_B1_S``."""
     if not config.sink and not config.recent:
         return None
     if visible_B1_S is None:

@@ -1,7 +1,7 @@
 """Loki in every row of a prompt at once, by masking: the protocol of the paper's perplexities.
 
-One pass over a text says what decoding it token by token would, except that every row may see as many keys as the last
-one (k comes of the whole length): so the paper measures, and so its numbers can be compared.
+One pass over a text gives what decoding it token by token would, except that every row may attend to as many keys as
+the last one (k follows from the whole length), as in the paper, so that numbers can be compared.
 
 Letters of shapes: B sequences, N query heads, K KV heads, G = N / K, Q rows, S keys, D head_dim, d leading dims.
 """
@@ -14,25 +14,24 @@ import torch
 from torch import Tensor
 
 from fourfold.inference.loki.attend import project
-from fourfold.inference.loki.select import NEVER, agree, choose, keys_of_each
+from fourfold.inference.loki.select import NEVER, choose_keys, combine_heads, keys_per_sequence
 from fourfold.inference.loki.settings import LokiConfig
 
 CHUNK_SCORES = 1 << 24
-"""Scores that are in memory at once."""
+"""Scores in memory at a time."""
 
 
 @dataclass
 class Probe:
-    """Notes how good the choices of one layer were, of every row and KV head that could not see all its keys.
-
-    recall: share of the k keys of the largest exact worth that were chosen; mass: share of the exact softmax, mean over
-    the heads of the group, that fell on the chosen keys.
-    """
+    """Records the quality of one layer's choices, for every row and KV head with more visible keys than it may use."""
 
     recall: list[Tensor] = field(default_factory=list)
-    mass: list[Tensor] = field(default_factory=list)
+    """The share of the k keys with the largest exact scores that were chosen."""
 
-    def note(self, chosen_BKQS: Tensor, best_BKQS: Tensor, weights_BKGQS: Tensor, sparse_BKQ: Tensor) -> None:
+    mass: list[Tensor] = field(default_factory=list)
+    """The share of the exact softmax on the chosen keys, averaged over the heads of the group."""
+
+    def add(self, chosen_BKQS: Tensor, best_BKQS: Tensor, weights_BKGQS: Tensor, sparse_BKQ: Tensor) -> None:
         found_BKQ = (chosen_BKQS & best_BKQS).sum(-1) / best_BKQS.sum(-1).clamp(min=1)
         mass_BKQ = (weights_BKGQS * chosen_BKQS[:, :, None]).sum(-1).mean(2)
         self.recall.append(found_BKQ[sparse_BKQ].float().cpu())
@@ -50,10 +49,10 @@ def simulate(
     mask_B1QS: Tensor | None = None,
     probe: Probe | None = None,
 ) -> Tensor:
-    """Attention of each row to the best of the keys before it, [B, N, Q, D], where Q = S.
+    """Attention of each row to the best of its preceding keys, [B, N, Q, D], where Q = S.
 
-    mask_B1QS: True where a key may be seen; None for causal attention. Padding does not count into k, which comes of
-    the longest row of each sequence. basis_KDd: None where queries and keys are rotated already.
+    mask_B1QS: True where a key may be seen; None for causal attention. k follows from the longest row of each sequence,
+    without padding. basis_KDd: None where queries and keys are already rotated.
     """
     query_BKGQD = query_BNQD.unflatten(1, (key_BKSD.shape[1], -1))
     if basis_KDd is None:
@@ -63,8 +62,8 @@ def simulate(
         key_BKSd = project(key_BKSD, basis_KDd)
     length = key_BKSD.shape[2]
     rows = max(1, CHUNK_SCORES // (query_BNQD.shape[0] * query_BNQD.shape[1] * length))
-    k_B = None if mask_B1QS is None else keys_of_each(mask_B1QS[:, 0].sum(-1).amax(-1), config)
-    k = config.keys_of(length) if k_B is None else config.most_keys_of(length)
+    k_B = None if mask_B1QS is None else keys_per_sequence(mask_B1QS[:, 0].sum(-1).amax(-1), config)
+    k = config.key_count(length) if k_B is None else config.largest_key_count(length)
     out = []
     for first in range(0, length, rows):
         chunk = slice(first, min(first + rows, length))
@@ -101,22 +100,22 @@ def _attend_rows(
     probe: Probe | None,
 ) -> Tensor:
     ranking_BKGQS = torch.matmul(query_BKGQd * scaling, key_BKSd.transpose(-1, -2)[:, :, None])
-    worth_BKQS = agree(ranking_BKGQS, config.group_reduce, visible_B1QS)
-    chosen_BKQS = _as_mask(choose(worth_BKQS, k, config, visible_B1QS, k_B), worth_BKQS, k_B) & visible_B1QS
+    worth_BKQS = combine_heads(ranking_BKGQS, config.group_reduce, visible_B1QS)
+    chosen_BKQS = _as_mask(choose_keys(worth_BKQS, k, config, visible_B1QS, k_B), worth_BKQS, k_B) & visible_B1QS
     scores_BKGQS = torch.matmul(query_BKGQD, key_BKSD.transpose(-1, -2)[:, :, None]).float() * scaling
     if probe is not None:
-        exact_BKQS = agree(scores_BKGQS, config.group_reduce, visible_B1QS)
-        best_BKQS = _as_mask(choose(exact_BKQS, k, config, visible_B1QS, k_B), exact_BKQS, k_B) & visible_B1QS
+        exact_BKQS = combine_heads(scores_BKGQS, config.group_reduce, visible_B1QS)
+        best_BKQS = _as_mask(choose_keys(exact_BKQS, k, config, visible_B1QS, k_B), exact_BKQS, k_B) & visible_B1QS
         weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~visible_B1QS[:, :, None], NEVER), -1)
         sparse_BKQ = (visible_B1QS.sum(-1) > (k if k_B is None else k_B[:, None, None])).expand(worth_BKQS.shape[:3])
-        probe.note(chosen_BKQS, best_BKQS, weights_BKGQS, sparse_BKQ)
+        probe.add(chosen_BKQS, best_BKQS, weights_BKGQS, sparse_BKQ)
     weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~chosen_BKQS[:, :, None], NEVER), -1)
     weights_BKGQS = weights_BKGQS.masked_fill(~visible_B1QS.any(-1, keepdim=True)[:, :, None], 0.0)
     return torch.matmul(weights_BKGQS.to(value_BKSD.dtype), value_BKSD[:, :, None])
 
 
 def _as_mask(places_BKQk: Tensor, like_BKQS: Tensor, k_B: Tensor | None) -> Tensor:
-    """True at these places; where there is ``k_B``, at so many of them."""
+    """True at these places; with ``k_B``, only at the first k_B of them."""
     chosen_BKQS = torch.zeros_like(like_BKQS, dtype=torch.bool)
     if k_B is None:
         return chosen_BKQS.scatter_(-1, places_BKQk, True)

@@ -1,4 +1,4 @@
-"""Counts the bytes that a step reads of its cache: what Loki is about."""
+"""Counts the bytes that a decoding step reads from its cache, which is what Loki reduces."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ _ROWS = {
     aten.index.Tensor,
     aten.embedding.default,
 }
-"""Read of their first argument as much as they return."""
+"""Operations that read only the returned rows of their first argument."""
 
 _WRITES = {aten.copy_.default, aten.index_copy_.default}
-"""Only write to their first argument."""
+"""Operations that only write to their first argument."""
 
 
 class CacheTraffic(TorchDispatchMode):
-    """Inside, every operation of torch that reads memory of ``cache`` adds to ``bytes_read``.
+    """A context in which every torch operation that reads memory of ``cache`` adds to ``bytes_read``.
 
-    Operations that only make views read nothing; those that pick rows read these; all others read all that they are
-    given. Kernels outside torch are not seen.
+    Views read nothing, operations that pick rows read those rows, and all others read their whole arguments. Kernels
+    outside torch are not counted.
     """
 
     def __init__(self, cache: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self.bytes_read = 0
         self._spans = [_span(tensor) for tensor in cache]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         if not func.is_view:
             begin = 1 if func in _WRITES else 0
@@ -54,16 +56,16 @@ class CacheTraffic(TorchDispatchMode):
 def floor_bytes(
     length: int, head_dim: int, d: int, k: int, heads: int, itemsize: int, proxy_itemsize: int | None = None
 ) -> int:
-    """The least that a step can read, of one sequence: every key's d dims, and k keys and values."""
+    """The least that a step can read for one sequence: d dims of every key, and k whole keys and values."""
     return heads * (length * d * (proxy_itemsize or itemsize) + 2 * k * head_dim * itemsize)
 
 
 def dense_bytes(length: int, head_dim: int, heads: int, itemsize: int) -> int:
-    """What full attention reads, of one sequence: all keys and values."""
+    """The bytes that full attention reads for one sequence: all keys and values."""
     return heads * itemsize * 2 * length * head_dim
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Where the storage of a tensor begins and ends."""
+    """First and end address of a tensor's storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

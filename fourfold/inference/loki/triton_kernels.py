@@ -1,11 +1,11 @@
-"""One decoding step as Triton kernels: score → rank → choose → attend, each of them split over the sequence.
+"""One decoding step as Triton kernels: score → rank → choose → attend, each split over the sequence.
 
-Choosing needs no sort. Each key's worth becomes an unsigned number of the same order; the k-th largest is found by its
-leading 11 bits, the next 11 and the last 10, with a histogram of each (a radix search); one more pass writes down the
-places of what reaches it, ties from the left. Every launch has the same grid whatever the numbers are, so that a step
-can be a CUDA graph.
+Selection needs no sort. Each key's worth becomes an unsigned integer of the same order; the k-th largest is found by
+its leading 11 bits, the next 11 and the last 10, with a histogram of each (a radix search); one more pass writes the
+places of all that reach it, ties from the left. Launch grids do not depend on the data, so that a step can be a CUDA
+graph.
 
-Letters of shapes: as in attend.py; R = B · K rows, P splits of a row, and GP, DP, PP: G, D, P up to a power of two.
+Letters of shapes: as in attend.py; R = B · K rows, P splits of a row; GP, DP, PP: G, D, P rounded up to a power of two.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fourfold.inference.loki.select import kept_ends
+from fourfold.inference.loki.select import always_chosen
 from fourfold.inference.loki.settings import LokiConfig
 
 PROGRAMS, LEAST_SPLIT, MOST_SPLIT, BLOCK = 512, 512, 4096, 256
-"""Programs wanted of a pass over all keys, keys of one program, and of one turn of its loop at most."""
+"""A pass over all keys: the programs to aim for, the least and most keys of one, and the most per iteration."""
 
 CHOSEN_SPLIT, CHOSEN_BLOCK = 128, 64
-"""The same of chosen keys, whose rows lie apart."""
+"""The same for chosen keys, whose rows are scattered."""
 
 TILE_BYTES = 8192
-"""Of keys in one turn at most: several turns are under way at once, and must fit the smallest shared memories."""
+"""The most bytes of keys per iteration: several are in flight at once, and must fit the smallest shared memories."""
 
 BINS = tl.constexpr(2048)
 NEVER = tl.constexpr(float("-inf"))
@@ -43,14 +43,14 @@ def decode(
     visible_B1S: Tensor | None,
     k_B: Tensor | None,
 ) -> Tensor:
-    """What ``attend.decode`` computes, [B, K, G, D], on the current device; query_BKGd: projected and scaled."""
+    """A ``DecodeKernel`` for the current GPU."""
     batch, heads, group, width = query_BKGD.shape
     length, d = proxy_BKSd.shape[2:]
-    assert key_BKSD.stride(3) == value_BKSD.stride(3) == 1, "the numbers of a row must follow each other"
+    assert key_BKSD.stride(3) == value_BKSD.stride(3) == 1, "rows must be contiguous"
     rows, device = batch * heads, query_BKGD.device
     visible_BS = _bytes(visible_B1S, batch, length)
-    always_BS = _bytes(kept_ends(config, visible_B1S, length, device), batch, length)
-    # A sequence that sees nothing has one key too, which attention masks: the search needs something to find.
+    always_BS = _bytes(always_chosen(config, visible_B1S, length, device), batch, length)
+    # A sequence that sees nothing also gets one key, which attention masks: the search needs something to find.
     k_of_B = torch.full((batch,), k, device=device) if k_B is None else k_B.clamp(1, k)
     k_of_B = k_of_B.to(torch.int32)
 
@@ -73,7 +73,7 @@ def decode(
     _rank[grid](
         scores_RGS, maxima_RPG, sums_RPG, always_BS, ranks_RS, histograms_3RN, heads, length, splits,
         **sizes, PP=triton.next_power_of_2(splits), ENDS=always_BS is not None,
-        REDUCE="mean" if group == 1 else config.group_reduce,  # the best keys of one head need no common measure
+        REDUCE="mean" if group == 1 else config.group_reduce,  # a single head's keys need no normalization
         **blocks,
     )  # fmt: skip
     counts_RP2 = torch.empty(rows, splits, 2, dtype=torch.int32, device=device)
@@ -102,12 +102,12 @@ def decode(
 
 
 def block_of(width: int, keys: Tensor, most: int) -> int:
-    """Keys of this width (a power of two) in one turn of a loop."""
+    """Keys of this width (a power of two) per iteration."""
     return max(16, min(most, TILE_BYTES // (width * keys.element_size())))
 
 
 def _bytes(flags: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """[S] or [B, 1, S] of truth values as bytes [B, S]."""
+    """Booleans of shape [S] or [B, 1, S] as bytes [B, S]."""
     return None if flags is None else flags.expand(batch, 1, length).contiguous().view(torch.int8)
 
 
@@ -117,7 +117,7 @@ def _score(
     G: tl.constexpr, GP: tl.constexpr, d: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a split's keys for each query head, with their largest and Σ exp(score − largest)."""
+    """Scores of a split's keys for each query head, with their maximum and Σ exp(score − maximum)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, c = tl.arange(0, GP), tl.arange(0, DP)
     query_GPDP = tl.load(query + row * G * d + g[:, None] * d + c[None, :], (g[:, None] < G) & (c[None, :] < d), 0.0)
@@ -137,7 +137,7 @@ def _score(
             scores + (row * G + g[:, None]) * length + s[None, :], scores_GPS, (g[:, None] < G) & (s[None, :] < length)
         )
         larger_GP = tl.maximum(largest_GP, tl.max(scores_GPS, 1))
-        safe_GP = tl.where(larger_GP == NEVER, 0.0, larger_GP)  # a head that has seen no key yet
+        safe_GP = tl.where(larger_GP == NEVER, 0.0, larger_GP)  # a head with no visible key so far
         total_GP = total_GP * tl.exp(largest_GP - safe_GP) + tl.sum(tl.exp(scores_GPS - safe_GP[:, None]), 1)
         largest_GP = larger_GP
     tl.store(maxima + (row * splits + split) * G + g, largest_GP, g < G)
@@ -150,7 +150,7 @@ def _rank(
     G: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, REDUCE: tl.constexpr, ENDS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each key's worth to the group, as an unsigned number of the same order; a histogram of the leading 11 bits."""
+    """Each key's worth to the group, as an unsigned integer of the same order; a histogram of the leading 11 bits."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, p = tl.arange(0, GP), tl.arange(0, PP)
     there_PPGP = (p[:, None] < splits) & (g[None, :] < G)
@@ -187,7 +187,7 @@ def _rank(
 def _refine(
     ranks, histograms, ks, heads, length, rows, LEVEL: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Level 1, 2: a histogram of the next bits of what shares all bits known so far with the k-th largest."""
+    """Level 1, 2: a histogram of the next bits, over ranks that share the known bits of the k-th largest."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     known, _ = _search(histograms, ks, heads, rows, row, LEVEL)
     histogram_N = tl.zeros([BINS], tl.int32)
@@ -205,7 +205,7 @@ def _refine(
 def _count(
     ranks, histograms, ks, heads, length, rows, counts, splits, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """How many keys of a split are above the k-th largest, and how many equal to it."""
+    """The number of keys in a split above the k-th largest, and equal to it."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kth, _ = _search(histograms, ks, heads, rows, row, 3)
     above, equal = 0, 0
@@ -223,7 +223,7 @@ def _collect(
     ranks, histograms, ks, heads, length, rows, counts, chosen, splits, k,
     PP: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The places of what is above the k-th largest, and of as many equal ones, from the left, as are wanted."""
+    """The places of the keys above the k-th largest, and of the wanted number of equal ones, from the left."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kth, wanted = _search(histograms, ks, heads, rows, row, 3)
     p = tl.arange(0, PP)
@@ -250,7 +250,7 @@ def _attend(
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Attention to a part of the chosen keys, not yet divided by the sum of its weights."""
+    """Attention to a part of the chosen keys, without the division by the sum of its weights."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, c = tl.arange(0, GP), tl.arange(0, DP)
     keys = key + (row // heads) * key_of_batch + (row % heads) * key_of_head
@@ -285,7 +285,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["parts"])
 def _merge(partial, maxima, sums, out, parts, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PP: tl.constexpr):
-    """One query head from its parts; zeros where it sees no key at all."""
+    """Merge the parts of one query head; zeros where it sees no key."""
     row, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p, c = tl.arange(0, PP), tl.arange(0, DP)
     places_PP = (row * parts + p) * G + g
@@ -300,7 +300,7 @@ def _merge(partial, maxima, sums, out, parts, G: tl.constexpr, D: tl.constexpr, 
 
 @triton.jit
 def _search(histograms, ks, heads, rows, row, LEVELS: tl.constexpr):
-    """The leading bits of the k-th largest that so many histograms tell, and how many with these bits are wanted."""
+    """The leading bits of the k-th largest from the first histograms, and how many keys with these bits are wanted."""
     wanted = tl.load(ks + row // heads)
     known = tl.full([], 0, tl.uint32)
     n = tl.arange(0, BINS)
@@ -315,7 +315,7 @@ def _search(histograms, ks, heads, rows, row, LEVELS: tl.constexpr):
 
 @triton.jit
 def _histogram(digit_S, counts_S):
-    """How often each digit occurs where ``counts_S``; the others are counted as zeros, and taken off again."""
+    """The histogram of the digits where ``counts_S``; the others are counted as zeros, and subtracted."""
     histogram_N = tl.histogram(tl.where(counts_S, digit_S.to(tl.int32), 0), BINS)
     others = tl.sum((~counts_S).to(tl.int32), 0)
     return histogram_N - tl.where(tl.arange(0, BINS) == 0, others, 0)
