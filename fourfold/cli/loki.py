@@ -41,7 +41,7 @@ def calibrate(
     basis: Annotated[
         str,
         typer.Option(
-            help="Keys before (pre) or after (post) their rotary embedding, or both: the better is taken for each layer."
+            help="Keys before (pre) or after (post) their rotary embedding, or both: the better one for each layer."
         ),
     ] = "both",
     report: Annotated[Path | None, typer.Option(metavar="RANKS.html", help="Write the ranks as an HTML page.")] = None,

@@ -99,8 +99,8 @@ def prefix_token(tokenizer: Tokenizer | HuggingFaceTokenizer, subject: Subject) 
     token = tokenizer.eod_id if begin is None else begin
     if token is None:
         raise UserError(
-            f"the tokenizer of {subject.name} has no token that begins or ends a text, from which its first token could "
-            "be predicted; name an eos_token in its tokenizer_config.json"
+            f"the tokenizer of {subject.name} has no token that begins or ends a text, to predict the first token from; "
+            "name an eos_token in its tokenizer_config.json"
         )
     return token
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -213,7 +214,7 @@ def test_answers_and_prompts_at_their_limits() -> None:
     assert log_prob == pytest.approx(-8 * math.log(257.0), rel=1e-6)
     with pytest.raises(UserError, match="an answer of the task has 9 tokens, and the context 8"):
         harness._loglikelihood_tokens([(None, [1, 2], [3] * 9)])
-    assert harness._generate("", {"max_gen_toks": 3}) == "AAA"
+    assert harness.generate_until([SimpleNamespace(args=("", {"max_gen_toks": 3}))]) == ["AAA"]
 
 
 TASK = """

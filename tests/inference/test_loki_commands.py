@@ -102,7 +102,7 @@ def test_generate(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
     assert (code, errors) == (0, "")
     assert output.startswith("grid axis tile")
     assert re.search(
-        r"\n\n\d+ \+ \d+ tokens: the first after [\d.]+ s, then [\d.]+ tokens/s; cache [\d.]+ MiB\n$", output
+        r"\n\n\d+ \+ \d+ tokens: the first after [\d.]+ s, then [\d.]+ tokens/s; cache 6\.50 KiB\n$", output
     )
     record = json.loads(cli(*begin, "--prompt", "grid axis tile", "--json")[1])
     assert output.startswith("grid axis tile" + record["text"])
@@ -123,7 +123,7 @@ def test_generate(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
     assert few["step_bytes"] == 2 * 2 * (length * 1 + 2 * 2 * 8) * 4
     assert (record["step_bytes"], same["step_bytes"]) == (None, same["full_step_bytes"])
     line = cli(*begin, "--prompt-file", file, *loki, "--loki", "k=2", "--loki", "d=1")[1].splitlines()[-1]
-    assert "MiB of it, where full attention reads" in line
+    assert "KiB of it, where full attention reads" in line
     drawn = [cli(*begin, "--prompt", "grid", "--temperature", 1, "--seed", seed, "--json")[1] for seed in (1, 1, 2)]
     texts = [json.loads(each)["text"] for each in drawn]
     assert texts[0] == texts[1] != texts[2]
