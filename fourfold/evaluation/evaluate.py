@@ -99,7 +99,7 @@ def prefix_token(tokenizer: Tokenizer | HuggingFaceTokenizer, subject: Subject) 
     token = tokenizer.eod_id if begin is None else begin
     if token is None:
         raise UserError(
-            f"the tokenizer of {subject.name} has no token that begins or ends a text, to predict the first token from; "
+            f"the tokenizer of {subject.name} has no token that begins or ends a text, to predict its first token; "
             "name an eos_token in its tokenizer_config.json"
         )
     return token
