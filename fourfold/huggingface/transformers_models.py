@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,7 +119,9 @@ def positions_of(model: Any) -> int | None:
 
 
 def import_transformers() -> Any:
-    """The transformers library, or a sentence that says how to get it."""
+    """Import transformers quietly. Raises ``UserError`` with its installation command where it is missing."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).addFilter(_is_no_import_noise)
     try:
         import transformers
     except ImportError as error:
@@ -127,6 +130,11 @@ def import_transformers() -> Any:
         ) from error
     transformers.utils.logging.disable_progress_bar()
     return transformers
+
+
+def _is_no_import_noise(record: logging.LogRecord) -> bool:
+    """False for warnings of torchao, which transformers imports, about binaries and enums that nothing here uses."""
+    return not str(record.msg).startswith(("Failed to load", "%s is an Enum subclass"))
 
 
 def _no_tokenizer(name: str, reason: str) -> str:

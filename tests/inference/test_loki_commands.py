@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,13 @@ def test_generate(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
     drawn = [cli(*begin, "--prompt", "grid", "--temperature", 1, "--seed", seed, "--json")[1] for seed in (1, 1, 2)]
     texts = [json.loads(each)["text"] for each in drawn]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_nothing_but_the_text_is_printed(model: Path) -> None:
+    """A fresh process, in which transformers imports its own dependencies, leaves standard error empty."""
+    command = ("-m", "fourfold", "generate", "--model", model, "--prompt", "grid", "--max-new-tokens", "2")
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_generate_whatever_the_folder_says(cli: Cli, model: Path, tmp_path: Path) -> None:
