@@ -1,6 +1,6 @@
-"""How fast the planner looks at every layout: python -m benchmarks.plan_search [--rounds 5]
+"""Measure how fast the planner searches layouts: python -m benchmarks.plan_search [--rounds 5]
 
-Processor time of the whole search, on one core: the least of the rounds counts, as the others are of something else.
+The processor time of the whole search on one core; the fastest round counts, as others were disturbed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fourfold.planning.search.fastest import search
 
 CASES = (("frontier-175b", 2048, 1536, "dgx-a100", 512), ("llama3-405b", 8192, 2048, "dgx-h100", 16_384))
 GOAL = 200_000
-"""Layouts a second and core."""
+"""Layouts per second and core."""
 
 
 def main() -> int:

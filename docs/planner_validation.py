@@ -1,4 +1,4 @@
-"""Score the planner on measured rows, and write docs/planner_validation.md and the constants that fourfold ships:
+"""Score the planner on measured rows; write docs/planner_validation.md and the constants that fourfold ships:
 
 python docs/planner_validation.py FOLDER_OF_CSV_FILES
 """
@@ -20,14 +20,14 @@ from fourfold.planning.machines.constants import NAMES, PRIORS
 from fourfold.planning.machines.machine import stack_machines
 
 HERE = Path(__file__).parent
-SHIPPED = HERE.parent / "fourfold" / "planning" / "calibrated.toml"
+SHIPPED = HERE.parent / "fourfold" / "planning" / "calibration" / "calibrated.toml"
 SEEDS = range(8)
 SHIPPED_SEED = 0
 SHARE = 0.1
 NOISE_OF_MEMORY = 0.12
 """Standard deviation of one measured memory row around its prediction."""
 NEVER_FITTED = ("S3",)
-"""Korthikanti et al.: all eight rows judge only."""
+"""Korthikanti et al.: all eight rows are held out."""
 
 
 def main() -> None:
@@ -39,7 +39,6 @@ def main() -> None:
     SHIPPED.write_text(
         "# Factors on the priors of planning/machines/constants.py, by docs/planner_validation.py.\n"
         + to_toml(calibration),
-        +to_toml(calibration),
         encoding="utf-8",
     )
     (HERE / "planner_validation.md").write_text(page(rows, skipped, fitted, scores, calibration), encoding="utf-8")
@@ -48,7 +47,7 @@ def main() -> None:
 
 
 def split(rows: list[Row], seed: int) -> tuple[list[Row], list[Row]]:
-    """A random tenth to fit, and the rest."""
+    """Split off a random tenth to fit; the rest are held out."""
     chosen = np.random.default_rng(seed).random(len(rows)) < SHARE
     may = [row.seconds is not None and row.source not in NEVER_FITTED for row in rows]
     fit = [m and bool(c) for m, c in zip(may, chosen, strict=True)]
@@ -71,61 +70,63 @@ def page(
         "",
         "<!-- Written by docs/planner_validation.py. -->",
         "",
-        f"{len(rows)} published rows that can be predicted (step times or memory of training runs); skipped: "
+        f"The planner predicts {len(rows)} published rows (step times or memory of training runs). Skipped: "
         + ", ".join(f"{count} ({reason})" for reason, count in skipped.items())
         + ".",
         "",
         "The constants of `planning/machines/constants.py` are fitted to a random tenth of the rows (one draw a row of",
-        "`numpy.random.default_rng(seed)` below 0.1), and the others judge. S3 (Korthikanti et al. 2022) is never",
-        f"fitted to. The constants that fourfold ships are those of seed {SHIPPED_SEED}, {len(fitted)} rows. Headline",
-        "figures are of dense models in bf16 or fp16 whose configuration is complete; FP8 and incomplete rows stand",
-        "under *others*.",
+        "`numpy.random.default_rng(seed)` below 0.1), and the others are held out. S3 (Korthikanti et al. 2022) is",
+        f"never fitted. The constants that fourfold ships are those of seed {SHIPPED_SEED}, {len(fitted)} rows.",
+        "Headline figures are for dense models in bf16 or fp16 with a complete configuration; FP8 and incomplete rows",
+        "are listed as *others*.",
         "",
         "## Held-out error of the step time",
         "",
         *table(("rows", "median", "mean", "worst seed's mean"), held_out_rows(scores)),
         "",
-        "With no calibrated constant at all (machine files and priors): mean "
+        "Without fitted constants (machine files and priors only): mean "
         f"{percent(errors_of(dense)['mean_abs_error'])}, median {percent(errors_of(dense)['median_abs_error'])} over "
         f"{len(dense)} rows.",
         "",
-        "## Ranking inside sweeps, and memory",
+        "## Ranking within sweeps, and memory",
         "",
         *table(("what", "mean over seeds"), other_scores(scores)),
         "",
-        "A sweep from which fitted rows are taken may have fewer than the eight points that a rank correlation needs.",
-        f"Over all rows, with the shipped constants, it is {whole['spearman_median']:.2f} in the median of "
-        f"{whole['ranked']} sweeps ({whole['spearman_min']:.2f} in the worst), the regret "
-        f"{percent(whole['regret_mean'])} on average of {whole['count']}.",
+        "A sweep is a set of rows that differ only in layout; its regret is how much slower the predicted best is than",
+        "the measured best. A sweep with fitted rows removed may have fewer than the eight points that a rank",
+        "correlation needs. Over all rows, with the shipped constants, the rank correlation is",
+        f"{whole['spearman_median']:.2f} in the median of {whole['ranked']} sweeps ({whole['spearman_min']:.2f} in the "
+        f"worst), and the mean regret of {whole['count']} sweeps is {percent(whole['regret_mean'])}.",
         "",
-        "Of the three rows that ran out of memory one is not told (S11, 206B): 59 GB were measured of the same layout",
-        "with one layer a stage less, and a layer and its activations are 8 GB. What ran out there was not a step's",
-        "memory.",
+        "`oom recall` is the recall on rows that ran out of memory, `fit recall` on rows that fitted. Of the three",
+        "rows that ran out of memory one is missed (S11, 206B): the same layout with one layer per stage less was",
+        "measured at 59 GB, and a layer with its activations takes 8 GB. What ran out there was not the memory of a",
+        "step.",
         "",
-        "Fitting rows are those that ran, whether their memory was measured or not, and that say what they computed",
-        "again. Rows are read as the sources of their programs say that they ran: DeepSpeed shards the state of a",
-        "bf16 optimizer at any stage and sums fp32 gradients in all-reduces (`deepspeed/runtime/bf16_optimizer.py`),",
+        "Fitting rows are those that ran, whether or not their memory was measured, and that name their recompute.",
+        "Rows are read by the source code of their programs: DeepSpeed shards the state of a",
+        "bf16 optimizer at any stage and all-reduces fp32 gradients (`deepspeed/runtime/bf16_optimizer.py`),",
         "and its pipeline keeps what it has sent (`runtime/pipe/engine.py`); NVIDIA's recipes have bf16 gradients, a",
-        "fused loss and SwiGLU, and Transformer Engine keeps the inputs of FP8 products in a byte (NeMo,",
+        "fused loss and SwiGLU, and Transformer Engine stores the inputs of FP8 matmuls in one byte (NeMo,",
         "`scripts/performance/helpers.py`); llm-foundry has a fused loss (`models/mpt/modeling_mpt.py`).",
         "",
         "## Published figures",
         "",
-        "PFLOP/s of the whole job, recompute and the whole square of the attention counted, with the constants that",
-        "fourfold ships. *As run*: the published layout, or where it is not published the fastest that the program had",
-        "(AxoNN: x, y, z, dp, full recompute). *Best*: the fastest of all layouts, in the same convention. None of",
-        "these was fitted to.",
+        "PFLOP/s of the whole job, counting recompute and the full attention square, with the constants that fourfold",
+        "ships. *As run*: the published layout, or, where it is not published, the fastest one that the program",
+        "supports (AxoNN: x, y, z, dp, full recompute). *Best*: the fastest of all layouts, in the same convention.",
+        "None of these rows was fitted.",
         "",
         *table(
             ("model", "machine", "GPUs", "published", "as run", "error", "layout", "best"), published_rows(calibration)
         ),
         "",
-        "Where the error is above 15 %: no run on an MI250X, and none on a Slingshot network, is among the fitted",
-        "rows, so Frontier and Perlmutter are predicted by their machine files and by what all programs have in",
-        "common. AxoNN's own curve says 79 TFLOP/s a GCD at 512 GCDs, where communication is small; 0.9 of the",
-        "matmul rate that it measured is 112, so most of the difference is the rate of the products in training.",
-        "Its layouts are not published: the fastest of thousands is compared, which errs to the fast side. Runs of",
-        "one's own on these machines move the constants (`fourfold calibrate --from`).",
+        "Why errors exceed 15 %: the fitted rows include no run on an MI250X and none on a Slingshot network, so",
+        "Frontier and Perlmutter are predicted from their machine files and the constants that all programs share.",
+        "AxoNN's own curve gives 79 TFLOP/s per GCD at 512 GCDs, where communication is small; 0.9 of the",
+        "matmul rate that it measured is 112, so most of the difference is the matmul rate in training.",
+        "Its layouts are not published: the fastest of thousands is compared, which errs on the fast side. Your own",
+        "runs on these machines correct the constants (`fourfold calibrate --from`).",
         "",
         "AxoNN's weak scaling on Frontier, efficiency against 512 GCDs:",
         "",
@@ -133,19 +134,19 @@ def page(
         "",
         "## Constants",
         "",
-        "Prior, and the factors on it for all machines and for each (none: 1).",
+        "The prior, and the factors on it: for all machines, and for each machine with fitted rows.",
         "",
         *table(
             ("constant", "prior", "spread", *constant_levels(calibration), "source of the prior"),
             constants(calibration),
         ),
         "",
-        f"Allocator and work spaces (`CACHED` of `planning/cost/memory.py`): {fitted_overhead(fitted):.3f} by the "
+        f"Allocator and workspaces (`CACHED` in `planning/cost/memory.py`): {fitted_overhead(fitted):.3f} from the "
         f"{sum(row.memory_gb is not None for row in fitted)} fitted rows with memory, prior {UNUSABLE}.",
         "",
         "## Every row",
         "",
-        "Seconds and GB measured and predicted with the shipped constants; *fit*: the row is one of the tenth.",
+        "Seconds and GB, measured and predicted with the shipped constants; *fit* marks the rows of the fit.",
         "",
         *table(
             ("source", "row", "s", "predicted", "error", "machine files only", "GB", "predicted", "fit"),
@@ -160,7 +161,7 @@ def page(
             ),
         ),
         "",
-        "Make it again with:",
+        "Regenerate this page with:",
         "",
         "```sh",
         "# not run by the tests: it needs the tables of measured rows",
@@ -172,7 +173,7 @@ def page(
 
 
 def held_out_rows(scores: dict[int, dict[str, Any]]) -> list[tuple[str, ...]]:
-    """All rows, then each source, then the others: means over the seeds."""
+    """Average over the seeds: all rows, then each source, then the others."""
     found = []
     names = ["all", *sorted({s for score in scores.values() for s in score["by_source"]}), "others"]
     for name in names:
@@ -225,7 +226,7 @@ def constants(calibration: Calibration) -> list[tuple[str, ...]]:
 
 
 def fitted_overhead(fitted: list[Row]) -> float:
-    """Share of the allocated bytes that is measured besides, from the fitted rows with memory: a mean with a prior."""
+    """Estimate the allocator's overhead as a share of the allocated bytes, from fitted rows with memory and a prior."""
     rows = [row for row in fitted if row.memory_gb is not None]
     work, machine = stack_work(rows), stack_machines([row.machine for row in rows])
     runtime = np.where(work.count_runtime, runtime_bytes(work, machine), 0)
