@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fourfold.extras import drop_harmless_warnings
+
 if TYPE_CHECKING:
     from fourfold.config.run import ParallelConfig
     from fourfold.huggingface.parallelize import parallelize
@@ -18,6 +20,9 @@ _MODULES = {
     "ParallelConfig": "fourfold.config.run",
     "parallelize": "fourfold.huggingface.parallelize",
 }
+
+
+drop_harmless_warnings()
 
 
 def __getattr__(name: str) -> Any:

@@ -20,6 +20,7 @@ TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
 
 ROOMS = (
     "errors",
+    "extras",
     "processes",
     "environment",
     "config",

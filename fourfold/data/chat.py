@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
+from fourfold.extras import import_extra
 
 Message = Mapping[str, Any]
 
@@ -28,10 +29,9 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: str | Path, template: str | Path | None = None) -> None:
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise UserError("chat templates need transformers: pip install 'fourfold[huggingface]'") from error
+        import_extra("transformers", "huggingface", "chat templates need")
+        from transformers import AutoTokenizer
+
         if str(folder) == "bytes":
             raise UserError(
                 "the tokenizer 'bytes' has no chat template, so messages cannot be rendered; give the folder of a "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fourfold.errors import UserError
+from fourfold.extras import import_extra
 
 PYTHON_STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
@@ -264,11 +265,9 @@ def _read_parquet(path: Path, key: str) -> Iterator[str | None]:
 
 @contextmanager
 def _opened_parquet(path: Path) -> Iterator[Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"{path} needs pyarrow to be read: pip install fourfold[parquet]") from error
+    import_extra("pyarrow", "parquet", f"reading {path} needs")
+    import pyarrow.parquet
+
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             yield file

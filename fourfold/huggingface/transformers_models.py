@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from safetensors import SafetensorError
 
 from fourfold.data.tokenizer import ByteTokenizer
 from fourfold.errors import UserError
+from fourfold.extras import import_extra
 from fourfold.models.dtypes import DTYPES
 
 
@@ -35,13 +35,13 @@ class HuggingFaceText:
     def __init__(self, name: str) -> None:
         self.tokenizer = open_tokenizer(name)
         end = self.tokenizer.eos_token_id
-        self.eos_ids = () if end is None else (end,)
+        self.eos_ids: tuple[int, ...] = () if end is None else (end,)
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 class BytesText:
@@ -49,7 +49,7 @@ class BytesText:
 
     def __init__(self) -> None:
         self._tokenizer = ByteTokenizer()
-        self.eos_ids = (self._tokenizer.eod_id,)
+        self.eos_ids: tuple[int, ...] = (self._tokenizer.eod_id,)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode_batch([text])[0]
@@ -84,11 +84,20 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
     transformers = import_transformers()
     wanted = "auto" if dtype == "auto" else DTYPES[dtype]
     device = checked_device(device)
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # no table of keys: the one kind that matters is an error below
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(str(name), dtype=wanted, use_safetensors=True)
-        return model.to(device).eval()
+        model, keys = transformers.AutoModelForCausalLM.from_pretrained(
+            str(name), dtype=wanted, use_safetensors=True, output_loading_info=True
+        )
+        model = model.to(device).eval()
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"cannot load the model {name}: {_first_line(error)}") from error
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    if keys["missing_keys"]:
+        raise UserError(f"cannot load the model {name}: its files lack the tensor {min(keys['missing_keys'])}")
+    return model
 
 
 def checked_device(name: str | None) -> str:
@@ -119,22 +128,10 @@ def positions_of(model: Any) -> int | None:
 
 
 def import_transformers() -> Any:
-    """Import transformers quietly. Raises ``UserError`` with its installation command where it is missing."""
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).addFilter(_is_no_import_noise)
-    try:
-        import transformers
-    except ImportError as error:
-        raise UserError(
-            "Hugging Face models need the transformers library: pip install 'fourfold[huggingface]'"
-        ) from error
+    """Import the transformers library, without its progress bars."""
+    transformers = import_extra("transformers", "huggingface", "Hugging Face models need")
     transformers.utils.logging.disable_progress_bar()
     return transformers
-
-
-def _is_no_import_noise(record: logging.LogRecord) -> bool:
-    """False for warnings of torchao, which transformers imports, about binaries and enums that nothing here uses."""
-    return not str(record.msg).startswith(("Failed to load", "%s is an Enum subclass"))
 
 
 def _no_tokenizer(name: str, reason: str) -> str:

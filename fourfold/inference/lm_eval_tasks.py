@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from fourfold.errors import UserError
+from fourfold.extras import import_extra
 from fourfold.huggingface.transformers_models import HuggingFaceText, TextTokenizer
 
 if TYPE_CHECKING:
@@ -14,13 +16,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def import_lm_eval() -> Any:
-    """Import lm-eval. Raises ``UserError`` with its installation command where it is missing."""
-    try:
-        import lm_eval
-    except ImportError as error:
-        raise UserError("tasks need the lm-eval library: pip install 'fourfold[evaluate]'") from error
-    return lm_eval
+def import_lm_eval() -> ModuleType:
+    """Import the lm-eval library, or raise ``UserError``."""
+    return import_extra("lm_eval", "evaluate", "--tasks needs")
 
 
 def task_names(names: str) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fourfold.errors import UserError
+from fourfold.extras import import_extra
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.linear import Linear4D, NormalLinears, Products
 
@@ -35,12 +36,9 @@ def use_float8(model: Transformer, recipe: str) -> None:
     Raises:
         UserError: torchao is not installed.
     """
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise UserError(
-            f"training.float8 = '{recipe}' needs the torchao library: pip install 'fourfold[float8]'"
-        ) from error
+    import_extra("torchao.float8", "float8", f"training.float8 = '{recipe}' needs")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
     config = Float8LinearConfig.from_recipe_name(recipe)
     products = Float8Products(config)
     for block in model.blocks:

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fourfold.data.files import write_output
 from fourfold.errors import UserError
+from fourfold.extras import import_extra
 from fourfold.reports import html
 from fourfold.reports.heatmap import heat_map
 
@@ -56,13 +58,9 @@ def write_rank_report(record: Record, path: Path) -> None:
     write_output(path, html.page("Ranks of the keys", record["model"], sections))
 
 
-def import_matplotlib() -> Any:
-    """Import matplotlib. Raises ``UserError`` with its installation command where it is missing."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UserError("a picture needs matplotlib: pip install 'fourfold[plots]'; --report does not") from error
-    return matplotlib
+def import_matplotlib() -> ModuleType:
+    """Import the matplotlib library, or raise ``UserError``."""
+    return import_extra("matplotlib", "plots", "--picture (unlike --report) needs")
 
 
 def write_rank_picture(record: Record, path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from fourfold.errors import UserError
+from fourfold.extras import import_extra
 
 if TYPE_CHECKING:
     import torch
@@ -158,12 +159,7 @@ def _drop_after(path: Path, step: int) -> None:
 
 def _require_tensorboard() -> None:
     """Before anything is written."""
-    try:
-        import torch.utils.tensorboard  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            "The run file asks for TensorBoard, which is not installed: pip install 'fourfold[tensorboard]'."
-        ) from error
+    import_extra("tensorboard", "tensorboard", "metrics.tensorboard = true needs")
 
 
 def _open_tensorboard(folder: Path, resume_step: int | None) -> "SummaryWriter":

@@ -47,7 +47,7 @@ def test_parquet(tmp_path: Path) -> None:
 
 def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"pip install fourfold\[parquet\]"):
+    with pytest.raises(UserError, match=r"needs the pyarrow library: pip install 'fourfold\[parquet\]'"):
         list(read_documents(tmp_path / "a.parquet"))
 
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import filled
 from fourfold.errors import UserError
+from fourfold.extras import import_extra
 from fourfold.huggingface.architectures.families import FAMILIES, MISSING, ROPE_KEYS, Family
 
 CONFIG_FILE = "config.json"
@@ -223,12 +224,9 @@ def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
         return path
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise UserError(f"there is no folder {name}")
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise UserError(
-            f"there is no folder {name}, and ids of the Hub need its library: pip install 'fourfold[huggingface]'"
-        ) from None
+    import_extra("huggingface_hub", "huggingface", f"there is no folder {name}, and ids of the Hub need")
+    import huggingface_hub
+
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:

@@ -1,0 +1,40 @@
+"""Libraries of the optional extras: how to install a missing one, and which of their warnings mean nothing."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from types import ModuleType
+
+from fourfold.errors import UserError
+
+HARMLESS = {
+    "torchao": "Failed to load ",
+    "torch.utils._pytree": "%s is an Enum subclass and is now natively supported",
+}
+"""Warnings printed wherever transformers imports torchao: the logger, and how the message begins.
+
+torchao reports kernels built for another GPU or Python, which it does without; torch addresses torchao's authors.
+"""
+
+
+def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
+    """Import a module of an optional extra.
+
+    purpose: the beginning of the sentence of the ``UserError`` where it is not installed: "chat templates need".
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        library = module.partition(".")[0].replace("_", "-")
+        raise UserError(f"{purpose} the {library} library: pip install 'fourfold[{extra}]'") from error
+
+
+def drop_harmless_warnings() -> None:
+    """Stop the ``HARMLESS`` warnings, and no others, from being printed."""
+    for name in HARMLESS:
+        logging.getLogger(name).addFilter(_is_worth_printing)
+
+
+def _is_worth_printing(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(HARMLESS[record.name])
