@@ -81,12 +81,6 @@ KNOWN_LONG_FILES = {"fourfold.huggingface.parallelize"}
 
 KNOWN_PRIVATE = {
     ("test_checkpoint", "_publish"),
-    ("test_context", "_in_order"),
-    ("test_context", "_merge"),
-    ("test_data_indexed", "_CHECKED_AT_ONCE"),
-    ("test_data_prepare", "_SMALLEST_SHARD"),
-    ("test_data_prepare", "_train"),
-    ("test_goldfish", "_table"),
     ("test_loop", "_only_job_in"),
     ("test_parallelized", "_is_of_residual"),
     ("test_plan", "_changed"),

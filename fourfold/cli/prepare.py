@@ -35,7 +35,7 @@ def prepare(
         Path | None, typer.Option(help="With --format sft: a Jinja file. Default: that of the tokenizer's folder.")
     ] = None,
     text_key: Annotated[str, typer.Option(help="The key, or column, that holds the text.")] = "text",
-    encoding: Annotated[str, typer.Option(help="Of .txt files, such as latin-1 or utf-16.")] = "utf-8",
+    encoding: Annotated[str, typer.Option(help="Encoding of .txt files, such as latin-1 or utf-16.")] = "utf-8",
     workers: Annotated[
         int | None, typer.Option(help="Processes; one per core by default. The result is the same.")
     ] = None,
@@ -59,7 +59,7 @@ def prepare(
 ) -> None:
     """Tokenize text into a corpus to train on.
 
-    Writes Megatron-LM's indexed format (OUT.bin, OUT.idx) and OUT.json, which says what is in it; the tokenizer is
+    Writes Megatron-LM's indexed format (OUT.bin, OUT.idx) and OUT.json, which describes it; the tokenizer is
     kept beside it as OUT-tokenizer.json. An interrupted run continues where it was when started again.
 
     With --canaries, documents are planted a known number of times at random places, and OUT-canaries.jsonl lists them

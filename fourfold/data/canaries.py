@@ -1,8 +1,8 @@
-"""Canaries: documents planted in a corpus a known number of times, so that an audit can say what repetition does.
+"""Canaries: documents planted in a corpus a known number of times, so that an audit can measure what repetition does.
 
-Which document is repeated how often is drawn at random from one pool, as in the protocol of Singh et al. 2024 (arXiv
-2502.08145): documents repeated 0 times are the control, for nothing but chance tells them from the others. The ledger,
-one JSON object a line, says what was planted; `fourfold audit` reads it.
+The number of repeats of each document is drawn at random from one pool, as in the protocol of Singh et al. 2024 (arXiv
+2502.08145): documents repeated 0 times are the control, since only chance distinguishes them from the others. The
+ledger, one JSON object a line, lists what was planted; `fourfold audit` reads it.
 """
 
 import json
@@ -27,7 +27,7 @@ _MOST_PASSAGES = 1 << 20
 
 
 class Vocabulary(Protocol):
-    """What a near-duplicate's other tokens are drawn from."""
+    """The tokens that replace others in a near-duplicate."""
 
     vocab_size: int
     special_ids: tuple[int, ...]
@@ -35,19 +35,25 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class Canaries:
-    """What to plant.
-
-    `count`: canaries for each number of `repeats`; `length`: tokens of each; `noise`: the share of tokens that every
-    copy has replaced at random (near-duplicates); `shift`: every copy begins up to this many tokens late; `source`:
-    None takes documents out of the corpus, "random" makes sequences of random tokens, else a .jsonl file.
-    """
+    """The canaries to plant."""
 
     count: int
+    """Canaries for each number of repeats."""
+
     repeats: tuple[int, ...]
+
     length: int = 100
+    """Tokens of each."""
+
     noise: float = 0.0
+    """The share of tokens that each copy has replaced at random (near-duplicates)."""
+
     shift: int = 0
+    """Each copy begins up to this many tokens late."""
+
     source: str | None = None
+    """None takes documents out of the corpus, "random" makes sequences of random tokens, else a .jsonl file."""
+
     seed: int = 0
 
     def check(self) -> None:
@@ -177,7 +183,7 @@ def plant(split: Split, canaries: Canaries, tokenizer: Tokenizer, text_key: str,
 
 
 def as_record(canaries: Canaries | None) -> dict[str, Any] | None:
-    """For the digest that tells whether a corpus was made in the same way."""
+    """JSON values for the digest that identifies how a corpus was made."""
     return None if canaries is None else asdict(canaries)
 
 

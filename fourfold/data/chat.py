@@ -1,4 +1,4 @@
-"""A conversation to tokens, and which of them the assistant says, by the chat template of a model."""
+"""A conversation to tokens, and which of them are the assistant's, by the chat template of a model."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class ChatTemplate:
     """The template and the tokenizer of a folder of transformers, or another template with that tokenizer.
 
-    Tokens are those that transformers' `apply_chat_template` gives for the whole conversation. What the assistant says
+    Tokens are those that transformers' `apply_chat_template` gives for the whole conversation. The assistant's text
     is what the template marks with {% generation %}; of a template without marks it is what each answer adds to the
     prompt before it, the end of the turn included, and whitespace after that left out. A token belongs to where its
     first character stands.
@@ -57,10 +57,10 @@ class ChatTemplate:
     @property
     def source(self) -> str:
         """The template itself."""
-        return self._tokenizer.chat_template
+        return str(self._tokenizer.chat_template)
 
     def encode(self, messages: Sequence[Message]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The tokens, and whether each is trained. Raises ValueError that says what is wrong with the conversation."""
+        """The tokens, and whether each is trained. Raises ValueError for an invalid conversation."""
         _check(messages)
         text = self._render(messages)
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -74,9 +74,7 @@ class ChatTemplate:
         return np.array(encoding["input_ids"], dtype=np.int64), trained
 
     def _marked(self, messages: Sequence[Message]) -> NDArray[np.bool_]:
-        result = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
+        result = self._applied(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         return np.array(result["assistant_masks"], dtype=bool)
 
     def _answers(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
@@ -90,18 +88,20 @@ class ChatTemplate:
             if not (answered.startswith(prompt) and text.startswith(answered)):
                 raise ValueError(
                     f"the template writes message {number + 1} otherwise when others follow, so that its tokens cannot "
-                    "be told; mark answers in the template with {% generation %} … {% endgeneration %}"
+                    "be identified; mark answers in the template with {% generation %} … {% endgeneration %}"
                 )
             trimmed = answered.rstrip()
             end = len(trimmed) if trimmed.endswith(self._special) else len(answered)
             found.append((len(prompt), end))
         return found
 
+    def _applied(self, messages: Sequence[Message], **options: Any) -> Any:
+        """The text, the ids or a table of them, as the options say."""
+        return self._tokenizer.apply_chat_template([dict(message) for message in messages], **options)
+
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            return str(self._applied(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
         except Exception as error:  # templates raise what they like
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
 

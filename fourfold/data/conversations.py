@@ -18,15 +18,21 @@ from fourfold.errors import UserError
 
 @dataclass(frozen=True)
 class PackingStatistics:
-    """How a corpus of conversations fills its windows. filled: share of the places that hold one; cut: conversations
-    longer than a window, which lose their end; left_out: besides ``conversations``, those whose answers begin beyond
-    the window."""
+    """How a corpus of conversations fills its windows."""
 
     windows: int
+
     conversations: int
+    """Those in the windows."""
+
     filled: float
+    """Share of the places that hold a conversation."""
+
     cut: int
+    """Conversations longer than a window, which lose their end."""
+
     left_out: int
+    """Conversations whose answers begin beyond the window."""
 
 
 class PackedConversations:

@@ -21,18 +21,21 @@ NO_DOCUMENT = -(2**31)  # of places before the first token of a corpus
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of the token stream, with the tokens just before them, which masks may look at and the model never sees.
-
-    `stream`, `stream_documents`: int64 [samples, look_back + seq_length + 1]. A document's number counts from 0 at the
-    window's first token; those before have negative numbers. `numbers`: int64 [samples], the samples' own.
-    `answers`: bool [samples, seq_length + 1], the tokens of conversations that answers are made of; None for text.
-    """
+    """Windows of the token stream, the input of masks."""
 
     stream: NDArray[np.int64]
+    """[samples, look_back + seq_length + 1]: the tokens, and those before them, which only masks see."""
+
     stream_documents: NDArray[np.int64]
+    """The document of each token, counted from 0 at the window's first one; those before have negative numbers."""
+
     numbers: NDArray[np.int64]
+    """[samples]: their numbers in the order of training."""
+
     look_back: int = 0
+
     answers: NDArray[np.bool_] | None = None
+    """[samples, seq_length + 1]: the tokens of conversations that belong to an answer; None for text."""
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -157,7 +160,8 @@ def positions_of(documents: NDArray[np.int64]) -> NDArray[np.int64]:
     """[rows, length]: each token's place in its document, counted from the window's start in the first one."""
     places = np.arange(documents.shape[1])
     is_start = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
-    return places - np.maximum.accumulate(np.where(is_start, places, 0), axis=1)
+    positions: NDArray[np.int64] = places - np.maximum.accumulate(np.where(is_start, places, 0), axis=1)
+    return positions
 
 
 def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
@@ -167,7 +171,7 @@ def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
             raise UserError(f"source {index + 1} of the mixture has weight {weight}; a weight is a positive number")
     shares = np.array(weights) / max(weights)  # their sum is finite
     ideal = shares / shares.sum() * BLOCK
-    counts = np.floor(ideal).astype(np.int64)
+    counts: NDArray[np.int64] = np.floor(ideal).astype(np.int64)
     by_remainder = np.argsort(counts - ideal, kind="stable")
     counts[by_remainder[: BLOCK - counts.sum()]] += 1
     if (counts == 0).any():

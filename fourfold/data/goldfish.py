@@ -105,7 +105,7 @@ def hash_table_drops(targets: NDArray[np.int64], k: int, h: int, include_target:
         product = np.ones((len(targets), places), dtype=np.int64)
         for offset in range(h):
             product *= targets[:, offset : offset + places]  # wraps, as int64 does in the published code
-        dropped[:, first:] = _table()[product % TABLE_SIZE] < np.float32(1 / k)
+        dropped[:, first:] = published_table()[product % TABLE_SIZE] < np.float32(1 / k)
     return dropped
 
 
@@ -119,7 +119,7 @@ def random_drops(numbers: NDArray[np.int64], seq_length: int, k: int, seed: int)
 
 
 @cache
-def _table() -> NDArray[np.float32]:
+def published_table() -> NDArray[np.float32]:
     """[1,000,003] what torch.rand gives on the CPU with the published seed, made without torch.
 
     Its generator is the Mersenne Twister, of whose 32-bit numbers it takes the lower 24 bits.

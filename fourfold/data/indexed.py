@@ -1,4 +1,4 @@
-"""Megatron-LM's indexed token format: PREFIX.bin holds the tokens, PREFIX.idx where each sequence lies.
+"""Megatron-LM's indexed token format: PREFIX.bin holds the tokens, PREFIX.idx the place of each sequence.
 
 Layout of the .idx, little-endian throughout:
 
@@ -37,7 +37,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 _UINT16_VOCABULARY = 65_500  # Megatron's border: below it tokens are uint16
 _LONGEST_SEQUENCE = 2**31 - 1
-_CHECKED_AT_ONCE = 1 << 20  # entries, so that checking a huge index needs little memory
+CHECKED_AT_ONCE = 1 << 20  # entries, so that checking a huge index needs little memory
 
 
 def bin_path(prefix: str | Path) -> Path:
@@ -96,7 +96,8 @@ class IndexedDataset:
     def document_offsets(self) -> NDArray[np.int64]:
         """[documents + 1]: the token at which each document starts in the stream, then the number of tokens."""
         sequence_starts = np.append(self._starts // self.dtype.itemsize, self.tokens)
-        return sequence_starts[self._boundaries]
+        document_starts: NDArray[np.int64] = sequence_starts[self._boundaries]
+        return document_starts
 
     def read(self, start: int, length: int) -> NDArray[np.integer]:
         """Tokens [start, start + length) of the stream, [length] of the stored type; do not write into it."""
@@ -115,7 +116,8 @@ class IndexedDataset:
         last = bisect_left(self._starts, (start + length) * itemsize, lo=first)
         begin = bisect_left(self._boundaries, first)
         end = bisect_left(self._boundaries, last, lo=begin)
-        return self._starts[self._boundaries[begin:end]] // itemsize - start
+        starts: NDArray[np.int64] = self._starts[self._boundaries[begin:end]] // itemsize - start
+        return starts
 
     def _gather(self, start: int, length: int) -> NDArray[np.integer]:
         itemsize = self.dtype.itemsize
@@ -160,16 +162,16 @@ class IndexedDataset:
         boundaries = self._boundaries
         if len(boundaries) == 0 or boundaries[0] != 0 or boundaries[-1] != len(self.lengths):
             self._refuse(f"has document boundaries that do not run from 0 to its {len(self.lengths)} sequences")
-        for begin in range(0, len(boundaries), _CHECKED_AT_ONCE):
-            if (np.diff(boundaries[begin : begin + _CHECKED_AT_ONCE + 1]) < 0).any():
+        for begin in range(0, len(boundaries), CHECKED_AT_ONCE):
+            if (np.diff(boundaries[begin : begin + CHECKED_AT_ONCE + 1]) < 0).any():
                 self._refuse("has document boundaries that do not ascend")
 
     def _check_sequences(self) -> tuple[bool, int]:
         """Whether sequences lie one after the other from byte 0, and the bytes of all together."""
         contiguous, total = True, 0
-        for begin in range(0, len(self.lengths), _CHECKED_AT_ONCE):
-            sizes = self.lengths[begin : begin + _CHECKED_AT_ONCE].astype(np.int64) * self.dtype.itemsize
-            pointers = self._pointers[begin : begin + _CHECKED_AT_ONCE]
+        for begin in range(0, len(self.lengths), CHECKED_AT_ONCE):
+            sizes = self.lengths[begin : begin + CHECKED_AT_ONCE].astype(np.int64) * self.dtype.itemsize
+            pointers = self._pointers[begin : begin + CHECKED_AT_ONCE]
             if (sizes < 0).any():
                 self._refuse("has a sequence of negative length")
             outside = (pointers < 0) | (pointers > self._bin_bytes - sizes) | (pointers % self.dtype.itemsize != 0)

@@ -1,4 +1,4 @@
-"""OUT.json, beside OUT.bin and OUT.idx: what a prepared corpus is and how its tokens were made."""
+"""OUT.json, beside OUT.bin and OUT.idx: the description of a prepared corpus and of how its tokens were made."""
 
 import json
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -11,31 +11,46 @@ from fourfold.errors import UserError
 
 @dataclass(frozen=True)
 class Manifest:
-    """What stands in OUT.json.
-
-    `split`: "train" or "validation"; `documents`, `tokens` (ends of documents included), `bytes` (of UTF-8 text):
-    how many; `tokenizer`: "bytes", or the name of a tokenizer.json in the same folder; `fingerprint` of the
-    tokenizer; `vocab_size`, `eod_id`, `dtype` of the stored tokens; `inputs` and `text_key` as the user gave them;
-    `validation_fraction` and `seed` of the split; `request`: a digest of everything that decides the content;
-    `format`: "text", or "sft" for conversations; `trained_tokens`: of those, the ones that an answer is made of.
-    """
+    """The content of OUT.json."""
 
     split: str
+    """"train" or "validation"."""
+
     documents: int
+
     tokens: int
+    """With those that end documents."""
+
     bytes: int
+    """UTF-8 bytes of the text."""
+
     tokenizer: str
+    """"bytes", or the name of a tokenizer.json in the same folder."""
+
     fingerprint: str
+    """That of the tokenizer."""
+
     vocab_size: int
     eod_id: int
+
     dtype: str
+    """The type of the stored tokens."""
+
     inputs: list[str]
+    """As the user gave them."""
+
     text_key: str
     validation_fraction: float
     seed: int
+
     request: str
+    """A digest of everything that decides the content."""
+
     format: str = "text"
+    """"text", or "sft" for conversations."""
+
     trained_tokens: int | None = None
+    """Tokens of answers, for conversations."""
 
 
 def manifest_path(prefix: str | Path) -> Path:
@@ -54,7 +69,7 @@ def trained_prefix(prefix: str | Path) -> str:
 
 
 def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
-    """Write OUT.json; its presence says that OUT.bin and OUT.idx are complete."""
+    """Write OUT.json; its presence marks OUT.bin and OUT.idx as complete."""
     write_whole(manifest_path(prefix), (json.dumps(asdict(manifest), indent=2) + "\n").encode())
 
 

@@ -1,4 +1,4 @@
-"""What a goldfish mask does to the user's own data: how much it drops, and how long a span it leaves whole."""
+"""The effect of a goldfish mask on the user's own data: how much it drops, and the longest span it leaves whole."""
 
 import math
 from collections.abc import Sequence
@@ -13,24 +13,28 @@ from fourfold.data.masks import LossMask
 
 RATE_TOLERANCE = 0.2
 SPAN_FACTOR = 3.0
-"""A longest span this many times longer than chance explains says that the mask misses a kind of text."""
+"""A longest span this many times longer than chance explains means that the mask misses a kind of text."""
 
 _FEWEST_TOKENS = 1_000  # below this, chance alone moves the rate by more than the tolerance
 
 
 @dataclass(frozen=True)
 class MaskStatistics:
-    """Of some windows of the training data.
-
-    tokens: targets; trainable: those that the other masks keep; dropped: those of them that the goldfish mask leaves
-    out; longest_undropped_span: targets in a row within one document without a dropped one.
-    """
+    """Counts over some windows of the training data."""
 
     k: int
+
     tokens: int
+    """Targets."""
+
     trainable: int
+    """Targets that the other masks keep."""
+
     dropped: int
+    """Trainable targets that the goldfish mask leaves out."""
+
     longest_undropped_span: int
+    """Targets in a row within one document without a dropped one."""
 
     @property
     def drop_rate(self) -> float:
@@ -38,7 +42,7 @@ class MaskStatistics:
 
     @property
     def expected_longest_span(self) -> float:
-        """Of as many independent tokens: the length of which one is expected, ln(n/k) / -ln(1 - 1/k)."""
+        """The length of which independent drops would leave one span, ln(n/k) / -ln(1 - 1/k)."""
         return math.log(max(self.trainable / self.k, math.e)) / -math.log1p(-1 / self.k)
 
     def warnings(self) -> list[str]:
@@ -68,7 +72,7 @@ class MaskStatistics:
 
 
 def mask_statistics(windows: Windows, masks: Sequence[LossMask], goldfish: Goldfish) -> MaskStatistics:
-    """Of these windows; the goldfish mask as from its start step on."""
+    """Count over these windows, with the goldfish mask as from its start step on."""
     targets = windows.tokens[:, 1:]
     trainable = np.ones(targets.shape, dtype=bool)
     for mask in masks:
@@ -80,7 +84,7 @@ def mask_statistics(windows: Windows, masks: Sequence[LossMask], goldfish: Goldf
 
 
 def sample_statistics(samples: Samples, masks: Sequence[LossMask], goldfish: Goldfish, tokens: int) -> MaskStatistics:
-    """Of about the first `tokens` of the training data."""
+    """Count over about the first `tokens` of the training data."""
     count = max(1, tokens // samples.seq_length)
     return mask_statistics(samples.read(np.arange(count)), masks, goldfish)
 

@@ -24,11 +24,12 @@ LossMask = Callable[[Windows], NDArray[np.bool_]]
 
 def document_boundary(windows: Windows) -> NDArray[np.bool_]:
     """Do not predict the first token of a document from the end of another."""
-    return windows.documents[:, 1:] == windows.documents[:, :-1]
+    kept: NDArray[np.bool_] = windows.documents[:, 1:] == windows.documents[:, :-1]
+    return kept
 
 
 def answers_only(windows: Windows) -> NDArray[np.bool_]:
-    """Of a conversation, train what the assistant says; of text, everything."""
+    """Train the assistant's part of a conversation, and all of a text."""
     if windows.answers is None:
         return np.ones(windows.tokens[:, 1:].shape, dtype=bool)
     return windows.answers[:, 1:]
@@ -48,10 +49,11 @@ class Responses:
         tokens, documents = windows.tokens, windows.documents
         opened = _last_end_of(self.start, tokens)
         closed = _last_end_of(self.end, tokens) if self.end else np.full_like(tokens, -1)
-        # A marker that opens and closes alike toggles nothing: what follows it is open.
+        # Where one marker both opens and closes, what follows it is open.
         inside = (opened >= 0) & (opened >= closed)
         same = np.take_along_axis(documents, np.maximum(opened - 1, 0), axis=1) == documents
-        return (inside & same)[:, 1:]
+        kept: NDArray[np.bool_] = (inside & same)[:, 1:]
+        return kept
 
 
 def labels_of(windows: Windows, masks: Sequence[LossMask]) -> NDArray[np.int64]:
@@ -111,11 +113,11 @@ def _marker(name: str, marker: str | list[int], tokenizer: Tokenizer | None) -> 
 def _imported(name: str) -> LossMask:
     module, colon, function = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function) if colon else None
+        found: LossMask | None = getattr(importlib.import_module(module), function) if colon else None
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"masks.functions: '{name}' cannot be imported: {error}") from error
-    if not callable(found):
-        raise UserError(f"masks.functions: '{name}' is no function; write it as 'module:function'")
+    if found is None or not callable(found):
+        raise UserError(f"masks.functions: '{name}' is not a function; write it as 'module:function'")
     return found
 
 

@@ -16,7 +16,7 @@ from fourfold.data.shards import Shard, result
 
 @dataclass
 class Split:
-    """One of the corpora that come out: where it lies, and how many documents, tokens and bytes of text it has."""
+    """One of the resulting corpora: its prefix, and its number of documents, tokens and bytes of text."""
 
     prefix: Path
     documents: int = 0

@@ -1,11 +1,15 @@
 """The order of samples: a seeded bijection that needs no memory and knows nothing of the grid."""
 
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ALL_BITS = 2**64 - 1
 _ROUNDS = 6
+
+Bits = TypeVar("Bits", np.uint64, NDArray[np.uint64])
 
 
 def hash64(values: ArrayLike, seed: int) -> NDArray[np.uint64]:
@@ -51,7 +55,7 @@ def _round(half: NDArray[np.uint64], keys: NDArray[np.uint64], number: int) -> N
     return _mix((half + np.uint64(number << 40)) * _GOLDEN + keys)
 
 
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mix(values: Bits) -> Bits:
     """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

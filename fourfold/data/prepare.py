@@ -28,7 +28,7 @@ _TRAINING_SAMPLE_SEED = 0
 
 @dataclass(frozen=True)
 class PrepareSummary:
-    """What `prepare` made: the manifests of its splits, all files, the time, and whether it was there already."""
+    """The result of `prepare`: the manifests of its splits, all files, the time, and whether it was there already."""
 
     train: Manifest
     validation: Manifest | None
@@ -83,7 +83,7 @@ def prepare(
     goes to OUT-validation instead. `canaries`: documents to plant among those of the training split, with their ledger
     in OUT-canaries.jsonl.
 
-    An interrupted preparation continues: finished parts lie in OUT.parts until the end. A corpus already made from
+    An interrupted preparation continues: finished parts stay in OUT.parts until the end. A corpus already made from
     the same unchanged files in the same way is left as it is, unless `force`; any other one at OUT is replaced.
     OUT.json is written last: where it is, the corpus is complete.
 
@@ -264,7 +264,7 @@ def _withdraw(prefix: Path) -> None:
 
 def _files(prefix: Path, train: Manifest, validation: Manifest | None, canaries: Canaries | None) -> list[Path]:
     """Everything that belongs to a finished corpus."""
-    prefixes = [prefix] if validation is None else [prefix, validation_prefix(prefix)]
+    prefixes = [prefix] if validation is None else [prefix, Path(validation_prefix(prefix))]
     files = [path for each in prefixes for path in (bin_path(each), idx_path(each), manifest_path(each))]
     files += [] if canaries is None else [ledger_path(prefix)]
     return files if train.tokenizer == "bytes" else [*files, prefix.with_name(train.tokenizer)]

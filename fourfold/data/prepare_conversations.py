@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,10 +44,10 @@ def prepare_conversations(
     Raises UserError naming the file and the line for what cannot be read or rendered.
     """
     began = time.monotonic()
-    prefix, inputs = Path(output_prefix), [str(item) for item in inputs]
+    prefix, names = Path(output_prefix), [str(item) for item in inputs]
     if not 0 <= validation_fraction < 1:
         raise UserError(f"validation_fraction is {validation_fraction}; it must be at least 0 and below 1")
-    files = list_inputs(inputs)
+    files = list_inputs(names)
     loaded = load_tokenizer(tokenizer)
     reader = _Rows(tokenizer, loaded, chat_template)
     with unfinished(prefix):
@@ -67,7 +68,7 @@ def prepare_conversations(
                 made[name].add(ids, trained, text_bytes)
             for name, each in made.items():
                 if each.documents == 0:
-                    raise UserError(f"{', '.join(inputs)}: there is no conversation for {name}")
+                    raise UserError(f"{', '.join(names)}: there is no conversation for {name}")
             # Now, and not before every row has been read, an earlier corpus of that name is given up.
             for target in (prefix, Path(validation_prefix(prefix))):
                 manifest_path(target).unlink(missing_ok=True)
@@ -86,7 +87,7 @@ def prepare_conversations(
             vocab_size=loaded.vocab_size,
             eod_id=loaded.eod_id,
             dtype=token_dtype(loaded.vocab_size).name,
-            inputs=inputs,
+            inputs=names,
             text_key="messages",
             validation_fraction=validation_fraction,
             seed=seed,
@@ -136,11 +137,11 @@ class _Rows:
 
     @property
     def identity(self) -> str:
-        """What decides the tokens besides the rows."""
+        """Tokenizer and template, which decide the tokens together with the rows."""
         return self._tokenizer.fingerprint + ("" if self._template is None else self._template.source)
 
     def read(self, path: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_], int]]:
-        """Of every row the tokens, whether each is trained, and the bytes of its text."""
+        """The tokens of each row, whether each is trained, and the bytes of its text."""
         for where, row in read_rows(path):
             try:
                 ids, trained = self._encode(row)
@@ -150,7 +151,7 @@ class _Rows:
                 raise UserError(f"{where}: nothing of the conversation is trained; its answers may be empty")
             yield ids, trained, _text_bytes(row)
 
-    def _encode(self, row: dict) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def _encode(self, row: dict[str, Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         if "messages" in row:
             if self._template is None:
                 self._template = ChatTemplate(self._name, self._template_file)
@@ -162,7 +163,7 @@ class _Rows:
         )
 
 
-def _text_bytes(row: dict) -> int:
+def _text_bytes(row: dict[str, Any]) -> int:
     of_messages = [message["content"] for message in row.get("messages", [])]
     texts = of_messages or [row["prompt"], row["completion"]]
     return sum(len(text.encode()) for text in texts if isinstance(text, str))

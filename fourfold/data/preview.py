@@ -30,11 +30,15 @@ class PreviewedSample:
 
 @dataclass(frozen=True)
 class Preview:
-    """statistics: None without a goldfish mask; trained_share: of all targets that were looked at."""
+    """Samples with their masks, and statistics over more of the data."""
 
     samples: list[PreviewedSample]
+
     trained_share: float
+    """Share of the targets that are trained."""
+
     statistics: MaskStatistics | None
+    """None without a goldfish mask."""
 
 
 def preview(

@@ -16,7 +16,7 @@ from fourfold.data.indexed import IndexedDataset, IndexedWriter
 from fourfold.data.sources import UTF_8, InputFile, read_documents
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 
-_SMALLEST_SHARD = 1 << 20  # bytes
+SMALLEST_SHARD = 1 << 20  # bytes
 _MOST_SHARDS = 8192
 _CHARACTERS_AT_ONCE = 1 << 20  # text held while it is encoded
 
@@ -64,7 +64,7 @@ def cut(
 
     The sizes depend on the input alone, not on the number of processes, so that a restart finds the same shards.
     """
-    shard_bytes = _SMALLEST_SHARD
+    shard_bytes = SMALLEST_SHARD
     while shard_bytes * _MOST_SHARDS < sum(file.size for file in files):
         shard_bytes *= 2
     groups: list[list[Piece]] = []
@@ -119,8 +119,8 @@ def _batches(shard: Shard) -> Iterator[list[str]]:
     characters = 0
     for piece in shard.pieces:
         is_part = piece.start > 0 or piece.stop < piece.file.size
-        bounds = (piece.start, piece.stop) if is_part else (0, None)
-        for text in read_documents(piece.file.path, shard.text_key, *bounds, encoding=shard.encoding):
+        start, stop = (piece.start, piece.stop) if is_part else (0, None)
+        for text in read_documents(piece.file.path, shard.text_key, start, stop, shard.encoding):
             texts.append(text)
             characters += len(text)
             if characters >= _CHARACTERS_AT_ONCE:

@@ -211,7 +211,7 @@ def _read_jsonl_gz(path: Path, key: str) -> Iterator[str | None]:
 
 
 def _document(line: bytes, key: str) -> str | None:
-    """The text in one JSON line; raises ValueError that says what is wrong with it."""
+    """The text in one JSON line; raises ValueError for an invalid one."""
     if line.isspace():
         return None
     row = _row(line, f' with "{key}"')
@@ -224,7 +224,7 @@ def _document(line: bytes, key: str) -> str | None:
 
 
 def _row(line: bytes, having: str = "") -> dict[str, Any]:
-    """The object in one JSON line; raises ValueError that says what is wrong with it."""
+    """The object in one JSON line; raises ValueError for an invalid one."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

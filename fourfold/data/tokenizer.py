@@ -18,18 +18,22 @@ _SMALLEST_BPE = 257  # 256 bytes and the end of a document
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer.
-
-    `vocab_size`: one more than the largest id; `eod_id`: the id that ends a document; `bos_id`: the one that begins a
-    text, where the model has one; `special_ids`: the ids that are no text, ascending; `fingerprint`: equal for two
-    tokenizers exactly when they give the same ids.
-    """
+    """The interface of a tokenizer."""
 
     vocab_size: int
+    """One more than the largest id."""
+
     eod_id: int
+    """The id that ends a document."""
+
     bos_id: int | None
+    """The id that begins a text, where the model has one."""
+
     special_ids: tuple[int, ...]
+    """The ids that are not text, ascending."""
+
     fingerprint: str
+    """Equal for two tokenizers exactly when they give the same ids."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without any special token added."""
@@ -43,11 +47,11 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """The 256 bytes of UTF-8 as ids 0 to 255, and 256 to end a document. Needs no file."""
 
-    vocab_size = 257
-    eod_id = 256
-    bos_id = None
-    special_ids = (256,)
-    fingerprint = "bytes"
+    vocab_size: int = 257
+    eod_id: int = 256
+    bos_id: int | None = None
+    special_ids: tuple[int, ...] = (256,)
+    fingerprint: str = "bytes"
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The UTF-8 bytes of each text."""

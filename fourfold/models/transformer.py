@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -264,7 +265,7 @@ class Transformer(nn.Module):
 
     @property
     def blocks(self) -> list[Block]:
-        return list(self.layers)
+        return cast("list[Block]", list(self.layers.children()))
 
     def embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         """Token embeddings, and positions' where they are learned, [B, S, H]."""

@@ -70,8 +70,9 @@ def gather_sequence(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, cp: Axis) ->
     heads = [t.unflatten(2, (cp.size, -1)) for t in (q_BTND, k_BTKD, v_BTKD)]
     parts_nBThD = torch.cat(heads, dim=3).movedim(2, 0)
     received_nBThD = exchange(parts_nBThD, cp, "attention: heads for tokens")
-    whole_BShD = _in_order(received_nBThD, cp.size)
-    return whole_BShD.split([t.shape[3] for t in heads], dim=2)
+    whole_BShD = in_order(received_nBThD, cp.size)
+    q_BShD, k_BShD, v_BShD = whole_BShD.split([t.shape[3] for t in heads], dim=2)
+    return q_BShD, k_BShD, v_BShD
 
 
 def scatter_sequence(out_BShD: Tensor, cp: Axis) -> Tensor:
@@ -81,7 +82,7 @@ def scatter_sequence(out_BShD: Tensor, cp: Axis) -> Tensor:
     return received_nBThD.movedim(0, 2).flatten(2, 3)
 
 
-def _in_order(parts_nBT: Tensor, ranks: int) -> Tensor:
+def in_order(parts_nBT: Tensor, ranks: int) -> Tensor:
     """The tokens of all ranks, [n, B, T, …], in the order of the sequence, [B, S, …]."""
     heads, tails = parts_nBT.chunk(2, dim=2)
     return torch.cat([*heads, *tails.flip(0)], dim=1)

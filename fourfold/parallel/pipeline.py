@@ -73,7 +73,7 @@ class Pipeline:
 
 
 class _Step:
-    """What is on its way in one step, by (stage, micro-batch)."""
+    """The state of one step: tensors in flight, by (stage, micro-batch)."""
 
     def __init__(
         self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch[Tensor]], loss_scale: Tensor | float = 1.0
@@ -149,10 +149,11 @@ class _Step:
         torch.autograd.backward(self.results.pop(key), gradient)
         hidden = self.inputs.pop(key)
         if hidden is not None:
+            assert hidden.grad is not None
             self.to_send[Op("B", *key)] = hidden.grad
 
     def _take(self, received: Op, computed_here: Op) -> Tensor:
-        """What another rank has sent, or another stage of this one has left."""
+        """The tensor that another rank has sent, or another stage of this rank has left."""
         if computed_here in self.to_send:
             return self.to_send.pop(computed_here)
         begin, pending = time.perf_counter(), self.arriving.pop(received)
@@ -186,7 +187,8 @@ class TiedEnds:
 
     def __init__(self, copies: Sequence[LocalShard], grid: Grid, run: RunConfig) -> None:
         """copies: this process's, none to two. Every process of the job must call this."""
-        self.copies, self.ends = copies, None
+        self.copies = copies
+        self.ends: Axis | None = None
         last_stage = run.parallel.pp * stages_per_rank(run.parallel) - 1
         ends = [rank_of_stage(stage, run.parallel) for stage in (0, last_stage)]
         if ends[0] == ends[1]:
@@ -200,10 +202,12 @@ class TiedEnds:
 
     def sum_gradients(self) -> None:
         """Give both copies the sum of their gradients."""
+        gradients = [copy.grad for copy in self.copies if copy.grad is not None]
+        assert len(gradients) == len(self.copies)
         if self.ends is not None:
-            (copy,) = self.copies
-            copy.grad.copy_(all_reduce(copy.grad.clone(), self.ends, "gradients of the tied embedding"))
-        elif self.copies:
-            first, last = self.copies
-            first.grad.add_(last.grad)
-            last.grad.copy_(first.grad)
+            (gradient,) = gradients
+            gradient.copy_(all_reduce(gradient.clone(), self.ends, "gradients of the tied embedding"))
+        elif gradients:
+            first, last = gradients
+            first.add_(last)
+            last.copy_(first)

@@ -8,12 +8,13 @@ backward passes them round again, and their gradients with them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fourfold.parallel.block_attention import attend_block, attend_block_backward
-from fourfold.parallel.communicate import start_rotate
+from fourfold.parallel.communicate import Pending, start_rotate
 from fourfold.parallel.context import take_chunks
 from fourfold.parallel.grid import Axis
 
@@ -23,7 +24,8 @@ KEYS_AND_VALUES, THEIR_GRADIENTS = "attention: keys and values", "attention: key
 def ring_attention(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, documents_BS: Tensor | None, cp: Axis) -> Tensor:
     """Outputs [B, T, N, D] of this rank's queries. documents_BS: of the whole sequence, where attention heeds them."""
     q, k, v = (t.transpose(1, 2) for t in (q_BTND, k_BTKD, v_BTKD))
-    return _Ring.apply(q, k, v, documents_BS, cp).transpose(1, 2)
+    out_BNTD: Tensor = _Ring.apply(q, k, v, documents_BS, cp)  # type: ignore[no-untyped-call]  # torch's
+    return out_BNTD.transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Block:
 
 
 def block_of_step(source: int, tokens: int, documents_BS: Tensor | None, cp: Axis) -> Block:
-    """What this rank's queries see of the keys of rank ``source``, of ``tokens`` each."""
+    """The keys of rank ``source`` that this rank's queries see; each rank has ``tokens`` of both."""
     everything, half = slice(0, tokens), tokens // 2
     if source == cp.rank:
         queries, keys = everything, everything
@@ -57,7 +59,9 @@ def block_of_step(source: int, tokens: int, documents_BS: Tensor | None, cp: Axi
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_BNTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, documents_BS: Tensor | None, cp: Axis) -> Tensor:
+    def forward(
+        ctx: Any, q_BNTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, documents_BS: Tensor | None, cp: Axis
+    ) -> Tensor:
         out_BNTD = torch.zeros_like(q_BNTD, dtype=torch.float32)
         lse_BNT = torch.full(q_BNTD.shape[:3], -torch.inf, device=q_BNTD.device)
         kv = torch.stack([k_BKTD, v_BKTD])
@@ -66,7 +70,7 @@ class _Ring(torch.autograd.Function):
             block = block_of_step((cp.rank - step) % cp.size, q_BNTD.shape[2], documents_BS, cp)
             rows, (k, v) = block.queries, kv[..., block.keys, :]
             part, part_lse = attend_block(q_BNTD[:, :, rows], k, v, block.causal, block.mask_B1QK)
-            _merge(out_BNTD[:, :, rows], lse_BNT[:, :, rows], part, part_lse)
+            merge(out_BNTD[:, :, rows], lse_BNT[:, :, rows], part, part_lse)
             if following is not None:
                 kv = following.wait()
         out_BNTD = out_BNTD.to(q_BNTD.dtype)
@@ -75,17 +79,20 @@ class _Ring(torch.autograd.Function):
         return out_BNTD
 
     @staticmethod
-    def backward(ctx, grad_BNTD: Tensor):
+    def backward(ctx: Any, grad_BNTD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse, documents_BS = ctx.saved_tensors
         cp: Axis = ctx.cp
         dq = torch.zeros_like(q, dtype=torch.float32)
-        kv, dkv_coming = torch.stack([k, v]), None
+        kv = torch.stack([k, v])
+        dkv_coming: Pending | None = None
         for step in range(cp.size):
             following = start_rotate(kv, cp, KEYS_AND_VALUES) if step + 1 < cp.size else None
             block = block_of_step((cp.rank - step) % cp.size, q.shape[2], documents_BS, cp)
             rows, (k, v) = block.queries, kv[..., block.keys, :]
-            ours = (t[:, :, rows] for t in (grad_BNTD, q, out, lse))
-            dq_part, dk, dv = attend_block_backward(*ours, k, v, block.causal, block.mask_B1QK)
+            grad_rows, q_rows, out_rows, lse_rows = (t[:, :, rows] for t in (grad_BNTD, q, out, lse))
+            dq_part, dk, dv = attend_block_backward(
+                grad_rows, q_rows, out_rows, lse_rows, k, v, block.causal, block.mask_B1QK
+            )
             dq[:, :, rows] += dq_part
             # The gradients of these keys and values, from the ranks that have met them before.
             dkv = torch.zeros_like(kv, dtype=torch.float32) if dkv_coming is None else dkv_coming.wait()
@@ -93,11 +100,12 @@ class _Ring(torch.autograd.Function):
             dkv_coming = start_rotate(dkv, cp, THEIR_GRADIENTS)
             if following is not None:
                 kv = following.wait()
+        assert dkv_coming is not None
         dk, dv = dkv_coming.wait().to(q.dtype)  # after a whole round they are home
         return dq.to(q.dtype), dk, dv, None, None
 
 
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Add the result over more keys to the result so far, in place. The first has seen a key for every query."""
     both = torch.logaddexp(lse, part_lse)
     out.mul_((lse - both).exp_()[..., None]).addcmul_(part, (part_lse - both).exp_()[..., None])

@@ -1,10 +1,10 @@
-"""What each rank of a pipeline does, in order: the schedules of torch.distributed.pipelining as lists of operations."""
+"""The operations of each rank of a pipeline, in order: the schedules of torch.distributed.pipelining as lists."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
-    """What each rank of pp computes, in order.
+    """The computations of each rank of pp, in order.
 
     GPipe (Huang et al. 2019, arXiv 1811.06965) and 1F1B (Narayanan et al. 2019) are written out; the others are
     torch's own lists.
@@ -60,7 +60,7 @@ def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Op
     return ops
 
 
-def _flat(action) -> list[Op]:
+def _flat(action: Any) -> list[Op]:
     """One of torch's actions: none where a rank waits, several where a forward and a backward overlap."""
     if action is None:
         return []
@@ -81,9 +81,8 @@ def with_transfers(ops: Sequence[Sequence[Op]], grid: ParallelConfig) -> list[li
         whole[rank].append(op)
         to = _reader(op, grid)
         if to is not None and (other := rank_of_stage(to, grid)) != rank:
-            direction = "F" if op.kind == "F" else "B"
-            whole[rank].append(Op(f"SEND_{direction}", op.stage, op.micro_batch))
-            whole[other].append(Op(f"RECV_{direction}", to, op.micro_batch))
+            whole[rank].append(Op("SEND_F" if op.kind == "F" else "SEND_B", op.stage, op.micro_batch))
+            whole[other].append(Op("RECV_F" if op.kind == "F" else "RECV_B", to, op.micro_batch))
 
     _run_through(ops, grid, run)
     return whole
@@ -115,7 +114,8 @@ def bubble(spans: Sequence[Sequence[Span]]) -> float:
 
 def _run_through(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[int, Op], None]) -> None:
     """Call ``run`` for every operation, each rank's in order, and none before what it needs."""
-    waiting, done = [deque(rank_ops) for rank_ops in ops], set()
+    waiting = [deque(rank_ops) for rank_ops in ops]
+    done: set[Op] = set()
     while any(waiting):
         before = len(done)
         for rank, queue in enumerate(waiting):
@@ -136,7 +136,7 @@ def _alternatives(op: Op, grid: ParallelConfig) -> list[list[Op]]:
 
 
 def _needs(op: Op, grid: ParallelConfig) -> list[Op]:
-    """What an operation reads: of a gradient, either form."""
+    """The operations whose results one reads; a gradient may come in either form."""
     stage, i = op.stage, op.micro_batch
     last = grid.pp * stages_per_rank(grid) - 1
     if op.kind == "F":

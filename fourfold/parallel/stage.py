@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fourfold.models.transformer import Block, Transformer
+from fourfold.models.transformer import Transformer
 
 
 class Stage(Transformer):
@@ -16,16 +16,12 @@ class Stage(Transformer):
         nn.Module.__init__(self)
         is_first, is_last = layers.start == 0, layers.stop == len(whole.layers)
         self.config = whole.config
-        self.embed_tokens = whole.embed_tokens if is_first else None
-        self.embed_positions = whole.embed_positions if is_first else None
+        self.register_module("embed_tokens", whole.embed_tokens if is_first else None)
+        self.register_module("embed_positions", whole.embed_positions if is_first else None)
         self.attention_tables = whole.attention_tables
-        self.layers = nn.ModuleDict({str(i): whole.layers[i] for i in layers})
-        self.norm = whole.norm if is_last else None
-        self.lm_head = whole.lm_head if is_last else None
-
-    @property
-    def blocks(self) -> list[Block]:
-        return list(self.layers.values())
+        self.register_module("layers", nn.ModuleDict({str(i): whole.layers[i] for i in layers}))
+        self.register_module("norm", whole.norm if is_last else None)
+        self.register_module("lm_head", whole.lm_head if is_last else None)
 
     def forward(
         self,
@@ -47,4 +43,7 @@ class Stage(Transformer):
         context = self.attention_tables(positions_BS, documents_BS)
         for block in self.blocks:
             x_BSH = block(x_BSH, context)
-        return x_BSH if self.lm_head is None else self.lm_head(self.norm(x_BSH), labels_BS, loss_scale)
+        if self.lm_head is None:
+            return x_BSH
+        result: Tensor = self.lm_head(self.norm(x_BSH), labels_BS, loss_scale)
+        return result

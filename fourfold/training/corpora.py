@@ -16,6 +16,7 @@ from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
 from fourfold.data.build import build_dataset, ensure_builtin
 from fourfold.data.conversations import PackedConversations, PackingStatistics
+from fourfold.data.dataset import Mixture
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.loader import Loader, MicroBatch
 from fourfold.data.manifest import corpus_tokenizer, read_manifest, validation_prefix
@@ -29,34 +30,41 @@ from fourfold.parallel.grid import Axis
 
 VALIDATION_SEED = 1
 STATISTICS_TOKENS = 1 << 17
-"""Of the training data, which a goldfish mask is tried on before training: milliseconds, and enough for its rate."""
+"""Training data that a goldfish mask is tried on before training: milliseconds, and enough for its rate."""
+
+Source = tuple[str, float]
+"""Prefix and weight of a corpus."""
 
 
 @dataclass(frozen=True)
 class Corpora:
-    """The loaders of this process, and the tokenizer that made the text (None where the corpus does not say).
-
-    masks: those of the loss but for goldfish, which validation does not have either.
-    """
+    """The loaders of this process, and what they read."""
 
     train: Loader
     validation: Loader | None
+    mixture: Mixture
+    """The training data."""
+
     tokenizer: Tokenizer | None
+    """The one that made the text; None where the corpus does not name it."""
+
     masks: list[LossMask]
+    """Those of the loss but for goldfish, which validation does not have either."""
+
     goldfish: Goldfish | None
 
     def packing(self) -> list[PackingStatistics]:
         """How each corpus of conversations fills its sequences."""
-        return [source.statistics for source in self.train.dataset.sources if isinstance(source, PackedConversations)]
+        return [source.statistics for source in self.mixture.sources if isinstance(source, PackedConversations)]
 
     def trained_share(self) -> float:
-        """Of the tokens at the beginning of the training data, how many every mask keeps."""
-        masks = self.masks if self.goldfish is None else [*self.masks, self.goldfish]
+        """Share of the tokens at the beginning of the training data that every mask keeps."""
+        masks: list[LossMask] = self.masks if self.goldfish is None else [*self.masks, self.goldfish]
         windows = self.train.dataset.read(np.arange(max(1, STATISTICS_TOKENS // self.train.dataset.seq_length)))
         return float((labels_of(windows, masks) != IGNORE_INDEX).mean())
 
     def goldfish_statistics(self) -> MaskStatistics | None:
-        """What the goldfish mask does to the beginning of the training data; None without one."""
+        """Drop rate and longest span at the beginning of the training data; None without a goldfish mask."""
         if self.goldfish is None:
             return None
         return sample_statistics(self.train.dataset, self.masks, self.goldfish, STATISTICS_TOKENS)
@@ -84,10 +92,15 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
     masks, goldfish = build_masks(run.masks, tokenizer, run.training.seq_length, run.training.global_batch_size)
     held_out = None
     if needs_validation:
-        held_out = _loader(run, validation, VALIDATION_SEED, batch, masks, prefetch=False)
+        unseen = build_dataset(validation, run.training.seq_length, VALIDATION_SEED)
+        held_out = _loader(run, unseen, batch, masks, prefetch=False)
+    look_back = 0 if goldfish is None else goldfish.look_back
+    mixture = build_dataset(train, run.training.seq_length, run.training.seed, look_back)
+    of_training: list[LossMask] = masks if goldfish is None else [*masks, goldfish]
     return Corpora(
-        train=_loader(run, train, run.training.seed, batch, masks, goldfish, prefetch=True),
+        train=_loader(run, mixture, batch, of_training, prefetch=True),
         validation=held_out,
+        mixture=mixture,
         tokenizer=tokenizer,
         masks=masks,
         goldfish=goldfish,
@@ -135,34 +148,22 @@ def _check_tokens(batch: MicroBatch[NDArray[np.int64]], vocab_size: int) -> None
         )
 
 
-def _prefixes(run: RunConfig) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
-    """(prefix, weight) of the training and of the validation corpora."""
+def _prefixes(run: RunConfig) -> tuple[list[Source], list[Source]]:
+    """The training and the validation corpora."""
     data = run.data
     if data.source is None:
         return [(c.path, c.weight) for c in data.train], [(c.path, c.weight) for c in data.validation]
-    arguments = {"tokenizer": data.tokenizer, "cache_dir": data.cache_dir, "vocab_size": run.model.vocab_size}
     # One process makes the corpus, and the others find it.
-    if dist.is_initialized():
-        if dist.get_rank() == 0:
-            ensure_builtin(data.source, **arguments)
+    if dist.is_initialized() and dist.get_rank() > 0:
         dist.barrier()
-    prefix = ensure_builtin(data.source, **arguments)
+    prefix = ensure_builtin(data.source, data.tokenizer, data.cache_dir, run.model.vocab_size)
+    if dist.is_initialized() and dist.get_rank() == 0:
+        dist.barrier()
     return [(prefix, 1.0)], [(validation_prefix(prefix), 1.0)]
 
 
-def _loader(
-    run: RunConfig,
-    prefixes: list[tuple[str, float]],
-    seed: int,
-    batch: Axis,
-    masks: list[LossMask],
-    goldfish: Goldfish | None = None,
-    *,
-    prefetch: bool,
-) -> Loader:
+def _loader(run: RunConfig, dataset: Mixture, batch: Axis, masks: list[LossMask], *, prefetch: bool) -> Loader:
     training = run.training
-    look_back, masks = (0, masks) if goldfish is None else (goldfish.look_back, [*masks, goldfish])
-    dataset = build_dataset(prefixes, training.seq_length, seed, look_back)
     sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
     return Loader(dataset, *sizes, batch.rank, batch.size, masks, prefetch=prefetch)
 
@@ -204,8 +205,8 @@ def _check_same_tokenizer(prefix: str, first: str) -> None:
         )
 
 
-def _tokenizer(run: RunConfig, train: list[tuple[str, float]]) -> Tokenizer | None:
-    """The corpora's own, which that of the run file must agree with; None where neither says."""
+def _tokenizer(run: RunConfig, train: list[Source]) -> Tokenizer | None:
+    """The corpora's own tokenizer, which data.tokenizer must agree with; None where neither names one."""
     prefix = train[0][0]
     tokenizer = corpus_tokenizer(prefix) if read_manifest(prefix) is not None else None
     if run.data.tokenizer is not None and run.data.source is None:

@@ -115,7 +115,8 @@ class Job:
     def forward(self, micro_batch: MicroBatch[Tensor], loss_scale: Tensor | float = 1.0) -> Tensor:
         """The sum of the losses of one micro-batch, or without labels its logits, where nothing splits the layers."""
         inputs = (micro_batch.tokens, micro_batch.labels, micro_batch.positions, micro_batch.documents)
-        return self.stages[0].model(*inputs, loss_scale)
+        result: Tensor = self.stages[0].model(*inputs, loss_scale)
+        return result
 
     def finish_gradients(self) -> None:
         """Complete the sums of gradients: over the ranks that split the tokens, over tied and over shared weights."""

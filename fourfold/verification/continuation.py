@@ -1,4 +1,4 @@
-"""From a few small traces to a large run: what is traced in its place, and the straight lines through the results.
+"""From a few small traces to a large run: the small runs to trace, and the straight lines through their results.
 
 One layer is like the next and one micro-batch like another, so bytes sent are linear in both. So is memory in the
 layers, and in the micro-batches that a pipeline's rank has under way, which 1F1B makes one more for each stage behind
@@ -37,7 +37,7 @@ def layers_of_rank(run: RunConfig, pp_rank: int) -> list[range]:
 
 
 def small_points(run: RunConfig, pp_rank: int) -> list[Point]:
-    """What to trace in place of a rank's part of the run: one, two or four points, or the run itself if it is small."""
+    """The points to trace in place of a rank's part of the run: one, two or four, or the run itself if it is small."""
     target, grid = point_of(run, pp_rank), run.parallel
     pipelines = [target]
     if grid.pp > 1 and grid.schedule == "1F1B":
@@ -50,7 +50,7 @@ def small_points(run: RunConfig, pp_rank: int) -> list[Point]:
     elif target.micro_batches > 4:
         # From the third on the gradients of one before are there.
         pipelines = [target._replace(micro_batches=m) for m in (3, 4)]
-    # Besides the first and the last layer, and those whose weights are gathered ahead, all are alike. With a single
+    # All layers are the same but the first, the last, and those whose weights are gathered ahead. With a single
     # micro-batch gradients outgrow activations only after some layers.
     few = (3 if target.micro_batches > 1 else 4) + run.overlap.weight_prefetch
     counts = [target.layers]
@@ -60,7 +60,7 @@ def small_points(run: RunConfig, pp_rank: int) -> list[Point]:
 
 
 def _short_pipelines(target: Point) -> list[Point]:
-    """Of 1F1B: the same end, or a middle, of pipelines with two and three stages behind it."""
+    """The same end, or a middle, of 1F1B pipelines with two and three stages behind it."""
     behind = target.pp - 1 - target.pp_rank
     if behind <= 3 or target.micro_batches < behind + 3:
         filled = [behind + 3, behind + 4]

@@ -1,4 +1,4 @@
-"""Does the layout of a run file compute what one process computes?
+"""Parity: the layout of a run file computes what one process computes.
 
 The model of the run file is trained for a few steps on its grid and, as plain PyTorch with stock loss, clipping and
 AdamW, on rank 0 alone; both in float32, from the same weights and on the same unevenly masked random batches.
@@ -36,15 +36,15 @@ TOLERANCE = {"loss": 1e-5, "gradients": 1e-5, "grad_norm": 1e-5, "weights": 1e-4
 """Largest relative differences that rounding in float32 explains; the last two after steps of AdamW."""
 
 GRADIENT_FLOOR, WEIGHT_FLOOR = 1e-4, 1e-3
-"""A tensor that is smaller than this share of the largest is measured against that share: what is zero in theory, such
-as the gradient of a key bias and the bias after a few steps, has no relative error."""
+"""A tensor that is smaller than this share of the largest is compared with that share: a tensor that is zero in theory,
+such as the gradient of a key bias, has no relative error."""
 
 ADAM_EPS = 1e-5
-"""Adam divides by √v + eps. Some gradients are zero in theory (key biases) or nearly, and with a smaller eps rounding
-noise would move weights by whole steps, on any two machines differently."""
+"""Adam divides by √v + eps. Some gradients are zero in theory (key biases) or nearly so, and with a smaller eps
+rounding noise would move their weights by whole steps, differently on any two machines."""
 
 MAX_LR = 3e-4
-"""What rounding moves a weight by grows with the learning rate, and says nothing about the layout."""
+"""The effect of rounding on a weight grows with the learning rate, and says nothing about the layout."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class ParityReport:
 
 
 def parity_of_place(place: Place, run: RunConfig, steps: int) -> ParityReport | None:
-    """``parity`` as a job's processes call it."""
+    """Run ``parity`` as a process of a job."""
     return parity(run, device_of(place, run.training.device), steps)
 
 
 def parity(run: RunConfig, device: torch.device, steps: int = 3) -> ParityReport | None:
-    """Compare, on every process of the run's grid; the report on rank 0, None elsewhere.
+    """Compare the grid with one process; every process of the grid calls this, and rank 0 gets the report.
 
-    "resumed": the job is saved after ``steps``, loaded on another grid of the same size, and goes on for one step.
+    "resumed": the job is saved after ``steps``, loaded on another grid of the same size, and takes one more step.
     """
     run = in_float32(run)
     grid = Grid(run.parallel, device.type)
@@ -91,12 +91,12 @@ def parity(run: RunConfig, device: torch.device, steps: int = 3) -> ParityReport
         loss, norm, gradients = _grid_step(job, batch, step, wants_gradients=step == 0)
         if one is not None:
             expected_loss, expected_norm, expected_gradients = one.step(batch, step)
-            if step == 0:
+            if gradients is not None:
                 each_gradient = relative_differences(gradients, expected_gradients, GRADIENT_FLOOR)
             worst["loss"] = max(worst["loss"], _relative(loss, expected_loss))
             worst["grad_norm"] = max(worst["grad_norm"], _relative(norm, expected_norm))
     weights = gather_full(job.shards, [shard.local for shard in job.shards])
-    if one is not None:
+    if one is not None and weights is not None:
         worst["weights"] = max(relative_differences(weights, one.weights(), WEIGHT_FLOOR).values())
 
     other = resharded(run)
@@ -104,7 +104,7 @@ def parity(run: RunConfig, device: torch.device, steps: int = 3) -> ParityReport
     batch = random_global_batch(run, steps)
     loss, norm, _ = _grid_step(resumed, batch, steps, wants_gradients=False)
     weights_after = gather_full(resumed.shards, [shard.local for shard in resumed.shards])
-    if one is None:
+    if one is None or weights_after is None:
         return None
     expected_loss, expected_norm, _ = one.step(batch, steps)
     worst["resumed"] = max(
@@ -132,6 +132,7 @@ class OneProcess:
     def step(self, batch: MicroBatch[Tensor], step: int) -> tuple[float, float, dict[str, Tensor]]:
         """Loss, gradient norm and unclipped gradients of one training step."""
         run = self.run
+        assert batch.labels is not None
         kept = (batch.labels != IGNORE_INDEX).sum()
         loss = 0.0
         for first in range(0, len(batch.tokens), run.training.micro_batch_size):
@@ -139,7 +140,7 @@ class OneProcess:
             part_loss = self.model(part.tokens, part.labels, part.positions, part.documents) / kept
             part_loss.backward()
             loss += part_loss.item()
-        gradients = {name: p.grad.clone().cpu() for name, p in self.model.named_parameters() if p.requires_grad}
+        gradients = {name: p.grad.clone().cpu() for name, p in self.model.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.optimizer.max_grad_norm).item()
         for group in self.adamw.param_groups:
             rate = learning_rate(step, run.training.train_steps, run.optimizer.lr, run.lr_scheduler)
@@ -168,9 +169,9 @@ def in_float32(run: RunConfig) -> RunConfig:
 
 
 def resharded(run: RunConfig) -> RunConfig:
-    """The same run on another grid of as many processes: the axes exchanged, or else merged, or else another ``zero``.
+    """The same run on another grid of as many processes: axes exchanged, else merged, else another ``zero``.
 
-    Only one process has no other grid.
+    One process has no other grid.
     """
     now = run.parallel
     sizes = {axis: getattr(now, axis) for axis in AXES}
@@ -191,7 +192,7 @@ def resharded(run: RunConfig) -> RunConfig:
 def relative_differences(
     got: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor_share: float
 ) -> dict[str, float]:
-    """Of each tensor: the largest difference over the largest value, or over ``floor_share`` of the largest of all."""
+    """Each tensor's largest difference over its largest value, or over ``floor_share`` of the largest of all."""
     assert got.keys() == expected.keys(), f"parameters differ: {got.keys() ^ expected.keys()}"
     floor = floor_share * max(tensor.abs().max().item() for tensor in expected.values())
     return {
@@ -210,7 +211,7 @@ def _grid_step(
         return result.loss.item(), result.grad_norm.item(), None
     kept = job.count_kept(micro_batches)
     loss = job.forward_backward(micro_batches, kept)
-    gradients = gather_full(job.trained, [shard.grad for shard in job.trained])
+    gradients = gather_full(job.trained, [shard.grad for shard in job.trained if shard.grad is not None])
     norm = job.clip()
     job.update(step, norm)
     return loss.item(), norm.item(), gradients
@@ -221,7 +222,7 @@ def _resume_elsewhere(job: Job, other: RunConfig, step: int) -> Job:
     folder = Path(job.run.output_dir) / f".parity-{job.run.name}"
     Checkpointer(folder, job, CheckpointConfig()).save(step)
     resumed = Job(other, Grid(other.parallel, job.device.type), job.device)
-    if other.lora.rank:  # whose checkpoints hold nothing else
+    if other.lora.rank:  # checkpoints of LoRA hold only the adapters
         resumed.initialize(other.training.seed)
     load_checkpoint(folder / f"step_{step}", resumed)
     dist.barrier()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,8 @@ OPERATIONS = {
     "send": "send",
 }
 DATA_AXES = ("z", "dp", "cp", "dp_cp", "dp_z", "dp_cp_z")
-# FSDP2 does not say what its collectives are for, but it has only these.
 FSDP_PURPOSE = {"all_gather": "weights", "reduce_scatter": "gradients", "all_reduce": "gradients"}
+"""FSDP2 does not name the purpose of its collectives, but these are all it has."""
 
 
 class Recorder(TorchDispatchMode):
@@ -42,7 +42,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, grid: Grid) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         # By members: FSDP2 makes groups of its own along our axes.
         self._axis_of_ranks = {tuple(dist.get_process_group_ranks(axis.group)): axis.name for axis in grid.axes()[::-1]}
         self._axis_of_group: dict[str, str] = {}
@@ -52,11 +52,12 @@ class Recorder(TorchDispatchMode):
         self.parameters = self.gradients = self.optimizer = 0
         self.window: Literal["early", "late"] = "early"
         self._storages: dict[int, tuple[Tag, int]] = {}
-        self._references: dict[int, weakref.ref] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._job: Job | None = None
+        self._resize = torch.UntypedStorage.resize_
 
     def own(self, job: Job) -> None:
-        """Learn what is a parameter and what an optimizer state of the job."""
+        """Tag the parameters and the optimizer's state of a job."""
         self._job = job
         if job.tied_ends is not None and job.tied_ends.ends is not None:
             ends = job.tied_ends.ends
@@ -73,7 +74,7 @@ class Recorder(TorchDispatchMode):
         self._find_gradients_and_weights()
 
     def exclude(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> None:
-        """Do not count the memory of what a step reads."""
+        """Leave the memory of a step's input out of the count."""
         for micro_batch in micro_batches:
             for field in fields(micro_batch):
                 tensor = getattr(micro_batch, field.name)
@@ -88,31 +89,37 @@ class Recorder(TorchDispatchMode):
         self.peaks.clear()
 
     def watch(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Keep apart the peaks before the last layer's backward is over ("early") and after ("late").
+        """Separate the peaks before the end of the last layer's backward ("early") from those after it ("late").
 
-        In the first, activations of all layers are alive, in the second gradients grow: each is linear in the layers,
-        and the larger of the two is not.
+        Early, the activations of all layers are alive; late, gradients accumulate. Each peak is linear in the number of
+        layers, and the larger of the two is not.
         """
 
         def enter(window: Literal["early", "late"]) -> None:
             self._settle()
             self.window = window
 
+        def enter_late_in_the_backward(module: torch.nn.Module, inputs: tuple[Any, ...], out: Tensor) -> None:
+            out.register_hook(lambda _: enter("late"))
+
         if len(layers) > 1:
             layers[0].register_forward_pre_hook(lambda *_: enter("early"))
-            layers[-2].register_forward_hook(lambda _, __, out: out.register_hook(lambda _: enter("late")) and None)
+            layers[-2].register_forward_hook(enter_late_in_the_backward)
 
-    def __enter__(self) -> Recorder:
-        self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._resized(self._resize)
-        return super().__enter__()
+    def __enter__(self) -> Self:
+        # FSDP2 frees and restores gathered weights by resizing their storage, which dispatches no operation.
+        setattr(torch.UntypedStorage, "resize_", self._counting_resize())  # noqa: B010 (mypy: a method is replaced)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception: Any) -> None:
         self._settle()
-        torch.UntypedStorage.resize_ = self._resize
-        super().__exit__(*exception)
+        setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
         if func.namespace == "fsdp":
@@ -143,7 +150,7 @@ class Recorder(TorchDispatchMode):
             why, operation = purpose.why, purpose.operation or operation
         else:
             why = FSDP_PURPOSE[operation]
-            assert axis in DATA_AXES, f"a collective over {axis} that says no purpose"
+            assert axis in DATA_AXES, f"a collective over {axis} without a purpose"
         if why == "gradients":
             for buffer in (first, whole):
                 self._tag(buffer, "gradients")
@@ -158,7 +165,7 @@ class Recorder(TorchDispatchMode):
         return self._axis_of_group[group.group_name]
 
     def _find_gradients_and_weights(self) -> None:
-        """Gradients appear on parameters, and gathered weights in FSDP2, with no operation of their own: look there."""
+        """Tag gradients and gathered weights, which appear on parameters and in FSDP2 without an operation."""
         if self._job is None:
             return
         total = 0
@@ -206,8 +213,11 @@ class Recorder(TorchDispatchMode):
             self.live["total"] += size - old
 
     def _settle(self) -> None:
-        """See whether there is more than ever, once the operation that follows a new tensor has said what it is for:
-        FSDP2 makes room for weights before it gathers them, and for gradients before it sums them."""
+        """Raise the peaks to the bytes alive now.
+
+        Called before the next operation, when new tensors have their tags: FSDP2 allocates weights before it gathers
+        them, and gradients before it sums them.
+        """
         for name in ("activations", "weights", "total"):
             at = (name, self.window)
             self.peaks[at] = max(self.peaks[at], self.live[name])
@@ -216,11 +226,9 @@ class Recorder(TorchDispatchMode):
         self._resize_to(key, 0)
         del self._storages[key], self._references[key]
 
-    def _resized(self, resize):
-        """FSDP2 frees and restores gathered weights by resizing their storage, which is no operation."""
-
-        def resize_and_count(storage: torch.UntypedStorage, size: int):
-            result = resize(storage, size)
+    def _counting_resize(self) -> Callable[[torch.UntypedStorage, int], Any]:
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
+            result = self._resize(storage, size)
             if (key := storage._cdata) in self._storages:
                 tag, old = self._storages[key]
                 if tag == "activations":

@@ -1,7 +1,7 @@
-"""What one rank holds and sends in a training step, found by running the step itself without data.
+"""Memory and communication of one rank in a training step, found by running the step itself without data.
 
-The real step runs in one process under a fake process group of the run file's size, with fake tensors that have shapes
-and no memory. A long run is traced at a few small sizes, and continued from there: ``continuation``.
+The real step runs in one process under a fake process group of the run file's size, with fake tensors, which have
+shapes and no memory. A large run is traced at a few small sizes and extrapolated from them: ``continuation``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from fourfold.config.run import RunConfig
 from fourfold.data.loader import MicroBatch
 from fourfold.parallel.context import share_of_sequences
 from fourfold.parallel.grid import Grid
+from fourfold.parallel.head import ParallelHead
 from fourfold.training.job import Job, meta_stages
 from fourfold.verification.continuation import (
     Point,
@@ -42,66 +43,80 @@ Line = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank.
-
-    parameters, gradients, optimizer: the stored shards, gradients as they stand when the optimizer steps.
-    activations_peak: the most that saved activations and work space take at once. gathered_weights_peak: the most that
-    weights gathered for use, with their buffers, take. total_peak: the most of all together, at one moment. The step's
-    tokens and labels are not counted, nor what waits in the CPU's memory.
-    """
+    """Bytes on one rank, without the step's tokens and labels and without tensors offloaded to the CPU."""
 
     parameters: int
+    """The stored shards."""
+
     gradients: int
+    """Those of the stored shards when the optimizer steps."""
+
     optimizer: int
+
     activations_peak: int
+    """Saved activations and workspace."""
+
     gathered_weights_peak: int
+    """Weights gathered for use, with their buffers."""
+
     total_peak: int
+    """The largest sum at one moment."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives of one kind in a step: how many, and the bytes of their full tensors together."""
+    """All collectives of one kind in a step."""
 
     axis: str
     op: str
     purpose: str
     count: int
+
     bytes: int
+    """The sum over their full tensors: gathered, or before the reduction."""
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Of one rank of a pipeline: its layers, [first, last + 1] of each of its stages, and what it holds and sends."""
+    """One rank of a pipeline."""
 
     pp_rank: int
+
     layers: list[tuple[int, int]]
+    """[first, last + 1] of each of its stages."""
+
     memory: Memory
     collectives: list[Collective]
 
 
 @dataclass(frozen=True)
 class TraceReport:
-    """For one optimizer step, of rank 0, and of one rank for every place on pp where there are several."""
+    """One optimizer step of rank 0."""
 
     world_size: int
     memory: Memory
     collectives: list[Collective]
-    pipeline: list[RankTrace]
 
-    def record(self) -> dict:
+    pipeline: list[RankTrace]
+    """One rank for each place on pp, where there are several."""
+
+    def record(self) -> dict[str, Any]:
         """The report as JSON values."""
         return asdict(self)
 
 
 class Sample(NamedTuple):
-    """One traced step: count and bytes of every kind of collective, and the bytes of memory in every window."""
+    """One traced step."""
 
     collectives: dict[Line, tuple[int, int]]
+    """Count and bytes."""
+
     memory: dict[str, tuple[int, ...]]
+    """Bytes in each window."""
 
 
 def trace(run: RunConfig, whole: bool = False) -> TraceReport:
-    """Trace a run; ``whole`` runs every layer and micro-batch instead of continuing from a few."""
+    """Trace a run; ``whole`` runs every layer and micro-batch instead of extrapolating from a few."""
     traced: dict[Point, Sample] = {}
     ranks = [_trace_rank(run, pp_rank, whole, traced) for pp_rank in range(run.parallel.pp)]
     first = ranks[0]
@@ -109,7 +124,7 @@ def trace(run: RunConfig, whole: bool = False) -> TraceReport:
 
 
 def _trace_rank(run: RunConfig, pp_rank: int, whole: bool, traced: dict[Point, Sample]) -> RankTrace:
-    """traced: what earlier ranks have traced already; ranks in the middle of a pipeline are alike."""
+    """traced: the steps traced so far; ranks in the middle of a pipeline share them."""
     target = point_of(run, pp_rank)
     points = [target] if whole else small_points(run, pp_rank)
     samples: dict[Point, Sample] = {}
@@ -125,22 +140,28 @@ def _trace_rank(run: RunConfig, pp_rank: int, whole: bool, traced: dict[Point, S
         return continue_memory({point: value(sample) for point, sample in samples.items()}, target)
 
     lines = dict.fromkeys(line for sample in samples.values() for line in sample.collectives)
-    collectives = [
-        Collective(*line, *(sent(lambda s, k=k, line=line: s.collectives.get(line, (0, 0))[k]) for k in (0, 1)))
-        for line in lines
-    ]
+
+    def collective(line: Line) -> Collective:
+        count = sent(lambda sample: sample.collectives.get(line, (0, 0))[0])
+        return Collective(*line, count, sent(lambda sample: sample.collectives.get(line, (0, 0))[1]))
+
+    def peak(name: str) -> int:
+        def in_window(window: int) -> int:
+            return held(lambda sample: sample.memory[name][window])
+
+        return max(map(in_window, range(len(WINDOWS))))
+
     names = next(iter(samples.values())).memory
-    memory = {name: max(held(lambda s, n=name, i=i: s.memory[n][i]) for i in range(len(WINDOWS))) for name in names}
     return RankTrace(
         pp_rank,
         [(layers.start, layers.stop) for layers in layers_of_rank(run, pp_rank)],
-        Memory(**memory),
-        sorted(collectives, key=lambda c: -c.bytes),
+        Memory(**{name: peak(name) for name in names}),
+        sorted(map(collective, lines), key=lambda c: -c.bytes),
     )
 
 
 def _trace_step(run: RunConfig, pp_rank: int) -> Sample:
-    """One real training step on fake tensors, as a rank of one place on pp takes it."""
+    """Run one real training step on fake tensors, as a rank at one place on pp."""
     world_size = run.parallel.world_size
     with fake_processes(world_size, pp_rank * (world_size // run.parallel.pp)):
         return _fake_step(run, Grid(run.parallel, "cpu"))
@@ -148,10 +169,11 @@ def _trace_step(run: RunConfig, pp_rank: int) -> Sample:
 
 def _fake_step(run: RunConfig, grid: Grid) -> Sample:
     stages = meta_stages(run, grid)
-    # A trace is of the machine that the run is for, and not of the one that traces.
+    # The chunks of the machine that the run is for, not of the one that traces.
     for stage in stages.values():
-        if stage.model.lm_head is not None:
-            stage.model.lm_head.chunk_logits = CHUNK_LOGITS["cpu" if run.training.device == "cpu" else "cuda"]
+        for module in stage.model.modules():
+            if isinstance(module, ParallelHead):
+                module.chunk_logits = CHUNK_LOGITS["cpu" if run.training.device == "cpu" else "cuda"]
     with FakeTensorMode(allow_non_fake_inputs=True):
         shape = (run.training.micro_batch_size, run.training.seq_length)
         fields = 4 if run.data.mask_documents else 2
@@ -163,9 +185,9 @@ def _fake_step(run: RunConfig, grid: Grid) -> Sample:
         recorder.exclude(micro_batches)
         with recorder:
             job = Job(run, grid, torch.device("cpu"), stages)
-            job.loss_scale = None  # asks whether gradients have overflowed, which only data can tell
+            job.loss_scale = None  # tests gradients for overflow, which needs data
             recorder.own(job)
-            recorder.watch(next(iter(stages.values())).model.blocks)
+            recorder.watch(next(iter(stages.values())).units.blocks)
             recorder.start()
             job.train_step(micro_batches, 0)
     states = {"parameters": recorder.parameters, "gradients": recorder.gradients, "optimizer": recorder.optimizer}
@@ -177,7 +199,7 @@ def _fake_step(run: RunConfig, grid: Grid) -> Sample:
 
 @contextmanager
 def fake_processes(world_size: int, rank: int = 0) -> Iterator[None]:
-    """This process as one rank of a job of ``world_size`` whose collectives move nothing."""
+    """Make this process one rank of a job of ``world_size`` whose collectives move nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield

@@ -115,7 +115,7 @@ def test_missing_and_truncated_tokens_are_refused(tmp_path: Path) -> None:
 
 
 def test_checks_span_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fourfold.data.indexed._CHECKED_AT_ONCE", 2)
+    monkeypatch.setattr("fourfold.data.indexed.CHECKED_AT_ONCE", 2)
     assert IndexedDataset(write(tmp_path / "c")).read(0, 8).tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     (tmp_path / "c.idx").write_bytes(megatron_index(8, [3, 1, 0, 4], [0, 6, 8, 8], [0, 1, 2, 1, 4]))
     with pytest.raises(UserError, match="do not ascend"):

@@ -21,7 +21,7 @@ from fourfold.errors import UserError
 @pytest.fixture
 def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A .jsonl that is cut into several shards, and small text files that share one."""
-    monkeypatch.setattr("fourfold.data.shards._SMALLEST_SHARD", 2000)
+    monkeypatch.setattr("fourfold.data.shards.SMALLEST_SHARD", 2000)
     folder = tmp_path / "in"
     folder.mkdir()
     rows = [{"text": f"document {n} " + "word " * (n % 13)} for n in range(200)]
@@ -116,7 +116,7 @@ def test_restart_after_an_interruption(tmp_path: Path, inputs: Path, monkeypatch
     prepare([inputs], tmp_path / "expected", train_tokenizer_vocab=300, workers=1)
     seen = tokenized(monkeypatch)
     trained = []
-    monkeypatch.setattr(module, "_train", lambda *args, train=module._train: (trained.append(1), train(*args)))
+    monkeypatch.setattr(module, "train_bpe", lambda *args, train=module.train_bpe: (trained.append(1), train(*args)))
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

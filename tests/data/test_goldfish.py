@@ -8,7 +8,7 @@ import torch
 
 from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.data.dataset import Mixture, TokenWindows, Windows
-from fourfold.data.goldfish import TABLE_SEED, Goldfish, _table, goldfish_mask, hash_table_drops
+from fourfold.data.goldfish import TABLE_SEED, Goldfish, goldfish_mask, hash_table_drops, published_table
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
 from fourfold.data.loader import Loader
 from fourfold.data.masks import document_boundary
@@ -51,7 +51,7 @@ def test_hash_table_is_the_published_one(k: int, h: int, expected: list[int]) ->
 
 
 def test_the_published_table_is_torchs() -> None:
-    table = _table()
+    table = published_table()
     assert np.allclose(table[:4], [0.23368388, 0.44126403, 0.74114770, 0.90927190], atol=1e-8)
     assert (table == torch.rand(len(table), generator=torch.Generator().manual_seed(TABLE_SEED)).numpy()).all()
     for k, share in ((2, 0.499236), (3, 0.332313), (4, 0.249533), (50, 0.019901)):
@@ -67,7 +67,7 @@ def test_hash_table_of_the_paper_looks_only_back(text: np.ndarray) -> None:
 
 
 def test_hash_table_against_its_definition(text: np.ndarray) -> None:
-    row, table = text[0].astype(np.int64), _table()
+    row, table = text[0].astype(np.int64), published_table()
     for place in range(49, 90):
         product = 1
         for token in row[place - 49 : place + 1].tolist():

@@ -70,9 +70,9 @@ def test_masks_of_the_run_file() -> None:
     [
         ("nowhere:mask", "'nowhere:mask' cannot be imported"),
         ("json:mask", "'json:mask' cannot be imported"),
-        ("json", "is no function; write it as 'module:function'"),
+        ("json", "is not a function; write it as 'module:function'"),
         (":x", "cannot be imported"),
-        ("json:__name__", "is no function"),
+        ("json:__name__", "is not a function"),
     ],
 )
 def test_functions_that_are_none(name: str, message: str) -> None:

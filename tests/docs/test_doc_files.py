@@ -73,3 +73,13 @@ def test_the_figures_are_what_their_scripts_draw(tmp_path: Path, monkeypatch: py
     for drawn in tmp_path.glob("*.svg"):
         stored = (DOCS / "figures" / drawn.name).read_bytes()
         assert drawn.read_bytes() == stored, "run: python docs/figures/make.py && python docs/figures/schedules.py"
+
+
+def test_a_batch_goes_through_twelve_files() -> None:
+    """The walk of the architecture page: its files exist, in the size that it gives."""
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| `([\w/]+\.py)` \| (\d+) \|", page, re.MULTILINE)
+    assert [int(number) for number, _, _ in rows] == list(range(1, 13))
+    for _, name, lines in rows:
+        found = len((REPOSITORY / "fourfold" / name).read_text(encoding="utf-8").splitlines())
+        assert abs(found - int(lines)) <= 0.1 * found, f"docs/architecture.md: {name} has {found} lines, not {lines}"

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fourfold.models.transformer import causal_within
 from fourfold.parallel.block_attention import attend_block, attend_block_backward
-from fourfold.parallel.context import _in_order, chunks_of, take_chunks
-from fourfold.parallel.ring import _merge, block_of_step
+from fourfold.parallel.context import chunks_of, in_order, take_chunks
+from fourfold.parallel.ring import block_of_step, merge
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def test_taking_chunks_and_putting_them_in_order_are_inverse(ranks: int) -> None
     if ranks == 1:
         assert torch.equal(parts[0], whole)
         return
-    assert torch.equal(_in_order(parts, ranks), whole)
-    again = torch.stack([take_chunks(_in_order(parts, ranks), rank, ranks) for rank in range(ranks)])
+    assert torch.equal(in_order(parts, ranks), whole)
+    again = torch.stack([take_chunks(in_order(parts, ranks), rank, ranks) for rank in range(ranks)])
     assert torch.equal(again, parts)
 
 
@@ -140,7 +140,7 @@ def test_a_block_of_attention_is_dense_attention(mask: str, kv_heads: int) -> No
 
 @pytest.mark.parametrize("mask", ["none", "rows that see nothing"])
 def test_parts_merge_to_the_whole(mask: str) -> None:
-    """Over two blocks of keys: outputs and log-sum-exps by ``_merge``, gradients of each block from the merged."""
+    """Over two blocks of keys: outputs and log-sum-exps by ``merge``, gradients of each block from the merged."""
     (q, k, v, grad), _, given, seen = case_of(mask, kv_heads=2)
     if given is not None:
         seen[..., 0] = True  # the ring's first block has a key for every query
@@ -153,7 +153,7 @@ def test_parts_merge_to_the_whole(mask: str) -> None:
         out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf)
         for keys in blocks:
             part_mask = None if given is None else seen[..., keys]
-            _merge(out, lse, *attend_block(q, k[:, :, keys], v[:, :, keys], False, part_mask))
+            merge(out, lse, *attend_block(q, k[:, :, keys], v[:, :, keys], False, part_mask))
         torch.testing.assert_close(out, expected.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(lse, expected_lse.detach(), rtol=1e-5, atol=1e-6)
         dq = torch.zeros_like(q)
