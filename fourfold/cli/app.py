@@ -1,4 +1,4 @@
-"""The command line: every command in a file of its own, and errors that people read."""
+"""The command line: one file per command; a user's mistake is printed as one sentence."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def version(show: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def main() -> None:
-    """Run a command. A user's mistake is one sentence and exit code 2; a worker's crash its traceback and 1."""
+    """Run a command. A user's mistake exits with 2 and one sentence, a worker's crash with 1 and its traceback."""
     try:
         app(prog_name="fourfold")
     except UserError as error:
