@@ -26,7 +26,7 @@ from fourfold.data.goldfish import Goldfish
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
 from fourfold.data.loader import Loader
 from fourfold.data.masks import document_boundary
-from fourfold.memorization.forward import GridModel
+from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import Sampling
 from fourfold.parallel.grid import Grid
 from fourfold.run_file.load import make_run
@@ -88,7 +88,7 @@ def measure(name: str, device: torch.device, rounds: int) -> dict[str, float]:
                 share = found[f"mask share, {label}"]
                 print(f"  {label}: {(time_of - seconds[0]) * 1e3:.2f} ms more a batch, {share:.2%} of the step")
     documents = list(np.random.default_rng(0).integers(0, run.model.vocab_size, (batch, length + 1)))
-    audited = GridModel(job, Sampling())
+    audited = GridScorer(job, Sampling())
     forward, score = least(
         [lambda: wait(torch.stack(job.outputs(batches)).sum()), lambda: audited.score(documents)], 2 * rounds
     )

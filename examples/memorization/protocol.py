@@ -26,9 +26,9 @@ from fourfold.data.merge import falls_within
 from fourfold.data.prepare import prepare
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.memorization.audit import AuditRequest
-from fourfold.memorization.laws import exact_match_law
-from fourfold.memorization.scored_model import subject_of
-from fourfold.memorization.statistics import wilson
+from fourfold.memorization.goldfish_laws import exact_match_law
+from fourfold.memorization.intervals import wilson
+from fourfold.memorization.scored_model import find_model
 from fourfold.reports.audit_report import write_audit_report
 from fourfold.run_file.load import load_run
 from fourfold.training.metrics import read_metrics
@@ -136,7 +136,7 @@ def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None) -> None:
         raise SystemExit(3)  # by a signal; another start goes on from its checkpoint
     # The suffix after all that precedes it, for members and for those that stand 0 times alike.
     request = AuditRequest(model=str(folder), documents=ledger_path(corpus), suffix=SUFFIX, prefix=LENGTH - SUFFIX)
-    record = run_on_grid("fourfold.memorization.audit:audit_of_place", [request, subject_of(request.model, request)], 1)
+    record = run_on_grid("fourfold.memorization.audit:run_audit", [request, find_model(request.model, request)], 1)
     write_audit_report(record, folder)
 
 

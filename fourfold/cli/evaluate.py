@@ -35,7 +35,7 @@ def evaluate(
     """
     from fourfold.evaluation.evaluate import EvaluationRequest
     from fourfold.inference.lm_eval_tasks import task_names
-    from fourfold.memorization.scored_model import run_on_its_grid
+    from fourfold.memorization.scored_model import run_on_model_grid
 
     request = EvaluationRequest(
         model=model,
@@ -51,7 +51,7 @@ def evaluate(
         limit=limit,
     )
     request.check()
-    record = run_on_its_grid("fourfold.evaluation.evaluate:evaluate_of_place", request)
+    record = run_on_model_grid("fourfold.evaluation.evaluate:run_evaluation", request)
     if record is None:  # not the first process of a launcher's
         return
     if as_json:

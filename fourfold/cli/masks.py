@@ -21,7 +21,7 @@ def masks(
     Prints training sequences with what is not trained set apart, how much that is, how long the longest passage without
     a gap is, and how much a model could repeat of a document that it has learned as well as it can.
     """
-    from fourfold.memorization.expectation import expectation
+    from fourfold.memorization.goldfish_laws import expected_extraction
     from fourfold.run_file.load import load_run
     from fourfold.training.corpora import preview_masks
 
@@ -30,7 +30,7 @@ def masks(
     record = {
         "trained_share": preview.trained_share,
         "goldfish": None if preview.statistics is None else preview.statistics.record(),
-        "expected": expectation(run.masks.goldfish),
+        "expected": expected_extraction(run.masks.goldfish),
         "warnings": [] if preview.statistics is None else preview.statistics.warnings(),
     }
     if as_json:

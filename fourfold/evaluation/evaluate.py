@@ -17,15 +17,15 @@ from fourfold.huggingface.convert import TOKENIZER_FILE, source_of
 from fourfold.inference.lm_eval_tasks import run_tasks
 from fourfold.inference.text import read_text
 from fourfold.launch.job_processes import device_of
-from fourfold.memorization.forward import AuditedModel, HuggingFaceTokenizer
 from fourfold.memorization.scored_model import (
     LONGEST_UNKNOWN,
+    ScoredModel,
     ScoringRequest,
-    Subject,
-    context_of,
-    open_model,
-    tokenizer_of,
+    context_length,
+    find_tokenizer,
+    open_scorer,
 )
+from fourfold.memorization.scorers import HuggingFaceTokenizer, Scorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +63,14 @@ class EvaluationRequest(ScoringRequest):
                 raise UserError(f"--text {text} does not exist")
 
 
-def evaluate_of_place(place: Place, request: EvaluationRequest, subject: Subject) -> dict[str, Any] | None:
+def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredModel) -> dict[str, Any] | None:
     """Evaluate on every process of the grid of ``subject``; the record on rank 0, None elsewhere."""
     device = device_of(place, subject.run.training.device if subject.run is not None else "auto")
-    tokenizer = tokenizer_of(request, subject, special_tokens=False)
+    tokenizer = find_tokenizer(request, subject, special_tokens=False)
     if tokenizer is None:
         raise UserError(f"the tokenizer of {request.model} is unknown; give --tokenizer")
     prefix = prefix_token(tokenizer, subject)
-    model = open_model(subject, request, device)
+    model = open_scorer(subject, request, device)
     context = _context(model, subject, request)
     if not 1 <= request.overlap <= context:
         raise UserError(f"--overlap {request.overlap} must be at least 1 and at most {context}, the context")
@@ -86,7 +86,7 @@ def evaluate_of_place(place: Place, request: EvaluationRequest, subject: Subject
     return {"model": str(subject.checkpoint or subject.name), "context": context, "texts": texts, "tasks": tasks}
 
 
-def prefix_token(tokenizer: Tokenizer | HuggingFaceTokenizer, subject: Subject) -> int:
+def prefix_token(tokenizer: Tokenizer | HuggingFaceTokenizer, subject: ScoredModel) -> int:
     """The token from which the first of a text is predicted: the one that begins texts, else the one that ends them.
 
     A corpus does not record the former, but the model that training began with may.
@@ -105,8 +105,8 @@ def prefix_token(tokenizer: Tokenizer | HuggingFaceTokenizer, subject: Subject) 
     return token
 
 
-def _context(model: AuditedModel, subject: Subject, request: EvaluationRequest) -> int:
-    longest = context_of(model, subject.run)
+def _context(model: Scorer, subject: ScoredModel, request: EvaluationRequest) -> int:
+    longest = context_length(model)
     if request.context is None:
         return longest if subject.run is not None else min(longest, LONGEST_UNKNOWN)
     if not 1 <= request.context <= longest:
@@ -118,7 +118,7 @@ def _context(model: AuditedModel, subject: Subject, request: EvaluationRequest) 
 
 
 def _perplexity(
-    model: AuditedModel,
+    model: Scorer,
     tokenizer: Tokenizer | HuggingFaceTokenizer,
     prefix: int,
     path: Path,

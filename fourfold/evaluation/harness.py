@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
 from fourfold.evaluation.perplexity import perplexity
-from fourfold.memorization.forward import AuditedModel, HuggingFaceTokenizer
+from fourfold.memorization.scorers import HuggingFaceTokenizer, Scorer
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     def __init__(
         self,
-        model: AuditedModel,
+        model: Scorer,
         tokenizer: Tokenizer | HuggingFaceTokenizer,
         prefix: int,
         context: int,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.memorization.forward import AuditedModel
+from fourfold.memorization.scorers import Scorer
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overla
 
 
 def perplexity(
-    model: AuditedModel, tokens: NDArray[np.int64], text_bytes: int, before: int, context: int, overlap: int
+    model: Scorer, tokens: NDArray[np.int64], text_bytes: int, before: int, context: int, overlap: int
 ) -> Perplexity | None:
     """The perplexity of a tokenized text; None on all but the first process. The model's whole grid must call this."""
     windows = rolling_windows(tokens, before, context, overlap)

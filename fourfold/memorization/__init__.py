@@ -1,1 +1,1 @@
-"""The audit: what a model would repeat of its training data, and what a goldfish mask changes about it."""
+"""The audit: what a model repeats of its training data, and the effect of a goldfish mask on it."""

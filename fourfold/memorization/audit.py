@@ -1,56 +1,57 @@
-"""The audit from a checkpoint and documents to one record, top to bottom."""
+"""The audit, from a model and documents to one record."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.config.run import RunConfig
-from fourfold.data.tokenizer import Tokenizer
 from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.launch.job_processes import device_of
-from fourfold.memorization.documents import AuditDocument, read_documents, with_others_before
-from fourfold.memorization.forward import AuditedModel, HuggingFaceTokenizer
+from fourfold.memorization.audit_record import AuditInputs, audit_record
+from fourfold.memorization.documents import AuditDocument, AuditTokenizer, Tokens, read_documents, with_others_before
 from fourfold.memorization.generation import continue_greedily
 from fourfold.memorization.goldfish_check import REPLAYABLE, check_replayable
-from fourfold.memorization.record import Evidence, audit_record
 from fourfold.memorization.scored_model import (
+    ScoredModel,
     ScoringRequest,
-    Subject,
-    context_of,
-    open_model,
-    subject_of,
-    tokenizer_of,
+    context_length,
+    find_model,
+    find_tokenizer,
+    open_scorer,
 )
+from fourfold.memorization.scorers import Scorer
 from fourfold.memorization.scores import FIELDS, TokenScores
 from fourfold.run_file.load import load_run
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditRequest(ScoringRequest):
-    """What to audit.
-
-    reference: a model to compare with; suffix: tokens at the end that must be repeated; prefix: the fewest before
-    them; offset: tokens of other documents before each; run: a run file whose goldfish mask is replayed (default: that
-    of the checkpoint); generate: documents that are continued token by token.
-    """
+    """A model, documents, and the options of an audit."""
 
     documents: Path
     control: Path | None = None
+    """More documents, which the model was not trained on."""
     reference: str | None = None
+    """A model to compare with."""
     run: Path | None = None
+    """A run file whose goldfish mask is replayed, instead of the checkpoint's own."""
     suffix: int = 50
+    """Tokens at a document's end that the model must repeat."""
     prefix: int = 50
+    """Fewest tokens before the suffix."""
     offset: int = 0
+    """Tokens of other documents before each document."""
     generate: int = 0
+    """Number of documents to continue token by token."""
     text_key: str = "text"
     count_key: str = "count"
 
@@ -63,31 +64,31 @@ class AuditRequest(ScoringRequest):
         self.sampling.check()
 
 
-def audit_of_place(place: Place, request: AuditRequest, subject: Subject) -> dict[str, Any] | None:
-    """Audit on every process of the grid of ``subject``; the record on rank 0, None elsewhere."""
+def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[str, Any] | None:
+    """Audit on every process of the model's grid; return the record on rank 0, None elsewhere."""
     request.check()
-    run = subject.run
+    run = model.run
     device = device_of(place, run.training.device if run is not None else "auto")
     goldfish = _goldfish(request, run)
-    compared = None if request.reference is None else subject_of(request.reference, request, "--reference")
-    tokenizer = tokenizer_of(request, subject)
-    model = open_model(subject, request, device)
-    documents, truncated = _documents(request, model, tokenizer, run)
+    other_model = None if request.reference is None else find_model(request.reference, request, "--reference")
+    tokenizer = find_tokenizer(request, model)
+    scorer = open_scorer(model, request, device)
+    documents, truncated = _documents(request, scorer, tokenizer)
     inputs = with_others_before(documents, request.offset, None if tokenizer is None else tokenizer.eod_id)
-    scores = _scores(model, inputs, request.offset)
-    generated = _generated(model, documents, inputs, request)
+    scores = _scores(scorer, inputs, request.offset)
+    generated = _generated(scorer, documents, inputs, request)
     reference = None
-    if compared is not None:
-        del model  # before the other takes its place
-        reference = _scores(_reference_model(request, compared, device, inputs), inputs, request.offset)
+    if other_model is not None:
+        del scorer  # its memory, for the other one
+        reference = _scores(_reference_scorer(request, other_model, device, inputs), inputs, request.offset)
     if scores is None:
         return None
     if tokenizer is not None:
         documents = [_with_text(document, tokenizer) for document in documents]
     special = () if tokenizer is None else tokenizer.special_ids
     return audit_record(
-        Evidence(
-            model=str(subject.checkpoint or subject.name),
+        AuditInputs(
+            model=str(model.checkpoint or model.name),
             documents=documents,
             scores=scores,
             reference=reference,
@@ -104,7 +105,7 @@ def audit_of_place(place: Place, request: AuditRequest, subject: Subject) -> dic
 
 
 def _goldfish(request: AuditRequest, run: RunConfig | None) -> GoldfishConfig | None:
-    """The mask to replay: the one that is asked for must be replayable, the model's own is left out where it is not."""
+    """Return the mask to replay: that of --run, which must be replayable, or else the model's own if it is."""
     if request.run is not None:
         config = load_run(request.run).masks.goldfish
         if config.strategy == "none":
@@ -116,33 +117,31 @@ def _goldfish(request: AuditRequest, run: RunConfig | None) -> GoldfishConfig | 
     return run.masks.goldfish
 
 
-def _reference_model(
-    request: AuditRequest, subject: Subject, device: torch.device, inputs: Sequence[NDArray]
-) -> AuditedModel:
-    """The model to compare with; it must read the same tokens."""
-    model = open_model(subject, request, device)
+def _reference_scorer(
+    request: AuditRequest, model: ScoredModel, device: torch.device, inputs: Sequence[Tokens]
+) -> Scorer:
+    """Open the model to compare with, which must have the same tokenizer."""
+    scorer = open_scorer(model, request, device)
     largest, longest = max(int(tokens.max()) for tokens in inputs), max(len(tokens) for tokens in inputs)
-    if largest >= model.vocab_size:
+    if largest >= scorer.vocab_size:
         raise UserError(
-            f"--reference {request.reference} has a vocabulary of {model.vocab_size}, and the documents have token "
+            f"--reference {request.reference} has a vocabulary of {scorer.vocab_size}, and the documents have token "
             f"{largest}; a reference model needs the audited model's tokenizer"
         )
-    if longest > context_of(model, subject.run) + 1:
+    context = context_length(scorer)
+    if longest > context + 1:
         raise UserError(
-            f"--reference {request.reference} sees {context_of(model, subject.run)} tokens, and the documents have up "
-            f"to {longest}; give shorter documents, or another reference model"
+            f"--reference {request.reference} sees {context} tokens, and the documents have up to {longest}; give "
+            "shorter documents, or another reference model"
         )
-    return model
+    return scorer
 
 
 def _documents(
-    request: AuditRequest,
-    model: AuditedModel,
-    tokenizer: Tokenizer | HuggingFaceTokenizer | None,
-    run: RunConfig | None,
+    request: AuditRequest, scorer: Scorer, tokenizer: AuditTokenizer | None
 ) -> tuple[list[AuditDocument], int]:
-    """The documents, then those of the control file with count 0; and how many were cut to the model's context."""
-    shortest, context = request.prefix + request.suffix, context_of(model, run)
+    """Read the documents, then the control file's with count 0; return them and how many the context truncates."""
+    shortest, context = request.prefix + request.suffix, context_length(scorer)
     if request.offset >= context:
         raise UserError(f"--offset {request.offset} leaves nothing of the {context} tokens that the model sees")
     longest = context + 1 - request.offset  # the last token is never an input
@@ -151,22 +150,24 @@ def _documents(
             f"--prefix {request.prefix} and --suffix {request.suffix} are more than the {longest} tokens that the "
             f"model sees{' after --offset' if request.offset else ''}; lower them, or set training.seq_length"
         )
-    options = {
-        "vocab_size": model.vocab_size,
-        "shortest": shortest,
-        "text_key": request.text_key,
-        "count_key": request.count_key,
-    }
-    found = read_documents(request.documents, tokenizer, **options)
+    read = partial(
+        read_documents,
+        tokenizer=tokenizer,
+        vocab_size=scorer.vocab_size,
+        shortest=shortest,
+        text_key=request.text_key,
+        count_key=request.count_key,
+    )
+    found = read(request.documents)
     if request.control is not None:
-        found += [replace(document, count=0) for document in read_documents(request.control, tokenizer, **options)]
+        found += [replace(document, count=0) for document in read(request.control)]
     _check_groups(request, found)
     cut = [document.cut(longest) for document in found]
     return cut, sum(len(document.tokens) > longest for document in found)
 
 
 def _check_groups(request: AuditRequest, documents: Sequence[AuditDocument]) -> None:
-    """Raise UserError where members and controls are not what the options say, or are the same."""
+    """Raise UserError where counts are missing, there is no member, or a member is a control too."""
     if request.count_key != AuditRequest.count_key and all(d.count is None for d in documents):
         raise UserError(f'--counts {request.count_key}: no document of {request.documents} has "{request.count_key}"')
     members, controls = (
@@ -174,33 +175,39 @@ def _check_groups(request: AuditRequest, documents: Sequence[AuditDocument]) -> 
         for is_control in (False, True)
     )
     if not members:
-        raise UserError(f"every document in {request.documents} has a count of 0: there is none that was trained on")
+        raise UserError(
+            f"every document in {request.documents} has a count of 0: there is none that was trained on; give one that "
+            "was"
+        )
     if both := len(members & controls):
-        raise UserError(f"{both} of the documents are members and controls at once; a control was never trained on")
+        raise UserError(
+            f"{both} of the documents are members and controls at once; remove them from one of the two: a control was "
+            "never trained on"
+        )
 
 
-def _scores(model: AuditedModel, inputs: Sequence[NDArray], offset: int) -> list[TokenScores] | None:
-    """Of every document, without the `offset` tokens that stand before it."""
-    fields = model.score(list(inputs))
+def _scores(scorer: Scorer, inputs: Sequence[Tokens], offset: int) -> list[TokenScores] | None:
+    """Score every document without the `offset` tokens before it."""
+    fields = scorer.score(list(inputs))
     if fields is None:
         return None
-    excluded = FIELDS.index("sampled")  # minus infinity where the attacker never draws the token
+    excluded = FIELDS.index("sampled")  # -inf where the attacker never draws the token
     if not all(np.isfinite(np.delete(each, excluded, 0)).all() for each in fields):
         raise UserError("the model's probabilities are not numbers (NaN or infinite): its weights are damaged")
     return [TokenScores.of(tokens[offset:], each[:, offset:]) for tokens, each in zip(inputs, fields, strict=True)]
 
 
 def _generated(
-    model: AuditedModel, documents: Sequence[AuditDocument], inputs: Sequence[NDArray], request: AuditRequest
-) -> dict[int, NDArray] | None:
-    """Greedy continuations of the first members, by the document's number."""
+    scorer: Scorer, documents: Sequence[AuditDocument], inputs: Sequence[Tokens], request: AuditRequest
+) -> dict[int, Tokens] | None:
+    """Continue the first members greedily; return the continuations by the document's number."""
     members = [number for number, document in enumerate(documents) if document.count != 0][: request.generate]
     if not members:
         return None
-    texts = continue_greedily(model, [inputs[number] for number in members], request.suffix)
+    texts = continue_greedily(scorer, [inputs[number] for number in members], request.suffix)
     return dict(zip(members, texts, strict=True))
 
 
-def _with_text(document: AuditDocument, tokenizer: Tokenizer | HuggingFaceTokenizer) -> AuditDocument:
-    """With the text of just the tokens that were scored: what was cut off must not count towards its length."""
+def _with_text(document: AuditDocument, tokenizer: AuditTokenizer) -> AuditDocument:
+    """Replace the text by that of the tokens that were scored, for the length of truncated text must not count."""
     return replace(document, text=tokenizer.decode(document.tokens.tolist()))

@@ -14,50 +14,60 @@ from numpy.typing import NDArray
 from fourfold.data.canaries import Canaries, Vocabulary
 from fourfold.errors import UserError
 
+Tokens = NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class AuditDocument:
-    """One document.
+    """One document."""
 
-    count: how often it was trained on, None where the file does not say; canary: its number in the ledger, and
-    planted: how its copies were varied, where `fourfold prepare` planted it.
-    """
-
-    tokens: NDArray[np.int64]
+    tokens: Tokens
     text: str | None
     count: int | None
+    """How often it was trained on; None if unknown."""
     canary: int | None = None
+    """Its number in the ledger, if `fourfold prepare` planted it."""
     planted: Canaries | None = None
+    """How its planted copies vary."""
 
     @property
     def shift(self) -> int:
-        """Tokens by which its copies may begin late."""
+        """The most tokens that its copies begin late."""
         return 0 if self.planted is None else self.planted.shift
 
     def cut(self, longest: int) -> AuditDocument:
-        """Its first `longest` tokens."""
+        """Truncate to the first `longest` tokens."""
         return replace(self, tokens=self.tokens[:longest])
 
 
-class Encoder(Vocabulary, Protocol):
-    """What an audit needs of the model's tokenizer."""
+class AuditTokenizer(Vocabulary, Protocol):
+    """The tokenizer of the audited model: ours, or one of Hugging Face."""
 
-    eod_id: int | None
-    fingerprint: str | None
+    @property
+    def eod_id(self) -> int | None:
+        """The id that ends a document."""
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
+    @property
+    def fingerprint(self) -> str | None:
+        """Equal for two tokenizers exactly if they give the same ids; None if unknown."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of these ids."""
 
 
 def read_documents(
     path: Path,
-    tokenizer: Encoder | None,
+    tokenizer: AuditTokenizer | None,
     *,
     vocab_size: int,
     shortest: int,
     text_key: str = "text",
     count_key: str = "count",
 ) -> list[AuditDocument]:
-    """The documents of a .jsonl file: "text", or "tokens" as `fourfold prepare --canaries` writes them.
+    """Read documents from a .jsonl file: "text", or "tokens" as `fourfold prepare --canaries` writes them.
 
     Raises UserError for a file or line that cannot be used, a document with fewer than `shortest` tokens, and "tokens"
     of another tokenizer than the model's.
@@ -85,10 +95,10 @@ def read_documents(
     return found
 
 
-def with_others_before(documents: Sequence[AuditDocument], offset: int, eod_id: int | None) -> list[NDArray[np.int64]]:
-    """Each document's tokens after `offset` tokens of other documents, as in a packed sequence of the training.
+def with_others_before(documents: Sequence[AuditDocument], offset: int, eod_id: int | None) -> list[Tokens]:
+    """Put `offset` tokens of other documents before each document, as in packed training sequences.
 
-    Recall may depend on where in the context a document begins (arXiv 2505.13171). Raises UserError where the other
+    Recall may depend on a document's position in the context (arXiv 2505.13171). Raises UserError where the other
     documents have too few tokens.
     """
     end = np.array([] if eod_id is None else [eod_id], dtype=np.int64)
@@ -108,7 +118,7 @@ def with_others_before(documents: Sequence[AuditDocument], offset: int, eod_id: 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a text may hold other ends of lines
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a text may contain other line separators
     except OSError as error:
         raise UserError(f"cannot read the documents {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -121,15 +131,15 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number} is not a JSON object")
+            raise UserError(f"{path}, line {number} is not a JSON object; give one a line")
         yield f"{path}, line {number}", row
 
 
-def _tokens(where: str, row: dict[str, Any], tokenizer: Encoder | None, text_key: str) -> NDArray[np.int64]:
+def _tokens(where: str, row: dict[str, Any], tokenizer: AuditTokenizer | None, text_key: str) -> Tokens:
     tokens, text = row.get("tokens"), row.get(text_key)
     if tokens is not None:
         if not isinstance(tokens, list) or not all(_is_whole(token) for token in tokens):
-            raise UserError(f'{where} has "tokens" that are no list of token ids')
+            raise UserError(f'{where} has "tokens" that are no list of token ids; give whole numbers')
         made_with = row.get("tokenizer")
         if tokenizer is not None and made_with is not None and tokenizer.fingerprint not in (None, made_with):
             raise UserError(
@@ -152,14 +162,15 @@ def _tokens(where: str, row: dict[str, Any], tokenizer: Encoder | None, text_key
 
 
 def _origin(row: dict[str, Any]) -> tuple[int | None, Canaries | None]:
-    """The number of a planted canary, and how its copies were varied."""
+    """Return the number of a planted canary, and how its copies vary."""
     noise = row.get("noise")
-    is_share = isinstance(noise, int | float) and 0 <= noise < 1
-    if not is_share or not all(_is_whole(row.get(key)) for key in ("id", "shift", "seed")):
+    if not isinstance(noise, int | float) or not 0 <= noise < 1:
+        return None, None
+    if not all(_is_whole(row.get(key)) for key in ("id", "shift", "seed")):
         return None, None
     return row["id"], Canaries(count=1, repeats=(1,), noise=float(noise), shift=row["shift"], seed=row["seed"])
 
 
 def _is_whole(value: Any) -> bool:
-    """A whole number that an array can hold."""
+    """Return whether this is a whole number that fits an array."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63

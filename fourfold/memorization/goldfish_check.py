@@ -1,8 +1,8 @@
-"""Replay a goldfish mask over audited documents: did the model learn what was kept, and miss what was left out?"""
+"""Replay a goldfish mask over audited documents: were the kept tokens memorized, and the dropped ones not?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,40 +16,39 @@ from fourfold.data.goldfish import Goldfish
 from fourfold.data.mask_statistics import longest_run
 from fourfold.errors import UserError
 from fourfold.memorization.documents import AuditDocument
-from fourfold.memorization.laws import exact_match_law, near_duplicate_law
+from fourfold.memorization.goldfish_laws import exact_match_law, near_duplicate_law
+from fourfold.memorization.intervals import pooled_ratio, wilson
 from fourfold.memorization.scores import TokenScores
-from fourfold.memorization.statistics import bootstrap, wilson
 
 COPIES = 300
-"""Of each near-duplicate canary, to see on how many its mask differs."""
+"""Copies of each near-duplicate canary whose masks are compared."""
 
 REPLAYABLE = ("hash", "hash-table")
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The mask of one document, as training saw it.
-
-    known: [T - 1], whether the mask of this token is decided by the document alone; dropped: whether it was left out.
-    """
+    """The mask of one document of T tokens in training."""
 
     known: NDArray[np.bool_]
+    """[T - 1], whether the document alone decides if this token is dropped."""
     dropped: NDArray[np.bool_]
+    """[T - 1], whether this token was dropped."""
 
 
 def check_replayable(config: GoldfishConfig) -> None:
-    """Raise UserError for a mask that depends on where in a sequence a document stood."""
+    """Raise UserError for a mask that depends on the document's position in its sequence."""
     if config.strategy not in REPLAYABLE:
         raise UserError(
             f"masks.goldfish.strategy = '{config.strategy}' depends on where a document stood in its sequence, so its "
-            f"mask cannot be replayed; {' and '.join(REPLAYABLE)} can"
+            f"mask cannot be replayed; use {' or '.join(REPLAYABLE)}"
         )
 
 
 def replay_mask(config: GoldfishConfig, exempt: tuple[int, ...], tokens: NDArray[np.int64], shift: int = 0) -> Replay:
-    """The mask of a document. Of its first h tokens hash keeps all, and hash-table's depend on what was before.
+    """Return the mask of a document. hash keeps its first h tokens; hash-table's depend on the preceding document.
 
-    shift: its copies began up to so many tokens late, and each kept first tokens of its own.
+    shift: the most tokens that its copies began late; each copy kept its own first tokens.
     """
     windows = Windows(tokens[None], np.zeros((1, len(tokens)), dtype=np.int64), np.zeros(1, dtype=np.int64))
     dropped = ~Goldfish(config, exempt)(windows)[0]
@@ -61,7 +60,7 @@ def replay_mask(config: GoldfishConfig, exempt: tuple[int, ...], tokens: NDArray
     return Replay(known, dropped)
 
 
-def replay_report(
+def goldfish_check(
     config: GoldfishConfig,
     exempt: tuple[int, ...],
     documents: Sequence[AuditDocument],
@@ -69,11 +68,11 @@ def replay_report(
     suffix: int,
     tokenizer: Vocabulary | None,
 ) -> dict[str, Any]:
-    """What the mask explains of the members' scores; intervals over documents.
+    """Compare the members' scores at kept and at dropped tokens; intervals are over documents.
 
-    first_divergence_at_dropped: of the documents whose suffix is not repeated, the share that first differs at a
-    dropped token; chance alone gives suffix_drop_rate. suffix_kept_whole: the share of suffixes without a dropped
-    token, which no mask keeps from being repeated.
+    first_divergence_at_dropped: of the documents whose suffix is not extracted, the share that first diverges at a
+    dropped token; by chance it is suffix_drop_rate. suffix_kept_whole: the share of suffixes without a dropped token,
+    which the mask does not protect.
     """
     check_replayable(config)
     replays = [replay_mask(config, exempt, document.tokens, document.shift) for document in documents]
@@ -87,15 +86,16 @@ def replay_report(
     whole = sum(not out[-suffix:].any() for out in dropped)
     ends = np.concatenate([out[-suffix:] for out in dropped])
     known = sum(int(replay.known.sum()) for replay in replays)
+    losses, agrees = [-each.log_prob for each in scores], [each.agrees for each in scores]
     return {
         "strategy": config.strategy,
         "k": config.k,
         "h": config.h,
         "drop_rate": sum(int(out.sum()) for out in dropped) / max(1, known),
-        "nll_kept": _mean(scores, kept, lambda s: -s.log_prob),
-        "nll_dropped": _mean(scores, dropped, lambda s: -s.log_prob),
-        "agreement_kept": _mean(scores, kept, lambda s: s.agrees),
-        "agreement_dropped": _mean(scores, dropped, lambda s: s.agrees),
+        "nll_kept": _mean_at(kept, losses),
+        "nll_dropped": _mean_at(dropped, losses),
+        "agreement_kept": _mean_at(kept, agrees),
+        "agreement_dropped": _mean_at(dropped, agrees),
         "suffix_drop_rate": float(ends.mean()),
         "first_divergences": len(diverged),
         "first_divergence_at_dropped": sum(diverged) / len(diverged) if diverged else None,
@@ -114,14 +114,14 @@ def near_duplicates(
     documents: Sequence[AuditDocument],
     tokenizer: Vocabulary | None,
 ) -> dict[str, Any] | None:
-    """The share of near-duplicate copies that train a token which the clean document leaves out, beside the law.
+    """Compare the share of planted copies that train a token which the original drops with ``near_duplicate_law``.
 
-    Of the copies as they were planted, where the token itself is the same; None without noisy canaries, and without the
-    tokenizer whose tokens the noise is.
+    Counts copies in which the token itself is unchanged. None without noisy canaries, or without the tokenizer from
+    whose vocabulary the noise was drawn.
     """
     if tokenizer is None:
         return None
-    per_document = []
+    per_document: list[tuple[float, float]] = []
     noise = 0.0
     for document in documents:
         if document.planted is None or document.canary is None or document.planted.noise == 0:
@@ -139,28 +139,16 @@ def near_duplicates(
             per_document.append((trained, counted))
     if not per_document:
         return None
-    pairs = np.array(per_document)
-
-    def share(rows: NDArray) -> float:
-        return float(rows[:, 0].sum() / rows[:, 1].sum())
-
+    share = pooled_ratio(per_document)
     return {
         "noise": noise,
-        "trained_share": share(pairs),
-        "trained_share_ci": list(bootstrap(share, pairs)),
+        "trained_share": share["mean"],
+        "trained_share_ci": share["ci"],
         "expected_trained_share": near_duplicate_law(noise, config.preceding, config.k),
     }
 
 
-def _mean(
-    scores: Sequence[TokenScores], where: Sequence[NDArray[np.bool_]], what: Callable[[TokenScores], NDArray]
-) -> dict[str, Any] | None:
-    """Mean over the tokens at ``where``, with its interval over documents; None where there is no such token."""
-    pairs = np.array([(what(s)[at].sum(), at.sum()) for s, at in zip(scores, where, strict=True) if at.any()])
-    if not len(pairs):
-        return None
-
-    def mean(rows: NDArray) -> float:
-        return float(rows[:, 0].sum() / rows[:, 1].sum())
-
-    return {"mean": mean(pairs), "ci": list(bootstrap(mean, pairs))}
+def _mean_at(where: Sequence[NDArray[np.bool_]], values: Sequence[NDArray[Any]]) -> dict[str, Any] | None:
+    """Return the mean of the tokens at ``where`` with its interval over documents; None without such a token."""
+    pairs = [(each[at].sum(), at.sum()) for at, each in zip(where, values, strict=True) if at.any()]
+    return pooled_ratio(pairs) if pairs else None

@@ -1,4 +1,4 @@
-"""Canaries audited while the model trains: memorization against tokens, in the run's memorization.jsonl."""
+"""Audits of the canaries during training: memorization against tokens, in the run's memorization.jsonl."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from fourfold.data.files import write_whole
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.memorization.documents import AuditDocument, read_documents
 from fourfold.memorization.extraction import extraction
-from fourfold.memorization.forward import GridModel
 from fourfold.memorization.goldfish_check import REPLAYABLE, replay_mask
+from fourfold.memorization.intervals import wilson
+from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import Sampling, TokenScores
-from fourfold.memorization.statistics import wilson
 from fourfold.training.job import Job
 from fourfold.training.metrics import MEMORIZATION_FILE, read_metrics
 
 
 class CanaryAudit:
-    """A callback of the training loop: every ``audit.interval`` steps one pass over the canaries of the ledger.
+    """A callback of the training loop: one pass over the canaries of the ledger every ``audit.interval`` steps.
 
-    Every process of the job calls it; the first writes. A run that resumes replaces the lines of later steps.
+    Every process of the job calls it; the first one writes. A resumed run replaces the lines of later steps.
     Raises UserError for a ledger that cannot be used.
     """
 
     def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:
         self.run, self.path = run, run_dir / MEMORIZATION_FILE
-        self.model = GridModel(job, Sampling())
+        self.scorer = GridScorer(job, Sampling())
+        assert run.audit.documents is not None  # without them there is no audit
         documents = read_documents(
             Path(run.audit.documents),
             tokenizer,
@@ -42,10 +43,10 @@ class CanaryAudit:
         self._lines: list[str] | None = None
 
     def after_step(self, steps: int) -> None:
-        """Audit when it is due; ``steps`` counts those taken."""
+        """Audit if it is due after this many steps."""
         if steps % self.run.audit.interval and steps != self.run.training.train_steps:
             return
-        fields = self.model.score([document.tokens for document in self.documents])
+        fields = self.scorer.score([document.tokens for document in self.documents])
         if fields is None:
             return
         scores = [TokenScores.of(d.tokens, each) for d, each in zip(self.documents, fields, strict=True)]

@@ -1,6 +1,6 @@
-"""Membership inference: does a score tell the documents that were trained on from those that were not?
+"""Membership inference: whether a score separates documents that were trained on from those that were not.
 
-All scores are turned so that higher says member.
+Every score is oriented so that members are expected to score higher.
 """
 
 from __future__ import annotations
@@ -8,30 +8,36 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.memorization.scores import TokenScores
-from fourfold.memorization.statistics import auc, auc_interval, true_positive_rate
+from fourfold.memorization.intervals import auc, auc_interval, true_positive_rate
+
+if TYPE_CHECKING:  # reports, which need no torch, read ATTACKS
+    from fourfold.memorization.scores import TokenScores
 
 LOWEST_SHARE = 0.2
-"""Of min-k %: the share of a document's tokens, the least likely ones, that is looked at."""
+"""Share of a document's tokens, the least likely ones, that min-k % averages."""
 
 FOLDS, PERMUTATIONS = 5, 199
 FEWEST = 10
-"""Members, and controls, below which nothing is said about telling them apart."""
+"""Fewest members, and fewest controls, for membership attacks."""
 
-CAVEAT = (
-    "A goldfish mask does not protect membership: that a document was trained on shows in its loss even where none of "
-    "it can be repeated."
-)
+ATTACKS = {
+    "loss": "loss",
+    "zlib": "loss / zlib length",
+    "min_k": "min-k %",
+    "min_k_plus_plus": "min-k %++",
+    "reference": "reference model",
+}
+"""Names of the attacks for readers."""
 
 
 @dataclass(frozen=True)
 class Attack:
-    """How well one score tells members: the area under the ROC curve, and true positives at few false ones."""
+    """Success of one score: the area under the ROC curve, and true-positive rates at low false-positive rates."""
 
     auc: float
     auc_ci: tuple[float, float]
@@ -39,11 +45,12 @@ class Attack:
     tpr_at_0_1_percent_fpr: float | None
 
     def record(self) -> dict[str, Any]:
+        """Return JSON values."""
         return {**self.__dict__, "auc_ci": list(self.auc_ci)}
 
 
 def membership_scores(scores: TokenScores, text: str | None, reference: TokenScores | None = None) -> dict[str, float]:
-    """Every attack's score of one document; those that need what is missing (text, reference model) left out.
+    """Return every attack's score of one document, except for those that lack their text or reference model.
 
     loss: Yeom et al. 2018; zlib: Carlini et al. 2021; reference: Carlini et al. 2021; min-k %: Shi et al. 2024 (arXiv
     2310.16789); min-k %++: Zhang et al. 2024 (arXiv 2404.02936).
@@ -65,7 +72,7 @@ def membership_scores(scores: TokenScores, text: str | None, reference: TokenSco
 def attacks(
     members: Sequence[Mapping[str, float]], controls: Sequence[Mapping[str, float]]
 ) -> dict[str, dict[str, Any]]:
-    """Every attack that all documents have a score for; none with fewer than ten members or controls."""
+    """Return the record of every attack that has all documents' scores; none with fewer than ``FEWEST`` of each."""
     if min(len(members), len(controls)) < FEWEST:
         return {}
     names = [name for name in members[0] if all(name in scores for scores in [*members, *controls])]
@@ -81,14 +88,36 @@ def attacks(
     return found
 
 
+def conclusion(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return in words what the intervals of the attacks' AUCs show."""
+    above = [ATTACKS[name] for name, attack in found.items() if attack["auc_ci"][0] > 0.5]
+    below = [ATTACKS[name] for name, attack in found.items() if attack["auc_ci"][1] < 0.5]
+    sentences = []
+    if above:
+        sentences.append(
+            f"Members can be distinguished from controls by {', '.join(above)} (AUC's 95 % interval above 0.5). A "
+            "goldfish mask does not protect membership: loss reveals it even where no text can be extracted."
+        )
+    if below:
+        sentences.append(
+            f"Inverted for {', '.join(below)} (AUC's 95 % interval below 0.5): members score lower than controls, as "
+            "happens where the two come from different distributions."
+        )
+    if not sentences:
+        sentences.append(
+            "No evidence that members can be distinguished from controls: the 95 % interval of every AUC includes 0.5."
+        )
+    return " ".join(sentences)
+
+
 def bag_of_words_guard(
     members: Sequence[NDArray[np.int64]], controls: Sequence[NDArray[np.int64]]
 ) -> dict[str, Any] | None:
-    """How well members are told from controls by their words alone, without any model; None with too few documents.
+    """Test whether words alone separate members from controls, without any model; None with too few documents.
 
-    A naive Bayes classifier over token counts, cross-validated over different documents. Where it succeeds, better than
-    on all but one in twenty random ways of calling as many of them members, the two differ in distribution, and a
-    membership attack that succeeds may only have noticed that (Das et al. 2024, "Blind baselines", arXiv 2406.16201).
+    A naive Bayes classifier over token counts, cross-validated over unique documents. If its AUC is above that of 95 %
+    of random relabelings, the two differ in distribution, and a membership attack may detect nothing else (Das et al.
+    2024, "Blind baselines", arXiv 2406.16201).
     """
     members, controls = _different(members), _different(controls)
     if min(len(members), len(controls)) < FEWEST:
@@ -114,14 +143,14 @@ def bag_of_words_guard(
 
 
 def _different(documents: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
-    """Each document once: a copy on both sides of a fold would be recognized, not its words."""
+    """Return each document once: a copy in both parts of a fold would be recognized as a whole."""
     return list({tokens.tobytes(): tokens for tokens in documents}.values())
 
 
 def _held_out_scores(
     counts: NDArray[np.float64], is_member: NDArray[np.bool_], fold: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """How much more likely each document's words are a member's, by the documents of the other folds."""
+    """Return the log-likelihood ratio of each document's words, fitted to the documents of the other folds."""
     score = np.empty(len(counts))
     for number in range(FOLDS):
         seen = fold != number
@@ -131,7 +160,8 @@ def _held_out_scores(
 
 
 def _log_frequencies(totals: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.log((totals + 1) / (totals + 1).sum())  # Laplace's smoothing
+    frequencies: NDArray[np.float64] = (totals + 1) / (totals + 1).sum()  # Laplace's smoothing
+    return np.log(frequencies)
 
 
 def _lowest(values: NDArray[np.float64]) -> float:

@@ -1,4 +1,4 @@
-"""The model that is scored: a checkpoint on a grid, or a model of Hugging Face, with its tokenizer and its context."""
+"""The model to score, a checkpoint on a grid or a Hugging Face model: found, opened, with its tokenizer and context."""
 
 from __future__ import annotations
 
@@ -18,47 +18,45 @@ from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
 from fourfold.huggingface.convert import SOURCE_FOLDER, TOKENIZER_FILE
 from fourfold.launch.job_processes import run_on_grid
-from fourfold.memorization.forward import AuditedModel, GridModel, HuggingFaceModel, HuggingFaceTokenizer
+from fourfold.memorization.scorers import GridScorer, HuggingFaceScorer, HuggingFaceTokenizer, Scorer
 from fourfold.memorization.scores import Sampling
 from fourfold.run_file.load import apply_override, make_run
 
 LONGEST_UNKNOWN = 2048
-"""Tokens of a document that a model without a stated context is given, and at most one that was imported."""
+"""Context, in tokens, of a model that states none, and the most that an imported model gets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringRequest:
-    """A model and how to run it.
-
-    model: a checkpoint, the folder of a run, or a Hugging Face folder or name; overrides: of the run, such as
-    parallel.z=2; micro_batch_size: documents that one rank scores at once.
-    """
+    """A model and how to run it."""
 
     model: str
+    """A checkpoint, the folder of a run, or a Hugging Face folder or name."""
     tokenizer: str | None = None
     sampling: Sampling = field(default_factory=Sampling)
     micro_batch_size: int = 8
+    """Documents that one rank scores at once."""
     overrides: tuple[str, ...] = ()
+    """Of the run, such as parallel.z=2."""
 
 
 @dataclass(frozen=True)
-class Subject:
-    """The model as the request names it.
-
-    checkpoint: None for a Hugging Face model; run: its sizes and its grid; knows_data: whether the run's own file was
-    beside the checkpoint, and says what the model was trained on.
-    """
+class ScoredModel:
+    """A model that exists, and the run that describes it."""
 
     name: str
     checkpoint: Path | None = None
+    """None for a Hugging Face model."""
     run: RunConfig | None = None
+    """Sizes and grid; None for a Hugging Face model."""
     knows_data: bool = False
+    """Whether the checkpoint's run file was found, which names the training data."""
 
 
-def subject_of(name: str, request: ScoringRequest, option: str = "--model") -> Subject:
-    """Find the model, and the run that describes it on the grid that the overrides ask for.
+def find_model(name: str, request: ScoringRequest, option: str = "--model") -> ScoredModel:
+    """Find a model, and the run that describes it on the grid of the request's overrides.
 
-    option: by which it was asked for. Raises UserError where there is none.
+    option: the option named in errors. Raises UserError where there is no model.
     """
     path = Path(name)
     is_of_the_hub = name.count("/") == 1 and not path.parent.exists()
@@ -69,38 +67,33 @@ def subject_of(name: str, request: ScoringRequest, option: str = "--model") -> S
     if is_of_the_hub or (path / "config.json").is_file():
         if request.overrides and option == "--model":
             raise UserError(
-                f"--set is for checkpoints of fourfold, and {name} is a Hugging Face model; bring it in with "
+                f"--set is for checkpoints of fourfold, and {name} is a Hugging Face model; import it with "
                 "`fourfold import-hf` to audit it on a grid"
             )
-        return Subject(name)
-    checkpoint = _checkpoint_in(path)
-    run_file = checkpoint.parent.parent / "run.toml"
-    return Subject(name, checkpoint, _run_of(checkpoint, run_file, request), run_file.is_file())
-
-
-def _checkpoint_in(path: Path) -> Path:
+        return ScoredModel(name)
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
         raise UserError(
-            f"--model {path} holds neither a checkpoint ({STATE_FILE}) nor a Hugging Face model (config.json)"
+            f"{option} {path} holds neither a checkpoint ({STATE_FILE}) nor a Hugging Face model (config.json)"
         )
-    return checkpoint
+    run_file = checkpoint.parent.parent / "run.toml"
+    return ScoredModel(name, checkpoint, _forward_run(checkpoint, run_file, request), run_file.is_file())
 
 
-def _run_of(checkpoint: Path, run_file: Path, request: ScoringRequest) -> RunConfig:
-    """The run that wrote the checkpoint, as far as it is known, on one process unless overrides say more."""
+def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> RunConfig:
+    """Return the run of a forward pass over the checkpoint, on one process unless overrides say more."""
     state = read_state(checkpoint)
     table: dict[str, Any] = {"data": {"source": "python-stdlib"}}
     if run_file.is_file():
         table = tomllib.loads(run_file.read_text(encoding="utf-8"))
     table["model"] = dict(state.model)
     table["parallel"] = {}
-    # A model that was imported was never trained here, and says only what it can see.
+    # An imported model has no seq_length of training, only the most positions it can see.
     longest = state.training.get("seq_length") or min(state.model["max_position_embeddings"], LONGEST_UNKNOWN)
     training = {"seq_length": longest, "micro_batch_size": request.micro_batch_size}
     precision = {key: table.get("training", {}).get(key) for key in ("precision", "master_weights", "device")}
     table["training"] = {**{k: v for k, v in precision.items() if v is not None}, **training, "train_steps": 1}
-    # The loop's other sections say nothing of a forward pass.
+    # Other sections concern only training.
     table = {key: table[key] for key in ("model", "data", "masks", "parallel", "training") if key in table}
     for override in request.overrides:
         apply_override(table, override)
@@ -110,32 +103,34 @@ def _run_of(checkpoint: Path, run_file: Path, request: ScoringRequest) -> RunCon
     return make_run(table, where=str(checkpoint))
 
 
-def run_on_its_grid(function: str, request: ScoringRequest) -> Any:
-    """Call ``"module:name"`` with (place, request, subject) on every process of the grid of the request's model; what
-    the first one returned."""
-    subject = subject_of(request.model, request)
-    world_size = 1 if subject.run is None else subject.run.parallel.world_size
-    device = "auto" if subject.run is None else subject.run.training.device
-    return run_on_grid(function, [request, subject], world_size, wanted_device=device)
+def run_on_model_grid(function: str, request: ScoringRequest) -> Any:
+    """Call ``"module:name"`` with (place, request, model) on every process of the model's grid.
 
-
-def tokenizer_of(
-    request: ScoringRequest, subject: Subject, special_tokens: bool = True
-) -> Tokenizer | HuggingFaceTokenizer | None:
-    """The one that is asked for, else the model's own; None where nobody knows it.
-
-    special_tokens: of a Hugging Face model's, put around a text what it puts there; ours never do.
+    Returns what the first process returned.
     """
-    if subject.run is None and request.tokenizer != "bytes":
-        return HuggingFaceTokenizer(request.tokenizer or subject.name, special_tokens)
-    if request.tokenizer is not None:
+    model = find_model(request.model, request)
+    world_size = 1 if model.run is None else model.run.parallel.world_size
+    device = "auto" if model.run is None else model.run.training.device
+    return run_on_grid(function, [request, model], world_size, wanted_device=device)
+
+
+def find_tokenizer(
+    request: ScoringRequest, model: ScoredModel, special_tokens: bool = True
+) -> Tokenizer | HuggingFaceTokenizer | None:
+    """Return the request's tokenizer, by default the model's own; None where it is unknown.
+
+    special_tokens: whether a Hugging Face tokenizer adds those it usually adds to a text; ours never do.
+    """
+    if request.tokenizer == "bytes" or (request.tokenizer is not None and model.run is not None):
         return load_tokenizer(request.tokenizer)
-    if not subject.knows_data:
-        imported = subject.checkpoint / SOURCE_FOLDER / TOKENIZER_FILE
+    if model.run is None or model.checkpoint is None:
+        return HuggingFaceTokenizer(request.tokenizer or model.name, special_tokens)
+    if not model.knows_data:
+        imported = model.checkpoint / SOURCE_FOLDER / TOKENIZER_FILE
         return load_tokenizer(imported) if imported.is_file() else None
-    data = subject.run.data
+    data = model.run.data
     if data.source is not None:
-        prefix = ensure_builtin(data.source, data.tokenizer, data.cache_dir, subject.run.model.vocab_size)
+        prefix = ensure_builtin(data.source, data.tokenizer, data.cache_dir, model.run.model.vocab_size)
         return corpus_tokenizer(prefix)
     if data.tokenizer is not None:
         return load_tokenizer(data.tokenizer)
@@ -143,15 +138,13 @@ def tokenizer_of(
     return corpus_tokenizer(prefix) if read_manifest(prefix) is not None else None
 
 
-def open_model(subject: Subject, request: ScoringRequest, device: torch.device) -> AuditedModel:
-    """The model, on this process of its grid."""
-    if subject.run is None or subject.checkpoint is None:
-        return HuggingFaceModel(subject.name, device, request.sampling, request.micro_batch_size)
-    return GridModel.load(subject.run, subject.checkpoint, device, request.sampling)
+def open_scorer(model: ScoredModel, request: ScoringRequest, device: torch.device) -> Scorer:
+    """Load the model on this process of its grid."""
+    if model.run is None or model.checkpoint is None:
+        return HuggingFaceScorer(model.name, device, request.sampling, request.micro_batch_size)
+    return GridScorer.load(model.run, model.checkpoint, device, request.sampling)
 
 
-def context_of(model: AuditedModel, run: RunConfig | None) -> int:
-    """The longest input."""
-    if run is not None:
-        return run.training.seq_length
-    return getattr(model, "max_length", None) or LONGEST_UNKNOWN
+def context_length(scorer: Scorer) -> int:
+    """Return the longest input, in tokens."""
+    return scorer.max_length or LONGEST_UNKNOWN

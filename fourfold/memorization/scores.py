@@ -1,6 +1,6 @@
-"""What one teacher-forced pass tells of every token: enough for extraction at any place, and for membership attacks.
+"""Scores of every token from one teacher-forced pass: enough for extraction at any position and membership attacks.
 
-Greedy decoding from a document's own prefix repeats its next n tokens exactly when each of them is the likeliest one
+Greedy decoding from a document's own prefix repeats its next n tokens exactly if each of them is the likeliest one
 after the true tokens before it. So one forward pass over a document decides every prefix and suffix at once.
 """
 
@@ -21,22 +21,24 @@ FIELDS = ("log_prob", "predicted", "mean", "variance", "sampled")
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an attacker draws tokens. top_k, top_p: only the likeliest k tokens, or those that make up the share p."""
+    """An attacker's sampling scheme."""
 
     temperature: float = 1.0
     top_k: int | None = None
+    """Draw only from the likeliest k tokens."""
     top_p: float | None = None
+    """Draw only from the likeliest tokens that make up this probability."""
 
     def check(self) -> None:
-        """Raise UserError for a scheme that draws nothing."""
+        """Raise UserError for a scheme that cannot sample."""
         if not 0 < self.temperature < math.inf:
             raise UserError(
-                f"--temperature {self.temperature}: sampling needs a number above 0 (0 is greedy, audited anyway)"
+                f"--temperature {self.temperature}: sampling needs a number above 0 (greedy decoding is always audited)"
             )
         if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"--top-k {self.top_k}: at least 1 token must be left to draw from")
+            raise UserError(f"--top-k {self.top_k}: at least 1 token must remain")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p {self.top_p}: a share above 0 and at most 1 works")
+            raise UserError(f"--top-p {self.top_p}: it must be above 0 and at most 1")
 
     @property
     def is_plain(self) -> bool:
@@ -45,33 +47,36 @@ class Sampling:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Of one document of T tokens; every field [T - 1], of the tokens after the first.
-
-    log_prob: ln p of the token (nats); predicted: the likeliest token; mean, variance: of ln p under the model's own
-    distribution there; sampled: ln p of the token under the sampling scheme.
-    """
+    """Scores of one document of T tokens; every field is [T - 1], for the tokens after the first."""
 
     tokens: NDArray[np.int64]
+    """[T]"""
     log_prob: NDArray[np.float64]
+    """ln p of the token (nats)."""
     predicted: NDArray[np.int64]
+    """The likeliest token."""
     mean: NDArray[np.float64]
+    """Mean of ln p over the model's own distribution at this token."""
     variance: NDArray[np.float64]
+    """Variance of ln p over the same."""
     sampled: NDArray[np.float64]
+    """ln p of the token under the sampling scheme."""
 
     @property
     def agrees(self) -> NDArray[np.bool_]:
         """Whether greedy decoding continues with the document's own token."""
-        return self.predicted == self.tokens[1:]
+        agrees: NDArray[np.bool_] = self.predicted == self.tokens[1:]
+        return agrees
 
     @classmethod
     def of(cls, tokens: NDArray[np.int64], fields: NDArray[np.float32]) -> TokenScores:
-        """From the fields [5, at least T - 1] that ``score_logits`` gives."""
+        """Convert the fields [5, at least T - 1] of ``score_logits``."""
         log_prob, predicted, mean, variance, sampled = fields[:, : len(tokens) - 1].astype(np.float64)
         return cls(tokens, log_prob, predicted.astype(np.int64), mean, variance, sampled)
 
 
 def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: Sampling) -> Tensor:
-    """The fields [5, m] in float32 of m tokens, from their whole logits, which are overwritten.
+    """Return the fields [5, m] of m tokens in float32, from their whole logits, which are overwritten.
 
     Token ids are exact in float32 up to 2^24.
     """
@@ -92,7 +97,7 @@ def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: Sampling) -> Te
 
 
 def _sampled(logits_mV: Tensor, targets_m: Tensor, sampling: Sampling) -> Tensor:
-    """ln p of the targets after temperature, top-k, top-p, in this order; -inf where they are cut off."""
+    """Return ln p of the targets after temperature, top-k and top-p, in this order; -inf where they are cut off."""
     scaled_mV = logits_mV / sampling.temperature
     target_m = scaled_mV.gather(1, targets_m[:, None])[:, 0]
     columns = scaled_mV.shape[1]

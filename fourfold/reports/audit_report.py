@@ -1,4 +1,4 @@
-"""The page of one audit, and the lines that its terminal tables share with it."""
+"""The page of one audit, and the rows that it shares with the tables of the terminal."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ from typing import Any
 
 from fourfold.data.files import write_output
 from fourfold.errors import UserError
+from fourfold.memorization.membership import ATTACKS
 from fourfold.reports import html
 from fourfold.reports.svg import Series, line_chart
 
@@ -17,24 +18,16 @@ Rows = list[list[str]]
 COUNT_HEADER = ("trained on", "documents", "exact match", "95 % interval", "longest span", "agreement", "exposure")
 ATTACK_HEADER = ("attack", "AUC", "95 % interval", "TPR at 1 % FPR", "TPR at 0.1 % FPR")
 
-_ATTACKS = {
-    "loss": "loss",
-    "zlib": "loss / zlib length",
-    "min_k": "min-k %",
-    "min_k_plus_plus": "min-k %++",
-    "reference": "reference model",
-}
-
 
 def write_audit_report(record: Record, folder: Path) -> Path:
     """Write FOLDER/audit.json and FOLDER/audit.html, and return the page's path.
 
-    Raises UserError when the folder cannot be made.
+    Raises UserError if the folder cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot make the folder of the report, {folder}: {error.strerror}") from None
+        raise UserError(f"cannot create the report's folder {folder}: {error.strerror}") from None
     write_output(folder / "audit.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
     page = folder / "audit.html"
     write_output(page, html.page("Memorization audit", record["model"], _sections(record)))
@@ -42,7 +35,7 @@ def write_audit_report(record: Record, folder: Path) -> Path:
 
 
 def count_rows(record: Record) -> Rows:
-    """One row for each number of times that documents were trained on, and one for all."""
+    """Return a row for each number of times that documents were trained on, and one for all."""
     groups = {f"{count} times": group for count, group in record["by_count"].items()}
     if len(groups) != 1:
         groups = {"all members": record, **groups}
@@ -65,11 +58,11 @@ def count_rows(record: Record) -> Rows:
 
 
 def attack_rows(record: Record) -> Rows:
-    """One row for each membership attack; none without enough documents."""
+    """Return a row for each membership attack; none without enough documents."""
     membership = record["membership"]
     return [
         [
-            _ATTACKS[name],
+            ATTACKS[name],
             f"{attack['auc']:.3f}",
             f"{attack['auc_ci'][0]:.3f} to {attack['auc_ci'][1]:.3f}",
             _rate(attack["tpr_at_1_percent_fpr"]),
@@ -80,7 +73,7 @@ def attack_rows(record: Record) -> Rows:
 
 
 def replay_facts(record: Record) -> dict[str, str]:
-    """What the goldfish mask explains, as label and value; empty where none was replayed."""
+    """Return the effect of the goldfish mask as labels and values; empty if no mask was replayed."""
     replay = record["mask_replay"]
     if replay is None:
         return {}
@@ -101,7 +94,7 @@ def replay_facts(record: Record) -> dict[str, str]:
     if near is not None:
         found[f"near-duplicates, {near['noise']:.0%} of the tokens replaced"] = (
             f"{near['trained_share']:.1%} of the copies train a dropped token "
-            f"({_interval(near['trained_share_ci'])}; the law says {near['expected_trained_share']:.1%})"
+            f"({_interval(near['trained_share_ci'])}; expected: {near['expected_trained_share']:.1%})"
         )
     return found
 
@@ -112,7 +105,7 @@ def _sections(record: Record) -> list[str]:
     sections += ["<h2>Extraction</h2>", html.table(COUNT_HEADER, count_rows(record))]
     if record["membership"]:
         sections += ["<h2>Membership inference</h2>", html.table(ATTACK_HEADER, attack_rows(record))]
-        sections.append(f"<p>{escape(record['membership']['caveat'])}</p>")
+        sections.append(f"<p>{escape(record['membership']['conclusion'])}</p>")
     if record["mask_replay"]:
         sections += ["<h2>The goldfish mask, replayed</h2>", html.facts(replay_facts(record))]
     if record["generation"]:
@@ -147,12 +140,12 @@ def _position_chart(record: Record) -> str:
     rows = record["by_position"]
     places = [(row["from"] + row["to"]) / 2 for row in rows]
     agreement = Series("members", places, [row["token_agreement"] for row in rows], dots=True)
-    return line_chart("Token agreement by place", [agreement], x_label="place in the document", from_zero=True)
+    return line_chart("Token agreement by position", [agreement], x_label="position in the document", from_zero=True)
 
 
 def _count_chart(record: Record) -> list[str]:
     groups: Sequence[tuple[int, Record]] = [(int(count), group) for count, group in record["by_count"].items()]
-    if len(groups) < 3:  # two points are read in the table
+    if len(groups) < 3:  # the table is enough for two points
         return []
     counts = [count for count, _ in groups]
     exact = Series("exact match", counts, [group["exact_match"] for _, group in groups], dots=True)

@@ -85,7 +85,7 @@ def audit_tables(record: Mapping[str, Any]) -> None:
     print_table(title, COUNT_HEADER, count_rows(record))
     if record["membership"]:
         print_table("Membership inference", ATTACK_HEADER, attack_rows(record))
-        console.print(record["membership"]["caveat"])
+        console.print(record["membership"]["conclusion"])
     replayed = replay_facts(record)
     if replayed:
         print_table("The goldfish mask, replayed", ("", ""), [[*fact] for fact in replayed.items()])

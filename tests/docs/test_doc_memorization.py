@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from markdown import REPOSITORY, tables_of
 
-from fourfold.memorization.laws import exact_match_law
+from fourfold.memorization.goldfish_laws import exact_match_law
 
 TABLES = tables_of(REPOSITORY / "docs" / "memorization.md")
 

@@ -19,9 +19,9 @@ from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, train_bpe
 from fourfold.environment import Place
 from fourfold.errors import UserError
-from fourfold.evaluation.evaluate import EvaluationRequest, evaluate_of_place
+from fourfold.evaluation.evaluate import EvaluationRequest, run_evaluation
 from fourfold.evaluation.perplexity import rolling_windows
-from fourfold.memorization.scored_model import subject_of
+from fourfold.memorization.scored_model import find_model
 from fourfold.models.transformer import Transformer
 
 TEXT = "What is not read is not known; what is read twice is known by heart. Ünd so weiter. " * 3
@@ -112,8 +112,8 @@ def test_perplexity_of_a_run_is_that_by_hand(trained: Path, cli: Cli) -> None:
 
 
 def evaluated_body(rank: int, world_size: int, request: EvaluationRequest) -> dict[str, Any] | None:
-    return evaluate_of_place(
-        Place(rank, rank, world_size, world_size, launcher="local"), request, subject_of(request.model, request)
+    return run_evaluation(
+        Place(rank, rank, world_size, world_size, launcher="local"), request, find_model(request.model, request)
     )
 
 

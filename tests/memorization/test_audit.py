@@ -18,9 +18,9 @@ from fourfold.data.canaries import Canaries, ledger_path
 from fourfold.data.prepare import prepare
 from fourfold.environment import Place
 from fourfold.errors import UserError
-from fourfold.memorization.audit import AuditRequest, audit_of_place
+from fourfold.memorization.audit import AuditRequest, run_audit
 from fourfold.memorization.documents import AuditDocument, with_others_before
-from fourfold.memorization.scored_model import subject_of
+from fourfold.memorization.scored_model import find_model
 from fourfold.memorization.scores import Sampling
 from fourfold.reports.audit_report import write_audit_report
 
@@ -52,7 +52,7 @@ def audit_of_run(folder: Path, name: str = "run") -> list[object]:
 
 def on_grid(rank: int, world_size: int, request: AuditRequest) -> dict[str, Any] | None:
     place = Place(rank, rank, world_size, world_size, launcher="local")
-    return audit_of_place(place, request, subject_of(request.model, request))
+    return run_audit(place, request, find_model(request.model, request))
 
 
 def close(one: Any, other: Any) -> bool:
@@ -82,7 +82,7 @@ def test_what_was_repeated_is_known_and_what_was_dropped_is_not(record: dict[str
     assert record["loss"]["mean"] < record["control"]["loss"]["mean"]
     assert record["membership"]["attacks"]["loss"]["auc"] > 0.9
     assert {"loss", "zlib", "min_k", "min_k_plus_plus"} == record["membership"]["attacks"].keys()
-    assert "does not protect membership" in record["membership"]["caveat"]
+    assert "does not protect membership" in record["membership"]["conclusion"]
     low, high = replay["near_duplicates"]["trained_share_ci"]
     assert low - 0.05 < replay["near_duplicates"]["expected_trained_share"] < high + 0.05
     assert replay["near_duplicates"]["noise"] == 0.02
@@ -435,12 +435,12 @@ def test_pickles_and_missing_tokenizers_of_hugging_face_are_refused(
 def test_the_one_pass_is_what_hugging_face_generates(hugging_face: tuple[Path, list[str]]) -> None:
     """Against the library's own greedy search, of documents that are learned and of some that are not."""
     transformers = pytest.importorskip("transformers")
-    from fourfold.memorization.forward import HuggingFaceModel, HuggingFaceTokenizer
+    from fourfold.memorization.scorers import HuggingFaceScorer, HuggingFaceTokenizer
     from fourfold.memorization.scores import TokenScores
 
     folder, texts = hugging_face
     rows = [np.array(ids[:60]) for ids in HuggingFaceTokenizer(str(folder)).encode_batch(texts)]
-    model = HuggingFaceModel(str(folder), torch.device("cpu"), Sampling(), 3)
+    model = HuggingFaceScorer(str(folder), torch.device("cpu"), Sampling(), 3)
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder)
     exact = []
     for row, fields in zip(rows, model.score(rows), strict=True):

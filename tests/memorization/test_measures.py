@@ -16,11 +16,11 @@ from fourfold.errors import UserError
 from fourfold.memorization.documents import AuditDocument
 from fourfold.memorization.extraction import exposure, extraction, matches_after, prefix_lengths
 from fourfold.memorization.generation import common_span, common_subsequence, edit_distance, text_likeness
-from fourfold.memorization.goldfish_check import near_duplicates, replay_mask, replay_report
-from fourfold.memorization.laws import exact_match_law, near_duplicate_law
-from fourfold.memorization.membership import attacks, bag_of_words_guard, membership_scores
+from fourfold.memorization.goldfish_check import goldfish_check, near_duplicates, replay_mask
+from fourfold.memorization.goldfish_laws import exact_match_law, near_duplicate_law
+from fourfold.memorization.intervals import auc, auc_interval, bootstrap, difference, true_positive_rate, wilson
+from fourfold.memorization.membership import attacks, bag_of_words_guard, conclusion, membership_scores
 from fourfold.memorization.scores import Sampling, TokenScores, score_logits
-from fourfold.memorization.statistics import auc, auc_interval, bootstrap, difference, true_positive_rate, wilson
 
 RANDOM = np.random.default_rng(0)
 
@@ -183,6 +183,22 @@ def test_attacks_need_enough_documents() -> None:
     assert 0 < attack["tpr_at_1_percent_fpr"] < 0.3
 
 
+def test_the_conclusion_is_what_the_intervals_show() -> None:
+    def words(**intervals: tuple[float, float]) -> str:
+        return conclusion({name: {"auc": sum(ends) / 2, "auc_ci": [*ends]} for name, ends in intervals.items()})
+
+    above = words(loss=(0.51, 0.9), min_k=(0.4, 0.7))
+    assert above.startswith("Members can be distinguished from controls by loss (")
+    assert "does not protect membership" in above
+    unclear = words(loss=(0.3, 0.6), zlib=(0.5, 0.7))
+    assert unclear.startswith("No evidence that members can be distinguished")
+    assert "loss" not in unclear
+    inverted = words(loss=(0.1, 0.4), min_k=(0.2, 0.5))
+    assert inverted.startswith("Inverted for loss (")
+    assert "distinguished" not in inverted
+    assert words(loss=(0.9, 1.0), min_k_plus_plus=(0.0, 0.1)).count("min-k %++") == 1
+
+
 def test_the_guard_notices_other_words_and_nothing_else() -> None:
     alike = [RANDOM.integers(0, 200, 60) for _ in range(200)]
     guard = bag_of_words_guard(alike[:100], alike[100:])
@@ -232,7 +248,7 @@ def test_the_exact_match_law_is_what_masks_do() -> None:
     documents = members(600, 80)
     scores = [scores_of([1] * 79) for _ in documents]
     config = GoldfishConfig(strategy="hash", k=32, h=5)
-    found = replay_report(config, (), documents, scores, 50, ByteTokenizer())
+    found = goldfish_check(config, (), documents, scores, 50, ByteTokenizer())
     low, high = found["suffix_kept_whole_ci"]
     assert low <= found["expected_exact_match"] <= high
 
@@ -242,7 +258,7 @@ def test_replay_parts_kept_from_dropped() -> None:
     documents = members(12, 90)
     config = GoldfishConfig(strategy="hash", k=3, h=7)
     scores = [scores_of((~replay_mask(config, (), d.tokens).dropped).astype(int).tolist()) for d in documents]
-    found = replay_report(config, (), documents, scores, 40, None)
+    found = goldfish_check(config, (), documents, scores, 40, None)
     assert found["agreement_kept"]["mean"] == 1
     assert found["agreement_dropped"]["mean"] == 0
     assert found["first_divergence_at_dropped"] == 1
@@ -257,7 +273,7 @@ def test_replay_parts_kept_from_dropped() -> None:
 
 def test_a_mask_that_depends_on_the_place_is_not_replayed() -> None:
     with pytest.raises(UserError, match="'static' depends on where a document stood"):
-        replay_report(GoldfishConfig(strategy="static"), (), members(2, 80), [scores_of([1] * 79)] * 2, 50, None)
+        goldfish_check(GoldfishConfig(strategy="static"), (), members(2, 80), [scores_of([1] * 79)] * 2, 50, None)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1, 0), Sampling(1, None, 0.0), Sampling(1, None, 1.1)])

@@ -1,9 +1,10 @@
-"""Intervals for what an audit counts; everything at 95 %, and every resampling seeded."""
+"""Rates, means and AUCs with 95 % intervals; resampling is seeded."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ Interval = tuple[float, float]
 
 
 def wilson(successes: int, trials: int) -> Interval:
-    """Interval of a rate (Wilson 1927); [0, 1] without a trial. 0 of 64 gives an upper end of 5.7 %."""
+    """Return the interval of a rate (Wilson 1927); [0, 1] without a trial. 0 of 64 has an upper end of 5.7 %."""
     if trials == 0:
         return 0.0, 1.0
     rate, z2 = successes / trials, Z * Z
@@ -27,7 +28,7 @@ def wilson(successes: int, trials: int) -> Interval:
 
 
 def difference(successes: int, trials: int, other_successes: int, other_trials: int) -> Interval:
-    """Interval of the difference of two independent rates (Newcombe 1998, method 10)."""
+    """Return the interval of the difference of two independent rates (Newcombe 1998, method 10)."""
     if trials == 0 or other_trials == 0:
         return -1.0, 1.0
     rate, other = successes / trials, other_successes / other_trials
@@ -37,15 +38,31 @@ def difference(successes: int, trials: int, other_successes: int, other_trials: 
     return rate - other - below, rate - other + above
 
 
-def bootstrap(statistic: Callable[[NDArray], float], values: NDArray, seed: int = 0) -> Interval:
-    """Percentile interval of a statistic of rows, resampled with replacement."""
+def bootstrap(statistic: Callable[[NDArray[Any]], float], values: NDArray[Any], seed: int = 0) -> Interval:
+    """Return the percentile interval of a statistic of rows, resampled with replacement."""
     generator = np.random.default_rng(seed)
     found = [statistic(values[generator.integers(0, len(values), len(values))]) for _ in range(RESAMPLES)]
     return _quantiles(found)
 
 
+def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
+    """Return the mean and its resampled interval, for a record."""
+    array = np.array(values, dtype=np.float64)
+    return {"mean": float(array.mean()), "ci": list(bootstrap(lambda rows: float(rows.mean()), array))}
+
+
+def pooled_ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Return the ratio of the sums of (part, whole) pairs and its interval, resampled by pair, for a record."""
+
+    def ratio(rows: NDArray[Any]) -> float:
+        return float(rows[:, 0].sum() / rows[:, 1].sum())
+
+    array = np.array(pairs)
+    return {"mean": ratio(array), "ci": list(bootstrap(ratio, array))}
+
+
 def auc(members: NDArray[np.float64], controls: NDArray[np.float64]) -> float:
-    """Area under the ROC curve: the chance that a member scores higher than a control, ties half."""
+    """Return the area under the ROC curve: the chance that a member scores above a control, ties counting half."""
     ordered = np.sort(controls)
     below = np.searchsorted(ordered, members, side="left")
     not_above = np.searchsorted(ordered, members, side="right")
@@ -53,10 +70,9 @@ def auc(members: NDArray[np.float64], controls: NDArray[np.float64]) -> float:
 
 
 def auc_interval(members: NDArray[np.float64], controls: NDArray[np.float64], seed: int = 0) -> Interval:
-    """Percentile interval of the AUC, members and controls resampled apart.
+    """Return the percentile interval of the AUC, resampling members and controls separately.
 
-    Where they are parted perfectly every resample says 1; the rule of three then gives the other end, for no sample
-    proves perfection.
+    Where the two separate perfectly every resample has an AUC of 1 (or 0), and the rule of three gives the other end.
     """
     generator = np.random.default_rng(seed)
     found = [
@@ -72,7 +88,7 @@ def auc_interval(members: NDArray[np.float64], controls: NDArray[np.float64], se
 
 
 def true_positive_rate(members: NDArray[np.float64], controls: NDArray[np.float64], one_in: int) -> float | None:
-    """The share of members above all but one in so many controls; None with too few controls to tell."""
+    """Return the share of members above all but 1/``one_in`` of the controls; None with fewer than ``one_in``."""
     allowed = len(controls) // one_in
     if not allowed:
         return None

@@ -1,12 +1,12 @@
-"""One forward pass over tokens, scored where the logits are: on any grid of ours, or a Hugging Face model."""
+"""Scores of every token from one forward pass, computed where the logits are: on any grid, or a Hugging Face model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fourfold.checkpoints.checkpoint import load_sharded_weights
+from fourfold.config.layout import CHUNK_LOGITS
 from fourfold.config.run import RunConfig
 from fourfold.data.loader import MicroBatch
 from fourfold.data.tokenizer import HFTokenizer
@@ -24,36 +25,39 @@ from fourfold.memorization.scores import Sampling, score_logits
 from fourfold.parallel.communicate import all_gather, reduce_scatter
 from fourfold.parallel.context import share_of_sequences, take_chunks
 from fourfold.parallel.grid import Grid
-from fourfold.parallel.head import CHUNK_LOGITS, ParallelHead, chunk_size
+from fourfold.parallel.head import ParallelHead, chunk_size
 from fourfold.training.job import Job
 
 Rows = list[NDArray[np.int64]]
 
 
-class AuditedModel(Protocol):
-    """Something that scores tokens. Every process of its grid must call ``score``, with the same documents."""
+class Scorer(Protocol):
+    """A model that scores tokens. Every process of its grid must call ``score`` with the same documents."""
 
     vocab_size: int
+    max_length: int | None
+    """Longest input in tokens; None if unknown."""
 
     def score(self, documents: Rows) -> list[NDArray[np.float32]] | None:
-        """For each document of T tokens the fields [5, T - 1] of ``score_logits``; None but on the first process."""
+        """Return for each document of T tokens the fields [5, T - 1] of ``score_logits``; None except on rank 0."""
         ...
 
 
-class GridModel:
-    """A job on its grid, of which only the forward is used.
+class GridScorer:
+    """The forward pass of a job on its grid.
 
-    The run's ``training.seq_length`` is the longest input, and ``micro_batch_size`` the documents that one rank scores
-    at once; the documents are shared out over dp and z.
+    The run's ``training.seq_length`` is the longest input, and ``micro_batch_size`` the number of documents that one
+    rank scores at once. Documents are distributed over dp and z.
     """
 
     def __init__(self, job: Job, sampling: Sampling) -> None:
         self.job, self.sampling = job, sampling
         self.vocab_size = job.run.model.vocab_size
+        self.max_length: int | None = job.run.training.seq_length
 
     @classmethod
-    def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: Sampling) -> GridModel:
-        """The model of a checkpoint of ours on the grid of ``run``: weights alone, and no optimizer."""
+    def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: Sampling) -> GridScorer:
+        """Load a checkpoint's weights onto the grid of ``run``, without an optimizer."""
         job = Job(run, Grid(run.parallel, device.type), device)
         load_sharded_weights(checkpoint, job)
         return cls(job, sampling)
@@ -73,7 +77,7 @@ class GridModel:
             )
         ]
         with scoring_head(self.job, self.sampling):
-            outputs = self.job.outputs(micro_batches)  # of the last stage; nothing where another one is
+            outputs = self.job.outputs(micro_batches)  # empty on ranks of other stages than the last
         scored = [
             (number, fields_5S)
             for here, fields_5BT in zip(mine, outputs, strict=bool(outputs))
@@ -82,7 +86,7 @@ class GridModel:
         return self._gather(scored, len(documents))
 
     def _width(self, longest: NDArray[np.int64]) -> int:
-        """Tokens of an input: as few as the grid can split. A pipeline hands on tensors of one size."""
+        """Return the width of an input: the least that the grid can split; a pipeline sends tensors of one size."""
         axes = self.job.run.parallel
         if axes.pp > 1:
             return self.job.run.training.seq_length
@@ -90,7 +94,7 @@ class GridModel:
         return -(-(len(longest) - 1) // divisor) * divisor
 
     def _in_order(self, fields_5BT: Tensor) -> Tensor:
-        """The fields [5, B, S] of whole sequences, which cp may have split."""
+        """Return the fields [5, B, S] of whole sequences, which cp may have split."""
         cp = self.job.grid.cp
         whole = all_gather(fields_5BT, cp, 2, "audit: scores")
         places_1S = torch.arange(whole.shape[2], device=whole.device)[None]
@@ -100,7 +104,7 @@ class GridModel:
     def _gather(self, mine: list[tuple[int, Tensor]], count: int) -> list[NDArray[np.float32]] | None:
         grid = self.job.grid
         first_of_its_batch = grid.axis("y_x").rank == 0 and grid.cp.rank == 0
-        everyone: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object([(n, f.numpy()) for n, f in mine] if first_of_its_batch else [], everyone)
         if everyone is None:
             return None
@@ -108,13 +112,13 @@ class GridModel:
         return [found[number] for number in range(count)]
 
 
-class HuggingFaceModel:
-    """A model of the transformers library, in one process."""
+class HuggingFaceScorer:
+    """A model of the transformers library in one process."""
 
     def __init__(self, name: str, device: torch.device, sampling: Sampling, micro_batch_size: int) -> None:
         self.model = load_model(name, device=str(device))
-        self.vocab_size = self.model.config.vocab_size
-        self.max_length = getattr(self.model.config, "max_position_embeddings", None)
+        self.vocab_size: int = self.model.config.vocab_size
+        self.max_length: int | None = getattr(self.model.config, "max_position_embeddings", None)
         self.device, self.sampling, self.micro_batch_size = device, sampling, micro_batch_size
 
     @torch.no_grad()
@@ -125,7 +129,7 @@ class HuggingFaceModel:
             together = order[first : first + self.micro_batch_size]
             rows = [documents[number] for number in together]
             inputs, targets = _padded(rows, len(rows), len(rows[-1]) - 1, self.device)
-            # Documents are padded on the right, where a causal model cannot see it.
+            # Padding on the right is invisible to a causal model.
             logits = self.model(input_ids=inputs, use_cache=False).logits
             fields = _score_in_chunks(logits.flatten(0, 1), targets.flatten(), self.sampling)
             fields_5BS = fields.unflatten(1, inputs.shape).cpu().numpy()
@@ -134,7 +138,7 @@ class HuggingFaceModel:
 
 
 class HuggingFaceTokenizer:
-    """The tokenizer of a Hugging Face model. special_tokens: put around a text what the tokenizer puts there."""
+    """The tokenizer of a Hugging Face model. special_tokens: add those that it usually adds to a text."""
 
     def __init__(self, name: str, special_tokens: bool = True) -> None:
         self._tokenizer = open_tokenizer(name)
@@ -147,42 +151,46 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """That of its tokenizer.json, as `fourfold prepare` notes it; None where it has none."""
-        from transformers.utils import cached_file
+        """The fingerprint of its tokenizer.json, as `fourfold prepare` records it; None where it has none."""
+        from transformers.utils.hub import cached_file
 
         try:
-            return HFTokenizer(cached_file(self._name, "tokenizer.json")).fingerprint
+            file = cached_file(self._name, "tokenizer.json")
+            return None if file is None else HFTokenizer(file).fingerprint
         except (OSError, UserError):  # a tokenizer of another kind
             return None
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return self._tokenizer(texts, add_special_tokens=self._special_tokens)["input_ids"]
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text."""
+        ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=self._special_tokens)["input_ids"]
+        return ids
 
-    def decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of these ids without special tokens."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
 @contextmanager
 def scoring_head(job: Job, sampling: Sampling) -> Iterator[None]:
-    """Inside, the last stage called with targets gives the fields [5, B, S] instead of a loss.
+    """Make the last stage return the fields [5, B, S] of its targets instead of a loss.
 
-    The head's ``forward`` is exchanged, not the head, so that FSDP2 gathers its weights as ever.
+    Replaces the head's ``forward`` and not the head, so that FSDP2 still gathers its weights.
     """
     heads = [stage.model.lm_head for stage in job.stages.values() if stage.model.lm_head is not None]
     for head in heads:
         assert isinstance(head, ParallelHead), type(head)
-        head.forward = partial(_scored, head, sampling=sampling)
+        vars(head)["forward"] = partial(_scored, head, sampling=sampling)
     try:
         yield
     finally:
         for head in heads:
-            del head.forward
+            del vars(head)["forward"]
 
 
 def _scored(
     head: ParallelHead, x_BTh: Tensor, targets_BS: Tensor, loss_scale: float = 1.0, *, sampling: Sampling
 ) -> Tensor:
-    """Logits a chunk of tokens at a time, over y by tokens and over x whole, scored, and put together again."""
+    """Score a chunk of tokens at a time: each rank of y computes whole logits of its share of the chunk."""
     x_BSh = all_gather(x_BTh, head.x, 1, "audit: tokens")
     x_Nh, targets_N = x_BSh.flatten(0, 1), targets_BS.flatten()
     size = chunk_size(x_Nh.shape[0], head.weight.shape[0] * head.x.size, head.y.size, head.chunk_logits)
@@ -194,7 +202,7 @@ def _scored(
         targets_m = targets_N[chunk].chunk(head.y.size)[head.y.rank]
         fields_5m = score_logits(logits_mV, targets_m, sampling)
         parts.append(all_gather(fields_5m, head.y, 1, "audit: scores"))
-    return torch.cat(parts, dim=1).unflatten(1, targets_BS.shape)
+    return torch.cat(parts, dim=1).view(-1, *targets_BS.shape)
 
 
 def _score_in_chunks(logits_NV: Tensor, targets_N: Tensor, sampling: Sampling) -> Tensor:
@@ -204,7 +212,7 @@ def _score_in_chunks(logits_NV: Tensor, targets_N: Tensor, sampling: Sampling) -
 
 
 def _padded(documents: Rows, rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [rows, width]: every token but the last, and every token but the first; zeros besides."""
+    """Return inputs and targets [rows, width]: all tokens but the last, and all but the first, padded with zeros."""
     tokens = np.zeros((2, rows, width), dtype=np.int64)
     for row, document in enumerate(documents):
         tokens[0, row, : len(document) - 1] = document[:-1]

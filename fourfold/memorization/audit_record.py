@@ -1,4 +1,4 @@
-"""From scores to the record of an audit: JSON values only, every rate with its interval and beside the control."""
+"""The record of an audit, made from scores: JSON values, every rate with its interval and beside the control."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from fourfold.memorization.extraction import (
     prefix_lengths,
 )
 from fourfold.memorization.generation import text_likeness
-from fourfold.memorization.goldfish_check import replay_report
-from fourfold.memorization.membership import CAVEAT, FEWEST, attacks, bag_of_words_guard, membership_scores
+from fourfold.memorization.goldfish_check import goldfish_check
+from fourfold.memorization.intervals import difference, mean_with_interval, wilson
+from fourfold.memorization.membership import FEWEST, attacks, bag_of_words_guard, conclusion, membership_scores
 from fourfold.memorization.scores import Sampling, TokenScores
-from fourfold.memorization.statistics import bootstrap, difference, wilson
 
 QUERIES = (1, 100, 10_000, 1_000_000)
-"""Samples that an attacker may draw, for which the share of extractable documents is given."""
+"""Numbers of samples for which the share of extractable documents is recorded."""
 
 CHANCE = 0.5
 """The p of (n, p)-discoverable extraction."""
@@ -38,8 +38,8 @@ POSITION_BINS = 10
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """All that a record is made of. generated: greedy continuations by the document's number."""
+class AuditInputs:
+    """Documents, their scores, and the options of the audit."""
 
     model: str
     documents: Sequence[AuditDocument]
@@ -48,6 +48,7 @@ class Evidence:
     sampling: Sampling
     reference: Sequence[TokenScores] | None = None
     generated: Mapping[int, NDArray[np.int64]] | None = None
+    """Greedy continuations by the document's number."""
     goldfish: GoldfishConfig | None = None
     exempt: tuple[int, ...] = ()
     tokenizer: Vocabulary | None = None
@@ -55,12 +56,12 @@ class Evidence:
     offset: int = 0
 
 
-def audit_record(evidence: Evidence) -> dict[str, Any]:
-    """The record: the members' measures at the top, then by count, prefix and position, the control's, and the rest.
+def audit_record(inputs: AuditInputs) -> dict[str, Any]:
+    """Return the record: the members' measures, then by count, prefix and position, the control's, and the rest.
 
-    Members are the documents whose count is not 0; an unknown count is a member's.
+    Members are documents whose count is not 0; those with an unknown count are members.
     """
-    documents, scores, suffix = evidence.documents, evidence.scores, evidence.suffix
+    documents, scores, suffix = inputs.documents, inputs.scores, inputs.suffix
     found = [extraction(document_scores, suffix) for document_scores in scores]
     members = [number for number, document in enumerate(documents) if document.count != 0]
     controls = [number for number, document in enumerate(documents) if document.count == 0]
@@ -71,32 +72,32 @@ def audit_record(evidence: Evidence) -> dict[str, Any]:
         by_count[str(count)] = _beside_control(these, [found[n] for n in controls] if count else [])
     member_scores = [scores[n] for n in members]
     replay = None
-    if evidence.goldfish is not None:
-        replay = replay_report(
-            evidence.goldfish,
-            evidence.exempt,
+    if inputs.goldfish is not None:
+        replay = goldfish_check(
+            inputs.goldfish,
+            inputs.exempt,
             [documents[n] for n in members],
             member_scores,
             suffix,
-            evidence.tokenizer,
+            inputs.tokenizer,
         )
-    membership, guard = _membership(evidence, members, controls)
+    membership, guard = _membership(inputs, members, controls)
     record = {
-        "model": evidence.model,
+        "model": inputs.model,
         "suffix": suffix,
-        "offset": evidence.offset,
-        "sampling": asdict(evidence.sampling),
+        "offset": inputs.offset,
+        "sampling": asdict(inputs.sampling),
         **_beside_control([found[n] for n in members], [found[n] for n in controls]),
         "by_count": by_count,
         "by_prefix": _by_prefix(member_scores, [scores[n] for n in controls], suffix),
         "by_position": _by_position(member_scores),
         "control": control,
-        "reference": _reference(evidence, members),
+        "reference": _reference(inputs, members),
         "membership": membership,
         "bag_of_words_guard": guard,
         "mask_replay": replay,
-        "generation": _generation(evidence),
-        "truncated_documents": evidence.truncated,
+        "generation": _generation(inputs),
+        "truncated_documents": inputs.truncated,
         "copied_documents": len(documents) - len({document.tokens.tobytes() for document in documents}),
     }
     return {**record, "warnings": _warnings(record)}
@@ -110,20 +111,20 @@ def _summary(found: Sequence[Extraction]) -> dict[str, Any]:
         "documents": len(found),
         "exact_match": exact / len(found),
         "exact_match_ci": list(wilson(exact, len(found))),
-        "token_agreement": _mean([each.token_agreement for each in found]),
-        "extraction_strength": _mean([each.extraction_strength for each in found]),
+        "token_agreement": mean_with_interval([each.token_agreement for each in found]),
+        "extraction_strength": mean_with_interval([each.extraction_strength for each in found]),
         "longest_span": {
             "median": median(each.longest_span for each in found),
             "max": max(each.longest_span for each in found),
         },
-        "loss": _mean([each.loss for each in found]),
+        "loss": mean_with_interval([each.loss for each in found]),
         "median_log10_p": log_p / math.log(10) if math.isfinite(log_p) else None,
         "extractable_within": {str(n): sum(q <= n for q in queries) / len(found) for n in QUERIES},
     }
 
 
 def _beside_control(found: Sequence[Extraction], controls: Sequence[Extraction]) -> dict[str, Any]:
-    """A summary, and how much more is extracted than of the control: what was learned from repetition."""
+    """Summarize, and compare with the control: the difference is due to training on the documents."""
     summary = _summary(found)
     if controls:
         exact, other = (sum(each.exact_match for each in side) for side in (found, controls))
@@ -136,7 +137,7 @@ def _beside_control(found: Sequence[Extraction], controls: Sequence[Extraction])
 
 
 def _by_prefix(members: Sequence[TokenScores], controls: Sequence[TokenScores], suffix: int) -> dict[str, Any]:
-    """Exact match of the suffix that follows the first n tokens, for each n; documents that are too short left out."""
+    """Return the exact match of the suffix after the first n tokens, for each n, over the documents long enough."""
     found = {}
     for prefix in prefix_lengths(members, suffix):
         row = {}
@@ -154,7 +155,7 @@ def _by_prefix(members: Sequence[TokenScores], controls: Sequence[TokenScores], 
 
 
 def _by_position(members: Sequence[TokenScores]) -> list[dict[str, Any]]:
-    """Token agreement and loss by the token's place in its document, in ten stretches of equal length."""
+    """Return token agreement and loss in ten equal intervals of the position in a document."""
     longest = max(len(scores.agrees) for scores in members)
     edges = np.unique(np.linspace(0, longest, POSITION_BINS + 1).round().astype(int))
     rows = []
@@ -173,25 +174,27 @@ def _by_position(members: Sequence[TokenScores]) -> list[dict[str, Any]]:
 
 
 def _membership(
-    evidence: Evidence, members: Sequence[int], controls: Sequence[int]
+    inputs: AuditInputs, members: Sequence[int], controls: Sequence[int]
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    def of(number: int) -> dict[str, float]:
-        reference = None if evidence.reference is None else evidence.reference[number]
-        return membership_scores(evidence.scores[number], evidence.documents[number].text, reference)
+    """Return the attacks and the bag-of-words guard; None without enough documents."""
 
-    found = attacks([of(n) for n in members], [of(n) for n in controls])
+    def score(number: int) -> dict[str, float]:
+        reference = None if inputs.reference is None else inputs.reference[number]
+        return membership_scores(inputs.scores[number], inputs.documents[number].text, reference)
+
+    found = attacks([score(n) for n in members], [score(n) for n in controls])
     if not found:
         return None, None
-    tokens = ([evidence.documents[n].tokens for n in side] for side in (members, controls))
-    return {"attacks": found, "caveat": CAVEAT}, bag_of_words_guard(*tokens)
+    tokens = ([inputs.documents[n].tokens for n in side] for side in (members, controls))
+    return {"attacks": found, "conclusion": conclusion(found)}, bag_of_words_guard(*tokens)
 
 
-def _reference(evidence: Evidence, members: Sequence[int]) -> dict[str, Any] | None:
-    """The reference model on the members, and where the two differ: a paired comparison of the same documents."""
-    if evidence.reference is None:
+def _reference(inputs: AuditInputs, members: Sequence[int]) -> dict[str, Any] | None:
+    """Summarize the reference model on the members, and count documents that only one of the two repeats."""
+    if inputs.reference is None:
         return None
-    found = [extraction(evidence.reference[n], evidence.suffix) for n in members]
-    ours = [extraction(evidence.scores[n], evidence.suffix).exact_match for n in members]
+    found = [extraction(inputs.reference[n], inputs.suffix) for n in members]
+    ours = [extraction(inputs.scores[n], inputs.suffix).exact_match for n in members]
     theirs = [each.exact_match for each in found]
     return {
         **_summary(found),
@@ -200,13 +203,13 @@ def _reference(evidence: Evidence, members: Sequence[int]) -> dict[str, Any] | N
     }
 
 
-def _generation(evidence: Evidence) -> dict[str, Any] | None:
-    """ROUGE-L and the like of greedy continuations, and whether they confirm the one pass."""
-    if not evidence.generated:
+def _generation(inputs: AuditInputs) -> dict[str, Any] | None:
+    """Return the similarity of greedy continuations to the true text, and how often they confirm the one pass."""
+    if not inputs.generated:
         return None
-    texts = list(evidence.generated.values())
-    true = [evidence.documents[n].tokens[-evidence.suffix :] for n in evidence.generated]
-    one_pass = [bool(evidence.scores[n].agrees[-evidence.suffix :].all()) for n in evidence.generated]
+    texts = list(inputs.generated.values())
+    true = [inputs.documents[n].tokens[-inputs.suffix :] for n in inputs.generated]
+    one_pass = [bool(inputs.scores[n].agrees[-inputs.suffix :].all()) for n in inputs.generated]
     agree = sum(
         np.array_equal(text, tokens) == exact for text, tokens, exact in zip(texts, true, one_pass, strict=True)
     )
@@ -231,24 +234,19 @@ def _warnings(record: Mapping[str, Any]) -> list[str]:
     if guard is not None and guard["differs"]:
         found.append(
             f"Members and controls differ in their words alone (AUC {guard['auc']:.2f} without any model): membership "
-            "attacks may have noticed no more than that."
+            "attacks may detect nothing else."
         )
     if record["truncated_documents"]:
         found.append(f"{record['truncated_documents']} documents were cut to the model's context.")
     if record["copied_documents"]:
         found.append(
-            f"{record['copied_documents']} documents are copies of others here: they count again, and intervals are "
-            "too narrow. Give each document once, with its count."
+            f"{record['copied_documents']} documents are copies of others here: they count repeatedly, which makes "
+            "intervals too narrow. Give each document once, with its count."
         )
     generation = record["generation"]
     if generation is not None and generation["agrees_with_one_pass"] < 1:
         found.append(
             f"Greedy generation agrees with the one pass on {generation['agrees_with_one_pass']:.1%} of the documents: "
-            "two tokens are as likely as each other there, up to rounding."
+            "in the others two tokens are equally likely up to rounding."
         )
     return found
-
-
-def _mean(values: Sequence[float]) -> dict[str, Any]:
-    array = np.array(values)
-    return {"mean": float(array.mean()), "ci": list(bootstrap(lambda rows: float(rows.mean()), array))}

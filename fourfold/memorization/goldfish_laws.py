@@ -1,0 +1,47 @@
+"""Extraction to expect of a goldfish mask, before any training.
+
+Both laws assume that a model memorizes every token that is kept, as it does in a document repeated often enough.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fourfold.config.loss_masks import GoldfishConfig
+
+SUFFIXES = (10, 50, 100, 500)
+NOISES = (0.01, 0.05)
+
+
+def exact_match_law(k: int, suffix: int) -> float:
+    """Return (1 - 1/k)^S: the chance that no token of a suffix of S is dropped, so that all of it can be extracted.
+
+    Suffixes whose dropped tokens can be guessed come on top: if a share q can, 1/k becomes (1 - q)/k.
+    """
+    return (1 - 1 / k) ** suffix
+
+
+def near_duplicate_law(noise: float, h: int, k: int) -> float:
+    """Return (1 - (1 - ε)^h) · (1 - 1/k): the share of near-duplicates that train a token which the original drops.
+
+    noise: the share ε of tokens in which a near-duplicate differs. h tokens decide the mask, and it changes as soon as
+    one of them differs.
+    """
+    return (1 - (1 - noise) ** h) * (1 - 1 / k)
+
+
+def expected_extraction(config: GoldfishConfig) -> dict[str, Any] | None:
+    """Return both laws for common sizes: the share of suffixes without a dropped token, and of near-duplicates that
+    train one.
+
+    None without a mask, and for a mask that differs between copies.
+    """
+    if config.strategy in ("none", "random"):
+        return None
+    noises = () if config.strategy == "static" else NOISES
+    return {
+        "exact_match": {str(suffix): exact_match_law(config.k, suffix) for suffix in SUFFIXES},
+        "near_duplicates_train": {
+            str(noise): near_duplicate_law(noise, config.preceding, config.k) for noise in noises
+        },
+    }
