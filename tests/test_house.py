@@ -56,7 +56,6 @@ room and the rooms before it."""
 KNOWN_UPWARD = {
     ("fourfold.huggingface.convert", "fourfold.training.job"),
     ("fourfold.models.lora", "fourfold.huggingface.weight_names"),
-    ("fourfold.planning.closed_form.collectives", "fourfold.planning.cost.pipeline_order"),
 }
 """Imports (module, imported module) that still point upwards."""
 
@@ -80,12 +79,7 @@ KNOWN_LONG_FILES = {"fourfold.huggingface.parallelize"}
 """Files that are still too long."""
 
 KNOWN_PRIVATE = {
-    ("test_checkpoint", "_publish"),
     ("test_loop", "_only_job_in"),
-    ("test_parallelized", "_is_of_residual"),
-    ("test_plan", "_changed"),
-    ("test_precision", "_groups"),
-    ("test_precision", "_weights"),
 }
 """Private names (test file, name) that tests still use."""
 

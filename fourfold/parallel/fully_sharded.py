@@ -97,7 +97,7 @@ class FullySharded(DataParallel):
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         super().add_gradient(parameter, gradient)
         if parameter not in self._fsdp_parameters:
-            every = (p for group in self._groups() for p in group.fsdp_params)
+            every = (p for group in self.fsdp_groups() for p in group.fsdp_params)
             self._fsdp_parameters = {p._unsharded_param: p for p in every}
         fsdp_parameter = self._fsdp_parameters[parameter]
         # Added to the sum in reduce_dtype where there is one, else its first summand: the second call would replace it.
@@ -109,7 +109,7 @@ class FullySharded(DataParallel):
         if self._is_complete:
             return
         self.begin_backward(last=True)
-        for group in self._groups():
+        for group in self.fsdp_groups():
             group.post_backward()
         self.model._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -121,12 +121,12 @@ class FullySharded(DataParallel):
             module.reshard()
 
     def gathered(self) -> list[Tensor]:
-        outputs = [parameter.all_gather_outputs for group in self._groups() for parameter in group.fsdp_params]
+        outputs = [parameter.all_gather_outputs for group in self.fsdp_groups() for parameter in group.fsdp_params]
         return [tensor for tensors in outputs for tensor in tensors]
 
     def partial_gradients(self) -> list[Tensor]:
         found: list[Tensor] = []
-        for group in self._groups():
+        for group in self.fsdp_groups():
             if group._partial_reduce_output is not None:
                 found.append(group._partial_reduce_output)
             for parameter in group.fsdp_params:
@@ -141,7 +141,7 @@ class FullySharded(DataParallel):
         """FSDP2 has an argument for this, with which every shard group makes new process groups of its own: where x, y
         or pp make several shard groups, these wait for each other for ever."""
         z_shards = HSDPMeshInfo(self.grid.hybrid_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-        for group in self._groups():
+        for group in self.fsdp_groups():
             if group.post_forward_mesh_info is not None:
                 group.post_forward_mesh_info = z_shards
                 for parameter in group.fsdp_params:
@@ -152,7 +152,7 @@ class FullySharded(DataParallel):
     def _units(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
-    def _groups(self) -> list[Any]:
+    def fsdp_groups(self) -> list[Any]:
         """FSDP2's parameter groups; torch 2.13 allows several to a module, and before there was one."""
         groups: list[Any] = []
         for unit in self._units():

@@ -28,7 +28,7 @@ class Replicated(DataParallel):
         # LoRA freezes weights in the step's type.
         self._stored_dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         model.to(types.working)
-        self._weights: dict[nn.Parameter, Weight] = {}
+        self.weights: dict[nn.Parameter, Weight] = {}
         self._buckets: list[Bucket] = []
 
     def materialize(self, device: torch.device) -> None:
@@ -37,14 +37,14 @@ class Replicated(DataParallel):
             stored, dtype = working, self._stored_dtypes[name]
             if working.dtype != dtype:
                 stored = nn.Parameter(torch.empty_like(working, dtype=dtype), working.requires_grad)
-            self._weights[working] = Weight(working, stored)
+            self.weights[working] = Weight(working, stored)
         for parameters in _in_order_of_the_backward(self.model, self.units):
-            weights = [self._weights[p] for p in parameters if p.requires_grad]
+            weights = [self.weights[p] for p in parameters if p.requires_grad]
             if weights:
                 self._buckets.append(Bucket(weights, self.grid.replicas, self.types.reduced))
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
-        stored = self._weights[parameter].stored
+        stored = self.weights[parameter].stored
         shape = tile.global_shape(tuple(stored.shape), self.grid)
         replicas = replicas_of_tile(tile, self.grid) * self.grid.replicas.size
         return LocalShard(name, stored, stored.detach(), tile, shape, tile.slices(shape, self.grid), replicas)
@@ -55,7 +55,7 @@ class Replicated(DataParallel):
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         super().add_gradient(parameter, gradient)
-        self._weights[parameter].keep_gradient()
+        self.weights[parameter].keep_gradient()
 
     def finish_gradients(self) -> None:
         for bucket in self._buckets:
@@ -65,7 +65,7 @@ class Replicated(DataParallel):
 
     @torch.no_grad()
     def publish(self) -> None:
-        copies = [weight for weight in self._weights.values() if weight.working is not weight.stored]
+        copies = [weight for weight in self.weights.values() if weight.working is not weight.stored]
         if copies:
             torch._foreach_copy_([weight.working for weight in copies], [weight.stored for weight in copies])
 
@@ -73,10 +73,10 @@ class Replicated(DataParallel):
         """Nothing is gathered."""
 
     def gathered(self) -> list[Tensor]:
-        return [weight.working.detach() for weight in self._weights.values() if weight.working is not weight.stored]
+        return [weight.working.detach() for weight in self.weights.values() if weight.working is not weight.stored]
 
     def partial_gradients(self) -> list[Tensor]:
-        working = [p.grad for p in self._weights if p.grad is not None]
+        working = [p.grad for p in self.weights if p.grad is not None]
         return working + [b.pending.out for b in self._buckets if b.pending is not None]
 
 

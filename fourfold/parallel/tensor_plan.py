@@ -142,7 +142,7 @@ def _check_complete(model: nn.Module, styles: dict[str, str | None]) -> None:
         shapes = {key: list(p.shape) for key, p in module.named_parameters(recurse=False)}
         key, shape = next(iter(shapes.items()))
         what = f"{name} ({type(module).__name__}, {key} {shape})"
-        if style == "replicate" and group is not None and not _is_of_residual(model, styles, group, shapes):
+        if style == "replicate" and group is not None and not is_of_residual(model, styles, group, shapes):
             raise UserError(
                 f"{what}, inside a group of sharded layers, cannot be 'replicate': its gradient would be that of a "
                 "share of the features; 'replicated_with_grad_allreduce' sums it"
@@ -155,7 +155,7 @@ def _check_complete(model: nn.Module, styles: dict[str, str | None]) -> None:
         styles[name] = style or "replicate"
 
 
-def _is_of_residual(
+def is_of_residual(
     model: nn.Module, styles: Mapping[str, str | None], group: str, shapes: Mapping[str, list[int]]
 ) -> bool:
     """Whether weights are vectors as wide as the residual that the group's layers read: a norm that stands beside them

@@ -331,7 +331,7 @@ def unnamed_norm_body(rank: int, world_size: int) -> str:
 
 def wrong_rule_body(rank: int, world_size: int, rules: dict[str, str]) -> dict[str, Tensor] | None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_plan, "_is_of_residual", lambda *_: True)
+        patch.setattr(tensor_plan, "is_of_residual", lambda *_: True)
         model = fourfold.parallelize(make("qwen3"), Grid(ParallelConfig(x=2, y=2, z=2), "cpu"), rules=rules)
     tokens, labels = make_batch()
     model.backward(model(input_ids=model.rows(tokens), labels=model.rows(labels)).loss)

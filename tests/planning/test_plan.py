@@ -30,7 +30,7 @@ from fourfold.planning.planned_run import write_run
 from fourfold.planning.request import request_from_options
 from fourfold.planning.run_workload import workload_of, workload_of_model
 from fourfold.planning.scaling import scaling_curve, sizes_of
-from fourfold.planning.search.explain import KNOBS, _changed, explain, runner_up
+from fourfold.planning.search.explain import KNOBS, changed_machine, explain, runner_up
 from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import Plan, make_plan, predict
 from fourfold.planning.search.space import AXES, Limits
@@ -154,7 +154,7 @@ def test_beyond_a_break_even_another_layout_is_best_and_before_it_this_one(plan:
     field, _, _ = KNOBS[point["what"]]
     for share, is_best in ((0.98, True), (1.01, False)):
         factor = (point["at"] / point["now"]) ** share
-        moved = _changed(H100, field, factor)
+        moved = changed_machine(H100, field, factor)
         again = make_plan(base("llama3-70b", 8192, 256), moved, PRIOR, 128)
         assert all(getattr(again.best.work, axis) == getattr(plan.best.work, axis) for axis in AXES) == is_best
 

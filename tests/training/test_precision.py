@@ -162,12 +162,12 @@ def masters_body(rank: int, world_size: int, run: RunConfig) -> tuple[bool, dict
     rounded = True
     for stage in job.stages.values():
         if isinstance(stage, Replicated):
-            for working, weight in stage._weights.items():
+            for working, weight in stage.weights.items():
                 rounded &= working.dtype == torch.bfloat16 and weight.stored.dtype == torch.float32
                 rounded &= torch.equal(working, weight.stored.bfloat16())
         else:
             assert isinstance(stage, FullySharded)
-            for group in stage._groups():
+            for group in stage.fsdp_groups():
                 group.unshard()
                 group.wait_for_unshard()
             stored = {shard.name: shard.local for shard in job.shards}

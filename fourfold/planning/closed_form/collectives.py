@@ -15,7 +15,7 @@ from fourfold.config.layout import CHUNK_LOGITS, attention_split, context_method
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import rank_of_stage, splits_backward, stages_per_rank
 from fourfold.planning.closed_form.parameters import Stage, stages_of_rank, tiles_of, weight_shards
-from fourfold.planning.cost.pipeline_order import directions
+from fourfold.planning.closed_form.pipeline_order import directions
 
 FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
 """Axes that have one group, and one name, together (parallel.grid)."""

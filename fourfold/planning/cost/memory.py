@@ -7,8 +7,8 @@ import math
 import numpy as np
 
 from fourfold.planning.cases import Number
+from fourfold.planning.closed_form.pipeline_order import round_size
 from fourfold.planning.cost.activations import BlockBytes, block_bytes, peak_bytes
-from fourfold.planning.cost.pipeline_order import round_size
 from fourfold.planning.cost.stage_split import blocks_of_ranks, split_of
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import SCHEDULES, Workload

@@ -88,7 +88,7 @@ def break_evens(plan: Plan) -> list[BreakEven]:
 
     def overtaker(field: str, factor: float) -> int | None:
         """The first of the candidates where a constant is so many times its own, if its grid is another."""
-        best = int(np.argmin(evaluate(work, _changed(plan.machine, field, factor), plan.constants)[1]))
+        best = int(np.argmin(evaluate(work, changed_machine(plan.machine, field, factor), plan.constants)[1]))
         return best if (grids[best] != grids[0]).any() else None
 
     found = []
@@ -109,7 +109,8 @@ def break_evens(plan: Plan) -> list[BreakEven]:
     return found
 
 
-def _changed(machine: Machine, field: str, factor: float) -> Machine:
+def changed_machine(machine: Machine, field: str, factor: float) -> Machine:
+    """Return a machine whose constant ``field`` is multiplied; "intra8" stands for all of intra-node bandwidth."""
     names = ("intra2", "intra4", "intra8", "intra_far") if field == "intra8" else (field,)
     return replace(machine, **{name: getattr(machine, name) * factor for name in names})
 
