@@ -53,7 +53,7 @@ def prepare(
     canary_shift: Annotated[int, typer.Option(help="Each copy begins up to this many tokens late.")] = 0,
     canaries_from: Annotated[
         str | None,
-        typer.Option(metavar="FILE.jsonl|random", help="Their texts. Default: documents taken out of the input."),
+        typer.Option(metavar="FILE.jsonl|random", help="Their texts. Default: taken out of the input."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Build again what is already there.")] = False,
 ) -> None:
