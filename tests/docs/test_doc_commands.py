@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -54,6 +55,9 @@ def workplace(tmp_path: Path) -> Path:
     return tmp_path
 
 
+STARTS_EMPTY = ("loki.md",)
+"""Pages that make all the files that they name, examples of the repository aside."""
+
 LONG = ("memorization.md", "loki.md", "huggingface.md", "getting-started.md", "planner.md", "memory.md")
 """Pages whose commands train for more than a few seconds."""
 
@@ -70,6 +74,8 @@ LONG = ("memorization.md", "loki.md", "huggingface.md", "getting-started.md", "p
 def test_the_commands_of_a_page_run(page: Path, workplace: Path) -> None:
     if page.name in NEEDS:
         pytest.importorskip(NEEDS[page.name])
+    if page.name in STARTS_EMPTY:
+        shutil.rmtree(workplace / "text")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "COV"))}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "100"}
     for block, after in itertools.pairwise([*blocks_of(page), Block("", "")]):
