@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +32,24 @@ def loki_model(name: str = "llama", kv_heads: int = 2, seed: int = 0, **changes:
 def windows(count: int = 4, length: int = 64, seed: int = 1) -> list[list[int]]:
     tokens = torch.randint(1, 201, (count, length), generator=torch.Generator().manual_seed(seed))
     return tokens.tolist()
+
+
+@cache
+def _calibrated() -> tuple[Any, Any]:
+    from fourfold.inference.loki import calibrate
+
+    model = loki_model()
+    return model, calibrate(model, windows())
+
+
+def calibrated_llama() -> tuple[Any, Any]:
+    """A Llama of its own for the caller, and its basis, which is computed once."""
+    model, basis = _calibrated()
+    return copy.deepcopy(model), basis
+
+
+def prompt(batch: int = 2, length: int = 50, seed: int = 2) -> Tensor:
+    return torch.randint(1, 201, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def slow_decode(

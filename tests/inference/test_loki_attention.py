@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_loki import SHAPES, loki_model, slow_decode, windows
+from tiny_loki import SHAPES, calibrated_llama, loki_model, prompt, slow_decode, windows
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -35,21 +35,15 @@ def no_gradients() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def llama() -> tuple[Any, LokiBasis]:
-    model = loki_model()
-    with torch.no_grad():
-        return model, calibrate(model, windows())
+    return calibrated_llama()
 
 
 @pytest.fixture
 def never_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loki's own path is taken even where it attends to everything."""
     monkeypatch.setattr(LokiConfig, "is_dense_at", lambda *_: False)
-
-
-def prompt(batch: int = 2, length: int = 50, seed: int = 2) -> Tensor:
-    return torch.randint(1, 201, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def step_by_step(model: Any, tokens_BS: Tensor, begin: int, **more: Any) -> Tensor:

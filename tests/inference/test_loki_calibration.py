@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_loki import loki_model, windows
+from tiny_loki import calibrated_llama, loki_model, windows
 
 pytest.importorskip("transformers")
 
@@ -22,10 +22,9 @@ from fourfold.inference.loki.select import SAMPLED, choose_keys, places_above_th
 from fourfold.inference.loki.simulate import Probe, simulate
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def llama() -> tuple[Any, LokiBasis]:
-    model = loki_model()
-    return model, calibrate(model, windows())
+    return calibrated_llama()
 
 
 def test_streamed_covariance_is_that_of_all_keys_together() -> None:

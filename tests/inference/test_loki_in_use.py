@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_loki import loki_model, windows
+from tiny_loki import calibrated_llama, loki_model, prompt, windows
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -33,12 +33,7 @@ SPARSE = LokiConfig(d=4, k=12, min_seq=0)
 
 @pytest.fixture
 def llama() -> tuple[Any, LokiBasis]:
-    model = loki_model()
-    return model, calibrate(model, windows())
-
-
-def prompt(batch: int = 2, length: int = 50, seed: int = 2) -> Tensor:
-    return torch.randint(1, 201, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return calibrated_llama()
 
 
 def test_a_sample_of_a_large_matrix() -> None:

@@ -77,7 +77,7 @@ def left_padded(batch: int, length: int) -> Tensor:
     ("length", "k", "group", "width", "d"),
     [
         (300, 40, 4, 32, 8),
-        (4096 + 517, 200, 8, 64, 16),  # two splits
+        (1024 + 117, 200, 8, 64, 16),  # three splits
         (700, 1, 1, 24, 24),  # a width that is no power of two, one key
         (700, 699, 4, 16, 3),
     ],
@@ -203,7 +203,14 @@ def test_where_numba_computes(monkeypatch: pytest.MonkeyPatch) -> None:
         LokiConfig(kernels="numba").kernels_for(cpu, torch.float32)
 
 
-def test_numba_that_cannot_keep_what_it_compiles_or_is_switched_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("environment", "kernels"),
+    [({"NUMBA_CACHE_DIR": "TMP", "NUMBA_OPT": "0"}, "numba"), ({"NUMBA_DISABLE_JIT": "1"}, "torch")],
+    ids=["full disk", "disabled"],
+)
+def test_numba_that_cannot_keep_what_it_compiles_or_is_disabled(
+    tmp_path: Path, environment: dict[str, str], kernels: str
+) -> None:
     """A full disk costs the compiler's time again, and NUMBA_DISABLE_JIT the compiled steps, but neither a step."""
     pytest.importorskip("numba")
     code = (
@@ -217,9 +224,9 @@ def test_numba_that_cannot_keep_what_it_compiles_or_is_switched_off(tmp_path: Pa
         "                 LokiConfig(k=9), 1.0).isfinite().all().item())\n"
         "    print(LokiConfig().kernels_for(q.device, q.dtype))\n"
     )
-    for more, kernels in ({"NUMBA_CACHE_DIR": str(tmp_path)}, "numba"), ({"NUMBA_DISABLE_JIT": "1"}, "torch"):
-        done = subprocess.run([sys.executable, "-c", code], env=os.environ | more, capture_output=True, text=True)
-        assert done.stdout.split() == ["True", kernels], done.stderr[-2000:]
+    variables = {name: value.replace("TMP", str(tmp_path)) for name, value in environment.items()}
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", kernels], done.stderr[-2000:]
 
 
 @pytest.mark.slow
