@@ -20,13 +20,13 @@ def audit(
     ],
     control: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.jsonl", help="Documents that were not; those with a count of 0 are too."),
+        typer.Option(metavar="FILE.jsonl", help="Documents that were not trained on. A count of 0 in --documents has the same meaning."),
     ] = None,
     counts: Annotated[
-        str, typer.Option(metavar="KEY", help="The key that says how often one was trained on.")
+        str, typer.Option(metavar="KEY", help="The key with the number of times a document was trained on.")
     ] = "count",
-    suffix: Annotated[int, typer.Option(help="Tokens at the end that must be repeated.")] = 50,
-    prefix: Annotated[int, typer.Option(help="Tokens before them at least.")] = 50,
+    suffix: Annotated[int, typer.Option(help="Tokens at the end of a document that the model must repeat.")] = 50,
+    prefix: Annotated[int, typer.Option(help="Fewest tokens before the suffix.")] = 50,
     offset: Annotated[int, typer.Option(help="Tokens of other documents before each, as in a packed sequence.")] = 0,
     reference: Annotated[
         str | None, typer.Option(metavar="CHECKPOINT|RUN|HF", help="A model without these documents, to compare with.")
@@ -36,21 +36,21 @@ def audit(
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="PATH|bytes", help="Default: the model's own.")] = None,
     text_key: Annotated[str, typer.Option(help="The key that holds the text.")] = "text",
-    temperature: Annotated[float, typer.Option(help="Of the sampling attacker.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Tokens that the attacker draws from.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Share of the probability that the attacker draws from.")] = None,
-    generate: Annotated[int, typer.Option(help="Documents to continue token by token, for ROUGE-L and the like.")] = 0,
+    temperature: Annotated[float, typer.Option(help="Temperature of the sampling attacker.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Likeliest tokens that the attacker draws from.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Probability of the likeliest tokens that the attacker draws from.")] = None,
+    generate: Annotated[int, typer.Option(help="Documents to continue token by token, for ROUGE-L and edit similarity.")] = 0,
     micro_batch_size: Annotated[int, typer.Option(help="Documents that one rank scores at once.")] = 8,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write audit.json and audit.html there.")] = None,
     max_exact_match: Annotated[
-        float | None, typer.Option(help="Exit with code 4 when more than this share is repeated exactly.")
+        float | None, typer.Option(help="Exit with code 4 if more than this share of documents is repeated exactly.")
     ] = None,
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
 ) -> None:
-    """Say what a model would repeat of its training data.
+    """Measure what a model repeats of its training data.
 
-    One forward pass over each document tells what greedy decoding would give after any part of it, on any grid: --set
+    One forward pass over each document decides what greedy decoding gives after any part of it, on any grid: --set
     parallel.z=2 scores on two processes. Exit code 4: the model repeats more than --max-exact-match allows.
     """
     from fourfold.errors import UserError
@@ -80,7 +80,7 @@ def audit(
     )
     request.check()
     record = run_on_model_grid("fourfold.memorization.audit:run_audit", request)
-    if record is None:  # not the first process of a launcher's
+    if record is None:  # another process than the launcher's first
         return
     if as_json:
         import json
@@ -90,7 +90,7 @@ def audit(
         from fourfold.reports.terminal import audit_tables
 
         audit_tables(record)
-    if out is not None:  # last: what cannot be written is shown at least
+    if out is not None:  # last: a report that cannot be written is still shown
         from fourfold.reports.audit_report import write_audit_report
 
         page = write_audit_report(record, out)

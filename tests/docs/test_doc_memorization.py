@@ -1,4 +1,4 @@
-"""The numbers of the page on memorisation that follow from formulas."""
+"""The numbers of the page on memorization that follow from formulas."""
 
 from __future__ import annotations
 
