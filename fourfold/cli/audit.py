@@ -20,7 +20,7 @@ def audit(
     ],
     control: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.jsonl", help="Documents that were not trained on. A count of 0 in --documents has the same meaning."),
+        typer.Option(metavar="FILE.jsonl", help="Documents that were not trained on, besides those with a count of 0."),
     ] = None,
     counts: Annotated[
         str, typer.Option(metavar="KEY", help="The key with the number of times a document was trained on.")
@@ -37,9 +37,9 @@ def audit(
     tokenizer: Annotated[str | None, typer.Option(metavar="PATH|bytes", help="Default: the model's own.")] = None,
     text_key: Annotated[str, typer.Option(help="The key that holds the text.")] = "text",
     temperature: Annotated[float, typer.Option(help="Temperature of the sampling attacker.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Likeliest tokens that the attacker draws from.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Probability of the likeliest tokens that the attacker draws from.")] = None,
-    generate: Annotated[int, typer.Option(help="Documents to continue token by token, for ROUGE-L and edit similarity.")] = 0,
+    top_k: Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens up to this probability.")] = None,
+    generate: Annotated[int, typer.Option(help="Documents to continue token by token (ROUGE-L, edit similarity).")] = 0,
     micro_batch_size: Annotated[int, typer.Option(help="Documents that one rank scores at once.")] = 8,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write audit.json and audit.html there.")] = None,
     max_exact_match: Annotated[
