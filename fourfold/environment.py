@@ -1,4 +1,4 @@
-"""This process's place in the job, as the launcher (torchrun or srun) tells it through environment variables."""
+"""Read this process's place in the job from the environment variables of torchrun or srun."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class Place:
-    """One process of a job. local: among the processes on its machine."""
+    """One process of a job; "local" counts the processes on its machine."""
 
     rank: int
     local_rank: int
@@ -26,9 +26,9 @@ class Place:
 
 
 def read_environment(environ: Mapping[str, str]) -> Place | None:
-    """What the launcher says about this process; None where there was no launcher.
+    """This process's place as its launcher describes it; None where there was no launcher.
 
-    A step of srun with one task is no launch: it is how a shell, or a torchrun per node, is started.
+    An srun step with one task is no launch: that is how a shell, or a torchrun per node, is started.
     """
     step = _read_srun(environ)
     if "TORCHELASTIC_RUN_ID" in environ or step is None:
@@ -42,7 +42,7 @@ def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
     host, default_port = environ.get("MASTER_ADDR", ""), 29_500
     if place.launcher == "slurm":
         host = host or first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
-        # One port per job, for jobs may share a node; below those that the kernel hands out itself.
+        # One port per job, since jobs may share a node; below the kernel's ephemeral ports.
         default_port = 10_000 + _integer(environ, "SLURM_JOB_ID", default=0) % 20_000
     if not host:
         raise UserError("the environment has RANK but not MASTER_ADDR; set it to rank 0's host, or start with torchrun")
@@ -74,9 +74,9 @@ def _read_torchrun(environ: Mapping[str, str]) -> Place:
 
 
 def _read_srun(environ: Mapping[str, str]) -> Place | None:
-    """The task of srun that this process is; None in a batch script or a shell of salloc.
+    """This process's place as a task of srun; None in a batch script or a shell of salloc.
 
-    Those shells have SLURM_PROCID = 0 and the SLURM_NTASKS of the whole job as well: only the step tells.
+    Those also have SLURM_PROCID = 0 and the SLURM_NTASKS of the whole job: only the step id distinguishes them.
     """
     if "SLURM_PROCID" not in environ or not environ.get("SLURM_STEP_ID", "").isdecimal():
         return None
@@ -96,7 +96,7 @@ def _read_srun(environ: Mapping[str, str]) -> Place | None:
 
 
 def _tasks_on_this_node(environ: Mapping[str, str], tasks: int) -> int:
-    """From SLURM's run-length list, such as ``8(x2),4``."""
+    """Read the count of this node from SLURM's run-length list, such as ``8(x2),4``."""
     per_node: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
         per_node += [int(count)] * int(times or 1)
@@ -105,17 +105,18 @@ def _tasks_on_this_node(environ: Mapping[str, str], tasks: int) -> int:
 
 
 def _refuse_disagreement(environ: Mapping[str, str], step: Place) -> None:
-    """Scripts that export RANK from SLURM_PROCID outside of srun give every task the rank of the batch script."""
+    """Refuse RANK or WORLD_SIZE that contradict srun: a script that exports RANK from SLURM_PROCID before srun gives
+    every task the rank of the batch script."""
     for name, ours in (("RANK", step.rank), ("WORLD_SIZE", step.world_size)):
         if _integer(environ, name, default=ours) != ours:
             raise UserError(
                 f"{name} = {environ[name]} contradicts SLURM, where this is task {step.rank} of {step.world_size}; "
-                f"unset RANK, LOCAL_RANK and WORLD_SIZE, for srun's own variables are enough"
+                "unset RANK, LOCAL_RANK and WORLD_SIZE: srun's own variables are enough"
             )
 
 
 def _check(place: Place, rank: str, size: str, local_rank: str, local_size: str) -> None:
-    """Every rank is below its size; the strings are the names of the variables."""
+    """Check that every rank is below its size; the strings are the names of the variables."""
     for name, value, limit_name, limit in (
         (rank, place.rank, size, place.world_size),
         (local_rank, place.local_rank, local_size, place.local_world_size),
@@ -125,7 +126,7 @@ def _check(place: Place, rank: str, size: str, local_rank: str, local_size: str)
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A variable that must be a whole number; where it is unset, the default, without which it is required."""
+    """Read a variable that must be a whole number; required where there is no default."""
     text = environ.get(name, "" if default is None else str(default))
     if not text:
         raise UserError(f"the environment has variables of a launcher but not {name}; start with torchrun or srun")

@@ -1,4 +1,4 @@
-"""What every process that starts others, or is one of several, needs."""
+"""Settings of processes: their cores, gloo's interface, and an end with the process that started them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def available_cores() -> int:
 
 
 def keep_gloo_local() -> None:
-    """Let gloo listen on this machine alone, whose own name may not resolve."""
+    """Have gloo use the loopback interface: this machine's name may not resolve."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
 def end_with_parent() -> None:
-    """Let this worker die when the thread that started it does, even by SIGKILL."""
+    """End this worker when the thread that started it ends, even by SIGKILL."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in workers only"
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if not parent.is_alive():  # before the call above
+        if not parent.is_alive():  # it ended before the call above
             os._exit(1)
     else:
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

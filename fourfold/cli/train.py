@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import typer
 
 from fourfold.cli.options import Overrides, RunFile
 
 STOPPED = 3
+INTERRUPTED = 130
+"""As shells report a process that Ctrl-C has ended."""
 
 
 def train(run_file: RunFile, overrides: Overrides = []) -> None:  # noqa: B006 (typer reads it, nobody writes it)
-    """Train a model as a run file says.
+    """Train a model described by a run file.
 
-    Starts one local process for each place of the grid, or joins those that torchrun or srun has started. Exit code 3:
-    stopped by SIGTERM or SIGUSR1 after saving a checkpoint.
+    Starts one local process for each place of the grid, or joins those that torchrun or srun has started. Ctrl-C,
+    SIGTERM, SIGHUP and SIGUSR1 save a checkpoint and stop with exit code 3; a second Ctrl-C does not wait (130).
     """
+    from fourfold.environment import read_environment
     from fourfold.launch.job_processes import run_on_grid
     from fourfold.run_file.load import load_run
+    from fourfold.training.run_folder import where_it_continues
 
     run = load_run(run_file, overrides)
     if run.metrics.machine is not None:
         from fourfold.planning.machines.machine import load_machine
 
-        load_machine(run.metrics.machine)  # every process refuses what is wrong in it, before any has started
+        load_machine(run.metrics.machine)  # refuses a wrong file before any process has started
     callbacks = ["fourfold.memorization.in_training:CanaryAudit"] if run.audit.interval else []
-    outcome = run_on_grid(
-        "fourfold.training.loop:train", [run, callbacks], run.parallel.world_size, wanted_device=run.training.device
-    )
+    try:
+        outcome = run_on_grid(
+            "fourfold.training.loop:train", [run, callbacks], run.parallel.world_size, wanted_device=run.training.device
+        )
+    except KeyboardInterrupt:
+        place = read_environment(os.environ)
+        if place is None or place.rank == 0:
+            print(f"\nStopped. {where_it_continues(run)}", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
     if outcome.is_first_process:
         from fourfold.reports.run_report import write_run_report
 
@@ -34,4 +47,6 @@ def train(run_file: RunFile, overrides: Overrides = []) -> None:  # noqa: B006 (
             print(f"\nSample:\n{outcome.sample}\n")
         print(f"Report: {write_run_report(outcome.run_dir)}")
     if outcome.stopped:
+        if outcome.is_first_process:
+            print(f"Stopped by a signal. {where_it_continues(run)}")
         raise typer.Exit(STOPPED)

@@ -73,8 +73,6 @@ def locked(path: Path, *, wait: bool) -> Iterator[None]:
 
     Raises UserError if `wait` is false and another process holds it.
     """
-    import fcntl  # POSIX only; the rest of this file should import anywhere
-
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -82,16 +80,36 @@ def locked(path: Path, *, wait: bool) -> Iterator[None]:
         except FileNotFoundError:  # removed, with its folder, by the process that held it
             continue
         with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UserError(f"{path} is locked by another process; wait until that one has finished") from error
-            except OSError as error:
-                if error.errno not in _LOCKS_UNSUPPORTED:
-                    raise
+            _lock(file.fileno(), wait, f"{path} is locked by another process; wait until that one has finished")
             if _is_at(path, file.fileno()):
                 yield
                 return
+
+
+@contextmanager
+def locked_folder(folder: Path, refusal: str) -> Iterator[None]:
+    """Hold an exclusive lock on a folder for the duration of the block, without a file in it.
+
+    Raises UserError(refusal) if another process holds it; file systems without locks do without.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(descriptor, wait=False, refusal=refusal)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, wait: bool, refusal: str) -> None:
+    import fcntl  # POSIX only; the rest of this file should import anywhere
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(refusal) from None
+    except OSError as error:
+        if error.errno not in _LOCKS_UNSUPPORTED:
+            raise
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

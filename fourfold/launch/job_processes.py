@@ -1,4 +1,4 @@
-"""One job on all its processes, however they were started: by torchrun, by srun, or by this process itself."""
+"""Run one job on all its processes, whoever starts them: torchrun, srun, or this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_on_grid(
     """Call ``function(place, *args)`` on every process of the job, inside a default process group.
 
     function: ``"package.module:name"``, a string so that the parent of local workers need not import it.
-    Returns what this process's call returned; where the workers were started here, what rank 0's did.
+    Returns the result of this process's call, or of rank 0's where the workers were started here.
     Raises UserError for a launcher that does not fit, or when a worker raises it, and WorkerFailed for a defect.
     """
     place = read_environment(os.environ)
@@ -57,7 +57,7 @@ def run_in_group(
     wanted_device: WantedDevice,
     timeout: timedelta,
 ) -> Any:
-    """This process's part of run_on_grid. meeting_point: torch's init_method; None for a group of one."""
+    """Take this process's part in run_on_grid. meeting_point: torch's init_method; None for a group of one."""
     ignore_known_warnings()
     call = imported(function)
     with _default_group(place, meeting_point, device_of(place, wanted_device), timeout):
@@ -65,7 +65,7 @@ def run_in_group(
 
 
 def imported(function: str) -> Any:
-    """What ``"package.module:name"`` names."""
+    """Import the function or class ``"package.module:name"``."""
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -94,7 +94,7 @@ def device_of(place: Place, wanted: WantedDevice) -> torch.device:
 
 
 def ignore_known_warnings() -> None:
-    """FSDP and others still call collectives by names that newer versions of torch rename."""
+    """Silence torch's warnings about itself: FSDP and others call collectives by names that torch has deprecated."""
     renamed = r"`torch\.distributed\.\w+(\.\w+)?` is deprecated"
     warnings.filterwarnings("ignore", renamed, category=FutureWarning)
 
@@ -119,7 +119,7 @@ def _default_group(place: Place, meeting_point: str | None, device: torch.device
         yield
         done = True
     finally:
-        # After a failure NCCL would wait for peers that may never answer; the end of the process ends such a group.
-        # Gloo's must always end here, or its threads abort the process at exit, whatever its exit code was.
+        # After a failure NCCL would wait for peers that may never answer; such a group ends with the process. A gloo
+        # group must always be destroyed, or its threads abort the process at exit, whatever its exit code was.
         if done or device.type != "cuda" or place.world_size == 1:
             dist.destroy_process_group()

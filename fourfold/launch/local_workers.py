@@ -1,4 +1,4 @@
-"""The processes of one job on this machine, where no launcher started them: their start, their failures, their end.
+"""Start one job's processes on this machine where no launcher has, report their failures, and end them.
 
 Nothing here imports torch: the parent of the workers does not need it, and starts faster without.
 """
@@ -6,6 +6,7 @@ Nothing here imports torch: the parent of the workers does not need it, and star
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import os
 import pickle
@@ -23,67 +24,73 @@ from typing import Any, Literal
 
 from fourfold.environment import Place
 from fourfold.errors import UserError
+from fourfold.launch.stop_signals import RELAYED_INTERRUPT, leave_terminal
 from fourfold.processes import available_cores, end_with_parent, keep_gloo_local
 
 ECHO_SECONDS = 0.5
 """After one worker's failure, how long the others may be silent before the cause is chosen among the reports."""
 
-PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
+RELAYED = {
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,
+    signal.SIGHUP: signal.SIGHUP,
+    signal.SIGINT: RELAYED_INTERRUPT,
+}
+"""Signals that this process receives, and what it sends to the workers."""
 
 
 class WorkerFailed(RuntimeError):
-    """A worker ended by a defect; the message has its rank and its traceback, and is all there is to print."""
+    """A worker failed by a defect; the message has its rank and its traceback, and is all there is to print."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """How one worker ended, and when, by the clock that the processes of a machine share.
-
-    value: what it returned, the sentence of its UserError, its traceback, its exit code.
-    """
+    """How one worker ended."""
 
     rank: int
     outcome: Literal["returned", "refused", "died", "failed"]
     value: Any
+    """What it returned, the sentence of its UserError, its exit code, or its traceback."""
     time: float = field(default_factory=time.monotonic)
+    """When, by the clock that the processes of a machine share."""
 
 
 def run_workers(target: Callable[..., Any], args: Sequence[object], world_size: int) -> Any:
-    """Call ``target(place, *args)`` in as many new processes; returns what rank 0 returned.
+    """Call ``target(place, *args)`` in ``world_size`` new processes; returns what rank 0 returned.
 
-    The first UserError of a worker is raised here too; any other failure raises WorkerFailed. KeyboardInterrupt follows
-    Ctrl-C, and SystemExit a SIGTERM that the workers did not handle. No worker outlives the call, nor this process.
-    What rank 0 prints is seen, what the others print is not, and everyone's errors are.
+    Raises the first UserError of a worker, and WorkerFailed for any other failure; KeyboardInterrupt after a Ctrl-C
+    that the workers do not handle, or a second one; SystemExit after another stop signal that they do not handle. No
+    worker outlives the call, nor this process. Standard output is rank 0's, standard error everyone's.
     """
     processes: list[BaseProcess] = []
     try:
-        with _signals_passed_on(processes) as received:
+        with _signals_relayed(processes) as received:
             with _interrupt_ignored():
                 pipes = _start(pickle.dumps((target, tuple(args))), world_size, processes)
             return _result(_reports(pipes, processes), world_size, received)
     finally:
         with _interrupt_ignored():
             for process in processes:
-                process.kill()  # not SIGTERM, at which it may try to save, with peers that are gone
+                process.kill()  # not SIGTERM, at which it may try to save, with its peers gone
             for process in processes:
                 process.join()
             _show_cursor()
 
 
 def prepare_environment(world_size: int) -> None:
-    """Share out the cores, and keep gloo on this machine, whose name may not resolve; before torch is imported."""
+    """Divide the cores among the workers, and keep gloo on this machine; called before torch is imported."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // world_size)))
     keep_gloo_local()
 
 
 def _show_cursor() -> None:
-    """Rank 0 may have been killed while its progress display hid it."""
+    """Show the terminal's cursor, which rank 0's progress display may have hidden when it was killed."""
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)
 
 
 def _start(task: bytes, world_size: int, processes: list[BaseProcess]) -> list[Connection]:
-    """Start the workers, adding each to ``processes`` at once; returns where each will report."""
+    """Start the workers, adding each to ``processes`` at once; returns the pipe on which each will report."""
     context = multiprocessing.get_context("spawn")  # not forked: the caller may have threads
     pipes = []
     for rank in range(world_size):
@@ -99,11 +106,12 @@ def _start(task: bytes, world_size: int, processes: list[BaseProcess]) -> list[C
 
 
 def _work(place: Place, task: bytes, sender: Connection) -> None:
-    """The worker's whole life. The task is unpickled here, because that may import torch."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: the parent is the one to speak
+    """Run the task and report. It is unpickled here, because that may import torch."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers by way of their parent
     end_with_parent()
     prepare_environment(place.world_size)
     if place.rank == 0:
+        assert isinstance(sys.stdout, io.TextIOWrapper)
         sys.stdout.reconfigure(line_buffering=True)  # it may be killed for another's failure
     else:
         with open(os.devnull, "w") as nowhere:
@@ -114,33 +122,35 @@ def _work(place: Place, task: bytes, sender: Connection) -> None:
         report = pickle.dumps(Report(place.rank, "returned", result if place.rank == 0 else None))
     except UserError as error:
         report = pickle.dumps(Report(place.rank, "refused", str(error)))
-    except Exception:  # whatever it is: the parent chooses which one is shown
+    except Exception:  # any defect: the parent chooses which one is shown
         report = pickle.dumps(Report(place.rank, "failed", traceback.format_exc()))
     sender.send_bytes(report)
 
 
 def _reports(pipes: Sequence[Connection], processes: Sequence[BaseProcess]) -> list[Report]:
-    """The reports in the order in which the workers ended: of all, or of those that did soon after a failure."""
-    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    """Collect the reports, sorted by time: of all workers, or of those that end soon after a failure."""
+    waiting: dict[object, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     reports: list[Report] = []
     failed = False
-    while waiting and (ready := wait(list(waiting), ECHO_SECONDS if failed else None)):
+    while waiting and (ready := wait([pipes[rank] for rank in waiting.values()], ECHO_SECONDS if failed else None)):
         for pipe in ready:
             rank = waiting.pop(pipe)
-            reports.append(_receive(pipe, rank, processes[rank]))
+            reports.append(_receive(pipes[rank], rank, processes[rank]))
             failed |= reports[-1].outcome != "returned"
     return sorted(reports, key=lambda report: report.time)
 
 
 def _receive(pipe: Connection, rank: int, process: BaseProcess) -> Report:
-    with contextlib.suppress(EOFError):
-        return pickle.loads(pipe.recv_bytes())
-    process.join()
-    return Report(rank, "died", process.exitcode)
+    try:
+        report: Report = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        process.join()
+        report = Report(rank, "died", process.exitcode)
+    return report
 
 
 def _result(reports: Sequence[Report], world_size: int, received: Sequence[int]) -> Any:
-    """What rank 0 returned, or the failure that caused the others: a peer's loss makes every worker fail."""
+    """What rank 0 returned; raises the failure that caused the others, for all workers fail when they lose a peer."""
     for outcome in ("refused", "died", "failed"):
         for report in reports:
             if report.outcome == outcome:
@@ -156,39 +166,48 @@ def _failure(report: Report, world_size: int, received: Sequence[int]) -> BaseEx
         return WorkerFailed(f"{worker} failed:\n{report.value}")
     if report.value >= 0:
         return WorkerFailed(f"{worker} left with exit code {report.value} before it was done")
-    if report.value == -signal.SIGINT:
-        return KeyboardInterrupt()  # Ctrl-C, which reached the worker first
+    if report.value == -RELAYED_INTERRUPT and signal.SIGINT in received:
+        return KeyboardInterrupt()
     if -report.value in received:
-        return SystemExit(128 - report.value)  # what a shell reports of a process that the signal ended
+        return SystemExit(128 - report.value)  # as a shell reports a process that the signal ended
     hint = ", as the kernel does when memory is short" if report.value == -signal.SIGKILL else ""
     return WorkerFailed(f"{worker} was ended by {signal.Signals(-report.value).name}{hint}")
 
 
 @contextlib.contextmanager
-def _signals_passed_on(processes: Sequence[BaseProcess]) -> Iterator[list[int]]:
-    """Give the signals that ask for a save to the workers, which know how; yields the list of those received."""
+def _signals_relayed(processes: Sequence[BaseProcess]) -> Iterator[list[int]]:
+    """Relay the stop signals to the workers, which may save; yields the list of those received.
+
+    A second Ctrl-C raises KeyboardInterrupt here: the caller ends the workers.
+    """
     received: list[int] = []
 
-    def pass_on(signum: int, frame: FrameType | None) -> None:
+    def relay(signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGINT and received:
+            raise KeyboardInterrupt
+        if signum == signal.SIGHUP:
+            leave_terminal()
         received.append(signum)
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signum)
+                assert process.pid is not None, "it was started"
+                os.kill(process.pid, RELAYED[signal.Signals(signum)])
 
     with contextlib.ExitStack() as handlers:
-        for signum in PASSED_ON:
-            handlers.enter_context(_handler(signum, pass_on))
+        for signum in RELAYED:
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup has it
+                handlers.enter_context(_handler(signum, relay))
         yield received
 
 
 def _interrupt_ignored() -> contextlib.AbstractContextManager[None]:
-    """While workers start, which inherit this until they can end at Ctrl-C without a traceback, and while they end."""
+    """Ignore Ctrl-C while workers start, which inherit that, and while they end."""
     return _handler(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def _handler(signum: int, handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
-    """Handle a signal differently for a while; only the main thread can, and in others signals do not arrive."""
+    """Handle a signal differently inside the block; outside the main thread, where no signal arrives, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,9 +1,9 @@
-"""What a run shows while it trains: a live display in a terminal, plain lines in a log file."""
+"""Show a run while it trains: a live display in a terminal, plain lines in a log file."""
 
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Self
 
@@ -15,19 +15,23 @@ from rich.text import Text
 
 from fourfold.training.metrics import StepMetrics
 
-Facts = Mapping[str, str | int | float | None]
+Fact = str | int | float | None
+Facts = Mapping[str, Fact]
+"""Lines to print: label to value."""
 
 _ETA_WINDOW = 50  # steps; long enough to hold an evaluation or a checkpoint, short enough to follow a change
+_BAR_COLUMNS = 24
 
 
 class Progress:
     """Shows each step on standard output; construct it on the first rank only.
 
-    In a terminal: a bar with ETA and a line of numbers, redrawn in place. Elsewhere: one line every `log_interval`
-    steps, besides the first, the last, and each step with a validation loss, without control codes; the fields come
-    in torchtitan's order (step, loss, grad_norm, memory, tokens/s, tflops, mfu), then lr and ETA, and where masks
-    leave tokens out, the share that is trained. tokens/s is that of
-    all devices together, tflops that of one. `is_tty` overrides what standard output says of itself.
+    In a terminal: a bar with ETA and a line of numbers, redrawn in place, and never wider than the terminal: what does
+    not fit is left out. Elsewhere: one line every `log_interval` steps, besides the first, the last, and each step with
+    a validation loss, without control codes; the fields come in torchtitan's order (step, loss, grad_norm, memory,
+    tokens/s, tflops, mfu), then lr and ETA, and the share of tokens trained where masks leave some out. tokens/s counts
+    all devices together, tflops one of them; mfu is shown where the device has a published peak. `is_tty` overrides
+    what standard output says of itself.
     """
 
     def __init__(self, total_steps: int, total_tokens: int, is_tty: bool | None = None, log_interval: int = 10) -> None:
@@ -58,7 +62,7 @@ class Progress:
         """Show one finished step."""
         self._recent.append((metrics.step, time.monotonic()))
         if self._console is not None:
-            self._redraw(metrics)
+            self._redraw(self._console, metrics)
         elif self._is_due(metrics):
             print(self._plain_line(metrics), flush=True)
         self._shown_any = True
@@ -81,51 +85,58 @@ class Progress:
 
     def _plain_line(self, metrics: StepMetrics) -> str:
         width = len(str(self._total_steps))
+        value, unit = _flops(metrics)
         fields = [
             f"step: {metrics.step:>{width}}/{self._total_steps}",
             f"loss: {metrics.loss:8.5f}",
             f"grad_norm: {_or_na(metrics.grad_norm, '8.4f')}",
             f"memory: {format_bytes(metrics.peak_memory_bytes)}",
             f"tokens/s: {metrics.tokens_per_second:,.0f}",
-            f"tflops: {metrics.model_tflops_per_device:,.2f}",
-            f"mfu: {_or_na(metrics.mfu, '.2%')}",
-            f"lr: {metrics.lr:.3e}",
-            f"eta: {self._eta(metrics)}",
+            f"{unit.lower()}s: {value}",
         ]
+        if metrics.mfu is not None:
+            fields.append(f"mfu: {metrics.mfu:.2%}")
+        fields += [f"lr: {metrics.lr:.3e}", f"eta: {self._eta(metrics)}"]
         if metrics.trained_token_share < 1:
             fields.append(f"trained: {metrics.trained_token_share:.1%}")
         if metrics.validation_loss is not None:
             fields.append(f"validation_loss: {metrics.validation_loss:.5f}")
         return "  ".join(fields)
 
-    def _redraw(self, metrics: StepMetrics) -> None:
+    def _redraw(self, console: Console, metrics: StepMetrics) -> None:
         if self._live is None:
-            self._live = Live(console=self._console, refresh_per_second=4)
+            self._live = Live(console=console, refresh_per_second=4)
             self._live.start()
         if metrics.validation_loss is not None:
-            self._live.console.print(f"step {metrics.step}: validation loss {metrics.validation_loss:.5f}")
-        self._live.update(self._live_view(metrics))
+            console.print(f"step {metrics.step}: validation loss {metrics.validation_loss:.5f}")
+        self._live.update(self._live_view(metrics, console.width))
 
-    def _live_view(self, metrics: StepMetrics) -> Group:
-        bar = Table.grid(padding=(0, 1))
-        bar.add_row(
-            Text(f"step {metrics.step}/{self._total_steps}", style="bold"),
-            ProgressBar(total=self._total_steps, completed=metrics.step, width=24),
-            f"{metrics.step / self._total_steps:.1%}",
-            f"{metrics.tokens:,}/{self._total_tokens:,} tokens",
-            Text(f"ETA {self._eta(metrics)}", style="cyan"),
+    def _live_view(self, metrics: StepMetrics, columns: int) -> Group:
+        step = f"step {metrics.step}/{self._total_steps}"
+        rest = _fitting(
+            [
+                f"{metrics.step / self._total_steps:.1%}",
+                f"ETA {self._eta(metrics)}",
+                f"{_compact(metrics.tokens)}/{_compact(self._total_tokens)} tokens",
+            ],
+            columns - len(step) - _BAR_COLUMNS - 2,
+            separator="  ",
         )
-        numbers = (
+        bar = Table.grid(padding=(0, 1))
+        done = ProgressBar(total=self._total_steps, completed=metrics.step, width=_BAR_COLUMNS)
+        bar.add_row(Text(step, style="bold"), done, Text(rest, style="cyan"))
+        value, unit = _flops(metrics)
+        numbers = [
             f"loss {metrics.loss:.4f}",
             f"grad norm {_or_na(metrics.grad_norm, '.3f')}",
             f"lr {metrics.lr:.2e}",
             f"{metrics.tokens_per_second:,.0f} tokens/s",
-            f"{metrics.model_tflops_per_device:,.2f} TFLOP/s/device",
-            f"MFU {_or_na(metrics.mfu, '.1%')}",
+            *([f"MFU {metrics.mfu:.1%}"] if metrics.mfu is not None else []),
             format_bytes(metrics.peak_memory_bytes),
-            *([f"{metrics.trained_token_share:.1%} of the tokens trained"] if metrics.trained_token_share < 1 else []),
-        )
-        return Group(bar, Text(" · ".join(numbers)))
+            *([f"{metrics.trained_token_share:.1%} trained"] if metrics.trained_token_share < 1 else []),
+            f"{value} {unit}/s/device",
+        ]
+        return Group(bar, Text(_fitting(numbers, columns, separator=" · "), no_wrap=True))
 
     def _eta(self, metrics: StepMetrics) -> timedelta:
         """Time left at the pace of the recent steps, evaluations and checkpoints between them included."""
@@ -148,7 +159,7 @@ class Progress:
 
 
 def format_fact(value: str | int | float | None) -> str:
-    """A value as people read it: thousands set off, six significant digits, n/a for None; strings as they are."""
+    """Format a value for people: thousands separated, six significant digits, n/a for None; strings as they are."""
     if value is None:
         return "n/a"
     if isinstance(value, float):
@@ -170,3 +181,27 @@ def format_bytes(size: float) -> str:
     """Format a size in its own unit: 3.00 GiB, 412.50 MiB."""
     name, unit = byte_unit(size)
     return f"{size / unit:,.{0 if unit == 1 else 2}f} {name}"
+
+
+def _flops(metrics: StepMetrics) -> tuple[str, str]:
+    """Model FLOP/s of one device as a number and its unit; a CPU's are too few for TFLOP/s."""
+    tflops = metrics.model_tflops_per_device
+    return (f"{tflops:,.2f}", "TFLOP") if tflops >= 1 else (f"{tflops * 1000:.3g}", "GFLOP")
+
+
+def _compact(count: int) -> str:
+    """Format a count of tokens with three significant digits: 1.23M."""
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= unit:
+            return f"{count / unit:.3g}{name}" if count < 1000 * unit else f"{count / unit:,.0f}{name}"
+    return str(count)
+
+
+def _fitting(parts: Sequence[str], columns: int, separator: str) -> str:
+    """Join as many parts as fit, the first always."""
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + len(separator) + len(part) > columns:
+            break
+        line += separator + part
+    return line

@@ -1,4 +1,4 @@
-"""Model FLOPs of a decoder, and the peak of the device they are measured against: the two halves of MFU."""
+"""Model FLOPs of a decoder and the peak FLOP/s of its device: the two halves of MFU."""
 
 import re
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,7 +19,7 @@ FLOP_SOURCE = (
 
 
 class FlopCount(NamedTuple):
-    """FLOPs of one token, averaged over a sequence; recomputed activations are not counted."""
+    """FLOPs per token, averaged over a sequence; recomputed activations are not counted."""
 
     matmul_parameters: int
     forward: int
@@ -32,8 +32,8 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
     A multiplication and an addition are two FLOPs. Attention is QK^T and PV, 2·S·heads·head_dim each per token when
     every position sees all S; a causal token sees S/2 on average (exactly (S+1)/2), hence the division by two.
     Backward is twice the forward: one product for the input gradient, one for the weight gradient. Norms, softmax,
-    rotary embedding and activation functions are left out, as in the source. Of a `frozen` model (LoRA) no weight
-    gradient is computed, and what is added to it is left out too.
+    rotary embedding and activation functions are left out, as in the source. A `frozen` model (LoRA) has no weight
+    gradients; its adapters are left out too.
     """
     hidden, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
     attention_projections = hidden * model.head_dim * (2 * heads + 2 * kv_heads)  # q and output; k and v
@@ -46,19 +46,21 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
 
 
 def model_tflops_per_device(training_flops_per_token: int, tokens_per_second: float, num_devices: int) -> float:
-    """Model TFLOP/s of each device, from the throughput (tokens/s) of all of them together."""
+    """Model TFLOP/s of each device, from the throughput (tokens/s) of all devices together."""
     return training_flops_per_token * tokens_per_second / num_devices / 1e12
 
 
 class PeakFlops(NamedTuple):
-    """The dense peak of one device as PyTorch sees it, in FLOP/s, and one sentence that says where it is from."""
+    """The dense peak of one device as PyTorch sees it."""
 
     flops: float
+    """FLOP/s."""
     source: str
+    """One sentence that names the published figure."""
 
 
 def mfu(tflops_per_device: float, peak: PeakFlops | None) -> float | None:
-    """Model FLOPs utilisation as a fraction of the peak (0.4 is 40 %); None where the peak is unknown."""
+    """Model FLOPs utilization as a fraction of the peak (0.4 is 40 %); None where the peak is unknown."""
     return None if peak is None else tflops_per_device * 1e12 / peak.flops
 
 
@@ -71,7 +73,7 @@ class _Device(NamedTuple):
     source: str
 
 
-# The first match counts: narrower names stand before wider ones.
+# The first match counts: narrower names come before wider ones.
 _DEVICES = (
     _Device(r"\bGH200\b", "NVIDIA GH200", 989e12, 494.5e12, 67e12, "NVIDIA GH200 data sheet"),
     _Device(r"\bH200 NVL\b", "NVIDIA H200 NVL", 835.5e12, 417.5e12, 60e12, "NVIDIA H200 data sheet"),
@@ -91,10 +93,10 @@ _DEVICES = (
 def peak_flops(device_name: str, dtype: "torch.dtype | str", *, tf32: bool = False) -> PeakFlops | None:
     """Look up the dense (no sparsity) peak of a device for matrix products in `dtype`.
 
-    `device_name` is what `torch.cuda.get_device_name()` says; `dtype` a torch dtype or its name ("bfloat16", "bf16",
-    "float16", "fp16", "float32", "fp32"). `tf32` says that fp32 products may run as TF32, whose peak then counts
-    where the device has that mode. None for a device or dtype that is not in the table, for CPUs, and for MIG slices,
-    which are only a part of the device they are named after: an MFU against a guess would be worse than none.
+    `device_name` is from `torch.cuda.get_device_name()`; `dtype` a torch dtype or its name ("bfloat16", "bf16",
+    "float16", "fp16", "float32", "fp32"). With `tf32`, fp32 products may run as TF32, whose peak then counts where the
+    device has that mode. None for a device or dtype that is not in the table, for CPUs, and for MIG slices, which are
+    only a part of the device they are named after: an MFU against a guess would be worse than none.
     """
     device = next((d for d in _DEVICES if re.search(d.pattern, device_name, re.IGNORECASE)), None)
     if device is None or re.search(r"\bMIG\b", device_name):

@@ -12,18 +12,14 @@ SMALLEST = 2.0**-14
 
 @dataclass
 class LossScale:
-    """What losses are multiplied by. It doubles after so many steps, and halves when a gradient overflows."""
+    """The factor on the loss: doubled after ``growth_interval`` steps, halved when a gradient overflows."""
 
     config: LossScalingConfig
     scale: float
     steps_since_change: int = 0
 
-    def state(self) -> tuple[float, int]:
-        """What a checkpoint keeps."""
-        return self.scale, self.steps_since_change
-
     def update(self, overflowed: bool) -> None:
-        """After a step, which was skipped if it ``overflowed``.
+        """Count a step, which was skipped if it ``overflowed``.
 
         Raises ``UserError`` when no scale is small enough: the run has diverged.
         """

@@ -1,4 +1,4 @@
-"""The record of a run: one JSON object a step in metrics.jsonl, and the same numbers for TensorBoard."""
+"""The record of a run: one JSON object per step in metrics.jsonl, and the same numbers for TensorBoard."""
 
 import json
 import math
@@ -21,10 +21,10 @@ MEMORIZATION_FILE = "memorization.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What one optimizer step is remembered by; the fields are the keys of metrics.jsonl.
+    """The numbers of one optimizer step; the fields are the keys of metrics.jsonl.
 
-    Global over all ranks, except where a name says otherwise. Numbers that are not finite are written as null, for
-    JSON has no word for them.
+    Global over all ranks, except where a name says otherwise. Numbers that are not finite are written as null: JSON
+    has none.
     """
 
     step: int  # counted from 1
@@ -49,14 +49,14 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """Appends steps to `run_dir`/metrics.jsonl, and to TensorBoard events in `run_dir`/tensorboard when asked.
+    """Appends steps to `run_dir`/metrics.jsonl, and with `tensorboard` to events in `run_dir`/tensorboard.
 
     Every line is flushed, so a crash costs at most the line being written. `resume_step` N continues the record of a
-    run whose checkpoint is of step N: lines of later steps are dropped, for they will be trained and written again
+    run whose checkpoint is of step N: lines of later steps are dropped, since those steps are trained and written again
     (0 starts afresh in a used folder). Without it, a folder that already has a record is refused.
 
-    Raises UserError when TensorBoard is asked for but not installed, when `run_dir` has a record and `resume_step` is
-    not given, and when that record cannot be read.
+    Raises UserError when TensorBoard is not installed, when `run_dir` has a record and `resume_step` is not given, and
+    when that record cannot be read.
     """
 
     def __init__(self, run_dir: Path, tensorboard: bool, resume_step: int | None = None) -> None:
@@ -114,9 +114,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except (json.JSONDecodeError, UnicodeDecodeError):
             if number == len(lines):
                 break
-            raise UserError(f"{path}, line {number} is not JSON: mend or delete that line.") from None
+            raise UserError(f"{path}, line {number} is not JSON: fix or delete that line.") from None
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            raise UserError(f'{path}, line {number} is not an object with an integer "step": mend or delete that line.')
+            raise UserError(f'{path}, line {number} is not an object with an integer "step": fix or delete that line.')
         records.append(record)
     return records
 
@@ -158,12 +158,12 @@ def _drop_after(path: Path, step: int) -> None:
 
 
 def _require_tensorboard() -> None:
-    """Before anything is written."""
+    """Raise UserError where TensorBoard is not installed, before anything is written."""
     import_extra("tensorboard", "tensorboard", "metrics.tensorboard = true needs")
 
 
 def _open_tensorboard(folder: Path, resume_step: int | None) -> "SummaryWriter":
     from torch.utils.tensorboard import SummaryWriter
 
-    # TensorBoard hides the events from purge_step on that an interrupted run wrote: the same cut as in metrics.jsonl.
+    # TensorBoard hides events from purge_step on that an interrupted run wrote, as they are cut from metrics.jsonl.
     return SummaryWriter(str(folder), purge_step=None if resume_step is None else resume_step + 1)

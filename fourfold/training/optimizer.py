@@ -1,4 +1,4 @@
-"""AdamW on local shards, and the learning rate as a function of the step."""
+"""AdamW on local shards, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -19,52 +19,54 @@ from fourfold.parallel.state import LocalShard
 
 
 class Treatment(NamedTuple):
-    """How a parameter is stepped: its learning rate over the run's, and its weight decay."""
+    """How the optimizer treats one parameter."""
 
     lr_ratio: float
+    """Its learning rate, relative to the run's."""
     weight_decay: float
 
 
 def treatment(name: str, dims: int, config: OptimizerConfig) -> Treatment:
-    """Of a parameter, by the first group of the run file that names it."""
+    """The treatment of a parameter: by the first group of the run file that names it, else the run's own."""
     decay = config.weight_decay if dims > 1 else 0.0
     for group in config.groups:
-        if _is_of(group, name):
+        if _matches(group, name):
             return Treatment(group.lr_ratio, decay if group.weight_decay is None else group.weight_decay)
     return Treatment(1.0, decay)
 
 
 def check_groups(config: OptimizerConfig, names: Collection[str]) -> None:
-    """Raise ``UserError`` for a group that names no parameter that is trained, or only those of earlier groups."""
+    """Raise ``UserError`` for a group that names no trained parameter, or only parameters of earlier groups."""
     left = list(names)
     for group in config.groups:
         for pattern in group.parameters:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
                 raise UserError(f"optimizer.groups: '{pattern}' names no parameter that is trained; {near[0]} is one")
-        others = [name for name in left if not _is_of(group, name)]
+        others = [name for name in left if not _matches(group, name)]
         if len(others) == len(left):
             raise UserError(
-                f"optimizer.groups: every parameter of {', '.join(group.parameters)} is of an earlier group; put the "
+                f"optimizer.groups: every parameter of {', '.join(group.parameters)} is in an earlier group; put the "
                 "narrower one first"
             )
         left = others
 
 
-def _is_of(group: ParameterGroup, name: str) -> bool:
+def _matches(group: ParameterGroup, name: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in group.parameters)
 
 
 class ShardedAdamW:
     """torch's AdamW over the plain local tensors behind FSDP2's parameters.
 
-    DTensors would dispatch every operation of every step through Python, and compile a sharding strategy on the first.
+    On DTensors every operation of every step would be dispatched through Python, and the first step would compile a
+    sharding strategy for each.
     """
 
     def __init__(self, shards: Sequence[LocalShard], config: OptimizerConfig, seed: int = 0) -> None:
-        """seed: of stochastic rounding; replicas of a weight are rounded alike."""
+        """seed: for stochastic rounding, which rounds all replicas of a weight the same way."""
         self.shards, self.config, self.seed = list(shards), config, seed
-        self._steps = 0  # as AdamW's own counters, which a trace without data cannot read
+        self._steps = 0  # AdamW counts too, but in tensors, which the trace on fake tensors cannot read
         self.parameters = [nn.Parameter(shard.local, requires_grad=shard.parameter.requires_grad) for shard in shards]
         self.treatments = [treatment(shard.name, len(shard.global_shape), config) for shard in self.shards]
         groups = [
@@ -84,13 +86,13 @@ class ShardedAdamW:
         )
 
     def step(self, lr: float) -> None:
-        """Update the weights with the gradients that the shards hold, and drop those."""
+        """Update the weights with the gradients that the shards hold, then drop the gradients."""
         for group in self.adamw.param_groups:
             group["lr"] = lr * group["lr_ratio"]
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
-            # The optimizer must step the memory that the model (or FSDP2's gathering) reads.
+            # The memory that is updated must be the memory that the model (or FSDP2's all-gather) reads.
             assert _same_memory(shard.current, parameter), f"{shard.name} has moved"
-            # A gradient of another type (a float32 sum for bf16 weights) steps in the weights' type.
+            # A gradient in another dtype (a float32 sum for bf16 weights) is applied in the weights' dtype.
             parameter.grad = None if shard.grad is None else shard.grad.to(parameter.dtype).contiguous()
         self._steps += 1
         if self.config.stochastic_rounding:
@@ -100,15 +102,16 @@ class ShardedAdamW:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
+        """Free the gradients of model and optimizer."""
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
             parameter.grad = shard.parameter.grad = None
 
     @torch.no_grad()
     def _step_and_round(self, lr: float) -> None:
-        """The same step on float32 copies of the weights, one at a time."""
+        """Step float32 copies of the weights, one at a time, and round the results to bfloat16."""
         beta1, beta2 = self.config.betas
         for index, (parameter, shard) in enumerate(zip(self.parameters, self.shards, strict=True)):
-            if parameter.grad is None:
+            if shard.grad is None:
                 continue
             moments, count = self.moments(index), self.adamw.state[parameter]["step"]
             wide, grad = parameter.float(), shard.grad.float()
@@ -129,13 +132,13 @@ class ShardedAdamW:
                 maximize=False,
             )
             generator = torch.Generator(wide.device)
-            # By name: the copies of a tied weight at both ends of a pipeline are rounded alike too.
+            # Seeded by name: the copies of a tied weight at both ends of a pipeline are rounded the same way too.
             name = zlib.crc32(shard.name.encode())
             generator.manual_seed(((self.seed * 1_000_003 + self._steps) * 1_000_003 + name) % 2**63)
             parameter.copy_(stochastically_rounded(wide, generator))
 
-    def moments(self, index: int) -> dict[str, torch.Tensor]:
-        """First and second moment of shard ``index``, made (zero) where no step has been taken yet."""
+    def moments(self, index: int) -> dict[str, Tensor]:
+        """First and second moment of shard ``index``; zeros before the first step."""
         parameter = self.parameters[index]
         state = self.adamw.state[parameter]
         if not state:
@@ -146,12 +149,12 @@ class ShardedAdamW:
         return {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
 
     def steps_taken(self) -> int:
-        """Steps that moved the weights."""
+        """Steps that changed the weights."""
         state = self.adamw.state[self.parameters[0]]
         return int(state["step"]) if state else 0
 
     def set_steps_taken(self, steps: int) -> None:
-        """Adam's bias correction counts steps; after loading moments, say how many they have seen."""
+        """Set the steps that Adam's bias correction counts, after loading moments."""
         self._steps = steps
         for index, parameter in enumerate(self.parameters):
             self.moments(index)
@@ -159,21 +162,22 @@ class ShardedAdamW:
 
 
 def stochastically_rounded(wide: Tensor, generator: torch.Generator) -> Tensor:
-    """float32 to bfloat16, up or down with probabilities that make it right on average.
+    """Round float32 to bfloat16, up or down with probabilities whose mean is the float32.
 
-    bfloat16 is the upper half of a float32: noise below it carries into it as often as the lower half is large.
+    bfloat16 is the upper half of a float32: uniform noise added to the lower half carries into the upper half with a
+    probability proportional to the lower half.
     """
     noise = torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32, device=wide.device, generator=generator)
     upper = (wide.view(torch.int32) + noise) & -(1 << 16)
     return upper.view(torch.float32).bfloat16()
 
 
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
 
 
 def learning_rate(step: int, train_steps: int, peak: float, config: SchedulerConfig) -> float:
-    """The rate of step 0, 1, … : linear warm-up to ``peak``, then the decay to peak · min_lr_ratio at the last."""
+    """The rate at a step, counted from 0: linear warm-up to ``peak``, then decay to peak · min_lr_ratio at the last."""
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
     if config.decay_style == "wsd":

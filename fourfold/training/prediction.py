@@ -1,4 +1,4 @@
-"""What the planner said of this run beside what it takes, once there is something to compare."""
+"""Compare the planner's prediction for this run with what it measures, after its first steps."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from fourfold.data.files import write_whole
 from fourfold.planning.calibration.machine_constants import is_calibrated
 from fourfold.planning.calibration.measured_run import RunComparison, compare_run
 from fourfold.planning.machines.machine import load_machine
-from fourfold.training.console import Facts
+from fourfold.training.console import Fact, Facts
 from fourfold.training.metrics import StepMetrics
 
-FORECAST_FILE = "prediction.json"
+PREDICTION_FILE = "prediction.json"
 STEPS = 10
-"""Steps of this job after which they are compared."""
+"""Steps of this job that are measured."""
 
 
-class Forecast:
-    """Compares on the first process of a job whose run file names its machine.
+class Prediction:
+    """The comparison, on the first process of a job whose run file names its machine.
 
-    A CPU is predicted only by a machine file that was measured on one, and its memory not at all: what the process
-    holds is mostly the interpreter's.
+    A CPU needs a machine file that was measured on one, and its memory is not compared: most of what the process holds
+    is the interpreter's.
     """
 
     def __init__(self, run: RunConfig, run_dir: Path, on_gpu: bool) -> None:
-        """Raises ``UserError`` for a machine that is unknown."""
-        self.run, self.path, self.on_gpu = run, run_dir / FORECAST_FILE, on_gpu
+        """Load the machine; raises ``UserError`` where it is unknown."""
+        self.run, self.path, self.on_gpu = run, run_dir / PREDICTION_FILE, on_gpu
         self.machine = None if run.metrics.machine is None else load_machine(run.metrics.machine)
         if self.machine is not None and not on_gpu and not is_calibrated(self.machine):
             self.machine = None
         self._seconds: list[float] = []
 
     def after_step(self, metrics: StepMetrics) -> Facts | None:
-        """Note a step; after the last that is needed the comparison to show, which is also written down."""
+        """Note a step; after the last one measured, write the comparison down and return it to show."""
         if self.machine is None or len(self._seconds) == STEPS:
             return None
         self._seconds.append(metrics.step_seconds)
@@ -48,8 +48,8 @@ class Forecast:
 
 
 def facts_of(compared: RunComparison) -> Facts:
-    """In words."""
-    facts = {
+    """A comparison as lines to print."""
+    facts: dict[str, Fact] = {
         "machine": compared.machine,
         "seconds a step": f"{compared.predicted_step_seconds:.4g} predicted, {compared.measured_step_seconds:.4g} "
         f"measured ({compared.step_error:+.0%})",

@@ -1,4 +1,4 @@
-"""A sample of text from a model that is on the grid: every process takes part, no process holds the model."""
+"""Sample text from a model that is on the grid: every process takes part, no process holds the model."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from fourfold.data.tokenizer import Tokenizer
 from fourfold.training.job import Job
 
 
-def sample_text(job: Job, tokenizer: Tokenizer) -> str:
-    """Continue ``sample.prompt`` by ``sample.max_new_tokens``, or to the end of the document.
+def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
+    """Continue ``text`` by ``sample.max_new_tokens`` tokens, or to the end of the document.
 
-    The whole window is run for every token, as training runs it: no cache, but any layout.
+    Every token is a forward pass over the whole window, as in training: no cache, but any layout.
     """
     config, run = job.run.sample, job.run
     window = run.training.seq_length
-    prompt = tokenizer.encode_batch([config.prompt])[0] or [tokenizer.eod_id]
+    prompt = tokenizer.encode_batch([text])[0] or [tokenizer.eod_id]
     tokens, first_new = list(prompt), len(prompt)
     generator = torch.Generator().manual_seed(run.training.seed)
-    # Where y shares out the sequences of a batch, there must be one for each of its ranks.
+    # Where y splits the sequences of a batch, each of its ranks needs one.
     rows = run.parallel.y if attention_split(run.model, run.parallel, run.training) == "batch" else 1
     for _ in range(config.max_new_tokens):
         recent = tokens[-window:]
@@ -30,19 +30,19 @@ def sample_text(job: Job, tokenizer: Tokenizer) -> str:
         if token == tokenizer.eod_id:
             break
         tokens.append(token)
-    return config.prompt + tokenizer.decode(tokens[first_new:])
+    return text + tokenizer.decode(tokens[first_new:])
 
 
 def _same_everywhere(token: int, device: torch.device) -> int:
-    """Rank 0's token: logits of replicas may differ in the last bit, and all must stop at the same one."""
+    """Rank 0's token on every rank: logits of replicas may differ in the last bit, and all must stop together."""
     drawn = torch.tensor(token, device=device)
     dist.broadcast(drawn, src=0)
     return int(drawn)
 
 
 def _draw(logits_V: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    """A token from the logits: the likeliest at temperature 0."""
+    """Draw a token from the logits: the likeliest at temperature 0."""
     if temperature == 0:
         return int(logits_V.argmax())
-    scaled_V = (logits_V - logits_V.max()) / temperature  # no temperature is so low that this overflows to NaN
+    scaled_V = (logits_V - logits_V.max()) / temperature  # at most 0, so a low temperature does not make it NaN
     return int(torch.multinomial(scaled_V.softmax(0), 1, generator=generator))

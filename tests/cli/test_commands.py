@@ -21,7 +21,7 @@ from tiny_huggingface import make_model
 from fourfold import __version__
 from fourfold.data.tokenizer import train_bpe
 from fourfold.run_file.load import load_run
-from fourfold.training.job import Job, StepResult
+from fourfold.training.job import Job
 
 COMMANDS = ("train", "prepare", "parity", "trace", "report", "masks", "audit", "import-hf", "export-hf", "generate")
 
@@ -126,15 +126,15 @@ def test_train(cli: Cli, tmp_path: Path, prefix: str) -> None:
 
 def test_train_stopped_by_a_signal(cli: Cli, tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = run_file(tmp_path, prefix)
-    original = Job.train_step
+    original = Job.update
 
-    def train_step(job: Job, micro_batches: Any, step: int) -> StepResult:
+    def update(job: Job, step: int, grad_norm: torch.Tensor) -> bool:
         if step == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return original(job, micro_batches, step)
+        return original(job, step, grad_norm)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Job, "train_step", train_step)
+        patched.setattr(Job, "update", update)
         code, output, errors = cli("train", path)
     assert (code, errors) == (3, "")
     assert "a signal, after saving" in output

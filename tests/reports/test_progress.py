@@ -1,26 +1,28 @@
 """What a run prints: plain lines in a fixed order for log files, a live display for people."""
 
+import re
+from typing import Any
+
 import pytest
 
 from fourfold.training.console import Progress, format_bytes, format_fact
 from fourfold.training.metrics import StepMetrics
 
 
-def step_metrics(step: int, validation_loss: float | None = None, mfu: float | None = None) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        loss=2.5,
-        grad_norm=1.5,
-        lr=3e-4,
-        tokens=step * 1000,
-        tokens_per_second=12345.6,
-        model_tflops_per_device=42.123,
-        mfu=mfu,
-        peak_memory_bytes=3 * 2**30,
-        step_seconds=2.0,
-        trained_token_share=1.0,
-        validation_loss=validation_loss,
-    )
+def step_metrics(step: int, **changes: float | None) -> StepMetrics:
+    values: dict[str, Any] = {
+        "loss": 2.5,
+        "grad_norm": 1.5,
+        "lr": 3e-4,
+        "tokens": step * 1000,
+        "tokens_per_second": 12345.6,
+        "model_tflops_per_device": 42.123,
+        "mfu": None,
+        "peak_memory_bytes": 3 * 2**30,
+        "step_seconds": 2.0,
+        "trained_token_share": 1.0,
+    }
+    return StepMetrics(step=step, **{**values, **changes})
 
 
 def test_a_plain_line_has_a_fixed_order_and_no_control_codes(capsys):
@@ -28,7 +30,7 @@ def test_a_plain_line_has_a_fixed_order_and_no_control_codes(capsys):
     line = capsys.readouterr().out
     assert line == (
         "step:   1/100  loss:  2.50000  grad_norm:   1.5000  memory: 3.00 GiB  tokens/s: 12,346  tflops: 42.12  "
-        "mfu: n/a  lr: 3.000e-04  eta: 0:03:18\n"
+        "lr: 3.000e-04  eta: 0:03:18\n"
     )
 
 
@@ -68,7 +70,7 @@ def test_the_live_display_shows_the_last_state_and_gives_the_terminal_back(capsy
     out = capsys.readouterr().out
     assert "[not markup]" in out
     assert "50.0%" in out
-    assert "MFU n/a" in out
+    assert "MFU" not in out
     assert out.count("\x1b[?25l") == out.count("\x1b[?25h") == 1  # the cursor is hidden and shown again
 
 
@@ -91,3 +93,36 @@ def test_facts_are_readable(value, text):
 )
 def test_sizes_have_a_unit_of_their_own(size, text):
     assert format_bytes(size) == text
+
+
+def test_a_slow_device_has_no_zeros(capsys):
+    Progress(10, 1000, is_tty=False).update(
+        step_metrics(1, tokens_per_second=819.0, model_tflops_per_device=4.31e-4, peak_memory_bytes=30 * 2**20)
+    )
+    line = capsys.readouterr().out
+    assert "  memory: 30.00 MiB  tokens/s: 819  gflops: 0.431  lr:" in line
+    assert not re.search(r"n/a| 0\.0+\s", line)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+def test_the_live_display_never_wraps(capsys, monkeypatch, columns):
+    """Two lines, whatever the numbers: where a terminal is narrow the last of them are left out."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    last = step_metrics(
+        999_999,
+        tokens=8_123_456_789_012,
+        tokens_per_second=12_345_678.0,
+        model_tflops_per_device=812.25,
+        mfu=0.4123,
+        peak_memory_bytes=139 * 2**30,
+        trained_token_share=0.98765,
+    )
+    with Progress(1_000_000, 8_123_461_000_000, is_tty=True) as progress:
+        progress.update(last)
+    lines = [line for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", capsys.readouterr().out).split("\n") if line]
+    assert {line.split()[0] for line in lines} == {"step", "loss"}
+    assert max(len(line.rstrip()) for line in lines) <= columns
+    if columns >= 80:
+        assert all("tokens/s · MFU 41.2%" in line for line in lines if line.startswith("loss"))
+    if columns == 200:
+        assert all("98.8% trained · 812.25 TFLOP/s/device" in line for line in lines if line.startswith("loss"))

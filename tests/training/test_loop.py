@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from fourfold.errors import UserError
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.run_file.load import load_run
 from fourfold.training import loop
-from fourfold.training.job import Job, StepResult
+from fourfold.training.job import Job
 from fourfold.training.loop import Outcome
 from fourfold.training.metrics import read_metrics
 from fourfold.training.optimizer import learning_rate
+from fourfold.training.run_folder import open_run_folder
 
 
 def make(folder: Path, prefix: str, **changes: Any) -> RunConfig:
@@ -58,14 +60,14 @@ def checkpoints_of(run: RunConfig) -> list[str]:
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
     """Have something happen in the middle of a step (from 0)."""
-    original = Job.train_step
+    original = Job.update
 
-    def train_step(job: Job, micro_batches: Any, number: int) -> StepResult:
+    def update(job: Job, number: int, grad_norm: torch.Tensor) -> bool:
         if number == step:
             action()
-        return original(job, micro_batches, number)
+        return original(job, number, grad_norm)
 
-    monkeypatch.setattr(Job, "train_step", train_step)
+    monkeypatch.setattr(Job, "update", update)
 
 
 def ask_to_stop() -> None:
@@ -138,17 +140,12 @@ def test_stopped_by_a_signal_it_saves_and_goes_on(
     assert checkpoints_of(run) == ["step_3"]
     assert signal.getsignal(signal.SIGTERM) == handler
 
-    seen: dict[int, torch.Tensor] = {}
-    at_step(monkeypatch, -1, die)  # never
-    original = Job.train_step
-    monkeypatch.setattr(
-        Job,
-        "train_step",
-        lambda job, batches, step: (seen.update({step: batches[0].tokens}), original(job, batches, step))[1],
-    )
+    updated: list[int] = []
+    for step in range(8):
+        at_step(monkeypatch, step, partial(updated.append, step))
     outcome = train(run)
     assert (outcome.stopped, outcome.steps) == (False, 8)
-    assert sorted(seen) == [3, 4, 5, 6, 7]
+    assert updated == [3, 4, 5, 6, 7]
     expected = metrics_of(finished[0])
     assert [(r["step"], r["loss"], r["lr"]) for r in metrics_of(run)] == [
         (r["step"], r["loss"], r["lr"]) for r in expected
@@ -281,7 +278,7 @@ def test_two_jobs_in_one_folder(tmp_path: Path, prefix: str) -> None:
     run_dir = tmp_path / "runs" / "run"
     run_dir.mkdir(parents=True)
     with (
-        loop._only_job_in(run_dir),
+        open_run_folder(run_dir),
         pytest.raises(UserError, match=r"another job is training in .*runs/run; "),
     ):
         train(run)

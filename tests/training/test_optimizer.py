@@ -193,7 +193,7 @@ def test_a_group_without_parameters_is_refused(pool: Pool) -> None:
 def test_a_group_behind_one_that_has_all_is_refused() -> None:
     groups = [{"parameters": ["*"], "lr_ratio": 0.5}, {"parameters": ["layers.0.*"], "lr_ratio": 0.1}]
     config = tiny_run(GPT, optimizer={"groups": groups}).optimizer
-    with pytest.raises(UserError, match=r"every parameter of layers\.0\.\* is of an earlier group"):
+    with pytest.raises(UserError, match=r"every parameter of layers\.0\.\* is in an earlier group"):
         check_groups(config, ["layers.0.mlp.weight", "norm.weight"])
     check_groups(config.model_copy(update={"groups": config.groups[::-1]}), ["layers.0.mlp.weight", "norm.weight"])
 

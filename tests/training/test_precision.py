@@ -66,7 +66,7 @@ def test_the_loss_scale_halves_and_doubles() -> None:
         scale.update(overflowed)
         seen.append(scale.scale)
     assert seen == [1024, 1024, 512, 512, 512, 1024, 1024, 512, 256]
-    assert scale.state() == (256.0, 0)
+    assert (scale.scale, scale.steps_since_change) == (256.0, 0)
 
 
 def test_a_loss_scale_that_cannot_fall_any_further_is_refused() -> None:

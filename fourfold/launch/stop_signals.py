@@ -1,0 +1,70 @@
+"""Signals that ask a job to save and stop: Ctrl-C, a closed terminal, and what schedulers send before the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+RELAYED_INTERRUPT = signal.SIGUSR2
+"""How a Ctrl-C reaches local workers. They ignore SIGINT, which a terminal sends to them and to their parent."""
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, RELAYED_INTERRUPT)
+
+SAME_CTRL_C_SECONDS = 0.5
+"""Within these a second SIGINT is the same Ctrl-C: from the terminal, and from a launcher that passes it on."""
+
+SAVING = b"\nfourfold: saving a checkpoint after this step; Ctrl-C once more stops without it\n"
+
+
+class StopRequest:
+    """Set by the first stop signal; a second Ctrl-C raises KeyboardInterrupt."""
+
+    def __init__(self, announce: bool, launched: bool) -> None:
+        """announce: answer Ctrl-C on standard error; launched: a launcher may deliver a Ctrl-C twice."""
+        self.is_set = False
+        self._announce, self._launched = announce, launched
+        self._interrupted_at: float | None = None
+
+    def receive(self, signum: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        if signum == signal.SIGHUP:
+            leave_terminal()
+        if signum in (signal.SIGINT, RELAYED_INTERRUPT):
+            now = time.monotonic()
+            if self._launched and self._interrupted_at is not None and now - self._interrupted_at < SAME_CTRL_C_SECONDS:
+                return
+            if self.is_set:
+                raise KeyboardInterrupt
+            self._interrupted_at = now
+            if self._announce:
+                os.write(2, SAVING)  # not print, in which the signal may have arrived
+        self.is_set = True
+
+
+@contextmanager
+def stop_request(announce: bool = True, launched: bool = False) -> Iterator[StopRequest]:
+    """Yield a request that the stop signals set while the block runs. Signals that are ignored (nohup) stay so."""
+    request = StopRequest(announce, launched)
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, request.receive)
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def leave_terminal() -> None:
+    """Send further output nowhere where it went to a terminal, which is gone: writing to it would fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)

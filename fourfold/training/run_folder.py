@@ -1,0 +1,55 @@
+"""The folder of a run: what is in it, who may write to it, and where a run that was stopped continues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fourfold.checkpoints.find import FOLDER as CHECKPOINTS
+from fourfold.checkpoints.find import list_checkpoints, step_of
+from fourfold.config.run import RunConfig
+from fourfold.data.files import locked_folder
+from fourfold.errors import UserError
+from fourfold.training.metrics import METRICS_FILE, read_metrics
+
+SAMPLE_FILE, SUMMARY_FILE, RUN_FILE = "sample.txt", "summary.json", "run.toml"
+
+
+def folder_of(run: RunConfig) -> Path:
+    """The folder into which a run writes."""
+    return Path(run.output_dir) / run.name
+
+
+@contextmanager
+def open_run_folder(run_dir: Path) -> Iterator[None]:
+    """Make the folder of a run, and keep other jobs of this machine out of it while the block runs.
+
+    Raises ``UserError`` where it cannot be made, or another job writes to it.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder of the run, {run_dir}: {error.strerror}") from None
+    with locked_folder(run_dir, f"another job is training in {run_dir}; wait for it, or change the run's name"):
+        yield
+
+
+def where_it_continues(run: RunConfig) -> str:
+    """Say which checkpoint a run that was stopped has, how many steps are lost, and which command continues."""
+    folder = folder_of(run)
+    metrics = folder / METRICS_FILE
+    taken = max((record["step"] for record in read_metrics(metrics)), default=0) if metrics.is_file() else 0
+    # Later checkpoints are of an earlier attempt, before checkpoint.resume = 'never' or a path.
+    saved = [checkpoint for checkpoint in list_checkpoints(folder / CHECKPOINTS) if step_of(checkpoint) <= taken]
+    if not saved:
+        return f"There is no checkpoint yet: {_count(taken)} lost, and the same command starts again."
+    command = "The same command"
+    if run.checkpoint.resume != "auto":
+        command += f" with --set checkpoint.resume={saved[-1]}"
+    lost = taken - step_of(saved[-1])
+    return f"The newest checkpoint is {saved[-1]}: {_count(lost)} lost. {command} continues from it."
+
+
+def _count(steps: int) -> str:
+    return "no step is" if steps == 0 else "1 step is" if steps == 1 else f"{steps:,} steps are"

@@ -1,0 +1,147 @@
+"""Record a run on rank 0: what it prints, metrics.jsonl, the prediction beside it, summary.json and sample.txt."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from fourfold.config.run import RunConfig
+from fourfold.data.files import write_whole
+from fourfold.data.mask_statistics import MaskStatistics
+from fourfold.models.dtypes import DTYPES
+from fourfold.models.lora import adapter_shapes
+from fourfold.run_file.dump import to_toml
+from fourfold.training.console import Fact, Progress
+from fourfold.training.corpora import Corpora
+from fourfold.training.flops import FLOP_FORMULA, flops_per_token, mfu, model_tflops_per_device, peak_flops
+from fourfold.training.job import Job, StepResult
+from fourfold.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
+from fourfold.training.prediction import Prediction
+from fourfold.training.run_folder import RUN_FILE, SAMPLE_FILE, SUMMARY_FILE
+
+if TYPE_CHECKING:
+    from fourfold.training.loop import Outcome
+
+
+class RunRecord:
+    """Shows and writes down one run; on rank 0 only."""
+
+    def __init__(self, run: RunConfig, run_dir: Path, job: Job, corpora: Corpora, first_step: int) -> None:
+        """Print the numbers that follow from the run file, and open the files."""
+        self.run, self.run_dir, self.job, self.first_step = run, run_dir, job, first_step
+        training = run.training
+        # The global batch counts sequences over all ranks; each has seq_length tokens that are read, trained or not.
+        self.tokens_per_step = training.global_batch_size * training.seq_length
+        total_tokens = training.train_steps * self.tokens_per_step
+        # A frozen model (LoRA) needs no weight gradients: two thirds of the FLOPs.
+        self.flops = flops_per_token(run.model, training.seq_length, frozen=run.lora.rank > 0)
+        on_gpu = job.device.type == "cuda"
+        self.device_name = torch.cuda.get_device_name(job.device) if on_gpu else "CPU"
+        # MFU is against the dense peak of the dtype that the matmuls run in.
+        self.peak = peak_flops(self.device_name, DTYPES[training.precision]) if on_gpu else None
+        self.writer = MetricsWriter(run_dir, run.metrics.tensorboard, resume_step=first_step)
+        self.progress = Progress(training.train_steps, total_tokens, log_interval=run.metrics.log_interval)
+        goldfish = corpora.goldfish_statistics()
+        self.facts = self._facts(corpora, goldfish, total_tokens)
+        self.prediction = Prediction(run, run_dir, on_gpu)
+        self.progress.start_summary(self.facts)
+        _warn_about_data(corpora, goldfish, training.seq_length)
+        write_whole(run_dir / RUN_FILE, to_toml(run).encode())
+        self.started = time.perf_counter()
+
+    def __enter__(self) -> RunRecord:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.progress.close()
+        self.writer.close()
+
+    def step(self, step: int, result: StepResult, seconds: float, validation_loss: float | None) -> None:
+        """Record one step, counted from 0, that took ``seconds``."""
+        tokens_per_second = self.tokens_per_step / seconds
+        tflops = model_tflops_per_device(self.flops.training, tokens_per_second, self.run.parallel.world_size)
+        metrics = StepMetrics(
+            step=step + 1,
+            loss=result.loss.item(),
+            grad_norm=result.grad_norm.item(),
+            lr=self.job.learning_rate(step),
+            tokens=(step + 1) * self.tokens_per_step,
+            tokens_per_second=tokens_per_second,
+            model_tflops_per_device=tflops,
+            mfu=mfu(tflops, self.peak),
+            peak_memory_bytes=peak_memory_bytes(self.job.device),
+            step_seconds=seconds,
+            trained_token_share=result.kept_tokens.item() / self.tokens_per_step,
+            validation_loss=validation_loss,
+        )
+        self.writer.write(metrics)
+        self.progress.update(metrics)
+        if (compared := self.prediction.after_step(metrics)) is not None:
+            self.progress.note("Predicted and measured", compared)
+
+    def end(self, outcome: Outcome) -> None:
+        """Write the summary and the sample."""
+        seconds = time.perf_counter() - self.started
+        steps = outcome.steps - self.first_step
+        facts: dict[str, Fact] = {
+            "steps": outcome.steps,
+            "final loss": outcome.loss,
+            "tokens/s, everything included": steps * self.tokens_per_step / seconds if steps else None,
+            "seconds": round(seconds, 1),
+            "checkpoint": outcome.checkpoint,
+            "ended by": "a signal, after saving" if outcome.stopped else "the last step",
+        }
+        if steps:  # a run that was finished already keeps the summary of its last steps
+            write_whole(self.run_dir / SUMMARY_FILE, json.dumps({**self.facts, **facts}, indent=1).encode())
+        if outcome.sample is not None:
+            write_whole(self.run_dir / SAMPLE_FILE, outcome.sample.encode())
+        self.progress.end_summary(facts)
+
+    def _facts(self, corpora: Corpora, masked: MaskStatistics | None, total_tokens: int) -> dict[str, Fact]:
+        run, model = self.run, self.run.model
+        facts: dict[str, Fact] = {"run": run.name, "parameters": model.num_parameters}
+        if run.lora.rank:
+            trained = sum(math.prod(shape) for shape in adapter_shapes(model, run.lora).values())
+            share = trained / model.num_parameters
+            facts["LoRA"] = f"rank {run.lora.rank}, {trained:,} parameters trained ({share:.2%})"
+        facts |= {
+            "grid": f"{run.parallel.describe()} ({run.parallel.world_size} × {self.device_name})",
+            "batch": f"{run.training.global_batch_size} sequences = {self.tokens_per_step:,} tokens a step, "
+            f"gradient_accumulation_steps {run.gradient_accumulation_steps}",
+            "tokens": total_tokens,
+            "model FLOPs per token": self.flops.training,
+            "FLOP formula": FLOP_FORMULA,
+            "peak": "n/a: no published figure for this device, so no MFU" if self.peak is None else self.peak.source,
+            "starts at step": self.first_step,
+        }
+        for packed in corpora.packing():
+            facts["conversations"] = (
+                f"{packed.conversations:,} in {packed.windows:,} sequences, {packed.filled:.1%} filled; "
+                f"{corpora.trained_share():.1%} of the tokens trained"
+            )
+        if masked is not None:
+            goldfish = run.masks.goldfish
+            facts["goldfish mask"] = (
+                f"{goldfish.strategy}, k {goldfish.k}, h {goldfish.h}, from step {goldfish.start_step} on: "
+                f"{masked.drop_rate:.1%} not trained, at most {masked.longest_undropped_span} kept in a row"
+            )
+        return facts
+
+
+def _warn_about_data(corpora: Corpora, masked: MaskStatistics | None, seq_length: int) -> None:
+    """Warn of conversations that do not fit a sequence, and of a goldfish mask that does not suit the text."""
+    for packed in corpora.packing():
+        if packed.cut or packed.left_out:
+            print(
+                f"warning: training.seq_length = {seq_length} cuts the end of {packed.cut:,} conversations and leaves "
+                f"out {packed.left_out:,}, whose answers begin beyond it",
+                file=sys.stderr,
+            )
+    for warning in masked.warnings() if masked is not None else []:
+        print(f"warning: {warning}", file=sys.stderr)

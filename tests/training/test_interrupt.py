@@ -1,0 +1,213 @@
+"""Ctrl-C, a closed terminal and launchers, with real signals to real processes: the first saves, a second stops."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from command_line import Cli
+from tiny_corpus import run_file
+
+from fourfold.launch import stop_signals
+from fourfold.launch.stop_signals import StopRequest, stop_request
+from fourfold.run_file.load import load_run
+from fourfold.training.run_folder import where_it_continues
+
+FOURFOLD = [sys.executable, "-c", "import sys; from fourfold.cli.app import main; sys.argv[0] = 'fourfold'; main()"]
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts ``fourfold train`` in a process group of its own, which a Ctrl-C reaches as a whole."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(path: Path, command: list[str] = FOURFOLD) -> subprocess.Popen[str]:
+        started.append(
+            subprocess.Popen(
+                [*command, "train", str(path)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+                preexec_fn=heed_interrupts,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def heed_interrupts() -> None:
+    """Undo what a shell does for background jobs, of which the tests may be one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def wait_for_steps(path: Path, steps: int, process: subprocess.Popen[str]) -> None:
+    metrics = path.parent / "runs" / "run" / "metrics.jsonl"
+    give_up = time.monotonic() + 120
+    while not (metrics.is_file() and metrics.read_text().count("\n") >= steps):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < give_up, "it did not begin to train"
+        time.sleep(0.01)
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "runs" / "run" / "checkpoints").glob("step_*"))
+
+
+def endless(folder: Path, prefix: str, **changes: object) -> Path:
+    return run_file(folder, prefix, training__train_steps=100_000, lr_scheduler__decay_style="constant", **changes)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"parallel__x": 2}], ids=["one process", "two local workers"])
+def test_the_first_interrupt_saves(
+    tmp_path: Path, prefix: str, start: Start, cli: Cli, parallel: dict[str, object]
+) -> None:
+    path = endless(tmp_path, prefix, **parallel)
+    process = start(path)
+    wait_for_steps(path, 2, process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group at once
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 3, errors
+    assert errors.count("saving a checkpoint after this step; Ctrl-C once more stops without it") == 1
+    assert "Traceback" not in errors
+    (step,) = checkpoint_steps(tmp_path)
+    checkpoint = tmp_path / "runs" / "run" / "checkpoints" / f"step_{step}"
+    assert f"The newest checkpoint is {checkpoint}: no step is lost. The same command continues from it.\n" in output
+    if not parallel:
+        assert cli("train", path, "--set", f"training.train_steps={step + 1}")[0] == 0
+        assert step + 1 in checkpoint_steps(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"training__global_batch_size": 120}, {"training__global_batch_size": 60, "parallel__x": 2}],
+    ids=["one process", "two local workers"],
+)
+def test_the_second_interrupt_stops(tmp_path: Path, prefix: str, start: Start, changes: dict[str, object]) -> None:
+    """In the middle of a long step, which is not finished."""
+    path = endless(tmp_path, prefix, checkpoint__interval=2, **changes)
+    process = start(path)
+    wait_for_steps(path, 3, process)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.stderr is not None
+    assert any("Ctrl-C once more" in line for line in process.stderr)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert re.search(r"Stopped\. The newest checkpoint is .*step_2: 1 step is lost\. The same command contin", errors)
+    assert checkpoint_steps(tmp_path) == [2]
+
+
+def test_an_interrupt_before_the_first_step_stops(tmp_path: Path, prefix: str, start: Start) -> None:
+    path = endless(tmp_path, prefix, parallel__x=2)
+    process = start(path)
+    give_up = time.monotonic() + 60
+    while len(children_of(process.pid)) < 2:  # they still import torch
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Stopped. There is no checkpoint yet: no step is lost, and the same command starts again." in errors
+    assert "Traceback" not in errors
+
+
+def children_of(process_id: int) -> list[str]:
+    return Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()
+
+
+def test_a_closed_terminal_saves(tmp_path: Path, prefix: str) -> None:
+    """The kernel sends SIGHUP, and nothing can be printed any more."""
+    path = endless(tmp_path, prefix)
+    ours, theirs = os.openpty()
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        [*FOURFOLD, "train", str(path)], stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=take_terminal, text=True
+    )
+    os.close(theirs)
+    wait_for_steps(path, 2, process)
+    os.close(ours)
+    assert process.wait(timeout=60) == 3
+    assert len(checkpoint_steps(tmp_path)) == 1
+    assert (tmp_path / "runs" / "run" / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_torchrun_saves(tmp_path: Path, prefix: str, start: Start) -> None:
+    path = endless(tmp_path, prefix, parallel__x=2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fourfold"]
+    process = start(path, torchrun)
+    wait_for_steps(path, 2, process)
+    os.killpg(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert errors.count("saving a checkpoint after this step") == 1, errors
+    assert len(checkpoint_steps(tmp_path)) == 1
+    assert output.count("no step is lost") == 1
+
+
+def test_a_launcher_may_deliver_an_interrupt_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 10.2, 12.0])
+    monkeypatch.setattr(stop_signals.time, "monotonic", lambda: next(clock))
+    request = StopRequest(announce=False, launched=True)
+    request.receive(signal.SIGINT, None)
+    request.receive(signal.SIGINT, None)
+    assert request.is_set
+    with pytest.raises(KeyboardInterrupt):
+        request.receive(signal.SIGINT, None)
+
+
+def test_an_interrupt_after_another_stop_signal_stops() -> None:
+    request = StopRequest(announce=False, launched=False)
+    for _ in range(2):  # a scheduler may repeat itself
+        request.receive(signal.SIGTERM, None)
+    with pytest.raises(KeyboardInterrupt):
+        request.receive(signal.SIGINT, None)
+
+
+def test_signals_that_are_ignored_stay_so() -> None:
+    """nohup ignores SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_request() as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not request.is_set
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert request.is_set
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_that_does_not_resume_by_itself_says_how(tmp_path: Path, prefix: str) -> None:
+    """Checkpoints beyond the record are of an attempt before."""
+    run = load_run(run_file(tmp_path, prefix, checkpoint__resume="never"))
+    folder = tmp_path / "runs" / "run"
+    for step in (2, 90):
+        (folder / "checkpoints" / f"step_{step}").mkdir(parents=True)
+        (folder / "checkpoints" / f"step_{step}" / "state.json").touch()
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 6)))
+    assert where_it_continues(run) == (
+        f"The newest checkpoint is {folder}/checkpoints/step_2: 3 steps are lost. The same command with --set "
+        f"checkpoint.resume={folder}/checkpoints/step_2 continues from it."
+    )
