@@ -10,8 +10,9 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from command_line import Cli
@@ -23,6 +24,8 @@ from fourfold.run_file.load import load_run
 from fourfold.training.run_folder import where_it_continues
 
 FOURFOLD = [sys.executable, "-c", "import sys; from fourfold.cli.app import main; sys.argv[0] = 'fourfold'; main()"]
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+"""Threads that wait for each other are slow on cores that others use too."""
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -31,13 +34,16 @@ def start() -> Iterator[Start]:
     """Starts ``fourfold train`` in a process group of its own, which a Ctrl-C reaches as a whole."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(path: Path, command: list[str] = FOURFOLD) -> subprocess.Popen[str]:
+    def start(
+        path: Path, command: list[str] = FOURFOLD, environ: Mapping[str, str] = MappingProxyType({})
+    ) -> subprocess.Popen[str]:
         started.append(
             subprocess.Popen(
                 [*command, "train", str(path)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
+                env={**ONE_THREAD, **environ},
                 start_new_session=True,
                 preexec_fn=heed_interrupts,
             )
@@ -58,10 +64,14 @@ def heed_interrupts() -> None:
 
 def wait_for_steps(path: Path, steps: int, process: subprocess.Popen[str]) -> None:
     metrics = path.parent / "runs" / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= steps, process)
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     give_up = time.monotonic() + 120
-    while not (metrics.is_file() and metrics.read_text().count("\n") >= steps):
+    while not condition():
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < give_up, "it did not begin to train"
+        assert time.monotonic() < give_up, "it did not come so far"
         time.sleep(0.01)
 
 
@@ -93,16 +103,32 @@ def test_the_first_interrupt_saves(
         assert step + 1 in checkpoint_steps(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"training__global_batch_size": 120}, {"training__global_batch_size": 60, "parallel__x": 2}],
-    ids=["one process", "two local workers"],
-)
-def test_the_second_interrupt_stops(tmp_path: Path, prefix: str, start: Start, changes: dict[str, object]) -> None:
-    """In the middle of a long step, which is not finished."""
-    path = endless(tmp_path, prefix, checkpoint__interval=2, **changes)
-    process = start(path)
-    wait_for_steps(path, 3, process)
+STAY_IN_STEP_4 = """
+import os, pathlib, time
+from fourfold.training.job import Job
+
+original = Job.update
+
+def update(job, step, grad_norm):
+    if step == 3:
+        pathlib.Path(os.environ["IN_STEP_4"]).touch()
+        time.sleep(600)
+    return original(job, step, grad_norm)
+
+Job.update = update
+"""
+"""Imported by every Python process that finds it under the name of sitecustomize."""
+
+
+@pytest.mark.parametrize("parallel", [{}, {"parallel__x": 2}], ids=["one process", "two local workers"])
+def test_the_second_interrupt_stops(tmp_path: Path, prefix: str, start: Start, parallel: dict[str, object]) -> None:
+    """In the middle of a step, which is not finished."""
+    path = endless(tmp_path, prefix, checkpoint__interval=2, **parallel)
+    (tmp_path / "sitecustomize.py").write_text(STAY_IN_STEP_4)
+    in_step_4 = tmp_path / "in step 4"
+    python_path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    process = start(path, environ={"PYTHONPATH": python_path, "IN_STEP_4": str(in_step_4)})
+    wait_until(in_step_4.exists, process)
     os.killpg(process.pid, signal.SIGINT)
     assert process.stderr is not None
     assert any("Ctrl-C once more" in line for line in process.stderr)
@@ -117,10 +143,7 @@ def test_the_second_interrupt_stops(tmp_path: Path, prefix: str, start: Start, c
 def test_an_interrupt_before_the_first_step_stops(tmp_path: Path, prefix: str, start: Start) -> None:
     path = endless(tmp_path, prefix, parallel__x=2)
     process = start(path)
-    give_up = time.monotonic() + 60
-    while len(children_of(process.pid)) < 2:  # they still import torch
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
+    wait_until(lambda: len(children_of(process.pid)) >= 2, process)  # they still import torch
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
@@ -143,7 +166,13 @@ def test_a_closed_terminal_saves(tmp_path: Path, prefix: str) -> None:
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
 
     process = subprocess.Popen(
-        [*FOURFOLD, "train", str(path)], stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=take_terminal, text=True
+        [*FOURFOLD, "train", str(path)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        text=True,
+        env=ONE_THREAD,
+        preexec_fn=take_terminal,
     )
     os.close(theirs)
     wait_for_steps(path, 2, process)
