@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import replace
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
@@ -28,7 +27,7 @@ def main() -> int:
     print(f"{'model':>14}{'machine':>10}{'GPUs':>8}{'layouts':>11}{'seconds':>9}{'a second':>10}  goal ≥ {GOAL:,}")
     missed = False
     for preset, seq, batch, name, gpus in CASES:
-        work = replace(workload_of_model(ModelConfig(**PRESETS[preset])), seq=seq, batch=batch)
+        work = workload_of_model(ModelConfig(**PRESETS[preset])).but(seq=seq, batch=batch)
         times = []
         for _ in range(rounds):
             begin = time.process_time()

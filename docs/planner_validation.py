@@ -13,8 +13,9 @@ import numpy as np
 
 from fourfold.planning.calibration.fit import Calibration, to_toml
 from fourfold.planning.calibration.published import figures, weak_scaling
-from fourfold.planning.calibration.rows import Row, read_rows, stack_work
+from fourfold.planning.calibration.rows import Row, read_rows
 from fourfold.planning.calibration.score import errors_of, fit_rows, predict_rows, summary, sweeps_of
+from fourfold.planning.cases import stack
 from fourfold.planning.cost.memory import CACHED, CACHED_SPREAD, UNUSABLE, peak_memory, runtime_bytes
 from fourfold.planning.machines.constants import NAMES, PRIORS
 from fourfold.planning.machines.machine import stack_machines
@@ -228,8 +229,8 @@ def constants(calibration: Calibration) -> list[tuple[str, ...]]:
 def fitted_overhead(fitted: list[Row]) -> float:
     """Estimate the allocator's overhead as a share of the allocated bytes, from fitted rows with memory and a prior."""
     rows = [row for row in fitted if row.memory_gb is not None]
-    work, machine = stack_work(rows), stack_machines([row.machine for row in rows])
-    runtime = np.where(work.count_runtime, runtime_bytes(work, machine), 0)
+    work, machine = stack([row.work for row in rows]), stack_machines([row.machine for row in rows])
+    runtime = np.where(work.program.count_runtime, runtime_bytes(work, machine), 0)
     allocated = (peak_memory(work, machine) - runtime) / (1 + CACHED)
     shares = np.clip((np.array([row.memory_gb * 1e9 for row in rows]) - runtime) / allocated - 1, -0.1, 0.4)
     return float(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -12,13 +12,42 @@ Number = Any
 """A float, or an array of them with one entry for each case that is predicted at once."""
 
 
+@dataclass(frozen=True)
 class Cases:
-    """A dataclass of numbers or arrays [n] of them."""
+    """A dataclass of numbers, arrays [n] of them, and other cases."""
 
-    def take(self, index: np.ndarray) -> Self:
-        """Select the cases at ``index``; scalars stay scalars."""
-        arrays = {name: v for name, v in vars(self).items() if isinstance(v, np.ndarray) and v.ndim}
-        return replace(self, **{name: v[index] for name, v in arrays.items()})
+    def map_arrays(self, change: Callable[[np.ndarray], np.ndarray]) -> Self:
+        """A copy with every array changed; scalars stay scalars."""
+        changed: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Cases):
+                changed[name] = value.map_arrays(change)
+            elif isinstance(value, np.ndarray) and value.ndim:
+                changed[name] = change(value)
+        return replace(self, **changed)
+
+    def take(self, index: np.ndarray | slice) -> Self:
+        """Select the cases at ``index``."""
+        return self.map_arrays(lambda array: array[index])
+
+    def with_float_arrays(self) -> Self:
+        """A copy whose arrays of integers are arrays of floats."""
+        return self.map_arrays(lambda array: array.astype(float) if array.dtype.kind == "i" else array)
+
+
+SomeCases = TypeVar("SomeCases", bound=Cases)
+
+
+def stack(cases: Sequence[SomeCases]) -> SomeCases:
+    """Single cases as one whose numbers are arrays, bool where a field's default is; other fields are the first's."""
+    columns: dict[str, Any] = {}
+    for field in fields(cases[0]):
+        values = [getattr(case, field.name) for case in cases]
+        if isinstance(values[0], Cases):
+            columns[field.name] = stack(values)
+        elif field.type == "Number":
+            columns[field.name] = np.array(values, dtype=bool if isinstance(field.default, bool) else float)
+    return replace(cases[0], **columns)
 
 
 def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.config.model import ModelConfig
@@ -60,22 +60,22 @@ def request_from_options(
         run = load_run(run_file, overrides)
         sizes, name, own = run.model, run.name, workload_of(run)
         gpus = gpus or run.parallel.world_size
-        base = replace(own, **dict.fromkeys(AXES, 1), micro_batch=1, zero=0, recompute=0)
+        base = own.but(**dict.fromkeys(AXES, 1), micro_batch=1, zero=0, recompute=0)
     else:
         assert model is not None
         if gpus is None:
             raise UserError("--gpus is missing: how many GPUs to plan for")
         sizes, name = load_model(model)
         seq = seq or min(sizes.max_position_embeddings, LONGEST_DEFAULT)
-        base = replace(workload_of_model(sizes), seq=seq, batch=batch or max(1, round(STEP_TOKENS / seq / gpus)) * gpus)
+        base = workload_of_model(sizes).but(seq=seq, batch=batch or max(1, round(STEP_TOKENS / seq / gpus)) * gpus)
     changes: dict[str, int] = {}
     changes |= {"seq": seq} if seq else {}
     changes |= {"batch": batch} if batch else {}
     changes |= {"bits": BITS[precision]} if precision else {}
-    base = replace(base, **changes)
-    own = replace(own, **changes) if own is not None else None
-    if sizes.position_embedding == "learned" and base.seq > sizes.max_position_embeddings:
+    base = base.but(**changes)
+    own = own.but(**changes) if own is not None else None
+    if sizes.position_embedding == "learned" and base.step.seq > sizes.max_position_embeddings:
         raise UserError(
-            f"--seq {base.seq} is longer than the model's position table of {sizes.max_position_embeddings}"
+            f"--seq {base.step.seq} is longer than the model's position table of {sizes.max_position_embeddings}"
         )
     return Request(name, sizes, base, gpus, own, run, precision)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from fourfold.errors import UserError
@@ -73,10 +73,10 @@ def scaling_curve(
     points: list[Point] = []
     first: tuple[int, float] | None = None
     for gpus in sizes:
-        batch = base.batch * gpus // sizes[0] if weak else base.batch
-        published = _published(machine.name, model, gpus, int(batch), int(base.seq))
+        batch = base.step.batch * gpus // sizes[0] if weak else base.step.batch
+        published = _published(machine.name, model, gpus, int(batch), int(base.step.seq))
         try:
-            best = make_plan(replace(base, batch=batch), machine, constants, gpus, 1, limits).best
+            best = make_plan(base.but(batch=batch), machine, constants, gpus, 1, limits).best
         except UserError as error:
             points.append(Point(gpus, None, None, str(error), published))
             continue

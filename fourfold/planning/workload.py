@@ -1,8 +1,9 @@
-"""What is predicted: models, batches and layouts, as arrays with one entry for each case."""
+"""What is predicted: models, layouts, steps and programs, as arrays with one entry for each case."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import numpy as np
 
@@ -10,153 +11,93 @@ from fourfold.config.stages import FORWARDS_FIRST, SPLIT_BACKWARD, V_SHAPED
 from fourfold.planning.cases import Cases, Number
 
 RECOMPUTE = ("none", "selective", "full")
-"""``recompute`` counts in these: selective runs parts of a block again, full the whole block."""
+"""Values of ``Layout.recompute``: selective runs parts of a block again in the backward, full the whole block."""
 
 SCHEDULES = (
     "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",
 )  # fmt: skip
-"""``schedule`` counts in these; 1F1B with several chunks a stage is Interleaved1F1B."""
+"""Values of ``Layout.schedule``; 1F1B with several chunks per stage is Interleaved1F1B."""
 
-CONTEXTS = ("gathered", "ring", "ulysses")
-"""``context`` counts in these: keys and values gathered (others' programs), passed round, or heads exchanged."""
+CP_METHODS = ("gathered", "ring", "ulysses")
+"""Values of ``Layout.cp_method``: keys and values all-gathered (other programs), passed around a ring, or heads
+exchanged for tokens."""
 
 
 @dataclass(frozen=True)
-class Workload(Cases):
-    """Sizes of one step; every field is a number or an array [n] of them.
-
-    The model: layers, hidden, queries and keys (features), head_dim, inner, ups (outputs of up and gate together),
-    vocab (padded), tied, rope, biases (of q, k, v), head_norms, positions (rows of a learned table), parallel_residual
-    (attention and MLP read the same).
-    The step: seq, batch (global, sequences), micro_batch, bits (16 or 32 in the step; 8: matmuls in FP8), reduce_bytes
-    (of a gradient in sums), recompute (index into ``RECOMPUTE``).
-    The grid: x, y, z, dp, cp, pp, interleave (chunks of layers a stage), zero, schedule (index into ``SCHEDULES``),
-    context (into ``CONTEXTS``).
-
-    What the program does, as others' programs differ here:
-    split_residual: the stream between the layers lies over x; false for tensor without sequence parallelism.
-    regather: inputs are kept split over x and gathered again for the backward, whatever the recompute (Megatron-LM's
-    sequence parallelism).
-    flash: fused attention; fused: fused pointwise operations; per_op: selective keeps the attention's output and every
-    second matmul's (torchtitan); attention_again, mlp_again, gathers_again: what selective does again; stops_early:
-    full leaves out a block's last product and its sum over x, which nothing reads; products_add: the products of the
-    weight gradients add them to those of the micro-batches before; fused_gate: a gated MLP keeps gate, up and what it
-    makes of them, and no activation between; fused_loss: the loss reads 16-bit logits; inputs_in_8: products in FP8
-    keep their inputs as they read them (Transformer Engine); stage_keeps: residuals that a stage of a pipeline keeps of
-    a micro-batch besides those of its blocks; own: fourfold's own operations, which are counted, and not others', which
-    are estimated (``terms.pointwise``); of its model layer_norm, zero_centered (norms), turned (share of the channels
-    that rotary embeddings turn); gate_first: the sum of gate over y runs behind the product of up; all_reduced:
-    gradients are summed whole over dp where each rank keeps a shard.
-    overlap_x, overlap_z, overlap_dp: communication runs behind computation (of x in the backward; overlap_forward:
-    also in the forward, piece by piece with the product that it feeds); blocking: the host waits for every kernel.
-    weights_kept: weights are gathered once a step and not for every micro-batch (distributed optimizers).
-    half_weights: 16-bit weights are stored besides the optimizer's; stored: bytes of a weight, of its gradient and of
-    each of the optimizer's moments where they are not; gradient_copy: the optimizer makes an fp32 copy of its gradients
-    (DeepSpeed); stored_gradients: bytes of a gradient where they are not those of the sums.
-    ends: how many layers' worth of work embedding and head each count for where layers are split into stages;
-    layers_per_stage: of one layout, where its run file says them. every: only every n-th block recomputes; offload:
-    what full recompute keeps waits in the host's memory.
-    prefetch: blocks gathered ahead; chunk_logits: logits made at once; count_runtime: memory includes what the driver
-    and the communication library take.
-    """
+class ModelShape(Cases):
+    """The sizes of a decoder."""
 
     layers: Number
     hidden: Number
     queries: Number
+    """Features of all query heads."""
     keys: Number
+    """Features of all key heads; those of the values are as many."""
     head_dim: Number
     inner: Number
-    ups: Number
+    """Width of the MLP."""
+    gate_up: Number
+    """Outputs of the MLP's first product: 2 · inner with a gate, else inner."""
     vocab: Number
+    """Rows of the vocabulary, padding included."""
     tied: Number
-    seq: Number
-    batch: Number
-    micro_batch: Number
-    bits: Number
-    reduce_bytes: Number
-    x: Number
-    y: Number
-    z: Number
-    dp: Number
-    cp: Number
-    pp: Number
-    interleave: Number
-    zero: Number
-    recompute: Number
-    split_residual: Number = True
-    flash: Number = True
-    fused: Number = False
-    overlap_x: Number = True
-    overlap_forward: Number = False
-    overlap_z: Number = True
-    overlap_dp: Number = True
-    weights_kept: Number = False
-    regather: Number = False
-    ends: Number = 0.0
-    layers_per_stage: tuple[int, ...] | None = None
-    schedule: Number = 0
-    context: Number = 0
-    every: Number = 1
-    offload: Number = False
+    """Whether embedding and head share one table."""
     rope: Number = True
-    biases: Number = False
-    head_norms: Number = False
+    rotary_share: Number = 1.0
+    """Share of a head's channels that rotary embeddings rotate."""
     positions: Number = 0
-    parallel_residual: Number = False
-    blocking: Number = False
-    half_weights: Number = False
-    stored: Number = 4
-    gradient_copy: Number = False
-    stored_gradients: Number = 0
-    count_runtime: Number = True
-    per_op: Number = False
-    prefetch: Number = 1
-    chunk_logits: Number = 1 << 27
-    attention_again: Number = True
-    mlp_again: Number = False
-    gathers_again: Number = False
-    stops_early: Number = False
-    products_add: Number = False
-    fused_gate: Number = False
-    fused_loss: Number = False
-    inputs_in_8: Number = False
-    stage_keeps: Number = 0
-    own: Number = False
+    """Rows of a learned position table."""
+    biases: Number = False
+    """Whether q, k and v have biases."""
+    head_norms: Number = False
+    """Whether queries and keys are normalized per head."""
     layer_norm: Number = False
+    """LayerNorm instead of RMSNorm."""
     zero_centered: Number = False
-    turned: Number = 1.0
-    all_reduced: Number = False
-    gate_first: Number = False
-
-    @property
-    def gpus(self) -> Number:
-        return self.x * self.y * self.z * self.dp * self.cp * self.pp
-
-    @property
-    def micro_batches(self) -> Number:
-        """Micro-batches that one rank runs in a step."""
-        return self.batch / self.micro_batch / (self.z * self.dp)  # a product of three may exceed 32 bits
-
-    @property
-    def tokens(self) -> Number:
-        """Tokens of a micro-batch on one rank, gathered over x."""
-        return self.micro_batch * self.seq / self.cp
-
-    @property
-    def bytes(self) -> Number:
-        """Bytes of an activation or a weight in the step."""
-        return np.maximum(self.bits, 16) / 8
+    """Norms multiply by 1 + weight."""
+    parallel_residual: Number = False
+    """Attention and MLP read the same input."""
 
     @property
     def block_weights(self) -> Number:
         """Matrix entries of one block."""
-        return self.hidden * (2 * self.queries + 2 * self.keys + self.ups + self.inner)
+        return self.hidden * (2 * self.queries + 2 * self.keys + self.gate_up + self.inner)
+
+
+@dataclass(frozen=True)
+class Layout(Cases):
+    """How a model and its batch are divided over the GPUs."""
+
+    x: Number = 1
+    y: Number = 1
+    z: Number = 1
+    dp: Number = 1
+    cp: Number = 1
+    pp: Number = 1
+    interleave: Number = 1
+    """Chunks of layers (stages) on each rank of pp."""
+    schedule: Number = 0
+    """Index into ``SCHEDULES``."""
+    zero: Number = 0
+    """ZeRO stage over dp · cp."""
+    cp_method: Number = 0
+    """Index into ``CP_METHODS``."""
+    micro_batch: Number = 1
+    """Sequences."""
+    recompute: Number = 0
+    """Index into ``RECOMPUTE``."""
+    recompute_every: Number = 1
+    """Every n-th block recomputes."""
+    offload: Number = False
+    """What full recompute keeps waits in the host's memory."""
+    ends: Number = 0.0
+    """Layers' worth of work that embedding and head each count for where layers are split into stages."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Explicit split of a single layout, from its run file."""
 
     @property
-    def table_weights(self) -> Number:
-        """Entries of embedding and head on a rank that has them: of one on a pipeline, or where they are one."""
-        both = np.equal(self.pp, 1) & ~np.asarray(self.tied, bool)
-        return self.vocab * self.hidden * np.where(both, 2, 1)
+    def gpus(self) -> Number:
+        return self.x * self.y * self.z * self.dp * self.cp * self.pp
 
     @property
     def split_backward(self) -> Number:
@@ -176,30 +117,172 @@ class Workload(Cases):
     @property
     def recomputing(self) -> Number:
         """Share of the blocks that recompute."""
-        return 1 / self.every
+        return 1 / self.recompute_every
+
+
+@dataclass(frozen=True)
+class Step(Cases):
+    """Batch and precision of one optimizer step."""
+
+    seq: Number = 1
+    """Tokens of a sequence."""
+    batch: Number = 1
+    """Sequences of the global batch."""
+    bits: Number = 16
+    """16 or 32; 8: matrix products in FP8, everything else in 16."""
+    reduce_bytes: Number = 4
+    """Bytes per gradient entry in sums over ranks."""
+    weight_bytes: Number = 4
+    """Bytes per entry of a weight, of its gradient and of each optimizer moment, as stored."""
+
+    @property
+    def item_bytes(self) -> Number:
+        """Bytes per entry of an activation, or of a weight in use."""
+        return np.maximum(self.bits, 16) / 8
+
+
+@dataclass(frozen=True)
+class Program(Cases):
+    """What training programs do differently; the defaults are fourfold's."""
+
+    is_fourfold: Number = True
+    """Pointwise operations are counted one by one; those of others are estimated (``cost.terms.pointwise``)."""
+    flash: Number = True
+    """Attention is one fused kernel."""
+    fused: Number = False
+    """Pointwise operations are fused (torch.compile, Transformer Engine)."""
+    fused_gate: Number = False
+    """A gated MLP keeps gate, up and their product, and no activation between."""
+    fused_loss: Number = False
+    """The loss reads 16-bit logits."""
+    keeps_float8_inputs: Number = False
+    """FP8 products keep their inputs in FP8 (Transformer Engine)."""
+    chunk_logits: Number = 1 << 27
+    """Logits made at once."""
+    blocking: Number = False
+    """The host waits for every kernel (CUDA_LAUNCH_BLOCKING)."""
+
+    split_residual: Number = True
+    """The residual stream is sharded over x; false for tensor parallelism without sequence parallelism."""
+    regather: Number = False
+    """Inputs are kept sharded over x and gathered again in the backward, whatever the recompute (Megatron-LM)."""
+    overlap_x: Number = True
+    """Backward collectives of x and y run behind weight gradients."""
+    overlap_forward: Number = False
+    """Forward collectives of x run piece by piece behind the product that reads them (AsyncTP)."""
+    gate_first: Number = True
+    """The sum of gate over y runs behind the product of up."""
+
+    overlap_z: Number = True
+    """Weight gathers and gradient scatters run behind computation."""
+    overlap_dp: Number = True
+    """The gradient sum over dp runs behind the last backward."""
+    prefetch: Number = 1
+    """Blocks gathered ahead."""
+    weights_kept: Number = False
+    """Weights are gathered once per step, not per micro-batch (distributed optimizers)."""
+    half_weights: Number = False
+    """16-bit weights are stored besides the optimizer's."""
+    all_reduces_gradients: Number = False
+    """Gradients are all-reduced over dp although each rank needs a shard (DeepSpeed)."""
+    fuses_accumulation: Number = False
+    """Weight-gradient products add to the gradients of earlier micro-batches (Megatron-LM)."""
+    gradient_bytes: Number = 0
+    """Bytes per stored gradient entry; 0: as ``Step.reduce_bytes``."""
+    gradient_copy: Number = False
+    """The optimizer copies its gradients to fp32 (DeepSpeed)."""
+
+    recomputes_attention: Number = False
+    """Selective recompute runs the attention core again."""
+    recomputes_mlp: Number = True
+    """Selective recompute makes the MLP's activation again."""
+    recomputes_gathers: Number = True
+    """Selective recompute repeats the gathers over x and y."""
+    recomputes_per_op: Number = False
+    """Selective recompute keeps the attention's output and every second product's (torchtitan)."""
+    recompute_stops_early: Number = True
+    """Full recompute leaves out a block's last product and its sum over x, which nothing reads."""
+    stage_keeps: Number = 0
+    """Residuals that a pipeline stage keeps per micro-batch besides those of its blocks."""
+    count_runtime: Number = True
+    """Memory includes what the driver and the communication library take."""
+
+
+OTHER_PROGRAM = Program(
+    is_fourfold=False, gate_first=False, recomputes_attention=True, recomputes_mlp=False, recomputes_gathers=False,
+    recompute_stops_early=False,
+)  # fmt: skip
+"""What programs other than fourfold have in common."""
+
+
+@dataclass(frozen=True)
+class Workload(Cases):
+    """One optimizer step: every field of its four parts is a number, or an array [n] of them."""
+
+    model: ModelShape
+    layout: Layout = Layout()
+    step: Step = Step()
+    program: Program = Program()
+
+    def but(self, **changes: Number) -> Self:
+        """A copy with some fields changed, each in the part that has it: ``work.but(x=2, seq=4096)``."""
+        parts: dict[str, dict[str, Number]] = {}
+        for name, value in changes.items():
+            parts.setdefault(PART_OF[name], {})[name] = value
+        return replace(self, **{part: replace(getattr(self, part), **values) for part, values in parts.items()})
+
+    @property
+    def micro_batches(self) -> Number:
+        """Micro-batches that one rank runs in a step."""
+        layout = self.layout
+        return self.step.batch / layout.micro_batch / (layout.z * layout.dp)  # a product of three may exceed 32 bits
+
+    @property
+    def tokens(self) -> Number:
+        """Tokens of a micro-batch on one rank, gathered over x."""
+        return self.layout.micro_batch * self.step.seq / self.layout.cp
+
+    @property
+    def table_weights(self) -> Number:
+        """Entries of embedding and head on a rank that has them: of one table in a pipeline, or where they are tied."""
+        both = np.equal(self.layout.pp, 1) & ~np.asarray(self.model.tied, bool)
+        return self.model.vocab * self.model.hidden * np.where(both, 2, 1)
+
+    @property
+    def tokens_per_step(self) -> Number:
+        return 1.0 * self.step.batch * self.step.seq
 
     def model_flops(self) -> Number:
-        """Of one step: matmul parameters (head included) six times a token, attention over half of the square."""
-        tokens = 1.0 * self.batch * self.seq
-        attention = 6.0 * self.layers * self.seq * self.queries
-        return tokens * (6 * (self.layers * self.block_weights + self.vocab * self.hidden) + attention)
+        """FLOPs of one step: six per token and matrix entry (head included), attention over half of the square."""
+        model = self.model
+        attention = 6.0 * model.layers * self.step.seq * model.queries
+        return self.tokens_per_step * (
+            6 * (model.layers * model.block_weights + model.vocab * model.hidden) + attention
+        )
 
     def hardware_flops(self) -> Number:
-        """Model FLOPs and what is computed again for the backward."""
-        tokens = 1.0 * self.batch * self.seq
-        attention = 2.0 * self.layers * self.seq * self.queries
-        last = np.where(self.stops_early, self.hidden * self.inner, 0)
-        full = 2 * self.layers * (self.block_weights - last) + attention
-        selective = np.where(self.attention_again, attention, 0)
-        again = np.where(self.recompute == 2, full, np.where(self.recompute == 1, selective, 0))
-        return self.model_flops() + tokens * again * self.recomputing
+        """Model FLOPs and those of recompute."""
+        model, recompute = self.model, self.layout.recompute
+        attention = 2.0 * model.layers * self.step.seq * model.queries
+        last = np.where(self.program.recompute_stops_early, model.hidden * model.inner, 0)
+        full = 2 * model.layers * (model.block_weights - last) + attention
+        selective = np.where(self.program.recomputes_attention, attention, 0)
+        again = np.where(recompute == 2, full, np.where(recompute == 1, selective, 0))
+        return self.model_flops() + self.tokens_per_step * again * self.layout.recomputing
 
     def megatron_flops(self) -> Number:
         """Hardware FLOPs with everything recomputed and the whole square of the attention (Narayanan et al. 2021,
         arXiv 2104.04473, equation 3), the convention of many published figures."""
-        tokens = 1.0 * self.batch * self.seq
-        attention = 16.0 * self.layers * self.seq * self.queries
-        return tokens * (8 * self.layers * self.block_weights + attention + 6 * self.vocab * self.hidden)
+        model = self.model
+        attention = 16.0 * model.layers * self.step.seq * model.queries
+        blocks = 8 * model.layers * model.block_weights
+        return self.tokens_per_step * (blocks + attention + 6 * model.vocab * model.hidden)
+
+
+PARTS = {"model": ModelShape, "layout": Layout, "step": Step, "program": Program}
+PART_OF = {field.name: part for part, kind in PARTS.items() for field in fields(kind)}
+"""The part of a workload that has a field."""
+assert len(PART_OF) == sum(len(fields(kind)) for kind in PARTS.values()), "fields of a workload have unique names"
 
 
 def _is_one_of(schedule: Number, names: tuple[str, ...]) -> Number:

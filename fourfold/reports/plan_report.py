@@ -36,7 +36,7 @@ def write_plan_report(path: Path, result: PlanRecord) -> None:
     if result.explanation is not None:
         wide.append(_waterfall(result.explanation))
     wide.append(stacked_bars("Memory of the fullest rank of each stage, GB", _stages(best), width=1072))
-    if best.work.pp > 1:
+    if best.work.layout.pp > 1:
         wide.append(_timetable(best))
     if result.curve:
         wide.append(_curve(result.curve))
@@ -138,14 +138,14 @@ def _timetable(best: Prediction) -> str:
     from fourfold.parallel.schedule import schedule_ops, timeline
 
     work, parts = best.work, best.parts
-    whole = (int(work.pp), int(work.micro_batches))
+    whole = (int(work.layout.pp), int(work.micro_batches))
     stages, micro_batches = min(whole[0], SHOWN_STAGES), min(whole[1], SHOWN_MICRO_BATCHES)
     if (stages, micro_batches) != whole and micro_batches > stages:
         micro_batches -= micro_batches % stages  # interleaved schedules need whole rounds
-    schedule, chunks = SCHEDULES[int(work.schedule)], max(int(work.interleave), 2)
+    schedule, chunks = SCHEDULES[int(work.layout.schedule)], max(int(work.layout.interleave), 2)
     grid = ParallelConfig.model_validate({"pp": stages, "schedule": schedule, "stages_per_rank": chunks})
     busy = sum(parts[name] for name in ("compute", "recompute", "x", "y", "z", "cp", "launch")) / whole[1]
-    backward = 2.0 + float(work.recomputing) * (work.recompute == 2)
+    backward = 2.0 + float(work.layout.recomputing) * (work.layout.recompute == 2)
     spans = timeline(schedule_ops(grid, micro_batches), grid, backward)
     title = f"Pipeline, seconds: {parts['bubble'] / best.seconds:.1%} of the step is bubble; drawn with equal stages"
     if (stages, micro_batches) != whole:

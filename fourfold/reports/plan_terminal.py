@@ -25,8 +25,8 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
     """Print the ranked layouts; with ``explained`` what a step is spent on, and what would change the order."""
     request, plan, console = result.request, result.plan, Console()
     title = (
-        f"{request.name} on {request.gpus} GPUs of {plan.machine.name}: {int(request.base.batch):,} sequences of "
-        f"{int(request.base.seq):,} tokens a step"
+        f"{request.name} on {request.gpus} GPUs of {plan.machine.name}: {int(request.base.step.batch):,} sequences of "
+        f"{int(request.base.step.seq):,} tokens a step"
     )
     print_table(title, ["layout", *NUMBERS], [[name + p.describe(), *_numbers(p)] for name, p in result.labeled()])
     if result.own_refused:

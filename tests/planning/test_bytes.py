@@ -53,7 +53,7 @@ def test_seconds_are_of_the_bytes_of_the_collectives(
         "activation_checkpoint": recompute,
     })  # fmt: skip
     never = dict.fromkeys(("overlap_x", "overlap_forward", "overlap_z", "overlap_dp"), np.bool_(False))
-    parts = step_parts(replace(workload_of(run), **never), ONE_LINK, PLAIN)
+    parts = step_parts(workload_of(run).but(**never), ONE_LINK, PLAIN)
     told = {"x": parts["x"], "y": parts["y"], "attention": parts["cp"], "states": parts["z"] + parts["dp"],
             "pp": parts["pp"]}  # fmt: skip
     sent = dict.fromkeys(told, 0.0)

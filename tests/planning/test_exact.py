@@ -95,7 +95,7 @@ def assert_equal_to_the_trace(run: RunConfig) -> TraceReport:
 def assert_activations_too(run: RunConfig) -> None:
     memory = assert_equal_to_the_trace(run).memory
     work = workload_of(run)
-    assert peak_bytes(work, work.layers, 1) == pytest.approx(memory.activations_peak, rel=0.05)
+    assert peak_bytes(work, work.model.layers, 1) == pytest.approx(memory.activations_peak, rel=0.05)
 
 
 @pytest.mark.parametrize(("model", "grid", "mode"), [*FAST, *ALL], ids=str)
@@ -193,11 +193,12 @@ def test_pipelines_and_contexts_equal_the_trace(
     run = run_of(model, grid, mode, **more)
     traced, work = assert_equal_to_the_trace(run), workload_of(run)
     places = [told.memory.activations_peak for told in traced.pipeline or [traced]]
-    layers = blocks_of_ranks(int(work.layers), len(places), int(work.interleave), bool(work.v_shaped), 0.0, None)
-    head = 0 if work.v_shaped else len(places) - 1
+    layers = blocks_of_ranks(int(work.model.layers), len(places), int(work.layout.interleave), 
+                             bool(work.layout.v_shaped), 0.0, None)  # fmt: skip
+    head = 0 if work.layout.v_shaped else len(places) - 1
     told = [peak_bytes(work, layers[rank], in_flight(work, rank), rank == head) for rank in range(len(places))]
     # Chunks of a rank that have more blocks than others are taken for alike, and so are the ranks of a zero bubble, of
     # which the later ones have given some of it back with the gradients of inputs.
-    uneven = work.interleave > 1 and work.layers % (work.interleave * work.pp)
+    uneven = work.layout.interleave > 1 and work.model.layers % (work.layout.interleave * work.layout.pp)
     alike = uneven or grid.get("schedule") == "InterleavedZeroBubble"
     assert max(told) == pytest.approx(max(places), rel=0.1 if alike else 0.05)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +41,7 @@ PRIOR = prior_constants()
 
 
 def base(preset: str, seq: int, batch: int) -> Workload:
-    return replace(workload_of_model(ModelConfig(**PRESETS[preset])), seq=seq, batch=batch)
+    return workload_of_model(ModelConfig(**PRESETS[preset])).but(seq=seq, batch=batch)
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +62,14 @@ def test_the_best_is_first_and_fits(plan: Plan) -> None:
 
 def test_memory_is_that_of_the_fullest_stage(plan: Plan) -> None:
     work = plan.best.work
-    totals = [sum(float(stage_memory(work, H100, s)[c]) for c in CATEGORIES) for s in range(int(work.pp))]
+    totals = [sum(float(stage_memory(work, H100, s)[c]) for c in CATEGORIES) for s in range(int(work.layout.pp))]
     assert plan.best.memory_bytes == pytest.approx(max(totals))
 
 
 @pytest.mark.parametrize("layers_per_stage", [(1, 2, 9, 10, 10), (2, 2, 13, 14, 1), (8, 8, 8, 4, 4)])
 def test_memory_of_a_split_that_a_run_file_says(layers_per_stage: tuple[int, ...]) -> None:
     """Any rank may be the fullest."""
-    work = replace(base("llama3-8b", 8192, 256), x=8, pp=5, micro_batch=4, layers_per_stage=layers_per_stage)
+    work = base("llama3-8b", 8192, 256).but(x=8, pp=5, micro_batch=4, layers_per_stage=layers_per_stage)
     told = predict(work, H100, PRIOR)
     assert told.memory_bytes == pytest.approx(max(sum(stage.values()) for stage in told.stages))
 
@@ -102,14 +101,14 @@ def test_a_plan_is_written_in_the_precision_that_was_asked(tmp_path: Path) -> No
         best = make_plan(asked.base, H100, PRIOR, 2).best
         write_run(tmp_path / "run.toml", asked, best)
         run = load_run(tmp_path / "run.toml")
-        assert (run.training.precision, run.training.float8, workload_of(run).bits) == kept
+        assert (run.training.precision, run.training.float8, workload_of(run).step.bits) == kept
 
 
 def test_stages_of_1f1b_hold_fewer_micro_batches_towards_the_end() -> None:
-    work = replace(base("llama3-70b", 8192, 256), pp=8, dp=2)
+    work = base("llama3-70b", 8192, 256).but(pp=8, dp=2)
     assert [int(in_flight(work, stage)) for stage in range(8)] == [8, 7, 6, 5, 4, 3, 2, 1]
-    assert float(in_flight(replace(work, interleave=2), 0)) == (8 + 2 * 8 - 1) / 2
-    assert float(in_flight(replace(work, batch=6), 0)) == 3
+    assert float(in_flight(work.but(interleave=2), 0)) == (8 + 2 * 8 - 1) / 2
+    assert float(in_flight(work.but(batch=6), 0)) == 3
 
 
 def test_p_out_of_memory_is_a_distribution() -> None:
@@ -131,8 +130,8 @@ def test_p_out_of_memory_is_a_distribution() -> None:
 
 @pytest.mark.parametrize("change", [{"z": 8}, {"dp": 8, "zero": 3}, {"recompute": 2}, {"x": 8}])
 def test_what_should_save_memory_does(change: dict[str, int]) -> None:
-    work = replace(base("llama3-8b", 8192, 64), dp=8)
-    other = replace(work, **({"dp": 1} | change if "x" in change or "z" in change else change))
+    work = base("llama3-8b", 8192, 64).but(dp=8)
+    other = work.but(**({"dp": 1} | change if "x" in change or "z" in change else change))
     assert float(peak_memory(other, H100)) < float(peak_memory(work, H100))
 
 
@@ -156,13 +155,16 @@ def test_beyond_a_break_even_another_layout_is_best_and_before_it_this_one(plan:
         factor = (point["at"] / point["now"]) ** share
         moved = changed_machine(H100, field, factor)
         again = make_plan(base("llama3-70b", 8192, 256), moved, PRIOR, 128)
-        assert all(getattr(again.best.work, axis) == getattr(plan.best.work, axis) for axis in AXES) == is_best
+        assert (
+            all(getattr(again.best.work.layout, axis) == getattr(plan.best.work.layout, axis) for axis in AXES)
+            == is_best
+        )
 
 
 def test_more_recompute_is_a_neighbour_that_fits() -> None:
     best = make_plan(base("llama3-8b", 8192, 128), H100, PRIOR, 16)
     told = {n["change"]: n["slower"] for n in explain(best)["neighbours"]}
-    here = int(best.best.work.recompute)
+    here = int(best.best.work.layout.recompute)
     assert here < 2 and any(
         change.startswith(f"recompute {here} → {here + 1}") and slower for change, slower in told.items()
     )
@@ -187,7 +189,7 @@ def test_scaling_replans_at_each_size() -> None:
     assert [p.gpus for p in points] == [8, 16, 32]
     assert points[0].efficiency == 1 and 0.5 < points[-1].efficiency < 1.3
     weak = scaling_curve(base("llama3-8b", 8192, 128), H100, PRIOR, [8, 32], weak=True)
-    assert weak[1].best.work.batch == 512
+    assert weak[1].best.work.step.batch == 512
     none = scaling_curve(base("llama3-405b", 8192, 64), H100, PRIOR, [8], weak=False)
     assert none[0].best is None and "nothing fits" in none[0].why_not
     with pytest.raises(UserError, match="--gpus 8-16"):
@@ -210,7 +212,7 @@ def test_published_figures_are_predicted_within_reason() -> None:
 
 
 def test_a_layout_is_predicted_alike_alone_and_among_others() -> None:
-    work = replace(base("llama3-8b", 8192, 64), x=2, z=4)
+    work = base("llama3-8b", 8192, 64).but(x=2, z=4)
     alone = predict(work, H100, PRIOR).seconds
     assert alone == pytest.approx(make_plan(
         base("llama3-8b", 8192, 64), H100, PRIOR, 8,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,25 +31,27 @@ def held(work: Workload, *names: str) -> float:
 def test_a_megatron_row() -> None:
     told = row(tp=2, pp=2, vpp=3, dp=2, zero_fsdp="distributed optimizer (ZeRO-1)", seq_parallel="yes", act_ckpt="none")
     work = told.work
-    assert (work.x, work.pp, work.interleave, work.dp, work.z, work.zero) == (2, 2, 3, 2, 1, 1)
-    assert work.split_residual and work.regather and work.overlap_dp and work.weights_kept and work.half_weights
-    assert work.gpus == 8 and work.micro_batches == 16
+    layout, program = work.layout, work.program
+    assert (layout.x, layout.pp, layout.interleave, layout.dp, layout.z, layout.zero) == (2, 2, 3, 2, 1, 1)
+    assert program.split_residual and program.regather and program.overlap_dp
+    assert program.weights_kept and program.half_weights
+    assert work.layout.gpus == 8 and work.micro_batches == 16
     assert told.machine.name == "dgx-a100" and told.dense_half
 
 
 def test_an_fsdp_row() -> None:
     work = row(n_gpus=64, zero_fsdp="FSDP2 full shard (group 8)", global_batch_seqs=128).work
-    assert (work.z, work.dp, work.zero) == (8, 8, 0)
-    assert not work.half_weights
+    assert (work.layout.z, work.layout.dp, work.layout.zero) == (8, 8, 0)
+    assert not work.program.half_weights
     work = row(zero_fsdp="ZeRO-3 (DeepSpeed)").work
-    assert (work.z, work.dp, work.zero) == (1, 8, 3)
+    assert (work.layout.z, work.layout.dp, work.layout.zero) == (1, 8, 3)
 
 
 def test_the_words_of_a_torchtitan_row() -> None:
     """That compiles, does not, or overlaps the collectives of its tensor parallelism."""
     sharded = {"zero_fsdp": "FSDP2 full shard (group 1)", "tp": 8}
     vanilla, asynchronous, eager = (
-        row(**sharded, notes=notes).work
+        row(**sharded, notes=notes).work.program
         for notes in ("torch.compile; vanilla TP", "torch.compile; AsyncTP", "eager (no torch.compile)")
     )
     assert (vanilla.fused, vanilla.overlap_x, vanilla.overlap_forward) == (True, False, False)
@@ -62,20 +63,20 @@ def test_what_deepspeed_keeps() -> None:
     """In bf16 it shards the optimizer's state whatever the stage, sums fp32 gradients in all-reduces and keeps them
     beside the others; a stage of a pipeline keeps what it has sent."""
     bf16 = row(zero_fsdp="ZeRO-0 (DeepSpeed)", precision="bf16", pp=2, dp=4).work
-    assert (bf16.zero, bf16.all_reduced, bf16.stored_gradients) == (1, True, 6)
+    assert (bf16.layout.zero, bf16.program.all_reduces_gradients, bf16.program.gradient_bytes) == (1, True, 6)
     fp16 = row(zero_fsdp="ZeRO-0 (DeepSpeed)", precision="fp16", pp=2, dp=4).work
-    assert (fp16.zero, fp16.reduce_bytes, fp16.gradient_copy) == (0, 2, True)
+    assert (fp16.layout.zero, fp16.step.reduce_bytes, fp16.program.gradient_copy) == (0, 2, True)
     for work in (bf16, fp16):
-        kept, alone = (held(replace(work, stage_keeps=more), "activations") for more in (work.stage_keeps, 0))
+        kept, alone = (held(work.but(stage_keeps=more), "activations") for more in (work.program.stage_keeps, 0))
         assert kept - alone == 2 * 1.5 * (2 * 2 * 1024 * 1024)  # in flight, residuals, bytes of one
 
 
 def test_the_optimizers_copy_of_gradients_is_made_when_activations_are_gone() -> None:
     work = row(zero_fsdp="ZeRO-0 (DeepSpeed)", precision="fp16").work
-    assert held(work, *CATEGORIES) == held(replace(work, gradient_copy=False), *CATEGORIES)
-    few = replace(work, micro_batch=1, seq=64, batch=8)
-    few_alone = replace(few, gradient_copy=False)
-    entries = few.layers * few.block_weights + few.vocab * few.hidden
+    assert held(work, *CATEGORIES) == held(work.but(gradient_copy=False), *CATEGORIES)
+    few = work.but(micro_batch=1, seq=64, batch=8)
+    few_alone = few.but(gradient_copy=False)
+    entries = few.model.layers * few.model.block_weights + few.model.vocab * few.model.hidden
     assert held(few, "logits") == held(few_alone, "logits")
     assert held(few, *CATEGORIES) - held(few_alone, *CATEGORIES) == pytest.approx(
         (4 * entries - held(few_alone, "activations", "logits")) * (1 + CACHED)
@@ -87,21 +88,24 @@ def test_what_nvidias_recipes_keep() -> None:
     how = {"source_ref": "NVIDIA/NeMo@1:docs", "zero_fsdp": "distributed optimizer (ZeRO-1)", "act_ckpt": "none"}
     cells = {**how, "mlp_type": "swiglu", "tp": 2, "dp": 4, "seq_parallel": ""}
     work = row(**cells).work
-    assert work.reduce_bytes == 2 and work.split_residual and not work.tied and not work.inputs_in_8
-    inner = 2 * work.tokens * work.inner / work.x
-    assert kept_by_block(replace(work, fused_gate=False), False) - kept_by_block(work, False) == inner
-    assert head_bytes(replace(work, fused_loss=False)) - head_bytes(work) == 4 * work.tokens * work.vocab / work.x
+    assert work.step.reduce_bytes == 2 and not work.model.tied
+    assert work.program.split_residual and not work.program.keeps_float8_inputs
+    inner = 2 * work.tokens * work.model.inner / work.layout.x
+    assert kept_by_block(work.but(fused_gate=False), False) - kept_by_block(work, False) == inner
+    logits = work.tokens * work.model.vocab / work.layout.x
+    assert head_bytes(work.but(fused_loss=False)) - head_bytes(work) == 4 * logits
     eight = row(**cells, precision="fp8").work
-    gathered = 2 * work.tokens * work.hidden / 2
-    assert kept_by_block(replace(eight, inputs_in_8=False), False) - kept_by_block(eight, False) == (
-        2 * gathered / 2 - 2 * work.tokens * work.queries / work.x / 2 + inner / 2
+    gathered = 2 * work.tokens * work.model.hidden / 2
+    assert kept_by_block(eight.but(keeps_float8_inputs=False), False) - kept_by_block(eight, False) == (
+        2 * gathered / 2 - 2 * work.tokens * work.model.queries / work.layout.x / 2 + inner / 2
     )
 
 
 def test_other_programs_are_not_nvidias() -> None:
     work = row(zero_fsdp="distributed optimizer (ZeRO-1)", mlp_type="swiglu", tp=2, dp=4, seq_parallel="").work
-    assert work.reduce_bytes == 4 and not (work.split_residual or work.fused_gate or work.fused_loss)
-    assert row(source_ref="mosaicml/llm-foundry@1:README.md", zero_fsdp="FSDP FULL_SHARD").work.fused_loss
+    program = work.program
+    assert work.step.reduce_bytes == 4 and not (program.split_residual or program.fused_gate or program.fused_loss)
+    assert row(source_ref="mosaicml/llm-foundry@1:README.md", zero_fsdp="FSDP FULL_SHARD").work.program.fused_loss
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from fourfold.verification.trace import trace
 
 
 def base(preset: str, seq: int, batch: int, **changes: object) -> Workload:
-    return replace(workload_of_model(ModelConfig(**PRESETS[preset])), seq=seq, batch=batch, **changes)
+    return workload_of_model(ModelConfig(**PRESETS[preset])).but(seq=seq, batch=batch, **changes)
 
 
 @pytest.mark.parametrize("number", [1, 7, 12, 96, 512])
@@ -64,11 +63,11 @@ def run_of(preset: str, point: Workload, **sizes: int) -> dict[str, Any]:
         "data": {"source": "python-stdlib"},
         "parallel": record["parallel"],
         "training": {
-            "global_batch_size": int(point.batch),
-            "seq_length": int(point.seq),
+            "global_batch_size": int(point.step.batch),
+            "seq_length": int(point.step.seq),
             "train_steps": 1,
-            "micro_batch_size": int(point.micro_batch),
-            **({"precision": "bf16", "float8": "tensorwise"} if point.bits == 8 else {}),
+            "micro_batch_size": int(point.layout.micro_batch),
+            **({"precision": "bf16", "float8": "tensorwise"} if point.step.bits == 8 else {}),
         },
         "activation_checkpoint": {
             "mode": record["activation_checkpoint"],
@@ -91,7 +90,7 @@ ALL_SCHEDULES = (*PIPELINES, ("GPipe", 1), ("LoopedBFS", 2), ("DualPipeV", 2))
 ], ids=["x, y, z, dp", "cp", "pp"])  # fmt: skip
 def test_legality_is_that_of_the_run_file(preset: str, bits: int, limits: Limits) -> None:
     gpus = 24
-    work = all_layouts(replace(base(preset, 96, 48), bits=bits), gpus, limits)
+    work = all_layouts(base(preset, 96, 48).but(bits=bits), gpus, limits)
     reasons = rejections(work, load_machine("dgx-h100"))
     random = np.random.default_rng(0)
     legal, illegal = (random.permutation(np.flatnonzero(found))[:60] for found in (reasons == 0, reasons > 0))
@@ -106,7 +105,7 @@ def test_legality_is_that_of_the_run_file(preset: str, bits: int, limits: Limits
 @pytest.mark.parametrize("schedule", [*PIPELINES, ("LoopedBFS", 2), ("DualPipeV", 2)], ids=str)
 def test_the_split_of_the_layers_is_that_of_the_run_file(schedule: tuple[str, int]) -> None:
     for pp, layers in ((2, 16), (4, 37), (3, 29)):
-        work = replace(base("llama-12m", 96, 48), layers=layers, pp=pp, schedule=SCHEDULES.index(schedule[0]),
+        work = base("llama-12m", 96, 48).but(layers=layers, pp=pp, schedule=SCHEDULES.index(schedule[0]),
                        interleave=schedule[1])  # fmt: skip
         run = make_run(run_of("llama-12m", work, num_hidden_layers=layers))
         ranks = [sum(s.layers for s in stages_of_rank(run, rank)) for rank in range(pp)]
@@ -158,4 +157,6 @@ def test_limits_leave_out_what_they_say() -> None:
     limits = Limits(at_most=(("x", 4),), fixed=(("pp", 2),), zeros=(1,), recomputes=((2, 1, False),))
     found = search(base("llama3-8b", 8192, 256), load_machine("dgx-h100"), prior_constants(), 32, limits)
     work = found.work
-    assert (work.x <= 4).all() and (work.pp == 2).all() and (work.zero == 1).all() and (work.recompute == 2).all()
+    layout = work.layout
+    assert (layout.x <= 4).all() and (layout.pp == 2).all() and (layout.zero == 1).all()
+    assert (layout.recompute == 2).all()

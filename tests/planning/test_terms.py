@@ -110,7 +110,7 @@ def test_bubble_and_micro_batches_under_way_are_those_of_the_schedules_that_run(
     step = micro_batches * (1 + backward) + float(told)
     assert step == pytest.approx(end, rel=1e-6 if exact and schedule != "ZBVZeroBubble" else 0.03)
 
-    work = replace(workload_of_model(ModelConfig(**PRESETS["gpt-5b"])), seq=1, batch=micro_batches, pp=pp,
+    work = workload_of_model(ModelConfig(**PRESETS["gpt-5b"])).but(seq=1, batch=micro_batches, pp=pp,
                    schedule=number, interleave=chunks)  # fmt: skip
     told = [float(in_flight(work, rank)) for rank in range(pp)]
     held = [max(np.cumsum([(op.kind == "F") - (op.kind in ("B", "W")) for op in ops])) / chunks for ops in ran]
@@ -130,19 +130,19 @@ def test_the_optimizer_reads_and_writes_every_state_once() -> None:
 def test_memory_moved_for_weights() -> None:
     """Of bf16 weights whose gradients are summed in fp32: the first micro-batch's gradient is cast or copied (2 + 4
     bytes), every other added (2 + 4 + 4), a sharded one copied each time, and gathered weights (2 + 2) twice."""
-    work = replace(workload_of_model(ModelConfig(**PRESETS["llama3-8b"])), seq=8192, batch=16, dp=8)
+    work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq=8192, batch=16, dp=8)
     machine = load_machine("dgx-h100")
 
     def moved(**changes: int | bool) -> float:
         """Bytes of a step for each entry of the blocks and of both tables."""
-        here = replace(work, **changes)
-        without = replace(here, z=1, zero=0, dp=here.z * here.dp, products_add=True)
+        here = work.but(**changes)
+        without = here.but(z=1, zero=0, dp=here.layout.z * here.layout.dp, fuses_accumulation=True)
         seconds = []
         for case in (here, without):
             parts = step_parts(case, machine, replace(PRIOR, memory=1.0))
             seconds.append(float(parts["compute"] + parts["logits"]))
-        entries = here.layers * here.block_weights + 2 * here.vocab * here.hidden
-        return (seconds[0] - seconds[1]) * machine.memory_bandwidth * here.x / entries
+        entries = here.model.layers * here.model.block_weights + 2 * here.model.vocab * here.model.hidden
+        return (seconds[0] - seconds[1]) * machine.memory_bandwidth * here.layout.x / entries
 
     assert moved() == moved(zero=1) == pytest.approx(6 + 10)
     assert moved(x=2, dp=4) == pytest.approx(6 + 3 * 10)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,9 +102,9 @@ CASES = [
 def test_a_block_moves_what_the_planner_says(model: dict[str, Any], grid: dict[str, int], sequences: int) -> None:
     work, forward, backward = of_a_block(model, grid, sequences)
     told_forward, told_backward = pointwise_traffic(work)
-    if not (work.y > 1 or work.zero_centered):  # where a GPU has a kernel, a CPU has the chain too
-        residual = work.bytes * work.tokens * work.hidden / work.x
-        chains = OWN_LAYER_CHAINS if work.layer_norm else OWN_CHAINS
+    if not (work.layout.y > 1 or work.model.zero_centered):  # where a GPU has a kernel, a CPU has the chain too
+        residual = work.step.item_bytes * work.tokens * work.model.hidden / work.layout.x
+        chains = OWN_LAYER_CHAINS if work.model.layer_norm else OWN_CHAINS
         told_forward += (chains[0] - OWN_NORMS[0]) * residual
         told_backward += (chains[1] - OWN_NORMS[1]) * residual
     assert forward == pytest.approx(told_forward, rel=0.07)
@@ -117,7 +116,7 @@ def test_a_norm_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Norm, "forward", Norm.of_whole)
     work, forward, backward = of_a_block(GPT, {}, 1)
     told_forward, told_backward = pointwise_traffic(work)
-    residual = work.bytes * work.tokens * work.hidden
+    residual = work.step.item_bytes * work.tokens * work.model.hidden
     assert forward == pytest.approx(told_forward, rel=0.02)
     assert backward == pytest.approx(told_backward - 2 * 2 * residual, rel=0.1)
 
@@ -125,9 +124,9 @@ def test_a_norm_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_sum_of_gate_is_hidden() -> None:
     """What is left of it is what the calibration says of communication beside computation."""
     machine, constants = load_machine("dgx-h100"), prior_constants()
-    work = replace(workload_of_model(ModelConfig(**PRESETS["llama3-8b"])), seq=8192, batch=1, y=4)
+    work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq=8192, batch=1, y=4)
     block = block_time(work, machine, constants)
-    waited, hidden = (step_parts(replace(work, gate_first=first), machine, constants)["y"] for first in (False, True))
+    waited, hidden = (step_parts(work.but(gate_first=first), machine, constants)["y"] for first in (False, True))
     assert waited - hidden == pytest.approx(
-        work.layers * (1 - constants.exposed) * min(block.gate_sum, block.up_product)
+        work.model.layers * (1 - constants.exposed) * min(block.gate_sum, block.up_product)
     )

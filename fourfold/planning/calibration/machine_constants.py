@@ -36,8 +36,9 @@ def is_calibrated(machine: Machine) -> bool:
 
 def range_features(work: Workload) -> dict[str, float]:
     """The features of a workload whose smallest and largest values bound a calibration."""
-    return {"gpus": float(work.gpus), "hidden": float(work.hidden), "seq": float(work.seq),
-            "tokens of a micro-batch": float(work.micro_batch * work.seq)}  # fmt: skip
+    layout, step = work.layout, work.step
+    return {"gpus": float(layout.gpus), "hidden": float(work.model.hidden), "seq": float(step.seq),
+            "tokens of a micro-batch": float(layout.micro_batch * step.seq)}  # fmt: skip
 
 
 def outside_calibrated_range(machine: Machine, work: Workload) -> list[str]:

@@ -82,6 +82,6 @@ def row_of_run(path: Path, machine: Machine) -> Row:
     peaks = [r["peak_memory_bytes"] for r in records if r.get("peak_memory_bytes")]
     return Row(
         row_id=path.parent.name, source=RUN_SOURCE, work=work, machine=machine, seconds=float(np.median(seconds)),
-        memory_gb=max(peaks) / 1e9 if peaks else None, out_of_memory=False, ran=True, dense_half=work.bits == 16,
+        memory_gb=max(peaks) / 1e9 if peaks else None, out_of_memory=False, ran=True, dense_half=work.step.bits == 16,
         sweep=(RUN_SOURCE,),
     )  # fmt: skip

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
-
-import numpy as np
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.planning.calibration.fit import Calibration
 from fourfold.planning.machines.machine import load_machine
-from fourfold.planning.run_workload import OWN, workload_of_model
+from fourfold.planning.run_workload import workload_of_model
 from fourfold.planning.search.plan import Prediction, make_plan, predict
 from fourfold.planning.search.space import Limits
 from fourfold.planning.workload import Workload
 
 AXONN = Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),))
 """What AxoNN's program could do: x, y, z, dp; full recompute."""
-NOT_OWN = {name: np.bool_(False) for name in OWN}
-AXONN_BLOCKS = {name: np.bool_(False) for name in ("overlap_dp", "split_residual", "stops_early")} | NOT_OWN
+NOT_OWN = {"is_fourfold": False, "gate_first": False}
+AXONN_BLOCKS = dict.fromkeys(("overlap_dp", "split_residual", "recompute_stops_early"), False) | NOT_OWN
 """And could not: hide the sum over dp, split what lies between the layers over x, or leave out of a recomputed block
 what nothing reads."""
 
@@ -68,7 +66,7 @@ def published_table() -> dict[str, Any]:
 
 def base_of(model: str, seq: int, batch: int) -> Workload:
     """A preset with a step's sequence and batch."""
-    return replace(workload_of_model(ModelConfig(**PRESETS[model])), seq=seq, batch=batch)
+    return workload_of_model(ModelConfig(**PRESETS[model])).but(seq=seq, batch=batch)
 
 
 def figures(calibration: Calibration) -> list[Figure]:
@@ -79,21 +77,21 @@ def figures(calibration: Calibration) -> list[Figure]:
         constants = calibration.constants(machine.name)
         base = base_of(row["model"], row["seq"], row["batch"])
         if layout := row.get("layout"):
-            as_run = predict(replace(base, **layout, **MEGATRON), machine, constants)
+            as_run = predict(base.but(**layout, **MEGATRON), machine, constants)
         else:
-            as_run = make_plan(replace(base, **AXONN_BLOCKS), machine, constants, row["gpus"], 1, AXONN).best
+            as_run = make_plan(base.but(**AXONN_BLOCKS), machine, constants, row["gpus"], 1, AXONN).best
         best = make_plan(base, machine, constants, row["gpus"], 1).best
         found.append(Figure(row["source"], row["machine"], row["model"], row["gpus"], row["pflops"], as_run, best))
     return found
 
 
 MEGATRON = {
-    "split_residual": np.bool_(False),
-    "half_weights": np.bool_(True),
-    "weights_kept": np.bool_(True),
-    "overlap_dp": np.bool_(False),
-    "overlap_x": np.bool_(False),
-    "stops_early": np.bool_(False),
+    "split_residual": False,
+    "half_weights": True,
+    "weights_kept": True,
+    "overlap_dp": False,
+    "overlap_x": False,
+    "recompute_stops_early": False,
     "reduce_bytes": 2,
     **NOT_OWN,
 }
@@ -108,7 +106,7 @@ def weak_scaling(calibration: Calibration) -> list[dict[str, Any]]:
         constants = calibration.constants(machine.name)
         first = None
         for gpus, model in ((int(g), m) for g, m in curve["models"].items()):
-            base = replace(base_of(model, curve["seq"], curve["batch"]), **AXONN_BLOCKS)
+            base = base_of(model, curve["seq"], curve["batch"]).but(**AXONN_BLOCKS)
             best = make_plan(base, machine, constants, gpus, 1, AXONN).best
             rate = float(best.work.megatron_flops() / best.seconds / gpus / 1e12)
             first = first or rate

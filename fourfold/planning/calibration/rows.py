@@ -11,14 +11,12 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
 
 from fourfold.errors import UserError
 from fourfold.planning.machines.machine import Machine, load_machine
-from fourfold.planning.workload import Workload
+from fourfold.planning.workload import OTHER_PROGRAM, ModelShape, Workload
 
 NEEDED = ("gpu_type", "n_gpus", "layers", "hidden", "heads", "seq_len", "global_batch_seqs", "tp", "pp", "precision")
 
@@ -134,15 +132,15 @@ def row_of(record: Mapping[str, str]) -> Row:
         memory *= 2**30 / 1e9
     if seconds is None and memory is None and not out_of_memory:
         raise Skipped("nothing measured")
-    work = replace(_model(cells), **_program(cells, machine, text, eight, copies), seq=_number(cells, "seq_len"),
+    work = _model(cells).but(**_program(cells, machine, text, eight, copies), seq=_number(cells, "seq_len"),
                    batch=batch, micro_batch=micro_batch, x=tp, pp=pp, cp=cp,
                    interleave=max(_number(cells, "vpp") or 1, 1),
                    count_runtime=memory is None or "smi" in kind)  # fmt: skip
-    chunks = work.pp * work.interleave
-    if chunks > work.layers + 2:
+    chunks = work.layout.pp * work.layout.interleave
+    if chunks > work.model.layers + 2:
         raise Skipped("pp · vpp is more than the layers")
-    ends = work.layers % chunks != 0 and (work.layers + 2) % chunks == 0
-    work = replace(work, ends=float(ends or "embedding counted as a layer" in cells.get("notes", "")))
+    ends = work.model.layers % chunks != 0 and (work.model.layers + 2) % chunks == 0
+    work = work.but(ends=float(ends or "embedding counted as a layer" in cells.get("notes", "")))
     source = cells.get("source_id") or "unnamed"
     complete = cells.get("grade", "A") in ("A", "A-")
     return Row(
@@ -209,9 +207,9 @@ def _model(cells: Mapping[str, str]) -> Workload:
     kv_heads = _number(cells, "kv_heads") or heads
     head_dim = hidden / heads
     return Workload(
-        layers=_number(cells, "layers"), hidden=hidden, queries=hidden, keys=kv_heads * head_dim, head_dim=head_dim,
-        inner=inner, ups=inner * (2 if gated else 1), vocab=vocab, tied=tied, seq=0, batch=0, micro_batch=0, bits=16,
-        reduce_bytes=4, x=1, y=1, z=1, dp=1, cp=1, pp=1, interleave=1, zero=0, recompute=0,
+        ModelShape(layers=_number(cells, "layers"), hidden=hidden, queries=hidden, keys=kv_heads * head_dim,
+                   head_dim=head_dim, inner=inner, gate_up=inner * (2 if gated else 1), vocab=vocab, tied=tied),
+        program=OTHER_PROGRAM,
     )  # fmt: skip
 
 
@@ -273,26 +271,14 @@ def _program(
         "blocking": "launch_blocking=1" in notes,
         "regather": parallel_sequence and "mode" not in cells.get("seq_parallel", ""),
         "gradient_copy": deepspeed and precision.startswith("fp16"),
-        "stored_gradients": 6 if shares_state else 0,
-        "all_reduced": shares_state,
+        "gradient_bytes": 6 if shares_state else 0,
+        "all_reduces_gradients": shares_state,
         # DeepSpeed's stages keep what they have sent, and the first, which is the fullest, its dropout's mask.
         "stage_keeps": 1.5 if deepspeed else 0,
         # Megatron-LM's gradient_accumulation_fusion.
-        "products_add": not (fsdp or deepspeed),
+        "fuses_accumulation": not (fsdp or deepspeed),
         "fused_loss": recipe or "llm-foundry" in program,
         "fused_gate": recipe or compiled,
-        "inputs_in_8": recipe and eight,
-        "per_op": "per-op" in checkpoint or "2nd layer" in checkpoint,
+        "keeps_float8_inputs": recipe and eight,
+        "recomputes_per_op": "per-op" in checkpoint or "2nd layer" in checkpoint,
     }
-
-
-FLAGS = {f.name for f in fields(Workload) if isinstance(f.default, bool)}
-
-
-def stack_work(rows: Sequence[Row]) -> Workload:
-    """All rows as one workload of arrays."""
-
-    def column(name: str) -> np.ndarray:
-        return np.array([getattr(row.work, name) for row in rows], dtype=bool if name in FLAGS else float)
-
-    return Workload(**{f.name: column(f.name) for f in fields(Workload) if f.name != "layers_per_stage"})

@@ -10,7 +10,8 @@ import numpy as np
 
 from fourfold.errors import UserError
 from fourfold.planning.calibration.fit import Calibration, fit
-from fourfold.planning.calibration.rows import Row, stack_work
+from fourfold.planning.calibration.rows import Row
+from fourfold.planning.cases import stack
 from fourfold.planning.cost.memory import p_out_of_memory, peak_memory
 from fourfold.planning.cost.step import step_seconds
 from fourfold.planning.machines.machine import stack_machines
@@ -44,7 +45,7 @@ def fit_rows(rows: Sequence[Row]) -> Calibration:
     if not timed:
         raise UserError("no row to calibrate on has a step time; give step_time_s or calc_step_time_s")
     return fit(
-        stack_work(timed),
+        stack([row.work for row in timed]),
         stack_machines([row.machine for row in timed]),
         np.array([row.seconds for row in timed]),
         [row.machine.name for row in timed],
@@ -56,7 +57,7 @@ def predict_rows(rows: Sequence[Row], calibration: Calibration) -> list[Scored]:
     """Predict step time and memory of every row."""
     if not rows:
         return []
-    work, machine = stack_work(rows), stack_machines([row.machine for row in rows])
+    work, machine = stack([row.work for row in rows]), stack_machines([row.machine for row in rows])
     constants = calibration.stacked([row.machine.name for row in rows], [row.source for row in rows])
     seconds = np.broadcast_to(step_seconds(work, machine, constants), (len(rows),))
     memory = peak_memory(work, machine)

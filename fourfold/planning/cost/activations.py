@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fourfold.planning.cases import Cases, Number
-from fourfold.planning.workload import CONTEXTS, Workload
+from fourfold.planning.workload import CP_METHODS, Workload
 
 
 class Pieces(NamedTuple):
@@ -27,55 +27,59 @@ class Pieces(NamedTuple):
 
 
 def pieces(work: Workload) -> Pieces:
-    token = work.bytes * work.tokens
+    model, layout, program = work.model, work.layout, work.program
+    token = work.step.item_bytes * work.tokens
     split = attention_over_y(work)
     # A rank holds whole the key-value heads that its queries read, once for each where they divide irregularly.
-    heads = work.queries / work.head_dim / (work.x * np.where(split == "heads", work.y, 1))
-    group = work.queries / work.keys
+    heads = model.queries / model.head_dim / (layout.x * np.where(split == "heads", layout.y, 1))
+    group = model.queries / model.keys
     kv_heads = np.where(heads % group == 0, heads / group, np.where(heads < group, 1, heads))
     return Pieces(
-        residual=token * work.hidden / (work.y * np.where(work.split_residual, work.x, 1)),
-        gathered=token * work.hidden / work.y,
-        queries=token * work.queries / (work.x * work.y),
-        keys=token * kv_heads * work.head_dim / np.where(split == "batch", work.y, 1),
-        whole_queries=token * work.queries / work.x,
-        inner=token * work.inner / work.x,
-        statistics=4 * work.tokens / np.where(work.split_residual, work.x, 1),
+        residual=token * model.hidden / (layout.y * np.where(program.split_residual, layout.x, 1)),
+        gathered=token * model.hidden / layout.y,
+        queries=token * model.queries / (layout.x * layout.y),
+        keys=token * kv_heads * model.head_dim / np.where(split == "batch", layout.y, 1),
+        whole_queries=token * model.queries / layout.x,
+        inner=token * model.inner / layout.x,
+        statistics=4 * work.tokens / np.where(program.split_residual, layout.x, 1),
     )
 
 
 def attention_over_y(work: Workload) -> np.ndarray:
     """What the ranks of y share of the attention, as ``config.layout.attention_split`` tells of one layout."""
-    heads = work.queries / work.head_dim
+    model, layout = work.model, work.layout
+    heads = model.queries / model.head_dim
     return np.where(
-        heads % (work.x * work.y) == 0, "heads", np.where(work.micro_batch % work.y == 0, "batch", "sequence")
+        heads % (layout.x * layout.y) == 0, "heads", np.where(layout.micro_batch % layout.y == 0, "batch", "sequence")
     )
 
 
 def kept_by_core(work: Workload) -> tuple[Number, Number]:
     """Bytes that attention keeps between the products before and behind it, without its output: computed once, and
     computed again."""
+    model, layout, step = work.model, work.layout, work.step
     p, split = pieces(work), attention_over_y(work)
-    ranks = work.x * np.where(split == "heads", work.y, 1)
-    gathered = (split == "sequence") | (work.keys % (ranks * work.head_dim) != 0)
+    ranks = layout.x * np.where(split == "heads", layout.y, 1)
+    gathered = (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
     # Features arrive from the sum over y in one buffer, of which v keeps the whole alive where it is not gathered.
-    one_buffer = (work.y > 1) & ~np.asarray(work.biases, bool) & ~gathered
-    rotated = np.where(work.rope, p.queries + p.keys, 0)
-    plain = np.where(work.rope, p.keys, p.queries + 2 * p.keys)
+    one_buffer = (layout.y > 1) & ~np.asarray(model.biases, bool) & ~gathered
+    rotated = np.where(model.rope, p.queries + p.keys, 0)
+    plain = np.where(model.rope, p.keys, p.queries + 2 * p.keys)
     qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
-    normed = np.where(work.head_norms, (p.queries + p.keys) * (1 + 4 / work.bytes), 0)
+    normed = np.where(model.head_norms, (p.queries + p.keys) * (1 + 4 / step.item_bytes), 0)
     # Without a fused kernel the softmax's output, dropout's output and its mask are kept for every pair of tokens.
-    pairs = work.micro_batch * work.seq**2 / work.cp * heads_here(work)
-    scores = np.where(work.flash, 0, 5 * pairs)
+    pairs = layout.micro_batch * step.seq**2 / layout.cp * heads_here(work)
+    scores = np.where(work.program.flash, 0, 5 * pairs)
     # Some of the queries see other keys than a causal kernel would let them: which, is written out.
-    mask = np.where(split == "sequence", work.bytes * work.seq**2 / work.y, 0)
-    arriving = work.bytes * work.tokens * (work.queries + 2 * work.keys) / (work.x * work.y)
+    mask = np.where(split == "sequence", step.item_bytes * step.seq**2 / layout.y, 0)
+    arriving = step.item_bytes * work.tokens * (model.queries + 2 * model.keys) / (layout.x * layout.y)
     return qkv + normed + log_sums(work) + scores + mask, arriving
 
 
 def heads_here(work: Workload) -> Number:
     """Query heads of the rank; a part of one where ranks share it."""
-    return work.queries / work.head_dim / (work.x * work.y)
+    model, layout = work.model, work.layout
+    return model.queries / model.head_dim / (layout.x * layout.y)
 
 
 def log_sums(work: Workload) -> Number:
@@ -90,87 +94,104 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     the attention kernel reads and writes, and of the MLP gate, up, silu(gate) and their product (GELU: its input and
     output).
     """
+    model, layout, program = work.model, work.layout, work.program
     p = pieces(work)
     core, core_again = kept_by_core(work)
     made_again = mlp_made_again(work)
-    in_8 = np.asarray(work.inputs_in_8, bool)
-    fused_away = np.where(np.asarray(work.fused_gate, bool) & (work.ups > work.inner), p.inner, 0)
+    in_8 = np.asarray(program.keeps_float8_inputs, bool)
+    fused_away = np.where(np.asarray(program.fused_gate, bool) & (model.gate_up > model.inner), p.inner, 0)
     # As much stands before the activation as behind it.
     mlp = 2 * made_again - fused_away - np.where(in_8, p.inner / 2, 0)
     # Gathered inputs are kept as they are, or a share of them that is gathered again (Megatron-LM's way).
-    shares = np.asarray(work.regather, bool) | (np.asarray(work.gathers_again, bool) & selective)
+    shares = np.asarray(program.regather, bool) | (np.asarray(program.recomputes_gathers, bool) & selective)
     tokens = np.where(shares, p.residual, p.gathered)
     # The output's product keeps what it gathered over y, and the attention kernel its own share besides.
-    gathers = (work.y > 1) & ~shares
+    gathers = (layout.y > 1) & ~shares
     out = np.where(gathers, p.whole_queries, p.queries)
     # So it does where heads are exchanged: the product reads what has come back.
-    exchanged = (work.cp > 1) & np.equal(work.context, CONTEXTS.index("ulysses"))
+    exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
     core = core + np.where(gathers | exchanged, p.queries, 0)
     # Side by side, attention and MLP have norms that read, and keep, the same.
-    read = np.where(work.parallel_residual, 1, 2) * p.residual
+    read = np.where(model.parallel_residual, 1, 2) * p.residual
     # The attention kernel keeps its output in 16 bits, whatever the product behind it reads.
     inputs = np.where(in_8, tokens + p.queries / 2, 2 * tokens)
     stream = read + 2 * p.statistics + inputs + out
     if not selective:
         return stream + core + mlp
-    attention = np.where(work.attention_again, core_again, core)
-    kept = stream + attention + mlp - np.where(work.mlp_again, made_again - fused_away, 0)
-    products = work.queries + 2 * work.keys + 2 * work.hidden + work.ups
-    per_op = p.residual + p.queries + log_sums(work) + work.bytes * work.tokens * products / (2 * work.x * work.y)
-    return np.where(work.per_op, per_op, kept)
+    attention = np.where(program.recomputes_attention, core_again, core)
+    kept = stream + attention + mlp - np.where(program.recomputes_mlp, made_again - fused_away, 0)
+    products = model.queries + 2 * model.keys + 2 * model.hidden + model.gate_up
+    per_op = (
+        p.residual
+        + p.queries
+        + log_sums(work)
+        + work.step.item_bytes * work.tokens * products / (2 * layout.x * layout.y)
+    )
+    return np.where(program.recomputes_per_op, per_op, kept)
 
 
 def mlp_made_again(work: Workload) -> Number:
     """Bytes behind the MLP's first products: silu(gate) and what it makes of up; GELU's output."""
-    return np.where(work.ups > work.inner, 2, 1) * pieces(work).inner
+    model = work.model
+    return np.where(model.gate_up > model.inner, 2, 1) * pieces(work).inner
 
 
 def head_bytes(work: Workload) -> Number:
     """The most that head and loss need besides: tokens, their gradient, the weight's gradient in fp32, some logits."""
+    model, layout, step, program = work.model, work.layout, work.step, work.program
     p = pieces(work)
-    columns = work.vocab / work.x
-    weights = columns * work.hidden / work.y
-    rows = np.minimum(work.tokens, np.maximum(1, np.floor(work.chunk_logits / columns / work.y)) * work.y)
+    columns = model.vocab / layout.x
+    weights = columns * model.hidden / layout.y
+    rows = np.minimum(work.tokens, np.maximum(1, np.floor(program.chunk_logits / columns / layout.y)) * layout.y)
     # The partial sums, the sums in fp32, and their gradient in the step's type, with the product of that gradient.
-    sums = np.where(work.fused_loss, 0, 4 / work.y)
-    first = rows * columns * (2 * work.bytes + sums) + work.bytes * weights
+    sums = np.where(program.fused_loss, 0, 4 / layout.y)
+    first = rows * columns * (2 * step.item_bytes + sums) + step.item_bytes * weights
     # The next piece's sums are made while names still hold those of the piece before.
     then = np.minimum(rows, np.maximum(work.tokens - rows, 0))
-    summed = (np.where(work.y > 1, work.bytes, 0) + 4) / work.y
-    second = columns * (rows * (work.bytes + 4 / work.y) + then * (work.bytes + summed))
-    tokens = p.residual + np.where(work.x > 1, p.residual, 0) + p.statistics + 2 * p.gathered
+    summed = (np.where(layout.y > 1, step.item_bytes, 0) + 4) / layout.y
+    second = columns * (rows * (step.item_bytes + 4 / layout.y) + then * (step.item_bytes + summed))
+    tokens = p.residual + np.where(layout.x > 1, p.residual, 0) + p.statistics + 2 * p.gathered
     return tokens + np.maximum(first, np.where(then > 0, second, 0)) + 4 * weights
 
 
 def head_kept_bytes(work: Workload) -> Number:
     """What head and loss keep until their backward: tokens and their gradient, and the weight's."""
+    model, layout = work.model, work.layout
     p = pieces(work)
-    return p.residual + p.gathered + p.statistics + work.bytes * work.vocab * work.hidden / (work.x * work.y)
+    return (
+        p.residual
+        + p.gathered
+        + p.statistics
+        + work.step.item_bytes * model.vocab * model.hidden / (layout.x * layout.y)
+    )
 
 
 def backward_bytes(work: Workload) -> tuple[Number, Number]:
     """The most that the backward of one block needs besides what the forward has kept, where weights are sharded over
     data, and where they are not: there a gradient is in fp32 at once."""
+    model, layout, step = work.model, work.layout, work.step
     p = pieces(work)
-    weight = work.hidden * work.inner / (work.x * work.y)
-    down = p.inner + p.gathered + work.bytes * weight
+    weight = model.hidden * model.inner / (layout.x * layout.y)
+    down = p.inner + p.gathered + step.item_bytes * weight
     activation = mlp_made_again(work)  # of as much the gradients, before it
-    sharded, replicated = (np.maximum(activation + size * weight, down) for size in (work.bytes, 4))
+    sharded, replicated = (np.maximum(activation + size * weight, down) for size in (step.item_bytes, 4))
     return p.residual + sharded, p.residual + replicated
 
 
 def is_replicated(work: Workload) -> Number:
     """Whether every rank has whole weights and gradients, as ``parallel.replicated`` keeps them."""
-    return (work.z == 1) & ((work.zero == 0) | (work.dp * work.cp == 1))
+    layout = work.layout
+    return (layout.z == 1) & ((layout.zero == 0) | (layout.dp * layout.cp == 1))
 
 
 def kept_weights(work: Workload) -> tuple[Number, Number]:
     """Weights between forward and backward under zero 1 and 2, as z-th parts (docs/parallelism.md): of one block, and
     of the tables."""
-    keeps = (work.zero > 0) & (work.zero < 3) & (work.z > 1)
-    entry = np.where(keeps, work.bytes / (work.x * work.y * work.z), 0)
-    tables = (work.positions + np.where(work.tied, 0, work.vocab)) * work.hidden
-    return entry * work.block_weights, entry * tables
+    model, layout = work.model, work.layout
+    keeps = (layout.zero > 0) & (layout.zero < 3) & (layout.z > 1)
+    entry = np.where(keeps, work.step.item_bytes / (layout.x * layout.y * layout.z), 0)
+    tables = (model.positions + np.where(model.tied, 0, model.vocab)) * model.hidden
+    return entry * model.block_weights, entry * tables
 
 
 @dataclass(frozen=True)
@@ -206,27 +227,32 @@ def peak_bytes(
     work: Workload, layers: Number, in_flight: Number, has_head: Number = True, block: BlockBytes | None = None
 ) -> Number:
     """The most that is alive at once on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches."""
+    model, layout, step, program = work.model, work.layout, work.step, work.program
     block = block_bytes(work) if block is None else block
-    full = work.recompute == 2
-    light = np.where(full, np.where(work.offload, 0, block.full), np.where(work.recompute == 1, block.selective,
+    full = layout.recompute == 2
+    light = np.where(full, np.where(layout.offload, 0, block.full), np.where(layout.recompute == 1, block.selective,
                                                                            block.whole))  # fmt: skip
-    recomputed = np.ceil(layers / work.every)
+    recomputed = np.ceil(layers / layout.recompute_every)
     kept = recomputed * light + (layers - recomputed) * block.whole
-    kept = kept + np.where(work.pp > 1, work.stage_keeps, 0) * block.full
-    inputs = 16 * work.micro_batch * work.seq * work.micro_batches + np.where(
-        work.rope, 4 * work.seq * work.head_dim, 0
+    kept = kept + np.where(layout.pp > 1, program.stage_keeps, 0) * block.full
+    inputs = 16 * layout.micro_batch * step.seq * work.micro_batches + np.where(
+        model.rope, 4 * step.seq * model.head_dim, 0
     )
     backward = np.where(is_replicated(work), block.backward_replicated, block.backward)
     # The head's part of a tied weight's gradient waits for the embedding's.
-    tied = np.asarray(work.tied, bool) & (work.pp == 1)
-    waiting = np.where(tied, work.bytes * work.vocab * work.hidden / (work.x * work.y), 0)
+    tied = np.asarray(model.tied, bool) & (layout.pp == 1)
+    waiting = np.where(tied, step.item_bytes * model.vocab * model.hidden / (layout.x * layout.y), 0)
     of_block, of_tables = kept_weights(work)
     weights = layers * of_block + of_tables
-    mlp_again = np.asarray(work.mlp_again, bool) & (work.recompute == 1) & ~np.asarray(work.per_op, bool)
+    mlp_again = (
+        np.asarray(program.recomputes_mlp, bool)
+        & (layout.recompute == 1)
+        & ~np.asarray(program.recomputes_per_op, bool)
+    )
     again = np.where(full, block.whole, np.where(mlp_again, block.mlp_again, 0))
     # A block's own weights are whole in its backward, and counted as such.
     in_block = again + backward + waiting + weights - of_block
     # Elsewhere the backward of a micro-batch's head follows its forward at once.
-    heads_wait = np.where(has_head & (work.pp > 1) & work.forwards_first, in_flight - 1, 0)
+    heads_wait = np.where(has_head & (layout.pp > 1) & layout.forwards_first, in_flight - 1, 0)
     kept = in_flight * kept + heads_wait * block.head_kept
     return kept + inputs + np.maximum(np.where(has_head, block.head, 0) + weights, in_block)

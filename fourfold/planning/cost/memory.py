@@ -40,23 +40,25 @@ def in_flight(work: Workload, rank: Number) -> Number:
     schedules (v − 1)·r + p, until the weight gradients are there; ZBV p, or what comes down the V before the first
     micro-batch is back; DualPipeV p and a half; GPipe and LoopedBFS all.
     """
-    behind, micro_batches = work.pp - rank, work.micro_batches
-    earlier = (work.interleave - 1) * round_size(work.pp, micro_batches)
-    chunks = earlier + np.where(work.split_backward, work.pp, 2 * behind - 1)
-    held = np.where(work.interleave > 1, np.maximum(chunks / work.interleave, 1), behind)
-    is_one = [np.equal(work.schedule, SCHEDULES.index(name)) for name in ("ZBVZeroBubble", "DualPipeV")]
-    held = np.select(is_one, [np.minimum(work.pp, (micro_batches + 1 + rank) / 2), work.pp + 0.5], held)
-    held = np.where(work.forwards_first, micro_batches, held)
-    return np.minimum(np.where(work.pp > 1, held, 1), micro_batches)
+    layout = work.layout
+    behind, micro_batches = layout.pp - rank, work.micro_batches
+    earlier = (layout.interleave - 1) * round_size(layout.pp, micro_batches)
+    chunks = earlier + np.where(layout.split_backward, layout.pp, 2 * behind - 1)
+    held = np.where(layout.interleave > 1, np.maximum(chunks / layout.interleave, 1), behind)
+    is_one = [np.equal(layout.schedule, SCHEDULES.index(name)) for name in ("ZBVZeroBubble", "DualPipeV")]
+    held = np.select(is_one, [np.minimum(layout.pp, (micro_batches + 1 + rank) / 2), layout.pp + 0.5], held)
+    held = np.where(layout.forwards_first, micro_batches, held)
+    return np.minimum(np.where(layout.pp > 1, held, 1), micro_batches)
 
 
 def stage_memory(
     work: Workload, machine: Machine, rank: Number, layers: Number | None = None, block: BlockBytes | None = None
 ) -> dict[str, Number]:
     """Bytes by ``CATEGORIES`` on one device of a rank of pp, counted from 0, which has so many ``layers``."""
+    layout = work.layout
     if layers is None:
-        ranks = blocks_of_ranks(int(work.layers), int(work.pp), int(work.interleave), bool(work.v_shaped),
-                                float(work.ends), work.layers_per_stage)  # fmt: skip
+        ranks = blocks_of_ranks(int(work.model.layers), int(layout.pp), int(layout.interleave), bool(layout.v_shaped),
+                                float(layout.ends), layout.layers_per_stage)  # fmt: skip
         layers = ranks[int(rank)]
     block = block_bytes(work) if block is None else block
     *weights, both, reserve = _held(work, machine, rank, layers, block)
@@ -67,66 +69,73 @@ def stage_memory(
 
 def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block: BlockBytes) -> tuple[Number, ...]:
     """Bytes by ``CATEGORIES``, activations and logits together."""
-    first, last = np.equal(rank, 0), np.equal(rank, work.pp - 1)
-    last = np.where(work.v_shaped & (work.pp > 1), first, last)
-    table = work.vocab * work.hidden
-    tables = np.where(first, table + work.positions * work.hidden, 0) + np.where(
-        last & ~(first & np.asarray(work.tied, bool) & (work.pp == 1)), table, 0
+    model, layout, step, program = work.model, work.layout, work.step, work.program
+    first, last = np.equal(rank, 0), np.equal(rank, layout.pp - 1)
+    last = np.where(layout.v_shaped & (layout.pp > 1), first, last)
+    table = model.vocab * model.hidden
+    tables = np.where(first, table + model.positions * model.hidden, 0) + np.where(
+        last & ~(first & np.asarray(model.tied, bool) & (layout.pp == 1)), table, 0
     )
-    entries = (layers * work.block_weights + tables) / (work.x * work.y)
-    copies = work.dp * work.cp
-    sharded = work.zero > 0
-    shards = work.z * np.where(sharded, copies, 1)
-    item = work.bytes
+    entries = (layers * model.block_weights + tables) / (layout.x * layout.y)
+    copies = layout.dp * layout.cp
+    sharded = layout.zero > 0
+    shards = layout.z * np.where(sharded, copies, 1)
+    item = step.item_bytes
 
     # fourfold and FSDP store shards, mostly fp32, and gather 16-bit weights; the others store 16-bit weights whole.
     parameters = np.where(
-        work.half_weights, item * entries / np.where(work.zero == 3, shards, work.z), work.stored * entries / shards
+        program.half_weights,
+        item * entries / np.where(layout.zero == 3, shards, layout.z),
+        step.weight_bytes * entries / shards,
     )
-    whole_gradients = np.where(work.stored_gradients > 0, work.stored_gradients, work.reduce_bytes) * entries
+    whole_gradients = np.where(program.gradient_bytes > 0, program.gradient_bytes, step.reduce_bytes) * entries
     gradients = np.where(
-        work.half_weights,
-        whole_gradients / np.where(work.zero >= 2, shards, work.z),
+        program.half_weights,
+        whole_gradients / np.where(layout.zero >= 2, shards, layout.z),
         np.where(
-            (work.zero == 1) & (copies > 1),
-            np.maximum(whole_gradients, work.stored * entries / shards),
-            work.stored * entries / shards,
+            (layout.zero == 1) & (copies > 1),
+            np.maximum(whole_gradients, step.weight_bytes * entries / shards),
+            step.weight_bytes * entries / shards,
         ),
     )
-    optimizer = np.where(work.half_weights, 12, 2 * work.stored) * entries / shards
-    gathered_blocks = np.minimum(1 + work.prefetch, layers)
-    resharded = (work.z > 1) | (work.zero == 3)
-    gathered = item * (np.where(resharded, gathered_blocks * work.block_weights / (work.x * work.y), entries)
-                       + np.where(resharded, tables / (work.x * work.y), 0))  # fmt: skip
+    optimizer = np.where(program.half_weights, 12, 2 * step.weight_bytes) * entries / shards
+    gathered_blocks = np.minimum(1 + program.prefetch, layers)
+    resharded = (layout.z > 1) | (layout.zero == 3)
+    gathered = item * (np.where(resharded, gathered_blocks * model.block_weights / (layout.x * layout.y), entries)
+                       + np.where(resharded, tables / (layout.x * layout.y), 0))  # fmt: skip
     # One block's whole gradients on their way to being summed.
-    gathered = gathered + np.where(resharded, work.reduce_bytes * work.block_weights / (work.x * work.y), 0)
-    weights = np.where((shards > 1) & ~np.asarray(work.half_weights, bool), gathered,
-                       np.where(work.half_weights | (work.stored == item), 0, item * entries))  # fmt: skip
+    gathered = gathered + np.where(resharded, step.reduce_bytes * model.block_weights / (layout.x * layout.y), 0)
+    weights = np.where((shards > 1) & ~np.asarray(program.half_weights, bool), gathered,
+                       np.where(program.half_weights | (step.weight_bytes == item), 0, item * entries))  # fmt: skip
     activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
     # The optimizer copies its gradients when no activations are left.
-    copied = np.where(work.gradient_copy, 4 * entries / shards, 0)
+    copied = np.where(program.gradient_copy, 4 * entries / shards, 0)
     optimizer = optimizer + np.maximum(copied - activations, 0)
     allocated = parameters + gradients + optimizer + weights + activations
-    reserve = np.where(work.count_runtime, runtime_bytes(work, machine), 0) + CACHED * allocated
+    reserve = np.where(program.count_runtime, runtime_bytes(work, machine), 0) + CACHED * allocated
     return parameters, gradients, optimizer, weights, activations, reserve
 
 
 def runtime_bytes(work: Workload, machine: Machine) -> Number:
     """What the driver and the communication library take on every device."""
-    groups = sum(np.where(size > 1, 1, 0) for size in (work.x, work.y, work.z, work.dp, work.cp)) + 2 * (work.pp > 1)
+    layout = work.layout
+    groups = sum(np.where(size > 1, 1, 0) for size in (layout.x, layout.y, layout.z, layout.dp, layout.cp)) + 2 * (
+        layout.pp > 1
+    )
     return machine.reserved + COMMUNICATOR * groups
 
 
 def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = None) -> Number:
     """Bytes of the fullest rank: the first of a pipeline, which holds most micro-batches, the last, with the head, or
     one between them, which has more blocks."""
+    layout = work.layout
     block = block_bytes(work) if block is None else block
-    if work.layers_per_stage is not None:  # one layout, whose ranks may have any number
-        ranks = blocks_of_ranks(int(work.layers), int(work.pp), int(work.interleave), bool(work.v_shaped),
-                                float(work.ends), work.layers_per_stage)  # fmt: skip
+    if layout.layers_per_stage is not None:  # one layout, whose ranks may have any number
+        ranks = blocks_of_ranks(int(work.model.layers), int(layout.pp), int(layout.interleave), bool(layout.v_shaped),
+                                float(layout.ends), layout.layers_per_stage)  # fmt: skip
         return _fullest(work, machine, block, *enumerate(ranks))
     split = split_of(work)
-    peak = _fullest(work, machine, block, (0, split.first), (work.pp - 1, split.last))
+    peak = _fullest(work, machine, block, (0, split.first), (layout.pp - 1, split.last))
     more = np.broadcast_to(split.most > split.first, np.shape(peak))
     if not more.any():
         return peak
@@ -141,14 +150,16 @@ def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = Non
 
 def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple[Number, Number]) -> Number:
     """Bytes of the fullest of some ranks of pp, each with its blocks."""
-    return np.max([np.broadcast_arrays(sum(_held(work, machine, *place, block)), work.pp)[0] for place in places], 0)
+    return np.max(
+        [np.broadcast_arrays(sum(_held(work, machine, *place, block)), work.layout.pp)[0] for place in places], 0
+    )
 
 
 def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Number:
     """Probability that a step whose ``peak_memory`` is ``predicted`` does not fit: log-normal around what it needs,
     which is less, as PyTorch frees its cached blocks before it gives up."""
     runtime = runtime_bytes(work, machine)
-    allocated = (predicted - np.where(work.count_runtime, runtime, 0)) / (1 + CACHED)
+    allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + CACHED)
     needed = runtime + allocated * (1 + UNUSABLE)
     deviation = (np.log(machine.memory) - np.log(needed)) / SPREAD
     return 0.5 * (1 - _erf(deviation / math.sqrt(2)))

@@ -24,10 +24,11 @@ class Split(NamedTuple):
 
 def split_of(work: Workload) -> Split:
     """Of every case."""
-    v_shaped = work.v_shaped
-    cases = np.broadcast_arrays(work.layers, work.pp, work.interleave, v_shaped, work.ends)
+    layout = work.layout
+    v_shaped = layout.v_shaped
+    cases = np.broadcast_arrays(work.model.layers, layout.pp, layout.interleave, v_shaped, layout.ends)
     if not any(np.ndim(case) for case in cases):
-        return Split(*_split(*(float(case) for case in cases), work.layers_per_stage))
+        return Split(*_split(*(float(case) for case in cases), layout.layers_per_stage))
     # Layouts of one model differ in few of these numbers.
     first, back = unique_rows(cases)
     table = np.stack([case[first].astype(float) for case in cases], axis=1)

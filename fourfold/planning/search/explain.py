@@ -64,7 +64,7 @@ def runner_up(plan: Plan) -> Prediction | None:
     work, order = plan.found.work, plan.found.order
     other = np.zeros(len(order), dtype=bool)
     for axis in AXES:
-        other |= np.asarray(getattr(work, axis))[order] != getattr(best, axis)
+        other |= np.asarray(getattr(work.layout, axis))[order] != getattr(best.layout, axis)
     places = np.flatnonzero(other)
     return predict(plan.found.point(order[places[0]]), plan.machine, plan.constants) if len(places) else None
 
@@ -80,11 +80,8 @@ def break_evens(plan: Plan) -> list[BreakEven]:
     order = plan.found.order[:CANDIDATES]
     if len(order) < 2:
         return []
-    work = plan.found.work.take(order)
-    work = replace(
-        work, **{k: np.asarray(v, float) for k, v in vars(work).items() if np.ndim(v) and v.dtype.kind == "i"}
-    )
-    grids = np.stack([np.asarray(getattr(work, axis)) for axis in AXES], axis=1)
+    work = plan.found.work.take(order).with_float_arrays()
+    grids = np.stack([np.asarray(getattr(work.layout, axis)) for axis in AXES], axis=1)
 
     def overtaker(field: str, factor: float) -> int | None:
         """The first of the candidates where a constant is so many times its own, if its grid is another."""
@@ -94,7 +91,7 @@ def break_evens(plan: Plan) -> list[BreakEven]:
     found = []
     for what, (field, unit, size) in KNOBS.items():
         if field == "achieved":
-            field = RATES.get(int(plan.best.work.bits), field)
+            field = RATES.get(int(plan.best.work.step.bits), field)
         now = getattr(plan.machine, field)
         for factors in (FACTORS, 1 / FACTORS):
             flip = next((i for i, factor in enumerate(factors[1:]) if overtaker(field, factor) is not None), None)
@@ -118,10 +115,11 @@ def changed_machine(machine: Machine, field: str, factor: float) -> Machine:
 def neighbours(plan: Plan) -> list[Neighbour]:
     """The best layout with one factor of two moved between axes, or one other knob one step away."""
     found, best = plan.found, plan.best
-    columns = {name: np.asarray(getattr(found.work, name))
-               for name in (*AXES, "micro_batch", "interleave", "schedule", "context", "zero", "recompute", "every",
+    columns = {name: np.asarray(getattr(found.work.layout, name))
+               for name in (*AXES, "micro_batch", "interleave", "schedule", "cp_method", "zero", "recompute",
+                            "recompute_every",
                             "offload")}  # fmt: skip
-    here = {name: int(getattr(best.work, name)) for name in columns}
+    here = {name: int(getattr(best.work.layout, name)) for name in columns}
 
     def look(changes: dict[str, int], text: str) -> Neighbour:
         mask = np.ones(len(found.seconds), dtype=bool)
@@ -130,9 +128,9 @@ def neighbours(plan: Plan) -> list[Neighbour]:
                 continue
             if name in ("interleave", "schedule") and changes.get("pp", here["pp"]) == 1:
                 continue
-            if name == "context" and changes.get("cp", here["cp"]) == 1:
+            if name == "cp_method" and changes.get("cp", here["cp"]) == 1:
                 continue
-            if name in ("every", "offload") and "recompute" in changes:
+            if name in ("recompute_every", "offload") and "recompute" in changes:
                 continue
             mask &= column == changes.get(name, here[name])
         places = np.flatnonzero(mask)
@@ -144,7 +142,7 @@ def neighbours(plan: Plan) -> list[Neighbour]:
             return Neighbour(text, None, REASONS[found.reason[place]])
         place = fitting[np.argmin(found.seconds[fitting])]
         if "recompute" in changes:
-            text += of_blocks(int(columns["every"][place]))
+            text += of_blocks(int(columns["recompute_every"][place]))
         return Neighbour(text, float(found.seconds[place] / best.seconds - 1), "")
 
     table = []
@@ -191,7 +189,7 @@ def basin(table: Sequence[Neighbour]) -> str:
 
 def next_doubling(plan: Plan, limits: Limits | None) -> dict[str, Any] | None:
     """The same batch on twice the GPUs, replanned: speed-up and efficiency."""
-    base = replace(plan.best.work, x=1, y=1, z=1, dp=1, cp=1, pp=1)
+    base = plan.best.work.but(x=1, y=1, z=1, dp=1, cp=1, pp=1)
     try:
         more = make_plan(base, plan.machine, plan.constants, 2 * plan.gpus, 1, limits).best
     except UserError:

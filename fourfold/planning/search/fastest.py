@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from fourfold.planning.workload import Workload
 CHUNK = 1 << 14
 """Points evaluated at once: their arrays stay in a processor's cache."""
 MAX_P_OUT_OF_MEMORY = 0.05
-BLOCK_KEY = ("x", "y", "cp", "micro_batch", "context")
+BLOCK_KEY = ("x", "y", "cp", "micro_batch", "cp_method")
 """What the time of one block depends on, within one search."""
 
 
@@ -44,8 +44,8 @@ class Found:
     def point(self, index: int) -> Workload:
         """One layout, with plain numbers: those of the search are as narrow as its sizes need."""
         point = self.work.take(np.array(index))
-        numbers = {name: value.item() for name, value in vars(point).items() if isinstance(value, np.integer)}
-        return replace(point, **numbers)
+        numbers = {name: value.item() for name, value in vars(point.layout).items() if isinstance(value, np.integer)}
+        return point.but(**numbers)
 
     def rejected(self) -> dict[str, int]:
         """How many points each reason has refused."""
@@ -58,7 +58,7 @@ def search(base: Workload, machine: Machine, constants: Constants, gpus: int, li
     begin = time.perf_counter()
     limits = limits or Limits()
     work = all_layouts(base, gpus, limits)
-    count = np.size(work.x)
+    count = np.size(work.layout.x)
     if count == 0:
         raise UserError(f"no layout of {gpus} GPUs is left by the given limits; allow more axes or sizes")
     reason = np.empty(count, dtype=np.uint8)
@@ -68,7 +68,7 @@ def search(base: Workload, machine: Machine, constants: Constants, gpus: int, li
         reason[chunk] = rejections(work.take(chunk), machine)
         index = begin_at + np.flatnonzero(reason[chunk] == 0)
         if len(index):
-            part = _as_floats(work.take(index))
+            part = work.take(index).with_float_arrays()
             memory[index], seconds[index] = evaluate(part, machine, constants)
             p_oom[index] = p_out_of_memory(memory[index], part, machine)
     legal = np.flatnonzero(reason == 0)
@@ -81,13 +81,8 @@ def search(base: Workload, machine: Machine, constants: Constants, gpus: int, li
 def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of the fullest rank and seconds of a step of every point; what a block takes is computed once for all
     points that share it."""
-    first, back = unique_rows([getattr(work, name) for name in BLOCK_KEY])
+    first, back = unique_rows([getattr(work.layout, name) for name in BLOCK_KEY])
     blocks = work.take(first)
     memory = peak_memory(work, machine, block_bytes(blocks).take(back))
     seconds = step_seconds(work, machine, constants, block_time(blocks, machine, constants).take(back))
     return np.broadcast_to(memory, back.shape), np.broadcast_to(seconds, back.shape)
-
-
-def _as_floats(work: Workload) -> Workload:
-    arrays = {k: v.astype(float) for k, v in vars(work).items() if np.ndim(v) and v.dtype.kind == "i"}
-    return replace(work, **arrays)

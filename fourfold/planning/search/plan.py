@@ -15,7 +15,7 @@ from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.search.fastest import Found, Limits, search
 from fourfold.planning.search.space import AXES
-from fourfold.planning.workload import CONTEXTS, RECOMPUTE, SCHEDULES, Workload
+from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Workload
 
 GRID = ("pp", "dp", "cp", "z", "y", "x")
 
@@ -33,12 +33,12 @@ class Prediction:
 
     @property
     def gpus(self) -> int:
-        return int(self.work.gpus)
+        return int(self.work.layout.gpus)
 
     @property
     def stage_numbers(self) -> list[int]:
         """Which stages ``stages`` speaks of."""
-        return _stages_shown(int(self.work.pp))
+        return _stages_shown(int(self.work.layout.pp))
 
     @property
     def seconds(self) -> float:
@@ -47,7 +47,7 @@ class Prediction:
     @property
     def tokens_per_second(self) -> float:
         """Of all GPUs together."""
-        return float(self.work.batch * self.work.seq / self.seconds)
+        return float(self.work.step.batch * self.work.step.seq / self.seconds)
 
     def utilisation(self, flops: float) -> float:
         """``flops`` of a step over what the GPUs could at their bf16 peak, in whichever precision it runs."""
@@ -59,21 +59,22 @@ class Prediction:
 
     def record(self) -> dict[str, Any]:
         """As JSON values: what scripts rely on, then the parts and stages."""
-        work = self.work
-        schedule, interleave = SCHEDULES[int(work.schedule)], int(work.interleave)
+        work, layout = self.work, self.work.layout
+        schedule, interleave = SCHEDULES[int(layout.schedule)], int(layout.interleave)
+        cp_method = CP_METHODS[int(layout.cp_method)]
         return {
             "parallel": {
-                **{axis: int(getattr(work, axis)) for axis in AXES},
-                "zero": int(work.zero),
-                **({"schedule": schedule} if work.pp > 1 else {}),
+                **{axis: int(getattr(layout, axis)) for axis in AXES},
+                "zero": int(layout.zero),
+                **({"schedule": schedule} if layout.pp > 1 else {}),
                 **({"stages_per_rank": interleave} if interleave > 1 else {}),
-                **({"cp_method": CONTEXTS[int(work.context)]} if work.cp > 1 and work.context > 0 else {}),
+                **({"cp_method": cp_method} if layout.cp > 1 and layout.cp_method > 0 else {}),
             },
-            "micro_batch_size": int(work.micro_batch),
+            "micro_batch_size": int(layout.micro_batch),
             "gradient_accumulation_steps": int(work.micro_batches),
-            "activation_checkpoint": RECOMPUTE[int(work.recompute)],
-            "activation_checkpoint_every": int(work.every),
-            "activation_checkpoint_offload": bool(work.offload),
+            "activation_checkpoint": RECOMPUTE[int(layout.recompute)],
+            "activation_checkpoint_every": int(layout.recompute_every),
+            "activation_checkpoint_offload": bool(layout.offload),
             "step_seconds": self.seconds,
             "memory_bytes": int(self.memory_bytes),
             "p_out_of_memory": self.p_oom,
@@ -108,14 +109,16 @@ class Plan:
 
 def describe_layout(work: Workload) -> str:
     """A layout in one line; axes of size 1 are left out."""
-    axes = [f"{axis} {int(size)}" for axis in GRID if (size := getattr(work, axis)) > 1] or ["one GPU"]
-    more = [f"zero {int(work.zero)}"] if work.zero > 0 else []
-    more += [CONTEXTS[int(work.context)]] if work.cp > 1 and work.context > 0 else []
-    more += [SCHEDULES[int(work.schedule)]] if work.pp > 1 and work.schedule > 0 else []
-    more += [f"interleave {int(work.interleave)}"] if work.interleave > 1 else []
-    more += [f"{RECOMPUTE[int(work.recompute)]} recompute{of_blocks(int(work.every))}"] if work.recompute > 0 else []
-    more += ["offload"] if work.offload else []
-    return ", ".join([" × ".join(axes), *more, f"micro-batch {int(work.micro_batch)}"])
+    layout = work.layout
+    axes = [f"{axis} {int(size)}" for axis in GRID if (size := getattr(layout, axis)) > 1] or ["one GPU"]
+    more = [f"zero {int(layout.zero)}"] if layout.zero > 0 else []
+    more += [CP_METHODS[int(layout.cp_method)]] if layout.cp > 1 and layout.cp_method > 0 else []
+    more += [SCHEDULES[int(layout.schedule)]] if layout.pp > 1 and layout.schedule > 0 else []
+    more += [f"interleave {int(layout.interleave)}"] if layout.interleave > 1 else []
+    if layout.recompute > 0:
+        more.append(f"{RECOMPUTE[int(layout.recompute)]} recompute{of_blocks(int(layout.recompute_every))}")
+    more += ["offload"] if layout.offload else []
+    return ", ".join([" × ".join(axes), *more, f"micro-batch {int(layout.micro_batch)}"])
 
 
 def of_blocks(every: int) -> str:
@@ -129,7 +132,7 @@ def predict(work: Workload, machine: Machine, constants: Constants) -> Predictio
     parts = {name: float(value) for name, value in step_parts(work, machine, constants, block).items()}
     stages = [
         {name: float(stage_memory(work, machine, stage)[name]) for name in CATEGORIES}
-        for stage in _stages_shown(int(work.pp))
+        for stage in _stages_shown(int(work.layout.pp))
     ]
     memory = float(peak_memory(work, machine))
     return Prediction(work, parts, memory, float(p_out_of_memory(memory, work, machine)), stages, machine)
@@ -160,7 +163,7 @@ def _nothing_fits(
         reason = max(found.rejected().items(), key=lambda item: item[1])[0]
         return (
             f"no layout of {gpus} GPUs is legal: most often {reason}; "
-            f"change --gpus or --global-batch ({int(base.batch)} sequences)"
+            f"change --gpus or --global-batch ({int(base.step.batch)} sequences)"
         )
     least = legal[np.argmin(found.memory[legal])]
     point = predict(found.point(least), machine, constants)
@@ -172,9 +175,9 @@ def _nothing_fits(
     limits = limits or Limits()
     leanest = replace(limits, micro_batches=limits.micro_batches[:1])
     for more in (gpus * 2**i for i in range(1, 7)):
-        for batch in sorted({base.batch, max(base.batch, more)}):
-            if _something_fits(replace(base, batch=batch), machine, constants, more, leanest):
-                grown = f" with a global batch of {int(batch)}" if batch != base.batch else ""
+        for batch in sorted({base.step.batch, max(base.step.batch, more)}):
+            if _something_fits(base.but(batch=batch), machine, constants, more, leanest):
+                grown = f" with a global batch of {int(batch)}" if batch != base.step.batch else ""
                 return f"{sentence}; {more} GPUs{grown} would do, or a shorter --seq"
     return f"{sentence}; a machine with more memory is needed, or a smaller model"
 

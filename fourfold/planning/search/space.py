@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
 from fourfold.config.layout import FLOAT8_MULTIPLE
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.workload import CONTEXTS, SCHEDULES, Workload
+from fourfold.planning.workload import CP_METHODS, SCHEDULES, Workload
 
 AXES = ("x", "y", "z", "dp", "cp", "pp")
 MOST_GPUS = 1 << 24
@@ -77,47 +77,52 @@ def all_layouts(base: Workload, gpus: int, limits: Limits) -> Workload:
     columns = _kept(columns, (columns["pp"] > 1) | first)
     alone = columns["pp"] == 1
     columns["schedule"][alone], columns["interleave"][alone] = 0, 1
-    columns = _crossed(columns, {"context": [CONTEXTS.index(name) for name in limits.contexts]})
-    columns = _kept(columns, (columns["cp"] > 1) | (columns["context"] == CONTEXTS.index(limits.contexts[0])))
+    columns = _crossed(columns, {"cp_method": [CP_METHODS.index(name) for name in limits.contexts]})
+    columns = _kept(columns, (columns["cp"] > 1) | (columns["cp_method"] == CP_METHODS.index(limits.contexts[0])))
     columns = _crossed(columns, {"zero": limits.zeros})
     copies = columns["dp"] * columns["cp"] > 1
     columns = _kept(columns, (columns["zero"] == min(limits.zeros)) | copies)
     modes, everies, offloads = zip(*limits.recomputes, strict=True)
-    columns = _crossed(columns, {"recompute": modes, "every": everies, "offload": offloads})
-    return replace(base, **columns, layers_per_stage=None)
+    columns = _crossed(columns, {"recompute": modes, "recompute_every": everies, "offload": offloads})
+    return base.but(**columns, layers_per_stage=None)
 
 
 def rejections(work: Workload, machine: Machine) -> np.ndarray:
     """[n] indices into ``REASONS``; the rules of config/layout.py, for all points at once."""
-    keys, heads = work.keys, work.queries // work.head_dim
-    reason = np.zeros(np.size(work.x), dtype=np.uint8)
-    tokens = np.int64(work.seq) * work.micro_batch
-    shared = work.x * work.y
+    model, layout, step = work.model, work.layout, work.step
+    keys, heads = model.keys, model.queries // model.head_dim
+    reason = np.zeros(np.size(layout.x), dtype=np.uint8)
+    tokens = np.int64(step.seq) * layout.micro_batch
+    shared = layout.x * layout.y
     whole_heads = heads % shared == 0
-    by_y = whole_heads | (work.micro_batch % work.y == 0) | ((work.cp == 1) & (work.seq % work.y == 0))
-    chunks = work.pp * work.interleave
-    interleaved = np.isin(work.schedule, [SCHEDULES.index(n) for n in ("Interleaved1F1B", "InterleavedZeroBubble")])
-    rounds = np.maximum(work.micro_batches // work.pp, 1)
-    sharing = np.where(whole_heads, shared, work.x) * work.cp
-    divides = (heads % sharing == 0) & (keys % (sharing * work.head_dim) == 0)
+    by_y = whole_heads | (layout.micro_batch % layout.y == 0) | ((layout.cp == 1) & (step.seq % layout.y == 0))
+    chunks = layout.pp * layout.interleave
+    interleaved = np.isin(layout.schedule, [SCHEDULES.index(n) for n in ("Interleaved1F1B", "InterleavedZeroBubble")])
+    rounds = np.maximum(work.micro_batches // layout.pp, 1)
+    sharing = np.where(whole_heads, shared, layout.x) * layout.cp
+    divides = (heads % sharing == 0) & (keys % (sharing * model.head_dim) == 0)
     odd: np.ndarray | bool = False
-    if np.any(np.equal(work.bits, 8)):
-        sizes = (work.hidden // work.y, work.queries // work.x, keys // work.x, work.inner // work.x, tokens // work.cp)
+    if np.any(np.equal(step.bits, 8)):
+        sizes = (
+            model.hidden // layout.y,
+            *(size // layout.x for size in (model.queries, keys, model.inner)),
+            tokens // layout.cp,
+        )
         odd = np.any([np.broadcast_to(size % FLOAT8_MULTIPLE != 0, reason.shape) for size in sizes], axis=0)
     rules = (
-        (heads % work.x != 0) | (keys % work.x != 0),
-        (work.inner % work.x != 0) | (work.vocab % work.x != 0) | (work.positions % work.x != 0),
-        (work.hidden % work.y != 0) | (tokens % (work.y * work.cp) != 0),
-        (work.seq % (work.x * work.cp) != 0) | ((work.cp > 1) & (work.seq % (2 * work.cp) != 0)),
+        (heads % layout.x != 0) | (keys % layout.x != 0),
+        (model.inner % layout.x != 0) | (model.vocab % layout.x != 0) | (model.positions % layout.x != 0),
+        (model.hidden % layout.y != 0) | (tokens % (layout.y * layout.cp) != 0),
+        (step.seq % (layout.x * layout.cp) != 0) | ((layout.cp > 1) & (step.seq % (2 * layout.cp) != 0)),
         ~by_y | (whole_heads & (keys % shared != 0)),
-        work.batch % np.multiply(work.z * work.dp, work.micro_batch, dtype=np.int64) != 0,
-        chunks > work.layers,
+        step.batch % np.multiply(layout.z * layout.dp, layout.micro_batch, dtype=np.int64) != 0,
+        chunks > model.layers,
         interleaved & (work.micro_batches % rounds != 0),
-        work.split_backward & ((work.z > 1) | (work.zero > 1)),
-        (work.pp > 1) & (work.schedule == SCHEDULES.index("DualPipeV")) & (work.micro_batches < 2 * work.pp),
-        (work.cp > 1) & (work.context == CONTEXTS.index("ulysses")) & ~divides,
-        np.asarray(work.offload, bool) & (machine.host == 0),
-        np.equal(work.bits, 8) & odd,
+        layout.split_backward & ((layout.z > 1) | (layout.zero > 1)),
+        (layout.pp > 1) & (layout.schedule == SCHEDULES.index("DualPipeV")) & (work.micro_batches < 2 * layout.pp),
+        (layout.cp > 1) & (layout.cp_method == CP_METHODS.index("ulysses")) & ~divides,
+        np.asarray(layout.offload, bool) & (machine.host == 0),
+        np.equal(step.bits, 8) & odd,
     )
     for index, broken in reversed(list(enumerate(rules, start=1))):
         reason[np.broadcast_to(broken, reason.shape)] = index
@@ -126,8 +131,8 @@ def rejections(work: Workload, machine: Machine) -> np.ndarray:
 
 def refusal(work: Workload, machine: Machine) -> str:
     """Why one layout is illegal; empty where it is not."""
-    numbers = {name: np.array([v]) for name, v in vars(work).items() if isinstance(v, int | float | np.generic)}
-    reason = int(rejections(replace(work, **numbers), machine)[0])
+    numbers = {name: np.array([v]) for name, v in vars(work.layout).items() if isinstance(v, int | float | np.generic)}
+    reason = int(rejections(work.but(**numbers), machine)[0])
     return REASONS[reason] if reason else ""
 
 
