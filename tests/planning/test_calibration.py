@@ -1,4 +1,4 @@
-"""The fit finds constants that made the data, keeps to the prior without any, and shrugs off outliers."""
+"""The fit finds the constants that made the data, keeps the prior where there are none, and resists outliers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_outlier_does_not_decide() -> None:
     assert np.abs(error).mean() < 0.02
 
 
-def test_what_no_row_tells_stays_at_the_prior() -> None:
+def test_a_constant_without_rows_stays_at_the_prior() -> None:
     work = cases().take(np.array([0])).but(x=1.0, z=1.0, dp=1.0, batch=4.0)
     calibration = fitted(truth(work) * np.ones(1), work)
     constants = calibration.constants("dgx-a100", "p")
@@ -107,10 +107,10 @@ def table_of(path: Path, count: int, slower: float) -> Path:
 
 def test_a_table_calibrates_a_machine(tmp_path: Path) -> None:
     table = table_of(tmp_path / "t.csv", 24, 1.3)
-    told = fit_machine([table], load_machine("dgx-a100"), "mine")
-    assert told.rows == 24
-    assert told.before["mean_abs_error"] > 0.2 > 0.03 > told.held_out["mean_abs_error"]
-    machine = parse_machine(machine_toml(told.machine, "mine", load_machine("dgx-a100")), "mine.toml")
+    result = fit_machine([table], load_machine("dgx-a100"), "mine")
+    assert result.rows == 24
+    assert result.before["mean_abs_error"] > 0.2 > 0.03 > result.held_out["mean_abs_error"]
+    machine = parse_machine(machine_toml(result.machine, "mine", load_machine("dgx-a100")), "mine.toml")
     rows, _ = read_rows([table])
     error = [float(step_seconds(r.work, machine, constants_for(machine))) / r.seconds - 1 for r in rows]
     assert np.abs(error).mean() < 0.03
@@ -127,13 +127,13 @@ def test_a_run_calibrates_a_machine(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     lines = [f'{{"step": {i}, "step_seconds": {9 if i < 3 else 0.5}, "peak_memory_bytes": 1000}}' for i in range(9)]
     metrics.write_text("\n".join(lines), encoding="utf-8")
-    told = fit_machine([metrics], load_machine("laptop"), "mine")
-    assert told.rows == 1
-    compared = compare_run(run, told.machine, [9.0] * 3 + [0.5] * 7, 1000)
+    result = fit_machine([metrics], load_machine("laptop"), "mine")
+    assert result.rows == 1
+    compared = compare_run(run, result.machine, [9.0] * 3 + [0.5] * 7, 1000)
     assert compared.measured_step_seconds == 0.5
     assert compared.predicted_step_seconds == pytest.approx(0.5, rel=0.5)
     work = workload_of(run)
-    held = sum(stage_memory(work, told.machine, 0)[name] for name in CATEGORIES if name != "reserve")
+    held = sum(stage_memory(work, result.machine, 0)[name] for name in CATEGORIES if name != "reserve")
     assert compared.predicted_memory_bytes == pytest.approx(float(held), abs=1)
     assert compared.memory_error == pytest.approx(compared.predicted_memory_bytes / 1000 - 1)
     for broken in ("[1]", '{"step_seconds": 0}', '{"step_seconds": "x"}', '{"step_seconds": NaN}'):

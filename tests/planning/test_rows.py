@@ -1,4 +1,4 @@
-"""Measured rows are read as they were run, or skipped with a reason; scores are what they say."""
+"""Measured rows are read as they were run, or skipped with a reason; scores follow their definitions."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ def held(work: Workload, *names: str) -> float:
 
 
 def test_a_megatron_row() -> None:
-    told = row(tp=2, pp=2, vpp=3, dp=2, zero_fsdp="distributed optimizer (ZeRO-1)", seq_parallel="yes", act_ckpt="none")
-    work = told.work
+    megatron = row(
+        tp=2, pp=2, vpp=3, dp=2, zero_fsdp="distributed optimizer (ZeRO-1)", seq_parallel="yes", act_ckpt="none"
+    )
+    work = megatron.work
     layout, program = work.layout, work.program
     assert (layout.x, layout.pp, layout.interleave, layout.dp, layout.z, layout.zero) == (2, 2, 3, 2, 1, 1)
     assert program.split_residual and program.regather and program.overlap_dp
     assert program.weights_kept and program.half_weights
     assert work.layout.gpus == 8 and work.micro_batches == 16
-    assert told.machine.name == "dgx-a100" and told.dense_half
+    assert megatron.machine.name == "dgx-a100" and megatron.dense_half
 
 
 def test_an_fsdp_row() -> None:
@@ -47,8 +49,8 @@ def test_an_fsdp_row() -> None:
     assert (work.layout.z, work.layout.dp, work.layout.zero) == (1, 8, 3)
 
 
-def test_the_words_of_a_torchtitan_row() -> None:
-    """That compiles, does not, or overlaps the collectives of its tensor parallelism."""
+def test_the_notes_of_a_torchtitan_row() -> None:
+    """They name compilation, and the overlap of tensor-parallel collectives."""
     sharded = {"zero_fsdp": "FSDP2 full shard (group 1)", "tp": 8}
     vanilla, asynchronous, eager = (
         row(**sharded, notes=notes).work.program
@@ -173,30 +175,30 @@ def test_a_file_is_read_and_its_skipped_rows_counted(tmp_path: Path) -> None:
 
 def test_out_of_memory_rows() -> None:
     assert row(mem_gb_per_gpu="OOM", step_time_s="").out_of_memory
-    told = predict_rows([row(mem_gb_per_gpu="OOM", step_time_s="", hidden=20480, heads=128), row(mem_gb_per_gpu=30)],
+    scored = predict_rows([row(mem_gb_per_gpu="OOM", step_time_s="", hidden=20480, heads=128), row(mem_gb_per_gpu=30)],
                    Calibration())  # fmt: skip
-    memory = memory_of(told)
+    memory = memory_of(scored)
     assert memory["oom_recall"] == 1 and memory["fit_recall"] == 1 and memory["rows"] == 1
 
 
 def test_whatever_ran_fitted() -> None:
-    """A row with a time alone counts among those that fitted, where it says what it computed again."""
-    told = predict_rows([row(), row(act_ckpt=""), row(hidden=20480, heads=128)], Calibration())
-    memory = memory_of(told)
+    """A row with only a time counts among those that fitted if it names its recompute."""
+    scored = predict_rows([row(), row(act_ckpt=""), row(hidden=20480, heads=128)], Calibration())
+    memory = memory_of(scored)
     assert memory["fitting_rows"] == 2 and memory["fit_recall"] == 0.5
 
 
-def scored(measured: float, predicted: float) -> Scored:
+def scored_row(measured: float, predicted: float) -> Scored:
     return Scored(row(step_time_s=measured), predicted, 1.0, 0.0)
 
 
 def test_errors_and_sweeps() -> None:
-    errors = errors_of([scored(1.0, 1.1), scored(2.0, 1.6), scored(1.0, 1.0)])
+    errors = errors_of([scored_row(1.0, 1.1), scored_row(2.0, 1.6), scored_row(1.0, 1.0)])
     assert errors["mean_abs_error"] == pytest.approx(0.1)
     assert errors["median_abs_error"] == pytest.approx(0.1)
     assert errors["bias"] == pytest.approx(-0.1 / 3)
-    right = sweeps_of([scored(float(i), float(i) ** 2) for i in range(1, 10)])
+    right = sweeps_of([scored_row(float(i), float(i) ** 2) for i in range(1, 10)])
     assert right["regret_mean"] == 0 and right["spearman_median"] == pytest.approx(1)
-    wrong = sweeps_of([scored(float(i), 1 / i) for i in range(1, 10)])
+    wrong = sweeps_of([scored_row(float(i), 1 / i) for i in range(1, 10)])
     assert wrong["regret_mean"] == pytest.approx(8) and wrong["spearman_median"] == pytest.approx(-1)
-    assert sweeps_of([scored(1.0, 1.0)])["regret_mean"] is None
+    assert sweeps_of([scored_row(1.0, 1.0)])["regret_mean"] is None

@@ -1,4 +1,4 @@
-"""Published figures of large runs beside what the planner predicts for them."""
+"""Published figures of large runs, and the planner's predictions for them."""
 
 from __future__ import annotations
 
@@ -18,34 +18,36 @@ from fourfold.planning.search.space import Limits
 from fourfold.planning.workload import Workload
 
 AXONN = Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),))
-"""What AxoNN's program could do: x, y, z, dp; full recompute."""
+"""What AxoNN's program supports: x, y, z, dp; full recompute."""
 NOT_OWN = {"is_fourfold": False, "gate_first": False}
 AXONN_BLOCKS = dict.fromkeys(("overlap_dp", "split_residual", "recompute_stops_early"), False) | NOT_OWN
-"""And could not: hide the sum over dp, split what lies between the layers over x, or leave out of a recomputed block
-what nothing reads."""
+"""What it lacks: overlap of the sum over dp, a residual stream sharded over x, and recompute that stops at the last
+tensor that the backward reads."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A published figure, and predictions of its hardware PFLOP/s: as it was run (of the layouts that the program
-    had, the fastest, where the layout is not known), and of all layouts the fastest."""
+    """A published figure and its predictions."""
 
     source: str
     machine: str
     model: str
     gpus: int
     published: float
+    """PFLOP/s of all GPUs."""
     as_run: Prediction
+    """The published layout; where it is unknown, the fastest that the program supports."""
     best: Prediction
+    """The fastest of all layouts."""
 
     @property
     def as_run_pflops(self) -> float:
-        """In the published convention, which counts recompute and the whole square of the attention."""
+        """PFLOP/s in the published convention, which counts recompute and the full attention square."""
         return float(self.as_run.work.megatron_flops() / self.as_run.seconds / 1e15)
 
     @property
     def best_pflops(self) -> float:
-        """What the published figure would have been at the best layout's speed."""
+        """PFLOP/s in the same convention at the best layout's speed."""
         return float(self.as_run.work.megatron_flops() / self.best.seconds / 1e15)
 
     def record(self) -> dict[str, Any]:
@@ -65,12 +67,12 @@ def published_table() -> dict[str, Any]:
 
 
 def base_of(model: str, seq: int, batch: int) -> Workload:
-    """A preset with a step's sequence and batch."""
+    """Return a preset's workload with a sequence length and a batch."""
     return workload_of_model(ModelConfig(**PRESETS[model])).but(seq=seq, batch=batch)
 
 
 def figures(calibration: Calibration) -> list[Figure]:
-    """All published figures with predictions."""
+    """Predict all published figures."""
     found = []
     for row in published_table()["figure"]:
         machine = load_machine(row["machine"])
@@ -95,11 +97,11 @@ MEGATRON = {
     "reduce_bytes": 2,
     **NOT_OWN,
 }
-"""Megatron-DeepSpeed without sequence parallelism, in the words of ``Workload``."""
+"""Megatron-DeepSpeed without sequence parallelism, as fields of a workload."""
 
 
 def weak_scaling(calibration: Calibration) -> list[dict[str, Any]]:
-    """AxoNN's weak scaling on Frontier: efficiency by hardware flop/s a GPU, published and predicted."""
+    """Predict AxoNN's weak scaling on Frontier: efficiency by hardware FLOP/s per GPU."""
     rows = []
     for curve in published_table()["weak_scaling"]:
         machine = load_machine(curve["machine"])

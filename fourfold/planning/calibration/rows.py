@@ -1,9 +1,9 @@
-"""Reads measured rows: CSV with one training configuration a line, and what it took.
+"""Reads measured rows: CSV with one training configuration per line, its step time and memory.
 
 Columns: ``gpu_type, gpus_per_node, interconnect, n_gpus, layers, hidden, ffn_hidden, mlp_type, heads, kv_heads, vocab,
 seq_len, global_batch_seqs, micro_batch, tp, pp, vpp, cp, ep, zero_fsdp, act_ckpt, seq_parallel, precision,
-attention_impl, step_time_s, mem_gb_per_gpu, mem_kind, source_ref, notes`` (others are ignored). Empty cells are filled
-by what the rest of the row implies, or the row is skipped with a reason.
+attention_impl, step_time_s, mem_gb_per_gpu, mem_kind, source_ref, notes`` (others are ignored). Empty cells are
+inferred from the rest of the row, or the row is skipped with a reason.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.planning.machines.machine import Machine, load_machine
@@ -34,21 +35,20 @@ MACHINES = (
     (r"MI250X", "frontier"),
     (r"MI300X", "mi300x"),
 )
-"""The machine of a GPU's name; the first that matches."""
+"""Machines by a pattern of the GPU's name; the first match counts."""
 
 LARGEST = 1e12
-"""Of any number of a row."""
+"""Bound of every number in a row."""
 WHOLE = ("n_gpus", "layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "seq_len", "tp", "pp", "cp", "vpp",
          "micro_batch", "gpus_per_node")  # fmt: skip
 
 GPT_VOCABULARY = 51200
-"""GPT-2's, padded: of rows of GPT models that do not say."""
+"""GPT-2's, padded: assumed where a row names none."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured row: what ran, where, and what it took (None: not measured); ran: it fitted, and the row says what
-    it computed again."""
+    """One measured row; None: not measured."""
 
     row_id: str
     source: str
@@ -58,8 +58,11 @@ class Row:
     memory_gb: float | None
     out_of_memory: bool
     ran: bool
+    """Whether it fitted, and names its recompute."""
     dense_half: bool
+    """A complete configuration of a dense model in 16 bits."""
     sweep: tuple[str, ...]
+    """Equal in rows that differ only in layout."""
 
 
 class Skipped(ValueError):
@@ -67,8 +70,9 @@ class Skipped(ValueError):
 
 
 def read_rows(paths: Sequence[str | Path]) -> tuple[list[Row], dict[str, int]]:
-    """The rows that can be predicted, and how many could not, by reason."""
-    rows, skipped = [], {}
+    """Read the rows that can be predicted; count the others by reason."""
+    rows: list[Row] = []
+    skipped: dict[str, int] = {}
     for path in paths:
         for record in _records(Path(path)):
             try:
@@ -94,7 +98,7 @@ def _records(path: Path) -> list[dict[str, str]]:
 
 
 def row_of(record: Mapping[str, str]) -> Row:
-    """A row from its cells; raises ``Skipped`` with the reason."""
+    """Make a row from its cells; raises ``Skipped`` with the reason."""
     cells = {key: (value or "").strip() for key, value in record.items() if key}
     machine = _machine(cells)
     text = cells["precision"].lower()
@@ -107,19 +111,16 @@ def row_of(record: Mapping[str, str]) -> Row:
         or "grok" in cells.get("model", "").lower()
     ):
         raise Skipped("mixture of experts")
-    for name in ("layers", "hidden", "heads", "seq_len", "global_batch_seqs", "n_gpus"):
-        if _number(cells, name) is None:
-            raise Skipped(f"no {name}")
-    gpus, tp, pp, cp = (_number(cells, name) or 1 for name in ("n_gpus", "tp", "pp", "cp"))
+    layers, hidden, heads, seq, batch, gpus = (
+        _required(cells, name) for name in ("layers", "hidden", "heads", "seq_len", "global_batch_seqs", "n_gpus")
+    )
+    tp, pp, cp = (_number(cells, name) or 1 for name in ("tp", "pp", "cp"))
     if not cells["tp"] or not cells["pp"]:
         raise Skipped("no tp or pp")
     copies = gpus / (tp * pp * cp)
     if copies < 1 or copies != int(copies):
         raise Skipped("tp · pp · cp does not divide the GPUs")
-    batch = _number(cells, "global_batch_seqs")
-    micro_batch = _number(cells, "micro_batch")
-    if micro_batch is None:
-        raise Skipped("no micro_batch")
+    micro_batch = _required(cells, "micro_batch")
     if micro_batch * copies > batch * 1.0001:
         raise Skipped("micro_batch · dp is more than the global batch")
     seconds = _number(cells, "step_time_s")
@@ -132,7 +133,7 @@ def row_of(record: Mapping[str, str]) -> Row:
         memory *= 2**30 / 1e9
     if seconds is None and memory is None and not out_of_memory:
         raise Skipped("nothing measured")
-    work = _model(cells).but(**_program(cells, machine, text, eight, copies), seq=_number(cells, "seq_len"),
+    work = _model(cells, layers, hidden, heads).but(**_program(cells, machine, text, eight, copies), seq=seq,
                    batch=batch, micro_batch=micro_batch, x=tp, pp=pp, cp=cp,
                    interleave=max(_number(cells, "vpp") or 1, 1),
                    count_runtime=memory is None or "smi" in kind)  # fmt: skip
@@ -158,7 +159,15 @@ def row_of(record: Mapping[str, str]) -> Row:
     )  # fmt: skip
 
 
+def _required(cells: Mapping[str, str], name: str) -> float:
+    number = _number(cells, name)
+    if number is None:
+        raise Skipped(f"no {name}")
+    return number
+
+
 def _number(cells: Mapping[str, str], name: str) -> float | None:
+    """A positive number; None where the cell is empty."""
     if not cells.get(name):
         return None
     try:
@@ -173,12 +182,12 @@ def _number(cells: Mapping[str, str], name: str) -> float | None:
 
 
 def _machine(cells: Mapping[str, str]) -> Machine:
-    """The machine file of the GPU, with the node's size and the adapters that the row names."""
+    """Load the machine of the GPU, with the node size and the network adapters that the row names."""
     name = next((name for pattern, name in MACHINES if re.search(pattern, cells["gpu_type"], re.IGNORECASE)), None)
     if name is None:
         raise Skipped("unknown GPU")
     machine = load_machine(name)
-    changes = {}
+    changes: dict[str, Any] = {}
     per_node = _number(cells, "gpus_per_node")
     if per_node and machine.domain <= 8:
         changes["gpus_per_node"] = per_node
@@ -195,8 +204,7 @@ def _machine(cells: Mapping[str, str]) -> Machine:
     return replace(machine, **changes)
 
 
-def _model(cells: Mapping[str, str]) -> Workload:
-    hidden, heads = _number(cells, "hidden"), _number(cells, "heads")
+def _model(cells: Mapping[str, str], layers: float, hidden: float, heads: float) -> Workload:
     gated = cells.get("mlp_type", "").lower() in ("swiglu", "geglu")
     inner = _number(cells, "ffn_hidden") or 4 * hidden
     vocab = _number(cells, "vocab")
@@ -207,7 +215,7 @@ def _model(cells: Mapping[str, str]) -> Workload:
     kv_heads = _number(cells, "kv_heads") or heads
     head_dim = hidden / heads
     return Workload(
-        ModelShape(layers=_number(cells, "layers"), hidden=hidden, queries=hidden, keys=kv_heads * head_dim,
+        ModelShape(layers=layers, hidden=hidden, queries=hidden, keys=kv_heads * head_dim,
                    head_dim=head_dim, inner=inner, gate_up=inner * (2 if gated else 1), vocab=vocab, tied=tied),
         program=OTHER_PROGRAM,
     )  # fmt: skip
@@ -216,7 +224,7 @@ def _model(cells: Mapping[str, str]) -> Workload:
 def _program(
     cells: Mapping[str, str], machine: Machine, precision: str, eight: bool, copies: float
 ) -> dict[str, float | bool]:
-    """What the program does, from the words of the row."""
+    """Infer layout and program from the texts of the row."""
     sharding = cells.get("zero_fsdp", "").lower()
     checkpoint = cells.get("act_ckpt", "").lower()
     attention = cells.get("attention_impl", "").lower()
@@ -235,7 +243,7 @@ def _program(
     if shares_state:
         zero = 1  # DeepSpeed's BF16_Optimizer shards its state whatever the stage, and sums gradients in all-reduces
     if zero > 3:
-        raise Skipped("zero_fsdp names a ZeRO stage that there is not")
+        raise Skipped("zero_fsdp names a ZeRO stage above 3")
     z = 1.0
     if fsdp and "zero-1" not in sharding:
         group = re.search(r"group (\d+)", sharding)
