@@ -59,9 +59,6 @@ KNOWN_UPWARD = {
 }
 """Imports (module, imported module) that still point upwards."""
 
-KNOWN_CIRCLES: set[frozenset[str]] = set()
-"""Groups of modules that still import one another."""
-
 LONG_FUNCTIONS = {
     "fourfold.cli.audit.audit": "its options, one a line",
     "fourfold.cli.generate.generate": "its options, one a line",
@@ -77,11 +74,6 @@ LONG_FUNCTIONS = {
 
 KNOWN_LONG_FILES = {"fourfold.huggingface.parallelize"}
 """Files that are still too long."""
-
-KNOWN_PRIVATE = {
-    ("test_loop", "_only_job_in"),
-}
-"""Private names (test file, name) that tests still use."""
 
 PUBLIC_DESPITE_UNDERSCORE = {
     "_asdict": "NamedTuple's",
@@ -200,7 +192,7 @@ def test_no_import_points_upwards() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    assert [sorted(group) for group in circles() if not any(group <= known for known in KNOWN_CIRCLES)] == []
+    assert [sorted(group) for group in circles()] == []
 
 
 def test_architecture_page_has_the_rooms_in_order() -> None:
@@ -230,8 +222,7 @@ def test_long_functions_are_listed_with_a_reason() -> None:
 
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
 def test_tests_use_public_names_only(path: Path) -> None:
-    known = {name for file, name in KNOWN_PRIVATE if file == path.stem}
-    assert private_names(path) - PUBLIC_DESPITE_UNDERSCORE.keys() - known == set()
+    assert private_names(path) - PUBLIC_DESPITE_UNDERSCORE.keys() == set()
 
 
 def test_test_files_have_names_of_their_own() -> None:
