@@ -53,10 +53,7 @@ ROOMS = (
 """From bottom to top. A module belongs to the longest name that its path begins with, and imports only from its own
 room and the rooms before it."""
 
-KNOWN_UPWARD = {
-    ("fourfold.huggingface.convert", "fourfold.training.job"),
-    ("fourfold.models.lora", "fourfold.huggingface.weight_names"),
-}
+KNOWN_UPWARD: set[tuple[str, str]] = set()
 """Imports (module, imported module) that still point upwards."""
 
 LONG_FUNCTIONS = {

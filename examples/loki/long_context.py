@@ -12,7 +12,7 @@ import argparse
 import sysconfig
 from pathlib import Path
 
-from fourfold.huggingface.convert import as_huggingface
+from fourfold.huggingface.export_model import as_huggingface
 from fourfold.huggingface.transformers_models import load_model, load_text
 from fourfold.inference.generate import Sampling, generate
 from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki

@@ -38,7 +38,7 @@ def export_hf(
     With config.json, generation_config.json and the tokenizer; one tensor is in memory at a time. A run with LoRA
     becomes an adapter that peft opens.
     """
-    from fourfold.huggingface.convert import export_huggingface
+    from fourfold.huggingface.export_model import export_huggingface
     from fourfold.reports.terminal import transferred_line
 
     transferred = export_huggingface(checkpoint, out, dtype.value, model_type, tokenizer, merge)

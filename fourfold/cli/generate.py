@@ -47,7 +47,7 @@ def generate(
             "--attention loki and --basis BASIS.safetensors go together (fourfold loki calibrate makes one)"
         )
     loki.checked_dtype(dtype)
-    from fourfold.huggingface.convert import as_huggingface
+    from fourfold.huggingface.export_model import as_huggingface
     from fourfold.huggingface.transformers_models import load_model, load_text
     from fourfold.inference.generate import Sampling, encode_prompt
     from fourfold.inference.generate import generate as continue_text

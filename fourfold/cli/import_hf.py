@@ -20,7 +20,7 @@ def import_hf(
     Weights keep their type, and one is in memory at a time. A run begins with the result by checkpoint.resume, and
     without it by model.from_hf.
     """
-    from fourfold.huggingface.convert import import_huggingface
+    from fourfold.huggingface.import_model import import_huggingface
     from fourfold.reports.terminal import transferred_line
 
     transferred = import_huggingface(model, out)

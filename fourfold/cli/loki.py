@@ -63,7 +63,7 @@ def calibrate(
     if basis not in ("pre", "post", "both"):
         raise UserError(f"--basis {basis} must be one of pre, post, both")
     options.checked_dtype(dtype)
-    from fourfold.huggingface.convert import as_huggingface
+    from fourfold.huggingface.export_model import as_huggingface
     from fourfold.inference.loki import calibrate as find_basis
     from fourfold.reports.loki_report import import_matplotlib, write_rank_picture, write_rank_report
     from fourfold.reports.terminal import rank_table
@@ -118,7 +118,7 @@ def evaluate(
         raise UserError("give --text FILE to measure on, or --tasks")
     options.checked_dtype(dtype)
     on_text, in_tasks = options.loki_config(loki_values, min_k=1, min_seq=0), options.loki_config(loki_values)
-    from fourfold.huggingface.convert import as_huggingface
+    from fourfold.huggingface.export_model import as_huggingface
     from fourfold.inference.lm_eval_tasks import checked_tokenizer, task_names
     from fourfold.inference.loki import LokiBasis
     from fourfold.inference.loki.quality import compare_tasks, measure_quality

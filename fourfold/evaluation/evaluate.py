@@ -13,7 +13,7 @@ from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.evaluation.perplexity import perplexity
-from fourfold.huggingface.convert import TOKENIZER_FILE, source_of
+from fourfold.huggingface.model_folder import TOKENIZER_FILE, source_of
 from fourfold.inference.lm_eval_tasks import run_tasks
 from fourfold.inference.text import read_text
 from fourfold.launch.job_processes import device_of

@@ -10,10 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from fourfold.config.model import ModelConfig
-from fourfold.models.transformer import Transformer
+from fourfold.models.transformer import parameter_shapes
 
 Table = dict[str, tuple[str, ...]]
 
@@ -152,12 +150,6 @@ class TheirTensor:
 def head_of(kind: str) -> str:
     """Their name of the head."""
     return next(theirs for theirs, ours in TABLES[kind].items() if ours == (HEAD,))
-
-
-def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the decoder, a tied one once."""
-    with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in Transformer(model).named_parameters()}
 
 
 def name_map(kind: str, model: ModelConfig) -> list[TheirTensor]:

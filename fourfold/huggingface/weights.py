@@ -18,9 +18,9 @@ from fourfold.huggingface.weight_names import (
     TheirTensor,
     head_of,
     name_map,
-    parameter_shapes,
 )
 from fourfold.models.tensor_files import TensorFiles
+from fourfold.models.transformer import parameter_shapes
 
 
 class Pretrained:

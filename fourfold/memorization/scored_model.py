@@ -12,11 +12,10 @@ import torch
 from fourfold.checkpoints.find import STATE_FILE, newest_checkpoint
 from fourfold.checkpoints.saved_state import read_state
 from fourfold.config.run import RunConfig
-from fourfold.data.build import ensure_builtin
-from fourfold.data.manifest import corpus_tokenizer, read_manifest
+from fourfold.data.run_tokenizer import tokenizer_of_run
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
-from fourfold.huggingface.convert import SOURCE_FOLDER, TOKENIZER_FILE
+from fourfold.huggingface.model_folder import SOURCE_FOLDER, TOKENIZER_FILE
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.memorization.scorers import GridScorer, HuggingFaceScorer, HuggingFaceTokenizer, Scorer
 from fourfold.memorization.scores import Sampling
@@ -128,14 +127,7 @@ def find_tokenizer(
     if not model.knows_data:
         imported = model.checkpoint / SOURCE_FOLDER / TOKENIZER_FILE
         return load_tokenizer(imported) if imported.is_file() else None
-    data = model.run.data
-    if data.source is not None:
-        prefix = ensure_builtin(data.source, data.tokenizer, data.cache_dir, model.run.model.vocab_size)
-        return corpus_tokenizer(prefix)
-    if data.tokenizer is not None:
-        return load_tokenizer(data.tokenizer)
-    prefix = data.train[0].path
-    return corpus_tokenizer(prefix) if read_manifest(prefix) is not None else None
+    return tokenizer_of_run(model.run)
 
 
 def open_scorer(model: ScoredModel, request: ScoringRequest, device: torch.device) -> Scorer:

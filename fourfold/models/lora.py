@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import LoRAConfig
 from fourfold.errors import UserError
-from fourfold.huggingface.weight_names import parameter_shapes
-from fourfold.models.transformer import Transformer
+from fourfold.models.transformer import Transformer, parameter_shapes
 
 ADAPTERS = ("lora_A", "lora_B")
 

@@ -273,3 +273,9 @@ class Transformer(nn.Module):
         if self.config.scale_embeddings:
             x_BSH = x_BSH * x_BSH.new_full((), self.config.hidden_size**0.5)  # rounded to the type, as Gemma's
         return x_BSH if self.embed_positions is None else x_BSH + self.embed_positions(positions_BS)
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the decoder, a tied one once."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in Transformer(model).named_parameters()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,11 +18,12 @@ from fourfold.data.conversations import PackedConversations, PackingStatistics
 from fourfold.data.dataset import Mixture
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.loader import Loader, MicroBatch
-from fourfold.data.manifest import corpus_tokenizer, read_manifest, validation_prefix
+from fourfold.data.manifest import read_manifest, validation_prefix
 from fourfold.data.mask_statistics import MaskStatistics, sample_statistics
 from fourfold.data.masks import LossMask, build_masks, labels_of
 from fourfold.data.preview import Preview, preview
-from fourfold.data.tokenizer import Tokenizer, load_tokenizer
+from fourfold.data.run_tokenizer import tokenizer_of_run
+from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
 from fourfold.parallel.context import share_of_sequences
 from fourfold.parallel.grid import Axis
@@ -80,7 +80,7 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
         _check_vocabulary(prefix, run)
         _check_format(prefix, run)
         _check_same_tokenizer(prefix, train[0][0])
-    tokenizer = _tokenizer(run, train)
+    tokenizer = _tokenizer(run)
     if run.sample.prompt is not None and tokenizer is None:
         raise UserError(
             f"sample.prompt needs a tokenizer, and {train[0][0]}.json, which would name it, does not exist; "
@@ -112,7 +112,7 @@ def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, T
     train, _ = _prefixes(run)
     for prefix, _ in train:
         _check_format(prefix, run)
-    tokenizer = _tokenizer(run, train)
+    tokenizer = _tokenizer(run)
     masks, goldfish = build_masks(run.masks, tokenizer, run.training.seq_length, run.training.global_batch_size)
     look_back = 0 if goldfish is None else goldfish.look_back
     dataset = build_dataset(train, run.training.seq_length, run.training.seed, look_back)
@@ -205,21 +205,8 @@ def _check_same_tokenizer(prefix: str, first: str) -> None:
         )
 
 
-def _tokenizer(run: RunConfig, train: list[Source]) -> Tokenizer | None:
-    """The corpora's own tokenizer, which data.tokenizer must agree with; None where neither names one."""
-    prefix = train[0][0]
-    tokenizer = corpus_tokenizer(prefix) if read_manifest(prefix) is not None else None
-    if run.data.tokenizer is not None and run.data.source is None:
-        tokenizer = _same_tokenizer(run.data.tokenizer, tokenizer, prefix)
+def _tokenizer(run: RunConfig) -> Tokenizer | None:
+    tokenizer = tokenizer_of_run(run)
+    if tokenizer is not None and run.data.tokenizer is not None and run.data.source is None:
         _check_fits(f"data.tokenizer = '{run.data.tokenizer}' has", tokenizer.vocab_size, run)
-    return tokenizer
-
-
-def _same_tokenizer(name: str, of_corpus: Tokenizer | None, prefix: str | Path) -> Tokenizer:
-    tokenizer = load_tokenizer(name)
-    if of_corpus is not None and of_corpus.fingerprint != tokenizer.fingerprint:
-        raise UserError(
-            f"data.tokenizer = '{name}' is not the tokenizer that made {prefix}.bin; "
-            "leave it out to use the corpus's own, or prepare the corpus again"
-        )
     return tokenizer

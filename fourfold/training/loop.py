@@ -19,13 +19,9 @@ from fourfold.config.run import RunConfig
 from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import local_folder
-from fourfold.huggingface.convert import (
-    PATTERNS,
-    SOURCE_FOLDER,
-    check_same_tokenizer,
-    keep_small_files,
-    load_pretrained,
-)
+from fourfold.huggingface.import_model import load_pretrained
+from fourfold.huggingface.model_folder import PATTERNS, SOURCE_FOLDER, keep_small_files
+from fourfold.huggingface.tokenizer_file import check_same_tokenizer
 from fourfold.launch.job_processes import device_of, imported
 from fourfold.launch.stop_signals import stop_request
 from fourfold.parallel.communicate import purpose

@@ -20,7 +20,8 @@ from fourfold.config.presets import PRESETS
 from fourfold.config.run import CheckpointConfig, RunConfig
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import config_of, model_of, read_config
-from fourfold.huggingface.convert import export_huggingface, import_huggingface, load_pretrained
+from fourfold.huggingface.export_model import export_huggingface
+from fourfold.huggingface.import_model import import_huggingface, load_pretrained
 from fourfold.huggingface.weights import Pretrained
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.grid import Grid

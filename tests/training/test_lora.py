@@ -18,7 +18,8 @@ from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.config.run import RunConfig
 from fourfold.data.prepare_conversations import prepare_conversations
 from fourfold.errors import UserError
-from fourfold.huggingface.convert import export_huggingface, load_pretrained
+from fourfold.huggingface.export_model import export_huggingface
+from fourfold.huggingface.import_model import load_pretrained
 from fourfold.huggingface.weights import Pretrained
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full

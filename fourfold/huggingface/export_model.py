@@ -1,0 +1,167 @@
+"""Models of ours out: as a folder that transformers opens, or an adapter that peft opens."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.checkpoints.find import STATE_FILE, newest_checkpoint
+from fourfold.checkpoints.saved_weights import SavedWeights
+from fourfold.config.model import ModelConfig
+from fourfold.data.files import new_folder, write_whole
+from fourfold.data.run_tokenizer import tokenizer_of_run
+from fourfold.data.tokenizer import Tokenizer, load_tokenizer
+from fourfold.errors import UserError
+from fourfold.huggingface.adapters import Merged, open_base, write_adapter
+from fourfold.huggingface.architectures.config_json import (
+    CONFIG_FILE,
+    config_of,
+    local_folder,
+    read_config,
+    same_model,
+)
+from fourfold.huggingface.model_folder import (
+    GENERATION_FILE,
+    PATTERNS,
+    SMALL_FILES,
+    TOKENIZER_FILE,
+    Transferred,
+    count_parameters,
+    keep_small_files,
+    source_of,
+)
+from fourfold.huggingface.tokenizer_file import write_tokenizer
+from fourfold.huggingface.weight_names import TheirTensor, name_map
+from fourfold.models.dtypes import DTYPES
+from fourfold.models.tensor_files import Entry, write_tensor_files
+from fourfold.run_file.load import load_run
+
+_TYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+"""As config.json names the types."""
+
+
+def export_huggingface(
+    checkpoint: Path,
+    out: Path,
+    dtype: str = "auto",
+    kind: str | None = None,
+    tokenizer: str | None = None,
+    merge: bool = False,
+) -> Transferred:
+    """Write a checkpoint of any grid as a folder that transformers opens; one tensor is in memory at a time.
+
+    LoRA's adapters become a folder that peft opens, or with ``merge`` the model that they make with their base.
+
+    dtype: of the weights; auto: as the model that training began with, else as stored. kind: the model_type to write,
+    by default that of the original, else the first that computes the same. tokenizer: a tokenizer.json; by default
+    the original's files, else the tokenizer of the run's corpus.
+    """
+    checkpoint = _newest(checkpoint)
+    saved = SavedWeights(checkpoint)
+    if merge and saved.state.lora is None:
+        raise UserError(f"the checkpoint {checkpoint} holds a whole model; there are no adapters to merge")
+    if saved.state.lora is not None and not merge:
+        given = {"--dtype": dtype != "auto", "--model-type": kind is not None, "--tokenizer": tokenizer is not None}
+        for option in (name for name, is_given in given.items() if is_given):
+            raise UserError(f"{option} is for a whole model, and {checkpoint} holds adapters; export them with --merge")
+        return _export_adapter(checkpoint, saved, out)
+    weights = Merged(saved, open_base(saved, PATTERNS)) if merge else saved
+    source = source_of(checkpoint)
+    config = _config(saved.model, source, kind)
+    types = dict(weights.dtypes)
+    wanted = DTYPES.get(dtype)
+    if wanted is None and source is not None and not saved.state.weights_only:
+        wanted = _TYPE_NAMES.get(str(config.get("dtype", config.get("torch_dtype"))))
+    if wanted is not None:
+        types = dict.fromkeys(types, wanted)
+    if source is None or wanted is not None or not saved.state.weights_only:
+        key = "dtype" if "dtype" in config else "torch_dtype"
+        config[key] = next(name for name, each in _TYPE_NAMES.items() if each == types["embed_tokens.weight"])
+    entries = []
+    tensors = name_map(config["model_type"], saved.model)
+    for tensor in tensors:
+        make = partial(_joined, weights, tensor, types[tensor.pieces[0].name])
+        entries.append(Entry(tensor.name, types[tensor.pieces[0].name], tensor.shape, make))
+    with new_folder(out) as partial_folder:
+        if source is not None:
+            keep_small_files(source, partial_folder)
+        if source is None or tokenizer is not None:
+            found = load_tokenizer(tokenizer) if tokenizer is not None else _tokenizer_of(checkpoint)
+            config |= write_tokenizer(partial_folder, found, saved.model)
+        write_whole(partial_folder / CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
+        files = write_tensor_files(partial_folder, entries)
+    return Transferred(str(out), config["model_type"], count_parameters(tensors), files)
+
+
+def _export_adapter(checkpoint: Path, saved: SavedWeights, out: Path) -> Transferred:
+    base = open_base(saved, PATTERNS)
+    with new_folder(out) as partial_folder:
+        files = write_adapter(partial_folder, saved, base)
+        source = source_of(checkpoint)
+        if source is not None:
+            keep_small_files(
+                source, partial_folder, [n for n in SMALL_FILES if n not in (CONFIG_FILE, GENERATION_FILE)]
+            )
+    return Transferred(str(out), f"LoRA of {base.kind}", sum(map(math.prod, saved.shapes.values())), files)
+
+
+@contextmanager
+def as_huggingface(name: str) -> Iterator[tuple[str, str]]:
+    """A model as transformers opens it, and its tokenizer: a folder or an id of the Hub each, or "bytes".
+
+    A checkpoint or run of ours is exported into a temporary folder for as long as the block lasts, in the types in
+    which its weights are stored, adapters merged. Raises ``UserError`` where there is no model of that name.
+    """
+    path = Path(name).expanduser()
+    if not path.is_dir() or (path / CONFIG_FILE).is_file():
+        folder = str(local_folder(name, PATTERNS))
+        yield folder, folder
+        return
+    checkpoint = _newest(path)
+    with tempfile.TemporaryDirectory(prefix="fourfold-") as temporary:
+        folder = Path(temporary) / "model"
+        export_huggingface(checkpoint, folder, merge=SavedWeights(checkpoint).state.lora is not None)
+        has_tokenizer = (folder / TOKENIZER_FILE).is_file()
+        yield str(folder), str(folder) if has_tokenizer or _tokenizer_of(checkpoint) is None else "bytes"
+
+
+def _joined(weights: SavedWeights | Merged, tensor: TheirTensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of theirs: its pieces without padding, one below the other, transposed where theirs is."""
+    groups = [
+        weights.read(piece.name)[: piece.rows].to(dtype).unflatten(0, (piece.groups, -1)) for piece in tensor.pieces
+    ]
+    whole = (groups[0] if len(groups) == 1 else torch.cat(groups, dim=1)).flatten(0, 1)
+    return whole.T.contiguous() if tensor.transposed else whole
+
+
+def _newest(path: Path) -> Path:
+    checkpoint = newest_checkpoint(path)
+    if checkpoint is None:
+        raise UserError(f"{path} is no checkpoint (a folder with {STATE_FILE}), and no run's folder that has one")
+    return checkpoint
+
+
+def _config(model: ModelConfig, source: Path | None, kind: str | None) -> dict[str, Any]:
+    """The original's config.json as it was, where it still describes the model; else a new one."""
+    if source is None:
+        return config_of(model, kind)
+    original = read_config(source)
+    if kind in (None, original["model_type"]) and same_model(model, original):
+        return original
+    kept = {key: value for key, value in original.items() if key.endswith("_token_id")}
+    return config_of(model, kind or original["model_type"]) | kept
+
+
+def _tokenizer_of(checkpoint: Path) -> Tokenizer | None:
+    """The tokenizer of the run that wrote a checkpoint, where its run file is there and names one."""
+    run_file = checkpoint.resolve().parent.parent / "run.toml"
+    return tokenizer_of_run(load_run(run_file)) if run_file.is_file() else None

@@ -1,0 +1,73 @@
+"""Hugging Face models in: as a checkpoint, or straight into the shards of a run."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.checkpoints.global_tensors import TrainingState
+from fourfold.checkpoints.saved_state import write_imported
+from fourfold.data.files import new_folder
+from fourfold.huggingface.architectures.config_json import local_folder, model_of, read_config
+from fourfold.huggingface.model_folder import (
+    PATTERNS,
+    SOURCE_FOLDER,
+    TOKENIZER_FILE,
+    Transferred,
+    count_parameters,
+    keep_small_files,
+)
+from fourfold.huggingface.tokenizer_file import check_tokenizer_fits
+from fourfold.huggingface.weights import Pretrained
+from fourfold.models.lora import ADAPTERS
+from fourfold.models.tensor_files import Entry, write_tensor_files
+from fourfold.parallel.state import initialize_shards
+
+
+def import_huggingface(name: str, out: Path) -> Transferred:
+    """Write a Hugging Face model as a checkpoint of weights, in the types in which its files have them.
+
+    One parameter is in memory at a time. Raises ``UserError`` for what the decoder does not compute, for files that are
+    missing, damaged or of other shapes, and when ``out`` exists.
+    """
+    folder = local_folder(name, PATTERNS)
+    model = model_of(read_config(folder), str(folder))
+    pretrained = Pretrained(folder, model)
+    check_tokenizer_fits(folder / TOKENIZER_FILE, model)
+    entries = [
+        Entry(f"model.{ours}", pretrained.dtype(ours), shape, partial(_whole, pretrained, ours, shape))
+        for ours, shape in pretrained.shapes.items()
+    ]
+    with new_folder(out) as partial_folder:
+        files = write_tensor_files(partial_folder, entries)
+        keep_small_files(folder, partial_folder / SOURCE_FOLDER)
+        write_imported(partial_folder, model, files)
+    return Transferred(str(out), pretrained.kind, count_parameters(pretrained.tensors), files)
+
+
+def load_pretrained(job: TrainingState, name: str) -> None:
+    """Fill a job's weights from a Hugging Face model, of which every process reads the slices it holds.
+
+    LoRA's adapters are initialized as at the start of a run.
+    """
+    if dist.get_rank() == 0:
+        local_folder(name, PATTERNS)
+    dist.barrier()
+    pretrained = Pretrained(local_folder(name, PATTERNS), job.run.model)
+    initialize_shards(
+        [shard for shard in job.shards if shard.name.endswith(ADAPTERS)], job.run.model, job.run.training.seed
+    )
+    for shard in job.shards:
+        if shard.local.numel() and not shard.name.endswith(ADAPTERS):
+            pretrained.read_into(shard.local, shard.name, shard.slices)
+    job.publish()
+
+
+def _whole(pretrained: Pretrained, name: str, shape: tuple[int, ...]) -> Tensor:
+    out = torch.empty(shape, dtype=pretrained.dtype(name))
+    pretrained.read_into(out, name, tuple(slice(0, n) for n in shape))
+    return out

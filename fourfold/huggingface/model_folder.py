@@ -1,0 +1,71 @@
+"""A Hugging Face model's folder: its files beside the weights, and the record of an import or export."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fourfold.huggingface.architectures.config_json import CONFIG_FILE
+from fourfold.huggingface.weight_names import TheirTensor
+
+SOURCE_FOLDER = "huggingface"
+"""Beside the weights of an import, and in the folder of a run from one: the small files of the original."""
+
+TOKENIZER_FILE, GENERATION_FILE = "tokenizer.json", "generation_config.json"
+SMALL_FILES = (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+PATTERNS = (*SMALL_FILES, "*.safetensors", "*.safetensors.index.json")
+"""What is fetched of a model on the Hub: no pickles, and no code."""
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """What an import or export wrote. kind: the model_type; parameters: without padding; files: bytes of each."""
+
+    folder: str
+    kind: str
+    parameters: int
+    files: dict[str, int]
+
+    def record(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "folder": self.folder,
+            "model_type": self.kind,
+            "parameters": self.parameters,
+            "bytes": sum(self.files.values()),
+            "files": len(self.files),
+        }
+
+
+def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES) -> None:
+    """Copy what a Hugging Face model has besides weights."""
+    out.mkdir(exist_ok=True)
+    for name in names:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, out / name)
+
+
+def source_of(checkpoint: Path) -> Path | None:
+    """The small files of the model that a checkpoint was imported from, or its run began with."""
+    places = (checkpoint / SOURCE_FOLDER, checkpoint.resolve().parent.parent / SOURCE_FOLDER)
+    return next((place for place in places if (place / CONFIG_FILE).is_file()), None)
+
+
+def count_parameters(tensors: Sequence[TheirTensor]) -> int:
+    """Parameters of these tensors."""
+    return sum(math.prod(tensor.shape) for tensor in tensors)

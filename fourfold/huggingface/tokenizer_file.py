@@ -1,0 +1,65 @@
+"""The tokenizer.json of a Hugging Face model: checked against a model and a corpus, and written with an export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from fourfold.config.model import ModelConfig
+from fourfold.data.files import write_whole
+from fourfold.data.tokenizer import HFTokenizer
+from fourfold.data.tokenizer import Tokenizer as AnyTokenizer
+from fourfold.errors import UserError
+from fourfold.huggingface.architectures.config_json import local_folder
+from fourfold.huggingface.model_folder import GENERATION_FILE, PATTERNS, TOKENIZER_FILE
+
+
+def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
+    """Raise ``UserError`` when a corpus was made with another vocabulary than that of the model ``name``.
+
+    Nothing is known where one of them does not say.
+    """
+    file = local_folder(name, PATTERNS) / TOKENIZER_FILE
+    if tokenizer is None or not file.is_file():
+        return
+    if isinstance(tokenizer, HFTokenizer):
+        theirs, ours = (Tokenizer.from_file(str(path)).get_vocab() for path in (file, tokenizer.path))
+        if theirs == ours:
+            return
+    raise UserError(
+        f"the corpus was made with another tokenizer than {file}, which is the model's; prepare it with --tokenizer "
+        f"{file}"
+    )
+
+
+def check_tokenizer_fits(file: Path, model: ModelConfig) -> None:
+    """Raise ``UserError`` for a tokenizer.json, where there is one, with more tokens than the model's embedding."""
+    if not file.is_file():
+        return
+    try:
+        known = max(Tokenizer.from_file(str(file)).get_vocab().values(), default=-1) + 1
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(f"{file} is no tokenizer.json of the tokenizers library: {error}") from error
+    if known > model.vocab_size:
+        raise UserError(
+            f"{file} has {known} tokens, and the model's embedding {model.vocab_size}: it is another model's tokenizer"
+        )
+
+
+def write_tokenizer(folder: Path, tokenizer: AnyTokenizer | None, model: ModelConfig) -> dict[str, Any]:
+    """Write a tokenizer as transformers reads it (bytes have no such file); the keys that it adds to config.json."""
+    if tokenizer is None:
+        return {}
+    ids = {"eos_token_id": tokenizer.eod_id}
+    write_whole(folder / GENERATION_FILE, (json.dumps(ids) + "\n").encode())
+    if isinstance(tokenizer, HFTokenizer):
+        check_tokenizer_fits(tokenizer.path, model)
+        shutil.copyfile(tokenizer.path, folder / TOKENIZER_FILE)
+        end = Tokenizer.from_file(str(tokenizer.path)).id_to_token(tokenizer.eod_id)
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+        write_whole(folder / "tokenizer_config.json", (json.dumps(about) + "\n").encode())
+    return {"bos_token_id": None, **ids}
