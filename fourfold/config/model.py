@@ -13,6 +13,10 @@ IGNORE_INDEX = -100
 """Label of a position that the loss leaves out: data writes it, the model reads it."""
 
 
+UNSET = 0
+"""Default of a size that follows from the others, which ``ModelConfig`` then fills in."""
+
+
 class RopeScaling(Strict):
     """How rotary frequencies are stretched beyond the trained context; the keys are those of Hugging Face's files."""
 
@@ -54,13 +58,11 @@ class ModelConfig(Strict):
     hidden_size: int = Field(gt=0, description="Width of the residual stream.")
     num_hidden_layers: int = Field(gt=0, description="Blocks, each of attention and MLP.")
     num_attention_heads: int = Field(gt=0, description="Query heads.")
-    num_key_value_heads: int | None = Field(
-        None, gt=0, description="Heads of keys and values; must divide num_attention_heads, which is the default."
+    num_key_value_heads: int = Field(
+        UNSET, gt=0, description="Heads of keys and values; must divide num_attention_heads, which is the default."
     )
-    head_dim: int | None = Field(
-        None, gt=0, description="Channels of a head. Default: hidden_size / num_attention_heads."
-    )
-    intermediate_size: int | None = Field(None, gt=0, description="Inner width of the MLP. Default: 4 × hidden_size.")
+    head_dim: int = Field(UNSET, gt=0, description="Channels of a head. Default: hidden_size / num_attention_heads.")
+    intermediate_size: int = Field(UNSET, gt=0, description="Inner width of the MLP. Default: 4 × hidden_size.")
     max_position_embeddings: int = Field(2048, gt=0, description="Longest sequence; rows of a learned position table.")
     mlp: Literal["swiglu", "geglu", "gelu"] = Field(
         "swiglu", description="swiglu, geglu: gated by SiLU or GELU, three matrices; gelu: two."
@@ -95,6 +97,15 @@ class ModelConfig(Strict):
         128, gt=0, description="Rows of the embedding and head are padded to this; padding is never predicted."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _none_is_unset(cls, table: Any) -> Any:
+        """As in Hugging Face's files, which write null for a size that follows from the others."""
+        if not isinstance(table, dict):
+            return table
+        derived = ("num_key_value_heads", "head_dim", "intermediate_size")
+        return {key: value for key, value in table.items() if value is not None or key not in derived}
+
     @field_validator("rope_scaling", mode="before")
     @classmethod
     def _default_is_none(cls, value: Any) -> Any:
@@ -103,9 +114,9 @@ class ModelConfig(Strict):
 
     @model_validator(mode="after")
     def _fill_and_check(self) -> ModelConfig:
-        if self.num_key_value_heads is None:
+        if self.num_key_value_heads == UNSET:
             self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None:
+        if self.head_dim == UNSET:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
                     f"hidden_size = {self.hidden_size} is not a multiple of num_attention_heads = "
@@ -113,7 +124,7 @@ class ModelConfig(Strict):
                     f"{round_to_multiple(self.hidden_size, self.num_attention_heads)}"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.intermediate_size is None:
+        if self.intermediate_size == UNSET:
             self.intermediate_size = 4 * self.hidden_size
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(

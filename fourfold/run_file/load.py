@@ -51,7 +51,11 @@ ELSEWHERE = {
     "rms_norm_eps": "model.norm_eps",
     "layer_norm_epsilon": "model.norm_eps",
 }
-"""What other frameworks call our keys."""
+"""Names that other frameworks have for the same keys."""
+
+CLOSE_SPELLING = 0.75
+"""Similarity from which a key is taken for a misspelled one: seq_lenght is 0.9 like seq_length, streaming 0.71 like
+train."""
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -119,16 +123,18 @@ def _sentence(error: ValidationError) -> str:
 
 
 def _nearest(location: tuple[int | str, ...]) -> str:
-    """The right key nearest to a wrong one: its name elsewhere, the section that has it, or a close spelling."""
+    """The key meant by an unknown one: its name here, the sections that have it, a close spelling, or all there are."""
     *sections, name = (str(part) for part in location if not isinstance(part, int))
     if name in ELSEWHERE:
         return f"here it is called {ELSEWHERE[name]}"
-    for other, field in RunConfig.model_fields.items():
-        model = _model_of(field.annotation)
-        if model is not None and name in model.model_fields:
-            return f"did you mean '{other}.{name}'?"
+    models = {other: _model_of(field.annotation) for other, field in RunConfig.model_fields.items()}
+    others = [
+        f"'{other}.{name}'" for other, model in models.items() if model is not None and name in model.model_fields
+    ]
+    if others:
+        return f"did you mean {' or '.join(others)}?"
     section = _section(sections)
-    close = difflib.get_close_matches(name, section.model_fields, n=1)
+    close = difflib.get_close_matches(name, section.model_fields, n=1, cutoff=CLOSE_SPELLING)
     if close:
         return f"did you mean '{'.'.join([*sections, close[0]])}'?"
     return f"there are {', '.join(section.model_fields)}"

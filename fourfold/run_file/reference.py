@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from fourfold.config.model import ModelConfig
+from fourfold.config.model import UNSET, ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import RunConfig
 from fourfold.run_file.load import ELSEWHERE
@@ -112,7 +112,9 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if isinstance(field.default, BaseModel):
         return "that of its keys"
-    return "none" if field.default is None else f"`{json.dumps(field.default)}`"
+    if field.default is None or (field.default == UNSET and Gt(0) in field.metadata):
+        return "none"
+    return f"`{json.dumps(field.default)}`"
 
 
 def _number(value: float) -> str:

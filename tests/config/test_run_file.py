@@ -66,6 +66,12 @@ def test_the_smallest_run_file(tmp_path: Path) -> None:
         ({"optimiser": {}}, "optimiser", "did you mean 'optimizer'?"),
         ({"training": {"seq_lenght": 1}}, "training.seq_lenght", "did you mean 'training.seq_length'?"),
         ({"parallel": {"Z": 1}}, "parallel.Z", "there are x, y, z, dp, cp, pp, zero"),
+        ({"data": {"streaming": True}}, "data.streaming", "there are format, train, validation, source, tokenizer"),
+        (
+            {"training": {"interval": 1}},
+            "training.interval",
+            "did you mean 'checkpoint.interval' or 'validation.interval' or 'audit.interval'?",
+        ),
         (
             {"model": {"rope_scaling": {"rope_type": "linear", "factr": 2.0}}},
             "model.rope_scaling.factr",
