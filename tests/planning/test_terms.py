@@ -179,3 +179,14 @@ def test_costs_of_a_training_run() -> None:
 def test_terms_take_arrays() -> None:
     sizes = np.array([1.0, 2.0, 8.0, 64.0])
     assert gather_seconds(1e6, 1, group_of(sizes, 1.0, A100, PRIOR)).shape == (4,)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_is_charged_to_the_axis_that_sends(zero: int) -> None:
+    """With one rank of z all of it is dp's; with several, z's part is what it would be without dp."""
+    work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq=8192, batch=64, zero=zero, overlap_z=False)
+    machine = load_machine("dgx-h100")
+    parts = step_parts(work.but(dp=16), machine, PRIOR)
+    assert parts["z"] == 0 and parts["dp"] > 0
+    both, alone = (step_parts(work.but(z=4, dp=dp, batch=4 * dp), machine, PRIOR) for dp in (4, 1))
+    assert both["z"] == pytest.approx(alone["z"]) and both["z"] > 0 and both["dp"] > alone["dp"]

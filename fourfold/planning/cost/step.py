@@ -21,7 +21,8 @@ from fourfold.planning.workload import CP_METHODS, Workload
 PARTS = (
     "compute", "recompute", "x", "y", "z", "cp", "dp", "pp", "bubble", "logits", "launch", "optimizer", "other",
 )  # fmt: skip
-"""What a step is spent on. Of x, y, z, cp and dp: the communication that nothing hides."""
+"""What a step is spent on; x, y, z, cp and dp: exposed communication. Traffic of sharded weights over z · dp · cp ranks
+is charged to z as far as z alone would take so long, and to dp beyond."""
 
 
 def step_parts(
@@ -95,14 +96,17 @@ def step_parts(
     stepped = held / (layout.x * layout.y * layout.z * np.where(layout.zero > 0, layout.dp * layout.cp, 1))
     optimizer = optimizer_seconds(stepped, bandwidth)
     optimizer = optimizer + OPTIMIZER_KERNELS * constants.launch * machine.launch
+    # Of weight traffic over z · dp ranks, z is charged what it takes over z alone, and dp what its ranks add.
+    z_block, z_tables = scale * z, heads * (z_head + np.where(several, 0.0, z_embedding))
+    over_z = z_block * _share_of_z(work, machine, constants, 2) + z_tables * _share_of_z(work, machine, constants, 1)
     parts = {
         "compute": scale * compute * dispersion,
         "recompute": scale * (recompute * dispersion + offload),
         "x": scale * x + heads * block.head_x,
         "y": scale * y + heads * block.head_y,
-        "z": scale * z + heads * (z_head + np.where(several, 0.0, z_embedding)),
+        "z": over_z,
         "cp": scale * cp,
-        "dp": dp,
+        "dp": dp + (z_block + z_tables - over_z),
         "pp": pp,
         "bubble": bubble,
         "logits": heads * (block.head + table + np.where(several, 0.0, block.embedding + table)) * dispersion,
@@ -171,6 +175,14 @@ def _over_z(work: Workload, machine: Machine, constants: Constants, weights: Num
     z_sharded = z_sharded + scattered * gather_seconds(step.reduce_bytes * weights, 1, wide)
     return np.where(three, gathered_and_scattered(wide),
                     np.where(sharded, z_sharded, gathered_and_scattered(z_group)))  # fmt: skip
+
+
+def _share_of_z(work: Workload, machine: Machine, constants: Constants, gathers: int) -> Number:
+    """Share of the seconds of ``_over_z`` that the same weights would take with one rank of dp and cp."""
+    weights = work.model.block_weights if gathers == 2 else work.model.vocab * work.model.hidden
+    all_ranks = _over_z(work, machine, constants, weights, gathers)
+    alone = _over_z(work.but(dp=1, cp=1), machine, constants, weights, gathers)
+    return np.where(all_ranks > 0, np.minimum(alone / np.maximum(all_ranks, 1e-30), 1.0), 1.0)
 
 
 def _exposed_z(work: Workload, constants: Constants, sending: Number, computing: Number) -> Number:
