@@ -205,7 +205,7 @@ def test_where_numba_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("environment", "kernels"),
-    [({"NUMBA_CACHE_DIR": "TMP", "NUMBA_OPT": "0"}, "numba"), ({"NUMBA_DISABLE_JIT": "1"}, "torch")],
+    [({"NUMBA_CACHE_DIR": "TMP"}, "numba"), ({"NUMBA_DISABLE_JIT": "1"}, "torch")],
     ids=["full disk", "disabled"],
 )
 def test_numba_that_cannot_keep_what_it_compiles_or_is_disabled(
