@@ -57,8 +57,8 @@ def audit(
 
     if max_exact_match is not None and not 0 <= max_exact_match <= 1:
         raise UserError(f"--max-exact-match {max_exact_match} must be a share from 0 to 1, such as 0.01")
+    from fourfold import jobs
     from fourfold.memorization.audit import AuditRequest
-    from fourfold.memorization.scored_model import run_on_model_grid
     from fourfold.memorization.scores import Sampling
 
     request = AuditRequest(
@@ -78,9 +78,8 @@ def audit(
         count_key=counts,
         overrides=tuple(overrides),
     )
-    request.check()
-    record = run_on_model_grid("fourfold.memorization.audit:run_audit", request)
-    if record is None:  # another process than the launcher's first
+    record = jobs.audit(request)
+    if record is None:  # not the first process of a launcher's
         return
     if as_json:
         import json

@@ -20,21 +20,14 @@ def train(run_file: RunFile, overrides: Overrides = []) -> None:  # noqa: B006 (
     Starts one local process for each place of the grid, or joins those that torchrun or srun has started. Ctrl-C,
     SIGTERM, SIGHUP and SIGUSR1 save a checkpoint and stop with exit code 3; a second Ctrl-C does not wait (130).
     """
+    from fourfold import jobs
     from fourfold.environment import read_environment
-    from fourfold.launch.job_processes import run_on_grid
     from fourfold.run_file.load import load_run
     from fourfold.training.run_folder import where_it_continues
 
     run = load_run(run_file, overrides)
-    if run.metrics.machine is not None:
-        from fourfold.planning.machines.machine import load_machine
-
-        load_machine(run.metrics.machine)  # refuses a wrong file before any process has started
-    callbacks = ["fourfold.memorization.in_training:CanaryAudit"] if run.audit.interval else []
     try:
-        outcome = run_on_grid(
-            "fourfold.training.loop:train", [run, callbacks], run.parallel.world_size, wanted_device=run.training.device
-        )
+        outcome = jobs.train(run)
     except KeyboardInterrupt:
         place = read_environment(os.environ)
         if place is None or place.rank == 0:

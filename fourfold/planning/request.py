@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,13 +40,13 @@ class Request:
 
 
 def request_from_options(
-    model: str | None,
-    run_file: Path | None,
-    overrides: list[str],
-    gpus: int | None,
-    seq: int | None,
-    batch: int | None,
-    precision: str | None,
+    model: str | None = None,
+    run_file: Path | None = None,
+    overrides: Sequence[str] = (),
+    gpus: int | None = None,
+    seq: int | None = None,
+    batch: int | None = None,
+    precision: str | None = None,
 ) -> Request:
     """Make the request; raises ``UserError`` for options that contradict each other or are out of range."""
     if (model is None) == (run_file is None):

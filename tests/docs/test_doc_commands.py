@@ -43,18 +43,6 @@ def commands_of(block: Block) -> Iterator[list[str]]:
             yield words[words.index("fourfold") :] if "fourfold" in words else words
 
 
-@pytest.fixture
-def workplace(tmp_path: Path) -> Path:
-    """A folder in which the pages' commands find what they speak of."""
-    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
-    (tmp_path / "text").mkdir()
-    for name in ("ast", "enum", "glob"):
-        source = Path(importlib.util.find_spec(name).origin).read_text(encoding="utf-8")
-        for number, part in enumerate(source.split("\n\n\n")):
-            (tmp_path / "text" / f"{name}-{number}.txt").write_text(part, encoding="utf-8")
-    return tmp_path
-
-
 STARTS_EMPTY = ("loki.md",)
 """Pages that make all the files that they name, examples of the repository aside."""
 

@@ -1,0 +1,79 @@
+"""Writes the reference between the markers of docs/api.md from signatures and docstrings: python docs/api.py"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+PAGE = Path(__file__).with_name("api.md")
+MARKED = re.compile(r"(<!-- reference: ([\w.]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+WIDTH = 100
+OWN = ("self", "cls")
+
+
+def rendered(page: str) -> str:
+    """Fill every marked part of a page with the reference of the object that its marker names."""
+    return MARKED.sub(lambda part: f"{part[1]}\n{reference(part[2])}\n{part[3]}", page)
+
+
+def reference(path: str) -> str:
+    """Describe the function or class at ``package.module.name``, a class with its public methods and properties."""
+    module, _, name = path.rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    parts = [f"```python\n{_signature(name, found)}\n```\n", _prose(found)]
+    if inspect.isclass(found):
+        parts += [f"**`{signature}`** {prose}" for signature, prose in _members(found)]
+    return "\n".join(part for part in parts if part.strip())
+
+
+def _members(found: type) -> Iterator[tuple[str, str]]:
+    """Signature and docstring of what the class itself makes public, in the order of its source."""
+    for name, member in vars(found).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(member, property):
+            yield name, _prose(member.fget)
+        elif isinstance(member, classmethod | staticmethod):
+            yield _signature(name, member.__func__), _prose(member.__func__)
+        elif inspect.isfunction(member):
+            yield _signature(name, member), _prose(member)
+
+
+def _signature(name: str, found: Any) -> str:
+    """The call as its source annotates it; a parameter a line where one line is too long."""
+    if isinstance(found, type) and issubclass(found, BaseModel):
+        return f"{name}(**keys)"
+    signature = inspect.signature(found)
+    parameters = [_parameter(each) for each in signature.parameters.values() if each.name not in OWN]
+    result = signature.return_annotation
+    returns = "" if isinstance(found, type) or result is signature.empty else f" -> {result}"
+    line = f"{name}({', '.join(parameters)}){returns}"
+    if len(line) <= WIDTH:
+        return line
+    return f"{name}(\n" + "".join(f"    {each},\n" for each in parameters) + f"){returns}"
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    """The parameter with annotation and default; a function as default shows as dots."""
+    if inspect.isfunction(parameter.default):
+        parameter = parameter.replace(default=...)
+    return str(parameter).replace("'", "").replace("Ellipsis", "...")
+
+
+def _prose(found: Any) -> str:
+    """The docstring as Markdown; nothing for one that a dataclass has made up."""
+    text = inspect.getdoc(found) or ""
+    if dataclasses.is_dataclass(found) and text.startswith(f"{found.__name__}("):
+        return ""
+    return re.sub(r"``(.+?)``", r"`\1`", text) + "\n" if text else ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rendered(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

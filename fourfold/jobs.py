@@ -1,0 +1,44 @@
+"""The jobs that run on a grid as functions, for programs of your own; the commands call the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fourfold.launch.job_processes import run_on_grid
+from fourfold.planning.machines.machine import load_machine
+
+if TYPE_CHECKING:  # these import torch, which the parent of local workers does not need
+    from fourfold.config.run import RunConfig
+    from fourfold.memorization.audit import AuditRequest
+    from fourfold.training.loop import Outcome
+
+
+def train(run: RunConfig) -> Outcome:
+    """Train a model as a run file says, and resume where ``checkpoint.resume`` points.
+
+    Starts one local process for each place of the grid, or joins those that torchrun or srun has started. Local
+    processes import the program that starts them, so it needs ``if __name__ == "__main__":``.
+
+    Returns this process's outcome; where the processes were started here, that of the first one. Raises ``UserError``
+    for a run that cannot start or that diverges.
+    """
+    if run.metrics.machine is not None:
+        load_machine(run.metrics.machine)  # errors in it are raised before any process starts
+    callbacks = ["fourfold.memorization.in_training:CanaryAudit"] if run.audit.interval else []
+    outcome: Outcome = run_on_grid(
+        "fourfold.training.loop:train", [run, callbacks], run.parallel.world_size, wanted_device=run.training.device
+    )
+    return outcome
+
+
+def audit(request: AuditRequest) -> dict[str, Any] | None:
+    """Measure what a model has memorized of documents, on the grid of the model's own run file.
+
+    Returns the record that ``fourfold audit --json`` prints, or None on processes of a launcher but the first. Raises
+    ``UserError`` for a model or documents that cannot be audited.
+    """
+    from fourfold.memorization.scored_model import run_on_model_grid
+
+    request.check()
+    record: dict[str, Any] | None = run_on_model_grid("fourfold.memorization.audit:run_audit", request)
+    return record
