@@ -35,11 +35,11 @@ def step_parts(
     full, selective = layout.recompute == 2, layout.recompute == 1
 
     # One block, one micro-batch.
-    parts = np.where(program.recomputes_attention, block.attention_forward, 0.0)
-    parts = parts + np.where(program.recomputes_mlp, block.activation_forward, 0.0)
-    parts = np.where(program.recomputes_per_op, (block.forward - block.attention_forward) / 2, parts)
+    selected = np.where(program.recomputes_attention, block.attention_forward, 0.0)
+    selected = selected + np.where(program.recomputes_mlp, block.activation_forward, 0.0)
+    selected = np.where(program.recomputes_per_op, (block.forward - block.attention_forward) / 2, selected)
     whole = block.forward - np.where(program.recompute_stops_early, block.last_product, 0.0)
-    recompute = np.where(full, whole, np.where(selective, parts, 0.0)) * layout.recomputing
+    recompute = np.where(full, whole, np.where(selective, selected, 0.0)) * layout.recomputing
     again = np.where(full, layout.recomputing, 0.0)
     gathers = np.where(selective & program.recomputes_gathers, layout.recomputing, 0.0)
     x_whole = block.x_forward - np.where(program.recompute_stops_early, block.last_sum, 0.0)

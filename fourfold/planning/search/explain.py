@@ -11,9 +11,9 @@ import numpy as np
 from fourfold.errors import UserError
 from fourfold.planning.cost.step import PARTS
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.search.fastest import Limits, evaluate
+from fourfold.planning.search.fastest import evaluate
 from fourfold.planning.search.plan import Plan, Prediction, make_plan, of_blocks, predict
-from fourfold.planning.search.space import AXES, PIPELINES, REASONS
+from fourfold.planning.search.space import AXES, PIPELINES, REASONS, Limits
 from fourfold.planning.workload import SCHEDULES
 
 KNOBS = {

@@ -41,7 +41,7 @@ class Found:
     evaluated: int
     seconds_taken: float
 
-    def point(self, index: int) -> Workload:
+    def point(self, index: int | np.ndarray) -> Workload:
         """One layout, with plain numbers: those of the search are as narrow as its sizes need."""
         point = self.work.take(np.array(index))
         numbers = {name: value.item() for name, value in vars(point.layout).items() if isinstance(value, np.integer)}

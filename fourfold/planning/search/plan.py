@@ -13,8 +13,8 @@ from fourfold.planning.cost.memory import CATEGORIES, p_out_of_memory, peak_memo
 from fourfold.planning.cost.step import step_parts
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.search.fastest import Found, Limits, search
-from fourfold.planning.search.space import AXES
+from fourfold.planning.search.fastest import Found, search
+from fourfold.planning.search.space import AXES, Limits
 from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Workload
 
 GRID = ("pp", "dp", "cp", "z", "y", "x")

@@ -37,7 +37,7 @@ def flash_seconds(flops: Number, seq: Number, head_dim: Number, *, rate: Number)
 
 
 def unfused_seconds(
-    scores: Number, head_dim: Number, *, rate: Number, bandwidth: Number, moved_per_score: float
+    scores: Number, head_dim: Number, *, rate: Number, bandwidth: Number, moved_per_score: Number
 ) -> Number:
     """One direction of the unfused core with ``scores`` = sequences × heads × queries × keys: its two products move
     the scores, and their depth (or width) is only ``head_dim``."""
