@@ -47,8 +47,8 @@ class Adapted:
     @property
     def features(self) -> tuple[int, int]:
         """Out and in."""
-        shape = self.tensor.shape
-        return shape[::-1] if self.tensor.transposed else shape
+        first, second = self.tensor.shape
+        return (second, first) if self.tensor.transposed else (first, second)
 
     def a(self, saved: SavedWeights) -> Tensor:
         """[whole rank, in]."""

@@ -123,8 +123,8 @@ def as_huggingface(name: str) -> Iterator[tuple[str, str]]:
     """
     path = Path(name).expanduser()
     if not path.is_dir() or (path / CONFIG_FILE).is_file():
-        folder = str(local_folder(name, PATTERNS))
-        yield folder, folder
+        found = str(local_folder(name, PATTERNS))
+        yield found, found
         return
     checkpoint = _newest(path)
     with tempfile.TemporaryDirectory(prefix="fourfold-") as temporary:

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fourfold.checkpoints.global_tensors import load_tensors, save_tensors
+from fourfold.config.model import IGNORE_INDEX
 from fourfold.data.files import new_folder, swap_in
 from fourfold.errors import UserError
 from fourfold.models.dtypes import DTYPES
 from fourfold.models.tensor_files import Entry, TensorFiles, write_tensor_files
-from fourfold.models.transformer import IGNORE_INDEX
 from fourfold.parallel.communicate import all_reduce
 from fourfold.parallel.data_parallel import DataParallel, StepTypes, Units
 from fourfold.parallel.fully_sharded import FullySharded
