@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import LoRAConfig
 from fourfold.errors import UserError
-from fourfold.models.transformer import Transformer, parameter_shapes
+from fourfold.models.transformer import Transformer
 
 ADAPTERS = ("lora_A", "lora_B")
 
@@ -21,9 +21,9 @@ class LoRALinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias, self.scale = linear.weight, linear.bias, config.alpha / config.rank
-        like = {"dtype": dtype, "device": linear.weight.device}
-        self.lora_A = nn.Parameter(torch.empty(config.rank, linear.in_features, **like))
-        self.lora_B = nn.Parameter(torch.empty(linear.out_features, config.rank, **like))
+        device = linear.weight.device
+        self.lora_A = nn.Parameter(torch.empty(config.rank, linear.in_features, dtype=dtype, device=device))
+        self.lora_B = nn.Parameter(torch.empty(linear.out_features, config.rank, dtype=dtype, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.scale * F.linear(F.linear(x, self.lora_A), self.lora_B)
@@ -44,13 +44,9 @@ def add_adapters(model: Transformer, config: LoRAConfig, dtype: torch.dtype = to
 
 
 def trained_shapes(model: ModelConfig, config: LoRAConfig | None) -> dict[str, tuple[int, ...]]:
-    """Every parameter that is trained: the whole model's, or with LoRA its adapters'."""
-    return adapter_shapes(model, config) if config is not None and config.rank else parameter_shapes(model)
-
-
-def adapter_shapes(model: ModelConfig, config: LoRAConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the adapters."""
+    """The shape of every trained parameter: of the whole model, or with LoRA of its adapters."""
     with torch.device("meta"):
         whole = Transformer(model)
-    add_adapters(whole, config)
+    if config is not None and config.rank:
+        add_adapters(whole, config)
     return {name: tuple(p.shape) for name, p in whole.named_parameters() if p.requires_grad}

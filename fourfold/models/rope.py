@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fourfold.config.model import ModelConfig, RopeScaling
+from fourfold.models.autograd import Context, Function
 
 
 def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
@@ -32,6 +33,7 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") ->
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Long wavelengths are divided by ``factor``, short ones kept, those between blended."""
+    assert scaling.original_max_position_embeddings is not None
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0, 1)
@@ -41,8 +43,10 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def _yarn(frequencies: Tensor, scaling: RopeScaling, config: ModelConfig) -> Tensor:
     """Channels that turn more than beta_fast times in the original context are kept, below beta_slow stretched."""
 
+    length = scaling.original_max_position_embeddings
+    assert length is not None
+
     def channel(turns: float) -> float:
-        length = scaling.original_max_position_embeddings
         return config.rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
     low = max(math.floor(channel(scaling.beta_fast)), 0)
@@ -63,7 +67,7 @@ def apply_rope(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
     return _Turn.apply(x_BSND, cos_BS1d, sin_BS1d)
 
 
-class _Turn(torch.autograd.Function):
+class _Turn(Function):
     """Half the passes over memory that autograd makes of the same sums: the backward turns the other way."""
 
     @staticmethod
@@ -71,11 +75,11 @@ class _Turn(torch.autograd.Function):
         return _turned(x_BSND, cos_BS1d, sin_BS1d)
 
     @staticmethod
-    def setup_context(ctx, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    def setup_context(ctx: Context[None], inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
-    def backward(ctx, grad_BSND: Tensor):
+    def backward(ctx: Context[None], grad_BSND: Tensor) -> tuple[Tensor, None, None]:
         cos_BS1d, sin_BS1d = ctx.saved_tensors
         return _turned(grad_BSND, cos_BS1d, -sin_BS1d), None, None
 

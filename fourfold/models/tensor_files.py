@@ -135,7 +135,7 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> None:
         for entry in entries:
             tensor = entry.make()
             assert tensor.shape == entry.shape and tensor.dtype == entry.dtype, entry.name
-            file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 @contextmanager

@@ -17,58 +17,96 @@ from fourfold.config.model import IGNORE_INDEX, ModelConfig
 from fourfold.models.rope import apply_rope, rope_frequencies, rope_tables
 
 
-@dataclass(frozen=True)
-class AttentionContext:
-    """What every layer's attention needs to know of its tokens.
+class Transformer(nn.Module):
+    """The whole decoder. Build it under ``torch.device("meta")`` and fill it with ``initialize``."""
 
-    cos, sin: rotary tables [B or 1, S, 1, d] (none with learned positions); mask: [B, 1, S, S], true where a query
-    may see a key (none: plain causal); first_query: where in the sequence the queries begin, when they are only a part
-    of it.
-    """
-
-    cos_BS1d: Tensor | None = None
-    sin_BS1d: Tensor | None = None
-    mask_B1SS: Tensor | None = None
-    first_query: int = 0
-
-
-class Linears(nn.ModuleDict):
-    """Linear layers that read the same input; their outputs in order."""
-
-    def __init__(self, in_features: int, bias: bool, **out_features: int) -> None:
-        super().__init__({name: nn.Linear(in_features, out, bias=bias) for name, out in out_features.items()})
-
-    def forward(self, x_BSH: Tensor) -> list[Tensor]:
-        return [linear(x_BSH) for linear in self.values()]
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) · weight, in float32 inside (Zhang & Sennrich 2019, arXiv 1910.07467).
-
-    zero_centered: · (1 + weight), in float32 too (Gemma, arXiv 2403.08295).
-    """
-
-    def __init__(self, size: int, eps: float, zero_centered: bool = False) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps, self.zero_centered = eps, zero_centered
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+        learned = config.position_embedding == "learned"
+        self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.attention_tables = AttentionTables(config)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = norm_of(config, config.hidden_size)
+        self.lm_head = LMHead(config)
+        if config.tie_word_embeddings:
+            self.lm_head.tie(self.embed_tokens)
 
-    def forward(self, x: Tensor) -> Tensor:
-        normal = F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
-        if self.zero_centered:
-            return (normal * (1 + self.weight.float())).to(x.dtype)
-        return normal.to(x.dtype) * self.weight
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor | None = None,
+        positions_BS: Tensor | None = None,
+        documents_BS: Tensor | None = None,
+        loss_scale: Tensor | float = 1.0,
+    ) -> Tensor:
+        """Logits [B, S, vocab_size], or with labels the sum of the losses of the positions not IGNORE_INDEX.
+
+        positions_BS: each token's position (default 0, 1, 2, …); documents_BS: its document, when attention must not
+        leave it (default: no such limit); loss_scale: the factor by which the caller multiplies the sum before the
+        backward.
+        """
+        if positions_BS is None:
+            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
+        x_BSH = self.embed(tokens_BS, positions_BS)
+        context = self.attention_tables(positions_BS, documents_BS)
+        for block in self.blocks:
+            x_BSH = block(x_BSH, context)
+        out: Tensor = self.lm_head(self.norm(x_BSH), labels_BS, loss_scale)
+        return out
+
+    @property
+    def blocks(self) -> list[Block]:
+        return cast("list[Block]", list(self.layers.children()))
+
+    def embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
+        """Token embeddings, and positions' where they are learned, [B, S, H]."""
+        x_BSH: Tensor = self.embed_tokens(tokens_BS)
+        if self.config.scale_embeddings:
+            x_BSH = x_BSH * x_BSH.new_full((), self.config.hidden_size**0.5)  # rounded to the type, as Gemma's
+        return x_BSH if self.embed_positions is None else x_BSH + self.embed_positions(positions_BS)
 
 
-def norm_of(config: ModelConfig, size: int) -> RMSNorm | nn.LayerNorm:
-    """The norm that a model has everywhere, over ``size`` channels."""
-    if config.norm == "layernorm":
-        return nn.LayerNorm(size, eps=config.norm_eps)
-    return RMSNorm(size, config.norm_eps, config.zero_centered_norm)
+class Block(nn.Module):
+    """One pre-norm layer; attention and MLP one after the other, or side by side (GPT-J, GPT-NeoX)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.parallel_residual = config.parallel_residual
+        self.input_layernorm = norm_of(config, config.hidden_size)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = norm_of(config, config.hidden_size)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
+        attended_BSH = x_BSH + self.self_attn(self.input_layernorm(x_BSH), context)
+        mlp_reads_BSH = x_BSH if self.parallel_residual else attended_BSH
+        out_BSH: Tensor = attended_BSH + self.mlp(self.post_attention_layernorm(mlp_reads_BSH))
+        return out_BSH
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key-value heads."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.qkv = Linears(config.hidden_size, config.attention_bias, q_proj=queries, k_proj=keys, v_proj=keys)
+        self.core = AttentionCore(config)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_output_bias)
+
+    def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
+        q, k, v = self.qkv(x_BSH)
+        out_BSH: Tensor = self.o_proj(self.core(q, k, v, context))
+        return out_BSH
 
 
 class AttentionCore(nn.Module):
     """Queries, keys and values of whole heads → the heads' outputs: norm, rotate, attend."""
+
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -79,9 +117,9 @@ class AttentionCore(nn.Module):
 
     def forward(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
         q_BSND, k_BSKD, v_BSKD = (t.unflatten(-1, (-1, self.head_dim)) for t in (q_BSND, k_BSKD, v_BSKD))
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q_BSND, k_BSKD = self.q_norm(q_BSND), self.k_norm(k_BSKD)
-        if context.cos_BS1d is not None:
+        if context.cos_BS1d is not None and context.sin_BS1d is not None:
             queries = slice(context.first_query, context.first_query + q_BSND.shape[1])
             q_BSND = apply_rope(q_BSND, context.cos_BS1d[:, queries], context.sin_BS1d[:, queries])
             k_BSKD = apply_rope(k_BSKD, context.cos_BS1d, context.sin_BS1d)
@@ -107,99 +145,19 @@ class AttentionCore(nn.Module):
         return out_BNSD.transpose(1, 2)
 
 
-class Attention(nn.Module):
-    """Causal self-attention with grouped key-value heads."""
+@dataclass(frozen=True)
+class AttentionContext:
+    """What every layer's attention needs to know of its tokens.
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.qkv = Linears(config.hidden_size, config.attention_bias, q_proj=queries, k_proj=keys, v_proj=keys)
-        self.core = AttentionCore(config)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_output_bias)
+    cos, sin: rotary tables [B or 1, S, 1, d] (none with learned positions); mask: [B, 1, S, S], true where a query
+    may see a key (none: plain causal); first_query: where in the sequence the queries begin, when they are only a part
+    of it.
+    """
 
-    def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
-        q, k, v = self.qkv(x_BSH)
-        return self.o_proj(self.core(q, k, v, context))
-
-
-class GELU(nn.Module):
-    """GPT-2's activation (Hendrycks & Gimpel 2016, arXiv 1606.08415)."""
-
-    def __init__(self, approximate: str) -> None:
-        super().__init__()
-        self.approximate = approximate
-
-    def forward(self, up_BSF: Tensor) -> Tensor:
-        return F.gelu(up_BSF, approximate=self.approximate)
-
-
-class GEGLU(GELU):
-    """gelu(gate) · up (Shazeer 2020, arXiv 2002.05202)."""
-
-    def forward(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
-        return super().forward(gate_BSF) * up_BSF
-
-
-class SwiGLU(nn.Module):
-    """silu(gate) · up (Shazeer 2020, arXiv 2002.05202)."""
-
-    def forward(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
-        return F.silu(gate_BSF) * up_BSF
-
-
-class MLP(nn.Module):
-    """The position-wise network, gated (SwiGLU, GEGLU) or not (GELU)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        inner = config.intermediate_size
-        widths = {"gate_proj": inner, "up_proj": inner} if config.gated_mlp else {"up_proj": inner}
-        self.up = Linears(config.hidden_size, config.mlp_bias, **widths)
-        gelu = GEGLU if config.gated_mlp else GELU
-        self.activation = SwiGLU() if config.mlp == "swiglu" else gelu(config.gelu_approximation)
-        self.down_proj = nn.Linear(inner, config.hidden_size, bias=config.mlp_bias)
-
-    def forward(self, x_BSH: Tensor) -> Tensor:
-        return self.down(*self.up(x_BSH))
-
-    def down(self, *up_BSF: Tensor) -> Tensor:
-        """Gate and up, or up alone, to the hidden size."""
-        return self.down_proj(self.activation(*up_BSF))
-
-
-class Block(nn.Module):
-    """One pre-norm layer; attention and MLP one after the other, or side by side (GPT-J, GPT-NeoX)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.parallel_residual = config.parallel_residual
-        self.input_layernorm = norm_of(config, config.hidden_size)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = norm_of(config, config.hidden_size)
-        self.mlp = MLP(config)
-
-    def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
-        attended_BSH = x_BSH + self.self_attn(self.input_layernorm(x_BSH), context)
-        mlp_reads_BSH = x_BSH if self.parallel_residual else attended_BSH
-        return attended_BSH + self.mlp(self.post_attention_layernorm(mlp_reads_BSH))
-
-
-class LMHead(nn.Module):
-    """Hidden states → logits, or → the sum of the cross-entropies of the labelled positions."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.vocab_size = config.vocab_size
-        self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size))
-
-    def forward(self, x_BSH: Tensor, labels_BS: Tensor | None = None, loss_scale: Tensor | float = 1.0) -> Tensor:
-        """``loss_scale`` is for heads that compute gradients beside the loss; autograd needs no such hint."""
-        logits_BSV = F.linear(x_BSH, self.weight)[..., : self.vocab_size]
-        if labels_BS is None:
-            return logits_BSV
-        return F.cross_entropy(
-            logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-        )
+    cos_BS1d: Tensor | None = None
+    sin_BS1d: Tensor | None = None
+    mask_B1SS: Tensor | None = None
+    first_query: int = 0
 
 
 class AttentionTables(nn.Module):
@@ -225,57 +183,105 @@ def causal_within(documents_BS: Tensor) -> Tensor:
     return same_BSS.tril()[:, None]
 
 
-class Transformer(nn.Module):
-    """The whole decoder. Build it under ``torch.device("meta")`` and fill it with ``initialize``."""
+class MLP(nn.Module):
+    """The position-wise network, gated (SwiGLU, GEGLU) or not (GELU)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Embedding(config.padded_vocab_size, config.hidden_size)
-        learned = config.position_embedding == "learned"
-        self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
-        self.attention_tables = AttentionTables(config)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
-        self.norm = norm_of(config, config.hidden_size)
-        self.lm_head = LMHead(config)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+        inner = config.intermediate_size
+        widths = {"gate_proj": inner, "up_proj": inner} if config.gated_mlp else {"up_proj": inner}
+        self.up = Linears(config.hidden_size, config.mlp_bias, **widths)
+        self.activation = Activation(config)
+        self.down_proj = nn.Linear(inner, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(
-        self,
-        tokens_BS: Tensor,
-        labels_BS: Tensor | None = None,
-        positions_BS: Tensor | None = None,
-        documents_BS: Tensor | None = None,
-        loss_scale: Tensor | float = 1.0,
-    ) -> Tensor:
-        """Logits [B, S, vocab_size], or with labels the sum of the losses of the positions not IGNORE_INDEX.
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        return self.down(*self.up(x_BSH))
 
-        positions_BS: each token's position (default 0, 1, 2, …); documents_BS: its document, when attention must not
-        leave it (default: no such limit); loss_scale: the factor by which the caller multiplies the sum before the
-        backward.
-        """
-        if positions_BS is None:
-            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
-        x_BSH = self.embed(tokens_BS, positions_BS)
-        context = self.attention_tables(positions_BS, documents_BS)
-        for block in self.blocks:
-            x_BSH = block(x_BSH, context)
-        return self.lm_head(self.norm(x_BSH), labels_BS, loss_scale)
+    def down(self, *up_BSF: Tensor) -> Tensor:
+        """Gate and up, or up alone, to the hidden size."""
+        out_BSH: Tensor = self.down_proj(self.activation(*up_BSF))
+        return out_BSH
 
-    @property
-    def blocks(self) -> list[Block]:
-        return cast("list[Block]", list(self.layers.children()))
 
-    def embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
-        """Token embeddings, and positions' where they are learned, [B, S, H]."""
-        x_BSH = self.embed_tokens(tokens_BS)
-        if self.config.scale_embeddings:
-            x_BSH = x_BSH * x_BSH.new_full((), self.config.hidden_size**0.5)  # rounded to the type, as Gemma's
-        return x_BSH if self.embed_positions is None else x_BSH + self.embed_positions(positions_BS)
+class Activation(nn.Module):
+    """gelu(up), or gated: gelu(gate) · up or silu(gate) · up.
+
+    Hendrycks & Gimpel 2016 (arXiv 1606.08415); GEGLU and SwiGLU: Shazeer 2020 (arXiv 2002.05202).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.swish, self.approximate = config.mlp == "swiglu", config.gelu_approximation
+
+    def forward(self, *gate_and_up_BSF: Tensor) -> Tensor:
+        first_BSF, *up_BSF = gate_and_up_BSF
+        active_BSF = F.silu(first_BSF) if self.swish else F.gelu(first_BSF, approximate=self.approximate)
+        return active_BSF * up_BSF[0] if up_BSF else active_BSF
+
+
+class Linears(nn.ModuleDict):
+    """Linear layers that read the same input; their outputs in order."""
+
+    def __init__(self, in_features: int, bias: bool, **out_features: int) -> None:
+        super().__init__({name: nn.Linear(in_features, out, bias=bias) for name, out in out_features.items()})
+
+    def forward(self, x_BSH: Tensor) -> list[Tensor]:
+        return [linear(x_BSH) for linear in self.values()]
+
+
+class LMHead(nn.Module):
+    """Hidden states → logits, or → the sum of the cross-entropies of the labelled positions."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.vocab_size = config.vocab_size
+        self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size))
+
+    def tie(self, embedding: nn.Module) -> None:
+        """Use the weight of an embedding of the same shape as its own."""
+        self.weight = embedding.get_parameter("weight")
+
+    def forward(self, x_BSH: Tensor, labels_BS: Tensor | None = None, loss_scale: Tensor | float = 1.0) -> Tensor:
+        """``loss_scale`` is for heads that compute gradients beside the loss; autograd needs no such hint."""
+        logits_BSV = F.linear(x_BSH, self.weight)[..., : self.vocab_size]
+        if labels_BS is None:
+            return logits_BSV
+        return F.cross_entropy(
+            logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight, in float32 inside (Zhang & Sennrich 2019, arXiv 1910.07467).
+
+    zero_centered: · (1 + weight), in float32 too (Gemma, arXiv 2403.08295).
+    """
+
+    def __init__(self, size: int, eps: float, zero_centered: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps, self.zero_centered = eps, zero_centered
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    """The function of ``RMSNorm``."""
+    normal = F.rms_norm(x.float(), (x.shape[-1],), eps=eps)
+    if zero_centered:
+        return (normal * (1 + weight.float())).to(x.dtype)
+    return normal.to(x.dtype) * weight
+
+
+def norm_of(config: ModelConfig, size: int) -> RMSNorm | nn.LayerNorm:
+    """The kind of norm that a model uses throughout, over ``size`` channels."""
+    if config.norm == "layernorm":
+        return nn.LayerNorm(size, eps=config.norm_eps)
+    return RMSNorm(size, config.norm_eps, config.zero_centered_norm)
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the decoder, a tied one once."""
+    """The shape of every parameter of the decoder, a tied one once."""
     with torch.device("meta"):
         return {name: tuple(p.shape) for name, p in Transformer(model).named_parameters()}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.config.layout import AttentionSplit, ContextMethod
-from fourfold.models.transformer import AttentionContext, AttentionCore
+from fourfold.models.transformer import AttentionContext, AttentionCore, RMSNorm
 from fourfold.parallel.communicate import gather
 from fourfold.parallel.context import SplitContext, gather_sequence, scatter_sequence
 from fourfold.parallel.grid import Grid
@@ -39,8 +40,8 @@ class SharedAttentionCore(AttentionCore):
     ) -> None:
         nn.Module.__init__(self)
         self.head_dim = core.head_dim
-        self.q_norm = HeadNorm(core.q_norm, grid) if core.q_norm is not None else None
-        self.k_norm = HeadNorm(core.k_norm, grid) if core.k_norm is not None else None
+        self.q_norm = HeadNorm(core.q_norm, grid) if isinstance(core.q_norm, RMSNorm) else None
+        self.k_norm = HeadNorm(core.k_norm, grid) if isinstance(core.k_norm, RMSNorm) else None
         self.split, self.x, self.y = split, grid.x, grid.y
         self.method, self.cp = method, grid.cp
         ranks, rank = grid.x.size, grid.x.rank
@@ -84,7 +85,7 @@ class SharedAttentionCore(AttentionCore):
             kv = gather(kv, self.y, 2, "attention: keys and values")
         if not self.kv_inside_x:
             kv = gather(kv, self.x, 2, "attention: keys and values")
-        heads = kv.unflatten(-1, (-1, self.head_dim))
+        heads: Tensor = kv.unflatten(-1, (-1, self.head_dim))
         first, count = self.kv_needed[0], len(self.kv_needed)
         if self.kv_needed == list(range(first, first + count)):
             return heads[:, :, first : first + count].flatten(2)
@@ -97,5 +98,7 @@ class SharedAttentionCore(AttentionCore):
             return table if table is None or table.shape[0] == 1 else table[mine]
 
         # A batch of one sequence is not split, so that a table of one row always serves every sequence.
-        tables = {field.name: rows(getattr(context, field.name)) for field in fields(context) if field.type != "int"}
+        tables: dict[str, Any] = {
+            field.name: rows(getattr(context, field.name)) for field in fields(context) if field.type != "int"
+        }
         return replace(context, **tables)

@@ -85,4 +85,5 @@ def _per_query_head(q: Tensor, kv: Tensor) -> Tensor:
 
 
 def _per_key_head(gradient: Tensor, kv: Tensor) -> Tensor:
-    return gradient.unflatten(1, (kv.shape[1], -1)).sum(2)
+    summed: Tensor = gradient.unflatten(1, (kv.shape[1], -1)).sum(2)
+    return summed

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from fourfold.models.autograd import differentiable
 from fourfold.parallel.grid import Axis
 
 # torch 2.13 renamed these two; 2.11 has only the long names.
@@ -111,13 +113,19 @@ def start_send(tensor: Tensor, axis: Axis, to: int, why: str) -> Pending:
     tensor = tensor.contiguous()
     with purpose(why):
         peer = dist.get_global_rank(axis.group, to)
-        return Pending(tensor, [dist.isend(tensor, peer, group=axis.group)])
+        return Pending(tensor, [_started(dist.isend(tensor, peer, group=axis.group))])
 
 
 def start_receive(out: Tensor, axis: Axis, from_rank: int, why: str) -> Pending:
     """Receive into ``out`` what rank ``from_rank`` of ``axis`` sends."""
     with purpose(why):
-        return Pending(out, [dist.irecv(out, dist.get_global_rank(axis.group, from_rank), group=axis.group)])
+        peer = dist.get_global_rank(axis.group, from_rank)
+        return Pending(out, [_started(dist.irecv(out, peer, group=axis.group))])
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this process is not in the group"
+    return work
 
 
 def all_to_all(parts: Tensor, axis: Axis, why: str) -> Tensor:
@@ -134,10 +142,10 @@ def by_all_to_all(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == "gloo"
 
 
-class ExchangeAndSum:
+class ExchangeAndSum(ReduceScatter):
     """A reduce-scatter for FSDP2 on gloo: parts are exchanged, and each rank sums its own."""
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -145,7 +153,7 @@ class ExchangeAndSum:
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: dist.ReduceOp,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM and not async_op, f"FSDP2 asked for {op}, and only sums are done"
@@ -176,119 +184,57 @@ def _join(parts: Tensor, dim: int) -> Tensor:
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-        ctx.axis, ctx.dim, ctx.why = axis, dim, why
-        return all_gather(part, axis, dim, why)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return reduce_scatter(grad, ctx.axis, ctx.dim, ctx.why), None, None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-        ctx.axis, ctx.dim, ctx.why = axis, dim, why
-        return reduce_scatter(partial, axis, dim, why)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return all_gather(grad, ctx.axis, ctx.dim, ctx.why), None, None, None
-
-
 def gather(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
     """All-gather forward; backward, the gradients of all ranks are summed and scattered."""
-    return part if axis.size == 1 else _Gather.apply(part, axis, dim, why)
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, parts: Tensor, axis: Axis, why: str) -> Tensor:
-        ctx.axis, ctx.why = axis, why
-        return all_to_all(parts, axis, why)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return all_to_all(grad, ctx.axis, ctx.why), None, None
-
-
-def exchange(parts: Tensor, axis: Axis, why: str) -> Tensor:
-    """All-to-all along the first dim, forward and backward."""
-    return parts if axis.size == 1 else _Exchange.apply(parts, axis, why)
+    if axis.size == 1:
+        return part
+    return differentiable(part, lambda t: all_gather(t, axis, dim, why), lambda g: reduce_scatter(g, axis, dim, why))
 
 
 def scatter_sum(partial: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
     """Reduce-scatter forward, all-gather backward."""
-    return partial if axis.size == 1 else _ScatterSum.apply(partial, axis, dim, why)
+    if axis.size == 1:
+        return partial
+    return differentiable(partial, lambda t: reduce_scatter(t, axis, dim, why), lambda g: all_gather(g, axis, dim, why))
 
 
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, whole: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-        ctx.axis, ctx.dim, ctx.why = axis, dim, why
-        return _own_part(whole, axis, dim)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return all_gather(grad, ctx.axis, ctx.dim, ctx.why), None, None, None
+def exchange(parts: Tensor, axis: Axis, why: str) -> Tensor:
+    """All-to-all along the first dim, forward and backward."""
+    if axis.size == 1:
+        return parts
+    return differentiable(parts, lambda t: all_to_all(t, axis, why), lambda g: all_to_all(g, axis, why))
 
 
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return all_gather(part, axis, dim, why)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _own_part(grad, ctx.axis, ctx.dim), None, None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial: Tensor, axis: Axis, why: str) -> Tensor:
-        return all_reduce(partial.clone(), axis, why)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad, None, None
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor: Tensor, axis: Axis, why: str) -> Tensor:
-        ctx.axis, ctx.why = axis, why
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return all_reduce(grad.clone(), ctx.axis, ctx.why), None, None
-
-
-# Between tensors of which every rank of an axis has the same copy, and its whole gradient, and shares of the work on
-# them. (``gather`` and ``scatter_sum`` are between shares, whose copies' gradients must still be summed.)
+# The functions above convert between shares, where gradients of copies must still be summed. Those below convert
+# between a tensor of which every rank of an axis has a copy, with its whole gradient, and shares of the work on it.
 
 
 def share(whole: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """This rank's part of what all have; backward, an all-gather."""
-    return whole if axis.size == 1 else _Share.apply(whole, axis, dim, why)
+    """This rank's part of a tensor that all ranks have; backward, an all-gather."""
+    if axis.size == 1:
+        return whole
+    return differentiable(whole, lambda t: _own_part(t, axis, dim), lambda g: all_gather(g, axis, dim, why))
 
 
 def whole(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
     """All-gather, for work that every rank repeats; backward, this rank's part."""
-    return part if axis.size == 1 else _Whole.apply(part, axis, dim, why)
+    if axis.size == 1:
+        return part
+    return differentiable(part, lambda t: all_gather(t, axis, dim, why), lambda g: _own_part(g, axis, dim))
 
 
 def sum_of(partial: Tensor, axis: Axis, why: str) -> Tensor:
-    """All-reduce; backward, nothing, for all have the gradient."""
-    return partial if axis.size == 1 else _Sum.apply(partial, axis, why)
+    """All-reduce; backward, nothing, for all ranks have the gradient."""
+    if axis.size == 1:
+        return partial
+    return differentiable(partial, lambda t: all_reduce(t.clone(), axis, why), lambda g: g)
 
 
 def sum_gradient(tensor: Tensor, axis: Axis, why: str) -> Tensor:
-    """Nothing; backward, an all-reduce of the ranks' shares of the gradient."""
-    return tensor if axis.size == 1 else _SumGradient.apply(tensor, axis, why)
+    """The tensor itself; backward, an all-reduce of the ranks' shares of the gradient."""
+    if axis.size == 1:
+        return tensor
+    return differentiable(tensor, lambda t: t.view_as(t), lambda g: all_reduce(g.clone(), axis, why))
 
 
 def _own_part(whole: Tensor, axis: Axis, dim: int) -> Tensor:

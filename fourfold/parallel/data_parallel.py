@@ -1,4 +1,4 @@
-"""What the two ways of data parallelism, ``replicated`` and ``fully_sharded``, offer the step alike."""
+"""The interface of data parallelism to the step; ``replicated`` and ``fully_sharded`` implement it."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ class Units:
 
 def units_of(model: Transformer) -> Units:
     """Embeddings, each block, and norm and head, as far as a stage has them."""
-    embeddings = [module for module in (model.embed_tokens, model.embed_positions) if module is not None]
-    last = [module for module in (model.norm, model.lm_head) if module is not None]
+    embeddings: list[nn.Module] = [
+        module for module in (model.embed_tokens, model.embed_positions) if module is not None
+    ]
+    last: list[nn.Module] = [module for module in (model.norm, model.lm_head) if module is not None]
     return Units(embeddings, list(model.blocks), last)
 
 
@@ -58,10 +60,10 @@ class DataParallel(ABC):
         self.model, self.units, self.grid, self.types = model, units, grid, types
 
     def materialize(self, device: torch.device) -> None:
-        """Give the model uninitialised memory."""
+        """Give the model uninitialized memory."""
         tied = _tied_parameters(self.model)
         self.model.to_empty(device=device)
-        for (first, first_name), *others in tied:  # materialising visits every module and parts them
+        for (first, first_name), *others in tied:  # materializing visits every module and separates them
             for module, name in others:
                 setattr(module, name, getattr(first, first_name))
 

@@ -1,9 +1,10 @@
-"""A single-device model onto the grid, on one screen: tensor → float8 → recompute → compile → data sharding."""
+"""A single-device decoder put on the grid: tensor → float8 → recompute → compile → data sharding."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -18,14 +19,15 @@ from fourfold.parallel.float8 import use_float8
 from fourfold.parallel.fully_sharded import FullySharded
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.head import ParallelHead
-from fourfold.parallel.linear import NormalLinears, TransposedLinear
+from fourfold.parallel.linear import Linear4D, LinearGroup
 from fourfold.parallel.norm import Norm
 from fourfold.parallel.recompute import compile_blocks, recompute
 from fourfold.parallel.replicated import Replicated
 from fourfold.parallel.sharding import Tiled
 from fourfold.parallel.stage import Stage
 
-Rules = dict[str, Callable[[str, nn.Module], nn.Module]]
+Rules = dict[str, Callable[[str, Any], nn.Module]]
+"""A pattern of names → (name, module) → its replacement. The pattern implies the class of the module."""
 
 
 def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig) -> DataParallel:
@@ -34,7 +36,7 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig) -> DataP
     if grid.x.size * grid.y.size > 1:
         assert_nothing_serial(model)
     if run.model.tie_word_embeddings and not isinstance(model, Stage):
-        model.lm_head.weight = model.embed_tokens.weight
+        model.lm_head.weight = model.embed_tokens.get_parameter("weight")
     if run.training.float8 != "none":
         use_float8(model, run.training.float8)
     recompute(model, run.activation_checkpoint)
@@ -47,14 +49,14 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig) -> DataP
 
 
 def tensor_rules(grid: Grid, run: RunConfig) -> Rules:
-    """How each module of a decoder is laid out over (x, y): the first pattern that matches its name decides."""
+    """The layout of a decoder's modules over (x, y): the first pattern that matches a name decides."""
     overlap, model = run.overlap, run.model
     split = attention_split(model, run.parallel, run.training)
     method = context_method(model, run.parallel, run.training, run.data.mask_documents)
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     inputs_and_head: Rules = {
-        "layers.*.self_attn.qkv": lambda name, m: NormalLinears(m, grid, OVER_Y[split], overlap, "qkv"),
-        "layers.*.mlp.up": lambda name, m: NormalLinears(m, grid, "replicate", overlap, "up"),
+        "layers.*.self_attn.qkv": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "qkv", overlap),
+        "layers.*.mlp.up": lambda name, m: LinearGroup(m, grid, "replicate", "up", overlap),
         "layers.*layernorm": lambda name, m: Norm(m, grid, "norm"),
         "norm": lambda name, m: Norm(m, grid, "norm"),
         "lm_head": lambda name, m: ParallelHead(m, grid),
@@ -65,26 +67,23 @@ def tensor_rules(grid: Grid, run: RunConfig) -> Rules:
     if grid.cp.size > 1:
         attention["attention_tables"] = lambda name, m: SplitAttentionTables(m)
     if grid.x.size * grid.y.size > 1:
-        return (
-            inputs_and_head
-            | attention
-            | {
-                "embed_*": lambda name, m: Embedding(m, grid, name),
-                "layers.*.self_attn.o_proj": lambda name, m: TransposedLinear(
-                    m, grid, OVER_Y[split], overlap, "o_proj"
-                ),
-                "layers.*.mlp.down_proj": lambda name, m: TransposedLinear(m, grid, "replicate", overlap, "down"),
-            }
-        )
-    # With one process on (x, y) these need no collective, but fewer passes over memory than autograd makes of the plain
-    # modules; the compiler, where it compiles the whole block, does that itself.
+        outputs: Rules = {
+            "embed_*": lambda name, m: Embedding(m, grid, name),
+            "layers.*.self_attn.o_proj": lambda name, m: Linear4D(
+                m, grid, OVER_Y[split], "o_proj", overlap, transposed=True
+            ),
+            "layers.*.mlp.down_proj": lambda name, m: Linear4D(m, grid, "replicate", "down", overlap, transposed=True),
+        }
+        return inputs_and_head | attention | outputs
+    # With one process on (x, y) these need no collective, but make fewer passes over memory than autograd on the plain
+    # modules; when the whole block is compiled, the compiler does that itself.
     compiled = run.training.compile and grid.cp.size == 1
     rules = {"lm_head": inputs_and_head["lm_head"]} if compiled else inputs_and_head
     return rules | attention if grid.cp.size > 1 else rules
 
 
 def apply_rules(model: nn.Module, rules: Rules, prefix: str = "") -> None:
-    """Replace every module that a rule names; what is replaced is not searched further."""
+    """Replace every module that a rule names; a replaced module is not searched further."""
     for name, module in list(model.named_children()):
         full_name = prefix + name
         pattern = next((p for p in rules if fnmatch.fnmatchcase(full_name, p)), None)

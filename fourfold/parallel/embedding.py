@@ -11,7 +11,9 @@ from fourfold.parallel.sharding import Tile, Tiled
 
 
 class Embedding(Tiled):
-    """Indices [B, S] → [B, S/x, H/y]. Serves tokens and learned positions alike."""
+    """Indices [B, S] → [B, S/x, H/y]. For tokens and for learned positions."""
+
+    weight: nn.Parameter
 
     def __init__(self, embedding: nn.Embedding, grid: Grid, name: str) -> None:
         super().__init__()
@@ -22,7 +24,7 @@ class Embedding(Tiled):
         return scatter_sum(self.look_up(indices_BS), self.x, 1, f"{self.name}: rows")
 
     def look_up(self, indices_BS: Tensor) -> Tensor:
-        """[B, S, H/y] of the indices whose rows are here, zero elsewhere."""
+        """[B, S, H/y]: the rows of the indices that this rank has, zero for others."""
         rows = self.weight.shape[0]
         local_BS = indices_BS - self.x.rank * rows
         elsewhere_BS = (local_BS < 0) | (local_BS >= rows)

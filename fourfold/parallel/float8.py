@@ -16,7 +16,8 @@ from torch import Tensor
 from fourfold.errors import UserError
 from fourfold.extras import import_extra
 from fourfold.models.transformer import Transformer
-from fourfold.parallel.linear import Linear4D, NormalLinears, Products
+from fourfold.parallel.linear import Linear4D
+from fourfold.parallel.products import Products
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -43,7 +44,7 @@ def use_float8(model: Transformer, recipe: str) -> None:
     products = Float8Products(config)
     for block in model.blocks:
         for module in block.modules():
-            if isinstance(module, (Linear4D, NormalLinears)):
+            if isinstance(module, Linear4D):
                 module.products = products
         # Where x and y are 1 some layers stay torch's own, which torchao itself replaces.
         convert_to_float8_training(block, config=config)
@@ -77,7 +78,8 @@ class Float8Products(Products):
         c = self.config
         left = self._rounded(x.flatten(0, -2), c.cast_config_input, "INPUT", -1)
         right = self._rounded(weight.T, c.cast_config_weight, "WEIGHT", 0)
-        return torch.mm(left, right).unflatten(0, x.shape[:-1])
+        out: Tensor = torch.mm(left, right).unflatten(0, x.shape[:-1])
+        return out
 
     def input_gradient(self, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
         total, *others = map(self._input_gradient, grads, weights)
@@ -89,7 +91,8 @@ class Float8Products(Products):
         c = self.config
         left = self._rounded(grad.flatten(0, -2), c.cast_config_grad_output, "GRAD_OUTPUT", -1)
         right = self._rounded(weight.T, c.cast_config_weight_for_grad_input, "WEIGHT", -1)
-        return torch.mm(left, right.t()).unflatten(0, grad.shape[:-1])
+        gradient: Tensor = torch.mm(left, right.t()).unflatten(0, grad.shape[:-1])
+        return gradient
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         c = self.config
@@ -105,7 +108,7 @@ class Float8Products(Products):
 
         if cast.scaling_type is ScalingType.DISABLED:
             return t
-        return hp_tensor_to_float8_dynamic(
+        rounded: Tensor = hp_tensor_to_float8_dynamic(
             t,
             cast.target_dtype,
             self.products,
@@ -114,3 +117,4 @@ class Float8Products(Products):
             axiswise_dim=get_maybe_axiswise_dim(scaled_along, cast.scaling_granularity),
             round_scales_to_power_of_2=self.config.round_scales_to_power_of_2,
         )
+        return rounded

@@ -50,7 +50,7 @@ class FullySharded(DataParallel):
         for embedding in units.embeddings:
             if of_last.isdisjoint(embedding.parameters()):
                 shard(embedding, reshard)
-                embedding.set_unshard_in_backward(False)  # the gradient of a look-up does not read the table
+                _fsdp(embedding).set_unshard_in_backward(False)  # the gradient of a look-up does not read the table
             else:
                 last.append(embedding)
         for block in units.blocks:
@@ -85,7 +85,7 @@ class FullySharded(DataParallel):
         return LocalShard(name, parameter, local, tile, global_shape, (slice(first, last), *rest), replicas)
 
     def begin_backward(self, last: bool) -> None:
-        model, self._is_complete = self.model, last
+        model, self._is_complete = _fsdp(self.model), last
         model.set_is_last_backward(last)
         if self.keeps_weights_for_the_step:
             model.set_reshard_after_backward(last)
@@ -111,7 +111,7 @@ class FullySharded(DataParallel):
         self.begin_backward(last=True)
         for group in self.fsdp_groups():
             group.post_backward()
-        self.model._get_fsdp_state()._root_post_backward_final_callback()
+        _fsdp(self.model)._get_fsdp_state()._root_post_backward_final_callback()
 
     def publish(self) -> None:
         """FSDP2 gathers what the optimizer has stepped, and casts it on the way."""
@@ -164,18 +164,24 @@ class FullySharded(DataParallel):
         return groups
 
 
+def _fsdp(module: nn.Module) -> FSDPModule:
+    """A module that ``fully_shard`` has made one of FSDP2's."""
+    assert isinstance(module, FSDPModule)
+    return module
+
+
 def _prefetch(model: nn.Module, units: Units, depth: int) -> None:
     """OAG: while one layer computes, gather the weights of the next ``depth``.
 
     A unit that names nothing to gather in the backward lets FSDP2 look in the order of the forwards, in which the unit
     before is of another micro-batch as often as not; the root, which has no weights of its own, stands for none.
     """
-    layers, nothing = units.blocks, [model]
+    layers, nothing = [_fsdp(block) for block in units.blocks], [_fsdp(model)]
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.set_modules_to_backward_prefetch(nothing)
     if units.last and depth > 0 and layers:
-        units.last[0].set_modules_to_backward_prefetch(layers[-1:])
+        _fsdp(units.last[0]).set_modules_to_backward_prefetch(layers[-1:])
     for i, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + depth])
         layer.set_modules_to_backward_prefetch(layers[max(i - depth, 0) : i][::-1] or nothing)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fourfold.config.layout import CHUNK_LOGITS
-from fourfold.models.transformer import IGNORE_INDEX, LMHead
+from fourfold.config.model import IGNORE_INDEX
+from fourfold.models.autograd import Context, Function, not_compiled
+from fourfold.models.transformer import LMHead
 from fourfold.parallel.communicate import all_gather, all_reduce, reduce_scatter
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.sharding import Tile, Tiled
@@ -19,6 +21,8 @@ from fourfold.parallel.sharding import Tile, Tiled
 
 class ParallelHead(Tiled):
     """LM head with the embedding's layout, weight [vocab/x, hidden/y], so that tying costs nothing."""
+
+    weight: nn.Parameter
 
     def __init__(self, head: LMHead, grid: Grid) -> None:
         super().__init__()
@@ -47,7 +51,7 @@ class ParallelHead(Tiled):
         return all_gather(logits_BSv, self.x, 2, "lm_head: logits")[..., : self.vocab_size]
 
 
-@torch.compiler.disable
+@not_compiled
 def vocabulary_parallel_loss(
     x_BTh: Tensor, labels_BS: Tensor, head: ParallelHead, weight: Tensor, loss_scale: Tensor | float
 ) -> Tensor:
@@ -57,10 +61,15 @@ def vocabulary_parallel_loss(
     return _Loss.apply(x_BTh, weight, labels_BS, head, loss_scale)
 
 
-class _Loss(torch.autograd.Function):
+class _Loss(Function):
     @staticmethod
     def forward(
-        ctx, x_BTh: Tensor, weight: Tensor, labels_BS: Tensor, head: ParallelHead, loss_scale: Tensor | float
+        ctx: Context[Tensor | float],
+        x_BTh: Tensor,
+        weight: Tensor,
+        labels_BS: Tensor,
+        head: ParallelHead,
+        loss_scale: Tensor | float,
     ) -> Tensor:
         x_BSh = all_gather(x_BTh, head.x, 1, "lm_head: tokens")
         x_Nh, labels_N = x_BSh.flatten(0, 1), labels_BS.flatten()
@@ -87,13 +96,13 @@ class _Loss(torch.autograd.Function):
         if dx_Nh is not None:
             dx_Nh = reduce_scatter(dx_Nh.view_as(x_BSh), head.x, 1, "lm_head: input gradient")
         ctx.save_for_backward(dx_Nh, None if dw_vh is None else dw_vh.to(weight.dtype))
-        ctx.loss_scale = loss_scale
+        ctx.kept = loss_scale
         return all_reduce(loss, head.y, "lm_head: loss")
 
     @staticmethod
-    def backward(ctx, scale: Tensor):
+    def backward(ctx: Context[Tensor | float], scale: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
-        scale = scale / ctx.loss_scale
+        scale = scale / ctx.kept
         return None if dx is None else dx * scale, None if dw is None else dw * scale, None, None, None
 
 

@@ -1,21 +1,22 @@
-"""The two linear layers of the 4D algorithm (AxoNN, arXiv 2502.08145, section V, with a non-redundant residual).
+"""The linear layers of the 4D algorithm (AxoNN, arXiv 2502.08145, section V, with a non-redundant residual).
 
-The residual stream arrives as [B, T, h]: T = S/x tokens and h = H/y channels on each rank. A *normal* layer has its
-input features over y and its output features over x; a *transposed* layer the reverse, so that one follows the other
-with no redistribution. S, and features without a slash, are whole.
+The residual stream is [B, T, h] on each rank: T = S/x tokens and h = H/y channels. A *normal* layer reads it; its
+weight [out/x, in/y] has input features over y and output features over x. A *transposed* layer writes to it; its weight
+[out/y, in/x] has them the other way round, so that one follows the other with no redistribution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Literal, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.config.run import OverlapConfig
+from fourfold.models.autograd import Context, FunctionOfMany, not_compiled
 from fourfold.models.lora import LoRALinear
+from fourfold.parallel.adapter import adapter_gradients, adapter_tiles, add_to_input_gradient, add_to_output
 from fourfold.parallel.communicate import (
     Pending,
     all_gather,
@@ -25,351 +26,265 @@ from fourfold.parallel.communicate import (
     start_reduce_scatter,
 )
 from fourfold.parallel.grid import Axis, Grid
+from fourfold.parallel.products import Products
 from fourfold.parallel.sharding import Tile, Tiled
 
+if TYPE_CHECKING:
+    from fourfold.parallel.deferred import WeightGradients
+
+T = TypeVar("T")
 OverY = Literal["replicate", "features", "batch", "sequence"]
-"""How the y ranks hold what lies between a normal and a transposed layer: all the same, or each its share of a dim."""
+"""How the y ranks hold the tensors between a normal and a transposed layer: the same copy, or shares of a dim."""
 
-SHARED_DIM = {"batch": 0, "sequence": 1, "features": 2}
-
-
-class Products:
-    """The three matrix products of a linear layer, in the type of the operands; float8.py has others."""
-
-    def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x @ weight.T
-
-    def input_gradient(self, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-        """Of layers that read one input: Σ grad @ weight, accumulated inside the products."""
-        total = grads[0] @ weights[0]
-        flat = total.flatten(0, -2)
-        for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            flat.addmm_(grad.flatten(0, -2), weight)
-        return total
-
-    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        return grad.flatten(0, -2).T @ x.flatten(0, -2)
-
-
-class WeightGradients:
-    """Weight gradients that zero-bubble schedules compute apart, when a rank would wait.
-
-    Asking autograd for input gradients alone would run a layer's backward, collectives and all, once more for the
-    weights'.
-    """
-
-    def __init__(self) -> None:
-        self._products: list[tuple[Linear4D, Tensor, Tensor]] = []
-
-    def add(self, linear: Linear4D, grad: Tensor, x: Tensor) -> None:
-        self._products.append((linear, grad, x))
-
-    @torch.no_grad()
-    def compute(self, give: Callable[[nn.Parameter, Tensor], None]) -> None:
-        """Compute them, and ``give`` each with its parameter."""
-        for linear, grad, x in self._products:
-            give(linear.weight, linear.products.weight_gradient(grad, x))
-        self._products.clear()
-
-
-@contextmanager
-def weight_gradients_put_off(linears: Iterable[Linear4D]) -> Iterator[WeightGradients]:
-    """Backwards run inside leave the weight gradients of these layers for later."""
-    later = WeightGradients()
-    for linear in linears:
-        linear.later = later
-    try:
-        yield later
-    finally:
-        for linear in linears:
-            linear.later = None
-
-
-class Linear4D(Tiled):
-    """One weight of the 4D algorithm, how it is multiplied, where its gradient is put off to, perhaps a LoRA adapter.
-
-    x Aᵀ Bᵀ is summed where x Wᵀ is, so that an adapter needs no collective of its own. Each of its gradients is a share
-    of a sum over the axis that its matrix does not lie on.
-    """
-
-    products = Products()
-    later: WeightGradients | None = None
-    lora_scale: float = 0.0
-
-    def add_adapter(
-        self, linear: nn.Linear, out_over: Literal["x", "y"], in_over: Literal["x", "y"], grid: Grid
-    ) -> None:
-        """Take over the adapter of a linear layer that has one."""
-        if not isinstance(linear, LoRALinear):
-            return
-        self.lora_scale = linear.scale
-        self.add_tile("lora_A", linear.lora_A, Tile(**{in_over: 1}, partial_over=(out_over,)), grid)
-        self.add_tile("lora_B", linear.lora_B, Tile(**{out_over: 0}, partial_over=(in_over,)), grid)
-
-    def matrices(self) -> tuple[Tensor, ...]:
-        """The weight, and the adapter's A and B where there is one."""
-        return (self.weight, self.lora_A, self.lora_B) if self.lora_scale else (self.weight,)
-
-    def product(self, x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-        """x Wᵀ + α/r · (x Aᵀ) Bᵀ, of this rank's share of the inputs."""
-        weight, *adapter = matrices
-        out = self.products.output(x, weight)
-        if adapter:
-            a, b = adapter
-            out.view(-1, out.shape[-1]).addmm_((x @ a.T).flatten(0, 1), b.T, alpha=self.lora_scale)
-        return out
-
-    def add_adapter_gradient(self, total: Tensor, grad: Tensor, matrices: Sequence[Tensor]) -> None:
-        """Add the adapter's part, α/r · (grad B) A, to the gradient of the input."""
-        if len(matrices) > 1:
-            _, a, b = matrices
-            total.view(-1, total.shape[-1]).addmm_((grad @ b).flatten(0, 1), a, alpha=self.lora_scale)
-
-    def weight_gradients(
-        self, grad: Tensor, x: Tensor, matrices: Sequence[Tensor], needed: Sequence[bool]
-    ) -> list[Tensor | None]:
-        """Of the matrices, None for a frozen one and one that is put off."""
-        gradients: list[Tensor | None] = [None] * len(matrices)
-        if needed[0]:
-            if self.later is None:
-                gradients[0] = self.products.weight_gradient(grad, x)
-            else:
-                self.later.add(self, grad, x)
-        if len(matrices) > 1:
-            _, a, b = matrices
-            plain = Products()
-            gradients[1] = plain.weight_gradient(grad @ b, x).mul_(self.lora_scale)
-            gradients[2] = plain.weight_gradient(grad, x @ a.T).mul_(self.lora_scale)
-        return gradients
-
-
-class NormalLayer(Tiled):
-    """What the computation of normal layers must know. x: the axis over which the tokens of its input lie."""
-
-    products = Products()
-    gather_again = False
-    """Keep this rank's tokens for the backward instead of those of all ranks of x, and gather them again."""
-
-    x: Axis
-    y: Axis
-    over_y: OverY
-    overlap = OverlapConfig()
-    name: str
-
-    def linears(self) -> list[Linear4D]:
-        """The layers that read one input."""
-        raise NotImplementedError
-
-
-BIAS_TILES: dict[OverY, Tile] = {
+SHARED_DIM: dict[OverY, int | None] = {"replicate": None, "batch": 0, "sequence": 1, "features": 2}
+NORMAL_BIAS: dict[OverY, Tile] = {
     "replicate": Tile(x=0),
     "features": Tile(x=0, y=0),
     "batch": Tile(x=0, partial_over=("y",)),
     "sequence": Tile(x=0, partial_over=("y",)),
 }
-"""Of a normal layer's bias."""
 
 
-class NormalLinears(NormalLayer):
-    """Linear layers that read the same part of the residual stream: weights [out/x, in/y].
+class Spread(NamedTuple):
+    """How the ranks of an axis hold a tensor: each its share of a dim, or without a dim all of it."""
 
-    Gathers the tokens over x once for all of them, and sums over y what they compute: into every rank
-    (``"replicate"``, MLP) or into each rank's share of the features, batch or sequence (attention).
+    axis: Axis
+    dim: int | None
+
+    def start_gather(self, share: Tensor, why: str) -> Pending:
+        """The whole tensor from the ranks' shares."""
+        return Pending(share) if self.dim is None else start_all_gather(share, self.axis, self.dim, why)
+
+    def start_sum(self, partial: Tensor, why: str) -> Pending:
+        """The sum of the ranks' whole tensors: this rank's share of it, or all."""
+        if self.dim is None:
+            return start_all_reduce(partial, self.axis, why)
+        return start_reduce_scatter(partial, self.axis, self.dim, why)
+
+
+class Linear4D(Tiled):
+    """One linear layer, with weight tile W [out/a, in/b] for (a, b) = (x, y), or (y, x) if it is transposed:
+
+        out = sum_b(gather_a(in) Wᵀ) + bias
+
+    ``gather_a`` makes the input whole that the ranks of a hold shares of, as ``reads`` describes; ``sum_b`` leaves each
+    rank of b the share of the sum that ``writes`` describes. The backward is the mirror image:
+
+        d_in = sum_a(gather_b(d_out) W),  dW = gather_b(d_out)ᵀ gather_a(in)
     """
 
-    def __init__(self, linears: nn.ModuleDict, grid: Grid, over_y: OverY, overlap: OverlapConfig, name: str) -> None:
-        super().__init__()
-        self.x, self.y, self.over_y, self.overlap, self.name = grid.x, grid.y, over_y, overlap, name
-        for child_name, linear in linears.items():
-            child = Linear4D()
-            child.add_tile("weight", linear.weight, Tile(x=0, y=1), grid)
-            child.add_tile("bias", linear.bias, BIAS_TILES[over_y], grid)
-            child.add_adapter(linear, "x", "y", grid)
-            self.add_module(child_name, child)
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
 
-    def linears(self) -> list[Linear4D]:
-        return list(self.children())
+    products = Products()
+    deferred: WeightGradients | None = None
+    """Receives the operands of the weight gradient, where a schedule computes it later."""
 
-    def forward(self, x_BTh: Tensor) -> list[Tensor]:
-        linears = self.linears()
-        outs = normal_linears(x_BTh, self, *(matrix for linear in linears for matrix in linear.matrices()))
-        return [out if linear.bias is None else out + linear.bias for out, linear in zip(outs, linears, strict=True)]
-
-
-class TransposedLinear(Linear4D):
-    """A linear layer that writes to the residual stream: weight [out/y, in/x].
-
-    Gathers over y what the ranks of y hold shares of (nothing for ``"replicate"``), and sums over x into each rank's
-    tokens.
-    """
-
-    overlap = OverlapConfig()
     gather_again = False
     """Keep this rank's share of the input for the backward instead of the whole, and gather it again."""
 
-    def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, overlap: OverlapConfig, name: str) -> None:
+    lora_scale: float = 0.0
+    """α/r of its adapter; 0 without one."""
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        grid: Grid,
+        over_y: OverY,
+        name: str,
+        overlap: OverlapConfig | None = None,
+        transposed: bool = False,
+    ) -> None:
         super().__init__()
-        self.x, self.y, self.over_y, self.overlap, self.name = grid.x, grid.y, over_y, overlap, name
-        self.add_tile("weight", linear.weight, Tile(x=1, y=0), grid)
-        self.add_tile("bias", linear.bias, Tile(y=0, partial_over=("x",)), grid)
-        self.add_adapter(linear, "y", "x", grid)
+        self.name, self.overlap = name, overlap or OverlapConfig()
+        tokens, shared = Spread(self.token_axis(grid), 1), Spread(grid.y, SHARED_DIM[over_y])
+        self.reads, self.writes = (shared, tokens) if transposed else (tokens, shared)
+        self.reads_what = "inputs" if transposed else "tokens"
+        tile = Tile(x=1, y=0) if transposed else Tile(x=0, y=1)
+        self.add_tile("weight", linear.weight, tile, grid)
+        self.add_tile("bias", linear.bias, self.transposed_bias() if transposed else NORMAL_BIAS[over_y], grid)
+        if isinstance(linear, LoRALinear):
+            self.lora_scale = linear.scale
+            tile_a, tile_b = adapter_tiles(tile)
+            self.add_tile("lora_A", linear.lora_A, tile_a, grid)
+            self.add_tile("lora_B", linear.lora_B, tile_b, grid)
 
-    def start_gathering(self, a: Tensor) -> Pending:
-        """What the ranks of y hold shares of."""
-        if self.over_y == "replicate":
-            return Pending(a)
-        return start_all_gather(a, self.y, SHARED_DIM[self.over_y], f"{self.name}: inputs")
+    def token_axis(self, grid: Grid) -> Axis:
+        """The axis whose ranks share the tokens of the residual stream."""
+        return grid.x
 
-    def forward(self, a: Tensor) -> Tensor:
-        out_BTh = transposed_linear(a, self, *self.matrices())
-        return out_BTh if self.bias is None else out_BTh + self.bias
+    def transposed_bias(self) -> Tile:
+        """The tile of a transposed layer's bias, which is added to the residual stream."""
+        return Tile(y=0, partial_over=("x",))
 
+    def forward(self, x: Tensor) -> Tensor:
+        (out,) = linear_layers(x, [self])
+        return self.add_bias(out)
 
-class _NormalLinears(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_BTh: Tensor, layer: NormalLayer, *matrices: Tensor) -> tuple[Tensor, ...]:
-        x_BSh = all_gather(x_BTh, layer.x, 1, f"{layer.name}: tokens")
-        ctx.save_for_backward(x_BTh if layer.gather_again else x_BSh, *matrices)
-        ctx.layer = layer
-        linears, why = _by_linear(layer, matrices), f"{layer.name}: outputs"
-        if layer.over_y == "replicate":
-            # The sum of gate runs behind the product of up.
-            sums: list[Pending] = []
-            for linear, each in linears:
-                started = start_all_reduce(linear.product(x_BSh, each), layer.y, why)
-                sums.append(started if layer.overlap.gate_sum else Pending(started.wait()))
-            return tuple(started.wait() for started in sums)
-        partials = [linear.product(x_BSh, each) for linear, each in linears]
-        if layer.y.size == 1:
-            return tuple(partials)
-        if layer.over_y == "features":
-            return _scatter_features(partials, layer.y, why)
-        summed = reduce_scatter(_concatenate(partials), layer.y, SHARED_DIM[layer.over_y], why)
-        return _split(summed, partials)
+    def add_bias(self, out: Tensor) -> Tensor:
+        return out if self.bias is None else out + self.bias
 
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        x, *matrices = ctx.saved_tensors
-        layer: NormalLayer = ctx.layer
-        gathered = start_all_gather(x, layer.x, 1, f"{layer.name}: tokens") if layer.gather_again else Pending(x)
-        grads = _gather_output_gradients(grads, layer)
-        linears = _by_linear(layer, matrices)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            weights = [each[0] for _, each in linears]
-            partial_BSh = layer.products.input_gradient(grads, weights)
-            for (linear, each), grad in zip(linears, grads, strict=True):
-                linear.add_adapter_gradient(partial_BSh, grad, each)
-            dx = start_reduce_scatter(partial_BSh, layer.x, 1, f"{layer.name}: input gradient")
-            if not layer.overlap.input_gradients:
-                dx = Pending(dx.wait())
-        x_BSh = gathered.wait()
-        needed = [flags for _, flags in _by_linear(layer, ctx.needs_input_grad[2:])]
-        dws: list[Tensor | None] = []
-        for (linear, each), grad, flags in zip(linears, grads, needed, strict=True):
-            dws += linear.weight_gradients(grad, x_BSh, each, flags)
-        return dx.wait() if dx is not None else None, None, *dws
+    def matrices(self) -> tuple[Tensor, ...]:
+        """The weight, and the adapter's A and B if there is one."""
+        return (self.weight, self.lora_A, self.lora_B) if self.lora_scale else (self.weight,)
+
+    def product(self, x: Tensor, weight: Tensor, *adapter: Tensor) -> Tensor:
+        """x Wᵀ, with the adapter's addition."""
+        out = self.products.output(x, weight)
+        if adapter:
+            add_to_output(out, x, adapter, self.lora_scale)
+        return out
+
+    def gradients(
+        self, grad: Tensor, x: Tensor, needed: Sequence[bool], weight: Tensor, *adapter: Tensor
+    ) -> list[Tensor | None]:
+        """Gradients of the matrices; None for a frozen or deferred one."""
+        gradients: list[Tensor | None] = [None]
+        if needed[0] and self.deferred is not None:
+            self.deferred.add(self, grad, x)
+        elif needed[0]:
+            gradients = [self.products.weight_gradient(grad, x)]
+        if adapter:
+            gradients += adapter_gradients(grad, x, adapter, self.lora_scale)
+        return gradients
 
 
-class _TransposedLinear(torch.autograd.Function):
-    """A transposed layer's backward. The forward gathers and saves what that reads, and leaves the product to the next.
+class LinearGroup(nn.Module):
+    """Normal layers that read the same input: it is gathered once, and their input gradients are summed once."""
 
-    At the end of a block that is recomputed nothing reads the product, nor its sum over x: the recomputation stops as
-    soon as all that was saved is there again.
+    def __init__(self, linears: nn.ModuleDict, grid: Grid, over_y: OverY, name: str, overlap: OverlapConfig) -> None:
+        super().__init__()
+        for child_name, linear in linears.items():
+            assert isinstance(linear, nn.Linear)
+            self.add_module(child_name, Linear4D(linear, grid, over_y, name, overlap))
+
+    def forward(self, x_BTh: Tensor) -> list[Tensor]:
+        layers = [child for child in self.children() if isinstance(child, Linear4D)]
+        return [layer.add_bias(out) for layer, out in zip(layers, linear_layers(x_BTh, layers), strict=True)]
+
+
+@not_compiled
+def linear_layers(x: Tensor, layers: Sequence[Linear4D]) -> tuple[Tensor, ...]:
+    """The outputs of layers that read the same input, without their biases."""
+    matrices = [matrix for layer in layers for matrix in layer.matrices()]
+    gathered, *placeholders = _Gather.apply(x, layers, *matrices)
+    return _Sum.apply(gathered, layers, *placeholders, *(matrix.detach() for matrix in matrices))
+
+
+class _Gather(FunctionOfMany):
+    """Gathers and saves what the backward reads, and has the whole backward; ``_Sum`` computes the outputs.
+
+    At the end of a block that is recomputed nothing reads the outputs, nor their sum over the ranks: in two functions,
+    the recomputation stops as soon as all that was saved is there again.
     """
 
     @staticmethod
-    def forward(ctx, a: Tensor, layer: TransposedLinear, *matrices: Tensor) -> tuple[Tensor, Tensor]:
-        gathered = layer.start_gathering(a).wait().detach()
-        ctx.save_for_backward(a if layer.gather_again else gathered, *matrices)
-        ctx.layer = layer
+    def forward(
+        ctx: Context[Sequence[Linear4D]], x: Tensor, layers: Sequence[Linear4D], *matrices: Tensor
+    ) -> tuple[Tensor, ...]:
+        first = layers[0]
+        gathered = first.reads.start_gather(x, f"{first.name}: {first.reads_what}").wait().detach()
+        ctx.save_for_backward(x if first.gather_again else gathered, *matrices)
+        ctx.kept = layers
         ctx.mark_non_differentiable(gathered)
         ctx.set_materialize_grads(False)  # no zeros for the gradient of ``gathered``
-        batch, tokens, _ = gathered.shape
-        out_to_come = a.new_empty(()).expand(batch, tokens // layer.x.size, len(matrices[0]))
-        return out_to_come, gathered
+        weights = [own[0] for own in _by_layer(layers, matrices)]
+        return gathered, *(_placeholder(gathered, len(weight), first.writes) for weight in weights)
 
     @staticmethod
-    def backward(ctx, grad_BTh: Tensor, _: None):
-        a, *matrices = ctx.saved_tensors
-        layer: TransposedLinear = ctx.layer
-        gathered = layer.start_gathering(a) if layer.gather_again else Pending(a)
-        grad_BSh = all_gather(grad_BTh, layer.x, 1, f"{layer.name}: output gradient")
-        da = None
+    def backward(ctx: Context[Sequence[Linear4D]], _: None, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *matrices = ctx.saved_tensors
+        layers, first = ctx.kept, ctx.kept[0]
+        by_layer = list(_by_layer(layers, matrices))
+        again = first.gather_again
+        gathering = first.reads.start_gather(x, f"{first.name}: {first.reads_what}") if again else Pending(x)
+        whole_grads = _gather_gradients(grads, first)
+        summing = None
         if ctx.needs_input_grad[0]:
-            why = f"{layer.name}: input gradient"
-            partial = layer.products.input_gradient([grad_BSh], matrices[:1])
-            layer.add_adapter_gradient(partial, grad_BSh, matrices)
-            if layer.over_y == "replicate":
-                da = start_all_reduce(partial, layer.y, why)
-            else:
-                da = start_reduce_scatter(partial, layer.y, SHARED_DIM[layer.over_y], why)
-            if not layer.overlap.input_gradients:
-                da = Pending(da.wait())
-        a = gathered.wait()
-        dws = layer.weight_gradients(grad_BSh, a, matrices, ctx.needs_input_grad[2:])
-        return da.wait() if da is not None else None, None, *dws
+            partial = first.products.input_gradient(whole_grads, [own[0] for own in by_layer])
+            for layer, grad, (_weight, *adapter) in zip(layers, whole_grads, by_layer, strict=True):
+                if adapter:
+                    add_to_input_gradient(partial, grad, adapter, layer.lora_scale)
+            summing = first.reads.start_sum(partial, f"{first.name}: input gradient")
+            if not first.overlap.input_gradients:
+                summing = Pending(summing.wait())
+        gathered = gathering.wait()
+        needed = _by_layer(layers, ctx.needs_input_grad[2:])
+        gradients: list[Tensor | None] = []
+        for layer, grad, flags, own in zip(layers, whole_grads, needed, by_layer, strict=True):
+            gradients += layer.gradients(grad, gathered, flags, *own)
+        return None if summing is None else summing.wait(), None, *gradients
 
 
-class _SummedProduct(torch.autograd.Function):
-    """The product of a transposed layer, summed over x into each rank's tokens."""
-
-    @staticmethod
-    def forward(ctx, out_to_come: Tensor, a: Tensor, layer: TransposedLinear, *matrices: Tensor) -> Tensor:
-        return reduce_scatter(layer.product(a, matrices), layer.x, 1, f"{layer.name}: outputs")
+class _Sum(FunctionOfMany):
+    """The outputs: the layers' products with the gathered input, summed over the ranks; gradients pass through."""
 
     @staticmethod
-    def backward(ctx, grad_BTh: Tensor):
-        return grad_BTh, *(None for _ in ctx.needs_input_grad[1:])
+    def forward(
+        ctx: Context[int], gathered: Tensor, layers: Sequence[Linear4D], *placeholders_and_matrices: Tensor
+    ) -> tuple[Tensor, ...]:
+        matrices = placeholders_and_matrices[len(layers) :]
+        ctx.kept = len(matrices)
+        by_layer = _by_layer(layers, matrices)
+        return _sum_outputs(
+            (layer.product(gathered, *own) for layer, own in zip(layers, by_layer, strict=True)), layers[0]
+        )
+
+    @staticmethod
+    def backward(ctx: Context[int], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *grads, *[None] * ctx.kept
 
 
-# Asynchronous collectives cannot be traced into a compiled graph: the compiler stops at these two and goes on behind.
-@torch.compiler.disable
-def normal_linears(x_BTh: Tensor, layer: NormalLayer, *matrices: Tensor) -> tuple[Tensor, ...]:
-    return _NormalLinears.apply(x_BTh, layer, *matrices)
-
-
-@torch.compiler.disable
-def transposed_linear(a: Tensor, layer: TransposedLinear, *matrices: Tensor) -> Tensor:
-    out_to_come, gathered = _TransposedLinear.apply(a, layer, *matrices)
-    return _SummedProduct.apply(out_to_come, gathered, layer, *(matrix.detach() for matrix in matrices))
-
-
-T = TypeVar("T")
-
-
-def _by_linear(layer: NormalLayer, flat: Sequence[T]) -> list[tuple[Linear4D, Sequence[T]]]:
-    """What was given for all matrices of a layer, by linear."""
-    found, first = [], 0
-    for linear in layer.linears():
-        count = 3 if linear.lora_scale else 1
-        found.append((linear, flat[first : first + count]))
+def _by_layer(layers: Sequence[Linear4D], flat: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Values of all matrices in one sequence, layer by layer."""
+    first = 0
+    for layer in layers:
+        count = len(layer.matrices())
+        yield flat[first : first + count]
         first += count
-    return found
 
 
-def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=-1)
+def _placeholder(gathered: Tensor, features: int, writes: Spread) -> Tensor:
+    """A tensor of the shape of an output, and of no memory."""
+    shape = [*gathered.shape[:-1], features]
+    if writes.dim is not None:
+        shape[writes.dim] //= writes.axis.size
+    return gathered.new_empty(()).expand(shape)
 
 
-def _split(joined: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Undo ``_concatenate``: views of one buffer, which nobody writes to."""
-    return joined.split([t.shape[-1] for t in like], dim=-1)
+def _sum_outputs(partials: Iterable[Tensor], first: Linear4D) -> tuple[Tensor, ...]:
+    """Sum the layers' products over the ranks: one by one behind the next product, or this rank's shares together."""
+    (axis, dim), why = first.writes, f"{first.name}: outputs"
+    if dim is None:
+        sums: list[Pending] = []
+        for partial in partials:  # the sum of gate runs behind the product of up
+            started = start_all_reduce(partial, axis, why)
+            sums.append(started if first.overlap.gate_sum else Pending(started.wait()))
+        return tuple(started.wait() for started in sums)
+    products = tuple(partials)
+    if axis.size == 1:
+        return products
+    if len(products) == 1:
+        return (reduce_scatter(products[0], axis, dim, why),)
+    sizes = [product.shape[-1] for product in products]
+    if dim < 2:
+        return tuple(reduce_scatter(torch.cat(products, -1), axis, dim, why).split(sizes, -1))
+    shares_BSyf = torch.cat([product.unflatten(-1, (axis.size, -1)) for product in products], -1)
+    kept_BSf = reduce_scatter(shares_BSyf, axis, 2, why).squeeze(2)
+    return tuple(kept_BSf.split([size // axis.size for size in sizes], -1))
 
 
-def _scatter_features(partials: Sequence[Tensor], y: Axis, why: str) -> tuple[Tensor, ...]:
-    """Sum over y; each rank keeps its 1/y of the features of every output, in one collective for all."""
-    shares_BSyf = _concatenate([partial.unflatten(-1, (y.size, -1)) for partial in partials])
-    kept_BSf = reduce_scatter(shares_BSyf, y, 2, why).squeeze(2)
-    return kept_BSf.split([partial.shape[-1] // y.size for partial in partials], dim=-1)
-
-
-def _gather_output_gradients(grads: Sequence[Tensor], layer: NormalLayer) -> Sequence[Tensor]:
-    """The mirror of the sum over y: gradients of whole outputs from the shares that the ranks of y hold."""
-    if layer.y.size == 1 or layer.over_y == "replicate":
+def _gather_gradients(grads: Sequence[Tensor], first: Linear4D) -> Sequence[Tensor]:
+    """The mirror of ``_sum_outputs``: gradients of whole outputs from the ranks' shares, in one collective."""
+    (axis, dim), why = first.writes, f"{first.name}: output gradient"
+    if dim is None or axis.size == 1:
         return grads
-    why, sizes = f"{layer.name}: output gradient", [grad.shape[-1] for grad in grads]
-    if layer.over_y == "features":
-        shares_BSyf = all_gather(_concatenate(grads).unsqueeze(2), layer.y, 2, why)
-        return [part.flatten(2) for part in shares_BSyf.split(sizes, dim=-1)]
-    return all_gather(_concatenate(grads), layer.y, SHARED_DIM[layer.over_y], why).split(sizes, dim=-1)
+    if len(grads) == 1:
+        return (all_gather(grads[0], axis, dim, why),)
+    sizes = [grad.shape[-1] for grad in grads]
+    if dim < 2:
+        return tuple(all_gather(torch.cat(list(grads), -1), axis, dim, why).split(sizes, -1))
+    shares_BSyf = all_gather(torch.cat(list(grads), -1).unsqueeze(2), axis, 2, why)
+    return [part.flatten(2) for part in shares_BSyf.split(sizes, -1)]

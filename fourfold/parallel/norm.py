@@ -6,14 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.models.transformer import RMSNorm
+from fourfold.models.autograd import Context, Function, not_compiled
+from fourfold.models.transformer import RMSNorm, rms_norm
 from fourfold.parallel.communicate import all_reduce
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.sharding import Tile, Tiled
 
 
 class Norm(Tiled):
-    """Normalises [B, T, H/y] over all of H. Its weights lie over y; their gradients are sums over x's tokens."""
+    """Normalizes [B, T, H/y] over all of H. Its weights are split over y; their gradients are sums over x's tokens."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(self, norm: RMSNorm | nn.LayerNorm, grid: Grid, name: str) -> None:
         super().__init__()
@@ -23,33 +27,33 @@ class Norm(Tiled):
         self.eps, self.size, self.y, self.name = norm.eps, norm.weight.shape[0], grid.y, name
         self.whole = grid.y.size == 1 and not self.zero_centered
         self.add_tile("weight", norm.weight, tile, grid)
-        self.add_tile("bias", norm.bias if self.subtracts_mean else None, tile, grid)
+        self.add_tile("bias", norm.bias if isinstance(norm, nn.LayerNorm) else None, tile, grid)
 
     def forward(self, x_BTh: Tensor) -> Tensor:
         if self.whole and x_BTh.is_cuda:
-            return self.of_whole(x_BTh)
+            return self.fused(x_BTh)
         return normalize(x_BTh, self, self.weight, self.bias)
 
-    def of_whole(self, x_BTH: Tensor) -> Tensor:
-        """With all channels here: PyTorch's kernels, which on a GPU are one for the forward."""
+    def fused(self, x_BTH: Tensor) -> Tensor:
+        """PyTorch's kernels, for ranks that have all channels: on a GPU the forward is one kernel."""
         if self.subtracts_mean:
             return F.layer_norm(x_BTH, (self.size,), self.weight, self.bias, self.eps)
         return F.rms_norm(x_BTH, (self.size,), self.weight, self.eps)
 
 
-@torch.compiler.disable
+@not_compiled
 def normalize(x_BTh: Tensor, layer: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _Normalize.apply(x_BTh, layer, weight, bias)
 
 
-class _Normalize(torch.autograd.Function):
+class _Normalize(Function):
     """x̂ = (x − mean)/σ (mean = 0 for RMSNorm), out = x̂·w + b; statistics in float32 and finer.
 
     Weights counted from one are added to it, and multiplied, in float32.
     """
 
     @staticmethod
-    def forward(ctx, x_BTh: Tensor, layer: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Context[Norm], x_BTh: Tensor, layer: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
         if layer.subtracts_mean:
             mean, rstd = _moments(x_BTh.float(), layer)
         else:
@@ -57,7 +61,7 @@ class _Normalize(torch.autograd.Function):
             square = all_reduce(square, layer.y, f"{layer.name}: statistics")
             mean, rstd = None, (square / layer.size + layer.eps).rsqrt()
         ctx.save_for_backward(x_BTh, mean, rstd, weight)
-        ctx.layer = layer
+        ctx.kept = layer
         out = torch.empty_like(x_BTh)
         if layer.zero_centered:
             return torch.mul(_standardize(x_BTh, mean, rstd), 1 + weight.float(), out=out)
@@ -66,16 +70,16 @@ class _Normalize(torch.autograd.Function):
         return out if bias is None else out.add_(bias)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Context[Norm], grad: Tensor) -> tuple[Tensor, None, Tensor, Tensor | None]:
         x_BTh, mean, rstd, weight = ctx.saved_tensors
-        layer: Norm = ctx.layer
+        layer = ctx.kept
         standard = _standardize(x_BTh, mean, rstd)
         dtype, weight = weight.dtype, weight.float() + (1 if layer.zero_centered else 0)
         product = grad * standard
-        sums = [product @ weight]
+        shares = [product @ weight]
         if layer.subtracts_mean:
-            sums.append(grad.float() @ weight)
-        sums = all_reduce(torch.stack(sums), layer.y, f"{layer.name}: statistics' gradient") / layer.size
+            shares.append(grad.float() @ weight)
+        sums = all_reduce(torch.stack(shares), layer.y, f"{layer.name}: statistics' gradient") / layer.size
         d_weight = product.sum((0, 1)).to(dtype)
         d_bias = grad.sum((0, 1), dtype=torch.float32).to(dtype) if ctx.needs_input_grad[3] else None
         dx = standard.mul_(-sums[0][..., None]).addcmul_(grad, weight)
@@ -105,10 +109,12 @@ def _standardize(x: Tensor, mean: Tensor | None, rstd: Tensor, out: Tensor | Non
 class HeadNorm(Tiled):
     """The per-head RMSNorm of queries and keys: each rank has whole heads, and the weights' gradient is its share."""
 
+    weight: nn.Parameter
+
     def __init__(self, norm: RMSNorm, grid: Grid) -> None:
         super().__init__()
-        self.norm_forward, self.eps, self.zero_centered = type(norm).forward, norm.eps, norm.zero_centered
+        self.eps, self.zero_centered = norm.eps, norm.zero_centered
         self.add_tile("weight", norm.weight, Tile(partial_over=("x", "y")), grid)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm_forward(self, x)
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)

@@ -17,8 +17,9 @@ from fourfold.data.loader import MicroBatch
 from fourfold.models.dtypes import DTYPES
 from fourfold.parallel.communicate import Pending, all_reduce, start_receive, start_send
 from fourfold.parallel.data_parallel import DataParallel
+from fourfold.parallel.deferred import WeightGradients, weight_gradients_deferred
 from fourfold.parallel.grid import Axis, Grid
-from fourfold.parallel.linear import Linear4D, WeightGradients, weight_gradients_put_off
+from fourfold.parallel.linear import Linear4D
 from fourfold.parallel.schedule import Op, Span, schedule_ops, with_transfers
 from fourfold.parallel.state import LocalShard
 
@@ -129,7 +130,7 @@ class _Step:
             self.inputs[key], self.results[key] = hidden, get_gradient_edge(out)
 
     def _input_gradients(self, op: Op) -> None:
-        with weight_gradients_put_off(self.pipeline.linears[op.stage]) as later:
+        with weight_gradients_deferred(self.pipeline.linears[op.stage]) as later:
             self._differentiate(op)
         self.weight_gradients[op.stage, op.micro_batch] = later
 

@@ -50,7 +50,7 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",  # on AMD, "nccl" is RCCL
             init_method=meeting_point,
-            store=dist.HashStore() if meeting_point is None else None,
+            store=dist.HashStore() if meeting_point is None else None,  # type: ignore[attr-defined]  # it is public
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.config.run import ActivationCheckpointConfig, ParallelConfig
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.communicate import purpose
-from fourfold.parallel.linear import NormalLinears, TransposedLinear
+from fourfold.parallel.linear import Linear4D
 
 SELECTIVE = {
     "attention": ("self_attn.core.forward",),
@@ -50,12 +50,13 @@ def _recompute(module: nn.Module, method: str, run: Callable[..., Tensor]) -> No
 
 def _gather_again(block: nn.Module) -> None:
     for module in block.modules():
-        if isinstance(module, (NormalLinears, TransposedLinear)):
+        if isinstance(module, Linear4D):
             module.gather_again = True
 
 
 def _run_twice(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+    out: Tensor = checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return out
 
 
 def _run_twice_from_cpu(forward: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
@@ -86,8 +87,12 @@ def compile_blocks(model: Transformer, grid: ParallelConfig) -> None:
     """Compile whole blocks where they hold no collectives, else what lies between the collectives."""
     for block in model.blocks:
         if grid.x * grid.y * grid.cp == 1:
-            block.forward = torch.compile(block.forward)
+            _compile(block)
             continue
-        block.mlp.activation.forward = torch.compile(block.mlp.activation.forward)
+        _compile(block.mlp.activation)
         if grid.cp == 1:
-            block.self_attn.core.forward = torch.compile(block.self_attn.core.forward)
+            _compile(block.self_attn.core)
+
+
+def _compile(module: nn.Module) -> None:
+    setattr(module, "forward", torch.compile(module.forward))  # noqa: B010 (types forbid to assign a method)

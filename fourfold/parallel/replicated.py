@@ -111,8 +111,14 @@ class Bucket:
         self._weight_of = {weight.working: weight for weight in weights}
         # A weight that held the bucket that holds it would never be freed: the collector does not see hooks.
         arrived = WeakMethod(self._arrived)
+
+        def call(working: nn.Parameter) -> None:
+            method = arrived()
+            assert method is not None, "a bucket lives as long as its model"
+            method(working)
+
         for weight in weights:
-            weight.working.register_post_accumulate_grad_hook(lambda working: arrived()(working))
+            weight.working.register_post_accumulate_grad_hook(call)
 
     def begin_backward(self, last: bool) -> None:
         """last: this backward's gradients complete the sums of the step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fourfold.parallel.grid import Grid
 
@@ -56,7 +56,7 @@ class Tiled(nn.Module):
         super().__init__()
         self.tiles: dict[str, Tile] = {}
 
-    def add_tile(self, name: str, parameter: nn.Parameter | None, tile: Tile, grid: Grid) -> None:
+    def add_tile(self, name: str, parameter: Tensor | None, tile: Tile, grid: Grid) -> None:
         """Register this rank's tile of a (meta) parameter under ``name``; no parameter, no tile."""
         if parameter is None:
             self.register_parameter(name, None)

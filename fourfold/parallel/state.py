@@ -1,4 +1,4 @@
-"""The edges of the step, where global metadata exists: materialise, view locally, describe globally, sum and clip.
+"""The edges of the step, where global metadata exists: materialize, view locally, describe globally, sum and clip.
 
 Inside the step parameters are plain local tensors. FSDP2 keeps them as DTensors that know nothing of x and y, so
 stock functions on those (``clip_grad_norm_``, ``dcp.save(model.state_dict())``) are silently wrong. Use these.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -132,7 +133,7 @@ def gather_full(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> dict
     For tests and small models: everything passes through the memory of rank 0.
     """
     mine = [(s.name, s.global_shape, s.slices, t.detach().cpu()) for s, t in zip(shards, tensors, strict=True)]
-    everyone: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, everyone)
     if everyone is None:
         return None

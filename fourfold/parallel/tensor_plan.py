@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ STYLES: dict[str, str] = {
     "replicate": "computed whole by every rank",
 }
 """What a pattern may say, in transformers' words where it has one."""
+
+M = TypeVar("M", bound=nn.Module)
 
 SYNONYMS = {
     "colwise_rep": "colwise_gather_output",
@@ -77,29 +79,28 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
     unknown, and randomness inside the model, in which ranks that repeat each other's work would differ.
     """
     published, with_weights = published_plan(model), [n for n, m in model.named_modules() if _has_own_parameters(m)]
-    styles = {name: _style(name, rules) or _style(name, published) for name in with_weights}
-    _check_complete(model, styles)
+    styles = _completed(model, {name: _style(name, rules) or _style(name, published) for name in with_weights})
     _check_no_dropout(model)
     split = {parent: _over_y(model, parent, styles, grid) for parent in _groups(styles)}
     entries: dict[str, Entrance] = {}
     placed: list[Placed] = []
     for name, style in styles.items():
         parent, module = _parent(name), model.get_submodule(name)
-        over_y = split.get(parent) if style in ("colwise", "rowwise") else "replicate"
+        over_y: OverY = split[parent] if style in ("colwise", "rowwise") else "replicate"
         if style in ("colwise", "colwise_gather_output"):
-            _check_type(name, module, nn.Linear, style)
-            _check_divides(name, "out_features", module.out_features, grid.x, "x")
-            _check_divides(name, "in_features", module.in_features, grid.y, "y")
+            linear = _of_type(name, module, nn.Linear, style)
+            _check_divides(name, "out_features", linear.out_features, grid.x, "x")
+            _check_divides(name, "in_features", linear.in_features, grid.y, "y")
             entry = entries.setdefault(parent, Entrance(grid, parent or name))
-            new = ColumnLinear(module, grid, over_y, entry, style == "colwise_gather_output", name)
+            new: nn.Module = ColumnLinear(linear, grid, over_y, entry, style == "colwise_gather_output", name)
         elif style in ("rowwise", "rowwise_split_input"):
-            _check_type(name, module, nn.Linear, style)
-            _check_divides(name, "in_features", module.in_features, grid.x, "x")
-            _check_divides(name, "out_features", module.out_features, grid.y, "y")
-            new = RowLinear(module, grid, over_y, style == "rowwise_split_input", name)
+            linear = _of_type(name, module, nn.Linear, style)
+            _check_divides(name, "in_features", linear.in_features, grid.x, "x")
+            _check_divides(name, "out_features", linear.out_features, grid.y, "y")
+            new = RowLinear(linear, grid, over_y, style == "rowwise_split_input", name)
         elif style == "embedding":
             if not type(module).__name__.endswith(SCALED_EMBEDDING):
-                _check_type(name, module, nn.Embedding, style)
+                _of_type(name, module, nn.Embedding, style)
             if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
                 raise UserError(f"{name}: an embedding with max_norm, scale_grad_by_freq or sparse is not laid out")
             _check_divides(name, "num_embeddings", module.num_embeddings, grid.x, "x")
@@ -107,9 +108,10 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
             new = WholeEmbedding(module, grid, name, getattr(module, "embed_scale", None))
         else:
             if style == "replicated_with_grad_allreduce":
-                over_y = split.get(_enclosing(name, split), "replicate")
+                over_y = split.get(_enclosing(name, split) or "", "replicate")
                 axes = ("x", "y") if over_y == "features" else ("x",)
-                module.tiles = {key: Tile(partial_over=axes) for key, _ in module.named_parameters(recurse=False)}
+                tiles = {key: Tile(partial_over=axes) for key, _ in module.named_parameters(recurse=False)}
+                setattr(module, "tiles", tiles)  # noqa: B010 (types forbid it on a module of another class)
             placed.append(Placed(name, style))
             continue
         _set_module(model, name, new)
@@ -129,7 +131,7 @@ def _style(name: str, plan: Mapping[str, str]) -> str | None:
     return style
 
 
-def _check_complete(model: nn.Module, styles: dict[str, str | None]) -> None:
+def _completed(model: nn.Module, styles: Mapping[str, str | None]) -> dict[str, str]:
     """Give modules of vectors outside the linear layers' groups their place, and refuse what has none."""
     groups = _groups(styles)
     if not any(style and style.startswith(("colwise", "rowwise")) for style in styles.values()):
@@ -152,7 +154,7 @@ def _check_complete(model: nn.Module, styles: dict[str, str | None]) -> None:
             raise UserError(
                 f"{what}{where} has no place in the plan; add a pattern for it to the table: one of {', '.join(STYLES)}"
             )
-        styles[name] = style or "replicate"
+    return {name: style or "replicate" for name, style in styles.items()}
 
 
 def is_of_residual(
@@ -187,17 +189,16 @@ def _over_y(model: nn.Module, group: str, styles: Mapping[str, str | None], grid
             works = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise UserError(f"{group}: {key} = {count} cannot be split over x = {grid.x.size}; x = {works} work")
     widths = [
-        model.get_submodule(name).out_features if style == "colwise" else model.get_submodule(name).in_features
+        linear.out_features if style == "colwise" else linear.in_features
         for name, style in styles.items()
-        if _parent(name) == group
-        and style in ("colwise", "rowwise")
-        and isinstance(model.get_submodule(name), nn.Linear)
+        if _parent(name) == group and style in ("colwise", "rowwise")
+        if isinstance(linear := model.get_submodule(name), nn.Linear)
     ]
     return "features" if all(n % ranks == 0 for n in [*heads.values(), *widths]) else "replicate"
 
 
 def _heads(model: nn.Module) -> dict[str, int]:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = {key: getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads")}
     return {key: count for key, count in found.items() if isinstance(count, int)}
@@ -216,12 +217,14 @@ def _check_no_dropout(model: nn.Module) -> None:
                 )
 
 
-def _check_type(name: str, module: nn.Module, kind: type[nn.Module], style: str) -> None:
+def _of_type(name: str, module: nn.Module, kind: type[M], style: str) -> M:
     if type(module) is not kind:
         raise UserError(
             f"{name} is a {type(module).__name__}, and '{style}' lays out nn.{kind.__name__} only; 'replicate' "
             "computes it whole on every rank"
         )
+    assert isinstance(module, kind)
+    return module
 
 
 def _check_divides(name: str, what: str, number: int, axis: Axis, label: str) -> None:

@@ -16,15 +16,7 @@ from fourfold.errors import UserError
 from fourfold.parallel.communicate import share, sum_gradient, sum_of, whole
 from fourfold.parallel.embedding import Embedding
 from fourfold.parallel.grid import Axis, Grid
-from fourfold.parallel.linear import (
-    BIAS_TILES,
-    Linear4D,
-    NormalLayer,
-    OverY,
-    TransposedLinear,
-    normal_linears,
-    transposed_linear,
-)
+from fourfold.parallel.linear import Linear4D, OverY, linear_layers
 from fourfold.parallel.sharding import Tile
 
 
@@ -60,7 +52,18 @@ def leave(partial_BSh: Tensor, grid: Grid, name: str) -> Tensor:
     return whole(sum_of(partial_BSh, grid.x, f"{name}: outputs"), grid.y, 2, f"{name}: channels")
 
 
-class ColumnLinear(Linear4D, NormalLayer):
+class WholeTokensLinear(Linear4D):
+    """A 4D layer beside which every rank of x has all tokens: nothing to gather over x, and nobody to sum with."""
+
+    def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, name: str, transposed: bool) -> None:
+        super().__init__(linear, grid, over_y, name, transposed=transposed)
+        self.grid, self.in_features, self.out_features = grid, linear.in_features, linear.out_features
+
+    def token_axis(self, grid: Grid) -> Axis:
+        return replace(grid.x, size=1, rank=0)
+
+
+class ColumnLinear(WholeTokensLinear):
     """A normal layer, weight [out/x, in/y]: from the whole residual to features over x, and y as ``over_y`` says.
 
     gather_output: the features, then over x alone, are gathered, for code that must see all of them.
@@ -69,44 +72,32 @@ class ColumnLinear(Linear4D, NormalLayer):
     def __init__(
         self, linear: nn.Linear, grid: Grid, over_y: OverY, entry: Entrance, gather_output: bool, name: str
     ) -> None:
-        super().__init__()
-        self.grid, self.entry, self.gather_output = grid, entry, gather_output
-        self.x, self.y, self.over_y, self.name = _whole_tokens(grid), grid.y, over_y, name
-        self.add_tile("weight", linear.weight, Tile(x=0, y=1), grid)
-        self.add_tile("bias", linear.bias, BIAS_TILES[over_y], grid)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-
-    def linears(self) -> list[Linear4D]:
-        return [self]
+        super().__init__(linear, grid, over_y, name, transposed=False)
+        self.entry, self.gather_output = entry, gather_output
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        (out,) = normal_linears(self.entry(x_BSH), self, self.weight)
-        if self.bias is not None:
-            out = out + self.bias
-        if not self.gather_output:
-            return out
-        return whole(out, self.grid.x, 2, f"{self.name}: features")
+        out = super().forward(self.entry(x_BSH))
+        return whole(out, self.grid.x, 2, f"{self.name}: features") if self.gather_output else out
 
 
-class RowLinear(TransposedLinear):
+class RowLinear(WholeTokensLinear):
     """A transposed layer, weight [out/y, in/x]: from features over x (and y) to the whole residual.
 
     split_input: its input is whole, for the code before must see all of it; the features are split over x alone.
     """
 
     def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, split_input: bool, name: str) -> None:
-        Linear4D.__init__(self)
-        self.grid, self.split_input = grid, split_input
-        self.x, self.y, self.over_y, self.name = _whole_tokens(grid), grid.y, over_y, name
-        self.add_tile("weight", linear.weight, Tile(x=1, y=0), grid)
-        self.add_tile("bias", linear.bias, Tile(), grid)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        super().__init__(linear, grid, over_y, name, transposed=True)
+        self.split_input = split_input
+
+    def transposed_bias(self) -> Tile:
+        return Tile()
 
     def forward(self, a: Tensor) -> Tensor:
         if self.split_input:
             a = share(a, self.grid.x, 2, f"{self.name}: features")
-        out_BSH = leave(transposed_linear(a, self, self.weight), self.grid, self.name)
-        return out_BSH if self.bias is None else out_BSH + self.bias
+        (out_BSh,) = linear_layers(a, [self])
+        return self.add_bias(leave(out_BSh, self.grid, self.name))
 
 
 class WholeEmbedding(Embedding):
@@ -131,8 +122,3 @@ class WholeEmbedding(Embedding):
             return out_BSH
         scale = self.embed_scale
         return out_BSH * (scale.to(self.weight.dtype) if isinstance(scale, Tensor) else scale)
-
-
-def _whole_tokens(grid: Grid) -> Axis:
-    """The x axis as layers see it that have all tokens on every rank: nothing to gather, nobody to sum with."""
-    return replace(grid.x, size=1, rank=0)

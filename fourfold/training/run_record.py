@@ -15,7 +15,7 @@ from fourfold.config.run import RunConfig
 from fourfold.data.files import write_whole
 from fourfold.data.mask_statistics import MaskStatistics
 from fourfold.models.dtypes import DTYPES
-from fourfold.models.lora import adapter_shapes
+from fourfold.models.lora import trained_shapes
 from fourfold.run_file.dump import to_toml
 from fourfold.training.console import Fact, Progress
 from fourfold.training.corpora import Corpora
@@ -107,7 +107,7 @@ class RunRecord:
         run, model = self.run, self.run.model
         facts: dict[str, Fact] = {"run": run.name, "parameters": model.num_parameters}
         if run.lora.rank:
-            trained = sum(math.prod(shape) for shape in adapter_shapes(model, run.lora).values())
+            trained = sum(math.prod(shape) for shape in trained_shapes(model, run.lora).values())
             share = trained / model.num_parameters
             facts["LoRA"] = f"rank {run.lora.rank}, {trained:,} parameters trained ({share:.2%})"
         facts |= {

@@ -23,7 +23,8 @@ from fourfold.errors import UserError
 from fourfold.parallel import float8
 from fourfold.parallel.float8 import Float8Products, require_float8
 from fourfold.parallel.grid import Grid
-from fourfold.parallel.linear import NormalLinears, Products, TransposedLinear
+from fourfold.parallel.linear import Linear4D
+from fourfold.parallel.products import Products
 from fourfold.training.job import Job
 from fourfold.verification.batches import micro_batches_of, random_global_batch
 from fourfold.verification.trace import trace
@@ -100,7 +101,7 @@ def test_training_follows_bf16(pool: Pool, grid: dict[str, int]) -> None:
 
 
 def test_layers_of_the_grid_share_one_interface() -> None:
-    assert type(NormalLinears.products) is type(TransposedLinear.products) is Products
+    assert type(Linear4D.products) is Products
 
 
 @pytest.mark.slow

@@ -220,7 +220,7 @@ def test_a_norm_by_one_kernel_is_the_norm_of_a_split_stream(norm: torch.nn.Modul
         torch.manual_seed(0)
         x, grad = torch.randn(2, 3, 5, 64, dtype=dtype)
         told = []
-        for forward in (layer.of_whole, layer.forward):
+        for forward in (layer.fused, layer.forward):
             leaf = x.clone().requires_grad_()
             out = forward(leaf)
             told.append([out, *torch.autograd.grad(out, [leaf, *layer.parameters()], grad)])

@@ -113,7 +113,7 @@ def test_a_block_moves_what_the_planner_says(model: dict[str, Any], grid: dict[s
 
 def test_a_norm_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A LayerNorm is one on a CPU too, whose backward reads both ends once, and a GPU's again for the weights."""
-    monkeypatch.setattr(Norm, "forward", Norm.of_whole)
+    monkeypatch.setattr(Norm, "forward", Norm.fused)
     work, forward, backward = of_a_block(GPT, {}, 1)
     told_forward, told_backward = pointwise_traffic(work)
     residual = work.step.item_bytes * work.tokens * work.model.hidden

@@ -1,0 +1,74 @@
+"""Types for autograd functions, which torch leaves without any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class Function(torch.autograd.Function):
+    """A differentiable function with one output."""
+
+    if TYPE_CHECKING:
+
+        @classmethod
+        def apply(cls, *args: Any) -> Tensor: ...
+
+
+class FunctionOfMany(torch.autograd.Function):
+    """A differentiable function with several outputs."""
+
+    if TYPE_CHECKING:
+
+        @classmethod
+        def apply(cls, *args: Any) -> tuple[Tensor, ...]: ...
+
+
+class Context(Protocol[T]):
+    """What a function keeps from its forward to its backward: tensors, and one ``kept`` value."""
+
+    kept: T
+    saved_tensors: tuple[Any, ...]
+    """Each a tensor, or None where forward saved None."""
+
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Have the compiler stop at a function and continue behind it: asynchronous collectives cannot be traced."""
+    disabled: Callable[P, R] = torch.compiler.disable(function)
+    return disabled
+
+
+class _Differentiable(Function):
+    @staticmethod
+    def forward(
+        ctx: Context[Callable[[Tensor], Tensor]],
+        x: Tensor,
+        forward: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.kept = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Context[Callable[[Tensor], Tensor]], grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.kept(grad), None, None
+
+
+def differentiable(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """forward(x), a linear function whose gradient is ``backward`` of the output's gradient."""
+    return _Differentiable.apply(x, forward, backward)
