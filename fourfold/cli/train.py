@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import typer
 
@@ -38,7 +39,7 @@ def train(run_file: RunFile, overrides: Overrides = []) -> None:  # noqa: B006 (
 
         if outcome.sample is not None:
             print(f"\nSample:\n{outcome.sample}\n")
-        print(f"Report: {write_run_report(outcome.run_dir)}")
+        print(f"Report: {write_run_report(Path(outcome.run_dir))}")
     if outcome.stopped:
         if outcome.is_first_process:
             print(f"Stopped by a signal. {where_it_continues(run)}")

@@ -43,6 +43,11 @@ def ensure_process_group(device_type: str, world_size: int) -> None:
 
 def start_process_group(place: Place, meeting_point: str | None, device: torch.device, timeout: timedelta) -> None:
     """Start the default group of all processes of the job. meeting_point: torch's init_method; None for one process."""
+    if dist.is_initialized():
+        raise UserError(
+            "this process is in a process group already, of a grid or of its own; start jobs before that, or call "
+            "torch.distributed.destroy_process_group() first"
+        )
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)

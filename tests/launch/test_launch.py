@@ -204,3 +204,12 @@ def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
         device_of(Place(6, 6, 8, 8, "local"), "auto")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert device_of(Place(6, 6, 8, 8, "slurm"), "auto") == torch.device("cuda", 0)
+
+
+def test_a_job_inside_a_group_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UserError, match="in a process group already"):
+            run_on_grid("launch_bodies:sum_of_ranks", [1.0], 1)
+    finally:
+        dist.destroy_process_group()
