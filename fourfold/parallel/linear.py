@@ -98,7 +98,7 @@ class Linear4D(Tiled):
         transposed: bool = False,
     ) -> None:
         super().__init__()
-        self.name, self.overlap = name, overlap or OverlapConfig()
+        self.name, self.overlap, self.transposed = name, overlap or OverlapConfig(), transposed
         tokens, shared = Spread(self.token_axis(grid), 1), Spread(grid.y, SHARED_DIM[over_y])
         self.reads, self.writes = (shared, tokens) if transposed else (tokens, shared)
         self.reads_what = "inputs" if transposed else "tokens"
@@ -169,15 +169,17 @@ class LinearGroup(nn.Module):
 def linear_layers(x: Tensor, layers: Sequence[Linear4D]) -> tuple[Tensor, ...]:
     """The outputs of layers that read the same input, without their biases."""
     matrices = [matrix for layer in layers for matrix in layer.matrices()]
-    gathered, *placeholders = _Gather.apply(x, layers, *matrices)
-    return _Sum.apply(gathered, layers, *placeholders, *(matrix.detach() for matrix in matrices))
+    if not layers[0].transposed:
+        return _Linear.apply(x, layers, *matrices)
+    gathered, *placeholders = _Linear.apply(x, layers, *matrices)
+    return _Output.apply(gathered, layers, *placeholders, *(matrix.detach() for matrix in matrices))
 
 
-class _Gather(FunctionOfMany):
-    """Gathers and saves what the backward reads, and has the whole backward; ``_Sum`` computes the outputs.
+class _Linear(FunctionOfMany):
+    """The equation of ``Linear4D``. A transposed layer's forward only gathers and saves; ``_Output`` follows it.
 
-    At the end of a block that is recomputed nothing reads the outputs, nor their sum over the ranks: in two functions,
-    the recomputation stops as soon as all that was saved is there again.
+    At the end of a block that is recomputed nothing reads a transposed layer's output, nor its sum over the ranks: in
+    two functions, the recomputation stops as soon as all that was saved is there again.
     """
 
     @staticmethod
@@ -185,22 +187,27 @@ class _Gather(FunctionOfMany):
         ctx: Context[Sequence[Linear4D]], x: Tensor, layers: Sequence[Linear4D], *matrices: Tensor
     ) -> tuple[Tensor, ...]:
         first = layers[0]
-        gathered = first.reads.start_gather(x, f"{first.name}: {first.reads_what}").wait().detach()
-        ctx.save_for_backward(x if first.gather_again else gathered, *matrices)
+        gathered = first.reads.start_gather(x, f"{first.name}: {first.reads_what}").wait()
         ctx.kept = layers
+        if not first.transposed:
+            ctx.save_for_backward(x if first.gather_again else gathered, *matrices)
+            return _outputs(gathered, layers, matrices)
+        gathered = gathered.detach()
+        ctx.save_for_backward(x if first.gather_again else gathered, *matrices)
         ctx.mark_non_differentiable(gathered)
         ctx.set_materialize_grads(False)  # no zeros for the gradient of ``gathered``
         weights = [own[0] for own in _by_layer(layers, matrices)]
         return gathered, *(_placeholder(gathered, len(weight), first.writes) for weight in weights)
 
     @staticmethod
-    def backward(ctx: Context[Sequence[Linear4D]], _: None, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[Sequence[Linear4D]], *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *matrices = ctx.saved_tensors
         layers, first = ctx.kept, ctx.kept[0]
         by_layer = list(_by_layer(layers, matrices))
         again = first.gather_again
         gathering = first.reads.start_gather(x, f"{first.name}: {first.reads_what}") if again else Pending(x)
-        whole_grads = _gather_gradients(grads, first)
+        # A transposed layer's first output is ``gathered``, which has no gradient.
+        whole_grads = _gather_gradients(grads[1:] if first.transposed else grads, first)
         summing = None
         if ctx.needs_input_grad[0]:
             partial = first.products.input_gradient(whole_grads, [own[0] for own in by_layer])
@@ -218,8 +225,8 @@ class _Gather(FunctionOfMany):
         return None if summing is None else summing.wait(), None, *gradients
 
 
-class _Sum(FunctionOfMany):
-    """The outputs: the layers' products with the gathered input, summed over the ranks; gradients pass through."""
+class _Output(FunctionOfMany):
+    """The output of a transposed layer in place of its placeholder; the gradient passes through."""
 
     @staticmethod
     def forward(
@@ -227,14 +234,17 @@ class _Sum(FunctionOfMany):
     ) -> tuple[Tensor, ...]:
         matrices = placeholders_and_matrices[len(layers) :]
         ctx.kept = len(matrices)
-        by_layer = _by_layer(layers, matrices)
-        return _sum_outputs(
-            (layer.product(gathered, *own) for layer, own in zip(layers, by_layer, strict=True)), layers[0]
-        )
+        return _outputs(gathered, layers, matrices)
 
     @staticmethod
     def backward(ctx: Context[int], *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *grads, *[None] * ctx.kept
+
+
+def _outputs(gathered: Tensor, layers: Sequence[Linear4D], matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The layers' products with the gathered input, summed over the ranks."""
+    by_layer = zip(layers, _by_layer(layers, matrices), strict=True)
+    return _sum_outputs((layer.product(gathered, *own) for layer, own in by_layer), layers[0])
 
 
 def _by_layer(layers: Sequence[Linear4D], flat: Sequence[T]) -> Iterator[Sequence[T]]:
