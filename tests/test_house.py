@@ -65,7 +65,6 @@ LONG_FUNCTIONS = {
     "fourfold.inference.loki.triton_kernels.decode": "one GPU kernel",
     "fourfold.planning.calibration.rows._program": "one table",
     "fourfold.planning.calibration.rows.row_of": "one table",
-    "fourfold.planning.cost.step.step_parts": "one step",
     "fourfold.training.loop.train": "one run from start to end",
 }
 """Functions of more than 60 lines, and why each stays in one piece."""

@@ -137,20 +137,20 @@ def _timetable(best: Prediction) -> str:
     """Draw the schedule with equal stages; of a long pipeline the first part."""
     from fourfold.parallel.schedule import schedule_ops, timeline
 
-    work, parts = best.work, best.parts
+    work = best.work
     whole = (int(work.layout.pp), int(work.micro_batches))
     stages, micro_batches = min(whole[0], SHOWN_STAGES), min(whole[1], SHOWN_MICRO_BATCHES)
     if (stages, micro_batches) != whole and micro_batches > stages:
         micro_batches -= micro_batches % stages  # interleaved schedules need whole rounds
     schedule, chunks = SCHEDULES[int(work.layout.schedule)], max(int(work.layout.interleave), 2)
     grid = ParallelConfig.model_validate({"pp": stages, "schedule": schedule, "stages_per_rank": chunks})
-    busy = sum(parts[name] for name in ("compute", "recompute", "x", "y", "z", "cp", "launch")) / whole[1]
     backward = 2.0 + float(work.layout.recomputing) * (work.layout.recompute == 2)
     spans = timeline(schedule_ops(grid, micro_batches), grid, backward)
-    title = f"Pipeline, seconds: {parts['bubble'] / best.seconds:.1%} of the step is bubble; drawn with equal stages"
+    bubble = best.parts["bubble"] / best.seconds
+    title = f"Pipeline, seconds: {bubble:.1%} of the step is bubble; drawn with equal stages"
     if (stages, micro_batches) != whole:
         title += f", {stages} of {whole[0]} and {micro_batches} of {whole[1]} micro-batches"
-    return timetable(spans, busy / (1 + backward), title)
+    return timetable(spans, best.micro_batch_seconds / (1 + backward), title)
 
 
 def _curve(points: Sequence[Point]) -> str:

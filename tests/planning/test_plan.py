@@ -49,6 +49,16 @@ def plan() -> Plan:
     return make_plan(base("llama3-70b", 8192, 256), H100, PRIOR, 128)
 
 
+@pytest.mark.parametrize(("zero", "repeated"), [(0, 0.0), (3, 1.0)])
+def test_a_micro_batch_has_the_weight_gathers_over_dp_but_not_the_gradient_sum(zero: int, repeated: float) -> None:
+    work = base("llama3-8b", 2048, 64).but(pp=2, dp=8, zero=zero, micro_batch=1)
+    found = predict(work, H100, PRIOR)
+    assert found.parts["dp"] > 0
+    parts = sum(found.parts[name] for name in ("compute", "recompute", "x", "y", "z", "cp", "launch"))
+    expected = (parts + repeated * found.parts["dp"]) / work.micro_batches
+    assert found.micro_batch_seconds == pytest.approx(expected, rel=1e-12)
+
+
 def test_the_best_is_first_and_fits(plan: Plan) -> None:
     assert plan.best is plan.ranked[0]
     assert [p.seconds for p in plan.ranked] == sorted(p.seconds for p in plan.ranked)

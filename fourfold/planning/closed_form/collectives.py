@@ -244,7 +244,7 @@ def _gathers(run: RunConfig, stage: Stage) -> _Gathers:
         from_z = i > 0 and not order[i - 1]
         blocks[from_z] += 1
         tables[from_z] += not backward
-    return _Gathers(tuple(blocks), last, tuple(tables))
+    return _Gathers((blocks[0], blocks[1]), last, (tables[0], tables[1]))
 
 
 def _transfer_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:

@@ -175,5 +175,6 @@ def _extent(table: dict[str, Any], where: str) -> tuple[tuple[str, tuple[float, 
 
 def stack_machines(machines: Sequence[Machine]) -> Machine:
     """Many machines as one whose constants are arrays, an entry for each."""
-    numeric = [f.name for f in fields(Machine) if f.type == "Number"]
-    return Machine(name="several", **{key: np.array([getattr(m, key) for m in machines]) for key in numeric})
+    names = [field.name for field in fields(Machine) if field.type == "Number"]
+    numbers: dict[str, Number] = {name: np.array([getattr(machine, name) for machine in machines]) for name in names}
+    return Machine(name="several", **numbers)

@@ -108,7 +108,7 @@ def _links(measured: Mapping[str, Any]) -> dict[str, float]:
         hop = (inside[last] - inside[first]) / (last - first) if last > first else inside[first] / (2 * first)
         values["intra_hop"] = max(hop, 1e-7)
         values["base"] = max(inside[first] - hop * (first - 1), 1e-7)
-        widest = values.get("intra8", values.get("intra4", values.get("intra2")))
+        widest = next(values[key] for key in ("intra8", "intra4", "intra2") if key in values)
         for key in ("intra2", "intra4", "intra8"):
             values.setdefault(key, widest)
         values["intra_far"] = values["intra2"]

@@ -10,7 +10,7 @@ import numpy as np
 from fourfold.errors import UserError
 from fourfold.planning.cost.block import block_time
 from fourfold.planning.cost.memory import CATEGORIES, p_out_of_memory, peak_memory, stage_memory
-from fourfold.planning.cost.step import step_parts
+from fourfold.planning.cost.step import micro_batch_seconds, step_parts
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.search.fastest import Found, search
@@ -26,6 +26,8 @@ class Prediction:
 
     work: Workload
     parts: dict[str, float]
+    micro_batch_seconds: float
+    """Seconds that the layers of an average rank take for one micro-batch (``cost.step.micro_batch_seconds``)."""
     memory_bytes: float
     p_oom: float
     stages: list[dict[str, float]]
@@ -135,7 +137,15 @@ def predict(work: Workload, machine: Machine, constants: Constants) -> Predictio
         for stage in _stages_shown(int(work.layout.pp))
     ]
     memory = float(peak_memory(work, machine))
-    return Prediction(work, parts, memory, float(p_out_of_memory(memory, work, machine)), stages, machine)
+    return Prediction(
+        work=work,
+        parts=parts,
+        micro_batch_seconds=float(micro_batch_seconds(work, machine, constants, block)),
+        memory_bytes=memory,
+        p_oom=float(p_out_of_memory(memory, work, machine)),
+        stages=stages,
+        machine=machine,
+    )
 
 
 def _stages_shown(pp: int) -> list[int]:
