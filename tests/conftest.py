@@ -10,7 +10,7 @@ import pytest
 import torch
 from command_line import Cli, Result, exit_code
 from pool import Pool
-from sampling import Sampling, add_options
+from sampling import Sampling, add_options, mark_long_matrices
 from tiny_corpus import make_corpus
 
 if not torch.cuda.is_available():
@@ -27,6 +27,12 @@ def pytest_configure(config: pytest.Config) -> None:
     seed, minutes = config.getoption("--sample"), config.getoption("--minutes")
     if seed is not None or minutes is not None:
         config.pluginmanager.register(Sampling(seed, minutes))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave most cases of long matrices to the slow tests, before ``-m`` selects."""
+    mark_long_matrices(items)
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,10 @@
-"""A part of the selected tests that changes with a seed, for as long as there is time."""
+"""Which tests run: a few cases of long matrices, and a part of the slow tests that changes with a seed."""
 
 from __future__ import annotations
 
 import hashlib
 import time
+from collections import defaultdict
 
 import pytest
 
@@ -13,6 +14,20 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("sampling")
     group.addoption("--sample", metavar="SEED", help="Run the selected tests in an order that SEED decides.")
     group.addoption("--minutes", type=float, default=None, help="Start no test after this time.")
+
+
+def mark_long_matrices(items: list[pytest.Item]) -> None:
+    """Mark as slow all cases of a test with ``fast_cases(n)`` but n of them, spread evenly over its list."""
+    cases: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("fast_cases") and not item.get_closest_marker("slow"):
+            cases[str(item.path), item.name.partition("[")[0]].append(item)
+    for group in cases.values():
+        fast = next(group[0].iter_markers("fast_cases")).args[0]
+        kept = {round((i + 0.5) * len(group) / fast - 0.5) for i in range(fast)}
+        for number, item in enumerate(group):
+            if number not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 class Sampling:

@@ -76,6 +76,7 @@ def test_failures_of_all_kinds_come_back(pool: Pool) -> None:
         pool.run(2, fail_in_pytest)
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_or_die_are_replaced() -> None:
     pool = Pool()  # not the session's, which would have to start again
     try:

@@ -36,3 +36,20 @@ def test_no_test_starts_after_the_deadline(pytester: pytest.Pytester) -> None:
     names, end = outcome(pytester, "--sample", "a", "--minutes", "0")
     assert not names
     assert "ran 0 of 10 selected tests (--sample a)" in end
+
+
+def test_a_long_matrix_keeps_a_few_fast_cases(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmarkers =\n    slow: s\n    fast_cases(n): f\n")
+    pytester.makeconftest(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import pytest\nfrom sampling import mark_long_matrices\n"
+        "@pytest.hookimpl(tryfirst=True)\n"
+        "def pytest_collection_modifyitems(items): mark_long_matrices(items)\n"
+    )
+    pytester.makepyfile(
+        "import pytest\n@pytest.mark.fast_cases(3)\n@pytest.mark.parametrize('i', range(9))\ndef test_one(i): pass\n"
+        "def test_other(): pass\n"
+    )
+    fast = pytester.runpytest_inprocess("-v", "-p", "no:cacheprovider", "-m", "not slow")
+    assert [line.split("[")[1].split("]")[0] for line in fast.outlines if "test_one" in line] == ["1", "4", "7"]
+    fast.assert_outcomes(passed=4, deselected=6)

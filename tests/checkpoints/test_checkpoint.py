@@ -107,6 +107,7 @@ def resume_on_the_same_grid(rank: int, world_size: int, run: RunConfig, folder: 
     return same_start, equal(tensors_of(resumed), tensors_of(straight)), empty
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("model", "parallel", "more"),
     [

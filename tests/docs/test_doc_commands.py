@@ -46,8 +46,8 @@ def commands_of(block: Block) -> Iterator[list[str]]:
 STARTS_EMPTY = ("loki.md",)
 """Pages that make all the files that they name, examples of the repository aside."""
 
-LONG = ("memorization.md", "loki.md", "huggingface.md", "getting-started.md", "planner.md", "memory.md")
-"""Pages whose commands train for more than a few seconds."""
+LONG = ("README.md", "memorization.md", "loki.md", "huggingface.md", "getting-started.md", "planner.md", "memory.md")
+"""Pages whose commands take more than a few seconds."""
 
 
 @pytest.mark.parametrize(

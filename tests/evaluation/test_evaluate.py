@@ -117,6 +117,7 @@ def evaluated_body(rank: int, world_size: int, request: EvaluationRequest) -> di
     )
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("overrides", [("parallel.x=2", "parallel.y=2"), ("parallel.z=2", "parallel.pp=2")], ids=str)
 def test_a_grid_gives_the_same(pool: Pool, trained: Path, overrides: tuple[str, ...]) -> None:
     asked = {"model": str(trained / "run"), "texts": (trained / "text.txt",)}

@@ -181,6 +181,7 @@ def loss_body(rank: int, world_size: int, run: RunConfig) -> tuple[float, dict[s
 FAST = ("x2 z2 gpt2", "pp2 tied", "x2 y2 gpt_neox", "x2 y2 gemma")
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in GRIDS]
 )

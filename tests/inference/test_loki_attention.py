@@ -55,6 +55,7 @@ def step_by_step(model: Any, tokens_BS: Tensor, begin: int, **more: Any) -> Tens
     return torch.cat(out, dim=1)
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("kv_heads", [8, 2, 1], ids=lambda heads: f"group {8 // heads}")
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.usefixtures("never_dense")
@@ -370,6 +371,7 @@ def test_the_cache_does_not_move_at_every_token(llama: tuple[Any, LokiBasis]) ->
     assert len(places) <= 3 * 3  # room for 64, 128, 256
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("cache", ["proxy", "rotated"])
 def test_half_precision(llama: tuple[Any, LokiBasis], cache: str) -> None:

@@ -72,6 +72,7 @@ def left_padded(batch: int, length: int) -> Tensor:
     return (torch.arange(length) >= begins[:, None])[:, None]
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("reduce", ["softmax", "max", "mean"])
 @pytest.mark.parametrize(
     ("length", "k", "group", "width", "d"),
@@ -205,8 +206,10 @@ def test_where_numba_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("environment", "kernels"),
-    [({"NUMBA_CACHE_DIR": "TMP"}, "numba"), ({"NUMBA_DISABLE_JIT": "1"}, "torch")],
-    ids=["full disk", "disabled"],
+    [
+        pytest.param({"NUMBA_CACHE_DIR": "TMP"}, "numba", marks=pytest.mark.slow, id="full disk"),
+        pytest.param({"NUMBA_DISABLE_JIT": "1"}, "torch", id="disabled"),
+    ],
 )
 def test_numba_that_cannot_keep_what_it_compiles_or_is_disabled(
     tmp_path: Path, environment: dict[str, str], kernels: str

@@ -96,6 +96,7 @@ def test_generation_confirms_the_one_pass(record: dict[str, Any]) -> None:
     assert 0 < generation["rouge_l"]["mean"] <= 1
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "grid",
     [

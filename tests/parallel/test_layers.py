@@ -127,6 +127,7 @@ def stray_body(rank: int, world_size: int, run: RunConfig) -> bool:
     return gathered is None or all(torch.equal(gathered[n], p) for n, p in whole.named_parameters())
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("model", [LLAMA, GPT, QWEN], ids=["llama", "gpt", "qwen"])
 @pytest.mark.parametrize("grid", [{"x": 2, "y": 2}, {"z": 4}, {"y": 2, "dp": 2, "zero": 3}], ids=str)
 def test_initial_weights_are_bit_equal_on_every_grid(pool: Pool, model: dict, grid: dict[str, int]) -> None:

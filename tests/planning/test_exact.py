@@ -98,6 +98,7 @@ def assert_activations_too(run: RunConfig) -> None:
     assert peak_bytes(work, work.model.layers, 1) == pytest.approx(memory.activations_peak, rel=0.05)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("model", "grid", "mode"), [*FAST, *ALL], ids=str)
 def test_formulas_equal_the_trace(model: str, grid: dict[str, int], mode: str) -> None:
     assert_activations_too(run_of(model, grid, mode))

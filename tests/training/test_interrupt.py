@@ -120,6 +120,7 @@ Job.update = update
 """Imported by every Python process that finds it under the name of sitecustomize."""
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("parallel", [{}, {"parallel__x": 2}], ids=["one process", "two local workers"])
 def test_the_second_interrupt_stops(tmp_path: Path, prefix: str, start: Start, parallel: dict[str, object]) -> None:
     """In the middle of a step, which is not finished."""

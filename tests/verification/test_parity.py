@@ -157,6 +157,7 @@ def check(pool: Pool, case: Case, folder: Path) -> None:
     assert report.gradients < 5e-6, report.each_gradient
 
 
+@pytest.mark.fast_cases(14)
 @pytest.mark.parametrize("name", CASES)
 def test_layout_computes_what_one_process_computes(pool: Pool, name: str, tmp_path: Path) -> None:
     check(pool, CASES[name], tmp_path)
