@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from fourfold.checkpoints.global_tensors import load_tensors, save_tensors
 from fourfold.config.model import IGNORE_INDEX
-from fourfold.data.files import new_folder, swap_in
 from fourfold.errors import UserError
+from fourfold.huggingface.parallelized_files import (
+    read_checkpoint,
+    read_numbers,
+    read_weights,
+    write_checkpoint,
+    write_pretrained,
+)
 from fourfold.models.dtypes import DTYPES
-from fourfold.models.tensor_files import Entry, TensorFiles, write_tensor_files
 from fourfold.parallel.communicate import all_reduce
 from fourfold.parallel.data_parallel import DataParallel, StepTypes, Units
 from fourfold.parallel.fully_sharded import FullySharded
@@ -32,12 +30,8 @@ from fourfold.parallel.state import GlobalView, LocalShard, clip_gradients, gath
 from fourfold.parallel.tensor_plan import Placed, lay_out, tie_again, tied_names
 from fourfold.parallel.whole_residual import WholeEmbedding
 
-PROGRESS_FILE = "parallelized.json"
-"""Of a checkpoint: the numbers that an optimizer keeps beside tensors."""
-
-
 PRECISIONS = ("fp32", "bf16")
-"""In which a step may compute."""
+"""Types in which a step may compute."""
 
 
 def parallelize(
@@ -189,19 +183,7 @@ class Parallelized(nn.Module):
     def fill_from(self, folder: Path) -> None:
         """Set all weights from a folder of safetensors; every process reads what it holds."""
         self.stage.free_gathered()
-        files = TensorFiles(folder)
-        prefix = f"{getattr(self.module, 'base_model_prefix', '')}."
-        for shard in self.shards:
-            name = next((n for n in (shard.name, shard.name.removeprefix(prefix)) if n in files.shapes), None)
-            if name is None:
-                raise UserError(f"{folder}: no file has the tensor {shard.name}")
-            if files.shapes[name] != shard.global_shape:
-                raise UserError(
-                    f"{files.file_of[name]}: the tensor {name} has the shape {list(files.shapes[name])}, and the "
-                    f"model's is {list(shard.global_shape)}"
-                )
-            if shard.local.numel():
-                files.read_into(shard.local, name, shard.slices)
+        read_weights(self.module, self.shards, folder)
         self.stage.publish()
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -209,38 +191,7 @@ class Parallelized(nn.Module):
 
         Raises ``UserError`` on every process when ``folder`` exists or cannot be written; nothing of it is there then.
         """
-        waiting = list(self.shards)
-
-        def write() -> None:
-            with new_folder(Path(folder)) as partial:
-                self._write_configs(partial)
-                entries = [
-                    Entry(shard.name, shard.local.dtype, shard.global_shape, lambda: self._whole(waiting.pop(0)))
-                    for shard in self.shards
-                ]
-                write_tensor_files(partial, entries)
-
-        def gather_on() -> None:
-            while waiting:  # the first process's share of what the others send, where it could not write
-                self._whole(waiting.pop(0))
-
-        _first_process(write, folder, gather_on)
-
-    def _write_configs(self, folder: Path) -> None:
-        """As transformers' ``save_pretrained`` does."""
-        if not hasattr(self.module, "config"):
-            return
-        config = copy.deepcopy(self.module.config)
-        config.dtype = self.shards[0].local.dtype
-        # FSDP2 makes a class of its own of every module's.
-        config.architectures = [next(c.__name__ for c in type(self.module).__mro__ if not issubclass(c, FSDPModule))]
-        config.save_pretrained(folder)
-        if getattr(self.module, "generation_config", None) is not None:
-            self.module.generation_config.save_pretrained(folder)
-
-    def _whole(self, shard: LocalShard) -> Tensor | None:
-        whole = gather_full([shard], [shard.local])
-        return None if whole is None else whole[shard.name]
+        write_pretrained(self.module, self.shards, Path(folder))
 
     def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint that any grid can load: weights, and what the optimizer keeps for them.
@@ -248,71 +199,18 @@ class Parallelized(nn.Module):
         One that is there is replaced. Raises ``UserError`` on every process when ``folder`` is something else, cannot
         be written, or the optimizer keeps what belongs to no grid.
         """
-        folder = Path(folder)
-        partial = folder.with_name(f".{folder.name}.partial")
-        tensors, numbers = self._tensors(optimizer)
-
-        def prepare() -> None:
-            if folder.exists() and not (folder / PROGRESS_FILE).is_file():
-                raise UserError(f"{folder} exists and is no checkpoint of a parallelized model; choose another folder")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            (partial / PROGRESS_FILE).write_text(json.dumps(numbers) + "\n")
-
-        _first_process(prepare, folder)
-        save_tensors(tensors, partial)
-        _first_process(lambda: swap_in(partial, folder), folder)
+        write_checkpoint(self.shards, self._view, Path(folder), optimizer)
 
     def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Fill the weights, and the optimizer's state, from a checkpoint that any grid has written."""
-        folder = Path(folder)
-        try:
-            numbers = json.loads((folder / PROGRESS_FILE).read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{folder} is no checkpoint of a parallelized model: {error}") from None
-        if optimizer is not None and not numbers:
-            raise UserError(f"{folder} was saved without an optimizer; load it without one, to begin with a new one")
-        if optimizer is not None:
-            self._make_state(optimizer, numbers)
-        tensors, _ = self._tensors(optimizer)
+        numbers = read_numbers(Path(folder), optimizer is not None)
         self.stage.free_gathered()
-        load_tensors(tensors, folder)
+        read_checkpoint(self.shards, self._view, Path(folder), optimizer, numbers)
         self.stage.publish()
 
     def layout(self) -> list[dict[str, Any]]:
         """How every module lies on x and y, as records."""
         return [asdict(placed) for placed in self.placed]
-
-    def _tensors(self, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-        """Global tensors that alias the memory here; by parameter the numbers and the kinds of tensors beside them."""
-        tensors: dict[str, Tensor] = {f"model.{shard.name}": self._view.of(shard) for shard in self.shards}
-        numbers: dict[str, dict[str, Any]] = {}
-        for shard in self.shards if optimizer is not None else []:
-            state = optimizer.state.get(shard.parameter, {})
-            numbers[shard.name] = {"numbers": {}, "tensors": []}
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape == shard.parameter.shape:
-                    local = value.to_local() if isinstance(value, DTensor) else value
-                    tensors[f"optimizer.{key}.{shard.name}"] = self._view.of(shard, local)
-                    numbers[shard.name]["tensors"].append(key)
-                elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
-                    numbers[shard.name]["numbers"][key] = float(value)
-                else:
-                    raise UserError(
-                        f"{type(optimizer).__name__} keeps {key} of {shard.name}, which is neither of the weight's "
-                        "shape nor one number: no other grid could read it; save the model without the optimizer"
-                    )
-        return tensors, numbers
-
-    def _make_state(self, optimizer: torch.optim.Optimizer, numbers: Mapping[str, dict[str, Any]]) -> None:
-        for shard in self.shards:
-            if shard.name not in numbers:
-                continue
-            state = optimizer.state[shard.parameter]
-            for key in numbers[shard.name]["tensors"]:
-                state[key] = torch.zeros_like(shard.parameter, requires_grad=False)
-            for key, value in numbers[shard.name]["numbers"].items():
-                state[key] = torch.tensor(value)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """No backward comes that would drop gathered weights, and the next forward must see those stepped meanwhile."""
@@ -332,35 +230,13 @@ class Parallelized(nn.Module):
             )
 
 
-def _first_process(
-    action: Callable[[], None], folder: str | Path, of_others: Callable[[], None] = lambda: None
-) -> None:
-    """Do on the first process what only it does, while the others do ``of_others``; a failure is told to all.
-
-    Where it fails, the first does ``of_others`` as well, for they wait for it.
-    """
-    failure: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as error:
-            failure = [f"cannot write {folder}: {error.strerror or error}"]
-        except ValueError as error:  # ours, and of transformers for a configuration that it does not write
-            failure = [str(error)]
-    if dist.get_rank() != 0 or failure[0] is not None:
-        of_others()
-    dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise UserError(failure[0])
-
-
 class _WithValue(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, share: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, share: Tensor, value: Tensor) -> Tensor:
         return value.clone()
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -394,7 +270,7 @@ def _device(grid: Grid) -> torch.device:
 
 
 def _put_back_buffers(model: nn.Module, buffers: Mapping[str, Tensor], device: torch.device) -> None:
-    """Materialising has emptied them. Those that were never made are made by transformers, which knows how."""
+    """Restore the buffers that materializing has emptied; transformers makes those that were never made."""
     for name, buffer in buffers.items():
         if not buffer.is_meta:
             parent, _, key = name.rpartition(".")

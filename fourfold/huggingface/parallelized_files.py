@@ -1,0 +1,187 @@
+"""Weights and checkpoints of a parallelized model: read from and written to folders by all processes together."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fourfold.checkpoints.global_tensors import load_tensors, save_tensors
+from fourfold.data.files import new_folder, swap_in
+from fourfold.errors import UserError
+from fourfold.models.tensor_files import Entry, TensorFiles, write_tensor_files
+from fourfold.parallel.state import GlobalView, LocalShard, gather_full
+
+PROGRESS_FILE = "parallelized.json"
+"""File of a checkpoint with the numbers that an optimizer keeps beside tensors."""
+
+Numbers = dict[str, dict[str, Any]]
+"""The numbers of the optimizer's state, and the names of its tensors, by parameter."""
+
+
+def read_weights(model: nn.Module, shards: Sequence[LocalShard], folder: Path) -> None:
+    """Fill the shards from a folder of safetensors; names may lack the prefix of the model's base."""
+    files = TensorFiles(folder)
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    for shard in shards:
+        name = next((n for n in (shard.name, shard.name.removeprefix(prefix)) if n in files.shapes), None)
+        if name is None:
+            raise UserError(f"{folder}: no file has the tensor {shard.name}")
+        if files.shapes[name] != shard.global_shape:
+            raise UserError(
+                f"{files.file_of[name]}: the tensor {name} has the shape {list(files.shapes[name])}, and the "
+                f"model's is {list(shard.global_shape)}"
+            )
+        if shard.local.numel():
+            files.read_into(shard.local, name, shard.slices)
+
+
+def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], folder: Path) -> None:
+    """Write a folder for ``from_pretrained``, one tensor at a time through the first process."""
+    waiting = list(shards)
+
+    def write() -> None:
+        with new_folder(folder) as partial:
+            _write_configs(model, shards[0].local.dtype, partial)
+            entries = [
+                Entry(shard.name, shard.local.dtype, shard.global_shape, lambda: _whole(waiting.pop(0)))
+                for shard in shards
+            ]
+            write_tensor_files(partial, entries)
+
+    def gather_on() -> None:
+        while waiting:  # the first process's share of what the others send, where it could not write
+            _whole(waiting.pop(0))
+
+    _first_process(write, folder, gather_on)
+
+
+def write_checkpoint(
+    shards: Sequence[LocalShard], view: GlobalView, folder: Path, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Write a checkpoint that any grid can load; an earlier one at ``folder`` is replaced."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    tensors, numbers = _tensors(shards, view, optimizer)
+
+    def prepare() -> None:
+        if folder.exists() and not (folder / PROGRESS_FILE).is_file():
+            raise UserError(f"{folder} exists and is no checkpoint of a parallelized model; choose another folder")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        (partial / PROGRESS_FILE).write_text(json.dumps(numbers) + "\n")
+
+    _first_process(prepare, folder)
+    save_tensors(tensors, partial)
+    _first_process(lambda: swap_in(partial, folder), folder)
+
+
+def read_numbers(folder: Path, with_optimizer: bool) -> Numbers:
+    """Read the numbers of a checkpoint. Raises ``UserError`` where it has none and an optimizer needs them."""
+    try:
+        numbers: Numbers = json.loads((folder / PROGRESS_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} is no checkpoint of a parallelized model: {error}") from None
+    if with_optimizer and not numbers:
+        raise UserError(f"{folder} was saved without an optimizer; load it without one, to begin with a new one")
+    return numbers
+
+
+def read_checkpoint(
+    shards: Sequence[LocalShard],
+    view: GlobalView,
+    folder: Path,
+    optimizer: torch.optim.Optimizer | None,
+    numbers: Numbers,
+) -> None:
+    """Fill the shards, and the optimizer's state, from a checkpoint of any grid."""
+    if optimizer is not None:
+        _make_state(shards, optimizer, numbers)
+    tensors, _ = _tensors(shards, view, optimizer)
+    load_tensors(tensors, folder)
+
+
+def _write_configs(model: Any, dtype: torch.dtype, folder: Path) -> None:
+    """Write the configurations that transformers' ``save_pretrained`` writes, where the model has them."""
+    if not hasattr(model, "config"):
+        return
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    # FSDP2 makes a class of its own of every module's.
+    config.architectures = [next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))]
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def _whole(shard: LocalShard) -> Tensor | None:
+    whole = gather_full([shard], [shard.local])
+    return None if whole is None else whole[shard.name]
+
+
+def _tensors(
+    shards: Sequence[LocalShard], view: GlobalView, optimizer: torch.optim.Optimizer | None
+) -> tuple[dict[str, Tensor], Numbers]:
+    """Describe the shards and their optimizer state as global tensors that alias them; and the numbers beside them."""
+    tensors: dict[str, Tensor] = {f"model.{shard.name}": view.of(shard) for shard in shards}
+    numbers: Numbers = {}
+    if optimizer is None:
+        return tensors, numbers
+    for shard in shards:
+        numbers[shard.name] = {"numbers": {}, "tensors": []}
+        for key, value in optimizer.state.get(shard.parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == shard.parameter.shape:
+                local = value.to_local() if isinstance(value, DTensor) else value
+                tensors[f"optimizer.{key}.{shard.name}"] = view.of(shard, local)
+                numbers[shard.name]["tensors"].append(key)
+            elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+                numbers[shard.name]["numbers"][key] = float(value)
+            else:
+                raise UserError(
+                    f"{type(optimizer).__name__} keeps {key} of {shard.name}, which is neither of the weight's "
+                    "shape nor one number: no other grid could read it; save the model without the optimizer"
+                )
+    return tensors, numbers
+
+
+def _make_state(
+    shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer, numbers: Mapping[str, dict[str, Any]]
+) -> None:
+    for shard in shards:
+        if shard.name not in numbers:
+            continue
+        state = optimizer.state[shard.parameter]
+        for key in numbers[shard.name]["tensors"]:
+            state[key] = torch.zeros_like(shard.parameter, requires_grad=False)
+        for key, value in numbers[shard.name]["numbers"].items():
+            state[key] = torch.tensor(value)
+
+
+def _first_process(
+    action: Callable[[], None], folder: str | Path, on_others: Callable[[], None] = lambda: None
+) -> None:
+    """Run an action on the first process and ``on_others`` on the rest; its failure is raised on every process.
+
+    The first process runs ``on_others`` after a failure, since the others wait for it.
+    """
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            failure = [f"cannot write {folder}: {error.strerror or error}"]
+        except ValueError as error:  # ours, and of transformers for a configuration that it does not write
+            failure = [str(error)]
+    if dist.get_rank() != 0 or failure[0] is not None:
+        on_others()
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise UserError(failure[0])
