@@ -12,6 +12,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 	$(VENV)/bin/pytest
 
 test-slow: $(VENV)/.installed-test
@@ -24,6 +25,7 @@ test-slow-part: $(VENV)/.installed-test
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+	$(VENV)/bin/mypy
 
 clean:
 	rm -rf $(VENV) runs data

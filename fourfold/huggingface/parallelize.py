@@ -20,6 +20,7 @@ from fourfold.huggingface.parallelized_files import (
     write_checkpoint,
     write_pretrained,
 )
+from fourfold.models.autograd import Function
 from fourfold.models.dtypes import DTYPES
 from fourfold.parallel.communicate import all_reduce
 from fourfold.parallel.data_parallel import DataParallel, StepTypes, Units
@@ -168,8 +169,15 @@ class Parallelized(nn.Module):
         return clip_gradients(self.shards, max_norm)
 
     def gather(self, gradients: bool = False) -> dict[str, Tensor] | None:
-        """All weights, or gradients, whole and by name on rank 0, None elsewhere: for small models."""
-        return gather_full(self.shards, [shard.grad if gradients else shard.local for shard in self.shards])
+        """All weights, or gradients, whole and by name on rank 0, None elsewhere: for small models.
+
+        Raises ``UserError`` for a weight without a gradient.
+        """
+        tensors = [shard.grad if gradients else shard.local for shard in self.shards]
+        present = [tensor for tensor in tensors if tensor is not None]
+        if len(present) < len(tensors):
+            raise UserError("some weights have no gradient to gather; call backward(loss) first")
+        return gather_full(self.shards, present)
 
     @torch.no_grad()
     def fill(self, weights: Mapping[str, Tensor]) -> None:
@@ -230,7 +238,7 @@ class Parallelized(nn.Module):
             )
 
 
-class _WithValue(torch.autograd.Function):
+class _WithValue(Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, value: Tensor) -> Tensor:
         return value.clone()
@@ -248,11 +256,11 @@ def _with_value(share: Tensor, value: Tensor) -> Tensor:
 def _units(model: nn.Module) -> Units:
     """The longest list of blocks, the embeddings outside of it, and every other module that has weights of its own."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    blocks = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=[])
+    blocks = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=nn.ModuleList())
     inside = {module for block in blocks for module in block.modules()}
     outside = [m for m in model.modules() if m not in inside and any(True for _ in m.parameters(recurse=False))]
     leaves = [module for module in outside if not any(True for _ in module.children())]
-    embeddings = [module for module in leaves if isinstance(module, (nn.Embedding, WholeEmbedding))]
+    embeddings: list[nn.Module] = [module for module in leaves if isinstance(module, (nn.Embedding, WholeEmbedding))]
     return Units(embeddings, list(blocks), [module for module in leaves if module not in embeddings])
 
 
@@ -278,6 +286,7 @@ def _put_back_buffers(model: nn.Module, buffers: Mapping[str, Tensor], device: t
     unmade = {name.rpartition(".")[0] for name, buffer in buffers.items() if buffer.is_meta}
     for name in sorted(unmade):
         module = model.get_submodule(name)
-        if any(True for _ in module.parameters()) or not hasattr(model, "_init_weights"):
+        initialize = getattr(model, "_init_weights", None)
+        if any(True for _ in module.parameters()) or initialize is None:
             raise UserError(f"{name} has buffers on the meta device, which nobody can fill; build the model on the CPU")
-        model._init_weights(module)
+        initialize(module)

@@ -53,14 +53,14 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], folder: Pat
         with new_folder(folder) as partial:
             _write_configs(model, shards[0].local.dtype, partial)
             entries = [
-                Entry(shard.name, shard.local.dtype, shard.global_shape, lambda: _whole(waiting.pop(0)))
+                Entry(shard.name, shard.local.dtype, shard.global_shape, lambda: _gathered(waiting.pop(0)))
                 for shard in shards
             ]
             write_tensor_files(partial, entries)
 
     def gather_on() -> None:
         while waiting:  # the first process's share of what the others send, where it could not write
-            _whole(waiting.pop(0))
+            _gather(waiting.pop(0))
 
     _first_process(write, folder, gather_on)
 
@@ -122,9 +122,15 @@ def _write_configs(model: Any, dtype: torch.dtype, folder: Path) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def _whole(shard: LocalShard) -> Tensor | None:
-    whole = gather_full([shard], [shard.local])
-    return None if whole is None else whole[shard.name]
+def _gather(shard: LocalShard) -> dict[str, Tensor] | None:
+    return gather_full([shard], [shard.local])
+
+
+def _gathered(shard: LocalShard) -> Tensor:
+    """Gather a tensor on the first process, which calls this alone while the others call ``_gather``."""
+    whole = _gather(shard)
+    assert whole is not None
+    return whole[shard.name]
 
 
 def _tensors(
