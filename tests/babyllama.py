@@ -32,7 +32,7 @@ def stories(data: Path) -> list[list[int]]:
 
 
 def babyllama(data: Path) -> Any:
-    """From llama2.c's format; its rotary pairs are neighbours, and transformers' are half a head apart."""
+    """From llama2.c's format; its rotary pairs are neighbors, and transformers' are half a head apart."""
     import transformers
 
     content = (data / "babyllama" / "model5000.bin").read_bytes()

@@ -63,7 +63,7 @@ class ResponsesConfig(Strict):
 class MasksConfig(Strict):
     """A token is trained where every mask keeps it; the first token of a document never is."""
 
-    goldfish: GoldfishConfig = Field(GoldfishConfig(), description="Against memorisation; below.")
+    goldfish: GoldfishConfig = Field(GoldfishConfig(), description="Against memorization; below.")
     responses: ResponsesConfig = Field(ResponsesConfig(), description="For fine-tuning on responses; below.")
     functions: list[str] = Field(
         [], description="Masks of your own, as 'module:function': sequences in, true where a token is kept."

@@ -70,7 +70,7 @@ class ModelConfig(Strict):
     gelu_approximation: Literal["tanh", "none"] = Field(
         "tanh", description="How geglu and gelu compute it; none: by the error function."
     )
-    norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="Normalisation before attention and MLP.")
+    norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="Normalization before attention and MLP.")
     norm_eps: float = Field(1e-5, gt=0, description="Added to the variance, or mean square, inside a norm.")
     zero_centered_norm: bool = Field(False, description="Weights of RMSNorms are counted from one (Gemma).")
     parallel_residual: bool = Field(

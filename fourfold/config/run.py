@@ -19,7 +19,7 @@ Schedule = Literal[
 
 
 class Corpus(Strict):
-    """One tokenised corpus of a mixture."""
+    """One tokenized corpus of a mixture."""
 
     path: str = Field(description="Prefix of an indexed corpus: PATH.bin and PATH.idx.")
     weight: float = Field(1.0, gt=0, description="Share of the samples, relative to the other corpora.")
@@ -37,14 +37,14 @@ class DataConfig(Strict):
     train: list[Corpus] = Field([], description="Corpora made by `fourfold prepare`, or any Megatron .bin/.idx pair.")
     validation: list[Corpus] = Field([], description="Corpora of the validation loss.")
     source: Literal["python-stdlib"] | None = Field(
-        None, description="Built-in text, tokenised on first use into `cache_dir`: the standard library's own sources."
+        None, description="Built-in text, tokenized on first use into `cache_dir`: the standard library's own sources."
     )
     tokenizer: str | None = Field(
         None,
         description="'bytes', or the path of a tokenizer.json. Default: the corpus's own; with `source`, a byte-pair "
         "tokenizer of model.vocab_size trained on it.",
     )
-    cache_dir: str = Field("data", description="Where a built-in source is tokenised to.")
+    cache_dir: str = Field("data", description="Where a built-in source is tokenized to.")
     mask_documents: bool = Field(
         False, description="Attention stays inside a document of the packed sequence, and positions restart there."
     )

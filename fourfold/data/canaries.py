@@ -119,7 +119,7 @@ class Pieces:
         return self._corpus.read(int(self._offsets[piece]), length).astype(np.int64)
 
     def documents(self, pieces: NDArray[np.int64], eod_id: int) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        """The tokens of these ascending pieces as whole documents, and the length of each. Neighbours from one document
+        """The tokens of these ascending pieces as whole documents, and the length of each. Neighbors from one document
         stay together; what is cut off gets an end of its own."""
         if len(pieces) == 0:
             return np.empty(0, self._corpus.dtype), np.empty(0, dtype=np.int64)

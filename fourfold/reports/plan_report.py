@@ -56,8 +56,8 @@ def write_scaling_report(path: Path, points: Sequence[Point], model: str, machin
     kind = "Weak" if weak else "Strong"
     rows = [
         [f"{p.gpus:,}", p.best.describe(), f"{p.best.seconds:.4g}",
-         f"{p.best.utilisation(p.best.work.model_flops()):.1%}",
-         f"{p.best.utilisation(p.best.work.hardware_flops()):.1%}", f"{p.efficiency:.1%}", f"{p.pflops:,.0f}",
+         f"{p.best.utilization(p.best.work.model_flops()):.1%}",
+         f"{p.best.utilization(p.best.work.hardware_flops()):.1%}", f"{p.efficiency:.1%}", f"{p.pflops:,.0f}",
          "" if p.published_pflops is None else f"{p.published_pflops:,.0f}"]
         if p.best is not None else [f"{p.gpus:,}", p.why_not, *[""] * 6]
         for p in points
@@ -73,8 +73,8 @@ def _headline(result: PlanRecord) -> dict[str, str | int | float | None]:
     return {
         "step": f"{best.seconds:.4g} s",
         "tokens/s a GPU": round(best.tokens_per_second / best.gpus),
-        "MFU": f"{best.utilisation(best.work.model_flops()):.1%}",
-        "HFU": f"{best.utilisation(best.work.hardware_flops()):.1%}",
+        "MFU": f"{best.utilization(best.work.model_flops()):.1%}",
+        "HFU": f"{best.utilization(best.work.hardware_flops()):.1%}",
         "memory": f"{gigabytes(best.memory_bytes)} GB",
         "P(out of memory)": f"{best.p_oom:.1%}",
         "layouts evaluated": f"{result.plan.found.evaluated:,}",
@@ -175,7 +175,7 @@ def _ranking(result: PlanRecord) -> str:
         ["layout", "s/step", "GB", "P(OOM)", "MFU", "tokens/s/GPU"],
         [
             [name + p.describe(), f"{p.seconds:.4g}", gigabytes(p.memory_bytes), f"{p.p_oom:.1%}",
-             f"{p.utilisation(p.work.model_flops()):.1%}", f"{p.tokens_per_second / p.gpus:,.0f}"]
+             f"{p.utilization(p.work.model_flops()):.1%}", f"{p.tokens_per_second / p.gpus:,.0f}"]
             for name, p in result.labeled()
         ],
     )  # fmt: skip
@@ -187,12 +187,12 @@ def _explanation(explanation: dict[str, Any]) -> list[str]:
         ["one step away", "slower by"],
         [
             [n["change"], f"{n['slower']:+.1%}" if n["slower"] is not None else n["reason"]]
-            for n in explanation["neighbours"]
+            for n in explanation["neighbors"]
         ],
     )
     sections = [
         f"<h2>Break-evens</h2><ul>{points}</ul>" if points else "",
-        f"<h2>Neighbours</h2><p>{escape(explanation['basin'])}</p>{steps}",
+        f"<h2>Neighbors</h2><p>{escape(explanation['basin'])}</p>{steps}",
     ]
     if more := explanation["next_doubling"]:
         sections.append(

@@ -72,7 +72,7 @@ def _explanation(explanation: dict[str, Any], console: Console) -> None:
     for point in explanation["break_evens"]:
         console.print(f"The best {point['sentence']}.")
     rows = [
-        [n["change"], n["reason"] if n["slower"] is None else f"{n['slower']:+.1%}"] for n in explanation["neighbours"]
+        [n["change"], n["reason"] if n["slower"] is None else f"{n['slower']:+.1%}"] for n in explanation["neighbors"]
     ]
     print_table("One step away", ["change", "slower by"], rows, words=["slower by"])
     console.print(explanation["basin"])
@@ -163,5 +163,5 @@ def _or_blank(value: float | None) -> str:
 def _numbers(p: Prediction) -> list[str]:
     work = p.work
     return [f"{p.seconds:.4g}", gigabytes(p.memory_bytes), f"{p.p_oom:.1%}",
-            f"{p.utilisation(work.model_flops()):.1%}", f"{p.utilisation(work.hardware_flops()):.1%}",
+            f"{p.utilization(work.model_flops()):.1%}", f"{p.utilization(work.hardware_flops()):.1%}",
             f"{p.tokens_per_second / p.gpus:,.0f}"]  # fmt: skip

@@ -232,7 +232,7 @@ def test_the_page_needs_no_network_and_shows_everything(cli: Cli, tmp_path: Path
     text = page.read_text(encoding="utf-8")
     assert code == 0 and not re.search(r"(src|href)=", text)
     for part in ("against memory", "What a step is spent on", "each stage", "Pipeline", "Tokens/s", "Break-evens",
-                 "Neighbours", "GPU-hours"):  # fmt: skip
+                 "Neighbors", "GPU-hours"):  # fmt: skip
         assert part in text, part
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:

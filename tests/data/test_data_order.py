@@ -34,7 +34,7 @@ def test_it_stays_what_it_is() -> None:
 
 
 def test_spread() -> None:
-    """Where index 0 falls over 4,000 epochs fills 10 bins evenly; so do neighbours' distances."""
+    """Where index 0 falls over 4,000 epochs fills 10 bins evenly; so do neighbors' distances."""
     epochs = np.arange(4000)
     first, second = (sample_permutation(np.full(4000, index), 1000, 3, epochs) for index in (0, 1))
     for values in (first, (second - first) % 1000):

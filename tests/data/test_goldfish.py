@@ -98,7 +98,7 @@ def test_random_is_another_for_every_sample_and_epoch(text: np.ndarray) -> None:
     assert (one == again).all()
     for other in (next_epoch, other_seed, one[::-1]):
         assert (one & other).mean() == pytest.approx(1 / 16, rel=0.15)  # as independent masks overlap
-    assert not (one[1:, :-1] == one[:-1, 1:]).all(axis=1).any()  # no sample has its neighbour's mask, moved
+    assert not (one[1:, :-1] == one[:-1, 1:]).all(axis=1).any()  # no sample has its neighbor's mask, moved
 
 
 def test_hash_depends_on_the_order_and_on_nothing_else(text: np.ndarray) -> None:

@@ -41,7 +41,7 @@ def test_the_figure_is_what_its_script_draws(tmp_path: Path) -> None:
 
 
 def script(path: Path) -> ModuleType:
-    """A module outside the package, which imports its neighbours."""
+    """A module outside the package, which imports its neighbors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(path.parent))
         spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -151,8 +151,8 @@ def test_the_explanation_adds_up(plan: Plan) -> None:
     assert [sum(c) for c in columns] == pytest.approx(
         [plan.best.seconds, runner_up(plan).seconds, plan.ranked[3].seconds]
     )
-    assert told["neighbours"] and any(n["slower"] is not None for n in told["neighbours"])
-    assert all(n["slower"] is None or n["slower"] >= 0 for n in told["neighbours"])
+    assert told["neighbors"] and any(n["slower"] is not None for n in told["neighbors"])
+    assert all(n["slower"] is None or n["slower"] >= 0 for n in told["neighbors"])
     assert told["next_doubling"]["gpus"] == 256 and 1 < told["next_doubling"]["speedup"] < 2.2
     assert told["break_evens"]
 
@@ -171,9 +171,9 @@ def test_beyond_a_break_even_another_layout_is_best_and_before_it_this_one(plan:
         )
 
 
-def test_more_recompute_is_a_neighbour_that_fits() -> None:
+def test_more_recompute_is_a_neighbor_that_fits() -> None:
     best = make_plan(base("llama3-8b", 8192, 128), H100, PRIOR, 16)
-    told = {n["change"]: n["slower"] for n in explain(best)["neighbours"]}
+    told = {n["change"]: n["slower"] for n in explain(best)["neighbors"]}
     here = int(best.best.work.layout.recompute)
     assert here < 2 and any(
         change.startswith(f"recompute {here} → {here + 1}") and slower for change, slower in told.items()

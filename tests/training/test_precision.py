@@ -36,7 +36,7 @@ def test_stochastic_rounding_keeps_what_bfloat16_can_hold() -> None:
 
 @pytest.mark.parametrize("value", [1.001, -1.001, 3.14159, -2.5e-5, 1.2e20])
 def test_stochastic_rounding_is_right_on_average(value: float) -> None:
-    """Only the two neighbours occur, and each as often as makes the mean the value."""
+    """Only the two neighbors occur, and each as often as makes the mean the value."""
     draws = 200_000
     rounded = stochastically_rounded(torch.full((draws,), value), seeded(7)).float()
     exact = torch.tensor(value)

@@ -61,7 +61,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         if given.get(key, values[0]) not in values:
             raise UserError(f"{where}: {key} = {given[key]!r}; the decoder here computes only {values[0]!r}")
     if given.get("quantization_config"):
-        raise UserError(f"{where}: the weights are quantised (quantization_config); the unquantised model is needed")
+        raise UserError(f"{where}: the weights are quantized (quantization_config); the unquantized model is needed")
     activation = given.get(family.activation_key, next(iter(family.activations)))
     if not isinstance(activation, str) or activation not in family.activations:
         raise UserError(

@@ -55,8 +55,8 @@ class Figure:
             "source": self.source, "machine": self.machine, "model": self.model, "gpus": self.gpus,
             "published_pflops": self.published, "as_run_pflops": self.as_run_pflops,
             "error": self.as_run_pflops / self.published - 1, "as_run": self.as_run.describe(),
-            "mfu": self.as_run.utilisation(self.as_run.work.model_flops()),
-            "hfu": self.as_run.utilisation(self.as_run.work.hardware_flops()),
+            "mfu": self.as_run.utilization(self.as_run.work.model_flops()),
+            "hfu": self.as_run.utilization(self.as_run.work.hardware_flops()),
             "best_pflops": self.best_pflops, "best": self.best.describe(),
         }  # fmt: skip
 

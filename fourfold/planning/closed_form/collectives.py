@@ -248,7 +248,7 @@ def _gathers(run: RunConfig, stage: Stage) -> _Gathers:
 
 
 def _transfer_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
-    """Hidden states and their gradients sent from a stage to its neighbours on other ranks."""
+    """Hidden states and their gradients sent from a stage to its neighbors on other ranks."""
     grid, sizes, steps = run.parallel, _Sizes(run), run.gradient_accumulation_steps
     last, here = grid.pp * stages_per_rank(grid) - 1, rank_of_stage(stage.number, grid)
     size = steps * sizes.residual // grid.x

@@ -187,7 +187,7 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
 
 def _copied(work: Workload) -> tuple[Number, Number]:
     """Bytes that fourfold reads and writes to lay out what collectives send or bring, forward and backward. Over x all
-    tokens, four times, where sequences are several: a rank's parts of them are no neighbours. Over y features, which
+    tokens, four times, where sequences are several: a rank's parts of them are no neighbors. Over y features, which
     are put together for one collective besides."""
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens

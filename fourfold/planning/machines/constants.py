@@ -55,7 +55,7 @@ PRIORS: dict[str, Prior] = {
     "latency": Prior(1.0, 0.50, "the machine file's latencies"),
     "exposed": Prior(0.15, 0.60, "kernels that run beside communication lose processors and bandwidth to it"),
     "dispersion": Prior(0.005, 0.80, "nodes of one machine differ by half a percent: an assumption"),
-    "step": Prior(0.010, 0.80, "synchronisation, clipping, and data loading between steps"),
+    "step": Prior(0.010, 0.80, "synchronization, clipping, and data loading between steps"),
 }
 NAMES = tuple(f.name for f in fields(Constants))
 assert tuple(PRIORS) == NAMES

@@ -26,8 +26,8 @@ class Machine(Cases):
 
     peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates as advertised (bf16) and as the best shape reaches;
     units: processors that share the tiles of a matmul; attention: best rate of a fused attention kernel; intra2,
-    intra4, intra8: one-directional bandwidth of a device to a group of that many neighbours, intra_far: to members of
-    a group that are not neighbours; host: to the host's memory, 0 where unknown; node: injection bandwidth of a node;
+    intra4, intra8: one-directional bandwidth of a device to a group of that many neighbors, intra_far: to members of
+    a group that are not neighbors; host: to the host's memory, 0 where unknown; node: injection bandwidth of a node;
     base, intra_hop, inter_hop: latency of a collective and of each step of its ring; ring_hop: of a rank, measured, in
     rings that leave a node, where 0 the steps'; launch: host time of a kernel; reserved: bytes that the runtime takes
     of a device. nn, nt, tn: the share of the achieved rate that products reach whose operands are as stored, or whose

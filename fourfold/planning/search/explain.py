@@ -31,7 +31,7 @@ FACTORS = np.geomspace(1, 8, 31)
 HALVINGS = 6
 """Of the interval between two factors, to the break-even within a thousandth."""
 NEAR = 0.05
-"""Neighbours within this of the best belong to its basin."""
+"""Neighbors within this of the best belong to its basin."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class BreakEven:
 
 
 @dataclass(frozen=True)
-class Neighbour:
+class Neighbor:
     """One step away: what changes, and how much slower it is (None: refused, for the reason)."""
 
     change: str
@@ -112,7 +112,7 @@ def changed_machine(machine: Machine, field: str, factor: float) -> Machine:
     return replace(machine, **{name: getattr(machine, name) * factor for name in names})
 
 
-def neighbours(plan: Plan) -> list[Neighbour]:
+def neighbors(plan: Plan) -> list[Neighbor]:
     """The best layout with one factor of two moved between axes, or one other knob one step away."""
     found, best = plan.found, plan.best
     columns = {name: np.asarray(getattr(found.work.layout, name))
@@ -121,7 +121,7 @@ def neighbours(plan: Plan) -> list[Neighbour]:
                             "offload")}  # fmt: skip
     here = {name: int(getattr(best.work.layout, name)) for name in columns}
 
-    def look(changes: dict[str, int], text: str) -> Neighbour:
+    def look(changes: dict[str, int], text: str) -> Neighbor:
         mask = np.ones(len(found.seconds), dtype=bool)
         for name, column in columns.items():
             if name == "zero" and (changes.get("dp", here["dp"]) * changes.get("cp", here["cp"])) == 1:
@@ -135,15 +135,15 @@ def neighbours(plan: Plan) -> list[Neighbour]:
             mask &= column == changes.get(name, here[name])
         places = np.flatnonzero(mask)
         if not len(places):
-            return Neighbour(text, None, "outside the searched sizes")
+            return Neighbor(text, None, "outside the searched sizes")
         fitting = places[found.reason[places] == 0]
         if not len(fitting):
             place = places[np.argmin(found.seconds[places])]
-            return Neighbour(text, None, REASONS[found.reason[place]])
+            return Neighbor(text, None, REASONS[found.reason[place]])
         place = fitting[np.argmin(found.seconds[fitting])]
         if "recompute" in changes:
             text += of_blocks(int(columns["recompute_every"][place]))
-        return Neighbour(text, float(found.seconds[place] / best.seconds - 1), "")
+        return Neighbor(text, float(found.seconds[place] / best.seconds - 1), "")
 
     table = []
     for taken in AXES:
@@ -177,14 +177,14 @@ def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
     ]  # fmt: skip
 
 
-def basin(table: Sequence[Neighbour]) -> str:
+def basin(table: Sequence[Neighbor]) -> str:
     """Sharp peak or broad basin, in one sentence."""
     known = [n.slower for n in table if n.slower is not None]
     near = sum(slower <= NEAR for slower in known)
     if not known:
-        return "No neighbour is legal and fits: the layout stands alone."
+        return "No neighbor is legal and fits: the layout stands alone."
     shape = "a broad basin" if near >= len(known) / 3 else "a sharp peak"
-    return f"{near} of {len(known)} neighbours that fit are within {NEAR:.0%}: {shape}."
+    return f"{near} of {len(known)} neighbors that fit are within {NEAR:.0%}: {shape}."
 
 
 def next_doubling(plan: Plan, limits: Limits | None) -> dict[str, Any] | None:
@@ -203,12 +203,12 @@ def explain(plan: Plan, own: Prediction | None = None, limits: Limits | None = N
     """All of it as JSON values."""
     second = runner_up(plan)
     shown = {"best": plan.best} | ({"runner_up": second} if second else {}) | ({"yours": own} if own else {})
-    table = neighbours(plan)
+    table = neighbors(plan)
     return {
         "layouts": {name: p.describe() for name, p in shown.items()},
         "waterfall": {"columns": list(shown), "seconds": waterfall(list(shown.values()))},
         "break_evens": [vars(b) | {"sentence": b.sentence()} for b in break_evens(plan)],
-        "neighbours": [vars(n) for n in table],
+        "neighbors": [vars(n) for n in table],
         "basin": basin(table),
         "next_doubling": next_doubling(plan, limits),
     }

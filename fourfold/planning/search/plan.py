@@ -51,7 +51,7 @@ class Prediction:
         """Of all GPUs together."""
         return float(self.work.step.batch * self.work.step.seq / self.seconds)
 
-    def utilisation(self, flops: float) -> float:
+    def utilization(self, flops: float) -> float:
         """``flops`` of a step over what the GPUs could at their bf16 peak, in whichever precision it runs."""
         return float(flops / (self.seconds * self.gpus * self.machine.peak))
 
@@ -80,8 +80,8 @@ class Prediction:
             "step_seconds": self.seconds,
             "memory_bytes": int(self.memory_bytes),
             "p_out_of_memory": self.p_oom,
-            "mfu": self.utilisation(work.model_flops()),
-            "hfu": self.utilisation(work.hardware_flops()),
+            "mfu": self.utilization(work.model_flops()),
+            "hfu": self.utilization(work.hardware_flops()),
             "tokens_per_second_per_gpu": self.tokens_per_second / self.gpus,
             "parts": self.parts,
             "stages": [{"stage": n, **stage} for n, stage in zip(self.stage_numbers, self.stages, strict=True)],

@@ -1,7 +1,7 @@
 """Seconds of a matrix product: tiles, waves of tiles, and the depth of the sum.
 
 A kernel gives every processor one tile of the output at a time; a last wave that is not full costs as much as a full
-one (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantisation). Libraries choose among tile
+one (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization). Libraries choose among tile
 sizes: the fastest counts, where smaller tiles reuse less of what they load.
 """
 
