@@ -244,7 +244,7 @@ class LoRAConfig(Strict):
 
 
 class LossScalingConfig(Strict):
-    """Of training.precision = 'fp16'."""
+    """Loss scaling of training.precision = 'fp16'."""
 
     initial: float = Field(65536.0, gt=0, description="What losses are multiplied by at first.")
     growth_interval: int = Field(2000, gt=0, description="Steps without overflow after which it doubles.")

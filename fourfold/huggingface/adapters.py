@@ -117,7 +117,7 @@ def _adapted(saved: SavedWeights, tensors: Sequence[TheirTensor], rank: int) -> 
 
 
 def _layer(piece: Piece) -> str:
-    """Of a weight."""
+    """Name the module of a weight."""
     return piece.name.removesuffix(".weight")
 
 

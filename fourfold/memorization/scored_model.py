@@ -36,7 +36,7 @@ class ScoringRequest:
     micro_batch_size: int = 8
     """Documents that one rank scores at once."""
     overrides: tuple[str, ...] = ()
-    """Of the run, such as parallel.z=2."""
+    """Overrides of the run file, such as parallel.z=2."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ CHUNK_BYTES = 1 << 24
 """Read at once; then the file is closed, so that its pages leave this process's memory."""
 
 SHARD_BYTES = 5 * 10**9
-"""Of a file that is written, as Hugging Face's are."""
+"""Largest size of a file that is written, as of Hugging Face's."""
 
 
 class TensorFiles:

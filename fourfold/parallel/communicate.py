@@ -32,7 +32,7 @@ class Purpose(NamedTuple):
 
 
 PURPOSE: ContextVar[Purpose | None] = ContextVar("purpose", default=None)
-"""Of the collective being issued; the trace reads it."""
+"""Purpose of the collective being issued; the trace reads it."""
 
 
 @contextmanager

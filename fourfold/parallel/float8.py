@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torchao.float8.config import CastConfig
 
 FIRST_CAPABILITY = (8, 9)
-"""Of NVIDIA GPUs that multiply float8: Ada and Hopper."""
+"""Compute capability of NVIDIA GPUs that multiply float8: Ada and Hopper."""
 
 
 def use_float8(model: Transformer, recipe: str) -> None:

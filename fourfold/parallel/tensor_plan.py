@@ -120,7 +120,7 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
 
 
 def _style(name: str, plan: Mapping[str, str]) -> str | None:
-    """Of a module, by its name or the longest pattern that it matches."""
+    """Find the style of a module, by its name or the longest pattern that it matches."""
     matching = [pattern for pattern in plan if fnmatch.fnmatchcase(name, pattern)]
     if not matching:
         return None

@@ -19,7 +19,7 @@ from fourfold.planning.machines.names import machine_names
 from fourfold.planning.machines.write import with_constants
 
 FOLDS = 5
-"""Of the cross-validation."""
+"""Folds of the cross-validation."""
 
 
 @dataclass(frozen=True)

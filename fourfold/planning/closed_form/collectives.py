@@ -1,4 +1,4 @@
-"""What one rank of fourfold's own grid sends in a step, in closed form.
+"""Bytes that one rank of fourfold's own grid sends in a step, in closed form.
 
 The formulas of docs/parallelism.md with every rounding: they equal ``fourfold trace`` byte for byte
 (tests/planning/test_exact.py), for any number of layers, micro-batches and ranks.

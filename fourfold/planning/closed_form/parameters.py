@@ -1,4 +1,4 @@
-"""What one rank of fourfold's own grid stores, in closed form: the parameters of its stages as FSDP2 groups them.
+"""Parameters that one rank of fourfold's own grid stores, in closed form, as FSDP2 groups them.
 
 With every rounding, so that bytes equal ``fourfold trace`` (tests/planning/test_exact.py).
 """
@@ -35,7 +35,7 @@ class Stage(NamedTuple):
     is_last: bool
 
     def recomputed(self, every: int) -> int:
-        """Of its layers those that recompute."""
+        """How many of its layers recompute."""
         return math.ceil(self.layers / every)
 
 

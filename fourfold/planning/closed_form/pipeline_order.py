@@ -37,7 +37,7 @@ def stage_order(stage: int, stages: int, micro_batches: int, interleave: int) ->
 
 
 def directions(schedule: str, stage: int, stages: int, micro_batches: int, interleave: int) -> list[bool]:
-    """Of one stage (of stages · interleave) whether its operations are backwards, in their order; for the schedules
+    """Tell of each operation of a stage (of stages · interleave), in order, whether it is a backward; for the schedules
     that do not split the backward."""
     if schedule in FORWARDS_FIRST:
         return [False] * micro_batches + [True] * micro_batches

@@ -155,7 +155,7 @@ def head_bytes(work: Workload) -> Number:
 
 
 def head_kept_bytes(work: Workload) -> Number:
-    """What head and loss keep until their backward: tokens and their gradient, and the weight's."""
+    """Bytes that head and loss keep until their backward: tokens and their gradient, and the weight's."""
     model, layout = work.model, work.layout
     p = pieces(work)
     return (
@@ -196,9 +196,9 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
 
 @dataclass(frozen=True)
 class BlockBytes(Cases):
-    """Of one micro-batch: what a block keeps with nothing computed again, with selective recompute, and with full; what
-    its backward (``backward_bytes``), a recomputed MLP in it, and head and loss need besides, and what these keep until
-    their backward. They depend on x, y, cp, its context and the micro-batch alone."""
+    """Bytes of one micro-batch: what a block keeps with nothing computed again, with selective recompute, and with
+    full; what its backward (``backward_bytes``), a recomputed MLP in it, and head and loss need besides, and what these
+    keep until their backward. They depend on x, y, cp, its context and the micro-batch alone."""
 
     whole: Number
     selective: Number
@@ -211,7 +211,7 @@ class BlockBytes(Cases):
 
 
 def block_bytes(work: Workload) -> BlockBytes:
-    """Of each case of ``work``."""
+    """Bytes for each case of ``work``."""
     return BlockBytes(
         kept_by_block(work, False),
         kept_by_block(work, True),

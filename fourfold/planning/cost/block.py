@@ -70,7 +70,7 @@ class Rates:
 
 
 def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockTime:
-    """Of each case of ``work``."""
+    """Seconds for each case of ``work``."""
     model, layout, program = work.model, work.layout, work.program
     rates = Rates(work, machine, constants)
     x_group = group_of(layout.x, 1, machine, constants)
@@ -199,7 +199,7 @@ def _copied(work: Workload) -> tuple[Number, Number]:
 
 
 def _activation(work: Workload, rates: Rates) -> Number:
-    """Of the MLP: reads gate and up, writes what down_proj reads."""
+    """Passes of the MLP: reads gate and up, writes what down_proj reads."""
     model = work.model
     return work.step.item_bytes * work.tokens * (model.gate_up + model.inner) / work.layout.x / rates.bandwidth
 

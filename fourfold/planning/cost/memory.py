@@ -18,15 +18,15 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", 
 runtime's own, communication buffers, and what the allocator holds but does not use."""
 
 UNUSABLE = 0.06
-"""Of what a step allocates: PyTorch's caching allocator rounds blocks up and cannot join all that are free, and
-libraries have work spaces (Megatron-LM's own estimate adds 5 %)."""
+"""Overhead, as a share of what a step allocates: PyTorch's caching allocator rounds blocks up and cannot join all that
+are free, and libraries have work spaces (Megatron-LM's own estimate adds 5 %)."""
 CACHED = 0.12
 """``UNUSABLE`` and the blocks that the allocator keeps while there is room and gives back before it runs out: fitted to
 the memory rows of the tenth that the other constants are fitted to, with a prior of ``UNUSABLE``."""
 CACHED_SPREAD = 0.05
-"""Of that prior."""
+"""Standard deviation of that prior."""
 COMMUNICATOR = 0.5e9
-"""Of one group: NCCL's channels with 4 to 8 MB for each of a few protocols and peers, in both directions."""
+"""Bytes of one group: NCCL's channels with 4 to 8 MB for each of a few protocols and peers, in both directions."""
 SPREAD = 0.07
 """Standard deviation of needed over predicted bytes, of the logarithm: an assumption for a program whose bytes are
 counted. Measured over predicted bytes of other programs deviate more (docs/planner_validation.md)."""
@@ -117,7 +117,7 @@ def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block:
 
 
 def runtime_bytes(work: Workload, machine: Machine) -> Number:
-    """What the driver and the communication library take on every device."""
+    """Bytes that the driver and the communication library take on every device."""
     layout = work.layout
     groups = sum(np.where(size > 1, 1, 0) for size in (layout.x, layout.y, layout.z, layout.dp, layout.cp)) + 2 * (
         layout.pp > 1
@@ -139,7 +139,7 @@ def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = Non
     more = np.broadcast_to(split.most > split.first, np.shape(peak))
     if not more.any():
         return peak
-    # Few layouts have such a rank: these alone are looked at again.
+    # Few layouts have such a rank: only these are computed again.
     index = np.flatnonzero(more)
     _, second, _, most, most_at = (np.broadcast_to(part, more.shape).reshape(-1)[index] for part in split)
     between = _fullest(work.take(index), machine.take(index), block.take(index), (np.ones(()), second), (most_at, most))

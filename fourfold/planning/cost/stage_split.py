@@ -23,7 +23,7 @@ class Split(NamedTuple):
 
 
 def split_of(work: Workload) -> Split:
-    """Of every case."""
+    """Count the blocks of the ranks for every case."""
     layout = work.layout
     v_shaped = layout.v_shaped
     cases = np.broadcast_arrays(work.model.layers, layout.pp, layout.interleave, v_shaped, layout.ends)

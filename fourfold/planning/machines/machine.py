@@ -65,7 +65,7 @@ class Machine(Cases):
     mtbf_gpu_hours: float | None = None
     checkpoint_bandwidth: float | None = None
     efficiency: tuple[tuple[str, float], ...] = ()
-    """What ``fourfold calibrate`` has fitted: constants of ``constants.Constants`` by name."""
+    """Constants that ``fourfold calibrate`` has fitted: constants of ``constants.Constants`` by name."""
     calibrated_range: tuple[tuple[str, tuple[float, float]], ...] = ()
     """Smallest and largest value of each feature among the calibration's rows; outside is extrapolation."""
 
@@ -80,7 +80,7 @@ SECTIONS = {
     "costs": ("price_per_gpu_hour", "watts_per_gpu", "mtbf_gpu_hours", "checkpoint_bandwidth"),
 }  # fmt: skip
 LEAST, MOST = 1e-12, 1e24
-"""Of any constant: from a trillionth of a second to a million exaflop/s."""
+"""Bounds of any constant: from a trillionth of a second to a million exaflop/s."""
 _WHOLE = ("gpus_per_node", "domain", "units")
 _OPTIONAL = {*SECTIONS["costs"], *SECTIONS["layouts"], "host", "ring_hop"}
 

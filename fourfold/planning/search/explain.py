@@ -29,7 +29,7 @@ CANDIDATES = 400
 """Fastest layouts that are evaluated again under changed constants."""
 FACTORS = np.geomspace(1, 8, 31)
 HALVINGS = 6
-"""Of the interval between two factors, to the break-even within a thousandth."""
+"""Bisections of the interval between two factors: the break-even to a thousandth."""
 NEAR = 0.05
 """Neighbors within this of the best belong to its basin."""
 

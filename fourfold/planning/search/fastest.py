@@ -22,14 +22,14 @@ CHUNK = 1 << 14
 """Points evaluated at once: their arrays stay in a processor's cache."""
 MAX_P_OUT_OF_MEMORY = 0.05
 BLOCK_KEY = ("x", "y", "cp", "micro_batch", "cp_method")
-"""What the time of one block depends on, within one search."""
+"""Fields on which the time of one block depends, within one search."""
 
 
 @dataclass(frozen=True)
 class Found:
     """All points of a search: layouts, seconds (infinite where illegal), bytes, P(OOM), and the reason of a refusal.
 
-    order: the legal points, fastest first; evaluated: how many points were looked at; seconds_taken: in how long.
+    order: the legal points, fastest first; evaluated: how many there were; seconds_taken: wall time.
     """
 
     work: Workload

@@ -18,7 +18,7 @@ CHOICES = {
     "schedule": tuple(dict.fromkeys(name for name, _ in (*PIPELINES, *ON_REQUEST))),
     "cp_method": Limits().contexts,
 }
-"""What each limit but those of sizes can be set to."""
+"""Choices of each limit but those of sizes."""
 LARGEST_SIZE = 1 << 24
 SYNTAX = (
     "write it as x<=8 (axes alone), pp=1, micro_batch=1, zero=0, interleave=2, schedule=1F1B, cp_method=ring or "

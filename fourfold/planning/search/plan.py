@@ -48,7 +48,7 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs together."""
+        """Throughput of all GPUs together."""
         return float(self.work.step.batch * self.work.step.seq / self.seconds)
 
     def utilization(self, flops: float) -> float:
@@ -129,7 +129,7 @@ def of_blocks(every: int) -> str:
 
 
 def predict(work: Workload, machine: Machine, constants: Constants) -> Prediction:
-    """Of one layout, legal or not."""
+    """Predict one layout, legal or not."""
     block = block_time(work, machine, constants)
     parts = {name: float(value) for name, value in step_parts(work, machine, constants, block).items()}
     stages = [
@@ -167,7 +167,7 @@ def make_plan(
 def _nothing_fits(
     base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits | None, found: Found
 ) -> str:
-    """What is missing, and the smallest change that helps."""
+    """Name what is missing, and the smallest change that helps."""
     legal = np.flatnonzero(np.isfinite(found.seconds))
     if not len(legal):
         reason = max(found.rejected().items(), key=lambda item: item[1])[0]

@@ -1,1 +1,1 @@
-"""What a training step spends its time on: one file for each term."""
+"""The terms of a training step's time: one file for each term."""

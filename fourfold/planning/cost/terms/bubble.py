@@ -1,4 +1,4 @@
-"""What a pipeline costs: the bubble, and activations sent from stage to stage."""
+"""Costs of a pipeline: the bubble, and activations sent from stage to stage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def bubble_seconds(
     inputs: Number,
     weights: Number,
 ) -> Number:
-    """What a rank waits in a step for the pipeline to fill and drain. forward, inputs, weights: seconds of one
+    """Seconds that a rank waits in a step for the pipeline to fill and drain. forward, inputs, weights: seconds of one
     micro-batch in all of the rank's layers, and of its gradients of inputs and of weights.
 
     1F1B and GPipe (p − 1)(F + I + W); interleaved 1/v of it (Narayanan et al. 2021, arXiv 2104.04473, section 2.2),
@@ -68,8 +68,8 @@ def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number
 
 
 def transfer_seconds(size: Number, gpus: Number, machine: Machine, constants: Constants) -> Number:
-    """Of ``size`` bytes to the next stage: through the network, unless the whole job stands in one node or domain, for
-    the slowest hop sets the pace."""
+    """Seconds of sending ``size`` bytes to the next stage: through the network, unless the whole job stands in one node
+    or domain, for the slowest hop sets the pace."""
     inside = gpus <= np.maximum(machine.domain, machine.gpus_per_node)
     outside = constants.inter * machine.node / machine.gpus_per_node
     latency = machine.base + np.where(inside, machine.intra_hop, machine.inter_hop)

@@ -21,7 +21,7 @@ PROLOGUE = 128.0
 def matmul_seconds(
     m: Number, n: Number, k: Number, *, rate: Number, units: Number, bandwidth: Number, item: Number
 ) -> Number:
-    """Of [m, k] @ [k, n]: rate in FLOP/s of the best shape, units the processors, item bytes of an entry."""
+    """Seconds of [m, k] @ [k, n]: rate in FLOP/s of the best shape, units the processors, item bytes of an entry."""
     wave = 2.0 * units * (k + PROLOGUE) / rate
     times = [
         np.ceil(np.ceil(m / rows) * np.ceil(n / columns) / units) * (rows * columns / quality)

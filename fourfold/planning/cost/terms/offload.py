@@ -10,7 +10,8 @@ from fourfold.planning.workload import Workload
 
 
 def offload_seconds(work: Workload, machine: Machine) -> Number:
-    """Of one block, forward and backward: copies run in the order of the step, behind nothing (parallel.recompute)."""
+    """Seconds of one block, forward and backward: copies run in the order of the step, behind nothing
+    (parallel.recompute)."""
     layout = work.layout
     residual = work.step.item_bytes * work.tokens * work.model.hidden / (layout.x * layout.y)
     return 2 * residual * layout.recomputing / np.maximum(machine.host, 1.0)  # refused where it is unknown

@@ -5,7 +5,8 @@ from __future__ import annotations
 from fourfold.planning.cases import Number
 
 BYTES = 34.0
-"""Of a parameter: fp32 weight, two moments read and written (24), gradient read twice (8), the 16-bit copy (2)."""
+"""Bytes moved per parameter: fp32 weight, two moments read and written (24), gradient read twice (8), the 16-bit copy
+(2)."""
 
 
 def optimizer_seconds(parameters: Number, bandwidth: Number) -> Number:

@@ -15,12 +15,12 @@ RESIDUAL_PASSES = 12.0
 FUSED_RESIDUAL_PASSES = 8.0
 """Norm and residual sum in one kernel each."""
 HEAD_PASSES = 4.0
-"""Of queries, keys and values: rotate or add biases, and lay out for the attention."""
+"""Passes over queries, keys and values: rotate or add biases, and lay out for the attention."""
 PLAIN_TURNS = 8.0
-"""Of queries and keys, more where rotary embeddings are single operations: x·cos + (−x₂, x₁)·sin as products, negation,
-concatenation and sum (Megatron-DeepSpeed and Hugging Face in bf16)."""
+"""Passes over queries and keys, more where rotary embeddings are single operations: x·cos + (−x₂, x₁)·sin as products,
+negation, concatenation and sum (Megatron-DeepSpeed and Hugging Face in bf16)."""
 GELU_PASSES, GATED_PASSES = 4.0, 5.0
-"""Of the inner width: bias and activation as two operations; gate, up, their product and the sigmoid."""
+"""Passes over the inner width: bias and activation as two operations; gate, up, their product and the sigmoid."""
 FUSED_INNER_PASSES = 2.5
 BACKWARD = 1.5
 """A norm's backward reads the gradient and the input and writes one tensor, a sum's only passes on: 3 for 2."""
@@ -36,17 +36,17 @@ OWN_CHAINS = 10.0, 48.0
 OWN_LAYER_CHAINS = 30.0, 76.0
 """The same of two LayerNorms, whose statistics are finer and two."""
 OWN_HEAD_NORMS = 13.0, 20.0
-"""Of queries and keys: to 32 bits, a kernel, and back, times the weight."""
+"""Passes over queries and keys: to 32 bits, a kernel, and back, times the weight."""
 OWN_TURNS = 11.5, 11.5
-"""Of what rotary embeddings turn, by single operations with sums in 32 bits (``models.rope``)."""
+"""Passes over what rotary embeddings turn, by single operations with sums in 32 bits (``models.rope``)."""
 OWN_FUSED_TURNS = 2.0, 2.0
 """One kernel, with the head norms."""
 OWN_GATE, OWN_FUSED_GATE = (5.0, 9.0), (3.0, 5.0)
-"""Of the inner width: silu and product, with a gradient each for gate and up."""
+"""Passes over the inner width: silu and product, with a gradient each for gate and up."""
 OWN_GELU = 2.0, 3.0
-"""Of the inner width."""
+"""Passes over the inner width."""
 OWN_BIASES = 2.0, 1.0
-"""Of what a bias is added to; its gradient is a sum."""
+"""Passes over what a bias is added to; its gradient is a sum."""
 
 
 def others_bytes(
