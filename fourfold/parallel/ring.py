@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fourfold.models.autograd import Function
 from fourfold.parallel.block_attention import attend_block, attend_block_backward
 from fourfold.parallel.communicate import Pending, start_rotate
 from fourfold.parallel.context import take_chunks
@@ -24,7 +25,7 @@ KEYS_AND_VALUES, THEIR_GRADIENTS = "attention: keys and values", "attention: key
 def ring_attention(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, documents_BS: Tensor | None, cp: Axis) -> Tensor:
     """Outputs [B, T, N, D] of this rank's queries. documents_BS: of the whole sequence, where attention heeds them."""
     q, k, v = (t.transpose(1, 2) for t in (q_BTND, k_BTKD, v_BTKD))
-    out_BNTD: Tensor = _Ring.apply(q, k, v, documents_BS, cp)  # type: ignore[no-untyped-call]  # torch's
+    out_BNTD = _Ring.apply(q, k, v, documents_BS, cp)
     return out_BNTD.transpose(1, 2)
 
 
@@ -57,7 +58,7 @@ def block_of_step(source: int, tokens: int, documents_BS: Tensor | None, cp: Axi
     return Block(queries, keys, causal, mask)
 
 
-class _Ring(torch.autograd.Function):
+class _Ring(Function):
     @staticmethod
     def forward(
         ctx: Any, q_BNTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, documents_BS: Tensor | None, cp: Axis
