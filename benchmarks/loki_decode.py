@@ -26,11 +26,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.cache_traffic import CacheTraffic
 from fourfold.huggingface.transformers_models import DTYPES
 from fourfold.inference.loki import LokiConfig
 from fourfold.inference.loki.attend import decode
 from fourfold.inference.loki.cache import GrowingLayer, LokiLayer
-from fourfold.inference.loki.traffic import CacheTraffic, dense_bytes, floor_bytes
+from fourfold.inference.loki.traffic import dense_bytes, floor_bytes
 
 GOALS = {
     ("cpu", 1, 32_768): 3.0,

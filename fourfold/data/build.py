@@ -6,13 +6,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from fourfold.config.run import RunConfig
 from fourfold.data.conversations import PackedConversations
 from fourfold.data.dataset import Mixture, Samples, TokenWindows
 from fourfold.data.files import locked
-from fourfold.data.manifest import read_manifest
+from fourfold.data.manifest import corpus_tokenizer, read_manifest
 from fourfold.data.prepare import prepare
 from fourfold.data.sources import PYTHON_STDLIB
-from fourfold.data.tokenizer import load_tokenizer
+from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
 
 _VALIDATION_FRACTION = 0.02
@@ -56,15 +57,32 @@ def ensure_builtin(
     cache = Path(cache_dir)
     cache.mkdir(parents=True, exist_ok=True)
     prefix = cache / stem
-    if not _is_there(prefix):
+    if read_manifest(prefix) is None:
         with locked(cache / f"{stem}.lock", wait=True):
-            if not _is_there(prefix):
+            if read_manifest(prefix) is None:
                 _prepare_into(prefix, name, tokenizer, vocab_size)
     return str(prefix)
 
 
-def _is_there(prefix: Path) -> bool:
-    return read_manifest(prefix) is not None
+def tokenizer_of_run(run: RunConfig) -> Tokenizer | None:
+    """The tokenizer that made the run's corpora; None where neither they nor the run file name one.
+
+    Raises ``UserError`` where ``data.tokenizer`` is another one.
+    """
+    data = run.data
+    if data.source is not None:
+        return corpus_tokenizer(ensure_builtin(data.source, data.tokenizer, data.cache_dir, run.model.vocab_size))
+    prefix = data.train[0].path
+    made_with = corpus_tokenizer(prefix) if read_manifest(prefix) is not None else None
+    if data.tokenizer is None:
+        return made_with
+    tokenizer = load_tokenizer(data.tokenizer)
+    if made_with is not None and made_with.fingerprint != tokenizer.fingerprint:
+        raise UserError(
+            f"data.tokenizer = '{data.tokenizer}' is not the tokenizer that made {prefix}.bin; "
+            "leave it out to use the corpus's own, or prepare the corpus again"
+        )
+    return tokenizer
 
 
 def _prepare_into(prefix: Path, name: str, tokenizer: str | Path | None, vocab_size: int) -> None:

@@ -7,16 +7,16 @@ ledger, one JSON object a line, lists what was planted; `fourfold audit` reads i
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.data.files import write_whole
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
-from fourfold.data.merge import Split
+from fourfold.data.manifest import Split
 from fourfold.data.order import hash64
 from fourfold.data.sources import read_documents
 from fourfold.data.tokenizer import Tokenizer
@@ -182,11 +182,6 @@ def plant(split: Split, canaries: Canaries, tokenizer: Tokenizer, text_key: str,
     return planted
 
 
-def as_record(canaries: Canaries | None) -> dict[str, Any] | None:
-    """JSON values for the digest that identifies how a corpus was made."""
-    return None if canaries is None else asdict(canaries)
-
-
 def _sequences(
     pieces: Pieces, canaries: Canaries, wanted: int, tokenizer: Tokenizer, text_key: str
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
@@ -224,5 +219,4 @@ def _check_enough(found: int, wanted: int, canaries: Canaries, where: str) -> No
 
 def _add(writer: IndexedWriter, split: Split, tokens: NDArray[np.integer], lengths: NDArray[np.int64]) -> None:
     writer.add_documents(tokens, lengths)
-    split.documents += len(lengths)
-    split.tokens += len(tokens)
+    split.count(len(lengths), len(tokens))

@@ -3,9 +3,11 @@
 import json
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from fourfold.data.files import write_whole
-from fourfold.data.tokenizer import Tokenizer, load_tokenizer
+from fourfold.data.indexed import token_dtype
+from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer
 from fourfold.errors import UserError
 
 
@@ -53,6 +55,26 @@ class Manifest:
     """Tokens of answers, for conversations."""
 
 
+@dataclass
+class Split:
+    """A corpus being made: its prefix, and its number of documents, tokens, bytes of text, and trained tokens."""
+
+    prefix: Path
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    trained: int | None = None
+    """None for text, all of which is trained."""
+
+    def count(self, documents: int, tokens: int, text_bytes: int = 0, trained: int = 0) -> None:
+        """Add to the counts."""
+        self.documents += documents
+        self.tokens += tokens
+        self.bytes += text_bytes
+        if self.trained is not None:
+            self.trained += trained
+
+
 def manifest_path(prefix: str | Path) -> Path:
     """The manifest of a corpus."""
     return Path(f"{prefix}.json")
@@ -68,9 +90,37 @@ def trained_prefix(prefix: str | Path) -> str:
     return f"{prefix}-trained"
 
 
-def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
-    """Write OUT.json; its presence marks OUT.bin and OUT.idx as complete."""
-    write_whole(manifest_path(prefix), (json.dumps(asdict(manifest), indent=2) + "\n").encode())
+def write_manifests(
+    splits: dict[str, Split], prefix: Path, tokenizer: Tokenizer, **request: Any
+) -> tuple[Manifest, Manifest | None]:
+    """Write the tokenizer and the manifests of "train" and perhaps "validation" beside their corpora, and return them.
+
+    request: the fields of the manifest that say what was asked for. The manifest of train is written last: where it is,
+    everything is.
+    """
+    tokenizer_name = "bytes"
+    if isinstance(tokenizer, HFTokenizer):
+        tokenizer_name = f"{prefix.name}-tokenizer.json"
+        write_whole(prefix.with_name(tokenizer_name), tokenizer.path.read_bytes())
+    manifests: dict[str, Manifest] = {}
+    for name in reversed(splits):
+        split = splits[name]
+        manifests[name] = manifest = Manifest(
+            split=name,
+            documents=split.documents,
+            tokens=split.tokens,
+            bytes=split.bytes,
+            trained_tokens=split.trained,
+            tokenizer=tokenizer_name,
+            fingerprint=tokenizer.fingerprint,
+            vocab_size=tokenizer.vocab_size,
+            eod_id=tokenizer.eod_id,
+            dtype=token_dtype(tokenizer.vocab_size).name,
+            **request,
+        )
+        path = manifest_path(prefix if name == "train" else validation_prefix(prefix))
+        write_whole(path, (json.dumps(asdict(manifest), indent=2) + "\n").encode())
+    return manifests["train"], manifests.get("validation")
 
 
 def read_manifest(prefix: str | Path) -> Manifest | None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.data.dataset import Samples, Windows
+from fourfold.data.dataset import Windows
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.masks import LossMask
 
@@ -81,12 +81,6 @@ def mask_statistics(windows: Windows, masks: Sequence[LossMask], goldfish: Goldf
     # A document's boundary, like a dropped token, ends a span; what other masks leave out is no part of one either.
     span = longest_run(trainable & ~dropped)
     return MaskStatistics(goldfish.config.k, targets.size, int(trainable.sum()), int(dropped.sum()), span)
-
-
-def sample_statistics(samples: Samples, masks: Sequence[LossMask], goldfish: Goldfish, tokens: int) -> MaskStatistics:
-    """Count over about the first `tokens` of the training data."""
-    count = max(1, tokens // samples.seq_length)
-    return mask_statistics(samples.read(np.arange(count)), masks, goldfish)
 
 
 def always(goldfish: Goldfish) -> Goldfish:

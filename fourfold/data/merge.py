@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,18 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.data.indexed import IndexedWriter
+from fourfold.data.manifest import Split
 from fourfold.data.order import hash64
 from fourfold.data.shards import Shard, result
-
-
-@dataclass
-class Split:
-    """One of the resulting corpora: its prefix, and its number of documents, tokens and bytes of text."""
-
-    prefix: Path
-    documents: int = 0
-    tokens: int = 0
-    bytes: int = 0
 
 
 def merge(
@@ -46,9 +36,7 @@ def merge(
                 name = "validation" if held_out[begin] else "train"
                 tokens = corpus.read(int(offsets[begin]), int(offsets[end] - offsets[begin]))
                 writers[name].add_documents(tokens, corpus.lengths[begin:end])
-                splits[name].documents += end - begin
-                splits[name].tokens += len(tokens)
-                splits[name].bytes += int(text_bytes[begin:end].sum())
+                splits[name].count(end - begin, len(tokens), int(text_bytes[begin:end].sum()))
     return splits
 
 

@@ -2,23 +2,30 @@
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from fourfold.data.canaries import Canaries, as_record, ledger_path, plant
-from fourfold.data.files import locked, write_whole
-from fourfold.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype
-from fourfold.data.manifest import Manifest, manifest_path, read_manifest, validation_prefix, write_manifest
-from fourfold.data.merge import Split, falls_within, merge
-from fourfold.data.progress import Progress
+from fourfold.data.canaries import Canaries, ledger_path, plant
+from fourfold.data.files import locked
+from fourfold.data.indexed import IndexedDataset, bin_path, idx_path
+from fourfold.data.manifest import (
+    Manifest,
+    Split,
+    manifest_path,
+    read_manifest,
+    validation_prefix,
+    write_manifests,
+)
+from fourfold.data.merge import falls_within, merge
+from fourfold.data.progress import show_progress
 from fourfold.data.shards import cut, digest
 from fourfold.data.sources import UTF_8, InputFile, check_encoding, list_inputs, read_documents, text_encoding
 from fourfold.data.tokenize_shards import tokenize_all
-from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, train_bpe
+from fourfold.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from fourfold.errors import UserError
 from fourfold.processes import available_cores
 
@@ -51,7 +58,7 @@ class _Request:
     encoding: str = UTF_8
 
     def digest(self) -> str:
-        planted = [] if self.canaries is None else [as_record(self.canaries)]
+        planted = [] if self.canaries is None else [asdict(self.canaries)]
         return digest([self.tokens_digest(), self.validation_fraction, self.seed, *planted])
 
     def tokens_digest(self) -> str:
@@ -135,13 +142,17 @@ def _check_request(
         raise UserError('choose one tokenizer: "bytes", the path of a tokenizer.json, or a vocabulary size to train')
     if workers is not None and workers < 1:
         raise UserError(f"workers is {workers}; at least 1 process is needed")
-    if not 0 <= validation_fraction < 1:
-        raise UserError(f"validation_fraction is {validation_fraction}; it must be at least 0 and below 1")
+    check_fraction(validation_fraction)
     if canaries is not None:
         canaries.check()
     identity = f"train {train_tokenizer_vocab}" if tokenizer is None else load_tokenizer(tokenizer).fingerprint
     names = [str(item) for item in inputs]
     return _Request(names, list_inputs(names), text_key, identity, validation_fraction, seed, canaries, encoding)
+
+
+def check_fraction(validation_fraction: float) -> None:
+    if not 0 <= validation_fraction < 1:
+        raise UserError(f"validation_fraction is {validation_fraction}; it must be at least 0 and below 1")
 
 
 def _finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | None] | None:
@@ -193,17 +204,17 @@ def _train(request: _Request, vocab_size: int, path: Path) -> None:
     total = sum(file.size for file in request.files)
     share = _TRAINING_BYTES / max(total, 1)
 
-    def texts(progress: Progress) -> Iterator[str]:
+    def texts(advance: Callable[[int], None]) -> Iterator[str]:
         number = 0
         for file in request.files:
             for text in read_documents(file.path, request.text_key, encoding=request.encoding):
                 if share >= 1 or falls_within(np.array([number]), share, _TRAINING_SAMPLE_SEED)[0]:
                     yield text
                 number += 1
-            progress.advance(file.size)
+            advance(file.size)
 
-    with Progress("train tokenizer", total) as progress:
-        train_bpe(texts(progress), vocab_size, path)
+    with show_progress("train tokenizer", total) as advance:
+        train_bpe(texts(advance), vocab_size, path)
 
 
 def _check_filled(splits: dict[str, Split], request: _Request) -> None:
@@ -223,34 +234,20 @@ def _publish(
 ) -> tuple[Manifest, Manifest | None]:
     """Move the merged corpora to their names. No manifest stands beside a mix of old and new files meanwhile."""
     _withdraw(prefix)
-    tokenizer_name = "bytes"
-    if isinstance(tokenizer, HFTokenizer):
-        tokenizer_name = f"{prefix.name}-tokenizer.json"
-        write_whole(prefix.with_name(tokenizer_name), tokenizer.path.read_bytes())
-    manifests: dict[str, Manifest] = {}
-    for name in reversed(splits):  # train last: its manifest is the sign that all is there
-        split = splits[name]
+    for name, split in splits.items():
         target = prefix if name == "train" else validation_prefix(prefix)
         os.replace(bin_path(split.prefix), bin_path(target))
         os.replace(idx_path(split.prefix), idx_path(target))
-        manifests[name] = Manifest(
-            split=name,
-            documents=split.documents,
-            tokens=split.tokens,
-            bytes=split.bytes,
-            tokenizer=tokenizer_name,
-            fingerprint=tokenizer.fingerprint,
-            vocab_size=tokenizer.vocab_size,
-            eod_id=tokenizer.eod_id,
-            dtype=token_dtype(tokenizer.vocab_size).name,
-            inputs=request.inputs,
-            text_key=request.text_key,
-            validation_fraction=request.validation_fraction,
-            seed=request.seed,
-            request=request.digest(),
-        )
-        write_manifest(target, manifests[name])
-    return manifests["train"], manifests.get("validation")
+    return write_manifests(
+        splits,
+        prefix,
+        tokenizer,
+        inputs=request.inputs,
+        text_key=request.text_key,
+        validation_fraction=request.validation_fraction,
+        seed=request.seed,
+        request=request.digest(),
+    )
 
 
 def _withdraw(prefix: Path) -> None:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.data.chat import ChatTemplate, encode_completion
-from fourfold.data.files import write_whole
-from fourfold.data.indexed import IndexedWriter, bin_path, idx_path, token_dtype
-from fourfold.data.manifest import Manifest, manifest_path, read_manifest, trained_prefix, validation_prefix
-from fourfold.data.manifest import write_manifest as publish
+from fourfold.data.indexed import IndexedWriter, bin_path, idx_path
+from fourfold.data.manifest import Split, manifest_path, trained_prefix, validation_prefix, write_manifests
 from fourfold.data.merge import falls_within
-from fourfold.data.prepare import PrepareSummary, unfinished
+from fourfold.data.prepare import PrepareSummary, check_fraction, unfinished
 from fourfold.data.shards import digest
 from fourfold.data.sources import list_inputs, read_rows
-from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer
+from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
 
 _BINARY = 2
@@ -45,87 +42,48 @@ def prepare_conversations(
     """
     began = time.monotonic()
     prefix, names = Path(output_prefix), [str(item) for item in inputs]
-    if not 0 <= validation_fraction < 1:
-        raise UserError(f"validation_fraction is {validation_fraction}; it must be at least 0 and below 1")
+    check_fraction(validation_fraction)
     files = list_inputs(names)
     loaded = load_tokenizer(tokenizer)
     reader = _Rows(tokenizer, loaded, chat_template)
     with unfinished(prefix):
-        targets = {"train": prefix}
+        splits = {"train": Split(prefix, trained=0)}
         if validation_fraction:
-            targets["validation"] = Path(validation_prefix(prefix))
-        made = {name: _Made() for name in targets}
+            splits["validation"] = Split(Path(validation_prefix(prefix)), trained=0)
         with ExitStack() as stack:
-            tokens = {name: stack.enter_context(IndexedWriter(t, loaded.vocab_size)) for name, t in targets.items()}
-            answers = {n: stack.enter_context(IndexedWriter(trained_prefix(t), _BINARY)) for n, t in targets.items()}
-            for number, (ids, trained, text_bytes) in enumerate(
-                row for file in files for row in reader.read(file.path)
-            ):
+            tokens, answers = {}, {}
+            for name, split in splits.items():
+                tokens[name] = stack.enter_context(IndexedWriter(split.prefix, loaded.vocab_size))
+                answers[name] = stack.enter_context(IndexedWriter(trained_prefix(split.prefix), _BINARY))
+            rows = (row for file in files for row in reader.read(file.path))
+            for number, (ids, trained, text_bytes) in enumerate(rows):
                 held_out = bool(falls_within(np.array([number]), validation_fraction, seed)[0])
                 name = "validation" if held_out else "train"
                 tokens[name].add_document(ids)
                 answers[name].add_document(trained.astype(np.int64))
-                made[name].add(ids, trained, text_bytes)
-            for name, each in made.items():
-                if each.documents == 0:
+                splits[name].count(1, len(ids), text_bytes, int(trained.sum()))
+            for name, split in splits.items():
+                if split.documents == 0:
                     raise UserError(f"{', '.join(names)}: there is no conversation for {name}")
-            # Now, and not before every row has been read, an earlier corpus of that name is given up.
-            for target in (prefix, Path(validation_prefix(prefix))):
+            # An earlier corpus of that name is given up now, and not before every row has been read.
+            for target in (prefix, validation_prefix(prefix)):
                 manifest_path(target).unlink(missing_ok=True)
-        tokenizer_name = "bytes"
-        if isinstance(loaded, HFTokenizer):
-            tokenizer_name = f"{prefix.name}-tokenizer.json"
-            write_whole(prefix.with_name(tokenizer_name), loaded.path.read_bytes())
-        request = digest([[f.path, f.size, f.mtime_ns] for f in files] + [reader.identity, validation_fraction, seed])
-        manifest = Manifest(
-            split="train",
-            documents=0,
-            tokens=0,
-            bytes=0,
-            tokenizer=tokenizer_name,
-            fingerprint=loaded.fingerprint,
-            vocab_size=loaded.vocab_size,
-            eod_id=loaded.eod_id,
-            dtype=token_dtype(loaded.vocab_size).name,
+        train, validation = write_manifests(
+            splits,
+            prefix,
+            loaded,
             inputs=names,
             text_key="messages",
             validation_fraction=validation_fraction,
             seed=seed,
-            request=request,
+            request=digest(
+                [[f.path, f.size, f.mtime_ns] for f in files] + [reader.identity, validation_fraction, seed]
+            ),
             format="sft",
         )
-        for name in reversed(targets):  # train last: its manifest is the sign that all is there
-            each = made[name]
-            publish(
-                targets[name],
-                replace(
-                    manifest,
-                    split=name,
-                    documents=each.documents,
-                    tokens=each.tokens,
-                    bytes=each.bytes,
-                    trained_tokens=each.trained,
-                ),
-            )
-        train = read_manifest(prefix)
-        assert train is not None
-        validation = read_manifest(targets["validation"]) if "validation" in targets else None
-    prefixes = [p for t in targets.values() for p in (t, Path(trained_prefix(t)))]
+    prefixes = [p for split in splits.values() for p in (split.prefix, trained_prefix(split.prefix))]
     paths = [path(each) for each in prefixes for path in (bin_path, idx_path)]
     return PrepareSummary(train, validation, paths, time.monotonic() - began, reused=False)
-
-
-class _Made:
-    """Counts of one split. bytes: of what the messages say, or of prompts and completions."""
-
-    def __init__(self) -> None:
-        self.documents = self.tokens = self.bytes = self.trained = 0
-
-    def add(self, ids: NDArray[np.int64], trained: NDArray[np.bool_], text_bytes: int) -> None:
-        self.documents += 1
-        self.tokens += len(ids)
-        self.bytes += text_bytes
-        self.trained += int(trained.sum())
 
 
 class _Rows:

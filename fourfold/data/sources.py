@@ -6,11 +6,12 @@ import gzip
 import json
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn, TypeVar, cast
 
 from fourfold.errors import UserError
 from fourfold.extras import import_extra
@@ -25,6 +26,8 @@ _MOST_NAMED = 10  # files in one message
 _STDLIB_LEAST_BYTES = 5_000_000
 _INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 _TEST_FOLDERS = {"test", "tests", "idle_test"}
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -103,27 +106,26 @@ def read_documents(
                 yield text
 
 
-def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every row of a .jsonl, .jsonl.gz or .parquet file, after where it stands ("FILE, line 3").
+def read_rows(path: str | Path) -> Iterator[tuple[object, dict[str, Any]]]:
+    """Every row of a .jsonl, .jsonl.gz or .parquet file, after its place, which prints as "FILE, line 3".
 
     Raises UserError with the file, and the line if there is one, for what cannot be read.
     """
     path = Path(path)
+    if path.name.endswith(".parquet"):
+        with _naming(path), _opened_parquet(path) as file:
+            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
+    elif path.name.endswith((".jsonl", ".jsonl.gz")):
+        yield from read_json_lines(path)
+    else:
+        raise UserError(f"{path} has no rows; conversations are read from .jsonl, .jsonl.gz and .parquet")
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[object, dict[str, Any]]]:
+    """The object in every line of a file that may be gzipped, after its place; raises UserError as ``read_rows``."""
     with _naming(path):
-        if path.name.endswith(".parquet"):
-            for number, row in enumerate(_parquet_rows(path), start=1):
-                yield f"{path}, row {number}", row
-            return
-        if not path.name.endswith((".jsonl", ".jsonl.gz")):
-            raise UserError(f"{path} has no rows; conversations are read from .jsonl, .jsonl.gz and .parquet")
-        with (gzip.open if path.name.endswith(".gz") else open)(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.isspace():
-                    continue
-                try:
-                    yield f"{path}, line {number}", _row(line)
-                except ValueError as error:
-                    raise UserError(f"{path}, line {number}: {error}") from error
+        yield from _parsed_lines(path, _row)
 
 
 @contextmanager
@@ -135,18 +137,10 @@ def _naming(path: Path) -> Iterator[None]:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
-def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    with _opened_parquet(path) as file:
-        for batch in file.iter_batches():
-            yield from batch.to_pylist()
-
-
 def _reader(path: Path, text_key: str, start: int, stop: int | None, encoding: str) -> Iterator[str | None]:
-    if path.name.endswith(".jsonl"):
-        return _read_jsonl(path, text_key, start, stop)
+    if path.name.endswith((".jsonl", ".jsonl.gz")):
+        return (text for _, text in _parsed_lines(path, partial(_text, key=text_key), start, stop))
     assert start == 0, path
-    if path.name.endswith(".jsonl.gz"):
-        return _read_jsonl_gz(path, text_key)
     if path.name.endswith(".parquet"):
         return _read_parquet(path, text_key)
     return _read_text(path, encoding)
@@ -181,46 +175,59 @@ def _not_of_encoding(wrong: Sequence[tuple[Path, int]], files: int, encoding: st
     return f"{len(wrong)} of {files} text files {are} not {name}: {named}{more}; {remedy}"
 
 
-def _read_jsonl(path: Path, key: str, start: int, stop: int | None) -> Iterator[str | None]:
-    with path.open("rb") as file:
+@dataclass(frozen=True)
+class _Line:
+    """A line of a file; its number is counted only to be shown."""
+
+    path: Path
+    begin: int
+    """The byte at which it begins."""
+
+    def __str__(self) -> str:
+        with _opened(self.path) as file:
+            missing, number = self.begin, 1
+            while missing > 0:
+                block = file.read(min(missing, 1 << 20))
+                missing -= len(block)
+                number += block.count(b"\n")
+        return f"{self.path}, line {number}"
+
+
+def _parsed_lines(
+    path: Path, parse: Callable[[bytes], T], start: int = 0, stop: int | None = None
+) -> Iterator[tuple[_Line, T]]:
+    """What `parse` makes of the lines that begin at bytes [start, stop) and are not blank, after the line."""
+    with _opened(path) as file:
         if start > 0:
             # A line across the border belongs to the part before; a line that begins at `start` is ours.
             file.seek(start - 1)
             file.readline()
-        begin = position = file.tell()
-        number = 0
-        while stop is None or position < stop:
-            line = file.readline()
-            if not line:
-                break
-            position += len(line)
-            number += 1
+        begin = file.tell()
+        while (stop is None or begin < stop) and (content := file.readline()):
+            line = _Line(path, begin)
+            begin += len(content)
+            if content.isspace():
+                continue
             try:
-                yield _document(line, key)
+                yield line, parse(content)
             except ValueError as error:
-                raise UserError(f"{path}, line {_lines_before(path, begin) + number}: {error}") from error
+                raise UserError(f"{line}: {error}") from error
 
 
-def _read_jsonl_gz(path: Path, key: str) -> Iterator[str | None]:
-    with gzip.open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield _document(line, key)
-            except ValueError as error:
-                raise UserError(f"{path}, line {number}: {error}") from error
+def _opened(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
 
 
-def _document(line: bytes, key: str) -> str | None:
+def _text(line: bytes, key: str) -> str | None:
     """The text in one JSON line; raises ValueError for an invalid one."""
-    if line.isspace():
-        return None
     row = _row(line, f' with "{key}"')
     if key not in row:
         raise ValueError(f'no key "{key}" among {", ".join(sorted(row)) or "none"}; choose one with text_key')
     text = row[key]
     if text is not None and not isinstance(text, str):
         raise ValueError(f'"{key}" holds a {type(text).__name__}, not text; choose another with text_key')
-    return text and _without_lone_surrogates(text)
+    # JSON may escape half a character ("\\ud800"), which no encoding of Unicode can hold.
+    return text and text.encode(errors="replace").decode()
 
 
 def _row(line: bytes, having: str = "") -> dict[str, Any]:
@@ -231,24 +238,11 @@ def _row(line: bytes, having: str = "") -> dict[str, Any]:
         raise ValueError("not UTF-8") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at character {error.pos + 1})") from error
+    except (ValueError, RecursionError) as error:  # a number too long, or lists too deep
+        raise ValueError(f"not JSON that can be read ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__} where an object{having} is expected")
     return row
-
-
-def _without_lone_surrogates(text: str) -> str:
-    """JSON may escape half a character ("\\ud800"), which no encoding of Unicode can hold."""
-    return text.encode(errors="replace").decode()
-
-
-def _lines_before(path: Path, position: int) -> int:
-    with path.open("rb") as file:
-        count = 0
-        while position > 0:
-            block = file.read(min(position, 1 << 20))
-            position -= len(block)
-            count += block.count(b"\n")
-        return count
 
 
 def _read_parquet(path: Path, key: str) -> Iterator[str | None]:
@@ -280,8 +274,9 @@ def _expand(item: str) -> list[Path]:
         return _python_stdlib()
     path = Path(item)
     if path.is_dir():
-        found = [file for file in sorted(path.rglob("*")) if _is_input(file) and not _is_hidden(file.relative_to(path))]
-        return found or _nothing_in(item)
+        files = (file for file in sorted(path.rglob("*")) if _is_input(file))
+        shown = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        return shown or _nothing_in(item)
     if path.is_file():
         if not _is_input(path):
             raise UserError(f"{item} is of an unknown kind; readable are {_KNOWN}")
@@ -298,10 +293,6 @@ def _nothing_in(item: str) -> NoReturn:
 
 def _is_input(path: Path) -> bool:
     return path.name.endswith(SUFFIXES) and path.is_file()
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _python_stdlib() -> list[Path]:

@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from fourfold.data.progress import Progress
+from fourfold.data.progress import show_progress
 from fourfold.data.shards import Shard, is_done, tokenize
 from fourfold.errors import UserError
 from fourfold.processes import end_with_parent
@@ -21,11 +21,11 @@ def tokenize_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
     """
     missing = list({shard.key: shard for shard in shards if not is_done(shard, folder)}.values())
     workers = min(workers, len(missing))
-    with Progress("tokenize", sum(shard.bytes for shard in missing)) as progress:
+    with show_progress("tokenize", sum(shard.bytes for shard in missing)) as advance:
         if workers <= 1:
             for shard in missing:
                 tokenize(shard, folder)
-                progress.advance(shard.bytes)
+                advance(shard.bytes)
             return
         # Spawned, not forked: the caller may have threads (torch's, a GPU's) that do not survive a fork.
         context = multiprocessing.get_context("spawn")
@@ -34,7 +34,7 @@ def tokenize_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
             try:
                 for future in as_completed(running):
                     future.result()
-                    progress.advance(running[future].bytes)
+                    advance(running[future].bytes)
             except BrokenProcessPool as error:
                 raise UserError(
                     f"a tokenizing process ended early, probably out of memory; what is finished stays in {folder}, so"

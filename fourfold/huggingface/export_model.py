@@ -17,8 +17,8 @@ from torch import Tensor
 from fourfold.checkpoints.find import STATE_FILE, newest_checkpoint
 from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.config.model import ModelConfig
+from fourfold.data.build import tokenizer_of_run
 from fourfold.data.files import new_folder, write_whole
-from fourfold.data.run_tokenizer import tokenizer_of_run
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
 from fourfold.huggingface.adapters import Merged, open_base, write_adapter

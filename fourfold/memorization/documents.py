@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.data.canaries import Canaries, Vocabulary
+from fourfold.data.sources import read_json_lines
 from fourfold.errors import UserError
 
 Tokens = NDArray[np.int64]
@@ -73,7 +74,7 @@ def read_documents(
     of another tokenizer than the model's.
     """
     found = []
-    for where, row in _rows(path):
+    for where, row in read_json_lines(path):
         tokens = _tokens(where, row, tokenizer, text_key)
         if len(tokens) < shortest:
             raise UserError(
@@ -116,26 +117,7 @@ def with_others_before(documents: Sequence[AuditDocument], offset: int, eod_id: 
     return found
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a text may contain other line separators
-    except OSError as error:
-        raise UserError(f"cannot read the documents {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); give one JSON object a line") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number} is not a JSON object; give one a line")
-        yield f"{path}, line {number}", row
-
-
-def _tokens(where: str, row: dict[str, Any], tokenizer: AuditTokenizer | None, text_key: str) -> Tokens:
+def _tokens(where: object, row: dict[str, Any], tokenizer: AuditTokenizer | None, text_key: str) -> Tokens:
     tokens, text = row.get("tokens"), row.get(text_key)
     if tokens is not None:
         if not isinstance(tokens, list) or not all(_is_whole(token) for token in tokens):

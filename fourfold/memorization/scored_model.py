@@ -12,7 +12,7 @@ import torch
 from fourfold.checkpoints.find import STATE_FILE, newest_checkpoint
 from fourfold.checkpoints.saved_state import read_state
 from fourfold.config.run import RunConfig
-from fourfold.data.run_tokenizer import tokenizer_of_run
+from fourfold.data.build import tokenizer_of_run
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
 from fourfold.huggingface.model_folder import SOURCE_FOLDER, TOKENIZER_FILE

@@ -13,16 +13,15 @@ from torch import Tensor
 
 from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
-from fourfold.data.build import build_dataset, ensure_builtin
+from fourfold.data.build import build_dataset, ensure_builtin, tokenizer_of_run
 from fourfold.data.conversations import PackedConversations, PackingStatistics
 from fourfold.data.dataset import Mixture
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.loader import Loader, MicroBatch
 from fourfold.data.manifest import read_manifest, validation_prefix
-from fourfold.data.mask_statistics import MaskStatistics, sample_statistics
+from fourfold.data.mask_statistics import MaskStatistics
 from fourfold.data.masks import LossMask, build_masks, labels_of
 from fourfold.data.preview import Preview, preview
-from fourfold.data.run_tokenizer import tokenizer_of_run
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
 from fourfold.parallel.context import share_of_sequences
@@ -65,9 +64,7 @@ class Corpora:
 
     def goldfish_statistics(self) -> MaskStatistics | None:
         """Drop rate and longest span at the beginning of the training data; None without a goldfish mask."""
-        if self.goldfish is None:
-            return None
-        return sample_statistics(self.train.dataset, self.masks, self.goldfish, STATISTICS_TOKENS)
+        return preview(self.train.dataset, self.masks, self.goldfish, 0, STATISTICS_TOKENS).statistics
 
 
 def open_corpora(run: RunConfig, batch: Axis) -> Corpora:

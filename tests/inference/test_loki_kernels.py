@@ -20,7 +20,7 @@ from fourfold.errors import UserError
 from fourfold.inference.loki import LokiConfig
 from fourfold.inference.loki import settings as config_module
 from fourfold.inference.loki.attend import decode, project
-from fourfold.inference.loki.select import combine_heads, keys_per_sequence
+from fourfold.inference.loki.select import DecodeStep, combine_heads, keys_per_sequence
 
 DEVICES = {"triton": "cuda" if torch.cuda.is_available() else "cpu", "numba": "cpu"}
 
@@ -129,7 +129,7 @@ def test_ties_go_to_the_left(kernels: str) -> None:
     value = torch.arange(600.0).view(1, 1, 600, 1).expand(1, 1, 600, 16).contiguous().to(device)
     same = torch.ones(1, 1, 600, 16, device=device)
     query = torch.ones(1, 1, 2, 16, device=device)
-    out = kernel(query, query, same, value, same, 5, LokiConfig(k=5, min_seq=0), 0.25, None, None)
+    out = kernel(DecodeStep(query, query, same, value, same, 5, LokiConfig(k=5, min_seq=0), 0.25))
     torch.testing.assert_close(out, torch.full_like(out, 2.0))
 
 

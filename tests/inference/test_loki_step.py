@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fourfold.inference.loki import LokiConfig, attend
 from fourfold.inference.loki.attend import attend_to_chosen, decode
+from fourfold.inference.loki.select import DecodeStep
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +54,11 @@ def fast(tensors: dict[str, Tensor], d: int, k: int, basis_KDD: Tensor, config: 
 def slow(tensors: dict[str, Tensor], d: int, k: int) -> Tensor:
     rows = zip(tensors["query"], tensors["key"], tensors["value"], strict=True)
     return torch.stack([slow_decode(*row, tensors["basis"], d, k, 0.3) for row in rows])
+
+
+def exact_step(query: Tensor, key: Tensor, value: Tensor, scaling: float, *rest: Tensor) -> DecodeStep:
+    """A step whose keys are chosen already."""
+    return DecodeStep(query, query, key, value, key, key.shape[2], LokiConfig(), scaling, *rest)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -118,7 +124,7 @@ def test_rows_are_gathered_out_of_a_growing_cache() -> None:
     room = torch.randn(2, 3, 64, 8)
     chosen = torch.stack([torch.randperm(40)[:5] for _ in range(6)]).view(2, 3, 5)
     query = torch.randn(2, 3, 2, 8)
-    found = attend_to_chosen(query, room[:, :, :40], room[:, :, :40], chosen, 1.0)
+    found = attend_to_chosen(exact_step(query, room[:, :, :40], room[:, :, :40], 1.0), chosen)
     packed = room[:, :, :40].gather(2, chosen[..., None].expand(-1, -1, -1, 8))
     expected = torch.nn.functional.scaled_dot_product_attention(query, packed, packed, scale=1.0)
     torch.testing.assert_close(found, expected)
@@ -132,7 +138,7 @@ def test_a_few_heads_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) ->
     chosen = torch.randn(3, 5, 40).masked_fill(~visible, -torch.inf).argsort(-1, descending=True)[..., :6]
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         query, keys, values = (torch.randn(3, 5, n, 8, dtype=dtype) for n in (2, 40, 40))
-        found = attend_to_chosen(query, keys, values, chosen, 0.5, visible, torch.tensor([6, 4, 0]))
+        found = attend_to_chosen(exact_step(query, keys, values, 0.5, visible, torch.tensor([6, 4, 0])), chosen)
         rows = chosen[..., None].expand(-1, -1, -1, 8)
         counts = torch.tensor([6, 4, 1])[:, None, None, None]
         expected = torch.nn.functional.scaled_dot_product_attention(

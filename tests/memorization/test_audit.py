@@ -292,7 +292,7 @@ def line(**values: object) -> str:
     ("lines", "options", "message"),
     [
         ("", {}, "has no document"),
-        ("nonsense\n", {}, "line 1 is not a JSON object"),
+        ("nonsense\n", {}, "line 1: not JSON"),
         (line(text=""), {}, "line 1 is an empty document"),
         (line(txt="a"), {}, 'neither "text" nor "tokens"; name the key with --text-key'),
         (line(text="a" * 90) + line(text="short"), {}, "line 2 has 5 tokens, and prefix and suffix need 30"),
@@ -315,11 +315,11 @@ def line(**values: object) -> str:
         (line(tokens=[1] * 50 + [True]), {}, "no list of token ids"),
         (line(tokens=[1] * 50 + [10**30]), {}, "no list of token ids"),
         (line(tokens=[5] * 50 + [-3]), {}, "has token -3"),
-        ("[" * 100_000 + "\n", {}, "line 1 is not a JSON object"),
-        ('{"count": ' + "9" * 5000 + "}\n", {}, "line 1 is not a JSON object"),
+        ("[" * 100_000 + "\n", {}, "line 1: not JSON"),
+        ('{"count": ' + "9" * 5000 + "}\n", {}, "line 1: not JSON"),
         (line(text="a" * 90), {"--model": "/nowhere"}, "/nowhere does not exist"),
         (line(text="a" * 90), {"--model": "."}, "neither a checkpoint"),
-        (line(text="a" * 90), {"--control": "/nowhere.jsonl"}, "cannot read the documents /nowhere.jsonl"),
+        (line(text="a" * 90), {"--control": "/nowhere.jsonl"}, "/nowhere.jsonl cannot be read"),
         (line(text="a" * 90), {"--set": "parallel.x=3"}, "cannot be split over x = 3"),
     ],
 )

@@ -10,8 +10,9 @@ from fourfold.huggingface.transformers_models import import_transformers
 import_transformers()  # says how to get it where it is missing
 
 from fourfold.inference.loki.basis import LokiBasis  # noqa: E402
-from fourfold.inference.loki.enable import cache_bytes, disable_loki, enable_loki, step_bytes  # noqa: E402
+from fourfold.inference.loki.enable import disable_loki, enable_loki  # noqa: E402
 from fourfold.inference.loki.principal_components import calibrate  # noqa: E402
 from fourfold.inference.loki.settings import LokiConfig  # noqa: E402
+from fourfold.inference.loki.traffic import cache_bytes, step_bytes  # noqa: E402
 
 __all__ = ["LokiBasis", "LokiConfig", "cache_bytes", "calibrate", "disable_loki", "enable_loki", "step_bytes"]

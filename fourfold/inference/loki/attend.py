@@ -5,45 +5,16 @@ Letters of shapes: B sequences, N query heads, K KV heads, G = N / K, S keys, D 
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fourfold.inference.loki.select import choose_keys, combine_heads
+from fourfold.inference.loki.select import DecodeStep, choose_keys, combine_heads
 from fourfold.inference.loki.settings import LokiConfig
 
 GATHER_BYTES = 1 << 21
 """Bytes of keys that a CPU gathers at a time (at least one head's): about the size of its second-level cache."""
-
-
-class DecodeKernel(Protocol):
-    """A compiled decoding step. query_BKGd is already projected and scaled; returns [B, K, G, D]."""
-
-    def __call__(
-        self,
-        query_BKGD: Tensor,
-        query_BKGd: Tensor,
-        key_BKSD: Tensor,
-        value_BKSD: Tensor,
-        proxy_BKSd: Tensor,
-        k: int,
-        config: LokiConfig,
-        scaling: float,
-        visible_B1S: Tensor | None,
-        k_B: Tensor | None,
-    ) -> Tensor: ...
-
-
-def decode_kernel(name: Literal["triton", "numba"]) -> DecodeKernel:
-    """The kernel of a package, which is imported here."""
-    if name == "triton":
-        from fourfold.inference.loki import triton_kernels
-
-        return triton_kernels.decode
-    from fourfold.inference.loki import numba_kernels
-
-    return numba_kernels.decode
 
 
 def decode(
@@ -68,16 +39,25 @@ def decode(
     d = proxy_BKSd.shape[-1]
     query_BKGd = query_BKGD[..., :d] if basis_KDd is None else project(query_BKGD, basis_KDd)
     query_BKGd = (query_BKGd * scaling).to(proxy_BKSd.dtype)
-    cached = (key_BKSD, value_BKSD, proxy_BKSd)
+    step = DecodeStep(query_BKGD, query_BKGd, key_BKSD, value_BKSD, proxy_BKSd, k, config, scaling, visible_B1S, k_B)
     if not torch.is_grad_enabled():  # the compiled kernels have no backward
-        kernels = config.kernels_for(key_BKSD.device, *(tensor.dtype for tensor in cached))
+        kernels = config.kernels_for(key_BKSD.device, key_BKSD.dtype, value_BKSD.dtype, proxy_BKSd.dtype)
         if kernels != "torch":
             with torch.cuda.device_of(query_BND):  # where Triton launches
-                step = decode_kernel(kernels)
-                return step(query_BKGD, query_BKGd, *cached, k, config, scaling, visible_B1S, k_B).flatten(1, 2)
+                return _compiled(step, kernels).flatten(1, 2)
     worth_BKS = combine_heads(torch.matmul(query_BKGd, proxy_BKSd.transpose(-1, -2)), config.group_reduce, visible_B1S)
-    chosen_BKk = choose_keys(worth_BKS, k, config, visible_B1S, k_B)
-    return attend_to_chosen(query_BKGD, key_BKSD, value_BKSD, chosen_BKk, scaling, visible_B1S, k_B).flatten(1, 2)
+    return attend_to_chosen(step, choose_keys(worth_BKS, k, config, visible_B1S, k_B)).flatten(1, 2)
+
+
+def _compiled(step: DecodeStep, package: Literal["triton", "numba"]) -> Tensor:
+    """Run the kernels of a package, which is imported here."""
+    if package == "triton":
+        from fourfold.inference.loki import triton_kernels
+
+        return triton_kernels.decode(step)
+    from fourfold.inference.loki import numba_kernels
+
+    return numba_kernels.decode(step)
 
 
 def project(x_BKSD: Tensor, basis_KDd: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -85,29 +65,23 @@ def project(x_BKSD: Tensor, basis_KDd: Tensor, dtype: torch.dtype | None = None)
     return torch.matmul(x_BKSD.float(), basis_KDd).to(dtype or x_BKSD.dtype)
 
 
-def attend_to_chosen(
-    query_BKGD: Tensor,
-    key_BKSD: Tensor,
-    value_BKSD: Tensor,
-    chosen_BKk: Tensor,
-    scaling: float,
-    visible_B1S: Tensor | None = None,
-    k_B: Tensor | None = None,
-) -> Tensor:
+def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor) -> Tensor:
     """Exact attention to the chosen keys (the first k_B of each sequence), [B, K, G, D]."""
+    dtype = step.query_BKGD.dtype
     seen_BK1k = None
-    if visible_B1S is not None:
-        seen_BK1k = visible_B1S.expand(-1, chosen_BKk.shape[1], -1).gather(-1, chosen_BKk)[:, :, None]
-        if k_B is not None:
-            seen_BK1k &= torch.arange(chosen_BKk.shape[-1], device=k_B.device) < k_B[:, None, None, None]
-    exact = torch.promote_types(query_BKGD.dtype, torch.float32)
-    query_BKGD, dtype = query_BKGD.to(exact) * scaling, query_BKGD.dtype
+    if step.visible_B1S is not None:
+        seen_BK1k = step.visible_B1S.expand(-1, chosen_BKk.shape[1], -1).gather(-1, chosen_BKk)[:, :, None]
+        if step.k_B is not None:
+            places_k = torch.arange(chosen_BKk.shape[-1], device=chosen_BKk.device)
+            seen_BK1k &= places_k < step.k_B[:, None, None, None]
+    exact = torch.promote_types(dtype, torch.float32)
+    query_BKGD = step.query_BKGD.to(exact) * step.scaling
     out = []
-    for heads in _head_slices(key_BKSD, chosen_BKk, exact):
-        key_BhkD = gather_rows(key_BKSD[:, heads], chosen_BKk[:, heads]).to(exact)
+    for heads in _head_slices(step.key_BKSD, chosen_BKk, exact):
+        key_BhkD = gather_rows(step.key_BKSD[:, heads], chosen_BKk[:, heads]).to(exact)
         scores_BhGk = torch.matmul(query_BKGD[:, heads], key_BhkD.transpose(-1, -2))
         del key_BhkD  # the values take its place
-        value_BhkD = gather_rows(value_BKSD[:, heads], chosen_BKk[:, heads]).to(exact)
+        value_BhkD = gather_rows(step.value_BKSD[:, heads], chosen_BKk[:, heads]).to(exact)
         seen_Bh1k = None if seen_BK1k is None else seen_BK1k[:, heads]
         out.append(torch.matmul(_weights_of(scores_BhGk, seen_Bh1k), value_BhkD))
     return torch.cat(out, 1).to(dtype)

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from fourfold.errors import UserError
 from fourfold.inference.loki.architecture import Attention, attentions_of, key_shape, text_config, window_of
 from fourfold.inference.loki.basis import LokiBasis
-from fourfold.inference.loki.cache import GrowingLayer, StaticLokiLayer
 from fourfold.inference.loki.fingerprint import Fingerprint
 from fourfold.inference.loki.loki_attention import (
     NAME,
@@ -25,7 +23,6 @@ from fourfold.inference.loki.loki_attention import (
 )
 from fourfold.inference.loki.replace_cache import LayerRecipe
 from fourfold.inference.loki.settings import LokiConfig
-from fourfold.inference.loki.traffic import dense_bytes, floor_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,41 +87,6 @@ def disable_loki(model: PreTrainedModel) -> PreTrainedModel:
     if before is not None and text_config(model)._attn_implementation == NAME:
         model.set_attn_implementation(before)
     return model
-
-
-def cache_bytes(cache: Cache) -> int:
-    """The size of the tokens in a cache, in bytes, without the room to grow."""
-    total = 0
-    for layer in cache.layers:
-        if isinstance(layer, GrowingLayer | StaticLokiLayer):
-            total += layer.held_bytes
-        elif isinstance(layer, CacheLayerMixin) and layer.keys is not None and layer.values is not None:
-            total += layer.keys.nbytes + layer.values.nbytes
-    return total
-
-
-def step_bytes(model: PreTrainedModel, cache: Cache) -> tuple[int, int] | None:
-    """The least that the next step reads of the keys and values in a dynamic cache, in bytes; and full attention's.
-
-    None for a model without Loki, and where a layer of the cache is not Loki's.
-    """
-    states = [state for module in model.modules() if (state := state_of(module)) is not None]
-    layers = [layer for layer in cache.layers if isinstance(layer, GrowingLayer) and layer.get_seq_length()]
-    if not states or len(layers) < len(cache.layers):
-        return None
-    read = dense = 0
-    for state, layer in zip(states, layers, strict=True):
-        keys, recipe = layer.key_buffer.filled, state.recipe
-        batch, heads, length, head_dim = keys.shape
-        itemsize = keys.element_size()
-        proxy_itemsize = itemsize if recipe.proxy_dtype is None else recipe.proxy_dtype.itemsize
-        of_all = of_step = dense_bytes(length, head_dim, heads, itemsize)
-        if recipe.basis is not None and not recipe.config.is_dense_at(length):
-            k = recipe.config.key_count(length)
-            of_step = floor_bytes(length, head_dim, recipe.basis.d, k, heads, itemsize, proxy_itemsize)
-        read += batch * of_step
-        dense += batch * of_all
-    return read, dense
 
 
 def _recipes(attentions: Sequence[Attention], basis: LokiBasis, config: LokiConfig, capacity: int) -> list[LayerRecipe]:

@@ -28,14 +28,14 @@ KeyObserver = Callable[[int, Tensor, dict[str, Tensor], float], None]
 
 @contextmanager
 def observe_keys(model: PreTrainedModel, attentions: list[Attention], observer: KeyObserver) -> Iterator[None]:
-    """Inside, every attention passes its queries and keys to ``observer``; what the model computes is unchanged."""
+    """Pass the queries and keys of every attention to ``observer`` inside; what the model computes is unchanged."""
     before = text_config(model)._attn_implementation
     AttentionInterface.register(NAME, _observed_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     hooks = []
     for attention in attentions:
-        attention.loki_observer = _LayerObserver(observer)
-        hooks.append(attention.register_forward_pre_hook(_note_rotary, with_kwargs=True))
+        attention.loki_observer = state = _LayerObserver(observer)
+        hooks.append(attention.register_forward_pre_hook(state.note_rotary, with_kwargs=True))
     model.set_attn_implementation(NAME)
     try:
         yield
@@ -52,26 +52,18 @@ class _LayerObserver:
     rotary: tuple[Tensor, Tensor] | None = None
     """cos and sin of the current pass; None for a layer without a rotary embedding."""
 
-
-def _observer_of(module: nn.Module) -> _LayerObserver | None:
-    observer = getattr(module, "loki_observer", None)
-    return observer if isinstance(observer, _LayerObserver) else None
-
-
-def _note_rotary(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    observer = _observer_of(module)
-    assert observer is not None
-    observer.rotary = keywords["position_embeddings"] if getattr(module, "use_rope", True) else None
+    def note_rotary(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self.rotary = keywords["position_embeddings"] if getattr(module, "use_rope", True) else None
 
 
 def _observed_attention(
     module: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any
 ) -> tuple[Tensor, None]:
-    observer = _observer_of(module)
-    if observer is not None:  # None for another model that shares its configuration with the observed one
+    state = getattr(module, "loki_observer", None)
+    if state is not None:  # None for another model that shares its configuration with the observed one
         scaling = keywords.get("scaling") or query.shape[-1] ** -0.5
-        before = key.float() if observer.rotary is None else undo_rotary(key, *observer.rotary)
-        observer.observer(module.layer_idx, query, {"post": key, "pre": before}, scaling)
+        before = key.float() if state.rotary is None else undo_rotary(key, *state.rotary)
+        state.observer(module.layer_idx, query, {"post": key, "pre": before}, scaling)
     return sdpa_attention_forward(module, query, key, value, mask, **keywords)
 
 

@@ -24,7 +24,7 @@ from numba.core.config import NUMBA_NUM_THREADS  # type: ignore[attr-defined]  #
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from fourfold.inference.loki.select import always_chosen
+from fourfold.inference.loki.select import DecodeStep
 from fourfold.inference.loki.settings import LokiConfig
 
 SOFTMAX, MAX, MEAN = range(3)
@@ -66,32 +66,21 @@ def _compiled_for_threads(step: Callable[..., None]) -> Callable[..., None]:
     return compiled
 
 
-def decode(
-    query_BKGD: Tensor,
-    query_BKGd: Tensor,
-    key_BKSD: Tensor,
-    value_BKSD: Tensor,
-    proxy_BKSd: Tensor,
-    k: int,
-    config: LokiConfig,
-    scaling: float,
-    visible_B1S: Tensor | None,
-    k_B: Tensor | None,
-) -> Tensor:
-    """A ``DecodeKernel`` for caches in float32 or bfloat16 on a CPU."""
-    batch, heads, group, width = query_BKGD.shape
-    length, rows = key_BKSD.shape[2], batch * heads
+def decode(step: DecodeStep) -> Tensor:
+    """A step on caches in float32 or bfloat16 on a CPU."""
+    batch, heads, group, width = step.query_BKGD.shape
+    length, rows = step.key_BKSD.shape[2], batch * heads
     # Compiled code does not check bounds.
-    assert key_BKSD.shape == value_BKSD.shape == (batch, heads, length, width), "keys and values are of one shape"
-    assert proxy_BKSd.shape == (batch, heads, length, query_BKGd.shape[3]), "every key has its leading dims"
+    assert step.key_BKSD.shape == step.value_BKSD.shape == (batch, heads, length, width), "keys and values differ"
+    assert step.proxy_BKSd.shape == (batch, heads, length, step.query_BKGd.shape[3]), "every key has its leading dims"
     # A single head's keys need no normalization to be ranked.
-    reduce = MEAN if group == 1 else REDUCTIONS[config.group_reduce]
+    reduce = MEAN if group == 1 else REDUCTIONS[step.config.group_reduce]
+    k_B = np.full(batch, step.k) if step.k_B is None else step.k_B.clamp(max=step.k).numpy()
     out_RHD = torch.empty(rows, -(-group // 4) * 4, width)
     task = (
-        _padded_to_fours(query_BKGd), _padded_to_fours(query_BKGD.float() * scaling),
-        *_rows(proxy_BKSd), *_rows(key_BKSD), *_rows(value_BKSD),
-        heads, length, group, np.full(batch, k) if k_B is None else k_B.clamp(max=k).numpy(), reduce,
-        _flags(visible_B1S, batch, length), _flags(always_chosen(config, visible_B1S, length, "cpu"), batch, length),
+        _padded_to_fours(step.query_BKGd), _padded_to_fours(step.query_BKGD.float() * step.scaling),
+        *_rows(step.proxy_BKSd), *_rows(step.key_BKSD), *_rows(step.value_BKSD),
+        heads, length, group, k_B, reduce, _flags(step.visible_BS, batch), _flags(step.always_BS, batch),
         out_RHD.numpy(),
     )  # fmt: skip
     wanted = torch.get_num_threads()
@@ -107,13 +96,13 @@ def decode(
             set_num_threads(before)
     if torch.get_num_threads() != wanted:  # starting Numba's threads changed it, in a library that both share
         torch.set_num_threads(wanted)
-    return out_RHD[:, :group].reshape(query_BKGD.shape).to(query_BKGD.dtype)
+    return out_RHD[:, :group].reshape(step.query_BKGD.shape).to(step.query_BKGD.dtype)
 
 
 def compile_for(dtype: torch.dtype, proxy_dtype: torch.dtype) -> None:
     """Compile the step for caches of these dtypes now, or load it from disk, so that the first token does not wait."""
     query, keys = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 2, 4, dtype=dtype)
-    decode(query, query, keys, keys, keys.to(proxy_dtype), 1, LokiConfig(k=1), 1.0, None, None)
+    decode(DecodeStep(query, query, keys, keys, keys.to(proxy_dtype), 1, LokiConfig(k=1), 1.0))
 
 
 def _padded_to_fours(query_BKGx: Tensor) -> np.ndarray:
@@ -133,11 +122,9 @@ def _rows(x_BKSD: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return (rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows).numpy(), begins_BK.reshape(-1)
 
 
-def _flags(flags: Tensor | None, batch: int, length: int) -> np.ndarray:
-    """Booleans of shape [S] or [B, 1, S] as [B, S]; None as [B, 0]."""
-    if flags is None:
-        return np.empty((batch, 0), np.bool_)
-    return flags.expand(batch, 1, length)[:, 0].contiguous().numpy()
+def _flags(flags_BS: Tensor | None, batch: int) -> np.ndarray:
+    """[B, S]; [B, 0] for None."""
+    return np.empty((batch, 0), np.int8) if flags_BS is None else flags_BS.numpy()
 
 
 @_compiled_for_threads

@@ -7,6 +7,7 @@ or k is nothing in a decoding step, and the rows of a prompt in a simulation.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,6 +22,39 @@ SAMPLED = 32
 
 THIN, LONG = 6, 1 << 14
 """Rows shorter than THIN · k or LONG are selected from directly, without a threshold."""
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """The attention of one token to the best keys of its cache; kernels compute it as [B, K, G, D]."""
+
+    query_BKGD: Tensor
+    query_BKGd: Tensor
+    """Projected and scaled."""
+
+    key_BKSD: Tensor
+    value_BKSD: Tensor
+    proxy_BKSd: Tensor
+    k: int
+    config: LokiConfig
+    scaling: float
+    visible_B1S: Tensor | None = None
+    k_B: Tensor | None = None
+
+    @property
+    def visible_BS(self) -> Tensor | None:
+        """1 where a sequence sees a key; None where it sees all."""
+        return self._as_bytes(self.visible_B1S)
+
+    @property
+    def always_BS(self) -> Tensor | None:
+        """1 for the keys that are chosen whatever their scores; None where there are none."""
+        key_BKSD = self.key_BKSD
+        return self._as_bytes(always_chosen(self.config, self.visible_B1S, key_BKSD.shape[2], key_BKSD.device))
+
+    def _as_bytes(self, flags: Tensor | None) -> Tensor | None:
+        batch, _, length, _ = self.key_BKSD.shape
+        return None if flags is None else flags.expand(batch, 1, length)[:, 0].contiguous().view(torch.int8)
 
 
 def combine_heads(scores_BKG_S: Tensor, reduce: str, visible_B1_S: Tensor | None = None) -> Tensor:

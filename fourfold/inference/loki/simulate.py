@@ -68,59 +68,30 @@ def simulate(
     for first in range(0, length, rows):
         chunk = slice(first, min(first + rows, length))
         visible_B1QS = _causal(chunk, length, key_BKSD.device) if mask_B1QS is None else mask_B1QS[:, :, chunk]
-        out.append(
-            _attend_rows(
-                query_BKGQD[:, :, :, chunk],
-                query_BKGQd[:, :, :, chunk],
-                key_BKSD,
-                value_BKSD,
-                key_BKSd,
-                config,
-                scaling,
-                visible_B1QS,
-                k,
-                k_B,
-                probe,
-            )
-        )
+        ranking_BKGQS = torch.matmul(query_BKGQd[:, :, :, chunk] * scaling, key_BKSd.transpose(-1, -2)[:, :, None])
+        chosen_BKQS = _best(ranking_BKGQS, k, config, visible_B1QS, k_B)
+        scores_BKGQS = torch.matmul(query_BKGQD[:, :, :, chunk], key_BKSD.transpose(-1, -2)[:, :, None])
+        scores_BKGQS = scores_BKGQS.float() * scaling
+        if probe is not None:
+            best_BKQS = _best(scores_BKGQS, k, config, visible_B1QS, k_B)
+            weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~visible_B1QS[:, :, None], NEVER), -1)
+            is_sparse_B1Q = visible_B1QS.sum(-1) > (k if k_B is None else k_B[:, None, None])
+            probe.add(chosen_BKQS, best_BKQS, weights_BKGQS, is_sparse_B1Q.expand(best_BKQS.shape[:3]))
+        weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~chosen_BKQS[:, :, None], NEVER), -1)
+        weights_BKGQS = weights_BKGQS.masked_fill(~visible_B1QS.any(-1, keepdim=True)[:, :, None], 0.0)
+        out.append(torch.matmul(weights_BKGQS.to(value_BKSD.dtype), value_BKSD[:, :, None]))
     return torch.cat(out, dim=3).flatten(1, 2)
 
 
-def _attend_rows(
-    query_BKGQD: Tensor,
-    query_BKGQd: Tensor,
-    key_BKSD: Tensor,
-    value_BKSD: Tensor,
-    key_BKSd: Tensor,
-    config: LokiConfig,
-    scaling: float,
-    visible_B1QS: Tensor,
-    k: int,
-    k_B: Tensor | None,
-    probe: Probe | None,
-) -> Tensor:
-    ranking_BKGQS = torch.matmul(query_BKGQd * scaling, key_BKSd.transpose(-1, -2)[:, :, None])
-    worth_BKQS = combine_heads(ranking_BKGQS, config.group_reduce, visible_B1QS)
-    chosen_BKQS = _as_mask(choose_keys(worth_BKQS, k, config, visible_B1QS, k_B), worth_BKQS, k_B) & visible_B1QS
-    scores_BKGQS = torch.matmul(query_BKGQD, key_BKSD.transpose(-1, -2)[:, :, None]).float() * scaling
-    if probe is not None:
-        exact_BKQS = combine_heads(scores_BKGQS, config.group_reduce, visible_B1QS)
-        best_BKQS = _as_mask(choose_keys(exact_BKQS, k, config, visible_B1QS, k_B), exact_BKQS, k_B) & visible_B1QS
-        weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~visible_B1QS[:, :, None], NEVER), -1)
-        sparse_BKQ = (visible_B1QS.sum(-1) > (k if k_B is None else k_B[:, None, None])).expand(worth_BKQS.shape[:3])
-        probe.add(chosen_BKQS, best_BKQS, weights_BKGQS, sparse_BKQ)
-    weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~chosen_BKQS[:, :, None], NEVER), -1)
-    weights_BKGQS = weights_BKGQS.masked_fill(~visible_B1QS.any(-1, keepdim=True)[:, :, None], 0.0)
-    return torch.matmul(weights_BKGQS.to(value_BKSD.dtype), value_BKSD[:, :, None])
-
-
-def _as_mask(places_BKQk: Tensor, like_BKQS: Tensor, k_B: Tensor | None) -> Tensor:
-    """True at these places; with ``k_B``, only at the first k_B of them."""
-    chosen_BKQS = torch.zeros_like(like_BKQS, dtype=torch.bool)
+def _best(scores_BKGQS: Tensor, k: int, config: LokiConfig, visible_B1QS: Tensor, k_B: Tensor | None) -> Tensor:
+    """True at the visible keys that each row chooses by these scores: k, or those of its sequence with ``k_B``."""
+    worth_BKQS = combine_heads(scores_BKGQS, config.group_reduce, visible_B1QS)
+    places_BKQk = choose_keys(worth_BKQS, k, config, visible_B1QS, k_B)
+    chosen_BKQS = torch.zeros_like(worth_BKQS, dtype=torch.bool)
     if k_B is None:
-        return chosen_BKQS.scatter_(-1, places_BKQk, True)
-    kept_BKQk = torch.arange(places_BKQk.shape[-1], device=k_B.device) < k_B[:, None, None, None]
-    return chosen_BKQS.scatter_(-1, places_BKQk, kept_BKQk.expand_as(places_BKQk))
+        return chosen_BKQS.scatter_(-1, places_BKQk, True) & visible_B1QS
+    is_kept_BKQk = torch.arange(places_BKQk.shape[-1], device=k_B.device) < k_B[:, None, None, None]
+    return chosen_BKQS.scatter_(-1, places_BKQk, is_kept_BKQk.expand_as(places_BKQk)) & visible_B1QS
 
 
 def _causal(chunk: slice, length: int, device: torch.device) -> Tensor:

@@ -1,56 +1,51 @@
-"""Counts the bytes that a decoding step reads from its cache, which is what Loki reduces."""
+"""The bytes that a cache holds, and those that a decoding step reads of it, which is what Loki reduces."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-aten = torch.ops.aten
-_ROWS = {
-    aten.index_select.default,
-    aten.index_select.out,
-    aten.gather.default,
-    aten.index.Tensor,
-    aten.embedding.default,
-}
-"""Operations that read only the returned rows of their first argument."""
+from fourfold.inference.loki.cache import GrowingLayer, StaticLokiLayer
+from fourfold.inference.loki.loki_attention import state_of
 
-_WRITES = {aten.copy_.default, aten.index_copy_.default}
-"""Operations that only write to their first argument."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
-class CacheTraffic(TorchDispatchMode):
-    """A context in which every torch operation that reads memory of ``cache`` adds to ``bytes_read``.
+def cache_bytes(cache: Cache) -> int:
+    """The size of the tokens in a cache, in bytes, without the room to grow."""
+    total = 0
+    for layer in cache.layers:
+        if isinstance(layer, GrowingLayer | StaticLokiLayer):
+            total += layer.held_bytes
+        elif isinstance(layer, CacheLayerMixin) and layer.keys is not None and layer.values is not None:
+            total += layer.keys.nbytes + layer.values.nbytes
+    return total
 
-    Views read nothing, operations that pick rows read those rows, and all others read their whole arguments. Kernels
-    outside torch are not counted.
+
+def step_bytes(model: PreTrainedModel, cache: Cache) -> tuple[int, int] | None:
+    """The least that the next step reads of the keys and values in a dynamic cache, in bytes; and full attention's.
+
+    None for a model without Loki, and where a layer of the cache is not Loki's.
     """
-
-    def __init__(self, cache: Sequence[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        self.bytes_read = 0
-        self._spans = [_span(tensor) for tensor in cache]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            begin = 1 if func in _WRITES else 0
-            for number, argument in enumerate(tree_leaves((args[begin:], kwargs or {}))):
-                if isinstance(argument, Tensor) and self._is_cached(argument):
-                    picks_rows = func in _ROWS and number == 0
-                    self.bytes_read += (out if picks_rows else argument).nbytes
-        return out
-
-    def _is_cached(self, tensor: Tensor) -> bool:
-        begin, end = _span(tensor)
-        return any(first <= begin and end <= last for first, last in self._spans)
+    states = [state for module in model.modules() if (state := state_of(module)) is not None]
+    layers = [layer for layer in cache.layers if isinstance(layer, GrowingLayer) and layer.get_seq_length()]
+    if not states or len(layers) < len(cache.layers):
+        return None
+    read = dense = 0
+    for state, layer in zip(states, layers, strict=True):
+        keys, recipe = layer.key_buffer.filled, state.recipe
+        batch, heads, length, head_dim = keys.shape
+        itemsize = keys.element_size()
+        proxy_itemsize = itemsize if recipe.proxy_dtype is None else recipe.proxy_dtype.itemsize
+        of_all = of_step = dense_bytes(length, head_dim, heads, itemsize)
+        if recipe.basis is not None and not recipe.config.is_dense_at(length):
+            k = recipe.config.key_count(length)
+            of_step = floor_bytes(length, head_dim, recipe.basis.d, k, heads, itemsize, proxy_itemsize)
+        read += batch * of_step
+        dense += batch * of_all
+    return read, dense
 
 
 def floor_bytes(
@@ -63,9 +58,3 @@ def floor_bytes(
 def dense_bytes(length: int, head_dim: int, heads: int, itemsize: int) -> int:
     """The bytes that full attention reads for one sequence: all keys and values."""
     return heads * itemsize * 2 * length * head_dim
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """First and end address of a tensor's storage."""
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fourfold.inference.loki.select import always_chosen
-from fourfold.inference.loki.settings import LokiConfig
+from fourfold.inference.loki.select import DecodeStep
 
 PROGRAMS, LEAST_SPLIT, MOST_SPLIT, BLOCK = 512, 512, 4096, 256
 """A pass over all keys: the programs to aim for, the least and most keys of one, and the most per iteration."""
@@ -31,27 +30,16 @@ BINS = tl.constexpr(2048)
 NEVER = tl.constexpr(float("-inf"))
 
 
-def decode(
-    query_BKGD: Tensor,
-    query_BKGd: Tensor,
-    key_BKSD: Tensor,
-    value_BKSD: Tensor,
-    proxy_BKSd: Tensor,
-    k: int,
-    config: LokiConfig,
-    scaling: float,
-    visible_B1S: Tensor | None,
-    k_B: Tensor | None,
-) -> Tensor:
-    """A ``DecodeKernel`` for the current GPU."""
+def decode(step: DecodeStep) -> Tensor:
+    """A step on the current GPU."""
+    query_BKGD, key_BKSD, value_BKSD, proxy_BKSd = step.query_BKGD, step.key_BKSD, step.value_BKSD, step.proxy_BKSd
     batch, heads, group, width = query_BKGD.shape
     length, d = proxy_BKSd.shape[2:]
     assert key_BKSD.stride(3) == value_BKSD.stride(3) == 1, "rows must be contiguous"
-    rows, device = batch * heads, query_BKGD.device
-    visible_BS = _bytes(visible_B1S, batch, length)
-    always_BS = _bytes(always_chosen(config, visible_B1S, length, device), batch, length)
+    rows, k, device = batch * heads, step.k, query_BKGD.device
+    visible_BS, always_BS = step.visible_BS, step.always_BS
     # A sequence that sees nothing also gets one key, which attention masks: the search needs something to find.
-    k_of_B = torch.full((batch,), k, device=device) if k_B is None else k_B.clamp(1, k)
+    k_of_B = torch.full((batch,), k, device=device) if step.k_B is None else step.k_B.clamp(1, k)
     k_of_B = k_of_B.to(torch.int32)
 
     split = triton.next_power_of_2(triton.cdiv(length * rows, PROGRAMS))
@@ -63,7 +51,7 @@ def decode(
     maxima_RPG, sums_RPG = torch.empty(2, rows, splits, group, dtype=torch.float32, device=device)
     wide = {"d": d, "DP": max(16, triton.next_power_of_2(d))}
     _score[grid](
-        query_BKGd.contiguous(), proxy_BKSd, visible_BS, scores_RGS, maxima_RPG, sums_RPG,
+        step.query_BKGd.contiguous(), proxy_BKSd, visible_BS, scores_RGS, maxima_RPG, sums_RPG,
         heads, length, splits, *proxy_BKSd.stride(),
         **sizes, **wide, **blocks | {"BLOCK": block_of(wide["DP"], proxy_BKSd, BLOCK)}, MASKED=visible_BS is not None,
     )  # fmt: skip
@@ -73,7 +61,7 @@ def decode(
     _rank[grid](
         scores_RGS, maxima_RPG, sums_RPG, always_BS, ranks_RS, histograms_3RN, heads, length, splits,
         **sizes, PP=triton.next_power_of_2(splits), ENDS=always_BS is not None,
-        REDUCE="mean" if group == 1 else config.group_reduce,  # a single head's keys need no normalization
+        REDUCE="mean" if group == 1 else step.config.group_reduce,  # a single head's keys need no normalization
         **blocks,
     )  # fmt: skip
     counts_RP2 = torch.empty(rows, splits, 2, dtype=torch.int32, device=device)
@@ -90,7 +78,7 @@ def decode(
     wide = {"D": width, "DP": max(16, triton.next_power_of_2(width))}
     _attend[rows, parts](
         query_BKGD.contiguous(), key_BKSD, value_BKSD, chosen_Rk, visible_BS, partial_RPGD, maxima_RPG, sums_RPG,
-        scaling, heads, length, k, parts, *key_BKSD.stride()[:3], *value_BKSD.stride()[:3],
+        step.scaling, heads, length, k, parts, *key_BKSD.stride()[:3], *value_BKSD.stride()[:3],
         **sizes, **wide, MASKED=visible_BS is not None, SPLIT=CHOSEN_SPLIT,
         BLOCK=block_of(wide["DP"], key_BKSD, CHOSEN_BLOCK),
     )  # fmt: skip
@@ -104,11 +92,6 @@ def decode(
 def block_of(width: int, keys: Tensor, most: int) -> int:
     """Keys of this width (a power of two) per iteration."""
     return max(16, min(most, TILE_BYTES // (width * keys.element_size())))
-
-
-def _bytes(flags: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """Booleans of shape [S] or [B, 1, S] as bytes [B, S]."""
-    return None if flags is None else flags.expand(batch, 1, length).contiguous().view(torch.int8)
 
 
 @triton.jit(do_not_specialize=["splits"])

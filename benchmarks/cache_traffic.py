@@ -1,0 +1,59 @@
+"""Counts the bytes of a cache that torch's operations read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+_ROWS = {
+    aten.index_select.default,
+    aten.index_select.out,
+    aten.gather.default,
+    aten.index.Tensor,
+    aten.embedding.default,
+}
+"""Operations that read only the returned rows of their first argument."""
+
+_WRITES = {aten.copy_.default, aten.index_copy_.default}
+"""Operations that only write to their first argument."""
+
+
+class CacheTraffic(TorchDispatchMode):
+    """A context in which every torch operation that reads memory of ``cache`` adds to ``bytes_read``.
+
+    Views read nothing, operations that pick rows read those rows, and all others read their whole arguments. Kernels
+    outside torch are not counted.
+    """
+
+    def __init__(self, cache: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.bytes_read = 0
+        self._spans = [_span(tensor) for tensor in cache]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            begin = 1 if func in _WRITES else 0
+            for number, argument in enumerate(tree_leaves((args[begin:], kwargs or {}))):
+                if isinstance(argument, Tensor) and self._is_cached(argument):
+                    picks_rows = func in _ROWS and number == 0
+                    self.bytes_read += (out if picks_rows else argument).nbytes
+        return out
+
+    def _is_cached(self, tensor: Tensor) -> bool:
+        begin, end = _span(tensor)
+        return any(first <= begin and end <= last for first, last in self._spans)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First and end address of a tensor's storage."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
