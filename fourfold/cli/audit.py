@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import AsJson, Overrides
+from fourfold.cli.options import AsJson, Overrides, show
+from fourfold.errors import UserError
 
 ABOVE_LIMIT = 4
 
@@ -53,13 +54,13 @@ def audit(
     One forward pass over each document decides what greedy decoding gives after any part of it, on any grid: --set
     parallel.z=2 scores on two processes. Exit code 4: the model repeats more than --max-exact-match allows.
     """
-    from fourfold.errors import UserError
-
     if max_exact_match is not None and not 0 <= max_exact_match <= 1:
         raise UserError(f"--max-exact-match {max_exact_match} must be a share from 0 to 1, such as 0.01")
     from fourfold import jobs
     from fourfold.memorization.audit import AuditRequest
     from fourfold.memorization.scores import Sampling
+    from fourfold.reports.audit_report import write_audit_report
+    from fourfold.reports.terminal import audit_tables
 
     request = AuditRequest(
         model=model,
@@ -79,19 +80,10 @@ def audit(
         overrides=tuple(overrides),
     )
     record = jobs.audit(request)
-    if record is None:  # not the first process of a launcher's
+    show(record, as_json, audit_tables)
+    if record is None:
         return
-    if as_json:
-        import json
-
-        print(json.dumps(record, allow_nan=False))
-    else:
-        from fourfold.reports.terminal import audit_tables
-
-        audit_tables(record)
     if out is not None:  # last: a report that cannot be written is still shown
-        from fourfold.reports.audit_report import write_audit_report
-
         page = write_audit_report(record, out)
         if not as_json:
             print(f"Report: {page}")

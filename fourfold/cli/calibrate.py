@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fourfold.cli.options import AsJson
+from fourfold.cli.options import AsJson, show
+from fourfold.errors import UserError
 from fourfold.planning.machines.names import machine_names
 
 
@@ -39,7 +39,6 @@ def calibrate(
     Example: fourfold calibrate --out mine.toml --from runs/demo/metrics.jsonl
     """
     from fourfold.data.files import write_output
-    from fourfold.errors import UserError
     from fourfold.planning.machines.machine import load_machine
     from fourfold.planning.machines.write import machine_toml, measured_machine
 
@@ -64,7 +63,7 @@ def calibrate(
         record = measured
         printed = text = machine_toml(measured_machine(record, base, out.stem), f"{record['device']}, measured", base)
     write_output(out, text)
-    print(json.dumps({"machine": str(out), **record}) if as_json else printed.rstrip("\n"))
+    show({"machine": str(out), **record}, as_json, lambda _: print(printed.rstrip("\n")))
 
 
 def _mean_error(errors: dict[str, float | int | None]) -> str:

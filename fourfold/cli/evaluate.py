@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import AsJson, Overrides
+from fourfold.cli.options import AsJson, Overrides, show
 
 
 def evaluate(
@@ -36,6 +36,7 @@ def evaluate(
     from fourfold.evaluation.evaluate import EvaluationRequest
     from fourfold.inference.lm_eval_tasks import task_names
     from fourfold.memorization.scored_model import run_on_model_grid
+    from fourfold.reports.terminal import evaluation_tables
 
     request = EvaluationRequest(
         model=model,
@@ -51,14 +52,4 @@ def evaluate(
         limit=limit,
     )
     request.check()
-    record = run_on_model_grid("fourfold.evaluation.evaluate:run_evaluation", request)
-    if record is None:  # not the first process of a launcher's
-        return
-    if as_json:
-        import json
-
-        print(json.dumps(record))
-    else:
-        from fourfold.reports.terminal import evaluation_tables
-
-        evaluation_tables(record)
+    show(run_on_model_grid("fourfold.evaluation.evaluate:run_evaluation", request), as_json, evaluation_tables)

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import AsJson
-
-
-class Dtype(StrEnum):
-    auto = "auto"
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
+from fourfold.cli.options import AsJson, StoredDtype, show
 
 
 def export_hf(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     dtype: Annotated[
-        Dtype, typer.Option(help="Type of the weights; auto: that of the model the run began with, else as stored.")
-    ] = Dtype.auto,
+        StoredDtype,
+        typer.Option(help="Type of the weights; auto: that of the model the run began with, else as stored."),
+    ] = "auto",
     model_type: Annotated[
         str | None, typer.Option(metavar="FAMILY", help="llama, mistral, qwen2, qwen3, phi3 or gpt2, if it matters.")
     ] = None,
@@ -39,12 +32,7 @@ def export_hf(
     becomes an adapter that peft opens.
     """
     from fourfold.huggingface.export_model import export_huggingface
-    from fourfold.reports.terminal import transferred_line
+    from fourfold.reports.terminal import print_transferred
 
-    transferred = export_huggingface(checkpoint, out, dtype.value, model_type, tokenizer, merge)
-    if as_json:
-        import json
-
-        print(json.dumps(transferred.record()))
-    else:
-        print(transferred_line(transferred.record()))
+    transferred = export_huggingface(checkpoint, out, dtype, model_type, tokenizer, merge)
+    show(transferred.record(), as_json, print_transferred)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from fourfold.cli import loki_options as loki
-from fourfold.cli.options import AsJson
+from fourfold.cli.options import AsJson, show
+from fourfold.errors import UserError
 
 
 def generate(
@@ -22,7 +24,9 @@ def generate(
         float | None, typer.Option(help="Draw from the likeliest tokens that have this share of the probability.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
-    attention: Annotated[str, typer.Option(help="full, or loki: only to the keys that low-rank keys select.")] = "full",
+    attention: Annotated[
+        Literal["full", "loki"], typer.Option(help="loki: only to the keys that low-rank keys select.")
+    ] = "full",
     basis: loki.BasisFile = None,
     loki_values: loki.LokiValues = [],  # noqa: B006 (typer reads it, nobody writes it)
     tokenizer: loki.TokenizerName = None,
@@ -36,22 +40,18 @@ def generate(
 
     Example: fourfold generate --model exported --prompt "Once" --attention loki --basis basis.safetensors
     """
-    from fourfold.errors import UserError
-
     if (prompt is None) == (prompt_file is None):
         raise UserError("give either --prompt or --prompt-file")
-    if attention not in ("full", "loki"):
-        raise UserError(f"--attention {attention} is neither full nor loki")
     if (attention == "loki") != (basis is not None):
         raise UserError(
             "--attention loki and --basis BASIS.safetensors go together (fourfold loki calibrate makes one)"
         )
-    loki.checked_dtype(dtype)
     from fourfold.huggingface.export_model import as_huggingface
     from fourfold.huggingface.transformers_models import load_model, load_text
     from fourfold.inference.generate import Sampling, encode_prompt
     from fourfold.inference.generate import generate as continue_text
     from fourfold.inference.text import read_text
+    from fourfold.reports.terminal import generation_line
 
     if prompt_file is not None:
         prompt = read_text(prompt_file, "the prompt")
@@ -66,12 +66,6 @@ def generate(
             config = loki.loki_config(loki_values)
             capacity = len(encode_prompt(opened, text, prompt)) + max_new_tokens
             enable_loki(opened, LokiBasis.load(basis), config, capacity=capacity)
-        if as_json:
-            import json
-
-            print(json.dumps(continue_text(opened, text, prompt, max_new_tokens, sampling).record()))
-            return
-        done = continue_text(opened, text, prompt, max_new_tokens, sampling, lambda new: print(new, end="", flush=True))
-    from fourfold.reports.terminal import generation_line
-
-    print(f"\n\n{generation_line(done.record())}")
+        write = (lambda text: None) if as_json else partial(print, end="", flush=True)
+        done = continue_text(opened, text, prompt, max_new_tokens, sampling, write)
+    show(done.record(), as_json, lambda record: print(f"\n\n{generation_line(record)}"))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import AsJson
+from fourfold.cli.options import AsJson, show
 
 
 def import_hf(
@@ -21,12 +21,6 @@ def import_hf(
     without it by model.from_hf.
     """
     from fourfold.huggingface.import_model import import_huggingface
-    from fourfold.reports.terminal import transferred_line
+    from fourfold.reports.terminal import print_transferred
 
-    transferred = import_huggingface(model, out)
-    if as_json:
-        import json
-
-        print(json.dumps(transferred.record()))
-    else:
-        print(transferred_line(transferred.record()))
+    show(import_huggingface(model, out).record(), as_json, print_transferred)

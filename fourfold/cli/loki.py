@@ -6,12 +6,13 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from fourfold.cli import loki_options as options
-from fourfold.cli.options import AsJson
+from fourfold.cli.options import AsJson, show
+from fourfold.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,10 +40,8 @@ def calibrate(
     seq_len: WindowLength = None,
     tokens: Annotated[int, typer.Option(min=1, help="The most tokens to read.")] = 100_000,
     basis: Annotated[
-        str,
-        typer.Option(
-            help="Keys before (pre) or after (post) their rotary embedding, or both: the better one for each layer."
-        ),
+        Literal["pre", "post", "both"],
+        typer.Option(help="Keys before or after their rotary embedding; both: the better one for each layer."),
     ] = "both",
     report: Annotated[Path | None, typer.Option(metavar="RANKS.html", help="Write the ranks as an HTML page.")] = None,
     picture: Annotated[Path | None, typer.Option(metavar="RANKS.png", help="Draw them (needs matplotlib).")] = None,
@@ -58,11 +57,6 @@ def calibrate(
 
     Example: fourfold loki calibrate --model exported --text book.txt --out basis.safetensors --report ranks.html
     """
-    from fourfold.errors import UserError
-
-    if basis not in ("pre", "post", "both"):
-        raise UserError(f"--basis {basis} must be one of pre, post, both")
-    options.checked_dtype(dtype)
     from fourfold.huggingface.export_model import as_huggingface
     from fourfold.inference.loki import calibrate as find_basis
     from fourfold.reports.loki_report import import_matplotlib, write_rank_picture, write_rank_report
@@ -82,7 +76,7 @@ def calibrate(
         write_rank_report(record, report)
     if picture is not None:
         write_rank_picture(record, picture)
-    _print(record, rank_table, as_json)
+    show(record, as_json, rank_table)
 
 
 @loki.command()
@@ -112,11 +106,8 @@ def evaluate(
 
     Example: fourfold loki evaluate --model exported --basis basis.safetensors --text held_out.txt --loki d=32
     """
-    from fourfold.errors import UserError
-
     if not text and not tasks:
         raise UserError("give --text FILE to measure on, or --tasks")
-    options.checked_dtype(dtype)
     on_text, in_tasks = options.loki_config(loki_values, min_k=1, min_seq=0), options.loki_config(loki_values)
     from fourfold.huggingface.export_model import as_huggingface
     from fourfold.inference.lm_eval_tasks import checked_tokenizer, task_names
@@ -134,7 +125,7 @@ def evaluate(
             record |= measure_quality(opened, found[:windows], ranked_by, on_text, _progress("evaluating"))
         if for_tasks is not None:
             record["tasks"] = compare_tasks(opened, for_tasks, ranked_by, in_tasks, names, limit, include_path)
-    _print(record, loki_tables, as_json)
+    show(record, as_json, loki_tables)
 
 
 def _open(
@@ -155,8 +146,6 @@ def _open(
     positions = positions_of(model)
     length = length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
     if positions is not None and length > positions:
-        from fourfold.errors import UserError
-
         raise UserError(f"--seq-len {length} is more than the model's {positions} positions")
     windows = token_windows(text, files, length, max_tokens) if files else []
     for window in windows:
@@ -166,8 +155,6 @@ def _open(
 
 def _check_writable(file: Path) -> None:
     """Raise ``UserError``, before hours of work, where a file cannot be written."""
-    from fourfold.errors import UserError
-
     if file.is_dir():
         raise UserError(f"cannot write {file}: it is a folder")
     if not os.access(file.parent, os.W_OK):
@@ -182,12 +169,3 @@ def _progress(name: str) -> Callable[[Iterable[Any]], Iterable[Any]]:
     from rich.progress import track
 
     return lambda items: track(items, description=name, console=Console(stderr=True), transient=True)
-
-
-def _print(record: dict[str, Any], tables: Callable[[dict[str, Any]], None], as_json: bool) -> None:
-    if as_json:
-        import json
-
-        print(json.dumps(record))
-    else:
-        tables(record)

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fourfold.cli.options import StoredDtype
+from fourfold.errors import UserError
+
 if TYPE_CHECKING:
     from fourfold.inference.loki import LokiConfig
 
@@ -16,7 +19,7 @@ ModelName = Annotated[
     str, typer.Option("--model", metavar="DIR|ID|RUN", help="A Hugging Face model, or a run or checkpoint of fourfold.")
 ]
 TokenizerName = Annotated[str | None, typer.Option(metavar="DIR|ID|bytes", help="Default: the model's own.")]
-DtypeName = Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: that of the stored weights.")]
+DtypeName = Annotated[StoredDtype, typer.Option(help="Type of the weights; auto: that of the stored ones.")]
 DeviceName = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")]
 BasisFile = Annotated[
     Path | None, typer.Option(metavar="BASIS.safetensors", help="The file that `fourfold loki calibrate` wrote.")
@@ -34,7 +37,6 @@ LokiValues = Annotated[
 
 def loki_config(values: Sequence[str], **defaults: Any) -> LokiConfig:
     """The configuration of these KEY=VALUE pairs. Raises ``UserError``, with the nearest key, for an unknown one."""
-    from fourfold.errors import UserError
     from fourfold.inference.loki import LokiConfig
 
     kinds = typing.get_type_hints(LokiConfig)
@@ -52,19 +54,7 @@ def loki_config(values: Sequence[str], **defaults: Any) -> LokiConfig:
     return LokiConfig(**found)
 
 
-def checked_dtype(name: str) -> str:
-    """The same name. Raises ``UserError`` for an unknown dtype."""
-    from fourfold.errors import UserError
-    from fourfold.models.dtypes import DTYPES
-
-    if name != "auto" and name not in DTYPES:
-        raise UserError(f"--dtype {name} must be one of auto, {', '.join(DTYPES)}")
-    return name
-
-
 def _value(pair: str, value: str, kind: str) -> Any:
-    from fourfold.errors import UserError
-
     try:
         if "tuple" in kind:
             return tuple(int(part) for part in value.split(",") if part.strip())

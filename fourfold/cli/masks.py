@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import AsJson, Overrides, RunFile
+from fourfold.cli.options import AsJson, Overrides, RunFile, show
 
 
 def masks(
@@ -22,6 +22,7 @@ def masks(
     a gap is, and how much a model could repeat of a document that it has learned as well as it can.
     """
     from fourfold.memorization.goldfish_laws import expected_extraction
+    from fourfold.reports.terminal import masks_view
     from fourfold.run_file.load import load_run
     from fourfold.training.corpora import preview_masks
 
@@ -33,11 +34,4 @@ def masks(
         "expected": expected_extraction(run.masks.goldfish),
         "warnings": [] if preview.statistics is None else preview.statistics.warnings(),
     }
-    if as_json:
-        import json
-
-        print(json.dumps(record))
-    else:
-        from fourfold.reports.terminal import masks_view
-
-        masks_view(preview, tokenizer, record)
+    show(record, as_json, lambda record: masks_view(preview, tokenizer, record))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import AsJson, Overrides, RunFile
+from fourfold.cli.options import AsJson, Overrides, RunFile, show
 
 
 def parity(
@@ -22,6 +22,7 @@ def parity(
     when something differs by more than rounding explains.
     """
     from fourfold.launch.job_processes import run_on_grid
+    from fourfold.reports.terminal import parity_table
     from fourfold.run_file.load import load_run
 
     run = load_run(run_file, overrides)
@@ -33,13 +34,6 @@ def parity(
     )
     if result is None:  # not the first process of a launcher's
         return
-    if as_json:
-        import json
-
-        print(json.dumps(result.record()))
-    else:
-        from fourfold.reports.terminal import parity_table
-
-        parity_table(result)
+    show(result.record(), as_json, lambda _: parity_table(result))
     if not result.ok:
         raise typer.Exit(1)

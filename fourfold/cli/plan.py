@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.core import TyperGroup
 
-from fourfold.cli.options import AsJson, Overrides
+from fourfold.cli.options import AsJson, Overrides, show
 from fourfold.config.presets import PRESETS
 from fourfold.planning.machines.names import machine_names
 
@@ -88,6 +87,7 @@ def layout(
     from fourfold.planning.plan_record import plan_request
     from fourfold.planning.planned_run import write_run
     from fourfold.planning.request import request_from_options
+    from fourfold.reports.plan_terminal import plan_tables
 
     request = request_from_options(model, run_file, overrides, gpus, seq, global_batch, precision)
     with Console(stderr=True).status("Searching layouts"):  # seconds, or a minute for 100,000 GPUs
@@ -98,12 +98,7 @@ def layout(
         from fourfold.reports.plan_report import write_plan_report
 
         write_plan_report(report, result)
-    if as_json:
-        print(json.dumps(result.record()))
-    else:
-        from fourfold.reports.plan_terminal import plan_tables
-
-        plan_tables(result, explain)
+    show(result.record(), as_json, lambda _: plan_tables(result, explain))
 
 
 @plan.command()
@@ -132,10 +127,7 @@ def validate(
     from fourfold.reports.plan_terminal import validation_tables
 
     result = compare(file, calibrate_on, machine_only)
-    if as_json:
-        print(json.dumps(result.record(rows)))
-    else:
-        validation_tables(result, rows)
+    show(result.record(rows), as_json, lambda _: validation_tables(result, rows))
 
 
 @plan.command()
@@ -164,6 +156,7 @@ def scaling(
     from fourfold.planning.request import request_from_options
     from fourfold.planning.scaling import scaling_curve, sizes_of
     from fourfold.planning.search.limits import parse_limits
+    from fourfold.reports.plan_terminal import scaling_table
 
     sizes, where = sizes_of(gpus), load_machine(machine)
     request = request_from_options(model, None, [], sizes[0], seq, global_batch, precision)
@@ -172,10 +165,10 @@ def scaling(
         from fourfold.reports.plan_report import write_scaling_report
 
         write_scaling_report(report, points, request.name, where.name, weak)
-    if as_json:
-        print(json.dumps({"model": request.name, "machine": where.name, "weak": weak,
-                          "points": [point.record() for point in points]}))  # fmt: skip
-    else:
-        from fourfold.reports.plan_terminal import scaling_table
-
-        scaling_table(points, weak)
+    record = {
+        "model": request.name,
+        "machine": where.name,
+        "weak": weak,
+        "points": [point.record() for point in points],
+    }
+    show(record, as_json, lambda _: scaling_table(points, weak))

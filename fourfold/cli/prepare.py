@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from fourfold.errors import UserError
 
 if TYPE_CHECKING:
     from fourfold.data.prepare import PrepareSummary
@@ -29,7 +31,7 @@ def prepare(
         typer.Option(metavar="VOCAB", help="Train a byte-level BPE tokenizer of this size on the input instead."),
     ] = None,
     format: Annotated[
-        str, typer.Option(metavar="text|sft", help="sft: rows of messages, or of prompt and completion.")
+        Literal["text", "sft"], typer.Option(help="sft: rows of messages, or of prompt and completion.")
     ] = "text",
     chat_template: Annotated[
         Path | None, typer.Option(help="With --format sft: a Jinja file. Default: that of the tokenizer's folder.")
@@ -69,7 +71,6 @@ def prepare(
     """
     from fourfold.data import prepare as data
     from fourfold.data.canaries import Canaries
-    from fourfold.errors import UserError
 
     if format == "sft":
         refused: dict[str, object] = {
@@ -82,7 +83,8 @@ def prepare(
         }
         _conversations(inputs, out, tokenizer, chat_template, validation_fraction, refused)
         return
-    _check_text(format, chat_template)
+    if chat_template is not None:
+        raise UserError("--chat-template is for --format sft")
     wanted = None
     if canaries is not None:
         wanted = Canaries(canaries, _numbers(repeats), canary_tokens, canary_noise, canary_shift, canaries_from)
@@ -112,7 +114,6 @@ def _conversations(
     refused: dict[str, object],
 ) -> None:
     from fourfold.data.prepare_conversations import prepare_conversations
-    from fourfold.errors import UserError
 
     given = [name for name, value in refused.items() if value]
     if given or tokenizer is None:
@@ -124,15 +125,6 @@ def _conversations(
             inputs, out, tokenizer=tokenizer, chat_template=chat_template, validation_fraction=validation_fraction
         )
     )
-
-
-def _check_text(format: str, chat_template: Path | None) -> None:
-    from fourfold.errors import UserError
-
-    if format != "text":
-        raise UserError(f"--format {format}: there are text and sft")
-    if chat_template is not None:
-        raise UserError("--chat-template is for --format sft")
 
 
 def _show(summary: PrepareSummary) -> None:
@@ -150,8 +142,6 @@ def _show(summary: PrepareSummary) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    from fourfold.errors import UserError
-
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:

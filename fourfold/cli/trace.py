@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import AsJson, Overrides, RunFile
+from fourfold.cli.options import AsJson, Overrides, RunFile, show
 
 
 def trace(
@@ -25,14 +25,8 @@ def trace(
     from fourfold.run_file.load import load_run
 
     run = load_run(run_file, overrides)
+    from fourfold.reports.terminal import trace_tables
     from fourfold.verification.trace import trace as trace_run  # brings torch, which no mistake should wait for
 
     report = trace_run(run, whole)
-    if as_json:
-        import json
-
-        print(json.dumps(report.record()))
-    else:
-        from fourfold.reports.terminal import trace_tables
-
-        trace_tables(report)
+    show(report.record(), as_json, lambda _: trace_tables(report))

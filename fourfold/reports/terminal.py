@@ -137,10 +137,10 @@ def evaluation_tables(record: Mapping[str, Any]) -> None:
         print_table(f"{record['model']}: lm-eval", ("task", "metric", "value"), rows)
 
 
-def transferred_line(record: Mapping[str, Any]) -> str:
-    """Describe the files that an import or export of a Hugging Face model wrote."""
+def print_transferred(record: Mapping[str, Any]) -> None:
+    """Print a line about the files that an import or export of a Hugging Face model wrote."""
     what = f"{record['model_type']}, {record['parameters']:,} parameters, {record['bytes']:,} bytes"
-    return f"{record['folder']}: {what} in {record['files']} file{'s' * (record['files'] != 1)}"
+    print(f"{record['folder']}: {what} in {record['files']} file{'s' * (record['files'] != 1)}")
 
 
 def rank_table(record: Mapping[str, Any]) -> None:

@@ -194,15 +194,12 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
         (("generate", "--model", other, "--prompt", "a", "--attention", "loki", "--basis", basis), "of another model"),
         (("generate", "--model", gpt2, "--tokenizer", "bytes", *loki[3:]), "'gpt2' are not supported"),
         ((*generate, "--attention", "loki"), "--basis"),
-        ((*generate, "--attention", "sparse"), "neither full nor loki"),
         ((*generate, "--prompt-file", text), "either --prompt or --prompt-file"),
         ((*generate, "--max-new-tokens", 300), "256 positions"),
         ((*generate, "--temperature", -1), "at least 0"),
         ((*generate, "--top-p", 2, "--temperature", 1), "at most 1"),
-        ((*generate, "--dtype", "int8"), "--dtype int8"),
         (("generate", "--model", tmp_path / "none", "--prompt", "a"), "there is no folder"),
         (("generate", "--model", gpt2, "--prompt", "a"), "--tokenizer"),
-        ((*calibrate, "--basis", "mid"), "pre, post, both"),
         ((*calibrate, "--seq-len", 300), "256 positions"),
         (("loki", "calibrate", "--model", model, "--text", tmp_path / "no", "--out", "x"), "cannot read the text"),
         (evaluate, "--text FILE"),
@@ -218,6 +215,13 @@ def test_refusals(cli: Cli, model: Path, text: Path, basis: Path, tmp_path: Path
         ((*evaluate, "--text", text, "--seq-len", 64, "--loki", "k=64"), "nothing would be chosen"),
     ):  # fmt: skip
         assert words in refused(cli(*arguments)), arguments
+    for arguments, choices in (
+        ((*generate, "--attention", "sparse"), ("full", "loki")),
+        ((*generate, "--dtype", "int8"), ("auto", "fp32", "bf16", "fp16")),
+        ((*calibrate, "--basis", "mid"), ("pre", "post", "both")),
+    ):
+        code, output, errors = cli(*arguments)
+        assert (code, output) == (2, "") and all(f"'{choice}'" in errors for choice in choices), errors
 
 
 @pytest.mark.slow
