@@ -26,8 +26,7 @@ from fourfold.checkpoints.find import list_checkpoints, step_of
 from fourfold.checkpoints.global_tensors import (
     TrainingState,
     checkpoint_errors,
-    fill_second_moments,
-    fill_second_weights,
+    fill_second_copies,
     load_tensors,
     save_tensors,
     tensor_writer,
@@ -135,8 +134,8 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
     job.optimizer.set_steps_taken(state.step if state.optimizer_steps is None else state.optimizer_steps)
     if job.loss_scale is not None and state.loss_scale is not None:
         job.loss_scale.scale, job.loss_scale.steps_since_change = state.loss_scale
-    fill_second_weights(job)
-    fill_second_moments(job)
+    fill_second_copies(job.shards, lambda index: {"weight": job.shards[index].local})
+    fill_second_copies(job.trained, job.optimizer.moments)
     job.publish()
     torch.set_rng_state(generator.get_state())
     return state.step
@@ -151,7 +150,7 @@ def load_sharded_weights(path: Path, job: TrainingState) -> None:
     check_same_model(path, state, job.run.model)
     check_has_model(path, state)
     load_tensors(weight_tensors(job, GlobalView(job.grid, job.run.parallel.zero)), path)
-    fill_second_weights(job)
+    fill_second_copies(job.shards, lambda index: {"weight": job.shards[index].local})
     job.publish()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -23,30 +23,24 @@ from fourfold.parallel.state import GlobalView, LocalShard
 
 
 class OptimizerState(Protocol):
-    """What an optimizer keeps between steps."""
+    """The state that an optimizer keeps between steps; ``training.optimizer.ShardedAdamW`` is one."""
 
-    def moments(self, index: int) -> dict[str, Tensor]:
-        """The running means of trained shard ``index``, by name."""
-        ...
+    def moments(self, index: int) -> dict[str, Tensor]: ...
 
-    def steps_taken(self) -> int:
-        """Steps that changed the weights."""
-        ...
+    def steps_taken(self) -> int: ...
 
-    def set_steps_taken(self, steps: int) -> None:
-        """Continue the count that the bias correction uses."""
-        ...
+    def set_steps_taken(self, steps: int) -> None: ...
 
 
 class LossScaleState(Protocol):
-    """What loss scaling keeps between steps."""
+    """The state that loss scaling keeps between steps."""
 
     scale: float
     steps_since_change: int
 
 
 class TrainingState(Protocol):
-    """What a checkpoint saves and fills; ``training.job.Job`` is one."""
+    """The job that a checkpoint saves and fills; ``training.job.Job`` is one."""
 
     @property
     def run(self) -> RunConfig: ...
@@ -55,12 +49,10 @@ class TrainingState(Protocol):
     def grid(self) -> Grid: ...
 
     @property
-    def shards(self) -> Sequence[LocalShard]:
-        """This process's part of every parameter."""
+    def shards(self) -> Sequence[LocalShard]: ...
 
     @property
-    def trained(self) -> Sequence[LocalShard]:
-        """The shards that the optimizer steps."""
+    def trained(self) -> Sequence[LocalShard]: ...
 
     @property
     def optimizer(self) -> OptimizerState: ...
@@ -68,8 +60,7 @@ class TrainingState(Protocol):
     @property
     def loss_scale(self) -> LossScaleState | None: ...
 
-    def publish(self) -> None:
-        """Have the next forward pass use the weights as they are now."""
+    def publish(self) -> None: ...
 
 
 def trained_tensors(job: TrainingState, view: GlobalView) -> dict[str, Tensor]:
@@ -88,30 +79,21 @@ def weight_tensors(job: TrainingState, view: GlobalView) -> dict[str, Tensor]:
     return {f"model.{name}": view.of(job.shards[index]) for name, index in _first_copies(job.shards).items()}
 
 
-# Both ends of a V-shaped pipeline are on one process: a tied embedding is there twice, and is saved and loaded once.
-
-
 @torch.no_grad()
-def fill_second_weights(job: TrainingState) -> None:
-    """Copy a tied weight to its second place."""
-    first = _first_copies(job.shards)
-    for index, shard in enumerate(job.shards):
+def fill_second_copies(shards: Sequence[LocalShard], tensors: Callable[[int], Mapping[str, Tensor]]) -> None:
+    """Copy ``tensors(index)`` of a tied weight's first shard to those of its second."""
+    first = _first_copies(shards)
+    for index, shard in enumerate(shards):
         if index != first[shard.name]:
-            shard.local.copy_(job.shards[first[shard.name]].local)
-
-
-@torch.no_grad()
-def fill_second_moments(job: TrainingState) -> None:
-    """Copy the moments of a tied weight to their second place."""
-    first = _first_copies(job.trained)
-    for index, shard in enumerate(job.trained):
-        if index != first[shard.name]:
-            for moment, tensor in job.optimizer.moments(index).items():
-                tensor.copy_(job.optimizer.moments(first[shard.name])[moment])
+            for name, tensor in tensors(index).items():
+                tensor.copy_(tensors(first[shard.name])[name])
 
 
 def _first_copies(shards: Sequence[LocalShard]) -> dict[str, int]:
-    """Index of the first shard of each name."""
+    """The index of the first shard of each name.
+
+    With both ends of a V-shaped pipeline on one process a tied weight is there twice; it is saved and loaded once.
+    """
     first: dict[str, int] = {}
     for index, shard in enumerate(shards):
         first.setdefault(shard.name, index)

@@ -91,8 +91,7 @@ class Merged:
 
     def read(self, name: str) -> Tensor:
         """One whole parameter."""
-        whole = torch.empty(self.shapes[name], dtype=self.dtypes[name])
-        self.pretrained.read_into(whole, name, tuple(slice(0, n) for n in whole.shape))
+        whole = self.pretrained.read(name)
         module = name.removesuffix(".weight")
         if f"{module}.lora_A" not in self.saved.shapes:
             return whole

@@ -5,9 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fourfold.checkpoints.global_tensors import TrainingState
 from fourfold.checkpoints.saved_state import write_imported
@@ -39,7 +37,7 @@ def import_huggingface(name: str, out: Path) -> Transferred:
     pretrained = Pretrained(folder, model)
     check_tokenizer_fits(folder / TOKENIZER_FILE, model)
     entries = [
-        Entry(f"model.{ours}", pretrained.dtype(ours), shape, partial(_whole, pretrained, ours, shape))
+        Entry(f"model.{ours}", pretrained.dtype(ours), shape, partial(pretrained.read, ours))
         for ours, shape in pretrained.shapes.items()
     ]
     with new_folder(out) as partial_folder:
@@ -65,9 +63,3 @@ def load_pretrained(job: TrainingState, name: str) -> None:
         if shard.local.numel() and not shard.name.endswith(ADAPTERS):
             pretrained.read_into(shard.local, shard.name, shard.slices)
     job.publish()
-
-
-def _whole(pretrained: Pretrained, name: str, shape: tuple[int, ...]) -> Tensor:
-    out = torch.empty(shape, dtype=pretrained.dtype(name))
-    pretrained.read_into(out, name, tuple(slice(0, n) for n in shape))
-    return out

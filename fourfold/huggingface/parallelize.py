@@ -20,15 +20,16 @@ from fourfold.huggingface.parallelized_files import (
     write_checkpoint,
     write_pretrained,
 )
-from fourfold.models.autograd import Function
+from fourfold.models.autograd import differentiable
 from fourfold.models.dtypes import DTYPES
 from fourfold.parallel.communicate import all_reduce
 from fourfold.parallel.data_parallel import DataParallel, StepTypes, Units
 from fourfold.parallel.fully_sharded import FullySharded
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.replicated import Replicated
+from fourfold.parallel.sharding import tie_again, tied_names
 from fourfold.parallel.state import GlobalView, LocalShard, clip_gradients, gather_full, sum_partial_gradients
-from fourfold.parallel.tensor_plan import Placed, lay_out, tie_again, tied_names
+from fourfold.parallel.tensor_plan import Placed, lay_out
 from fourfold.parallel.whole_residual import WholeEmbedding
 
 PRECISIONS = ("fp32", "bf16")
@@ -123,7 +124,7 @@ class Parallelized(nn.Module):
                 kwargs["num_items_in_batch"] = self.count(labels).clamp(min=1)
         outputs = self.module(*args, **kwargs)
         if labels is not None:
-            outputs.loss = _with_value(outputs.loss, self.total(outputs.loss))
+            outputs.loss = differentiable(outputs.loss, self.total, lambda gradient_of_share: gradient_of_share)
         if torch.is_grad_enabled():
             tree_map_only(Tensor, self._guard, outputs)
         return outputs
@@ -236,21 +237,6 @@ class Parallelized(nn.Module):
             raise UserError(
                 "loss.backward() leaves gradients unsummed on a grid; call backward(loss) of the parallelized model"
             )
-
-
-class _WithValue(Function):
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-def _with_value(share: Tensor, value: Tensor) -> Tensor:
-    """``value``, with the gradient of ``share``."""
-    return _WithValue.apply(share, value)
 
 
 def _units(model: nn.Module) -> Units:

@@ -33,14 +33,7 @@ def read_weights(model: nn.Module, shards: Sequence[LocalShard], folder: Path) -
     files = TensorFiles(folder)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     for shard in shards:
-        name = next((n for n in (shard.name, shard.name.removeprefix(prefix)) if n in files.shapes), None)
-        if name is None:
-            raise UserError(f"{folder}: no file has the tensor {shard.name}")
-        if files.shapes[name] != shard.global_shape:
-            raise UserError(
-                f"{files.file_of[name]}: the tensor {name} has the shape {list(files.shapes[name])}, and the "
-                f"model's is {list(shard.global_shape)}"
-            )
+        name = files.find((shard.name, shard.name.removeprefix(prefix)), shard.global_shape)
         if shard.local.numel():
             files.read_into(shard.local, name, shard.slices)
 

@@ -1,13 +1,13 @@
 """Where every parameter of the decoder stands in a Hugging Face model's files: one table per family.
 
-A row maps a tensor of theirs to the parameters of ours that it joins along the output dim, in this order, once or head
-by head; ``i`` is the number of the layer. A parameter that a model does not have (a bias) has no row in its map.
+A row maps a tensor of theirs to the parameters of ours that it joins along the output dim, in this order, as wholes or
+head by head; ``i`` is the number of the layer. A parameter that a model does not have (a bias) has no row in its map.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fourfold.config.model import ModelConfig
@@ -15,6 +15,17 @@ from fourfold.models.transformer import parameter_shapes
 
 Table = dict[str, tuple[str, ...]]
 
+
+def _weight_and_bias(prefix: str, modules: Mapping[str, str | tuple[str, ...]]) -> Table:
+    """Rows of modules that have a weight and may have a bias."""
+    return {
+        f"{prefix}{theirs}.{kind}": tuple(f"{each}.{kind}" for each in ((ours,) if isinstance(ours, str) else ours))
+        for theirs, ours in modules.items()
+        for kind in ("weight", "bias")
+    }
+
+
+_QKV = tuple(f"layers.{{i}}.self_attn.qkv.{part}_proj" for part in "qkv")
 _OUTSIDE: Table = {
     "model.embed_tokens.weight": ("embed_tokens.weight",),
     "model.norm.weight": ("norm.weight",),
@@ -22,83 +33,80 @@ _OUTSIDE: Table = {
     "model.layers.{i}.input_layernorm.weight": ("layers.{i}.input_layernorm.weight",),
     "model.layers.{i}.post_attention_layernorm.weight": ("layers.{i}.post_attention_layernorm.weight",),
 }
-_LLAMA: Table = _OUTSIDE | {
-    f"model.layers.{{i}}.{theirs}.{kind}": (f"layers.{{i}}.{ours}.{kind}",)
-    for theirs, ours in {
-        "self_attn.q_proj": "self_attn.qkv.q_proj",
-        "self_attn.k_proj": "self_attn.qkv.k_proj",
-        "self_attn.v_proj": "self_attn.qkv.v_proj",
-        "self_attn.q_norm": "self_attn.core.q_norm",
-        "self_attn.k_norm": "self_attn.core.k_norm",
-        "self_attn.o_proj": "self_attn.o_proj",
-        "mlp.gate_proj": "mlp.up.gate_proj",
-        "mlp.up_proj": "mlp.up.up_proj",
-        "mlp.down_proj": "mlp.down_proj",
-    }.items()
-    for kind in ("weight", "bias")
-}
-_QKV = tuple(f"layers.{{i}}.self_attn.qkv.{part}_proj" for part in "qkv")
-_PHI3: Table = _OUTSIDE | {
-    "model.layers.{i}.self_attn.qkv_proj.weight": tuple(f"{part}.weight" for part in _QKV),
-    "model.layers.{i}.self_attn.o_proj.weight": ("layers.{i}.self_attn.o_proj.weight",),
-    "model.layers.{i}.mlp.gate_up_proj.weight": (
-        "layers.{i}.mlp.up.gate_proj.weight",
-        "layers.{i}.mlp.up.up_proj.weight",
-    ),
-    "model.layers.{i}.mlp.down_proj.weight": ("layers.{i}.mlp.down_proj.weight",),
-}
+_LLAMA = _OUTSIDE | _weight_and_bias(
+    "model.layers.{i}.",
+    {
+        "self_attn.q_proj": "layers.{i}.self_attn.qkv.q_proj",
+        "self_attn.k_proj": "layers.{i}.self_attn.qkv.k_proj",
+        "self_attn.v_proj": "layers.{i}.self_attn.qkv.v_proj",
+        "self_attn.q_norm": "layers.{i}.self_attn.core.q_norm",
+        "self_attn.k_norm": "layers.{i}.self_attn.core.k_norm",
+        "self_attn.o_proj": "layers.{i}.self_attn.o_proj",
+        "mlp.gate_proj": "layers.{i}.mlp.up.gate_proj",
+        "mlp.up_proj": "layers.{i}.mlp.up.up_proj",
+        "mlp.down_proj": "layers.{i}.mlp.down_proj",
+    },
+)
+_PHI3 = _OUTSIDE | _weight_and_bias(
+    "model.layers.{i}.",
+    {
+        "self_attn.qkv_proj": _QKV,
+        "self_attn.o_proj": "layers.{i}.self_attn.o_proj",
+        "mlp.gate_up_proj": ("layers.{i}.mlp.up.gate_proj", "layers.{i}.mlp.up.up_proj"),
+        "mlp.down_proj": "layers.{i}.mlp.down_proj",
+    },
+)
 _GPT2: Table = {
     "transformer.wte.weight": ("embed_tokens.weight",),
     "transformer.wpe.weight": ("embed_positions.weight",),
     "lm_head.weight": ("lm_head.weight",),
-} | {
-    f"transformer.{theirs}.{kind}": tuple(f"{each}.{kind}" for each in ours)
-    for theirs, ours in {
-        "ln_f": ("norm",),
-        "h.{i}.ln_1": ("layers.{i}.input_layernorm",),
-        "h.{i}.ln_2": ("layers.{i}.post_attention_layernorm",),
+} | _weight_and_bias(
+    "transformer.",
+    {
+        "ln_f": "norm",
+        "h.{i}.ln_1": "layers.{i}.input_layernorm",
+        "h.{i}.ln_2": "layers.{i}.post_attention_layernorm",
         "h.{i}.attn.c_attn": _QKV,
-        "h.{i}.attn.c_proj": ("layers.{i}.self_attn.o_proj",),
-        "h.{i}.mlp.c_fc": ("layers.{i}.mlp.up.up_proj",),
-        "h.{i}.mlp.c_proj": ("layers.{i}.mlp.down_proj",),
-    }.items()
-    for kind in ("weight", "bias")
-}
+        "h.{i}.attn.c_proj": "layers.{i}.self_attn.o_proj",
+        "h.{i}.mlp.c_fc": "layers.{i}.mlp.up.up_proj",
+        "h.{i}.mlp.c_proj": "layers.{i}.mlp.down_proj",
+    },
+)
 _GPT_NEOX: Table = {
     "gpt_neox.embed_in.weight": ("embed_tokens.weight",),
     "embed_out.weight": ("lm_head.weight",),
-} | {
-    f"gpt_neox.{theirs}.{kind}": tuple(f"{each}.{kind}" for each in ours)
-    for theirs, ours in {
-        "final_layer_norm": ("norm",),
-        "layers.{i}.input_layernorm": ("layers.{i}.input_layernorm",),
-        "layers.{i}.post_attention_layernorm": ("layers.{i}.post_attention_layernorm",),
+} | _weight_and_bias(
+    "gpt_neox.",
+    {
+        "final_layer_norm": "norm",
+        "layers.{i}.input_layernorm": "layers.{i}.input_layernorm",
+        "layers.{i}.post_attention_layernorm": "layers.{i}.post_attention_layernorm",
         "layers.{i}.attention.query_key_value": _QKV,
-        "layers.{i}.attention.dense": ("layers.{i}.self_attn.o_proj",),
-        "layers.{i}.mlp.dense_h_to_4h": ("layers.{i}.mlp.up.up_proj",),
-        "layers.{i}.mlp.dense_4h_to_h": ("layers.{i}.mlp.down_proj",),
-    }.items()
-    for kind in ("weight", "bias")
+        "layers.{i}.attention.dense": "layers.{i}.self_attn.o_proj",
+        "layers.{i}.mlp.dense_h_to_4h": "layers.{i}.mlp.up.up_proj",
+        "layers.{i}.mlp.dense_4h_to_h": "layers.{i}.mlp.down_proj",
+    },
+)
+
+
+@dataclass(frozen=True)
+class Format:
+    """The files of a family."""
+
+    table: Table
+    prefix: str = "model."
+    """Left out of the names in files of the model without its head."""
+    transposed: tuple[str, ...] = ()
+    """Tensors that hold [in, out] where ours hold [out, in]."""
+    by_head: tuple[str, ...] = ()
+    """Tensors that join the rows of our parameters head by head."""
+
+
+FORMATS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), Format(_LLAMA)) | {
+    "phi3": Format(_PHI3),
+    "gpt_neox": Format(_GPT_NEOX, prefix="gpt_neox.", by_head=(".query_key_value.",)),
+    "gpt2": Format(_GPT2, prefix="transformer.", transposed=(".c_attn.", ".c_proj.", ".c_fc.")),
 }
-
-TABLES: dict[str, Table] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "phi3": _PHI3,
-    "gemma": _LLAMA,
-    "gpt_neox": _GPT_NEOX,
-    "gpt2": _GPT2,
-}
-TRANSPOSED: dict[str, tuple[str, ...]] = {"gpt2": (".c_attn.", ".c_proj.", ".c_fc.")}
-"""Tensors that hold [in, out] where ours hold [out, in]."""
-
-BY_HEAD: dict[str, tuple[str, ...]] = {"gpt_neox": (".query_key_value.",)}
-"""Tensors that join the rows of our parameters head by head."""
-
-PREFIX: dict[str, str] = {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}
-"""What files of the model without its head leave out; ``model.`` in all other families."""
 
 BUFFERS = (
     ".attn.bias",
@@ -149,35 +157,30 @@ class TheirTensor:
 
 def head_of(kind: str) -> str:
     """Their name of the head."""
-    return next(theirs for theirs, ours in TABLES[kind].items() if ours == (HEAD,))
+    return next(theirs for theirs, ours in FORMATS[kind].table.items() if ours == (HEAD,))
 
 
 def name_map(kind: str, model: ModelConfig) -> list[TheirTensor]:
     """The tensors of a Hugging Face model of the family ``kind``, layer by layer."""
     shapes = parameter_shapes(model)
-    found: list[TheirTensor] = []
-    layered = [row for row in TABLES[kind].items() if "{i}" in row[0]]
-    for theirs, ours in (row for row in TABLES[kind].items() if "{i}" not in row[0]):
-        found += _their_tensor(kind, theirs, ours, shapes, model)
+    rows = [row for row in FORMATS[kind].table.items() if "{i}" not in row[0]]
+    layered = [row for row in FORMATS[kind].table.items() if "{i}" in row[0]]
     for i in range(model.num_hidden_layers):
-        for theirs, ours in layered:
-            names = tuple(name.format(i=i) for name in ours)
-            found += _their_tensor(kind, theirs.format(i=i), names, shapes, model)
+        rows += [(theirs.format(i=i), tuple(name.format(i=i) for name in ours)) for theirs, ours in layered]
+    found = [_their_tensor(FORMATS[kind], theirs, ours, shapes, model) for theirs, ours in rows if ours[0] in shapes]
     placed = [piece.name for tensor in found for piece in tensor.pieces]
     assert sorted(placed) == sorted(shapes), f"no place in {kind}: {set(shapes) ^ set(placed)}"
     return found
 
 
 def _their_tensor(
-    kind: str, theirs: str, ours: tuple[str, ...], shapes: dict[str, tuple[int, ...]], model: ModelConfig
-) -> list[TheirTensor]:
-    if ours[0] not in shapes:
-        return []
-    groups = model.num_attention_heads if any(part in theirs for part in BY_HEAD.get(kind, ())) else 1
+    files: Format, theirs: str, ours: tuple[str, ...], shapes: dict[str, tuple[int, ...]], model: ModelConfig
+) -> TheirTensor:
+    groups = model.num_attention_heads if any(part in theirs for part in files.by_head) else 1
     rows = [model.vocab_size if name in VOCABULARY else shapes[name][0] for name in ours]
     stride = sum(rows) // groups
     firsts = [sum(rows[:i]) // groups for i in range(len(rows))]
     pieces = [Piece(name, first, n, groups, stride) for name, first, n in zip(ours, firsts, rows, strict=True)]
     shape = (sum(rows), *shapes[ours[0]][1:])
-    transposed = len(shape) == 2 and any(part in theirs for part in TRANSPOSED.get(kind, ()))
-    return [TheirTensor(theirs, shape[::-1] if transposed else shape, transposed, tuple(pieces))]
+    transposed = len(shape) == 2 and any(part in theirs for part in files.transposed)
+    return TheirTensor(theirs, shape[::-1] if transposed else shape, transposed, tuple(pieces))

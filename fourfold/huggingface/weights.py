@@ -10,15 +10,7 @@ from torch import Tensor
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import family_of, read_config
-from fourfold.huggingface.weight_names import (
-    BUFFERS,
-    HEAD,
-    PREFIX,
-    Piece,
-    TheirTensor,
-    head_of,
-    name_map,
-)
+from fourfold.huggingface.weight_names import BUFFERS, FORMATS, HEAD, head_of, name_map
 from fourfold.models.tensor_files import TensorFiles
 from fourfold.models.transformer import parameter_shapes
 
@@ -36,28 +28,20 @@ class Pretrained:
         self.files = TensorFiles(folder)
         self.shapes = parameter_shapes(model)
         self.tensors = name_map(self.kind, model)
-        self._places: dict[str, tuple[TheirTensor, Piece]] = {}
-        self._names: dict[str, str] = {}
-        for tensor in self.tensors:
-            name = self._name_in_files(tensor.name)
-            if name is None:
-                raise UserError(f"{folder}: no file has the tensor {tensor.name}")
-            if self.files.shapes[name] != tensor.shape:
-                raise UserError(
-                    f"{self.files.file_of[name]}: the tensor {name} has the shape {list(self.files.shapes[name])}, and "
-                    f"the model's sizes make it {list(tensor.shape)}"
-                )
-            self._names[tensor.name] = name
-            for piece in tensor.pieces:
-                self._places[piece.name] = (tensor, piece)
+        self._places = {piece.name: (tensor, piece) for tensor in self.tensors for piece in tensor.pieces}
+        self._names = {t.name: self.files.find(self._names_in_files(t.name), t.shape) for t in self.tensors}
+        """The name in the files of every tensor of theirs."""
         self._check_nothing_left(model)
 
     def dtype(self, name: str) -> torch.dtype:
         """The type in which a parameter of ours is stored."""
-        their_name = self._names[self._places[name][0].name]
-        if their_name not in self.files.dtypes:
-            raise UserError(f"{self.files.file_of[their_name]}: the tensor {their_name} is no floating-point weight")
-        return self.files.dtypes[their_name]
+        return self.files.dtype(self._names[self._places[name][0].name])
+
+    def read(self, name: str) -> Tensor:
+        """One whole parameter of ours."""
+        whole = torch.empty(self.shapes[name], dtype=self.dtype(name))
+        self.read_into(whole, name, tuple(slice(0, n) for n in whole.shape))
+        return whole
 
     @torch.no_grad()
     def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
@@ -74,11 +58,10 @@ class Pretrained:
             else:
                 self.files.read_into(out[here], self._names[tensor.name], (there, *slices[1:]))
 
-    def _name_in_files(self, name: str) -> str | None:
-        """Files of a model without its head leave out the prefix."""
-        short = name.removeprefix(PREFIX.get(self.kind, "model."))
+    def _names_in_files(self, name: str) -> list[str]:
+        """The names that files may have for a tensor: those of a model without its head leave out the prefix."""
         modules = [HEAD] if name == head_of(self.kind) else []  # transformers 5 calls every head so
-        return next((each for each in (name, short, *modules) if each in self.files.shapes), None)
+        return [name, name.removeprefix(FORMATS[self.kind].prefix), *modules]
 
     def _check_nothing_left(self, model: ModelConfig) -> None:
         left = set(self.files.shapes) - set(self._names.values())

@@ -36,7 +36,7 @@ class TensorFiles:
         self.folder = folder
         self.file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         listed = self._listed()
         for file in sorted(set(listed.values())) if listed else [folder / SINGLE_FILE]:
             with _opened(file) as opened:
@@ -44,17 +44,33 @@ class TensorFiles:
                     view = opened.get_slice(name)
                     self.file_of[name], self.shapes[name] = file, tuple(view.get_shape())
                     if view.get_dtype() in SAFETENSORS_DTYPES:
-                        self.dtypes[name] = SAFETENSORS_DTYPES[view.get_dtype()]
+                        self._dtypes[name] = SAFETENSORS_DTYPES[view.get_dtype()]
         for name, file in listed.items():
             if self.file_of.get(name) != file:
                 raise UserError(f"{file} does not hold the tensor {name}, which {folder / INDEX_FILE} says is there")
 
+    def find(self, names: Sequence[str], shape: tuple[int, ...]) -> str:
+        """The first of these names that a file has; raises ``UserError`` for none, or a tensor of another shape."""
+        name = next((name for name in names if name in self.shapes), None)
+        if name is None:
+            raise UserError(f"{self.folder}: no file has the tensor {names[0]}")
+        if self.shapes[name] != shape:
+            raise UserError(
+                f"{self.file_of[name]}: the tensor {name} has the shape {list(self.shapes[name])}, and the model's is "
+                f"{list(shape)}"
+            )
+        return name
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a weight; raises ``UserError`` for a tensor that is none."""
+        if name not in self._dtypes:
+            raise UserError(f"{self.file_of[name]}: the tensor {name} is no floating-point weight")
+        return self._dtypes[name]
+
     def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
         """Copy the part ``slices`` of a tensor, converted to the type of ``out``, a few rows at a time."""
-        if name not in self.dtypes:
-            raise UserError(f"{self.file_of[name]}: the tensor {name} is no floating-point weight")
         rows = slices[0]
-        width = math.prod(self.shapes[name][1:]) * self.dtypes[name].itemsize
+        width = math.prod(self.shapes[name][1:]) * self.dtype(name).itemsize
         step = max(1, CHUNK_BYTES // max(1, width))
         for begin in range(rows.start, rows.stop, step):
             chunk = slice(begin, min(begin + step, rows.stop))

@@ -18,20 +18,27 @@ from fourfold.models.rope import apply_rope, rope_frequencies, rope_tables
 
 
 class Transformer(nn.Module):
-    """The whole decoder. Build it under ``torch.device("meta")`` and fill it with ``initialize``."""
+    """The decoder, or some of its consecutive layers: the first with the embeddings, the last with norm and head.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Modules of a part have the names that they have in the whole. Build it under ``torch.device("meta")`` and fill it
+    with ``initialize``.
+    """
+
+    def __init__(self, config: ModelConfig, layers: range | None = None) -> None:
+        """layers: the numbers of the layers, by default all."""
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.padded_vocab_size, config.hidden_size)
-        learned = config.position_embedding == "learned"
+        layers = range(config.num_hidden_layers) if layers is None else layers
+        has_first, has_last = layers.start == 0, layers.stop == config.num_hidden_layers
+        learned = has_first and config.position_embedding == "learned"
+        self.embed_tokens = nn.Embedding(config.padded_vocab_size, config.hidden_size) if has_first else None
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.attention_tables = AttentionTables(config)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
-        self.norm = norm_of(config, config.hidden_size)
-        self.lm_head = LMHead(config)
-        if config.tie_word_embeddings:
-            self.lm_head.tie(self.embed_tokens)
+        self.layers = nn.ModuleDict({str(number): Block(config) for number in layers})
+        self.norm = norm_of(config) if has_last else None
+        self.lm_head = LMHead(config) if has_last else None
+        if config.tie_word_embeddings and self.lm_head is not None and self.embed_tokens is not None:
+            self.lm_head.weight = self.embed_tokens.get_parameter("weight")
 
     def forward(
         self,
@@ -40,19 +47,24 @@ class Transformer(nn.Module):
         positions_BS: Tensor | None = None,
         documents_BS: Tensor | None = None,
         loss_scale: Tensor | float = 1.0,
+        x_BSH: Tensor | None = None,
     ) -> Tensor:
-        """Logits [B, S, vocab_size], or with labels the sum of the losses of the positions not IGNORE_INDEX.
+        """Logits [B, S, vocab_size], or with labels the sum of the losses of the positions not IGNORE_INDEX; without
+        the last layer its hidden states [B, S, H].
 
         positions_BS: each token's position (default 0, 1, 2, …); documents_BS: its document, when attention must not
         leave it (default: no such limit); loss_scale: the factor by which the caller multiplies the sum before the
-        backward.
+        backward; x_BSH: the hidden states of the layers before, where there are any.
         """
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
-        x_BSH = self.embed(tokens_BS, positions_BS)
+        if x_BSH is None:
+            x_BSH = self.embed(tokens_BS, positions_BS)
         context = self.attention_tables(positions_BS, documents_BS)
         for block in self.blocks:
             x_BSH = block(x_BSH, context)
+        if self.norm is None or self.lm_head is None:
+            return x_BSH
         out: Tensor = self.lm_head(self.norm(x_BSH), labels_BS, loss_scale)
         return out
 
@@ -62,6 +74,7 @@ class Transformer(nn.Module):
 
     def embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         """Token embeddings, and positions' where they are learned, [B, S, H]."""
+        assert self.embed_tokens is not None
         x_BSH: Tensor = self.embed_tokens(tokens_BS)
         if self.config.scale_embeddings:
             x_BSH = x_BSH * x_BSH.new_full((), self.config.hidden_size**0.5)  # rounded to the type, as Gemma's
@@ -74,9 +87,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.parallel_residual = config.parallel_residual
-        self.input_layernorm = norm_of(config, config.hidden_size)
+        self.input_layernorm = norm_of(config)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = norm_of(config, config.hidden_size)
+        self.post_attention_layernorm = norm_of(config)
         self.mlp = MLP(config)
 
     def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
@@ -147,17 +160,15 @@ class AttentionCore(nn.Module):
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What every layer's attention needs to know of its tokens.
-
-    cos, sin: rotary tables [B or 1, S, 1, d] (none with learned positions); mask: [B, 1, S, S], true where a query
-    may see a key (none: plain causal); first_query: where in the sequence the queries begin, when they are only a part
-    of it.
-    """
+    """Tables that the attention of every layer reads."""
 
     cos_BS1d: Tensor | None = None
+    """Rotary tables; None with learned positions. B is 1 where all sequences have the same positions."""
     sin_BS1d: Tensor | None = None
     mask_B1SS: Tensor | None = None
+    """True where a query may see a key; None: plain causal."""
     first_query: int = 0
+    """Where in the sequence the queries begin, when they are only a part of it."""
 
 
 class AttentionTables(nn.Module):
@@ -237,10 +248,6 @@ class LMHead(nn.Module):
         self.vocab_size = config.vocab_size
         self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size))
 
-    def tie(self, embedding: nn.Module) -> None:
-        """Use the weight of an embedding of the same shape as its own."""
-        self.weight = embedding.get_parameter("weight")
-
     def forward(self, x_BSH: Tensor, labels_BS: Tensor | None = None, loss_scale: Tensor | float = 1.0) -> Tensor:
         """``loss_scale`` is for heads that compute gradients beside the loss; autograd needs no such hint."""
         logits_BSV = F.linear(x_BSH, self.weight)[..., : self.vocab_size]
@@ -274,11 +281,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tens
     return normal.to(x.dtype) * weight
 
 
-def norm_of(config: ModelConfig, size: int) -> RMSNorm | nn.LayerNorm:
-    """The kind of norm that a model uses throughout, over ``size`` channels."""
+def norm_of(config: ModelConfig) -> RMSNorm | nn.LayerNorm:
+    """A norm of hidden states, of the kind that the model uses."""
     if config.norm == "layernorm":
-        return nn.LayerNorm(size, eps=config.norm_eps)
-    return RMSNorm(size, config.norm_eps, config.zero_centered_norm)
+        return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+    return RMSNorm(config.hidden_size, config.norm_eps, config.zero_centered_norm)
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

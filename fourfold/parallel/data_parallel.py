@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,7 @@ from fourfold.config.run import TrainingConfig
 from fourfold.models.dtypes import DTYPES
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.grid import Grid
-from fourfold.parallel.sharding import Tile, tile_table
-from fourfold.parallel.stage import Stage
+from fourfold.parallel.sharding import Tile, tie_again, tied_names, tile_table
 from fourfold.parallel.state import LocalShard
 
 
@@ -61,26 +60,14 @@ class DataParallel(ABC):
 
     def materialize(self, device: torch.device) -> None:
         """Give the model uninitialized memory."""
-        tied = _tied_parameters(self.model)
+        tied = tied_names(self.model)
         self.model.to_empty(device=device)
-        for (first, first_name), *others in tied:  # materializing visits every module and separates them
-            for module, name in others:
-                setattr(module, name, getattr(first, first_name))
+        tie_again(self.model, tied)  # materializing visits every module and separates them
 
     def shards(self) -> list[LocalShard]:
-        """Every parameter as this process stores it, in the model's order; a tied one once.
-
-        Of a pipeline's tied embedding the first stage and the last have a copy each, by one name.
-        """
+        """Every parameter as this process stores it, in the model's order; a tied one once."""
         tiles = tile_table(self.model)
-        shards = [self.shard(name, parameter, tiles[name]) for name, parameter in self.model.named_parameters()]
-        if isinstance(self.model, Stage) and self.model.config.tie_word_embeddings:
-            ends = {"embed_tokens.weight", "lm_head.weight"}
-            return [
-                replace(shard, name="embed_tokens.weight", replicas=2 * shard.replicas) if shard.name in ends else shard
-                for shard in shards
-            ]
-        return shards
+        return [self.shard(name, parameter, tiles[name]) for name, parameter in self.model.named_parameters()]
 
     @abstractmethod
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
@@ -113,12 +100,3 @@ class DataParallel(ABC):
     @abstractmethod
     def partial_gradients(self) -> list[Tensor]:
         """Gradients that are not yet those of the shards, as they are now."""
-
-
-def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places, module and name, of every parameter that has several."""
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(parameter, []).append((module, name))
-    return [each for each in places.values() if len(each) > 1]

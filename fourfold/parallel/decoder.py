@@ -23,8 +23,7 @@ from fourfold.parallel.linear import Linear4D, LinearGroup
 from fourfold.parallel.norm import Norm
 from fourfold.parallel.recompute import compile_blocks, recompute
 from fourfold.parallel.replicated import Replicated
-from fourfold.parallel.sharding import Tiled
-from fourfold.parallel.stage import Stage
+from fourfold.parallel.sharding import Tiled, tie_again, tied_names
 
 Rules = dict[str, Callable[[str, Any], nn.Module]]
 """A pattern of names → (name, module) → its replacement. The pattern implies the class of the module."""
@@ -32,11 +31,11 @@ Rules = dict[str, Callable[[str, Any], nn.Module]]
 
 def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig) -> DataParallel:
     """Turn a model on the meta device into this process's part of it, still on the meta device."""
+    tied = tied_names(model)
     apply_rules(model, tensor_rules(grid, run))
+    tie_again(model, tied)
     if grid.x.size * grid.y.size > 1:
         assert_nothing_serial(model)
-    if run.model.tie_word_embeddings and not isinstance(model, Stage):
-        model.lm_head.weight = model.embed_tokens.get_parameter("weight")
     if run.training.float8 != "none":
         use_float8(model, run.training.float8)
     recompute(model, run.activation_checkpoint)

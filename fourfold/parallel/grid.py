@@ -28,8 +28,9 @@ class Axis:
 class Grid:
     """A ``DeviceMesh`` of (pp, dp, cp, z, y, x), always all six, over all processes of the job.
 
-    Several grids may live in one process; nothing is global. tokens_mesh, hybrid_mesh: the processes that split the
-    tokens, as one axis and as (dp·cp, z), for FSDP2.
+    x, y, z, cp, pp: single axes; dp is always taken together with others. batch: the processes that split the batch, dp
+    and inside it z. replicas: those that may hold the same weights, dp and cp. tokens: those that split the tokens of a
+    step, and sum its gradients: dp, cp and z. Several grids may live in one process; nothing is global.
     """
 
     def __init__(self, sizes: ParallelConfig, device_type: str) -> None:
@@ -52,9 +53,12 @@ class Grid:
         # Groups over several axes, made at the start: making one later would be a collective in the middle of a step.
         flat = {"_".join(axes): self.mesh[axes]._flatten("_".join(axes)) for axes in FLATTENED}
         self._axes |= {name: self._axis(name, mesh) for name, mesh in flat.items()}
+        self.x, self.y, self.z, self.cp, self.pp = (self._axes[name] for name in ("x", "y", "z", "cp", "pp"))
+        self.batch, self.replicas, self.tokens = (self._axes[name] for name in ("dp_z", "dp_cp", "dp_cp_z"))
+        # For FSDP2: the processes that split the tokens, as one axis and as (dp·cp, z).
         self.tokens_mesh: DeviceMesh = flat["dp_cp_z"]
         ranks = self.tokens_mesh.mesh.view(self.replicas.size, -1)
-        groups = [self.replicas.group, self._axes["z"].group]
+        groups = [self.replicas.group, self.z.group]
         self.hybrid_mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("dp_cp", "z"))
 
     def axis(self, name: str) -> Axis:
@@ -64,41 +68,6 @@ class Grid:
     def axes(self) -> list[Axis]:
         """All of them, the single ones first."""
         return list(self._axes.values())
-
-    @property
-    def x(self) -> Axis:
-        return self._axes["x"]
-
-    @property
-    def y(self) -> Axis:
-        return self._axes["y"]
-
-    @property
-    def z(self) -> Axis:
-        return self._axes["z"]
-
-    @property
-    def cp(self) -> Axis:
-        return self._axes["cp"]
-
-    @property
-    def pp(self) -> Axis:
-        return self._axes["pp"]
-
-    @property
-    def batch(self) -> Axis:
-        """The processes that split the batch: dp and, inside it, z."""
-        return self._axes["dp_z"]
-
-    @property
-    def replicas(self) -> Axis:
-        """The processes that may hold the same weights: dp and cp."""
-        return self._axes["dp_cp"]
-
-    @property
-    def tokens(self) -> Axis:
-        """The processes that split the tokens of a step, and sum its gradients: dp, cp and z."""
-        return self._axes["dp_cp_z"]
 
     @staticmethod
     def _axis(name: str, mesh: DeviceMesh) -> Axis:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -181,6 +182,14 @@ class _Step:
 
     def _rank(self, stage: int) -> int:
         return rank_of_stage(stage, self.pipeline.run.parallel)
+
+
+def tied_ends_as_one(shards: Sequence[LocalShard]) -> list[LocalShard]:
+    """Give the copies of a tied embedding, in the first stage and in the last, one name: twice as many replicas."""
+    ends = ("embed_tokens.weight", "lm_head.weight")
+    return [
+        replace(shard, name=ends[0], replicas=2 * shard.replicas) if shard.name in ends else shard for shard in shards
+    ]
 
 
 class TiedEnds:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fourfold.errors import UserError
 from fourfold.parallel.grid import Grid
 
 
@@ -78,3 +79,24 @@ def tile_table(model: nn.Module) -> dict[str, Tile]:
             if parameter is not None:
                 table[f"{prefix}.{name}" if prefix else name] = tiles.get(name, Tile())
     return table
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """The names of every parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def tie_again(model: nn.Module, tied: list[list[str]]) -> None:
+    """Make one parameter again of those that were one (``tied_names``), after modules or parameters were replaced."""
+    for first, *others in tied:
+        parameter = model.get_parameter(first)
+        for name in others:
+            if model.get_parameter(name).shape != parameter.shape:
+                raise UserError(
+                    f"{first} and {name} are one weight, and their rules lay it out in two ways; use the same rule"
+                )
+            parent, _, key = name.rpartition(".")
+            setattr(model.get_submodule(parent), key, parameter)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from fourfold.errors import UserError
@@ -246,23 +245,3 @@ def _parent(name: str) -> str:
 
 def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(_parent(name)), name.rpartition(".")[2], module)
-
-
-def tie_again(model: nn.Module, tied: list[list[str]]) -> None:
-    """Make parameters one that were one, by their names, after modules have been replaced."""
-    for first, *others in tied:
-        parameter = model.get_parameter(first)
-        for name in others:
-            if model.get_parameter(name).shape != parameter.shape:
-                raise UserError(
-                    f"{first} and {name} are one weight, and their rules lay it out in two ways; give them like ones"
-                )
-            setattr(model.get_submodule(_parent(name)), name.rpartition(".")[2], parameter)
-
-
-def tied_names(model: nn.Module) -> list[list[str]]:
-    """The names of every parameter that has several."""
-    names: dict[torch.nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [each for each in names.values() if len(each) > 1]

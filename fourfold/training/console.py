@@ -45,19 +45,6 @@ class Progress:
         if sys.stdout.isatty() if is_tty is None else is_tty:
             self._console = Console(force_terminal=True)
 
-    def start_summary(self, lines: Facts) -> None:
-        """Print the derived numbers (label to value) before the first step."""
-        self._print_facts("Run", lines)
-
-    def note(self, title: str, lines: Facts) -> None:
-        """Print what is known only after some steps (label to value), above the live display."""
-        self._print_facts(title, lines)
-
-    def end_summary(self, lines: Facts) -> None:
-        """End the live display, if any, and print the results (label to value)."""
-        self.close()
-        self._print_facts("Done", lines)
-
     def update(self, metrics: StepMetrics) -> None:
         """Show one finished step."""
         self._recent.append((metrics.step, time.monotonic()))
@@ -144,7 +131,8 @@ class Progress:
         pace = (last_time - first_time) / (last_step - first_step) if last_step > first_step else metrics.step_seconds
         return timedelta(seconds=round(pace * (self._total_steps - metrics.step)))
 
-    def _print_facts(self, title: str, facts: Facts) -> None:
+    def print_facts(self, title: str, facts: Facts) -> None:
+        """Print lines under a title, above the live display."""
         if self._console is None:
             width = max(map(len, facts), default=0)
             rows = [f"  {label:<{width}}  {format_fact(value)}" for label, value in facts.items()]

@@ -12,10 +12,9 @@ FLOP_FORMULA = (
     "training FLOPs per token = 3 x forward; forward = 2 x matmul parameters (LM head included, embedding lookup "
     "excluded) + layers x 4 x S x heads x head_dim / 2 (causal attention)"
 )
-FLOP_SOURCE = (
-    "Chowdhery et al., PaLM (2022), appendix B, 6N + 12 x layers x heads x head_dim x S, with two changes: the causal "
-    "half of the attention is counted once (6 in place of 12), and N is the parameters that are multiplied"
-)
+"""PaLM's formula (Chowdhery et al. 2022, appendix B), 6N + 12 x layers x heads x head_dim x S, with two changes: of
+causal attention only the half that is not masked counts (6 in place of 12), and N is the parameters that are
+multiplied."""
 
 
 class FlopCount(NamedTuple):
@@ -27,7 +26,7 @@ class FlopCount(NamedTuple):
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -> FlopCount:
-    """Count the model FLOPs of one token of a decoder by `FLOP_FORMULA` (source: `FLOP_SOURCE`).
+    """Count the model FLOPs of one token of a decoder by `FLOP_FORMULA`.
 
     A multiplication and an addition are two FLOPs. Attention is QK^T and PV, 2·S·heads·head_dim each per token when
     every position sees all S; a causal token sees S/2 on average (exactly (S+1)/2), hence the division by two.
@@ -68,44 +67,40 @@ class _Device(NamedTuple):
     pattern: str  # of torch.cuda.get_device_name()
     label: str
     half: float  # bf16 and fp16, dense
-    tf32: float | None  # dense; None where the hardware has no such mode
     fp32: float
     source: str
 
 
 # The first match counts: narrower names come before wider ones.
 _DEVICES = (
-    _Device(r"\bGH200\b", "NVIDIA GH200", 989e12, 494.5e12, 67e12, "NVIDIA GH200 data sheet"),
-    _Device(r"\bH200 NVL\b", "NVIDIA H200 NVL", 835.5e12, 417.5e12, 60e12, "NVIDIA H200 data sheet"),
-    _Device(r"\bH200\b", "NVIDIA H200 SXM", 989e12, 494.5e12, 67e12, "NVIDIA H200 data sheet"),
-    _Device(r"\bH100 PCIe\b", "NVIDIA H100 PCIe", 756e12, 378e12, 51e12, "NVIDIA H100 data sheet"),
-    _Device(r"\bH100 NVL\b", "NVIDIA H100 NVL", 835.5e12, 417.5e12, 60e12, "NVIDIA H100 data sheet"),
-    _Device(r"\bH100\b.*\bHBM3\b|\bH100[ -]SXM", "NVIDIA H100 SXM", 989e12, 494.5e12, 67e12, "NVIDIA H100 data sheet"),
-    _Device(r"\bA100\b", "NVIDIA A100", 312e12, 156e12, 19.5e12, "NVIDIA A100 data sheet"),
-    _Device(r"\bB200\b", "NVIDIA B200", 2.25e15, 1.125e15, 75e12, "NVIDIA DGX B200 data sheet, an eighth of a node"),
-    _Device(
-        r"\bMI250X\b", "AMD MI250X, one GCD", 191.5e12, None, 47.85e12, "AMD Instinct MI250X data sheet, half a card"
-    ),
-    _Device(r"\bMI300X\b", "AMD MI300X", 1307e12, 653.7e12, 163.4e12, "AMD Instinct MI300X data sheet"),
+    _Device(r"\bGH200\b", "NVIDIA GH200", 989e12, 67e12, "NVIDIA GH200 data sheet"),
+    _Device(r"\bH200 NVL\b", "NVIDIA H200 NVL", 835.5e12, 60e12, "NVIDIA H200 data sheet"),
+    _Device(r"\bH200\b", "NVIDIA H200 SXM", 989e12, 67e12, "NVIDIA H200 data sheet"),
+    _Device(r"\bH100 PCIe\b", "NVIDIA H100 PCIe", 756e12, 51e12, "NVIDIA H100 data sheet"),
+    _Device(r"\bH100 NVL\b", "NVIDIA H100 NVL", 835.5e12, 60e12, "NVIDIA H100 data sheet"),
+    _Device(r"\bH100\b.*\bHBM3\b|\bH100[ -]SXM", "NVIDIA H100 SXM", 989e12, 67e12, "NVIDIA H100 data sheet"),
+    _Device(r"\bA100\b", "NVIDIA A100", 312e12, 19.5e12, "NVIDIA A100 data sheet"),
+    _Device(r"\bB200\b", "NVIDIA B200", 2.25e15, 75e12, "NVIDIA DGX B200 data sheet, an eighth of a node"),
+    _Device(r"\bMI250X\b", "AMD MI250X, one GCD", 191.5e12, 47.85e12, "AMD Instinct MI250X data sheet, half a card"),
+    _Device(r"\bMI300X\b", "AMD MI300X", 1307e12, 163.4e12, "AMD Instinct MI300X data sheet"),
 )
 
 
-def peak_flops(device_name: str, dtype: "torch.dtype | str", *, tf32: bool = False) -> PeakFlops | None:
+def peak_flops(device_name: str, dtype: "torch.dtype | str") -> PeakFlops | None:
     """Look up the dense (no sparsity) peak of a device for matrix products in `dtype`.
 
     `device_name` is from `torch.cuda.get_device_name()`; `dtype` a torch dtype or its name ("bfloat16", "bf16",
-    "float16", "fp16", "float32", "fp32"). With `tf32`, fp32 products may run as TF32, whose peak then counts where the
-    device has that mode. None for a device or dtype that is not in the table, for CPUs, and for MIG slices, which are
-    only a part of the device they are named after: an MFU against a guess would be worse than none.
+    "float16", "fp16", "float32", "fp32"). None for a device or dtype that is not in the table, for CPUs, and for MIG
+    slices, which are only a part of the device they are named after: an MFU against a guess would be worse than none.
     """
     device = next((d for d in _DEVICES if re.search(d.pattern, device_name, re.IGNORECASE)), None)
     if device is None or re.search(r"\bMIG\b", device_name):
         return None
     name = str(dtype).removeprefix("torch.")
     if name in ("bfloat16", "bf16", "float16", "fp16"):
-        flops, mode = device.half, name
+        flops = device.half
     elif name in ("float32", "fp32"):
-        flops, mode = (device.tf32, "TF32") if tf32 and device.tf32 is not None else (device.fp32, "fp32")
+        flops, name = device.fp32, "fp32"
     else:
         return None
-    return PeakFlops(flops, f"{device.label}: {flops / 1e12:g} TFLOP/s dense {mode} ({device.source}).")
+    return PeakFlops(flops, f"{device.label}: {flops / 1e12:g} TFLOP/s dense {name} ({device.source}).")

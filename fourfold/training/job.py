@@ -20,14 +20,8 @@ from fourfold.parallel.context import share_of_sequences
 from fourfold.parallel.data_parallel import DataParallel
 from fourfold.parallel.decoder import parallelize_decoder
 from fourfold.parallel.grid import Grid
-from fourfold.parallel.pipeline import Pipeline, TiedEnds
-from fourfold.parallel.stage import Stage
-from fourfold.parallel.state import (
-    LocalShard,
-    clip_gradients,
-    initialize_shards,
-    sum_partial_gradients,
-)
+from fourfold.parallel.pipeline import Pipeline, TiedEnds, tied_ends_as_one
+from fourfold.parallel.state import LocalShard, clip_gradients, initialize_shards, sum_partial_gradients
 from fourfold.training.loss_scaling import LossScale
 from fourfold.training.optimizer import ShardedAdamW, check_groups, learning_rate
 
@@ -65,10 +59,12 @@ class Job:
             stage.materialize(device)
         self.pipeline = Pipeline(self.stages, grid, run, device) if run.parallel.pp > 1 else None
         self.shards: list[LocalShard] = [shard for stage in self.stages.values() for shard in stage.shards()]
+        if run.model.tie_word_embeddings and self.pipeline is not None:
+            self.shards = tied_ends_as_one(self.shards)
         self.trained = [shard for shard in self.shards if shard.parameter.requires_grad]
         """The shards that the optimizer steps: all but what LoRA freezes."""
         self.tied_ends: TiedEnds | None = None
-        if run.model.tie_word_embeddings and run.parallel.pp > 1 and not run.lora.rank:
+        if run.model.tie_word_embeddings and self.pipeline is not None and not run.lora.rank:
             copies = [shard for shard in self.shards if shard.name == "embed_tokens.weight"]
             self.tied_ends = TiedEnds(copies, grid, run)
         self.optimizer = ShardedAdamW(self.trained, run.optimizer, run.training.seed)
@@ -98,19 +94,16 @@ class Job:
         """Compute the gradients of the mean loss of the step's ``kept`` tokens, and return that loss."""
         scale = (1.0 if self.loss_scale is None else self.loss_scale.scale) / kept.clamp(min=1)
         if self.pipeline is None:
-            last = micro_batches[-1]
-            losses = [self.forward_backward_one(each, scale, is_last=each is last) for each in micro_batches]
+            losses = []
+            for number, micro_batch in enumerate(micro_batches, start=1):
+                loss = self.forward(micro_batch, scale)
+                self.stages[0].begin_backward(last=number == len(micro_batches))
+                (loss * scale).backward()
+                losses.append(loss.detach())
         else:
             losses = self.pipeline.forward_backward(micro_batches, scale)
         self.finish_gradients()
         return self.mean_loss(losses, kept)
-
-    def forward_backward_one(self, micro_batch: MicroBatch[Tensor], loss_scale: Tensor, is_last: bool) -> Tensor:
-        """Add the gradients of one micro-batch's losses times ``loss_scale``, and return the sum of the losses."""
-        loss = self.forward(micro_batch, loss_scale)
-        self.stages[0].begin_backward(is_last)
-        (loss * loss_scale).backward()
-        return loss.detach()
 
     def forward(self, micro_batch: MicroBatch[Tensor], loss_scale: Tensor | float = 1.0) -> Tensor:
         """The sum of the losses of one micro-batch, or without labels its logits, where nothing splits the layers."""
@@ -191,22 +184,25 @@ class Job:
         return total / kept.clamp(min=1)
 
 
-def build_model(run: RunConfig) -> Transformer:
-    """The run's model in the types in which weights are stored; LoRA keeps what it freezes in the step's type."""
+def build_model(run: RunConfig, layers: range | None = None) -> Transformer:
+    """The run's model, or some of its layers, in the type in which weights are stored.
+
+    What LoRA freezes is in the type in which the step computes.
+    """
     stored = DTYPES[run.training.master_weights]
     if not run.lora.rank:
-        return Transformer(run.model).to(stored)
-    model = Transformer(run.model).to(DTYPES[run.training.precision])
+        return Transformer(run.model, layers).to(stored)
+    model = Transformer(run.model, layers).to(DTYPES[run.training.precision])
     add_adapters(model, run.lora, stored)
     return model
 
 
 def meta_stages(run: RunConfig, grid: Grid) -> dict[int, DataParallel]:
-    """This process's part of the model by pipeline stage, without memory; the whole never exists."""
+    """This process's part of the model by pipeline stage, on the meta device; the whole never exists."""
     stages: dict[int, DataParallel] = {}
     for number, layers in enumerate(stage_layers(run.model, run.parallel)):
         if rank_of_stage(number, run.parallel) == grid.pp.rank:
             with torch.device("meta"):
-                model = build_model(run)
-            stages[number] = parallelize_decoder(model if run.parallel.pp == 1 else Stage(model, layers), grid, run)
+                model = build_model(run, layers)
+            stages[number] = parallelize_decoder(model, grid, run)
     return stages

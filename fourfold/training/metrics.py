@@ -42,7 +42,8 @@ class StepMetrics:
 
     def record(self) -> dict[str, int | float | None]:
         """The JSON object of this step."""
-        record = {key: _finite_or_none(value) for key, value in asdict(self).items()}
+        values: dict[str, int | float | None] = asdict(self)
+        record = {key: v if v is None or math.isfinite(v) else None for key, v in values.items()}
         if self.validation_loss is None:
             del record["validation_loss"]
         return record
@@ -52,24 +53,25 @@ class MetricsWriter:
     """Appends steps to `run_dir`/metrics.jsonl, and with `tensorboard` to events in `run_dir`/tensorboard.
 
     Every line is flushed, so a crash costs at most the line being written. `resume_step` N continues the record of a
-    run whose checkpoint is of step N: lines of later steps are dropped, since those steps are trained and written again
-    (0 starts afresh in a used folder). Without it, a folder that already has a record is refused.
+    run whose checkpoint is of step N: lines of later steps are dropped, since those steps are trained again.
 
-    Raises UserError when TensorBoard is not installed, when `run_dir` has a record and `resume_step` is not given, and
-    when that record cannot be read.
+    Raises UserError when TensorBoard is not installed, and when an earlier record cannot be read.
     """
 
-    def __init__(self, run_dir: Path, tensorboard: bool, resume_step: int | None = None) -> None:
-        self._path = Path(run_dir) / METRICS_FILE
+    def __init__(self, run_dir: Path, tensorboard: bool, resume_step: int = 0) -> None:
+        path = run_dir / METRICS_FILE
         if tensorboard:
-            _require_tensorboard()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if resume_step is None and self._path.exists() and self._path.stat().st_size > 0:
-            raise UserError(f"{self._path} holds the record of an earlier run: resume that run or choose a new folder.")
-        self._tensorboard = _open_tensorboard(self._path.parent / "tensorboard", resume_step) if tensorboard else None
-        if resume_step is not None and self._path.exists():
-            _drop_after(self._path, resume_step)
-        self._file = self._path.open("a", encoding="utf-8")
+            import_extra("tensorboard", "tensorboard", "metrics.tensorboard = true needs")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._tensorboard: SummaryWriter | None = None
+        if tensorboard:
+            from torch.utils import tensorboard as writers
+
+            # TensorBoard hides the events from purge_step on, which an interrupted run wrote.
+            self._tensorboard = writers.SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)
+        if path.exists():
+            _drop_after(path, resume_step)
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step."""
@@ -101,7 +103,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises UserError with the line number for any other line that is not a JSON object with an integer "step", and
     when there is no such file.
     """
-    path = Path(path)
     if not path.is_file():
         raise UserError(f"{path} does not exist: give the folder of a run that has trained at least one step.")
     lines = path.read_bytes().split(b"\n")
@@ -121,25 +122,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def peak_memory_bytes(device: "torch.device | None" = None) -> int:
-    """The most memory used so far: what PyTorch allocated on a GPU, or the resident size of this process on CPU.
+def peak_memory_bytes(device: "torch.device") -> int:
+    """The most memory used so far: what PyTorch allocated on a GPU, or the resident size of this process on CPU."""
+    if device.type == "cuda":
+        import torch
 
-    `device` defaults to the current GPU where there is one. On a GPU the count begins at the last
-    `torch.cuda.reset_peak_memory_stats()`; on CPU at the start of the process.
-    """
-    import torch
-
-    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
-    if on_gpu:
         return torch.cuda.max_memory_allocated(device)
     import resource  # POSIX only, so not at the top of a file that reports read too
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
-
-
-def _finite_or_none(value: int | float | None) -> int | float | None:
-    return value if value is None or math.isfinite(value) else None
 
 
 def _to_line(record: dict[str, Any]) -> str:
@@ -155,15 +147,3 @@ def _drop_after(path: Path, step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
-
-
-def _require_tensorboard() -> None:
-    """Raise UserError where TensorBoard is not installed, before anything is written."""
-    import_extra("tensorboard", "tensorboard", "metrics.tensorboard = true needs")
-
-
-def _open_tensorboard(folder: Path, resume_step: int | None) -> "SummaryWriter":
-    from torch.utils.tensorboard import SummaryWriter
-
-    # TensorBoard hides events from purge_step on that an interrupted run wrote, as they are cut from metrics.jsonl.
-    return SummaryWriter(str(folder), purge_step=None if resume_step is None else resume_step + 1)

@@ -77,13 +77,7 @@ class ShardedAdamW:
             }
             for each in dict.fromkeys(self.treatments)
         ]
-        self.adamw = torch.optim.AdamW(
-            groups,
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
+        self.adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
     def step(self, lr: float) -> None:
         """Update the weights with the gradients that the shards hold, then drop the gradients."""
@@ -115,13 +109,9 @@ class ShardedAdamW:
                 continue
             moments, count = self.moments(index), self.adamw.state[parameter]["step"]
             wide, grad = parameter.float(), shard.grad.float()
+            first, second = moments["exp_avg"], moments["exp_avg_sq"]
             adamw(
-                [wide],
-                [grad],
-                [moments["exp_avg"]],
-                [moments["exp_avg_sq"]],
-                [],
-                [count],
+                *([wide], [grad], [first], [second], [], [count]),
                 fused=True,
                 amsgrad=False,
                 beta1=beta1,

@@ -50,7 +50,7 @@ class RunRecord:
         goldfish = corpora.goldfish_statistics()
         self.facts = self._facts(corpora, goldfish, total_tokens)
         self.prediction = Prediction(run, run_dir, on_gpu)
-        self.progress.start_summary(self.facts)
+        self.progress.print_facts("Run", self.facts)
         _warn_about_data(corpora, goldfish, training.seq_length)
         write_whole(run_dir / RUN_FILE, to_toml(run).encode())
         self.started = time.perf_counter()
@@ -83,7 +83,7 @@ class RunRecord:
         self.writer.write(metrics)
         self.progress.update(metrics)
         if (compared := self.prediction.after_step(metrics)) is not None:
-            self.progress.note("Predicted and measured", compared)
+            self.progress.print_facts("Predicted and measured", compared)
 
     def end(self, outcome: Outcome) -> None:
         """Write the summary and the sample."""
@@ -101,7 +101,8 @@ class RunRecord:
             write_whole(self.run_dir / SUMMARY_FILE, json.dumps({**self.facts, **facts}, indent=1).encode())
         if outcome.sample is not None:
             write_whole(self.run_dir / SAMPLE_FILE, outcome.sample.encode())
-        self.progress.end_summary(facts)
+        self.progress.close()
+        self.progress.print_facts("Done", facts)
 
     def _facts(self, corpora: Corpora, masked: MaskStatistics | None, total_tokens: int) -> dict[str, Fact]:
         run, model = self.run, self.run.model

@@ -56,17 +56,18 @@ def test_eta_follows_the_clock_and_not_the_step_alone(capsys, monkeypatch):
 
 def test_plain_summaries_are_aligned(capsys):
     progress = Progress(1, 1, is_tty=False)
-    progress.start_summary({"parameters": 1234567, "peak": None})
-    progress.end_summary({"loss": 2.5})
+    progress.print_facts("Run", {"parameters": 1234567, "peak": None})
+    progress.print_facts("Done", {"loss": 2.5})
     assert capsys.readouterr().out == "Run\n  parameters  1,234,567\n  peak        n/a\nDone\n  loss  2.5\n"
 
 
 def test_the_live_display_shows_the_last_state_and_gives_the_terminal_back(capsys):
     with Progress(4, 4000, is_tty=True) as progress:
-        progress.start_summary({"grid": "x2 y2 [not markup]"})
+        progress.print_facts("Run", {"grid": "x2 y2 [not markup]"})
         for step in (1, 2):
             progress.update(step_metrics(step, validation_loss=2.25 if step == 2 else None))
-        progress.end_summary({"tokens": 2000})
+        progress.close()
+        progress.print_facts("Done", {"tokens": 2000})
     out = capsys.readouterr().out
     assert "[not markup]" in out
     assert "50.0%" in out

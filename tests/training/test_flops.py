@@ -114,10 +114,9 @@ def test_an_unknown_dtype_has_no_peak():
     assert peak_flops("NVIDIA H200", torch.float64) is None
 
 
-def test_tf32_counts_only_when_it_is_on_and_exists():
+def test_the_peak_of_fp32_is_not_that_of_tf32():
     assert peak_flops("NVIDIA A100-SXM4-40GB", "fp32").flops == 19.5e12
-    assert peak_flops("NVIDIA A100-SXM4-40GB", "fp32", tf32=True).flops == 156e12
-    assert peak_flops("AMD Instinct MI250X", "fp32", tf32=True).flops == 47.85e12
+    assert peak_flops("AMD Instinct MI250X", "fp32").flops == 47.85e12
 
 
 def test_mfu_is_a_fraction_and_is_not_invented():

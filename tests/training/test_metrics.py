@@ -97,13 +97,6 @@ def test_resume_in_an_empty_folder(tmp_path):
     assert steps_in(write_steps(tmp_path, 8, resume_step=7)) == [8]
 
 
-def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
-    path = write_steps(tmp_path, 1)
-    with pytest.raises(UserError, match="earlier run"):
-        MetricsWriter(tmp_path, tensorboard=False)
-    assert steps_in(path) == [1]
-
-
 def test_a_torn_last_line_is_left_out(tmp_path):
     path = write_steps(tmp_path, 1, 2)
     whole = path.read_bytes()

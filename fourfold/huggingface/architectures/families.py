@@ -16,39 +16,33 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture of transformers.
-
-    keys: their name of each key of ours that a config.json may give; defaults: theirs, where a key is left out; fixed:
-    our keys that every model of the family has; activations: what each value of their ``activation_key`` means, the
-    first where it is left out; required: their keys that must have one of these values, because the decoder computes
-    nothing else; rope_theta, partial_rotary_factor: their names in files of transformers 4 (none: whole heads turn);
-    rope_types: how the family can stretch its rotary frequencies.
-    """
+    """One architecture of transformers."""
 
     architecture: str
     keys: Mapping[str, str]
+    """Their name of each key of ours that a config.json may give."""
     defaults: Mapping[str, Any]
+    """Theirs, where a key is left out."""
     fixed: Mapping[str, Any]
+    """Our keys that every model of the family has."""
     activations: Mapping[str, Mapping[str, Any]]
+    """Our keys for each value of their ``activation_key``; the first holds where it is left out."""
     activation_key: str = "hidden_act"
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Their keys that must have one of these values, because the decoder computes nothing else."""
     rope_theta: str = "rope_theta"
+    """In files of transformers 4, as the next."""
     partial_rotary_factor: str | None = None
+    """None: whole heads turn."""
     rope_types: tuple[str, ...] = tuple(ROPE_KEYS)
+    """How the family can stretch its rotary frequencies."""
 
 
-_LLAMA_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_hidden_layers",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_key_value_heads",
-    "intermediate_size": "intermediate_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "initializer_range": "initializer_range",
-}
+_SAME_NAMES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+    "max_position_embeddings", "tie_word_embeddings", "initializer_range",
+)  # fmt: skip
+_LLAMA_KEYS = {key: key for key in (*_SAME_NAMES, "num_key_value_heads")} | {"norm_eps": "rms_norm_eps"}
 _LLAMA_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _NO_BIASES = {"attention_bias": False, "attention_output_bias": False, "mlp_bias": False}
 _LLAMA_FIXED = {"norm": "rmsnorm", "position_embedding": "rope", "qk_norm": False}
@@ -70,18 +64,15 @@ _GPT2_KEYS = {
     "initializer_range": "initializer_range",
 }
 _GPT2_DEFAULTS = {"n_positions": 1024, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}
-_GPT2_FIXED = {
+_GPT2_FIXED = dict.fromkeys(_NO_BIASES, True) | {
     "norm": "layernorm",
     "position_embedding": "learned",
-    "attention_bias": True,
-    "attention_output_bias": True,
-    "mlp_bias": True,
     "qk_norm": False,
 }
-_GPT_NEOX_KEYS = {theirs: theirs for theirs in (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-    "max_position_embeddings", "attention_bias", "tie_word_embeddings", "initializer_range",
-)} | {"norm_eps": "layer_norm_eps", "parallel_residual": "use_parallel_residual"}  # fmt: skip
+_GPT_NEOX_KEYS = {key: key for key in (*_SAME_NAMES, "attention_bias")} | {
+    "norm_eps": "layer_norm_eps",
+    "parallel_residual": "use_parallel_residual",
+}
 _GPT_NEOX_DEFAULTS = {
     "layer_norm_eps": 1e-5,
     "use_parallel_residual": True,
