@@ -12,8 +12,9 @@ import argparse
 import sysconfig
 from pathlib import Path
 
+from fourfold.data.transformers_tokenizer import load_any_tokenizer
 from fourfold.huggingface.export_model import as_huggingface
-from fourfold.huggingface.transformers_models import load_model, load_text
+from fourfold.huggingface.transformers_models import load_model
 from fourfold.inference.generate import Sampling, generate
 from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
 from fourfold.inference.loki.quality import measure_quality
@@ -40,7 +41,7 @@ def main() -> None:
         raise SystemExit(3)
     folder = given.out / run.name
     with as_huggingface(str(folder)) as (exported, tokenizer):
-        model, text = load_model(exported), load_text(tokenizer)
+        model, text = load_model(exported), load_any_tokenizer(tokenizer)
 
     basis = calibrate(model, token_windows(text, [LIBRARY / "argparse.py"], CONTEXT)[:12])
     basis.save(folder / "basis.safetensors")

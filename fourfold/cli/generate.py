@@ -46,8 +46,9 @@ def generate(
         raise UserError(
             "--attention loki and --basis BASIS.safetensors go together (fourfold loki calibrate makes one)"
         )
+    from fourfold.data.transformers_tokenizer import load_any_tokenizer
     from fourfold.huggingface.export_model import as_huggingface
-    from fourfold.huggingface.transformers_models import load_model, load_text
+    from fourfold.huggingface.transformers_models import load_model
     from fourfold.inference.generate import Sampling, encode_prompt
     from fourfold.inference.generate import generate as continue_text
     from fourfold.inference.text import read_text
@@ -58,7 +59,7 @@ def generate(
     assert prompt is not None
     sampling = Sampling(temperature, top_k, top_p, seed)
     with as_huggingface(model) as (folder, own_tokenizer):
-        text = load_text(tokenizer or own_tokenizer)
+        text = load_any_tokenizer(tokenizer or own_tokenizer)
         opened = load_model(folder, dtype, device)
         if basis is not None:
             from fourfold.inference.loki import LokiBasis, enable_loki

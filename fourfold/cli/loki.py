@@ -17,7 +17,7 @@ from fourfold.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from fourfold.huggingface.transformers_models import TextTokenizer
+    from fourfold.data.transformers_tokenizer import AnyTokenizer
 
 loki = typer.Typer(
     no_args_is_help=True,
@@ -136,12 +136,13 @@ def _open(
     files: list[Path],
     length: int | None,
     max_tokens: int | None,
-) -> tuple[PreTrainedModel, TextTokenizer, list[list[int]]]:
+) -> tuple[PreTrainedModel, AnyTokenizer, list[list[int]]]:
     """The model, its tokenizer, and the windows of the files."""
-    from fourfold.huggingface.transformers_models import checked_ids, load_model, load_text, positions_of
+    from fourfold.data.transformers_tokenizer import load_any_tokenizer
+    from fourfold.huggingface.transformers_models import checked_ids, load_model, positions_of
     from fourfold.inference.text import token_windows
 
-    text = load_text(tokenizer or names[1])
+    text = load_any_tokenizer(tokenizer or names[1])
     model = load_model(names[0], dtype, device)
     positions = positions_of(model)
     length = length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)

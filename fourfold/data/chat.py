@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.data.tokenizer import Tokenizer
+from fourfold.data.transformers_tokenizer import open_tokenizer
 from fourfold.errors import UserError
-from fourfold.extras import import_extra
 
 Message = Mapping[str, Any]
 
@@ -29,22 +29,18 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: str | Path, template: str | Path | None = None) -> None:
-        import_extra("transformers", "huggingface", "chat templates need")
-        from transformers import AutoTokenizer
-
         if str(folder) == "bytes":
             raise UserError(
                 "the tokenizer 'bytes' has no chat template, so messages cannot be rendered; give the folder of a "
                 "model, or rows of prompt and completion"
             )
         self.folder = Path(folder) if Path(folder).is_dir() else Path(folder).parent
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-            if template is not None:
+        self._tokenizer = open_tokenizer(str(self.folder))
+        if template is not None:
+            try:
                 self._tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"the tokenizer or template of {self.folder} cannot be read: {reason}") from error
+            except (OSError, ValueError) as error:
+                raise UserError(f"the chat template {template} cannot be read: {error}") from error
         if not isinstance(self._tokenizer.chat_template, str):
             raise UserError(
                 f"{self.folder} has no chat template (chat_template.jinja, or in tokenizer_config.json); give one with "

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from fourfold.data.tokenizer import Tokenizer, load_tokenizer
+from fourfold.data.tokenizer import load_tokenizer
+from fourfold.data.transformers_tokenizer import AnyTokenizer
 from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.evaluation.perplexity import perplexity
@@ -25,7 +26,7 @@ from fourfold.memorization.scored_model import (
     find_tokenizer,
     open_scorer,
 )
-from fourfold.memorization.scorers import HuggingFaceTokenizer, Scorer
+from fourfold.memorization.scorers import Scorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
     return {"model": str(subject.checkpoint or subject.name), "context": context, "texts": texts, "tasks": tasks}
 
 
-def prefix_token(tokenizer: Tokenizer | HuggingFaceTokenizer, subject: ScoredModel) -> int:
+def prefix_token(tokenizer: AnyTokenizer, subject: ScoredModel) -> int:
     """The token from which the first of a text is predicted: the one that begins texts, else the one that ends them.
 
     A corpus does not record the former, but the model that training began with may.
@@ -119,7 +120,7 @@ def _context(model: Scorer, subject: ScoredModel, request: EvaluationRequest) ->
 
 def _perplexity(
     model: Scorer,
-    tokenizer: Tokenizer | HuggingFaceTokenizer,
+    tokenizer: AnyTokenizer,
     prefix: int,
     path: Path,
     context: int,

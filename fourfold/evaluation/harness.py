@@ -11,10 +11,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from numpy.typing import NDArray
 
-from fourfold.data.tokenizer import Tokenizer
+from fourfold.data.transformers_tokenizer import AnyTokenizer
 from fourfold.errors import UserError
 from fourfold.evaluation.perplexity import perplexity
-from fourfold.memorization.scorers import HuggingFaceTokenizer, Scorer
+from fourfold.memorization.scorers import Scorer
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def __init__(
         self,
         model: Scorer,
-        tokenizer: Tokenizer | HuggingFaceTokenizer,
+        tokenizer: AnyTokenizer,
         prefix: int,
         context: int,
         max_new_tokens: int = 256,

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fourfold.data.transformers_tokenizer import AnyTokenizer
 from fourfold.errors import UserError
-from fourfold.huggingface.transformers_models import TextTokenizer, checked_ids, positions_of
+from fourfold.huggingface.transformers_models import checked_ids, positions_of
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Generation:
 class _Streamer:
     """A streamer of transformers: shows new text in whole characters, and records the time of each token."""
 
-    def __init__(self, tokenizer: TextTokenizer, show: Callable[[str], None]) -> None:
+    def __init__(self, tokenizer: AnyTokenizer, show: Callable[[str], None]) -> None:
         self.tokenizer, self.show = tokenizer, show
         self.ids: list[int] = []
         self.shown = ""
@@ -112,7 +113,7 @@ class _Streamer:
 
 def generate(
     model: Any,
-    tokenizer: TextTokenizer,
+    tokenizer: AnyTokenizer,
     prompt: str,
     max_new_tokens: int,
     sampling: Sampling,
@@ -157,13 +158,13 @@ def generate(
     )
 
 
-def encode_prompt(model: Any, tokenizer: TextTokenizer, prompt: str) -> list[int]:
+def encode_prompt(model: Any, tokenizer: AnyTokenizer, prompt: str) -> list[int]:
     """The ids of a prompt. Raises ``UserError`` for an empty or undecodable one, and for ids that the model lacks."""
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(f"the prompt is not UTF-8: {error.reason} at character {error.start}") from None
-    ids = list(checked_ids(model, tokenizer.encode(prompt)))
+    ids = checked_ids(model, tokenizer.encode_batch([prompt])[0])
     if not ids:
         raise UserError("the prompt is empty, and this model has no token to begin with; give --prompt")
     return ids
@@ -181,13 +182,14 @@ def _check_length(model: Any, prompt: int, new: int) -> None:
         )
 
 
-def _ends(model: Any, tokenizer: TextTokenizer) -> list[int] | None:
+def _ends(model: Any, tokenizer: AnyTokenizer) -> list[int] | None:
     """Ids that end a text: the model's own, else the tokenizer's; only those that the model has."""
     own = model.generation_config.eos_token_id
-    ids: Sequence[int] = tokenizer.eos_ids if own is None else [own] if isinstance(own, int) else own
+    own = tokenizer.eod_id if own is None else own
+    ids: Sequence[int] = own if isinstance(own, Sequence) else [] if own is None else [own]
     return [token for token in ids if token < model.config.get_text_config(decoder=True).vocab_size] or None
 
 
-def _padding(model: Any, tokenizer: TextTokenizer) -> int:
+def _padding(model: Any, tokenizer: AnyTokenizer) -> int:
     """Some id: one sequence is never padded, but transformers warns without one."""
     return model.generation_config.pad_token_id or (_ends(model, tokenizer) or [0])[0]

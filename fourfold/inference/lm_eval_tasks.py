@@ -7,9 +7,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from fourfold.data.transformers_tokenizer import AnyTokenizer, TransformersTokenizer
 from fourfold.errors import UserError
 from fourfold.extras import import_extra
-from fourfold.huggingface.transformers_models import HuggingFaceText, TextTokenizer
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
@@ -29,14 +29,14 @@ def task_names(names: str) -> tuple[str, ...]:
     return tasks
 
 
-def checked_tokenizer(tokenizer: TextTokenizer) -> HuggingFaceText:
+def checked_tokenizer(tokenizer: AnyTokenizer) -> TransformersTokenizer:
     """The same tokenizer. Raises ``UserError`` for one that lm-eval cannot use."""
-    if not isinstance(tokenizer, HuggingFaceText):
+    if not isinstance(tokenizer, TransformersTokenizer):
         raise UserError("tasks need a tokenizer of transformers, and this model reads bytes")
     return tokenizer
 
 
-def wrap_model(model: PreTrainedModel, tokenizer: HuggingFaceText) -> LM:
+def wrap_model(model: PreTrainedModel, tokenizer: TransformersTokenizer) -> LM:
     """A model of transformers as lm-eval drives one."""
     import_lm_eval()
     from lm_eval.models.huggingface import HFLM

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fourfold.data.transformers_tokenizer import AnyTokenizer
 from fourfold.errors import UserError
-from fourfold.huggingface.transformers_models import TextTokenizer
 
 MIN_WINDOW = 16
 
@@ -20,7 +20,7 @@ def read_text(file: Path, role: str) -> str:
 
 
 def token_windows(
-    tokenizer: TextTokenizer, files: Sequence[Path], length: int, max_tokens: int | None = None
+    tokenizer: AnyTokenizer, files: Sequence[Path], length: int, max_tokens: int | None = None
 ) -> list[list[int]]:
     """Windows of ``length`` ids, file after file; the end of a file that does not fill one is left out.
 
@@ -29,11 +29,11 @@ def token_windows(
     """
     if length < MIN_WINDOW:
         raise UserError(f"--seq-len {length} is too short; give at least {MIN_WINDOW}")
-    prefix = tokenizer.encode("")
+    prefix = tokenizer.encode_batch([""])[0]
     step = length - len(prefix)
     windows: list[list[int]] = []
     for file in files:
-        ids = tokenizer.encode(read_text(file, "the text"))[len(prefix) :]
+        ids = tokenizer.encode_batch([read_text(file, "the text")])[0][len(prefix) :]
         windows += [prefix + ids[begin : begin + step] for begin in range(0, len(ids) - step + 1, step)]
         if max_tokens is not None and len(windows) * length >= max_tokens:
             windows = windows[: max(1, max_tokens // length)]

@@ -13,11 +13,12 @@ import torch
 
 from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.config.run import RunConfig
+from fourfold.data.transformers_tokenizer import AnyTokenizer
 from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.launch.job_processes import device_of
 from fourfold.memorization.audit_record import AuditInputs, audit_record
-from fourfold.memorization.documents import AuditDocument, AuditTokenizer, Tokens, read_documents, with_others_before
+from fourfold.memorization.documents import AuditDocument, Tokens, read_documents, with_others_before
 from fourfold.memorization.generation import continue_greedily
 from fourfold.memorization.goldfish_check import REPLAYABLE, check_replayable
 from fourfold.memorization.scored_model import (
@@ -138,7 +139,7 @@ def _reference_scorer(
 
 
 def _documents(
-    request: AuditRequest, scorer: Scorer, tokenizer: AuditTokenizer | None
+    request: AuditRequest, scorer: Scorer, tokenizer: AnyTokenizer | None
 ) -> tuple[list[AuditDocument], int]:
     """Read the documents, then the control file's with count 0; return them and how many the context truncates."""
     shortest, context = request.prefix + request.suffix, context_length(scorer)
@@ -208,6 +209,6 @@ def _generated(
     return dict(zip(members, texts, strict=True))
 
 
-def _with_text(document: AuditDocument, tokenizer: AuditTokenizer) -> AuditDocument:
+def _with_text(document: AuditDocument, tokenizer: AnyTokenizer) -> AuditDocument:
     """Replace the text by that of the tokens that were scored, for the length of truncated text must not count."""
     return replace(document, text=tokenizer.decode(document.tokens.tolist()))

@@ -6,13 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.data.canaries import Canaries, Vocabulary
+from fourfold.data.canaries import Canaries
 from fourfold.data.sources import read_json_lines
+from fourfold.data.transformers_tokenizer import AnyTokenizer
 from fourfold.errors import UserError
 
 Tokens = NDArray[np.int64]
@@ -41,27 +42,9 @@ class AuditDocument:
         return replace(self, tokens=self.tokens[:longest])
 
 
-class AuditTokenizer(Vocabulary, Protocol):
-    """The tokenizer of the audited model: ours, or one of Hugging Face."""
-
-    @property
-    def eod_id(self) -> int | None:
-        """The id that ends a document."""
-
-    @property
-    def fingerprint(self) -> str | None:
-        """Equal for two tokenizers exactly if they give the same ids; None if unknown."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of these ids."""
-
-
 def read_documents(
     path: Path,
-    tokenizer: AuditTokenizer | None,
+    tokenizer: AnyTokenizer | None,
     *,
     vocab_size: int,
     shortest: int,
@@ -117,7 +100,7 @@ def with_others_before(documents: Sequence[AuditDocument], offset: int, eod_id: 
     return found
 
 
-def _tokens(where: object, row: dict[str, Any], tokenizer: AuditTokenizer | None, text_key: str) -> Tokens:
+def _tokens(where: object, row: dict[str, Any], tokenizer: AnyTokenizer | None, text_key: str) -> Tokens:
     tokens, text = row.get("tokens"), row.get(text_key)
     if tokens is not None:
         if not isinstance(tokens, list) or not all(_is_whole(token) for token in tokens):

@@ -13,11 +13,12 @@ from fourfold.checkpoints.find import STATE_FILE, newest_checkpoint
 from fourfold.checkpoints.saved_state import read_state
 from fourfold.config.run import RunConfig
 from fourfold.data.build import tokenizer_of_run
-from fourfold.data.tokenizer import Tokenizer, load_tokenizer
+from fourfold.data.tokenizer import load_tokenizer
+from fourfold.data.transformers_tokenizer import AnyTokenizer, TransformersTokenizer
 from fourfold.errors import UserError
 from fourfold.huggingface.model_folder import SOURCE_FOLDER, TOKENIZER_FILE
 from fourfold.launch.job_processes import run_on_grid
-from fourfold.memorization.scorers import GridScorer, HuggingFaceScorer, HuggingFaceTokenizer, Scorer
+from fourfold.memorization.scorers import GridScorer, HuggingFaceScorer, Scorer
 from fourfold.memorization.scores import Sampling
 from fourfold.run_file.load import apply_override, make_run
 
@@ -113,9 +114,7 @@ def run_on_model_grid(function: str, request: ScoringRequest) -> Any:
     return run_on_grid(function, [request, model], world_size, wanted_device=device)
 
 
-def find_tokenizer(
-    request: ScoringRequest, model: ScoredModel, special_tokens: bool = True
-) -> Tokenizer | HuggingFaceTokenizer | None:
+def find_tokenizer(request: ScoringRequest, model: ScoredModel, special_tokens: bool = True) -> AnyTokenizer | None:
     """Return the request's tokenizer, by default the model's own; None where it is unknown.
 
     special_tokens: whether a Hugging Face tokenizer adds those it usually adds to a text; ours never do.
@@ -123,7 +122,7 @@ def find_tokenizer(
     if request.tokenizer == "bytes" or (request.tokenizer is not None and model.run is not None):
         return load_tokenizer(request.tokenizer)
     if model.run is None or model.checkpoint is None:
-        return HuggingFaceTokenizer(request.tokenizer or model.name, special_tokens)
+        return TransformersTokenizer(request.tokenizer or model.name, special_tokens)
     if not model.knows_data:
         imported = model.checkpoint / SOURCE_FOLDER / TOKENIZER_FILE
         return load_tokenizer(imported) if imported.is_file() else None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,9 +18,7 @@ from fourfold.checkpoints.checkpoint import load_sharded_weights
 from fourfold.config.layout import CHUNK_LOGITS
 from fourfold.config.run import RunConfig
 from fourfold.data.loader import MicroBatch
-from fourfold.data.tokenizer import HFTokenizer
-from fourfold.errors import UserError
-from fourfold.huggingface.transformers_models import load_model, open_tokenizer
+from fourfold.huggingface.transformers_models import load_model
 from fourfold.memorization.scores import Sampling, score_logits
 from fourfold.parallel.communicate import all_gather, reduce_scatter
 from fourfold.parallel.context import share_of_sequences, take_chunks
@@ -135,39 +133,6 @@ class HuggingFaceScorer:
             fields_5BS = fields.unflatten(1, inputs.shape).cpu().numpy()
             found |= {number: fields_5BS[:, row] for row, number in enumerate(together)}
         return [found[number] for number in range(len(documents))]
-
-
-class HuggingFaceTokenizer:
-    """The tokenizer of a Hugging Face model. special_tokens: add those that it usually adds to a text."""
-
-    def __init__(self, name: str, special_tokens: bool = True) -> None:
-        self._tokenizer = open_tokenizer(name)
-        self.vocab_size = len(self._tokenizer)
-        self.special_ids = tuple(sorted(self._tokenizer.all_special_ids))
-        self.eod_id: int | None = self._tokenizer.eos_token_id
-        self.bos_id: int | None = self._tokenizer.bos_token_id
-        self._special_tokens = special_tokens
-        self._name = name
-
-    @cached_property
-    def fingerprint(self) -> str | None:
-        """The fingerprint of its tokenizer.json, as `fourfold prepare` records it; None where it has none."""
-        from transformers.utils.hub import cached_file
-
-        try:
-            file = cached_file(self._name, "tokenizer.json")
-            return None if file is None else HFTokenizer(file).fingerprint
-        except (OSError, UserError):  # a tokenizer of another kind
-            return None
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text."""
-        ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=self._special_tokens)["input_ids"]
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of these ids without special tokens."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
 @contextmanager

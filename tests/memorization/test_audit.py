@@ -436,11 +436,12 @@ def test_pickles_and_missing_tokenizers_of_hugging_face_are_refused(
 def test_the_one_pass_is_what_hugging_face_generates(hugging_face: tuple[Path, list[str]]) -> None:
     """Against the library's own greedy search, of documents that are learned and of some that are not."""
     transformers = pytest.importorskip("transformers")
-    from fourfold.memorization.scorers import HuggingFaceScorer, HuggingFaceTokenizer
+    from fourfold.data.transformers_tokenizer import load_any_tokenizer
+    from fourfold.memorization.scorers import HuggingFaceScorer
     from fourfold.memorization.scores import TokenScores
 
     folder, texts = hugging_face
-    rows = [np.array(ids[:60]) for ids in HuggingFaceTokenizer(str(folder)).encode_batch(texts)]
+    rows = [np.array(ids[:60]) for ids in load_any_tokenizer(str(folder)).encode_batch(texts)]
     model = HuggingFaceScorer(str(folder), torch.device("cpu"), Sampling(), 3)
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder)
     exact = []

@@ -5,7 +5,7 @@ enable_loki(model, basis, LokiConfig(d=32, k=2048))
 model.generate(...)
 """
 
-from fourfold.huggingface.transformers_models import import_transformers
+from fourfold.data.transformers_tokenizer import import_transformers
 
 import_transformers()  # says how to get it where it is missing
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from fourfold.data.transformers_tokenizer import TransformersTokenizer
 from fourfold.errors import UserError
-from fourfold.huggingface.transformers_models import HuggingFaceText
 from fourfold.inference.lm_eval_tasks import run_tasks, wrap_model
 from fourfold.inference.loki.architecture import attentions_of
 from fourfold.inference.loki.basis import LokiBasis
@@ -87,7 +87,7 @@ def measure_quality(
 
 def compare_tasks(
     model: PreTrainedModel,
-    tokenizer: HuggingFaceText,
+    tokenizer: TransformersTokenizer,
     basis: LokiBasis,
     config: LokiConfig,
     tasks: Sequence[str],

@@ -1,0 +1,80 @@
+"""The tokenizers of the transformers library, beside our own: opened in one place, with one interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
+from fourfold.errors import UserError
+from fourfold.extras import import_extra
+
+
+class TransformersTokenizer:
+    """The tokenizer of a folder or an id of the Hub. special_tokens: add those that it usually adds to a text."""
+
+    def __init__(self, name: str, special_tokens: bool = True) -> None:
+        self.tokenizer = open_tokenizer(name)
+        self.vocab_size = len(self.tokenizer)
+        self.special_ids = tuple(sorted(self.tokenizer.all_special_ids))
+        self.eod_id: int | None = self.tokenizer.eos_token_id
+        self.bos_id: int | None = self.tokenizer.bos_token_id
+        self._special_tokens = special_tokens
+        self._name = name
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of its tokenizer.json, as `fourfold prepare` records it; None where it has none."""
+        from transformers.utils.hub import cached_file
+
+        try:
+            file = cached_file(self._name, "tokenizer.json")
+            return None if file is None else HFTokenizer(file).fingerprint
+        except (OSError, UserError):  # a tokenizer of another kind
+            return None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text."""
+        ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=self._special_tokens)["input_ids"]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of these ids without special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+AnyTokenizer = Tokenizer | TransformersTokenizer
+
+
+def load_any_tokenizer(name: str) -> AnyTokenizer:
+    """Open the tokenizer of a model's folder or of an id of the Hub, or "bytes"."""
+    return ByteTokenizer() if name == "bytes" else TransformersTokenizer(name)
+
+
+def open_tokenizer(name: str) -> Any:
+    """Open the transformers tokenizer of a folder or an id of the Hub. Raises ``UserError`` where there is none."""
+    transformers = import_transformers()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, ImportError, AttributeError) as error:
+        raise UserError(_no_tokenizer(name, first_line(error))) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing but the model's type
+        raise UserError(_no_tokenizer(name, "it has no vocabulary"))
+    return tokenizer
+
+
+def import_transformers() -> Any:
+    """Import the transformers library, without its progress bars."""
+    transformers = import_extra("transformers", "huggingface", "Hugging Face models and chat templates need")
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _no_tokenizer(name: str, reason: str) -> str:
+    return f"cannot load the tokenizer of {name} ({reason}); name one with --tokenizer: a folder, or bytes"
