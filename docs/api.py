@@ -64,7 +64,7 @@ def _parameter(parameter: inspect.Parameter) -> str:
     """The parameter with annotation and default; a function as default shows as dots."""
     if inspect.isfunction(parameter.default):
         parameter = parameter.replace(default=...)
-    return str(parameter).replace("'", "").replace("Ellipsis", "...")
+    return re.sub("['\"]", "", str(parameter)).replace("Ellipsis", "...")
 
 
 def _prose(found: Any) -> str:

@@ -39,21 +39,15 @@ class Canaries:
 
     count: int
     """Canaries for each number of repeats."""
-
     repeats: tuple[int, ...]
-
     length: int = 100
     """Tokens of each."""
-
     noise: float = 0.0
     """The share of tokens that each copy has replaced at random (near-duplicates)."""
-
     shift: int = 0
     """Each copy begins up to this many tokens late."""
-
     source: str | None = None
     """None takes documents out of the corpus, "random" makes sequences of random tokens, else a .jsonl file."""
-
     seed: int = 0
 
     def check(self) -> None:

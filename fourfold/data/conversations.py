@@ -21,16 +21,12 @@ class PackingStatistics:
     """How a corpus of conversations fills its windows."""
 
     windows: int
-
     conversations: int
     """Those in the windows."""
-
     filled: float
     """Share of the places that hold a conversation."""
-
     cut: int
     """Conversations longer than a window, which lose their end."""
-
     left_out: int
     """Conversations whose answers begin beyond the window."""
 

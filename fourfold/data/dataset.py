@@ -25,15 +25,11 @@ class Windows:
 
     stream: NDArray[np.int64]
     """[samples, look_back + seq_length + 1]: the tokens, and those before them, which only masks see."""
-
     stream_documents: NDArray[np.int64]
     """The document of each token, counted from 0 at the window's first one; those before have negative numbers."""
-
     numbers: NDArray[np.int64]
     """[samples]: their numbers in the order of training."""
-
     look_back: int = 0
-
     answers: NDArray[np.bool_] | None = None
     """[samples, seq_length + 1]: the tokens of conversations that belong to an answer; None for text."""
 

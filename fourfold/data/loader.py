@@ -21,13 +21,10 @@ class MicroBatch(Generic[Array]):
     """The input of one forward pass, int64 [B, S]: arrays from the loader, tensors on the way to the model."""
 
     tokens: Array
-
     labels: Array | None = None
     """The token after each, IGNORE_INDEX where the loss does not count it. Without labels the model returns logits."""
-
     positions: Array | None = None
     """The place of each token in its document; None: in its sequence."""
-
     documents: Array | None = None
     """0, 1, 2 … within each sequence, which attention must not cross; None: it may."""
 

@@ -17,40 +17,28 @@ class Manifest:
 
     split: str
     """"train" or "validation"."""
-
     documents: int
-
     tokens: int
     """With those that end documents."""
-
     bytes: int
     """UTF-8 bytes of the text."""
-
     tokenizer: str
     """"bytes", or the name of a tokenizer.json in the same folder."""
-
     fingerprint: str
     """That of the tokenizer."""
-
     vocab_size: int
     eod_id: int
-
     dtype: str
     """The type of the stored tokens."""
-
     inputs: list[str]
     """As the user gave them."""
-
     text_key: str
     validation_fraction: float
     seed: int
-
     request: str
     """A digest of everything that decides the content."""
-
     format: str = "text"
     """"text", or "sft" for conversations."""
-
     trained_tokens: int | None = None
     """Tokens of answers, for conversations."""
 

@@ -23,16 +23,12 @@ class MaskStatistics:
     """Counts over some windows of the training data."""
 
     k: int
-
     tokens: int
     """Targets."""
-
     trainable: int
     """Targets that the other masks keep."""
-
     dropped: int
     """Trainable targets that the goldfish mask leaves out."""
-
     longest_undropped_span: int
     """Targets in a row within one document without a dropped one."""
 

@@ -33,10 +33,8 @@ class Preview:
     """Samples with their masks, and statistics over more of the data."""
 
     samples: list[PreviewedSample]
-
     trained_share: float
     """Share of the targets that are trained."""
-
     statistics: MaskStatistics | None
     """None without a goldfish mask."""
 

@@ -22,16 +22,12 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     """One more than the largest id."""
-
     eod_id: int
     """The id that ends a document."""
-
     bos_id: int | None
     """The id that begins a text, where the model has one."""
-
     special_ids: tuple[int, ...]
     """The ids that are not text, ascending."""
-
     fingerprint: str
     """Equal for two tokenizers exactly when they give the same ids."""
 

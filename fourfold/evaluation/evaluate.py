@@ -35,23 +35,17 @@ class EvaluationRequest(ScoringRequest):
 
     texts: tuple[Path, ...] = ()
     """Files."""
-
     overlap: int = 1
     """Tokens that each window repeats from the one before."""
-
     context: int | None = None
     """Tokens of the longest input; by default the model's context, and at most ``LONGEST_UNKNOWN`` where the model was
     not trained here."""
-
     tasks: tuple[str, ...] = ()
     """Tasks of lm-eval."""
-
     include_path: Path | None = None
     """A folder of your own tasks."""
-
     num_fewshot: int | None = None
     """Examples in the prompt."""
-
     limit: int | None = None
     """Documents per task."""
 

@@ -22,13 +22,10 @@ class Sampling:
 
     temperature: float = 0.0
     """0: always the likeliest token."""
-
     top_k: int | None = None
     """Draw from this many of the likeliest tokens."""
-
     top_p: float | None = None
     """Draw from the likeliest tokens that have this share of the probability."""
-
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -64,16 +61,12 @@ class Generation:
     new_tokens: int
     prompt_seconds: float
     """Until the first new token."""
-
     tokens_per_second: float | None
     """After the first new token; None where it is the only one."""
-
     cache_bytes: int
     """The size of all cached tokens at the end."""
-
     step_bytes: int | None = None
     """The least that Loki reads of the cache for one more token; None without Loki."""
-
     full_step_bytes: int | None = None
     """The bytes that full attention would read; None without Loki."""
 

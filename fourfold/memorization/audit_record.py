@@ -15,16 +15,10 @@ from numpy.typing import NDArray
 from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.data.canaries import Vocabulary
 from fourfold.memorization.documents import AuditDocument
-from fourfold.memorization.extraction import (
-    Extraction,
-    exposure,
-    extraction,
-    matches_after,
-    prefix_lengths,
-)
+from fourfold.memorization.extraction import Extraction, exposure, extraction, match_rate, matches_after, prefix_lengths
 from fourfold.memorization.generation import text_likeness
 from fourfold.memorization.goldfish_check import goldfish_check
-from fourfold.memorization.intervals import difference, mean_with_interval, wilson
+from fourfold.memorization.intervals import difference, mean_with_interval
 from fourfold.memorization.membership import FEWEST, attacks, bag_of_words_guard, conclusion, membership_scores
 from fourfold.memorization.scores import Sampling, TokenScores
 
@@ -104,13 +98,10 @@ def audit_record(inputs: AuditInputs) -> dict[str, Any]:
 
 
 def _summary(found: Sequence[Extraction]) -> dict[str, Any]:
-    exact = sum(each.exact_match for each in found)
     queries = [each.queries(CHANCE) for each in found]
     log_p = median(each.log_p for each in found)
     return {
-        "documents": len(found),
-        "exact_match": exact / len(found),
-        "exact_match_ci": list(wilson(exact, len(found))),
+        **match_rate([each.exact_match for each in found]),
         "token_agreement": mean_with_interval([each.token_agreement for each in found]),
         "extraction_strength": mean_with_interval([each.extraction_strength for each in found]),
         "longest_span": {
@@ -144,12 +135,7 @@ def _by_prefix(members: Sequence[TokenScores], controls: Sequence[TokenScores], 
         for name, side in (("members", members), ("control", controls)):
             matches = [m for scores in side if (m := matches_after(scores, prefix, suffix)) is not None]
             if matches:
-                rate = sum(matches) / len(matches)
-                row[name] = {
-                    "documents": len(matches),
-                    "exact_match": rate,
-                    "exact_match_ci": list(wilson(sum(matches), len(matches))),
-                }
+                row[name] = match_rate(matches)
         found[str(prefix)] = row
     return found
 
@@ -162,14 +148,8 @@ def _by_position(members: Sequence[TokenScores]) -> list[dict[str, Any]]:
     for begin, end in pairwise(edges.tolist()):
         agrees = np.concatenate([scores.agrees[begin:end] for scores in members])
         losses = np.concatenate([-scores.log_prob[begin:end] for scores in members])
-        rows.append(
-            {
-                "from": begin + 1,
-                "to": end,
-                "token_agreement": float(agrees.mean()),
-                "loss": float(losses.mean()),
-            }
-        )
+        means = {"token_agreement": float(agrees.mean()), "loss": float(losses.mean())}
+        rows.append({"from": begin + 1, "to": end, **means})
     return rows
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from fourfold.data.mask_statistics import longest_run
+from fourfold.memorization.intervals import wilson
 from fourfold.memorization.scores import TokenScores
 
 
@@ -72,6 +74,16 @@ def matches_after(scores: TokenScores, prefix: int, suffix: int) -> bool | None:
     if prefix + suffix > len(scores.tokens):
         return None
     return bool(scores.agrees[prefix - 1 : prefix - 1 + suffix].all())
+
+
+def match_rate(matches: Sequence[bool]) -> dict[str, Any]:
+    """Return the share of documents that match, with its interval, for a record."""
+    exact = sum(matches)
+    return {
+        "documents": len(matches),
+        "exact_match": exact / len(matches),
+        "exact_match_ci": list(wilson(exact, len(matches))),
+    }
 
 
 def prefix_lengths(documents: Sequence[TokenScores], suffix: int) -> list[int]:

@@ -12,9 +12,8 @@ from fourfold.config.run import RunConfig
 from fourfold.data.files import write_whole
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.memorization.documents import AuditDocument, read_documents
-from fourfold.memorization.extraction import extraction
+from fourfold.memorization.extraction import extraction, match_rate
 from fourfold.memorization.goldfish_check import REPLAYABLE, replay_mask
-from fourfold.memorization.intervals import wilson
 from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import Sampling, TokenScores
 from fourfold.training.job import Job
@@ -73,11 +72,8 @@ class CanaryAudit:
 
     def _summary(self, documents: list[AuditDocument], scores: list[TokenScores]) -> dict[str, Any]:
         found = [extraction(each, self.run.audit.suffix) for each in scores]
-        exact = sum(each.exact_match for each in found)
         summary = {
-            "documents": len(found),
-            "exact_match": exact / len(found),
-            "exact_match_ci": list(wilson(exact, len(found))),
+            **match_rate([each.exact_match for each in found]),
             "token_agreement": float(np.mean([each.token_agreement for each in found])),
             "loss": float(np.mean([each.loss for each in found])),
         }

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,20 +34,6 @@ ATTACKS = {
 """Names of the attacks for readers."""
 
 
-@dataclass(frozen=True)
-class Attack:
-    """Success of one score: the area under the ROC curve, and true-positive rates at low false-positive rates."""
-
-    auc: float
-    auc_ci: tuple[float, float]
-    tpr_at_1_percent_fpr: float | None
-    tpr_at_0_1_percent_fpr: float | None
-
-    def record(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {**self.__dict__, "auc_ci": list(self.auc_ci)}
-
-
 def membership_scores(scores: TokenScores, text: str | None, reference: TokenScores | None = None) -> dict[str, float]:
     """Return every attack's score of one document, except for those that lack their text or reference model.
 
@@ -72,19 +57,22 @@ def membership_scores(scores: TokenScores, text: str | None, reference: TokenSco
 def attacks(
     members: Sequence[Mapping[str, float]], controls: Sequence[Mapping[str, float]]
 ) -> dict[str, dict[str, Any]]:
-    """Return the record of every attack that has all documents' scores; none with fewer than ``FEWEST`` of each."""
+    """Return AUC and true-positive rates at low false-positive rates of every attack that has all documents' scores.
+
+    Empty with fewer than ``FEWEST`` members or controls.
+    """
     if min(len(members), len(controls)) < FEWEST:
         return {}
     names = [name for name in members[0] if all(name in scores for scores in [*members, *controls])]
     found = {}
     for name in names:
         inside, outside = (np.array([scores[name] for scores in side]) for side in (members, controls))
-        found[name] = Attack(
-            auc(inside, outside),
-            auc_interval(inside, outside),
-            true_positive_rate(inside, outside, 100),
-            true_positive_rate(inside, outside, 1000),
-        ).record()
+        found[name] = {
+            "auc": auc(inside, outside),
+            "auc_ci": list(auc_interval(inside, outside)),
+            "tpr_at_1_percent_fpr": true_positive_rate(inside, outside, 100),
+            "tpr_at_0_1_percent_fpr": true_positive_rate(inside, outside, 1000),
+        }
     return found
 
 

@@ -38,11 +38,11 @@ def facts(values: Mapping[str, str | int | float | None]) -> str:
     return f'<dl class="facts">{"".join(cards)}</dl>'
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of text; all columns but the first are right-aligned."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> str:
+    """Return a table of text; all columns but the first are right-aligned, unless they hold `words`."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<table class="rows"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<table class="{"words" if words else "rows"}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def charts(figures: Sequence[str], wide: Sequence[str] = ()) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from fourfold.reports.svg import _BOTTOM, _LEFT, _RIGHT, _TOP, _Axis, _figure, _grid, _spread
+from fourfold.reports.svg import BOTTOM, LEFT, RIGHT, TOP, Axis, draw_grid, figure, spread
 
 if TYPE_CHECKING:
     from fourfold.parallel.schedule import Span
@@ -27,8 +27,8 @@ class Dot:
 def scatter(title: str, dots: Sequence[Dot], limit: float, *, x_label: str, limit_label: str) -> str:
     """Draw dots on a linear x and a logarithmic y axis, with a vertical line at ``limit``."""
     width, height = 1072, 380
-    x_axis = _Axis(*_spread([d.x for d in dots] + [limit, 0.0], margin=0.03), _LEFT, width - _RIGHT)
-    y_axis = _Axis(*_spread([d.y for d in dots], margin=0.05, log=True), height - _BOTTOM, _TOP, True)
+    x_axis = Axis(*spread([d.x for d in dots] + [limit, 0.0], margin=0.03), LEFT, width - RIGHT)
+    y_axis = Axis(*spread([d.y for d in dots], margin=0.05, log=True), height - BOTTOM, TOP, True)
     # Grayed dots first and the best last, so that it is drawn on top.
     circles = "".join(
         f'<circle class="dot {"out" if d.out else "s1" if d.best else "s0"}" cx="{x_axis(d.x):g}" cy="{y_axis(d.y):g}" '
@@ -36,15 +36,15 @@ def scatter(title: str, dots: Sequence[Dot], limit: float, *, x_label: str, limi
         for d in sorted(dots, key=lambda d: (not d.out, d.best))
     )
     line = (
-        f'<line class="limit" x1="{x_axis(limit)}" x2="{x_axis(limit)}" y1="{_TOP}" y2="{height - _BOTTOM}"/>'
-        f'<text x="{x_axis(limit) - 6}" y="{_TOP + 12}" text-anchor="end">{escape(limit_label)}</text>'
+        f'<line class="limit" x1="{x_axis(limit)}" x2="{x_axis(limit)}" y1="{TOP}" y2="{height - BOTTOM}"/>'
+        f'<text x="{x_axis(limit) - 6}" y="{TOP + 12}" text-anchor="end">{escape(limit_label)}</text>'
     )
     style = "<style>.out{color:var(--faint);fill-opacity:.35}.limit{stroke:var(--s7);stroke-dasharray:5 4}</style>"
     body = (
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">{style}'
-        f"{_grid(x_axis, y_axis, width, height, x_label)}{line}{circles}</svg>"
+        f"{draw_grid(x_axis, y_axis, width, height, x_label)}{line}{circles}</svg>"
     )
-    return _figure(title, [], body)
+    return figure(title, [], body)
 
 
 KINDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
@@ -60,7 +60,7 @@ def timetable(ranks: Sequence[Sequence[Span]], unit: float, title: str) -> str:
     kinds = [kind for kind in KINDS if any(span.op.kind == kind for spans in ranks for span in spans)]
     end = max(spans[-1].end for spans in ranks) * unit
     width, row = 1072, 22
-    axis = _Axis(0.0, end, 70, width - _RIGHT)
+    axis = Axis(0.0, end, 70, width - RIGHT)
 
     def box(rank: int, span: Span) -> str:
         kind, begin, over = span.op.kind, span.begin * unit, span.end * unit
@@ -82,4 +82,4 @@ def timetable(ranks: Sequence[Sequence[Span]], unit: float, title: str) -> str:
     body = (
         f'<svg viewBox="0 0 {width} {foot + 22}" role="img" aria-label="{escape(title)}">{labels}{numbers}{boxes}</svg>'
     )
-    return _figure(title, [KINDS[kind] for kind in kinds], body)
+    return figure(title, [KINDS[kind] for kind in kinds], body)

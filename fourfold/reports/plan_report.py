@@ -63,8 +63,7 @@ def write_scaling_report(path: Path, points: Sequence[Point], model: str, machin
         for p in points
     ]  # fmt: skip
     header = ["GPUs", "layout", "s/step", "MFU", "HFU", "efficiency", "PFLOP/s", "published PFLOP/s"]
-    table = _table(header, rows)
-    sections = [html.charts([], [_curve(points)]), table]
+    sections = [html.charts([], [_curve(points)]), html.table(header, rows, words=True)]
     write_output(path, html.page(f"{model} on {machine}", f"{kind} scaling, replanned at each size", sections))
 
 
@@ -171,25 +170,21 @@ def _curve(points: Sequence[Point]) -> str:
 
 
 def _ranking(result: PlanRecord) -> str:
-    return _table(
-        ["layout", "s/step", "GB", "P(OOM)", "MFU", "tokens/s/GPU"],
-        [
-            [name + p.describe(), f"{p.seconds:.4g}", gigabytes(p.memory_bytes), f"{p.p_oom:.1%}",
-             f"{p.utilization(p.work.model_flops()):.1%}", f"{p.tokens_per_second / p.gpus:,.0f}"]
-            for name, p in result.labeled()
-        ],
-    )  # fmt: skip
+    rows = [
+        [name + p.describe(), f"{p.seconds:.4g}", gigabytes(p.memory_bytes), f"{p.p_oom:.1%}",
+         f"{p.utilization(p.work.model_flops()):.1%}", f"{p.tokens_per_second / p.gpus:,.0f}"]
+        for name, p in result.labeled()
+    ]  # fmt: skip
+    return html.table(["layout", "s/step", "GB", "P(OOM)", "MFU", "tokens/s/GPU"], rows, words=True)
 
 
 def _explanation(explanation: dict[str, Any]) -> list[str]:
     points = "".join(f"<li>The best {escape(point['sentence'])}.</li>" for point in explanation["break_evens"])
-    steps = _table(
-        ["one step away", "slower by"],
-        [
-            [n["change"], f"{n['slower']:+.1%}" if n["slower"] is not None else n["reason"]]
-            for n in explanation["neighbors"]
-        ],
-    )
+    rows = [
+        [n["change"], f"{n['slower']:+.1%}" if n["slower"] is not None else n["reason"]]
+        for n in explanation["neighbors"]
+    ]
+    steps = html.table(["one step away", "slower by"], rows, words=True)
     sections = [
         f"<h2>Break-evens</h2><ul>{points}</ul>" if points else "",
         f"<h2>Neighbors</h2><p>{escape(explanation['basin'])}</p>{steps}",
@@ -200,9 +195,3 @@ def _explanation(explanation: dict[str, Any]) -> list[str]:
             f"{more['speedup']:.2f} times as fast; {escape(more['layout'])}.</p>"
         )
     return sections
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table class='words'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

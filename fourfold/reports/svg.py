@@ -10,7 +10,7 @@ from itertools import groupby
 from fourfold.reports.numbers import downsample, format_number, format_ticks, linear_ticks, log_ticks
 
 COLORS = 12  # series colors that style.py defines; a thirteenth series uses the first again
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 20, 8, 40
+LEFT, RIGHT, TOP, BOTTOM = 52, 20, 8, 40
 _BUCKETS = 400  # two points for about every other pixel of a wide chart
 
 
@@ -27,7 +27,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class _Axis:
+class Axis:
     """Map from values to pixels along one direction; `log` needs positive values."""
 
     low: float
@@ -63,11 +63,11 @@ def line_chart(
     series = [Series(s.name, *downsample(s.x, s.y, _BUCKETS), s.dots) for s in series]
     points = [(x, y) for s in series for x, y in zip(s.x, s.y, strict=True) if y is not None]
     if not points:
-        return _figure(title, [], '<p class="empty">nothing recorded</p>')
+        return figure(title, [], '<p class="empty">nothing recorded</p>')
     log_y = log_y and all(y > 0 for _, y in points)
-    x_axis = _Axis(*_spread([x for x, _ in points], margin=0.0), _LEFT, width - _RIGHT)
-    y_range = _spread([y for _, y in points] + [0.0] * (from_zero and not log_y), margin=0.05, log=log_y)
-    y_axis = _Axis(*y_range, height - _BOTTOM, _TOP, log_y)
+    x_axis = Axis(*spread([x for x, _ in points], margin=0.0), LEFT, width - RIGHT)
+    y_range = spread([y for _, y in points] + [0.0] * (from_zero and not log_y), margin=0.05, log=log_y)
+    y_axis = Axis(*y_range, height - BOTTOM, TOP, log_y)
 
     lines = "".join(_line(s, index, x_axis, y_axis) for index, s in enumerate(series))
     readout = json.dumps([_readout_points(s, x_axis, y_axis) for s in series], separators=(",", ":"))
@@ -75,10 +75,10 @@ def line_chart(
     svg = (
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}" data-points="{escape(readout)}" '
         f'data-x="{escape(x_label)}">'
-        f"{_grid(x_axis, y_axis, width, height, x_label)}{lines}"
-        f'<line class="rule" y1="{_TOP}" y2="{height - _BOTTOM}"/>{marks}</svg>'
+        f"{draw_grid(x_axis, y_axis, width, height, x_label)}{lines}"
+        f'<line class="rule" y1="{TOP}" y2="{height - BOTTOM}"/>{marks}</svg>'
     )
-    return _figure(title + (", log scale" if log_y else ""), [s.name for s in series], svg)
+    return figure(title + (", log scale" if log_y else ""), [s.name for s in series], svg)
 
 
 def stacked_bars(
@@ -96,25 +96,25 @@ def stacked_bars(
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
     totals = {label: sum(bar.values()) for label, bar in bars.items()}
     if not any(totals.values()):
-        return _figure(title, [], '<p class="empty">nothing recorded</p>')
+        return figure(title, [], '<p class="empty">nothing recorded</p>')
     left = 16 + 7 * max(map(len, bars))  # about 7 pixels a letter
     right = 16 + 7 * max(len(format_number(total)) for total in totals.values())
-    bottom = _TOP + 28 * len(bars)
-    axis = _Axis(0.0, max(totals.values()), left, width - right)
-    rows = "".join(_bar(label, bars[label], parts, _TOP + 28 * row, axis) for row, label in enumerate(bars))
+    bottom = TOP + 28 * len(bars)
+    axis = Axis(0.0, max(totals.values()), left, width - right)
+    rows = "".join(_bar(label, bars[label], parts, TOP + 28 * row, axis) for row, label in enumerate(bars))
     ticks = axis.ticks(width // 110)
     labels = "".join(
-        f'<line class="grid" x1="{axis(t)}" x2="{axis(t)}" y1="{_TOP}" y2="{bottom}"/>'
+        f'<line class="grid" x1="{axis(t)}" x2="{axis(t)}" y1="{TOP}" y2="{bottom}"/>'
         f'<text x="{axis(t)}" y="{bottom + 14}" text-anchor="middle">{label}</text>'
         for t, label in zip(ticks, format_ticks(ticks), strict=True)
     )
-    height = bottom + (_BOTTOM if x_label else 22)
+    height = bottom + (BOTTOM if x_label else 22)
     x_title = f'<text x="{(left + width - right) / 2}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>'
     svg = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">{labels}{x_title}{rows}</svg>'
-    return _figure(title, parts, svg)
+    return figure(title, parts, svg)
 
 
-def _figure(title: str, names: Sequence[str], body: str) -> str:
+def figure(title: str, names: Sequence[str], body: str) -> str:
     """Put a caption with a legend before the body; the hover script fills the legend's empty outputs."""
     swatches = (
         [f'<i class="s{index % COLORS}"></i>' for index in range(len(names))] if len(names) > 1 else [""] * len(names)
@@ -127,7 +127,7 @@ def _figure(title: str, names: Sequence[str], body: str) -> str:
     return f'<figure class="chart"><figcaption>{caption}</figcaption>{body}</figure>'
 
 
-def _spread(values: Sequence[float], margin: float, log: bool = False) -> tuple[float, float]:
+def spread(values: Sequence[float], margin: float, log: bool = False) -> tuple[float, float]:
     """Return the range of an axis: that of its values with a margin, never empty, on one side of zero if they are."""
     low, high = min(values), max(values)
     if log:
@@ -143,24 +143,24 @@ def _spread(values: Sequence[float], margin: float, log: bool = False) -> tuple[
     return low - pad, min(0.0, high + pad) if high <= 0 else high + pad
 
 
-def _grid(x_axis: _Axis, y_axis: _Axis, width: int, height: int, x_label: str) -> str:
+def draw_grid(x_axis: Axis, y_axis: Axis, width: int, height: int, x_label: str) -> str:
     y_ticks, x_ticks = y_axis.ticks(max(3, height // 45)), x_axis.ticks(width // 110)
-    foot = height - _BOTTOM
+    foot = height - BOTTOM
     rows = "".join(
-        f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y_axis(tick)}" y2="{y_axis(tick)}"/>'
-        f'<text x="{_LEFT - 7}" y="{y_axis(tick) + 3.5:.1f}" text-anchor="end">{label}</text>'
+        f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y_axis(tick)}" y2="{y_axis(tick)}"/>'
+        f'<text x="{LEFT - 7}" y="{y_axis(tick) + 3.5:.1f}" text-anchor="end">{label}</text>'
         for tick, label in zip(y_ticks, format_ticks(y_ticks), strict=True)
     )
     columns = "".join(
         f'<text x="{x_axis(tick)}" y="{foot + 16}" text-anchor="middle">{label}</text>'
         for tick, label in zip(x_ticks, format_ticks(x_ticks), strict=True)
     )
-    base = f'<line class="axis" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{foot}" y2="{foot}"/>'
-    name = f'<text x="{(_LEFT + width - _RIGHT) / 2}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>'
+    base = f'<line class="axis" x1="{LEFT}" x2="{width - RIGHT}" y1="{foot}" y2="{foot}"/>'
+    name = f'<text x="{(LEFT + width - RIGHT) / 2}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>'
     return rows + columns + base + name
 
 
-def _line(series: Series, index: int, x_axis: _Axis, y_axis: _Axis) -> str:
+def _line(series: Series, index: int, x_axis: Axis, y_axis: Axis) -> str:
     """Draw the path of a series, broken at gaps; points without a neighbor are dots."""
     paths, dots = [], []
     points = zip(series.x, series.y, strict=True)
@@ -175,7 +175,7 @@ def _line(series: Series, index: int, x_axis: _Axis, y_axis: _Axis) -> str:
     return path + "".join(f'<circle class="dot {color}" cx="{x:g}" cy="{y:g}" r="2.5"/>' for x, y in dots)
 
 
-def _readout_points(series: Series, x_axis: _Axis, y_axis: _Axis) -> list[tuple[float, float, str, str]]:
+def _readout_points(series: Series, x_axis: Axis, y_axis: Axis) -> list[tuple[float, float, str, str]]:
     """Return pixel and label of every point for the hover script: [x, y, x label, y label]."""
     return [
         (x_axis(x), y_axis(y), format_number(x, 6), format_number(y, 5))
@@ -184,7 +184,7 @@ def _readout_points(series: Series, x_axis: _Axis, y_axis: _Axis) -> list[tuple[
     ]
 
 
-def _bar(label: str, bar: Mapping[str, float], parts: Sequence[str], top: int, axis: _Axis) -> str:
+def _bar(label: str, bar: Mapping[str, float], parts: Sequence[str], top: int, axis: Axis) -> str:
     boxes, done = [], 0.0
     for index, part in enumerate(parts):
         value = bar.get(part, 0.0)

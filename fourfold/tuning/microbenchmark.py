@@ -74,16 +74,19 @@ def measure(place: Place) -> Measured:
     return found
 
 
-def _fastest(run: Callable[[], object], device: torch.device, seconds: float = SECONDS_PER_POINT) -> float:
-    """Return the seconds of the fastest repetition within ``seconds``."""
+def _fastest(run: Callable[[], object], device: torch.device, times: int | None = None) -> float:
+    """Return the seconds of the fastest of ``times`` repetitions, or of those within ``SECONDS_PER_POINT``.
+
+    Every rank must call a collective equally often, so that its repetitions are counted.
+    """
     run()
     _wait(device)
-    best, begin = math.inf, time.perf_counter()
-    while time.perf_counter() - begin < seconds:
+    best, done, begin = math.inf, 0, time.perf_counter()
+    while done < times if times is not None else time.perf_counter() - begin < SECONDS_PER_POINT:
         start = time.perf_counter()
         run()
         _wait(device)
-        best = min(best, time.perf_counter() - start)
+        best, done = min(best, time.perf_counter() - start), done + 1
     return best
 
 
@@ -142,22 +145,9 @@ def _collectives(found: Measured, place: Place, device: torch.device, on_gpu: bo
                 repetitions = 20 if size < 1 << 22 else 5
                 reduce = partial(dist.all_reduce, tensor, group=group)
                 gather = partial(dist.all_gather_into_tensor, tensor, part, group=group)
-                found.all_reduce.setdefault(count, {})[size] = _repeated(reduce, device, repetitions)
-                found.all_gather.setdefault(count, {})[size] = _repeated(gather, device, repetitions)
+                found.all_reduce.setdefault(count, {})[size] = _fastest(reduce, device, repetitions)
+                found.all_gather.setdefault(count, {})[size] = _fastest(gather, device, repetitions)
         dist.barrier()
-
-
-def _repeated(run: Callable[[], object], device: torch.device, times: int) -> float:
-    """Return the seconds of the fastest of ``times`` repetitions: every rank must call a collective equally often."""
-    run()
-    _wait(device)
-    best = math.inf
-    for _ in range(times):
-        start = time.perf_counter()
-        run()
-        _wait(device)
-        best = min(best, time.perf_counter() - start)
-    return best
 
 
 def _host_memory(place: Place) -> float:

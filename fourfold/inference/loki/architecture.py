@@ -49,7 +49,6 @@ class Attention(nn.Module):
     num_key_value_groups: int
     loki: object
     """A ``LayerState`` while Loki is enabled."""
-
     loki_observer: object
     """Set while ``observe_keys`` is active."""
 

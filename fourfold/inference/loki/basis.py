@@ -28,7 +28,6 @@ class Components:
 
     vectors_LKDD: Tensor
     """Orthonormal columns, the one of the largest variance first."""
-
     variances_LKD: Tensor
     """In descending order."""
 
@@ -47,7 +46,6 @@ class LayerBasis:
     whole_KDD: Tensor
     d: int
     """Leading dims that rank keys."""
-
     leading_KDd: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,19 +64,14 @@ class LokiBasis:
 
     components: dict[str, Components]
     """Principal components by kind ("pre", "post")."""
-
     best: tuple[str, ...]
     """For each layer the kind that ranked held-out keys better."""
-
     fingerprint: Fingerprint
     """Identifies the calibrated model."""
-
     seq_length: int
     """Tokens of the longest calibration window."""
-
     tokens: int
     """Tokens of the calibration."""
-
     recall: dict[str, list[float]] = field(default_factory=dict)
     """The share of the best quarter of the keys that a quarter of the dims found, by kind and layer; empty where
     nothing was held out."""

@@ -29,10 +29,8 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
 class Fingerprint:
     model: str
     """Type and sizes."""
-
     rope: str
     """Parameters of the rotary embedding, as JSON."""
-
     sample: Tensor
     """Some numbers of each attention matrix, in float32."""
 

@@ -34,11 +34,9 @@ class LayerState:
     recipe: LayerRecipe
     before: str
     """The attention that the model had before."""
-
     hooks: tuple[RemovableHandle, ...] = ()
     layer: GrowingLayer | StaticLokiLayer | None = None
     """The layer of the cache during a pass."""
-
     probe: Probe | None = None
     """Records what simulated rows choose, for the evaluation."""
 

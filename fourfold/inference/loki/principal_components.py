@@ -32,10 +32,8 @@ class Moments:
 
     count: int
     """Keys."""
-
     sum_KD: Tensor
     """Sum of k."""
-
     products_KDD: Tensor
     """Sum of k·kᵀ."""
 

@@ -23,10 +23,8 @@ class LayerRecipe:
     config: LokiConfig
     basis: LayerBasis | None = None
     """None for a layer that stays dense."""
-
     capacity: int = 0
     """Tokens to allocate at once."""
-
     warned: set[type] = field(default_factory=set)
     """Types of caches that a warning has named; shared by the recipes of a model."""
 

@@ -31,7 +31,6 @@ class DecodeStep:
     query_BKGD: Tensor
     query_BKGd: Tensor
     """Projected and scaled."""
-
     key_BKSD: Tensor
     value_BKSD: Tensor
     proxy_BKSd: Tensor

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Literal, get_args
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -24,13 +24,6 @@ NUMBA_DTYPES = (torch.float32, torch.bfloat16)
 PACKAGES = {"triton": "triton", "numba": "'fourfold[loki]'"}
 """What to install for each kind of kernels."""
 
-GroupReduction = Literal["softmax", "max", "mean"]
-Prefill = Literal["dense", "simulate"]
-BasisChoice = Literal["best", "pre", "post"]
-CacheKind = Literal["proxy", "rotated"]
-ProxyDtype = Literal["same", "bf16"]
-Kernels = Literal["auto", "torch", "triton", "numba"]
-
 
 @dataclass(frozen=True)
 class LokiConfig:
@@ -38,75 +31,59 @@ class LokiConfig:
 
     d: int | None = None
     """Leading dims of the rotated keys that rank them. At most one of ``d``, ``d_f`` and ``variance``."""
-
     d_f: float | None = None
     """The same as a share of head_dim; a quarter by default."""
-
     variance: float | None = None
     """The same as the dims that explain this share of the variance in a layer's worst head."""
-
     k: int | None = None
     """Keys that a step attends to. At most one of ``k`` and ``k_f``."""
-
     k_f: float | None = None
     """The same as a share of the context; a quarter by default."""
-
     min_k: int = 128
     """The fewest keys where they are a share."""
-
     sink: int = 0
     """First keys that are always among the k."""
-
     recent: int = 0
     """Last keys that are always among the k."""
-
     skip_layers: tuple[int, ...] = ()
     """Layers that stay dense."""
-
     min_seq: int = 512
     """Attention to shorter contexts is dense."""
-
-    group_reduce: GroupReduction = "softmax"
+    group_reduce: Literal["softmax", "max", "mean"] = "softmax"
     """How the query heads of one KV head agree on their keys: the sum of their softmaxes, or the maximum or the mean of
     their scores."""
-
-    prefill: Prefill = "dense"
+    prefill: Literal["dense", "simulate"] = "dense"
     """"simulate": every row of a prompt sees only its best keys, as in the paper's perplexities."""
-
-    basis: BasisChoice = "best"
+    basis: Literal["best", "pre", "post"] = "best"
     """Components of the keys before ("pre") or after ("post") their rotary embedding; "best": for each layer those that
     ranked held-out keys better."""
-
-    cache: CacheKind = "proxy"
+    cache: Literal["proxy", "rotated"] = "proxy"
     """"proxy" stores the leading rotated dims beside the keys; "rotated" stores only rotated keys, which takes no more
     memory than dense attention."""
-
-    proxy_dtype: ProxyDtype = "same"
+    proxy_dtype: Literal["same", "bf16"] = "same"
     """The dtype of the proxy, which only ranks. "bf16" halves the bytes beside float32 keys, and many CPUs multiply it
     several times faster."""
-
-    kernels: Kernels = "auto"
+    kernels: Literal["auto", "torch", "triton", "numba"] = "auto"
     """"torch" for torch's operations; compiled kernels are "triton" on a GPU and "numba" on a CPU (float32 and
     bfloat16); "auto" for those where they are installed and apply. Where autograd records, torch's are used."""
 
     def __post_init__(self) -> None:
-        self._check_types()
-        self._one_of("d", "d_f", "variance")
-        self._one_of("k", "k_f")
-        for name in ("d", "k", "min_k"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"loki: {name} = {value}; it must be at least 1")
+        if not isinstance(self.skip_layers, Iterable):
+            raise UserError(f"loki: skip_layers = {self.skip_layers!r} is not a tuple; write (0, 1)")
+        for i, layer in enumerate(self.skip_layers):
+            _check_whole(f"skip_layers[{i}]", layer)
+        for name, least in _LEAST.items():
+            _check_whole(name, getattr(self, name), least)
         for name in ("d_f", "k_f", "variance"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise UserError(f"loki: {name} = {value} is a share, above 0 and at most 1")
-        for name in ("sink", "recent", "min_seq"):
-            if getattr(self, name) < 0:
-                raise UserError(f"loki: {name} = {getattr(self, name)}; it must be at least 0")
+            _check_share(name, getattr(self, name))
         for name, values in _CHOICES.items():
             if getattr(self, name) not in values:
                 raise UserError(f"loki: {name} = {getattr(self, name)!r}; choose from {', '.join(values)}")
+        for names in (("d", "d_f", "variance"), ("k", "k_f")):
+            given = [name for name in names if getattr(self, name) is not None]
+            if len(given) > 1:
+                one = "all but one" if given[2:] else "one"
+                raise UserError(f"loki: {' and '.join(given)} exclude each other; leave out {one}")
         if self.proxy_dtype == "bf16" and self.cache == "rotated":
             raise UserError('loki: proxy_dtype = "bf16" needs cache = "proxy"; a rotated cache has no proxy beside it')
         least = self.k if self.k is not None else self.min_k
@@ -161,25 +138,23 @@ class LokiConfig:
             raise UserError(f'loki: kernels = "numba" computes float32 and bfloat16 on a CPU, not {where}; use torch')
         return self.kernels
 
-    def _check_types(self) -> None:
-        whole = {name: getattr(self, name) for name in ("d", "k", "min_k", "sink", "recent", "min_seq")}
-        if not isinstance(self.skip_layers, Iterable):
-            raise UserError(f"loki: skip_layers = {self.skip_layers!r} is not a tuple; write (0, 1)")
-        whole |= {f"skip_layers[{i}]": layer for i, layer in enumerate(self.skip_layers)}
-        for name, value in whole.items():
-            optional = value is None and name in ("d", "k")
-            if not optional and (isinstance(value, bool) or not isinstance(value, Integral)):
-                raise UserError(f"loki: {name} = {value!r} is not a whole number")
-        for name in ("d_f", "k_f", "variance"):
-            if (value := getattr(self, name)) is not None and not isinstance(value, Real):
-                raise UserError(f"loki: {name} = {value!r} is not a number")
 
-    def _one_of(self, *names: str) -> None:
-        given = [name for name in names if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise UserError(
-                f"loki: {' and '.join(given)} exclude each other; leave out {'all but one' if given[2:] else 'one'}"
-            )
+def _check_whole(name: str, value: object, least: float = -math.inf) -> None:
+    if value is None and name in ("d", "k"):
+        return
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise UserError(f"loki: {name} = {value!r} is not a whole number")
+    if int(value) < least:
+        raise UserError(f"loki: {name} = {value}; it must be at least {least}")
+
+
+def _check_share(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Real):
+        raise UserError(f"loki: {name} = {value!r} is not a number")
+    if not 0 < float(value) <= 1:
+        raise UserError(f"loki: {name} = {value} is a share, above 0 and at most 1")
 
 
 @functools.cache
@@ -200,11 +175,5 @@ def why_unavailable(package: str) -> str | None:
     return None
 
 
-_CHOICES = {
-    "group_reduce": get_args(GroupReduction),
-    "prefill": get_args(Prefill),
-    "basis": get_args(BasisChoice),
-    "cache": get_args(CacheKind),
-    "proxy_dtype": get_args(ProxyDtype),
-    "kernels": get_args(Kernels),
-}
+_LEAST = {"d": 1, "k": 1, "min_k": 1, "sink": 0, "recent": 0, "min_seq": 0}
+_CHOICES = {name: get_args(kind) for name, kind in get_type_hints(LokiConfig).items() if get_origin(kind) is Literal}

@@ -27,7 +27,6 @@ class Probe:
 
     recall: list[Tensor] = field(default_factory=list)
     """The share of the k keys with the largest exact scores that were chosen."""
-
     mass: list[Tensor] = field(default_factory=list)
     """The share of the exact softmax on the chosen keys, averaged over the heads of the group."""
 
