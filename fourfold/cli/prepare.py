@@ -54,8 +54,7 @@ def prepare(
     canary_noise: Annotated[float, typer.Option(help="Share of tokens that each copy has replaced at random.")] = 0.0,
     canary_shift: Annotated[int, typer.Option(help="Each copy begins up to this many tokens late.")] = 0,
     canaries_from: Annotated[
-        str | None,
-        typer.Option(metavar="FILE.jsonl|random", help="Their texts. Default: taken out of the input."),
+        str | None, typer.Option(metavar="FILE.jsonl|random", help="Their texts. Default: taken out of the input.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Build again what is already there.")] = False,
 ) -> None:

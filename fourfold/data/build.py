@@ -27,7 +27,7 @@ def build_dataset(
     Raises UserError if a corpus is missing, damaged or too small, a weight is not positive, or the corpora were
     made with different tokenizers (as far as their manifests tell).
     """
-    _check_one_tokenizer([prefix for prefix, _ in sources])
+    check_one_tokenizer([prefix for prefix, _ in sources])
     samples: list[tuple[Samples, float]] = []
     for number, (prefix, weight) in enumerate(sources):
         manifest = read_manifest(prefix)
@@ -100,8 +100,9 @@ def _prepare_into(prefix: Path, name: str, tokenizer: str | Path | None, vocab_s
             os.replace(path, prefix.with_name(path.name))
 
 
-def _check_one_tokenizer(prefixes: Sequence[str | Path]) -> None:
+def check_one_tokenizer(prefixes: Sequence[str | Path]) -> None:
+    """Raise UserError for corpora made with different tokenizers, as far as their manifests tell."""
     known = {str(prefix): manifest for prefix in prefixes if (manifest := read_manifest(prefix)) is not None}
     if len({manifest.fingerprint for manifest in known.values()}) > 1:
         made_with = "; ".join(f"{prefix} with {manifest.tokenizer}" for prefix, manifest in known.items())
-        raise UserError(f"the sources were made with different tokenizers ({made_with}); prepare them with one")
+        raise UserError(f"the corpora were made with different tokenizers ({made_with}); prepare them with one")

@@ -62,16 +62,13 @@ class ChatTemplate:
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         begins = np.array([begin for begin, _ in encoding["offset_mapping"]], dtype=np.int64)
         if _MARKED.search(self.source):
-            trained = self._marked(messages)
+            marked = self._applied(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            trained = np.array(marked["assistant_masks"], dtype=bool)
         else:
             trained = np.zeros(len(begins), dtype=bool)
             for begin, end in self._answers(messages, text):
                 trained |= (begins >= begin) & (begins < end)
         return np.array(encoding["input_ids"], dtype=np.int64), trained
-
-    def _marked(self, messages: Sequence[Message]) -> NDArray[np.bool_]:
-        result = self._applied(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        return np.array(result["assistant_masks"], dtype=bool)
 
     def _answers(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
         """Characters [begin, end) of every answer in the whole text."""

@@ -81,8 +81,11 @@ class IndexedDataset:
         if self._contiguous and total_bytes != self._bin_bytes:
             self._refuse(f"accounts for {total_bytes} bytes, but {self._bin} has {self._bin_bytes}")
         self.tokens = total_bytes // self.dtype.itemsize
-        # Where sequence i would start, in bytes, if sequences lay one after the other.
-        self._starts = self._pointers if self._contiguous else self._cumulated_lengths()
+        # Where sequence i starts, in bytes, or would start if sequences lay one after the other.
+        self._starts: NDArray[np.int64] = self._pointers
+        if not self._contiguous:
+            sizes = self.lengths.astype(np.int64) * self.dtype.itemsize
+            self._starts = sizes.cumsum() - sizes
         self._stream = np.empty(0, self.dtype)
         if self._bin_bytes:  # an empty file cannot be mapped
             self._stream = np.memmap(self._bin, dtype=self.dtype, mode="r").view(np.ndarray)
@@ -181,10 +184,6 @@ class IndexedDataset:
             contiguous &= bool((pointers == total + sizes.cumsum() - sizes).all())
             total += int(sizes.sum())
         return contiguous, total
-
-    def _cumulated_lengths(self) -> NDArray[np.int64]:
-        sizes = self.lengths.astype(np.int64) * self.dtype.itemsize
-        return sizes.cumsum() - sizes
 
     def _refuse(self, what: str) -> NoReturn:
         raise UserError(f"{self._idx} {what}; prepare the corpus again")

@@ -12,14 +12,7 @@ import numpy as np
 from fourfold.data.canaries import Canaries, ledger_path, plant
 from fourfold.data.files import locked
 from fourfold.data.indexed import IndexedDataset, bin_path, idx_path
-from fourfold.data.manifest import (
-    Manifest,
-    Split,
-    manifest_path,
-    read_manifest,
-    validation_prefix,
-    write_manifests,
-)
+from fourfold.data.manifest import Manifest, Split, manifest_path, read_manifest, validation_prefix, write_manifests
 from fourfold.data.merge import falls_within, merge
 from fourfold.data.progress import show_progress
 from fourfold.data.shards import cut, digest

@@ -26,12 +26,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     """
 
     def __init__(
-        self,
-        model: Scorer,
-        tokenizer: AnyTokenizer,
-        prefix: int,
-        context: int,
-        max_new_tokens: int = 256,
+        self, model: Scorer, tokenizer: AnyTokenizer, prefix: int, context: int, max_new_tokens: int = 256
     ) -> None:
         super().__init__()
         self._prefix = prefix

@@ -124,6 +124,7 @@ def generate(
     stream = _Streamer(tokenizer, show)
     tokens = torch.tensor([ids], device=model.device)
     torch.manual_seed(sampling.seed)
+    ends = _ends(model, tokenizer)
     begin = time.perf_counter()
     out = model.generate(
         tokens,
@@ -133,8 +134,9 @@ def generate(
         cache_implementation="dynamic",
         streamer=stream,
         return_dict_in_generate=True,
-        pad_token_id=_padding(model, tokenizer),
-        eos_token_id=_ends(model, tokenizer),
+        # One sequence is never padded, but transformers warns without an id for it.
+        pad_token_id=model.generation_config.pad_token_id or (ends or [0])[0],
+        eos_token_id=ends,
         **sampling.options(),
     )
     times = stream.times
@@ -181,8 +183,3 @@ def _ends(model: Any, tokenizer: AnyTokenizer) -> list[int] | None:
     own = tokenizer.eod_id if own is None else own
     ids: Sequence[int] = own if isinstance(own, Sequence) else [] if own is None else [own]
     return [token for token in ids if token < model.config.get_text_config(decoder=True).vocab_size] or None
-
-
-def _padding(model: Any, tokenizer: AnyTokenizer) -> int:
-    """Some id: one sequence is never padded, but transformers warns without one."""
-    return model.generation_config.pad_token_id or (_ends(model, tokenizer) or [0])[0]

@@ -68,12 +68,7 @@ def audit_record(inputs: AuditInputs) -> dict[str, Any]:
     replay = None
     if inputs.goldfish is not None:
         replay = goldfish_check(
-            inputs.goldfish,
-            inputs.exempt,
-            [documents[n] for n in members],
-            member_scores,
-            suffix,
-            inputs.tokenizer,
+            inputs.goldfish, inputs.exempt, [documents[n] for n in members], member_scores, suffix, inputs.tokenizer
         )
     membership, guard = _membership(inputs, members, controls)
     record = {

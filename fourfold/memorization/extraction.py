@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.data.mask_statistics import longest_run
+from fourfold.data.mask_preview import longest_run
 from fourfold.memorization.intervals import wilson
 from fourfold.memorization.scores import TokenScores
 

@@ -13,7 +13,7 @@ from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.data.canaries import Vocabulary, copy_of
 from fourfold.data.dataset import Windows
 from fourfold.data.goldfish import Goldfish
-from fourfold.data.mask_statistics import longest_run
+from fourfold.data.mask_preview import longest_run
 from fourfold.errors import UserError
 from fourfold.memorization.documents import AuditDocument
 from fourfold.memorization.goldfish_laws import exact_match_law, near_duplicate_law
@@ -109,10 +109,7 @@ def goldfish_check(
 
 
 def near_duplicates(
-    config: GoldfishConfig,
-    exempt: tuple[int, ...],
-    documents: Sequence[AuditDocument],
-    tokenizer: Vocabulary | None,
+    config: GoldfishConfig, exempt: tuple[int, ...], documents: Sequence[AuditDocument], tokenizer: Vocabulary | None
 ) -> dict[str, Any] | None:
     """Compare the share of planted copies that train a token which the original drops with ``near_duplicate_law``.
 

@@ -32,10 +32,7 @@ class CanaryAudit:
         self.scorer = GridScorer(job, Sampling())
         assert run.audit.documents is not None  # without them there is no audit
         documents = read_documents(
-            Path(run.audit.documents),
-            tokenizer,
-            vocab_size=run.model.vocab_size,
-            shortest=run.audit.suffix + 1,
+            Path(run.audit.documents), tokenizer, vocab_size=run.model.vocab_size, shortest=run.audit.suffix + 1
         )
         self.documents = [document.cut(run.training.seq_length + 1) for document in documents]
         self.exempt = () if tokenizer is None else tokenizer.special_ids

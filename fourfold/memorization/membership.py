@@ -42,11 +42,7 @@ def membership_scores(scores: TokenScores, text: str | None, reference: TokenSco
     """
     log_prob = scores.log_prob
     normalized = (log_prob - scores.mean) / np.sqrt(np.maximum(scores.variance, 1e-6))
-    found = {
-        "loss": float(log_prob.mean()),
-        "min_k": _lowest(log_prob),
-        "min_k_plus_plus": _lowest(normalized),
-    }
+    found = {"loss": float(log_prob.mean()), "min_k": _lowest(log_prob), "min_k_plus_plus": _lowest(normalized)}
     if text:
         found["zlib"] = float(log_prob.mean() / len(zlib.compress(text.encode())))
     if reference is not None:

@@ -81,7 +81,15 @@ def _headline(result: PlanRecord) -> dict[str, str | int | float | None]:
 
 
 def _scatter(result: PlanRecord) -> str:
+    from fourfold.planning.search.plan import describe_layout
+
     found, machine = result.plan.found, result.plan.machine
+
+    def text(index: int) -> str:
+        name, reason = describe_layout(found.point(index)), found.reason[index]
+        size = f"{found.seconds[index]:.4g} s, {gigabytes(found.memory[index])} GB"
+        return f"{name}: {size}" + (f"; {REASONS[reason]}" if reason else "")
+
     legal = np.flatnonzero(np.isfinite(found.seconds))
     near = legal[found.memory[legal] < 2 * machine.memory]
     near = near if len(near) else legal
@@ -94,7 +102,7 @@ def _scatter(result: PlanRecord) -> str:
         Dot(
             float(found.memory[i] / 1e9),
             float(found.seconds[i]),
-            _layout_text(result, int(i)),
+            text(int(i)),
             out=found.reason[i] == OUT_OF_MEMORY,
             best=i == best,
         )
@@ -107,14 +115,6 @@ def _scatter(result: PlanRecord) -> str:
         x_label="GB",
         limit_label=f"{machine.memory / 1e9:.0f} GB",
     )
-
-
-def _layout_text(result: PlanRecord, index: int) -> str:
-    from fourfold.planning.search.plan import describe_layout
-
-    found = result.plan.found
-    text = f"{describe_layout(found.point(index))}: {found.seconds[index]:.4g} s, {gigabytes(found.memory[index])} GB"
-    return text + (f"; {REASONS[found.reason[index]]}" if found.reason[index] else "")
 
 
 def _waterfall(explanation: dict[str, Any]) -> str:

@@ -81,13 +81,7 @@ def line_chart(
     return figure(title + (", log scale" if log_y else ""), [s.name for s in series], svg)
 
 
-def stacked_bars(
-    title: str,
-    bars: Mapping[str, Mapping[str, float]],
-    *,
-    x_label: str = "",
-    width: int = 520,
-) -> str:
+def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], *, x_label: str = "", width: int = 520) -> str:
     """Draw an HTML figure with one horizontal bar per entry of `bars`: label to (part to value, none negative).
 
     Parts of the same name have the same color, in the order of their first appearance. The total stands at the end of

@@ -25,7 +25,7 @@ from fourfold.reports.tables import in_unit, print_table
 from fourfold.training.console import byte_unit, format_bytes
 
 if TYPE_CHECKING:
-    from fourfold.data.preview import Preview
+    from fourfold.data.mask_preview import Preview
     from fourfold.data.tokenizer import Tokenizer
     from fourfold.verification.parity import ParityReport
     from fourfold.verification.trace import TraceReport
@@ -56,13 +56,10 @@ def trace_tables(report: TraceReport) -> None:
         name, unit = byte_unit(report.memory.total_peak)
         memory = [(kind.replace("_", " "), in_unit(size, unit)) for kind, size in asdict(report.memory).items()]
         print_table(f"Memory of one rank of {report.world_size}", ("kind", name), memory)
-    title = f"Collectives of {_rank_shown(report)} in one optimizer step"
+    rank = "the pipeline's first rank" if report.pipeline else "one rank"
+    title = f"Collectives of {rank} in one optimizer step"
     rows = [[c.axis, c.op, c.purpose, f"{c.count:,}", in_unit(c.bytes, 2**20)] for c in report.collectives]
     print_table(title, ("axis", "operation", "purpose", "count", "MiB"), rows, words=("operation", "purpose"))
-
-
-def _rank_shown(report: TraceReport) -> str:
-    return "the pipeline's first rank" if report.pipeline else "one rank"
 
 
 def _pipeline_memory(report: TraceReport) -> None:

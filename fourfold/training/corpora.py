@@ -13,15 +13,14 @@ from torch import Tensor
 
 from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
-from fourfold.data.build import build_dataset, ensure_builtin, tokenizer_of_run
+from fourfold.data.build import build_dataset, check_one_tokenizer, ensure_builtin, tokenizer_of_run
 from fourfold.data.conversations import PackedConversations, PackingStatistics
 from fourfold.data.dataset import Mixture
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.loader import Loader, MicroBatch
 from fourfold.data.manifest import read_manifest, validation_prefix
-from fourfold.data.mask_statistics import MaskStatistics
+from fourfold.data.mask_preview import MaskStatistics, Preview, preview
 from fourfold.data.masks import LossMask, build_masks, labels_of
-from fourfold.data.preview import Preview, preview
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
 from fourfold.parallel.context import share_of_sequences
@@ -76,7 +75,7 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
     for prefix, _ in [*train, *validation]:
         _check_vocabulary(prefix, run)
         _check_format(prefix, run)
-        _check_same_tokenizer(prefix, train[0][0])
+    check_one_tokenizer([prefix for prefix, _ in [*train, *validation]])
     tokenizer = _tokenizer(run)
     if run.sample.prompt is not None and tokenizer is None:
         raise UserError(
@@ -189,16 +188,6 @@ def _check_fits(whose: str, vocab_size: int, run: RunConfig) -> None:
         raise UserError(
             f"{whose} a vocabulary of {vocab_size}, and model.vocab_size = {run.model.vocab_size}; "
             f"set model.vocab_size = {vocab_size}, or use another tokenizer"
-        )
-
-
-def _check_same_tokenizer(prefix: str, first: str) -> None:
-    """A validation loss over another tokenizer's ids would mean nothing."""
-    manifest, other = read_manifest(prefix), read_manifest(first)
-    if manifest is not None and other is not None and manifest.fingerprint != other.fingerprint:
-        raise UserError(
-            f"the corpora {first} and {prefix} were made with different tokenizers ({other.tokenizer} and "
-            f"{manifest.tokenizer}); prepare them with one"
         )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from fourfold.config.run import RunConfig
 from fourfold.data.files import write_whole
-from fourfold.data.mask_statistics import MaskStatistics
+from fourfold.data.mask_preview import MaskStatistics
 from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import trained_shapes
 from fourfold.run_file.dump import to_toml

@@ -8,7 +8,7 @@ import pytest
 from fourfold.config.loss_masks import GoldfishConfig, MasksConfig, ResponsesConfig
 from fourfold.data.dataset import Windows
 from fourfold.data.goldfish import Goldfish
-from fourfold.data.mask_statistics import MaskStatistics, longest_run, mask_statistics
+from fourfold.data.mask_preview import MaskStatistics, longest_run, mask_statistics
 from fourfold.data.masks import Responses, answers_only, build_masks, document_boundary, labels_of
 from fourfold.data.tokenizer import ByteTokenizer
 from fourfold.errors import UserError

@@ -83,18 +83,13 @@ def window_of(attention: Attention) -> int | None:
 
     A window as long as the model's positions, which Phi-3 and StarCoder2 may declare, hides nothing.
     """
-    window = _declared_window(attention)
-    positions = getattr(attention.config, "max_position_embeddings", None)
-    return None if window is not None and positions is not None and window >= positions else window
-
-
-def _declared_window(attention: Attention) -> int | None:
     kinds = getattr(attention.config, "layer_types", None)
     if kinds is not None and kinds[attention.layer_idx] == "full_attention":
         return None
     declares = attention if kinds is None and hasattr(attention, "sliding_window") else attention.config
     window: int | None = getattr(declares, "sliding_window", None)
-    return window
+    positions = getattr(attention.config, "max_position_embeddings", None)
+    return None if window is not None and positions is not None and window >= positions else window
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:

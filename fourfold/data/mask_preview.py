@@ -1,4 +1,4 @@
-"""The effect of a goldfish mask on the user's own data: how much it drops, and the longest span it leaves whole."""
+"""The masks of a run on its own data, before training: which tokens they leave out, and how many."""
 
 import math
 from collections.abc import Sequence
@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.data.dataset import Windows
+from fourfold.data.dataset import Samples, Windows
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.masks import LossMask
+from fourfold.data.tokenizer import Tokenizer
 
 RATE_TOLERANCE = 0.2
 SPAN_FACTOR = 3.0
@@ -60,11 +61,7 @@ class MaskStatistics:
 
     def record(self) -> dict[str, int | float]:
         """The statistics as JSON values."""
-        return {
-            **asdict(self),
-            "drop_rate": self.drop_rate,
-            "expected_longest_span": self.expected_longest_span,
-        }
+        return {**asdict(self), "drop_rate": self.drop_rate, "expected_longest_span": self.expected_longest_span}
 
 
 def mask_statistics(windows: Windows, masks: Sequence[LossMask], goldfish: Goldfish) -> MaskStatistics:
@@ -79,6 +76,53 @@ def mask_statistics(windows: Windows, masks: Sequence[LossMask], goldfish: Goldf
     return MaskStatistics(goldfish.config.k, targets.size, int(trainable.sum()), int(dropped.sum()), span)
 
 
+@dataclass(frozen=True)
+class PreviewedSample:
+    """One training sequence: [S] target tokens, whether each is trained, and whether the goldfish mask drops it."""
+
+    tokens: NDArray[np.int64]
+    trained: NDArray[np.bool_]
+    dropped: NDArray[np.bool_]
+
+    def pieces(self, tokenizer: Tokenizer | None) -> list[str]:
+        """The text of each token, its number where no tokenizer is known or the token is no whole character."""
+        if tokenizer is None:
+            return [f" {token}" for token in self.tokens.tolist()]
+        texts = [tokenizer.decode([token]) for token in self.tokens.tolist()]
+        return [
+            text if text and "\ufffd" not in text else f"⟨{token}⟩"
+            for text, token in zip(texts, self.tokens.tolist(), strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Preview:
+    """Samples with their masks, and statistics over more of the data."""
+
+    samples: list[PreviewedSample]
+    trained_share: float
+    """Share of the targets that are trained."""
+    statistics: MaskStatistics | None
+    """None without a goldfish mask."""
+
+
+def preview(
+    dataset: Samples, masks: Sequence[LossMask], goldfish: Goldfish | None, samples: int, tokens: int
+) -> Preview:
+    """The first `samples` training sequences, and statistics of about the first `tokens` tokens."""
+    windows = dataset.read(np.arange(max(samples, 1, tokens // dataset.seq_length)))
+    kept = np.ones(windows.tokens[:, 1:].shape, dtype=bool)
+    for mask in masks:
+        kept &= mask(windows)
+    dropped = np.zeros_like(kept) if goldfish is None else ~always(goldfish)(windows)
+    shown = [
+        PreviewedSample(windows.tokens[row, 1:], kept[row] & ~dropped[row], kept[row] & dropped[row])
+        for row in range(samples)
+    ]
+    statistics = None if goldfish is None else mask_statistics(windows, masks, goldfish)
+    return Preview(shown, float((kept & ~dropped).mean()), statistics)
+
+
 def always(goldfish: Goldfish) -> Goldfish:
     """The same mask from the first step on."""
     return Goldfish(goldfish.config, goldfish.exempt)
@@ -86,10 +130,6 @@ def always(goldfish: Goldfish) -> Goldfish:
 
 def longest_run(flags: NDArray[np.bool_]) -> int:
     """The longest stretch of True within a row."""
-    return int(runs_ending_at(flags).max(initial=0))
-
-
-def runs_ending_at(flags: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """For every place [rows, n], how many True stand in a row up to and including it."""
     places = np.arange(1, flags.shape[-1] + 1)
-    return places - np.maximum.accumulate(np.where(flags, 0, places), axis=-1)
+    ending_here = places - np.maximum.accumulate(np.where(flags, 0, places), axis=-1)
+    return int(ending_here.max(initial=0))
