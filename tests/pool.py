@@ -1,4 +1,5 @@
-"""Processes that run test bodies on several ranks: started once per session, for importing torch takes seconds."""
+"""Processes that run test bodies on several ranks: started once per session, and forked from one that has imported what
+they need, for importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ class Pool:
         self._folder.cleanup()
 
     def _start(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(imported_by_bodies())
         for rank in range(len(self._processes), world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs), daemon=True, name=f"pool-{rank}")
@@ -132,10 +134,22 @@ class Pool:
             time.sleep(0.2)
 
 
+def imported_by_bodies() -> list[str]:
+    """Modules that the fork server imports: those of this package that the tests have imported, and what they need."""
+    models = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")]
+    return [
+        "pytest",
+        "torch._dynamo",
+        *(name for name in sys.modules if name.startswith("fourfold.")),
+        *(models if "transformers" in sys.modules else []),
+    ]
+
+
 def _serve(rank: int, pipe: Connection) -> None:
     """The worker's whole life."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.register(signal.SIGUSR1)
+    gc.freeze()  # what is imported stays: a collection after every run need not search it
     end_with_parent()
     os.environ["OMP_NUM_THREADS"] = "1"
     keep_gloo_local()
@@ -165,6 +179,8 @@ def _answer(rank: int, task: Task) -> bytes:
             world_size=task.world_size,
             timeout=timedelta(seconds=task.timeout),
         )
+        # Who failed at once would leave while others still connect to it, and these could not connect ever after.
+        dist.barrier()
         torch.manual_seed(0)
         body, args = pickle.loads(task.call)
         return pickle.dumps(Answer(body(rank, task.world_size, *args)))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from markdown import REPOSITORY, blocks_of
+from pool import Pool
 from tiny_huggingface import make_model
 
 transformers = pytest.importorskip("transformers")
@@ -44,12 +48,23 @@ def loss_of(model: Any, tokens_BS: torch.Tensor) -> torch.Tensor:
     return model(input_ids=tokens_BS, labels=tokens_BS).loss
 
 
-def test_the_loop_in_the_readme_trains_as_one_process_does(tmp_path: Path) -> None:
+def program_body(rank: int, world_size: int, program: str, folder: Path, launched: dict[str, str]) -> None:
+    """Run the program as a process of torchrun's does, which has no group yet."""
+    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, value in {**launched, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}.items():
+            patch.setenv(name, str(value))
+        exec(program, {"__name__": "__main__"})
+
+
+def check_the_loop_in_the_readme(folder: Path, run: Callable[[str], object]) -> None:
+    """What the program saves is what one process trains with plain torch."""
     program = program_of("README.md")
-    make_model(tmp_path / "exported", "qwen3 tied", vocab_size=208)
-    torchrun(program, tmp_path, 8)
+    make_model(folder / "exported", "qwen3 tied", vocab_size=208)
+    run(program)
     load = transformers.AutoModelForCausalLM.from_pretrained
-    model, tuned = load(tmp_path / "exported"), load(tmp_path / "tuned")
+    model, tuned = load(folder / "exported"), load(folder / "tuned")
     names: dict[str, Any] = {"torch": torch}
     data = re.search(r"^torch\.manual_seed.*\nbatches = .*$", program, re.MULTILINE)
     assert data
@@ -65,10 +80,22 @@ def test_the_loop_in_the_readme_trains_as_one_process_does(tmp_path: Path) -> No
     assert loss_of(tuned, names["batches"][0]).item() == pytest.approx(trained, rel=1e-5)
 
 
+def test_the_loop_in_the_readme_trains_on_eight_launched_processes(pool: Pool, tmp_path: Path) -> None:
+    """With the variables that torchrun sets; eight of its own processes import transformers for half a minute."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    check_the_loop_in_the_readme(tmp_path, lambda program: pool.run(8, program_body, program, tmp_path, launched))
+
+
 @pytest.mark.slow
-def test_the_model_with_rules_of_its_own_has_the_gradients_of_one_process(tmp_path: Path) -> None:
-    program = program_of("docs/parallelize.md")
-    printed = torchrun(program, tmp_path, 4)
+def test_the_loop_in_the_readme_trains_as_one_process_does(tmp_path: Path) -> None:
+    check_the_loop_in_the_readme(tmp_path, lambda program: torchrun(program, tmp_path, 8))
+
+
+def check_the_model_with_rules(program: str, folder: Path, processes: int) -> None:
+    """The gradient norm that it prints is that of one process with plain torch."""
+    printed = torchrun(program, folder, processes)
     names: dict[str, Any] = {}
     exec(program[: program.index("grid = ")], names)
     model, tokens_BS = names["Decoder"](), torch.randint(64, (4, 17))
@@ -76,4 +103,15 @@ def test_the_model_with_rules_of_its_own_has_the_gradients_of_one_process(tmp_pa
     torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten()).backward()
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
     found = [float(each) for each in re.findall(r"gradient norm (\d\.\d+)", printed)]
-    assert found == pytest.approx([norm] * 4, rel=1e-5)
+    assert found == pytest.approx([norm] * processes, rel=1e-5)
+
+
+def test_a_program_of_torchruns_needs_no_group(tmp_path: Path) -> None:
+    """On half of the processes that the page prints."""
+    program = program_of("docs/parallelize.md")
+    check_the_model_with_rules(program.replace("ParallelConfig(x=2, z=2)", "ParallelConfig(x=2)"), tmp_path, 2)
+
+
+@pytest.mark.slow
+def test_the_model_with_rules_of_its_own_has_the_gradients_of_one_process(tmp_path: Path) -> None:
+    check_the_model_with_rules(program_of("docs/parallelize.md"), tmp_path, 4)
