@@ -2,4 +2,4 @@
 
 
 class UserError(ValueError):
-    """What is wrong, where, and what would work, in one sentence; the command line prints it and exits with 2."""
+    """One sentence: what is wrong, where, and what would work. The command line prints it and exits with 2."""

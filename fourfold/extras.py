@@ -1,4 +1,4 @@
-"""Libraries of the optional extras: how to install a missing one, and which of their warnings mean nothing."""
+"""Imports libraries of the optional extras, and drops those of their warnings that mean nothing."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ HARMLESS = {
 }
 """Warnings printed wherever transformers imports torchao: the logger, and how the message begins.
 
-torchao reports kernels built for another GPU or Python, which it does without; torch addresses torchao's authors.
+torchao reports kernels that were built for another GPU or Python, which it can do without; the warning of torch is
+meant for the authors of torchao.
 """
 
 
 def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
     """Import a module of an optional extra.
 
-    purpose: the beginning of the sentence of the ``UserError`` where it is not installed: "chat templates need".
+    purpose: how the sentence of the ``UserError`` begins where it is not installed, such as "chat templates need".
     """
     try:
         return importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""The jobs that run on a grid as functions, for programs of your own; the commands call the same."""
+"""Jobs that run on a grid, as functions for programs of your own; the commands call the same functions."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ ABOVE_LIMIT = 4
 
 
 def audit(
-    model: Annotated[str, typer.Option(metavar="CHECKPOINT|RUN|HF", help="What to audit.", show_default=False)],
+    model: Annotated[str, typer.Option(metavar="CHECKPOINT|RUN|HF", help="The model to audit.", show_default=False)],
     documents: Annotated[
         Path,
         typer.Option(metavar="FILE.jsonl", help='Documents that were trained on: "text" or "tokens" in each line.'),
@@ -38,8 +38,10 @@ def audit(
     tokenizer: Annotated[str | None, typer.Option(metavar="PATH|bytes", help="Default: the model's own.")] = None,
     text_key: Annotated[str, typer.Option(help="The key that holds the text.")] = "text",
     temperature: Annotated[float, typer.Option(help="Temperature of the sampling attacker.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens up to this probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from this many of the most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the most likely tokens that together have this probability.")
+    ] = None,
     generate: Annotated[int, typer.Option(help="Documents to continue token by token (ROUGE-L, edit similarity).")] = 0,
     micro_batch_size: Annotated[int, typer.Option(help="Documents that one rank scores at once.")] = 8,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write audit.json and audit.html there.")] = None,
@@ -51,8 +53,8 @@ def audit(
 ) -> None:
     """Measure what a model repeats of its training data.
 
-    One forward pass over each document decides what greedy decoding gives after any part of it, on any grid: --set
-    parallel.z=2 scores on two processes. Exit code 4: the model repeats more than --max-exact-match allows.
+    One forward pass over each document shows what greedy decoding would give after any part of it. It runs on any grid:
+    --set parallel.z=2 scores on two processes. Exit code 4: the model repeats more than --max-exact-match allows.
     """
     if max_exact_match is not None and not 0 <= max_exact_match <= 1:
         raise UserError(f"--max-exact-match {max_exact_match} must be a share from 0 to 1, such as 0.01")

@@ -33,7 +33,7 @@ def calibrate(
     """Write a machine file for `fourfold plan` from measurements.
 
     Without --from it measures matmuls, memory, attention, launches and collectives of this machine, for about a
-    minute; start it with srun or torchrun on two nodes or more to measure the network too. With --from it fits the
+    minute; start it with srun or torchrun on two or more nodes to measure the network too. With --from it fits the
     planner's constants to measured steps, and prints the error on rows that were held out of the fit.
 
     Example: fourfold calibrate --out mine.toml --from runs/demo/metrics.jsonl

@@ -11,7 +11,7 @@ from fourfold.cli.options import AsJson, Overrides, show
 
 
 def evaluate(
-    model: Annotated[str, typer.Option(metavar="CHECKPOINT|RUN|HF", help="What to evaluate.", show_default=False)],
+    model: Annotated[str, typer.Option(metavar="CHECKPOINT|RUN|HF", help="The model to evaluate.", show_default=False)],
     text: Annotated[list[Path], typer.Option(metavar="FILE", help="A text to predict; repeatable.")] = [],  # noqa: B006
     tasks: Annotated[str, typer.Option(metavar="NAMES", help="Tasks of lm-eval, separated by commas.")] = "",
     include_path: Annotated[Path | None, typer.Option(help="A folder of your own tasks.")] = None,

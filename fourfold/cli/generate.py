@@ -18,10 +18,10 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the text.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens to add.")] = 100,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw from this many of the likeliest tokens.")] = None,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw from this many of the most likely tokens.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Draw from the likeliest tokens that have this share of the probability.")
+        float | None, typer.Option(help="Draw from the most likely tokens that together have this probability.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     attention: Annotated[

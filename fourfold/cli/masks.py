@@ -18,8 +18,8 @@ def masks(
 ) -> None:
     """Show which tokens a run's masks leave out, on its own data, before training.
 
-    Prints training sequences with what is not trained set apart, how much that is, how long the longest passage without
-    a gap is, and how much a model could repeat of a document that it has learned as well as it can.
+    Prints training sequences that show which tokens are trained, the share of these, the longest passage without a gap,
+    and how much of a document a model could repeat at most.
     """
     from fourfold.memorization.goldfish_laws import expected_extraction
     from fourfold.reports.terminal import masks_view

@@ -18,8 +18,8 @@ def parity(
     """Check that the run file's grid computes what one process computes.
 
     Trains the model for a few steps in float32 on the grid and on one process, and compares the loss, every gradient,
-    the clipped norm, the weights, and all of it again after saving, loading on another grid, and going on. Exit code 1
-    when something differs by more than rounding explains.
+    the clipped norm, the weights, and all of it again after saving, loading on another grid, and continuing. Exit
+    code 1 if a difference is larger than rounding explains.
     """
     from fourfold.launch.job_processes import run_on_grid
     from fourfold.reports.terminal import parity_table

@@ -48,7 +48,7 @@ def prepare(
         int | None, typer.Option(help="Documents to plant for each number of --repeats, as an audit's probes.")
     ] = None,
     repeats: Annotated[
-        str, typer.Option(help="How often canaries are planted; those of 0 are the control.")
+        str, typer.Option(help="Numbers of times that canaries are planted; those of 0 are the control.")
     ] = "0,1,4,16",
     canary_tokens: Annotated[int, typer.Option(help="Tokens of a canary.")] = 100,
     canary_noise: Annotated[float, typer.Option(help="Share of tokens that each copy has replaced at random.")] = 0.0,
@@ -56,12 +56,12 @@ def prepare(
     canaries_from: Annotated[
         str | None, typer.Option(metavar="FILE.jsonl|random", help="Their texts. Default: taken out of the input.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Build again what is already there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Build the corpus again, even if it is complete.")] = False,
 ) -> None:
     """Tokenize text into a corpus to train on.
 
     Writes Megatron-LM's indexed format (OUT.bin, OUT.idx) and OUT.json, which describes it; the tokenizer is
-    kept beside it as OUT-tokenizer.json. An interrupted run continues where it was when started again.
+    kept beside it as OUT-tokenizer.json. When an interrupted preparation is started again, it continues.
 
     With --canaries, documents are planted a known number of times at random places, and OUT-canaries.jsonl lists them
     for `fourfold audit`.
@@ -88,7 +88,7 @@ def prepare(
     if canaries is not None:
         wanted = Canaries(canaries, _numbers(repeats), canary_tokens, canary_noise, canary_shift, canaries_from)
     elif (repeats, canary_tokens, canary_noise, canary_shift, canaries_from) != ("0,1,4,16", 100, 0.0, 0, None):
-        raise UserError("--repeats and the options of canaries need --canaries N, the documents to plant")
+        raise UserError("--repeats and the --canary options need --canaries N, the number of documents to plant")
     summary = data.prepare(
         inputs,
         out,
@@ -117,7 +117,7 @@ def _conversations(
     given = [name for name, value in refused.items() if value]
     if given or tokenizer is None:
         raise UserError(
-            f"--format sft does not know {given[0]}" if given else "--format sft needs --tokenizer, the model's folder"
+            f"--format sft does not take {given[0]}" if given else "--format sft needs --tokenizer, the model's folder"
         )
     _show(
         prepare_conversations(
@@ -144,4 +144,4 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UserError(f"--repeats {text!r} is no list of whole numbers; write it as 0,1,4,16") from None
+        raise UserError(f"--repeats {text!r} is not a list of whole numbers; write it as 0,1,4,16") from None

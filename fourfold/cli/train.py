@@ -12,7 +12,7 @@ from fourfold.cli.options import Overrides, RunFile
 
 STOPPED = 3
 INTERRUPTED = 130
-"""As shells report a process that Ctrl-C has ended."""
+"""The code by which shells report a process that Ctrl-C has ended."""
 
 
 def train(run_file: RunFile, overrides: Overrides = []) -> None:  # noqa: B006 (typer reads it, nobody writes it)

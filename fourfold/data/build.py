@@ -1,4 +1,4 @@
-"""From the sources that a run file names to the samples that a loader reads."""
+"""Opens the corpora that a run file names, and first makes a built-in one."""
 
 import os
 import platform
@@ -22,7 +22,7 @@ _VALIDATION_FRACTION = 0.02
 def build_dataset(
     sources: Sequence[tuple[str | Path, float]], seq_length: int, seed: int, look_back: int = 0
 ) -> Mixture:
-    """The mixture of prepared corpora, given as (prefix, relative weight).
+    """Open a mixture of prepared corpora, given as (prefix, relative weight).
 
     Raises UserError if a corpus is missing, damaged or too small, a weight is not positive, or the corpora were
     made with different tokenizers (as far as their manifests tell).
@@ -42,11 +42,11 @@ def ensure_builtin(
     cache_dir: str | Path = "data",
     vocab_size: int = 4096,
 ) -> str:
-    """The prefix of a built-in corpus in `cache_dir`, prepared first if it is not there; 2 % is held out beside it
-    (`manifest.validation_prefix` names it).
+    """Return the prefix of a built-in corpus in `cache_dir`, and prepare it first if it does not exist yet.
 
+    2 % of it is held out beside it, under `manifest.validation_prefix`.
     `tokenizer`: "bytes", the path of a tokenizer.json, or None to train one of `vocab_size` (otherwise ignored).
-    Any number of processes may call this at once: one prepares, the others wait and find it done.
+    Any number of processes may call this at once: one prepares, and the others wait.
 
     Raises UserError for an unknown name, or what `prepare` raises.
     """

@@ -45,13 +45,13 @@ class Canaries:
     noise: float = 0.0
     """The share of tokens that each copy has replaced at random (near-duplicates)."""
     shift: int = 0
-    """Each copy begins up to this many tokens late."""
+    """The most tokens by which a copy begins late."""
     source: str | None = None
     """None takes documents out of the corpus, "random" makes sequences of random tokens, else a .jsonl file."""
     seed: int = 0
 
     def check(self) -> None:
-        """Raise UserError for what cannot be planted."""
+        """Raise UserError for values that cannot be planted."""
         if self.count < 1:
             raise UserError(f"--canaries is {self.count}; at least 1 for each number of repeats is needed")
         if not self.repeats or min(self.repeats) < 0 or len(set(self.repeats)) < len(self.repeats):
@@ -74,13 +74,13 @@ def ledger_path(prefix: str | Path) -> Path:
 def copy_of(
     tokens: NDArray[np.int64], canary: int, copy: int, canaries: Canaries, tokenizer: Vocabulary
 ) -> NDArray[np.int64]:
-    """The copy of a canary as it is planted: a pure function of the canary's and the copy's number.
+    """Return a copy of a canary as it is planted: a pure function of the canary's and the copy's number.
 
-    Noise that would put a special token, which might end the document, leaves the canary's own.
+    Where the noise would put a special token, which might end the document, the canary's own token stays.
     """
     chance = hash64(np.arange(len(tokens) + 1), int(hash64(canary * 1_000_003 + copy, canaries.seed)))
     start = int(chance[-1] % np.uint64(canaries.shift + 1))
-    # The upper half of the hash decides whether, the lower half by what.
+    # The upper half of the hash decides whether a token is replaced, the lower half by which one.
     others = ((chance[:-1] & np.uint64(0xFFFFFFFF)) % np.uint64(tokenizer.vocab_size)).astype(np.int64)
     replaced = (chance[:-1] >> np.uint64(32)) < np.uint64(canaries.noise * 2**32)
     replaced &= ~np.isin(others, tokenizer.special_ids)
@@ -88,8 +88,11 @@ def copy_of(
 
 
 class Pieces:
-    """A corpus as pieces that canaries are made of and planted between: its documents, or passages of `length` tokens
-    (of more where the corpus is huge) if fewer than `wanted` documents are long enough."""
+    """A corpus cut into pieces, of which canaries are made and between which they are planted.
+
+    Pieces are the documents; if fewer than `wanted` of them are long enough, passages of `length` tokens (of more in a
+    huge corpus).
+    """
 
     def __init__(self, corpus: IndexedDataset, length: int, wanted: int) -> None:
         self._corpus = corpus
@@ -113,8 +116,10 @@ class Pieces:
         return self._corpus.read(int(self._offsets[piece]), length).astype(np.int64)
 
     def documents(self, pieces: NDArray[np.int64], eod_id: int) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        """The tokens of these ascending pieces as whole documents, and the length of each. Neighbors from one document
-        stay together; what is cut off gets an end of its own."""
+        """Return the tokens of these ascending pieces as whole documents, and the length of each.
+
+        Neighbors from one document stay together; a document that is cut gets an end-of-document token of its own.
+        """
         if len(pieces) == 0:
             return np.empty(0, self._corpus.dtype), np.empty(0, dtype=np.int64)
         parts, lengths = [], []
@@ -179,7 +184,7 @@ def plant(split: Split, canaries: Canaries, tokenizer: Tokenizer, text_key: str,
 def _sequences(
     pieces: Pieces, canaries: Canaries, wanted: int, tokenizer: Tokenizer, text_key: str
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """The tokens of every canary, in random order, and the pieces of the corpus that they were."""
+    """Return the tokens of every canary, in random order, and the pieces of the corpus that became canaries."""
     nothing = np.empty(0, dtype=np.int64)
     if canaries.source == RANDOM:
         text_ids = np.setdiff1d(np.arange(tokenizer.vocab_size), tokenizer.special_ids)

@@ -1,4 +1,4 @@
-"""A conversation to tokens, and which of them are the assistant's, by the chat template of a model."""
+"""Tokenizes a conversation by the chat template of a model, and marks the tokens of the assistant."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """The template and the tokenizer of a folder of transformers, or another template with that tokenizer.
+    """The tokenizer in a folder of transformers, with its chat template or another one.
 
     Tokens are those that transformers' `apply_chat_template` gives for the whole conversation. The assistant's text
-    is what the template marks with {% generation %}; of a template without marks it is what each answer adds to the
-    prompt before it, the end of the turn included, and whitespace after that left out. A token belongs to where its
-    first character stands.
+    is the part that the template marks with {% generation %}. With a template without marks it is the text that each
+    answer adds to the prompt before it, up to the end of the turn, without whitespace after that. A token is the
+    assistant's if its first character is.
 
     Raises UserError without transformers, a tokenizer or a template.
     """
@@ -52,11 +52,11 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The template itself."""
+        """The text of the template."""
         return str(self._tokenizer.chat_template)
 
     def encode(self, messages: Sequence[Message]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The tokens, and whether each is trained. Raises ValueError for an invalid conversation."""
+        """Return the tokens, and whether each is trained. Raises ValueError for an invalid conversation."""
         _check(messages)
         text = self._render(messages)
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -80,7 +80,7 @@ class ChatTemplate:
             answered = self._render(messages[: number + 1])
             if not (answered.startswith(prompt) and text.startswith(answered)):
                 raise ValueError(
-                    f"the template writes message {number + 1} otherwise when others follow, so that its tokens cannot "
+                    f"the template renders message {number + 1} differently when others follow, so its tokens cannot "
                     "be identified; mark answers in the template with {% generation %} … {% endgeneration %}"
                 )
             trimmed = answered.rstrip()
@@ -89,13 +89,13 @@ class ChatTemplate:
         return found
 
     def _applied(self, messages: Sequence[Message], **options: Any) -> Any:
-        """The text, the ids or a table of them, as the options say."""
+        """Render the messages as text, ids or a table of both, depending on the options."""
         return self._tokenizer.apply_chat_template([dict(message) for message in messages], **options)
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         try:
             return str(self._applied(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # a template may raise any exception
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
 
 
@@ -110,9 +110,9 @@ def encode_completion(
 
 def _check(messages: Sequence[Message]) -> None:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ValueError("messages is no list of messages")
+        raise ValueError("messages is not a list of messages")
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(f"message {number} is no object with role and content")
+            raise ValueError(f"message {number} is not an object with role and content")
     if all(message["role"] != "assistant" for message in messages):
         raise ValueError("no message is the assistant's, so there is nothing to train")

@@ -1,4 +1,4 @@
-"""Conversations as samples: whole ones packed into windows, none cut to fit and none seeing another."""
+"""Packs whole conversations into windows, as samples: none is cut to fit, and none sees another."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from fourfold.errors import UserError
 
 @dataclass(frozen=True)
 class PackingStatistics:
-    """How a corpus of conversations fills its windows."""
+    """The result of packing a corpus of conversations into windows."""
 
     windows: int
     conversations: int
-    """Those in the windows."""
+    """Conversations in the windows."""
     filled: float
-    """Share of the places that hold a conversation."""
+    """Share of the tokens that belong to a conversation; the rest is padding."""
     cut: int
     """Conversations longer than a window, which lose their end."""
     left_out: int
@@ -35,7 +35,7 @@ class PackedConversations:
     """Windows of `seq_length` + 1 tokens that hold whole conversations, each a document; the rest is padding, a
     document of its own that is never trained.
 
-    Which conversations share a window depends on their lengths alone. Sample n is a window: epoch n // len(self) visits
+    Their lengths alone decide which conversations share a window. Sample n is a window: epoch n // len(self) visits
     all of them in an order of its own, drawn from `seed`. Nothing stands before a conversation, so the `look_back`
     places before a window are empty.
 
@@ -76,7 +76,7 @@ class PackedConversations:
 
     @classmethod
     def open(cls, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> Self:
-        """The corpus that `fourfold prepare --format sft` made."""
+        """Open a corpus that `fourfold prepare --format sft` made."""
         padding = corpus_tokenizer(prefix).eod_id
         answers = IndexedDataset(trained_prefix(prefix))
         return cls(IndexedDataset(prefix), answers, seq_length, seed, padding, look_back)
@@ -86,7 +86,7 @@ class PackedConversations:
         return len(self._windows)
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """The samples of these numbers (int [B], from 0), in this order."""
+        """Read the samples of these numbers (int [B], from 0), in this order."""
         numbers = np.asarray(numbers, dtype=np.int64)
         epoch, within = np.divmod(numbers, len(self))
         windows = sample_permutation(within, len(self), self.seed, epoch)
@@ -109,13 +109,13 @@ class PackedConversations:
 
 
 def pack(lengths: Sequence[int] | NDArray[np.integer], room: int) -> list[NDArray[np.int64]]:
-    """Best fit, the longest first: the items of every bin of size `room`, by their numbers.
+    """Pack items into bins of size `room`, and return the numbers of the items in each bin.
 
-    Each goes into the fullest bin that still holds it. Raises nothing; no length may exceed `room`.
+    Best fit: longest first, each into the fullest bin that has room for it. No length may exceed `room`.
     """
     order = np.argsort(-np.asarray(lengths), kind="stable")
     bins: list[list[int]] = []
-    rest_of: dict[int, list[int]] = {}  # bins by what they still hold
+    rest_of: dict[int, list[int]] = {}  # bins by their free room
     rests: list[int] = []  # the keys of rest_of, ascending
     for item in order.tolist():
         length = int(lengths[item])
@@ -139,9 +139,9 @@ def pack(lengths: Sequence[int] | NDArray[np.integer], room: int) -> list[NDArra
 
 
 def _first_answers(answers: IndexedDataset, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where in each conversation the first trained token stands that something stands before; far away if nowhere."""
+    """Return the place of the first trained token in each conversation; a huge number where none is trained."""
     trained = np.flatnonzero(answers.read(0, answers.tokens))
-    # A conversation's very first token is predicted from nothing.
+    # The very first token of a conversation has nothing before it to be predicted from, so it does not count.
     trained = trained[~np.isin(trained, offsets)]
     next_trained = np.append(trained, np.iinfo(np.int64).max // 2)[np.searchsorted(trained, offsets[:-1])]
     return next_trained - offsets[:-1]

@@ -16,7 +16,7 @@ from fourfold.errors import UserError
 BLOCK = 10_000  # samples over which a mixture's proportions are exact
 
 
-NO_DOCUMENT = -(2**31)  # of places before the first token of a corpus
+NO_DOCUMENT = -(2**31)  # the document of places before the first token of a corpus
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Windows:
 
 
 class Samples(Protocol):
-    """Anything with numbered samples, without end: sample n is a pure function of n."""
+    """An endless sequence of samples: sample n is a pure function of n."""
 
     seq_length: int
     look_back: int
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """The samples of these numbers (int [B], from 0), in this order."""
+        """Read the samples of these numbers (int [B], from 0), in this order."""
         ...
 
 
@@ -62,7 +62,7 @@ class TokenWindows:
     Sample n is a window: epoch n // len(self) visits all of them in an order of its own, drawn from `seed`. `look_back`
     tokens before each are read too, for masks.
 
-    Raises UserError if the corpus has not one window.
+    Raises UserError if the corpus is shorter than one window.
     """
 
     def __init__(self, corpus: IndexedDataset, seq_length: int, seed: int, look_back: int = 0) -> None:
@@ -86,7 +86,7 @@ class TokenWindows:
         return (self.corpus.tokens - 1) // self.seq_length
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """The samples of these numbers (int [B], from 0), in this order."""
+        """Read the samples of these numbers (int [B], from 0), in this order."""
         numbers = np.asarray(numbers, dtype=np.int64)
         epoch, within = np.divmod(numbers, len(self))
         windows = sample_permutation(within, len(self), self.seed, epoch)
@@ -106,11 +106,11 @@ class TokenWindows:
 
 
 class Mixture:
-    """Several sources in fixed proportions: which source gives sample n, and which of its samples, depends on n alone.
+    """Several sources in fixed proportions: n alone decides which source gives sample n, and which of its samples.
 
     Weights are relative. In every block of 10,000 samples their proportions are exact (to 1 in 10,000), and a
-    seeded arrangement spreads each source evenly over the block, so that any stretch is close to them too. A source
-    that is exhausted starts again in another order.
+    seeded arrangement spreads each source evenly over the block, so that any stretch comes close to them too. A source
+    that is used up starts again in another order.
 
     Raises UserError for no source, a weight that is not a positive number, or one that rounds to no sample.
     """
@@ -126,7 +126,7 @@ class Mixture:
         self._source, self._rank = _arrange(self.counts, seed)
 
     def read(self, numbers: ArrayLike) -> Windows:
-        """The samples of these numbers (int [B], from 0), in this order."""
+        """Read the samples of these numbers (int [B], from 0), in this order."""
         numbers = np.asarray(numbers, dtype=np.int64)
         block, place = np.divmod(numbers, BLOCK)
         source = self._source[place]
@@ -148,7 +148,7 @@ def documents_of(starts: Sequence[NDArray[np.int64]], length: int) -> NDArray[np
     is_start = np.zeros((len(starts), length), dtype=np.int64)
     for row, places in enumerate(starts):
         is_start[row, places] = 1
-    is_start[:, 0] = 0  # the first document is number 0, whether it starts there or before
+    is_start[:, 0] = 0  # the first document is number 0, whether it starts at the window or before it
     return is_start.cumsum(axis=1)
 
 
@@ -173,7 +173,7 @@ def _share_out(weights: Sequence[float]) -> NDArray[np.int64]:
     if (counts == 0).any():
         index = int((counts == 0).argmax())
         raise UserError(
-            f"source {index + 1} of the mixture has weight {weights[index]} of {sum(weights)} in all, which is no"
+            f"source {index + 1} of the mixture has weight {weights[index]} of {sum(weights)} in all, which gives no"
             f" sample in {BLOCK}; raise it or leave the source out"
         )
     return counts

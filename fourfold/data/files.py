@@ -18,7 +18,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write `content` to `path` by way of a temporary name, so that no reader ever sees half of it."""
+    """Write `content` to `path` by way of a temporary name, so that no reader ever sees a part of it."""
     temporary = temporary_name(path)
     try:
         temporary.write_bytes(content)
@@ -90,7 +90,7 @@ def locked(path: Path, *, wait: bool) -> Iterator[None]:
 def locked_folder(folder: Path, refusal: str) -> Iterator[None]:
     """Hold an exclusive lock on a folder for the duration of the block, without a file in it.
 
-    Raises UserError(refusal) if another process holds it; file systems without locks do without.
+    Raises UserError(refusal) if another process holds it; on a file system without locks the block runs without.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -113,7 +113,7 @@ def _lock(descriptor: int, wait: bool, refusal: str) -> None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether an open file is still the one at its path."""
+    """Return whether an open file is still the one at its path."""
     try:
         return path.stat().st_ino == os.fstat(descriptor).st_ino
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""The goldfish loss: leave about one token in k out of the training, the same one in every copy of a passage.
+"""The goldfish loss leaves about one token in k out of the training, the same one in every copy of a passage.
 
 Hans et al. 2024, "Be like a Goldfish, Don't Memorize!" (arXiv 2406.10209). A model that was never trained on a token
-cannot repeat it but by knowing the language, so that a verbatim copy of S tokens survives with probability
+can repeat it only by knowing the language, so that a verbatim copy of S tokens survives with probability
 (1 - 1/k)^S. Copies must share their mask, or together they train every token: hence the hash of the text before.
 
 Masks are integer arithmetic in NumPy: the same on every machine, device and grid.
@@ -24,7 +24,7 @@ TABLE_SEED = 2_971_215_073
 
 @dataclass(frozen=True)
 class Goldfish:
-    """The mask that a run file's [masks.goldfish] asks for; False where a token is left out.
+    """The mask of a run file's [masks.goldfish]; False where a token is left out.
 
     `exempt`: ids that are never left out. `first_sample`: the first that is masked.
     """
@@ -57,20 +57,20 @@ class Goldfish:
 def goldfish_mask(
     config: GoldfishConfig, special_ids: tuple[int, ...], seq_length: int, global_batch_size: int
 ) -> Goldfish | None:
-    """The mask of a run, None without one. Raises UserError where the published hash would never drop a token."""
+    """Return the mask of a run, None without one. Raises UserError where the published hash would drop nothing."""
     if config.strategy == "none":
         return None
     if config.strategy == "hash-table" and config.h >= seq_length:
         raise UserError(
-            f"masks.goldfish.h = {config.h} is not below training.seq_length = {seq_length}, and hash-table looks at "
-            "no token before the sequence, so that none would be left out; choose a smaller h"
+            f"masks.goldfish.h = {config.h} is not below training.seq_length = {seq_length}, and hash-table sees "
+            "no token before the sequence, so none would be left out; choose a smaller h"
         )
     exempt = tuple(sorted({*special_ids, *config.exempt}))
     return Goldfish(config, exempt, config.start_step * global_batch_size)
 
 
 def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]:
-    """[samples, S]: left out, as the h tokens before each target decide, all of the target's document.
+    """Return [samples, S], True where a target is left out, which the h tokens before it in its document decide.
 
     The key is a dot product with odd 64-bit coefficients, which no two orders of the same tokens share, mixed and
     compared with 2^64/k; so a mask for 2k is part of the one for k. The first h tokens of a document are kept, and
@@ -92,7 +92,7 @@ def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]
 
 
 def hash_table_drops(targets: NDArray[np.int64], k: int, h: int, include_target: bool = True) -> NDArray[np.bool_]:
-    """[samples, S]: left out by the published code (strategy "hash-table", commit 35d29f9), bit by bit.
+    """Return [samples, S], True where the published code leaves out a target (strategy "hash-table", commit 35d29f9).
 
     The key is the product of h targets, wrapped to 64 bits, modulo 1,000,003, and looks up a table of uniform numbers;
     the h targets end with the one in question (`include_target`, as the code does) or precede it (as the paper says).
@@ -110,7 +110,7 @@ def hash_table_drops(targets: NDArray[np.int64], k: int, h: int, include_target:
 
 
 def random_drops(numbers: NDArray[np.int64], seq_length: int, k: int, seed: int) -> NDArray[np.bool_]:
-    """[samples, S]: left out by chance, anew for every sample; a sample's number differs from epoch to epoch."""
+    """Return [samples, S], True where a target is left out by chance; the same text is masked anew in each epoch."""
     of_sample = hash64(numbers, seed)[:, None]
     # No two samples share their places' hash values: both parts are mixed before they are added.
     of_place = hash64(np.arange(seq_length), seed + 1)
@@ -120,7 +120,7 @@ def random_drops(numbers: NDArray[np.int64], seq_length: int, k: int, seed: int)
 
 @cache
 def published_table() -> NDArray[np.float32]:
-    """[1,000,003] what torch.rand gives on the CPU with the published seed, made without torch.
+    """Return the 1,000,003 numbers that torch.rand gives on the CPU with the published seed, made without torch.
 
     Its generator is the Mersenne Twister, of whose 32-bit numbers it takes the lower 24 bits.
     """

@@ -58,13 +58,13 @@ def token_dtype(vocab_size: int) -> np.dtype:
 class IndexedDataset:
     """A corpus on disk, seen as one stream of tokens with known document starts.
 
-    Both files are memory-mapped; opening costs one pass over the index and memory for none of it (unless the
-    sequences do not lie one after the other in the .bin, which Megatron's own tools never produce).
+    Both files are memory-mapped; opening costs one pass over the index and no memory (unless sequences are not
+    contiguous in the .bin, which Megatron's own tools never produce).
 
     Attributes: `prefix`; `dtype` of a stored token; `lengths` int32 [sequences], tokens in each; `tokens`,
-    `documents`: how many there are.
+    `documents`: their numbers.
 
-    Raises UserError, naming the file, if a file is missing, is no such file, or contradicts the other one.
+    Raises UserError, naming the file, if a file is missing or damaged, or contradicts the other one.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -81,7 +81,7 @@ class IndexedDataset:
         if self._contiguous and total_bytes != self._bin_bytes:
             self._refuse(f"accounts for {total_bytes} bytes, but {self._bin} has {self._bin_bytes}")
         self.tokens = total_bytes // self.dtype.itemsize
-        # Where sequence i starts, in bytes, or would start if sequences lay one after the other.
+        # The byte at which each sequence starts, or would start if sequences were contiguous.
         self._starts: NDArray[np.int64] = self._pointers
         if not self._contiguous:
             sizes = self.lengths.astype(np.int64) * self.dtype.itemsize
@@ -92,7 +92,7 @@ class IndexedDataset:
 
     @property
     def documents(self) -> int:
-        """How many documents there are."""
+        """Number of documents."""
         return len(self._boundaries) - 1
 
     @property
@@ -110,7 +110,7 @@ class IndexedDataset:
         return self._gather(start, length)
 
     def document_starts(self, start: int, length: int) -> NDArray[np.int64]:
-        """Where documents start within tokens [start, start + length), counted from `start`; ascending.
+        """Return the places, counted from `start`, where documents start in tokens [start, start + length); ascending.
 
         An empty document starts where the next one does, so a place can occur twice.
         """
@@ -149,7 +149,7 @@ class IndexedDataset:
             self._refuse(f"has the unknown token type {code}; known are 1 to 8")
         self.dtype = np.dtype(DTYPES[code])
         if self.dtype.kind == "f":
-            self._refuse(f"stores {self.dtype.name}, which are no tokens")
+            self._refuse(f"stores {self.dtype.name}, which are not tokens")
         expected = _HEADER.size + 12 * sequences + 8 * boundaries
         if size == expected + sequences and sequences > 0:
             self._refuse("is a multimodal index; only text is read")
@@ -170,7 +170,7 @@ class IndexedDataset:
                 self._refuse("has document boundaries that do not ascend")
 
     def _check_sequences(self) -> tuple[bool, int]:
-        """Whether sequences lie one after the other from byte 0, and the bytes of all together."""
+        """Return whether sequences are contiguous from byte 0, and the bytes of all of them."""
         contiguous, total = True, 0
         for begin in range(0, len(self.lengths), CHECKED_AT_ONCE):
             sizes = self.lengths[begin : begin + CHECKED_AT_ONCE].astype(np.int64) * self.dtype.itemsize

@@ -1,4 +1,4 @@
-"""The batch of one rank: this step's micro-batches, a pure function of the step and the rank."""
+"""Loads the micro-batches of one rank, a pure function of the step and the rank."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +29,7 @@ class MicroBatch(Generic[Array]):
     """0, 1, 2 … within each sequence, which attention must not cross; None: it may."""
 
     def map(self, function: Callable[[Array], Other]) -> "MicroBatch[Other]":
-        """The same micro-batch with ``function`` applied to every field that is there."""
+        """Apply ``function`` to every field that is not None."""
 
         def of(field: Array | None) -> Other | None:
             return None if field is None else function(field)
@@ -111,7 +111,7 @@ class Loader:
 
 
 def _micro_batches(global_batch_size: int, micro_batch_size: int, size: int) -> int:
-    """Micro-batches of each rank in a step."""
+    """Return the number of micro-batches of each rank in a step."""
     if global_batch_size < 1 or micro_batch_size < 1:
         raise UserError(f"batch sizes are at least 1, not {global_batch_size} (global) and {micro_batch_size} (micro)")
     at_once = size * micro_batch_size

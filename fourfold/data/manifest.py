@@ -25,13 +25,13 @@ class Manifest:
     tokenizer: str
     """"bytes", or the name of a tokenizer.json in the same folder."""
     fingerprint: str
-    """That of the tokenizer."""
+    """The tokenizer's."""
     vocab_size: int
     eod_id: int
     dtype: str
     """The type of the stored tokens."""
     inputs: list[str]
-    """As the user gave them."""
+    """The inputs as the user gave them."""
     text_key: str
     validation_fraction: float
     seed: int
@@ -74,7 +74,7 @@ def validation_prefix(prefix: str | Path) -> str:
 
 
 def trained_prefix(prefix: str | Path) -> str:
-    """The prefix of what is 1 for every token of a corpus of conversations that is trained, and 0 elsewhere."""
+    """The prefix of the flags of a corpus of conversations: 1 for every token that is trained, 0 for the others."""
     return f"{prefix}-trained"
 
 
@@ -83,8 +83,8 @@ def write_manifests(
 ) -> tuple[Manifest, Manifest | None]:
     """Write the tokenizer and the manifests of "train" and perhaps "validation" beside their corpora, and return them.
 
-    request: the fields of the manifest that say what was asked for. The manifest of train is written last: where it is,
-    everything is.
+    request: the fields of the manifest that describe the request. The manifest of train is written last: if it exists,
+    the corpus is complete.
     """
     tokenizer_name = "bytes"
     if isinstance(tokenizer, HFTokenizer):
@@ -112,9 +112,9 @@ def write_manifests(
 
 
 def read_manifest(prefix: str | Path) -> Manifest | None:
-    """The manifest of a corpus, or None where there is none (as for one that Megatron-LM made).
+    """Read the manifest of a corpus; None where there is none, as for one that Megatron-LM made.
 
-    Raises UserError if the file is there but is no manifest.
+    Raises UserError for a file that is not a manifest.
     """
     path = manifest_path(prefix)
     if not path.is_file():
@@ -133,7 +133,7 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
 def corpus_tokenizer(prefix: str | Path) -> Tokenizer:
     """The tokenizer that made a prepared corpus.
 
-    Raises UserError if the corpus has no manifest, or its tokenizer is missing or another one by now.
+    Raises UserError if the corpus has no manifest, or its tokenizer is missing or was replaced.
     """
     manifest = read_manifest(prefix)
     if manifest is None:

@@ -14,7 +14,7 @@ from fourfold.data.tokenizer import Tokenizer
 
 RATE_TOLERANCE = 0.2
 SPAN_FACTOR = 3.0
-"""A longest span this many times longer than chance explains means that the mask misses a kind of text."""
+"""A longest span this many times longer than chance explains shows that the mask misses a kind of text."""
 
 _FEWEST_TOKENS = 1_000  # below this, chance alone moves the rate by more than the tolerance
 
@@ -39,23 +39,23 @@ class MaskStatistics:
 
     @property
     def expected_longest_span(self) -> float:
-        """The length of which independent drops would leave one span, ln(n/k) / -ln(1 - 1/k)."""
+        """The longest span to expect if drops were independent, ln(n/k) / -ln(1 - 1/k)."""
         return math.log(max(self.trainable / self.k, math.e)) / -math.log1p(-1 / self.k)
 
     def warnings(self) -> list[str]:
-        """Sentences about what the user should know before training."""
+        """Sentences to read before training."""
         found = []
         if self.trainable >= _FEWEST_TOKENS and abs(self.drop_rate * self.k - 1) > RATE_TOLERANCE:
             found.append(
                 f"the goldfish mask leaves out {self.drop_rate:.2%} of the trained tokens, not 1/{self.k} = "
-                f"{1 / self.k:.2%}: its hash suits this data badly, or documents are short beside h; try strategy = "
-                "'hash', or a smaller h"
+                f"{1 / self.k:.2%}: its hash does not suit this data, or documents are short compared to h; "
+                "try strategy = 'hash', or a smaller h"
             )
         if self.longest_undropped_span > SPAN_FACTOR * self.expected_longest_span:
             found.append(
                 f"the goldfish mask keeps {self.longest_undropped_span} tokens in a row, where chance would keep about "
-                f"{self.expected_longest_span:.0f}: such a passage can be learned by heart; repetitive text, or an h "
-                "that is long beside the documents, does this"
+                f"{self.expected_longest_span:.0f}: such a passage can be memorized; repetitive text, or an h "
+                "that is long compared to the documents, causes this"
             )
         return found
 
@@ -65,13 +65,13 @@ class MaskStatistics:
 
 
 def mask_statistics(windows: Windows, masks: Sequence[LossMask], goldfish: Goldfish) -> MaskStatistics:
-    """Count over these windows, with the goldfish mask as from its start step on."""
+    """Count over these windows, with the goldfish mask as it is from its start step on."""
     targets = windows.tokens[:, 1:]
     trainable = np.ones(targets.shape, dtype=bool)
     for mask in masks:
         trainable &= mask(windows)
     dropped = trainable & ~always(goldfish)(windows)
-    # A document's boundary, like a dropped token, ends a span; what other masks leave out is no part of one either.
+    # A span ends at a dropped token, at the end of a document, and where another mask leaves out a token.
     span = longest_run(trainable & ~dropped)
     return MaskStatistics(goldfish.config.k, targets.size, int(trainable.sum()), int(dropped.sum()), span)
 
@@ -85,7 +85,7 @@ class PreviewedSample:
     dropped: NDArray[np.bool_]
 
     def pieces(self, tokenizer: Tokenizer | None) -> list[str]:
-        """The text of each token, its number where no tokenizer is known or the token is no whole character."""
+        """Return the text of each token, or its number where it is not a whole character or no tokenizer is known."""
         if tokenizer is None:
             return [f" {token}" for token in self.tokens.tolist()]
         texts = [tokenizer.decode([token]) for token in self.tokens.tolist()]
@@ -109,7 +109,7 @@ class Preview:
 def preview(
     dataset: Samples, masks: Sequence[LossMask], goldfish: Goldfish | None, samples: int, tokens: int
 ) -> Preview:
-    """The first `samples` training sequences, and statistics of about the first `tokens` tokens."""
+    """Return the first `samples` training sequences, and statistics of about the first `tokens` tokens."""
     windows = dataset.read(np.arange(max(samples, 1, tokens // dataset.seq_length)))
     kept = np.ones(windows.tokens[:, 1:].shape, dtype=bool)
     for mask in masks:
@@ -124,12 +124,12 @@ def preview(
 
 
 def always(goldfish: Goldfish) -> Goldfish:
-    """The same mask from the first step on."""
+    """Return the same mask, in effect from the first step on."""
     return Goldfish(goldfish.config, goldfish.exempt)
 
 
 def longest_run(flags: NDArray[np.bool_]) -> int:
-    """The longest stretch of True within a row."""
+    """Return the length of the longest stretch of True within a row."""
     places = np.arange(1, flags.shape[-1] + 1)
     ending_here = places - np.maximum.accumulate(np.where(flags, 0, places), axis=-1)
     return int(ending_here.max(initial=0))

@@ -1,8 +1,8 @@
-"""Which tokens the loss counts: small functions, AND-ed.
+"""Masks: small functions that select the tokens that the loss counts; several are AND-ed.
 
 A mask takes windows of the token stream and returns bool [samples, S]: whether the prediction of token i + 1 from
-token i is kept. It looks at whole windows, before the sequence or the batch is split, so that every layout drops the
-same tokens. The run file names masks of your own in `masks.functions`.
+token i is kept. It sees whole windows, before the sequence or the batch is split, so that every layout drops the
+same tokens. A run file names masks of the user's own in `masks.functions`.
 """
 
 import importlib
@@ -37,7 +37,7 @@ def answers_only(windows: Windows) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class Responses:
-    """Keep what stands after a `start` marker, up to an `end` marker (kept too) or the end of the document.
+    """Keep the text after a `start` marker, up to and including an `end` marker or the end of the document.
 
     The markers are token ids. Fine-tuning on a conversation trains the answers and not the questions.
     """
@@ -67,10 +67,10 @@ def labels_of(windows: Windows, masks: Sequence[LossMask]) -> NDArray[np.int64]:
 def build_masks(
     config: MasksConfig, tokenizer: Tokenizer | None, seq_length: int, global_batch_size: int
 ) -> tuple[list[LossMask], Goldfish | None]:
-    """The masks that a run file asks for, but for the goldfish, and the goldfish mask: validation has none.
+    """Return the masks of a run file without the goldfish mask, which validation does not have, and the goldfish mask.
 
     Raises UserError for a marker without a tokenizer to read it, a function that cannot be imported, and an h of the
-    published hash that no sequence is long enough for.
+    published hash that is longer than a sequence.
     """
     masks: list[LossMask] = [document_boundary, answers_only]
     if config.responses.start is not None:
@@ -104,7 +104,7 @@ def _marker(name: str, marker: str | list[int], tokenizer: Tokenizer | None) -> 
         return tuple(marker)
     if tokenizer is None:
         raise UserError(
-            f"masks.responses.{name} = {marker!r} is text, and the corpus does not say which tokenizer reads it; give "
+            f"masks.responses.{name} = {marker!r} is text, and the tokenizer of the corpus is not known; give "
             "token ids, or set data.tokenizer"
         )
     return tuple(tokenizer.encode_batch([marker])[0])
@@ -122,7 +122,7 @@ def _imported(name: str) -> LossMask:
 
 
 def _checked(name: str, mask: LossMask) -> LossMask:
-    """A user's mask that is refused when it returns something else than a mask."""
+    """Wrap a user's mask to check what it returns."""
 
     def checked(windows: Windows) -> NDArray[np.bool_]:
         kept = mask(windows)

@@ -1,4 +1,4 @@
-"""Put tokenized shards together in input order, and hold out documents for validation on the way."""
+"""Merges tokenized shards in input order, and holds out documents for validation."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -19,8 +19,8 @@ def merge(
 ) -> dict[str, Split]:
     """Merge the completed shards in `folder` into one corpus there, or into two if `validation_fraction` > 0.
 
-    Returns the splits by name, "train" and perhaps "validation". Which documents are held out depends on their
-    number in the input and on `seed`.
+    Returns the splits by name, "train" and perhaps "validation". A document's number in the input and `seed`
+    decide whether it is held out.
     """
     names = ("train", "validation") if validation_fraction > 0 else ("train",)
     splits = {name: Split(folder / f"merged-{name}") for name in names}
@@ -41,12 +41,12 @@ def merge(
 
 
 def falls_within(numbers: NDArray[np.int64], share: float, seed: int) -> NDArray[np.bool_]:
-    """Whether each document, by its number, is in a seeded random share of all; `share` in [0, 1)."""
+    """Return True for documents, by their numbers, that are in a seeded random share of all; `share` in [0, 1)."""
     return hash64(numbers, seed) < np.uint64(share * 2.0**64)
 
 
 def _runs(values: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """[begin, end) of each longest stretch of equal values."""
+    """Yield [begin, end) of each run of equal values."""
     borders = np.flatnonzero(np.diff(values)) + 1
     edges = [0, *borders.tolist(), len(values)] if len(values) else []
     yield from pairwise(edges)

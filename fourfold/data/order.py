@@ -13,19 +13,19 @@ Bits = TypeVar("Bits", np.uint64, NDArray[np.uint64])
 
 
 def hash64(values: ArrayLike, seed: int) -> NDArray[np.uint64]:
-    """A seeded 64-bit hash of each integer in `values` (any shape, kept); uniform over all 64 bits."""
+    """Return a seeded 64-bit hash of each integer in `values` (any shape, kept); uniform over all 64 bits."""
     with np.errstate(over="ignore"):  # numpy warns when a scalar wraps round, which is what a hash does
         key = _mix(np.uint64(seed & _ALL_BITS) + _GOLDEN)
         return np.asarray(_mix(np.asarray(values).astype(np.uint64) * _GOLDEN + key))
 
 
 def sample_permutation(indices: ArrayLike, size: int, seed: int, epoch: ArrayLike = 0) -> NDArray[np.int64]:
-    """Where a seeded permutation of 0 … size-1 sends each of `indices`; every epoch has another permutation.
+    """Apply a seeded permutation of 0 … size-1 to each of `indices`; every epoch has another permutation.
 
     `indices` [...] int, each in [0, size); `epoch` an int or one per index. Returns int64 of the shape of `indices`.
 
-    A Feistel network permutes the next power of two, and an image beyond `size` is sent on until it falls within
-    ("cycle walking", under two rounds on average), which leaves a bijection on [0, size).
+    A Feistel network permutes the next power of two, and is applied again to a result of `size` or more
+    ("cycle walking", under two rounds on average), which makes a bijection on [0, size).
     """
     indices = np.asarray(indices, dtype=np.int64)
     assert indices.size == 0 or (indices.min() >= 0 and indices.max() < size), size

@@ -1,4 +1,4 @@
-"""Text to a corpus on disk: tokenize, keep what is finished, put it together, publish it whole."""
+"""Prepares a corpus on disk from text: tokenize, keep what is finished, merge, publish it whole."""
 
 import os
 import time
@@ -79,13 +79,13 @@ def prepare(
     `inputs`: see `list_inputs`. Either `tokenizer` ("bytes" or the path of a tokenizer.json, which is copied to
     OUT-tokenizer.json) or `train_tokenizer_vocab` (train one of that size on the input, into OUT-tokenizer.json).
     `encoding`: that of .txt and .txt.gz files. `workers`: processes, by default one per core; the result does not
-    depend on it. `validation_fraction`: about this share of the documents, chosen by a hash of their number and `seed`,
+    depend on it. `validation_fraction`: the share of the documents, chosen by a hash of their number and `seed`, that
     goes to OUT-validation instead. `canaries`: documents to plant among those of the training split, with their ledger
     in OUT-canaries.jsonl.
 
     An interrupted preparation continues: finished parts stay in OUT.parts until the end. A corpus already made from
     the same unchanged files in the same way is left as it is, unless `force`; any other one at OUT is replaced.
-    OUT.json is written last: where it is, the corpus is complete.
+    OUT.json is written last: if it exists, the corpus is complete.
 
     Raises UserError for input or options that cannot work, naming the file and line.
     """
@@ -149,7 +149,7 @@ def check_fraction(validation_fraction: float) -> None:
 
 
 def _finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | None] | None:
-    """The manifests of the corpus at `prefix` if it is sound and is what the request would make."""
+    """Return the manifests of the corpus at `prefix` if it is complete and is what the request would make."""
     held_out = validation_prefix(prefix)
     try:
         train = read_manifest(prefix)
@@ -169,7 +169,7 @@ def _finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | Non
 
 @contextmanager
 def unfinished(prefix: Path) -> Iterator[Path]:
-    """Where a preparation keeps what is unfinished, locked; a folder in which nothing is left is removed."""
+    """Yield the locked folder of unfinished parts, which is removed when nothing is left in it."""
     parts = Path(f"{prefix}.parts")
     try:
         parts.mkdir(parents=True, exist_ok=True)
@@ -186,14 +186,14 @@ def unfinished(prefix: Path) -> Iterator[Path]:
 
 
 def _remove_all_but(parts: Path, stems: set[str]) -> None:
-    """Remove what earlier attempts left of other input or another tokenizer, and half-written files."""
+    """Remove parts that earlier attempts made from other input or another tokenizer, and half-written files."""
     for path in parts.iterdir():
         if path.name != "lock" and path.name.split(".")[0] not in stems:
             path.unlink()
 
 
 def _train(request: _Request, vocab_size: int, path: Path) -> None:
-    """Train a tokenizer on all of a small input, on an even sample of the documents of a large one."""
+    """Train a tokenizer on a small input, or on an even sample of the documents of a large one."""
     total = sum(file.size for file in request.files)
     share = _TRAINING_BYTES / max(total, 1)
 
@@ -244,16 +244,16 @@ def _publish(
 
 
 def _withdraw(prefix: Path) -> None:
-    """Take back an earlier corpus at `prefix`: its manifests, and the validation split that would be left over."""
+    """Remove the manifest of an earlier corpus at `prefix`, and the validation split that would be left over."""
     manifest_path(prefix).unlink(missing_ok=True)
     held_out = validation_prefix(prefix)
-    if manifest_path(held_out).is_file():  # only what a preparation made, never files of another origin
+    if manifest_path(held_out).is_file():  # never files that no preparation made
         for path in (manifest_path(held_out), idx_path(held_out), bin_path(held_out)):
             path.unlink(missing_ok=True)
 
 
 def _files(prefix: Path, train: Manifest, validation: Manifest | None, canaries: Canaries | None) -> list[Path]:
-    """Everything that belongs to a finished corpus."""
+    """Return all files of a finished corpus."""
     prefixes = [prefix] if validation is None else [prefix, Path(validation_prefix(prefix))]
     files = [path for each in prefixes for path in (bin_path(each), idx_path(each), manifest_path(each))]
     files += [] if canaries is None else [ledger_path(prefix)]

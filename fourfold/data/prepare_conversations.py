@@ -1,4 +1,4 @@
-"""Conversations to a corpus on disk: tokens, and beside them which of them are trained."""
+"""Prepares a corpus on disk from conversations: tokens, and a flag for each that is trained."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
 
 _BINARY = 2
-"""Vocabulary of what is trained and what is not."""
+"""Vocabulary of the flags."""
 
 
 def prepare_conversations(
@@ -32,11 +32,11 @@ def prepare_conversations(
     validation_fraction: float = 0.0,
     seed: int = 0,
 ) -> PrepareSummary:
-    """Tokenize conversations into OUT.bin, OUT.idx and OUT.json, and into OUT-trained.* whether each token is trained.
+    """Tokenize conversations into OUT.bin, OUT.idx and OUT.json, and a flag for each trained token into OUT-trained.*.
 
     A row has `messages`, a list of {role, content} that the chat template of `tokenizer`'s folder (or `chat_template`)
-    renders, or `prompt` and `completion`. `validation_fraction`: about this share of the rows, chosen by a hash of
-    their number and `seed`, goes to OUT-validation instead. OUT.json is written last.
+    renders, or `prompt` and `completion`. `validation_fraction`: the share of the rows, chosen by a hash of
+    their number and `seed`, that goes to OUT-validation instead. OUT.json is written last.
 
     Raises UserError naming the file and the line for what cannot be read or rendered.
     """
@@ -95,11 +95,11 @@ class _Rows:
 
     @property
     def identity(self) -> str:
-        """Tokenizer and template, which decide the tokens together with the rows."""
+        """The tokenizer and the template, which with the rows decide the tokens."""
         return self._tokenizer.fingerprint + ("" if self._template is None else self._template.source)
 
     def read(self, path: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_], int]]:
-        """The tokens of each row, whether each is trained, and the bytes of its text."""
+        """Yield the tokens of each row, whether each is trained, and the bytes of the row's text."""
         for where, row in read_rows(path):
             try:
                 ids, trained = self._encode(row)

@@ -47,7 +47,7 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """Names the result: equal exactly when input (as size and time of change tell it) and tokenizer are."""
+        """The name of the result: equal exactly if tokenizer and input (by size and time of change) are equal."""
         encoding = [] if self.encoding == UTF_8 else [self.encoding]
         return digest([[asdict(piece) for piece in self.pieces], self.text_key, self.fingerprint, *encoding])
 
@@ -79,7 +79,7 @@ def cut(
 
 
 def tokenize(shard: Shard, folder: Path) -> None:
-    """Write the corpus of one shard into `folder`, and last the mark that it is complete."""
+    """Write the corpus of one shard into `folder`, and then a file that marks it as complete."""
     tokenizer = _load_once(shard.tokenizer, shard.fingerprint)
     text_bytes: list[int] = []
     with IndexedWriter(folder / shard.key, tokenizer.vocab_size) as writer:
@@ -94,7 +94,7 @@ def tokenize(shard: Shard, folder: Path) -> None:
 
 
 def is_done(shard: Shard, folder: Path) -> bool:
-    """Whether `tokenize` has completed this shard in `folder`."""
+    """Return whether `tokenize` has completed this shard in `folder`."""
     return _mark(shard, folder).is_file()
 
 
@@ -132,7 +132,7 @@ def _batches(shard: Shard) -> Iterator[list[str]]:
 
 @lru_cache(maxsize=1)
 def _load_once(name: str, fingerprint: str) -> Tokenizer:
-    """A process tokenizes many shards with one tokenizer."""
+    """Keep the tokenizer: a process tokenizes many shards with it."""
     tokenizer = load_tokenizer(name)
     assert tokenizer.fingerprint == fingerprint, f"{name} changed while it was in use"
     return tokenizer

@@ -1,4 +1,4 @@
-"""Where documents come from: text, JSON lines and Parquet files, folders of them, Python's own library."""
+"""Reads documents from text, JSON lines and Parquet files, folders of them, and Python's own library."""
 
 import codecs
 import glob
@@ -22,7 +22,7 @@ UTF_8 = "utf-8"
 
 _KNOWN = ", ".join(SUFFIXES)
 _TEXT_SUFFIXES = (".txt", ".txt.gz")
-_MOST_NAMED = 10  # files in one message
+_MOST_NAMED = 10  # files named in one message
 _STDLIB_LEAST_BYTES = 5_000_000
 _INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 _TEST_FOLDERS = {"test", "tests", "idle_test"}
@@ -40,7 +40,7 @@ class InputFile:
 
 
 def list_inputs(inputs: Iterable[str | Path]) -> list[InputFile]:
-    """The files that `inputs` stand for, in the order given, folders and globs in sorted order.
+    """List the files of `inputs` in the order given; those of a folder or glob are sorted.
 
     Each input is a file, a folder (searched recursively, hidden names left out), a glob, or "python-stdlib".
     Raises UserError for one that does not exist, has an unknown suffix, or holds no file of a known one.
@@ -56,13 +56,13 @@ def list_inputs(inputs: Iterable[str | Path]) -> list[InputFile]:
 
 
 def iter_documents(inputs: Iterable[str | Path], text_key: str = "text") -> Iterator[str]:
-    """Every document of `inputs` in order, as `list_inputs` and `read_documents` give them."""
+    """Yield every document of `inputs` in order, as `list_inputs` and `read_documents` find them."""
     for file in list_inputs(inputs):
         yield from read_documents(file.path, text_key)
 
 
 def text_encoding(name: str) -> str:
-    """Python's own name of a text encoding. Raises UserError for another name."""
+    """Return Python's own name of a text encoding. Raises UserError for an unknown one."""
     try:
         b"x".decode(name, errors="replace")
         return codecs.lookup(name).name
@@ -73,7 +73,7 @@ def text_encoding(name: str) -> str:
 
 
 def check_encoding(files: Sequence[InputFile], encoding: str) -> None:
-    """Raise UserError that names the text files that are not of this encoding."""
+    """Raise a UserError that names every text file that is not in this encoding."""
     texts = [Path(file.path) for file in files if file.path.endswith(_TEXT_SUFFIXES)]
     if encoding != UTF_8 and not texts:
         raise UserError(f"--encoding {encoding} is for {' and '.join(_TEXT_SUFFIXES)} files, and the input has none")
@@ -91,11 +91,11 @@ def check_encoding(files: Sequence[InputFile], encoding: str) -> None:
 def read_documents(
     path: str | Path, text_key: str = "text", start: int = 0, stop: int | None = None, encoding: str = UTF_8
 ) -> Iterator[str]:
-    """The documents of one file; those without text are left out.
+    """Yield the documents of one file that have any text.
 
-    A .txt or .txt.gz file is one document in `encoding`; so is a .py file, left out unless it is UTF-8. In .jsonl,
-    .jsonl.gz and .parquet every row is a document, under `text_key`. For .jsonl, `start` and `stop` keep the lines that
-    begin at bytes [start, stop), so that several processes can share a large file.
+    A .txt or .txt.gz file is one document in `encoding`; so is a .py file, which is left out unless it is UTF-8. In
+    .jsonl, .jsonl.gz and .parquet every row is a document, under `text_key`. For .jsonl, `start` and `stop` keep the
+    lines that begin at bytes [start, stop), so that several processes can share a large file.
 
     Raises UserError with the file, and the line if there is one, for what cannot be read.
     """
@@ -107,7 +107,7 @@ def read_documents(
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[object, dict[str, Any]]]:
-    """Every row of a .jsonl, .jsonl.gz or .parquet file, after its place, which prints as "FILE, line 3".
+    """Yield every row of a .jsonl, .jsonl.gz or .parquet file, each after its place, which prints as "FILE, line 3".
 
     Raises UserError with the file, and the line if there is one, for what cannot be read.
     """
@@ -123,14 +123,14 @@ def read_rows(path: str | Path) -> Iterator[tuple[object, dict[str, Any]]]:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[object, dict[str, Any]]]:
-    """The object in every line of a file that may be gzipped, after its place; raises UserError as ``read_rows``."""
+    """Yield the JSON object of every line, each after its place. The file may be gzipped. Raises as ``read_rows``."""
     with _naming(path):
         yield from _parsed_lines(path, _row)
 
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Turn what reading raises (not there, not allowed, a damaged gzip) into a UserError that names the file."""
+    """Turn errors of reading (a missing file or permission, a damaged gzip) into a UserError that names the file."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
@@ -163,7 +163,7 @@ def _decoded(path: Path, encoding: str) -> str:
 
 
 def _not_of_encoding(wrong: Sequence[tuple[Path, int]], files: int, encoding: str) -> str:
-    """The message about these files, each with its first wrong byte, of so many text files."""
+    """Return the message about these of so many text files, each with the place of its first wrong byte."""
     name = "UTF-8" if encoding == UTF_8 else encoding
     remedy = "name their encoding with --encoding (such as latin-1 or utf-16), or convert them with iconv"
     if files == 1:
@@ -196,7 +196,7 @@ class _Line:
 def _parsed_lines(
     path: Path, parse: Callable[[bytes], T], start: int = 0, stop: int | None = None
 ) -> Iterator[tuple[_Line, T]]:
-    """What `parse` makes of the lines that begin at bytes [start, stop) and are not blank, after the line."""
+    """Parse the lines that begin at bytes [start, stop) and are not blank; yields each line before its value."""
     with _opened(path) as file:
         if start > 0:
             # A line across the border belongs to the part before; a line that begins at `start` is ours.
@@ -219,7 +219,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _text(line: bytes, key: str) -> str | None:
-    """The text in one JSON line; raises ValueError for an invalid one."""
+    """Return the text in one JSON line; raises ValueError for an invalid one."""
     row = _row(line, f' with "{key}"')
     if key not in row:
         raise ValueError(f'no key "{key}" among {", ".join(sorted(row)) or "none"}; choose one with text_key')
@@ -231,7 +231,7 @@ def _text(line: bytes, key: str) -> str | None:
 
 
 def _row(line: bytes, having: str = "") -> dict[str, Any]:
-    """The object in one JSON line; raises ValueError for an invalid one."""
+    """Return the object in one JSON line; raises ValueError for an invalid one."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -266,7 +266,7 @@ def _opened_parquet(path: Path) -> Iterator[Any]:
         with pyarrow.parquet.ParquetFile(path) as file:
             yield file
     except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{path} is no Parquet file: {error}") from error
+        raise UserError(f"{path} is not a Parquet file: {error}") from error
 
 
 def _expand(item: str) -> list[Path]:
@@ -296,7 +296,7 @@ def _is_input(path: Path) -> bool:
 
 
 def _python_stdlib() -> list[Path]:
-    """The sources of the running interpreter's library, its tests only if the rest is small; sorted."""
+    """List the sources of the running interpreter's library, sorted; with its tests only if the rest is small."""
     root = Path(sysconfig.get_paths()["stdlib"])
     every = sorted(path for path in root.rglob("*.py") if not _INSTALLED_FOLDERS & set(path.relative_to(root).parts))
     without_tests = [path for path in every if not _TEST_FOLDERS & set(path.relative_to(root).parts)]

@@ -1,4 +1,4 @@
-"""Tokenize shards in this process or in several; finished ones are not done again."""
+"""Tokenizes shards in this process or in several, and skips those that are complete."""
 
 import multiprocessing
 import os
@@ -15,7 +15,7 @@ from fourfold.processes import end_with_parent
 
 
 def tokenize_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
-    """Complete every shard in `folder`, with at most `workers` processes; one stays in this process.
+    """Complete every shard in `folder`, with at most `workers` processes; a single one is this process.
 
     Raises UserError for input that cannot be read, or when a process was killed; the shards completed by then remain.
     """

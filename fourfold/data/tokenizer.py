@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or any Hugging Face tokenizer.json, trained here or elsewhere."""
+"""Tokenizers: bytes, or any Hugging Face tokenizer.json, trained here or elsewhere."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids; special tokens give none."""
+        """The text of these ids, without special tokens."""
         ...
 
 
@@ -54,7 +54,7 @@ class ByteTokenizer:
         return [list(text.encode()) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these bytes; ids above 255 give none, an incomplete character gives U+FFFD."""
+        """The text of these bytes; ids above 255 are left out, an incomplete character becomes U+FFFD."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
@@ -64,10 +64,10 @@ class HFTokenizer:
     `path`: the file, or a folder that holds a tokenizer.json; `eod`: the token that ends a document, by default
     the first that exists of <|endoftext|>, <|end_of_text|>, </s>, <eos>, [SEP].
 
-    The name of a special token inside a text is encoded as the characters that it is: a document that talks about
-    <|endoftext|> must not end there. Truncation and padding that the file asks for are switched off.
+    The name of a special token inside a text is encoded as plain characters: a document that mentions <|endoftext|>
+    must not end there. Truncation and padding of the file are switched off.
 
-    Raises UserError if the file is missing or no tokenizer, or if it has no token to end a document with.
+    Raises UserError if the file is missing or not a tokenizer, or has no token that ends a document.
     """
 
     def __init__(self, path: str | Path, eod: str | None = None) -> None:
@@ -80,7 +80,7 @@ class HFTokenizer:
         try:
             self._tokenizer = RustTokenizer.from_buffer(content)
         except Exception as error:  # the library raises nothing narrower
-            raise UserError(f"{self.path} is no tokenizer.json of the tokenizers library: {error}") from error
+            raise UserError(f"{self.path} is not a tokenizer.json of the tokenizers library: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -100,7 +100,7 @@ class HFTokenizer:
         return self._tokenizer.decode(list(ids))
 
     def _find_bos(self) -> int | None:
-        """By the tokenizer_config.json that a model has beside its tokenizer.json."""
+        """Find it in the tokenizer_config.json that a model has beside its tokenizer.json."""
         config = self.path.with_name("tokenizer_config.json")
         if self.path.name != "tokenizer.json" or not config.is_file():
             return None
@@ -117,7 +117,7 @@ class HFTokenizer:
             token = self._tokenizer.token_to_id(name)
             if token is not None:
                 return token
-        raise UserError(f"{self.path} has no token to end a document with: looked for {', '.join(names)}; name one")
+        raise UserError(f"{self.path} has no token that ends a document: looked for {', '.join(names)}; name one")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> HFTokenizer:
@@ -145,5 +145,5 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> HFToke
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """The tokenizer of that name: "bytes", or the path of a tokenizer.json or of a folder with one."""
+    """Open "bytes", or the tokenizer.json at a path or in a folder."""
     return ByteTokenizer() if str(name) == "bytes" else HFTokenizer(name)

@@ -1,1 +1,1 @@
-"""How good a model is: perplexity on text, and the tasks of lm-eval."""
+"""Evaluation: perplexity on text, and the tasks of lm-eval."""

@@ -1,4 +1,4 @@
-"""Evaluates a model, from its name to one record."""
+"""Evaluates a model on texts and tasks, and returns one record."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from fourfold.memorization.scorers import Scorer
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest(ScoringRequest):
-    """What to evaluate."""
+    """A model, and the texts and tasks to evaluate it on."""
 
     texts: tuple[Path, ...] = ()
-    """Files."""
+    """Text files."""
     overlap: int = 1
     """Tokens that each window repeats from the one before."""
     context: int | None = None
@@ -59,7 +59,7 @@ class EvaluationRequest(ScoringRequest):
 
 
 def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredModel) -> dict[str, Any] | None:
-    """Evaluate on every process of the grid of ``subject``; the record on rank 0, None elsewhere."""
+    """Evaluate on every process of the grid of ``subject``; returns the record on rank 0, None elsewhere."""
     device = device_of(place, subject.run.training.device if subject.run is not None else "auto")
     tokenizer = find_tokenizer(request, subject, special_tokens=False)
     if tokenizer is None:
@@ -82,9 +82,10 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
 
 
 def prefix_token(tokenizer: AnyTokenizer, subject: ScoredModel) -> int:
-    """The token from which the first of a text is predicted: the one that begins texts, else the one that ends them.
+    """Return the token from which the first token of a text is predicted.
 
-    A corpus does not record the former, but the model that training began with may.
+    It is the one that begins texts, or else the one that ends them. A corpus does not record the former, but the model
+    that training began with may.
     """
     begin = tokenizer.bos_id
     source = None if subject.checkpoint is None else source_of(subject.checkpoint)
@@ -121,8 +122,8 @@ def _perplexity(
         raise UserError(f"--text {path} is empty")
     if tokens.max() >= model.vocab_size:
         raise UserError(
-            f"the tokenizer gives token {tokens.max()}, and the model's vocabulary has {model.vocab_size}; it is "
-            "another model's"
+            f"the tokenizer gives token {tokens.max()}, and the model's vocabulary has {model.vocab_size}; name "
+            "the model's own with --tokenizer"
         )
     found = perplexity(model, tokens, len(text.encode()), prefix, context, overlap)
     return None if found is None else found.record()

@@ -1,4 +1,4 @@
-"""Adapts a model on any grid to lm-eval. Every process runs the tasks, and all score together."""
+"""Adapts a model on any grid to lm-eval: every process runs the tasks, and all of them score together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """A model that lm-eval can drive; all requests of a call are scored in one pass, shared out over the ranks.
+    """A model that lm-eval can drive; the ranks share the requests of a call, and score them in one pass.
 
     prefix: the token before a text. context: tokens of the longest input.
     """
@@ -83,7 +83,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         tokens = self.tok_encode(prompt) or [self.prefix_token_id]
         made: list[int] = []
         for _ in range(int(options.get("max_gen_toks", self._max_new_tokens))):
-            # A pass gives the likeliest token at the place of each given one; the last is a placeholder, not an input.
+            # A pass predicts every given token but the first; the last is a placeholder for the one to generate.
             window = np.array([*[*tokens, *made][-self.max_length :], 0])
             (fields,) = self._score([window])
             token = int(fields[1, len(window) - 2])
@@ -101,7 +101,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
 
 def _broadcast(value: T | None) -> T:
-    """The value of the first process, on every process: all must make the same next request."""
+    """Return the first process's value on every process: all must make the same next request."""
     values = [value]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(values, src=0)

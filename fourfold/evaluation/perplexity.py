@@ -1,4 +1,4 @@
-"""How well a model predicts a text: loss, perplexity, and bits per byte, which do not depend on the tokenizer."""
+"""Perplexity of a text, with the loss, and bits per byte, which do not depend on the tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fourfold.memorization.scorers import Scorer
 
 @dataclass(frozen=True)
 class Perplexity:
-    """How well a text was predicted."""
+    """The perplexity of a text."""
 
     tokens: int
     bytes: int
@@ -26,7 +26,7 @@ class Perplexity:
         return self.nats / self.tokens
 
     def record(self) -> dict[str, float]:
-        """As JSON values."""
+        """The measures as JSON values."""
         return {
             "tokens": self.tokens,
             "bytes": self.bytes,
@@ -46,7 +46,7 @@ class Window:
 
 
 def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overlap: int) -> list[Window]:
-    """Windows that predict every token once: the first from the token ``before``, later ones from ``overlap`` or more.
+    """Return windows that predict every token once: the first after the token ``before``, others after ``overlap``.
 
     A window has at most ``context`` inputs. The windows equal those of lm-eval's ``get_rolling_token_windows`` with
     ``overlap`` as its ``context_len``: each has as many inputs as possible, so that the last begins early.
@@ -65,7 +65,7 @@ def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overla
 def perplexity(
     model: Scorer, tokens: NDArray[np.int64], text_bytes: int, before: int, context: int, overlap: int
 ) -> Perplexity | None:
-    """The perplexity of a tokenized text; None on all but the first process. The model's whole grid must call this."""
+    """Measure a tokenized text on the model's whole grid, which must call this; None on all but the first process."""
     windows = rolling_windows(tokens, before, context, overlap)
     scores = model.score([window.tokens for window in windows])
     if scores is None:

@@ -18,19 +18,19 @@ from fourfold.huggingface.transformers_models import checked_ids, positions_of
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. Raises ``UserError`` for invalid values."""
+    """Settings for drawing the next token. Raises ``UserError`` for invalid values."""
 
     temperature: float = 0.0
-    """0: always the likeliest token."""
+    """0: always the most likely token."""
     top_k: int | None = None
-    """Draw from this many of the likeliest tokens."""
+    """Draw from this many of the most likely tokens."""
     top_p: float | None = None
-    """Draw from the likeliest tokens that have this share of the probability."""
+    """Draw from the most likely tokens that together have this probability."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise UserError(f"--temperature {self.temperature} must be at least 0 (0: always the likeliest token)")
+            raise UserError(f"--temperature {self.temperature} must be at least 0 (0: always the most likely token)")
         if not 0 <= self.seed < 2**64:
             raise UserError(f"--seed {self.seed} must be at least 0 and below 2^64")
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
@@ -38,10 +38,10 @@ class Sampling:
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"--top-k {self.top_k} must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p {self.top_p} must be a share, above 0 and at most 1")
+            raise UserError(f"--top-p {self.top_p} must be a probability, above 0 and at most 1")
 
     def options(self) -> dict[str, Any]:
-        """Arguments of transformers' ``generate``."""
+        """The arguments of transformers' ``generate``."""
         if self.temperature == 0:
             return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
         return {
@@ -71,7 +71,7 @@ class Generation:
     """The bytes that full attention would read; None without Loki."""
 
     def record(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The measurements as JSON values."""
         return asdict(self)
 
 
@@ -92,7 +92,7 @@ class _Streamer:
         self.times.append(time.perf_counter())
         self.ids += ids.flatten().tolist()
         text = self.tokenizer.decode(self.ids)
-        if not text.endswith("\ufffd"):  # the rest of a character follows
+        if not text.endswith("\ufffd"):  # the rest of the character comes with the next token
             self._show_up_to(text)
 
     def end(self) -> None:
@@ -130,7 +130,7 @@ def generate(
         tokens,
         attention_mask=torch.ones_like(tokens),
         max_new_tokens=max_new_tokens,
-        num_beams=1,  # this and the cache override the model's generation_config.json: one sequence is streamed
+        num_beams=1,  # this and the cache override the model's generation_config.json, since one sequence is streamed
         cache_implementation="dynamic",
         streamer=stream,
         return_dict_in_generate=True,
@@ -154,7 +154,7 @@ def generate(
 
 
 def encode_prompt(model: Any, tokenizer: AnyTokenizer, prompt: str) -> list[int]:
-    """The ids of a prompt. Raises ``UserError`` for an empty or undecodable one, and for ids that the model lacks."""
+    """Tokenize a prompt. Raises ``UserError`` for an empty or undecodable one, and for ids that the model lacks."""
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -178,7 +178,7 @@ def _check_length(model: Any, prompt: int, new: int) -> None:
 
 
 def _ends(model: Any, tokenizer: AnyTokenizer) -> list[int] | None:
-    """Ids that end a text: the model's own, else the tokenizer's; only those that the model has."""
+    """Return the ids that end a text: the model's own, or else the tokenizer's, as far as the model has them."""
     own = model.generation_config.eos_token_id
     own = tokenizer.eod_id if own is None else own
     ids: Sequence[int] = own if isinstance(own, Sequence) else [] if own is None else [own]

@@ -22,7 +22,7 @@ def import_lm_eval() -> ModuleType:
 
 
 def task_names(names: str) -> tuple[str, ...]:
-    """The tasks of an option: names separated by commas. Raises ``UserError`` where lm-eval is not installed."""
+    """Split names of tasks at commas. Raises ``UserError`` where lm-eval is not installed."""
     tasks = tuple(name.strip() for name in names.split(",") if name.strip())
     if tasks:
         import_lm_eval()
@@ -30,14 +30,14 @@ def task_names(names: str) -> tuple[str, ...]:
 
 
 def checked_tokenizer(tokenizer: AnyTokenizer) -> TransformersTokenizer:
-    """The same tokenizer. Raises ``UserError`` for one that lm-eval cannot use."""
+    """Return the same tokenizer. Raises ``UserError`` for one that lm-eval cannot use."""
     if not isinstance(tokenizer, TransformersTokenizer):
         raise UserError("tasks need a tokenizer of transformers, and this model reads bytes")
     return tokenizer
 
 
 def wrap_model(model: PreTrainedModel, tokenizer: TransformersTokenizer) -> LM:
-    """A model of transformers as lm-eval drives one."""
+    """Wrap a model of transformers for lm-eval."""
     import_lm_eval()
     from lm_eval.models.huggingface import HFLM
 
@@ -51,9 +51,9 @@ def run_tasks(
     limit: int | None = None,
     num_fewshot: int | None = None,
 ) -> dict[str, dict[str, float]]:
-    """The numbers of every task by metric, as lm-eval names them; empty on all but the first process.
+    """Run tasks, and return their metrics under lm-eval's names; empty on all but the first process.
 
-    folder: of your own tasks. limit: documents per task. Raises ``UserError`` for an unknown task.
+    folder: with tasks of your own. limit: documents per task. Raises ``UserError`` for an unknown task.
     """
     lm_eval = import_lm_eval()
     from lm_eval.tasks import TaskManager

@@ -12,7 +12,7 @@ MIN_WINDOW = 16
 
 
 def read_text(file: Path, role: str) -> str:
-    """The content of a UTF-8 file. Raises ``UserError``, with its ``role``, where it cannot be read."""
+    """Read a UTF-8 file. Raises ``UserError``, with its ``role``, where it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -22,10 +22,10 @@ def read_text(file: Path, role: str) -> str:
 def token_windows(
     tokenizer: AnyTokenizer, files: Sequence[Path], length: int, max_tokens: int | None = None
 ) -> list[list[int]]:
-    """Windows of ``length`` ids, file after file; the end of a file that does not fill one is left out.
+    """Cut files into windows of ``length`` ids; the rest of a file that does not fill one is left out.
 
     Each begins with the tokens that the tokenizer puts before a text, as a prompt would. Raises ``UserError`` for a
-    file that cannot be read, and when there is no window.
+    file that cannot be read, and where no file fills a window.
     """
     if length < MIN_WINDOW:
         raise UserError(f"--seq-len {length} is too short; give at least {MIN_WINDOW}")

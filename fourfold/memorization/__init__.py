@@ -1,1 +1,1 @@
-"""The audit: what a model repeats of its training data, and the effect of a goldfish mask on it."""
+"""The audit: the training data that a model repeats, and the effect of a goldfish mask on it."""

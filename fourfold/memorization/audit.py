@@ -1,4 +1,4 @@
-"""The audit, from a model and documents to one record."""
+"""Audits a model on documents, and returns one record."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
     generated = _generated(scorer, documents, inputs, request)
     reference = None
     if other_model is not None:
-        del scorer  # its memory, for the other one
+        del scorer  # makes room for the other model
         reference = _scores(_reference_scorer(request, other_model, device, inputs), inputs, request.offset)
     if scores is None:
         return None
@@ -144,7 +144,7 @@ def _documents(
     """Read the documents, then the control file's with count 0; return them and how many the context truncates."""
     shortest, context = request.prefix + request.suffix, context_length(scorer)
     if request.offset >= context:
-        raise UserError(f"--offset {request.offset} leaves nothing of the {context} tokens that the model sees")
+        raise UserError(f"--offset {request.offset} leaves none of the {context} tokens that the model sees")
     longest = context + 1 - request.offset  # the last token is never an input
     if shortest > longest:
         raise UserError(
@@ -177,8 +177,7 @@ def _check_groups(request: AuditRequest, documents: Sequence[AuditDocument]) -> 
     )
     if not members:
         raise UserError(
-            f"every document in {request.documents} has a count of 0: there is none that was trained on; give one that "
-            "was"
+            f"every document in {request.documents} has a count of 0, so none was trained on; give some that were"
         )
     if both := len(members & controls):
         raise UserError(
@@ -210,5 +209,5 @@ def _generated(
 
 
 def _with_text(document: AuditDocument, tokenizer: AnyTokenizer) -> AuditDocument:
-    """Replace the text by that of the tokens that were scored, for the length of truncated text must not count."""
+    """Replace the text by that of the scored tokens: truncated text must not count."""
     return replace(document, text=tokenizer.decode(document.tokens.tolist()))

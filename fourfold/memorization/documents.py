@@ -26,15 +26,15 @@ class AuditDocument:
     tokens: Tokens
     text: str | None
     count: int | None
-    """How often it was trained on; None if unknown."""
+    """Number of times it was trained on; None if unknown."""
     canary: int | None = None
     """Its number in the ledger, if `fourfold prepare` planted it."""
     planted: Canaries | None = None
-    """How its planted copies vary."""
+    """The variation of its planted copies."""
 
     @property
     def shift(self) -> int:
-        """The most tokens that its copies begin late."""
+        """The most tokens by which a copy begins late."""
         return 0 if self.planted is None else self.planted.shift
 
     def cut(self, longest: int) -> AuditDocument:
@@ -104,7 +104,7 @@ def _tokens(where: object, row: dict[str, Any], tokenizer: AnyTokenizer | None, 
     tokens, text = row.get("tokens"), row.get(text_key)
     if tokens is not None:
         if not isinstance(tokens, list) or not all(_is_whole(token) for token in tokens):
-            raise UserError(f'{where} has "tokens" that are no list of token ids; give whole numbers')
+            raise UserError(f'{where} has "tokens" that are not a list of token ids; give whole numbers')
         made_with = row.get("tokenizer")
         if tokenizer is not None and made_with is not None and tokenizer.fingerprint not in (None, made_with):
             raise UserError(
@@ -127,7 +127,7 @@ def _tokens(where: object, row: dict[str, Any], tokenizer: AnyTokenizer | None, 
 
 
 def _origin(row: dict[str, Any]) -> tuple[int | None, Canaries | None]:
-    """Return the number of a planted canary, and how its copies vary."""
+    """Return the number of a planted canary, and the variation of its copies."""
     noise = row.get("noise")
     if not isinstance(noise, int | float) or not 0 <= noise < 1:
         return None, None

@@ -23,7 +23,7 @@ class Extraction:
     longest_span: int
     """Most tokens in a row that greedy decoding repeats from the true text before them."""
     token_agreement: float
-    """Share of all tokens that are the likeliest ones."""
+    """Share of all tokens that are the most likely ones."""
     extraction_strength: float
     """Largest share of the document that greedy decoding completes to its end (Wang et al. 2025)."""
     log_p: float

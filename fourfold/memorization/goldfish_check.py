@@ -1,4 +1,4 @@
-"""Replay a goldfish mask over audited documents: were the kept tokens memorized, and the dropped ones not?"""
+"""Replays a goldfish mask over audited documents, to see if the kept tokens were memorized and the dropped ones not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extraction to expect of a goldfish mask, before any training.
+"""Predicts extraction under a goldfish mask, before any training.
 
 Both laws assume that a model memorizes every token that is kept, as it does in a document repeated often enough.
 """

@@ -73,7 +73,7 @@ def attacks(
 
 
 def conclusion(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return in words what the intervals of the attacks' AUCs show."""
+    """State the result of the attacks in words, from the intervals of their AUCs."""
     above = [ATTACKS[name] for name, attack in found.items() if attack["auc_ci"][0] > 0.5]
     below = [ATTACKS[name] for name, attack in found.items() if attack["auc_ci"][1] < 0.5]
     sentences = []

@@ -1,4 +1,4 @@
-"""The model to score, a checkpoint on a grid or a Hugging Face model: found, opened, with its tokenizer and context."""
+"""Finds and opens the model to score: a checkpoint on a grid or a Hugging Face model, its tokenizer and its context."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ScoredModel:
     run: RunConfig | None = None
     """Sizes and grid; None for a Hugging Face model."""
     knows_data: bool = False
-    """Whether the checkpoint's run file was found, which names the training data."""
+    """True if the checkpoint's run file, which names the training data, was found."""
 
 
 def find_model(name: str, request: ScoringRequest, option: str = "--model") -> ScoredModel:
@@ -88,7 +88,7 @@ def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> R
         table = tomllib.loads(run_file.read_text(encoding="utf-8"))
     table["model"] = dict(state.model)
     table["parallel"] = {}
-    # An imported model has no seq_length of training, only the most positions it can see.
+    # An imported model has no seq_length of training, only the largest number of positions.
     longest = state.training.get("seq_length") or min(state.model["max_position_embeddings"], LONGEST_UNKNOWN)
     training = {"seq_length": longest, "micro_batch_size": request.micro_batch_size}
     precision = {key: table.get("training", {}).get(key) for key in ("precision", "master_weights", "device")}

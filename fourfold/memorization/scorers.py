@@ -1,4 +1,4 @@
-"""Scores of every token from one forward pass, computed where the logits are: on any grid, or a Hugging Face model."""
+"""Scores every token in one forward pass, where the logits are: on any grid, or with a Hugging Face model."""
 
 from __future__ import annotations
 

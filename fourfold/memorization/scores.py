@@ -1,6 +1,6 @@
 """Scores of every token from one teacher-forced pass: enough for extraction at any position and membership attacks.
 
-Greedy decoding from a document's own prefix repeats its next n tokens exactly if each of them is the likeliest one
+Greedy decoding from a document's own prefix repeats its next n tokens exactly if each of them is the most likely one
 after the true tokens before it. So one forward pass over a document decides every prefix and suffix at once.
 """
 
@@ -25,9 +25,9 @@ class Sampling:
 
     temperature: float = 1.0
     top_k: int | None = None
-    """Draw only from the likeliest k tokens."""
+    """Draw only from the k most likely tokens."""
     top_p: float | None = None
-    """Draw only from the likeliest tokens that make up this probability."""
+    """Draw only from the most likely tokens that together have this probability."""
 
     def check(self) -> None:
         """Raise UserError for a scheme that cannot sample."""
@@ -54,7 +54,7 @@ class TokenScores:
     log_prob: NDArray[np.float64]
     """ln p of the token (nats)."""
     predicted: NDArray[np.int64]
-    """The likeliest token."""
+    """The most likely token."""
     mean: NDArray[np.float64]
     """Mean of ln p over the model's own distribution at this token."""
     variance: NDArray[np.float64]
@@ -64,7 +64,7 @@ class TokenScores:
 
     @property
     def agrees(self) -> NDArray[np.bool_]:
-        """Whether greedy decoding continues with the document's own token."""
+        """True where greedy decoding continues with the document's own token."""
         agrees: NDArray[np.bool_] = self.predicted == self.tokens[1:]
         return agrees
 

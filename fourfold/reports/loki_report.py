@@ -19,13 +19,13 @@ VARIANTS = {"loki": "Loki", "oracle": "exact top-k", "random": "random basis"}
 
 
 def rank_header(record: Record) -> list[str]:
-    """Columns of ``rank_rows``."""
+    """Return the columns of ``rank_rows``."""
     header = ["layer", *(f"{kind}-rotary: mean (most)" for kind in record["ranks"])]
     return [*header, *(f"recall, {kind}" for kind in record["recall"]), *(["ranked by"] if record["recall"] else [])]
 
 
 def rank_rows(record: Record) -> Rows:
-    """A row per layer: Rank@90 of the mean and of the worst head, and the recall of each kind."""
+    """Return a row per layer: Rank@90 of the mean and of the worst head, and the recall of each kind."""
     rows = []
     for layer in range(len(record["best"])):
         row = [str(layer)]
@@ -86,7 +86,7 @@ PERPLEXITY_HEADER = ("attention", "keys of a row", "dims that rank", "perplexity
 
 
 def perplexity_rows(record: Record) -> Rows:
-    """A row each for dense attention, Loki, the oracle and the control."""
+    """Return a row each for dense attention, Loki, the oracle and the control."""
     dims = [layer["d"] for layer in record["layers"] if layer["d"] is not None]
     ranking = f"{min(dims)}" if min(dims) == max(dims) else f"{min(dims)} to {max(dims)}"
     widths = {"loki": ranking, "oracle": str(record["head_dim"]), "random": ranking}
@@ -110,7 +110,7 @@ LAYER_HEADER = ("layer", "d", "recall", "worst 5 %", "random", "mass", "worst 5 
 
 
 def layer_rows(record: Record) -> Rows:
-    """Recall and captured mass of every sparse layer, beside the oracle's and the control's."""
+    """Return recall and captured mass of every sparse layer, beside the oracle's and the control's."""
     rows = []
     for layer in record["layers"]:
         if layer["loki"] is None:
@@ -134,7 +134,7 @@ TASK_HEADER = ("task", "metric", "full attention", "Loki")
 
 
 def task_rows(tasks: Record) -> Rows:
-    """Every metric of every task, with full attention and with Loki."""
+    """Return every metric of every task, with full attention and with Loki."""
     return [
         [task, metric, f"{value:.4f}", f"{found['loki'][metric]:.4f}" if metric in found.get("loki", {}) else ""]
         for task, found in tasks.items()

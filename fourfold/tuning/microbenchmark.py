@@ -18,7 +18,7 @@ from torch import Tensor
 from fourfold.environment import Place
 
 SECONDS_PER_POINT = 0.4
-"""How long one point is repeated; the fastest repetition counts, as others were disturbed."""
+"""Time for which one point is repeated; the fastest repetition counts, since the others were disturbed."""
 
 
 @dataclass

@@ -51,7 +51,7 @@ def test_a_template_that_rewrites_history_is_refused_unless_it_marks_answers(tmp
     earlier = "m['role'] == 'assistant' and not loop.last"
     rewriting = CHATML.replace("{{ m['content'] }}", f"{{{{ m['content'] | upper if {earlier} else m['content'] }}}}")
     template = ChatTemplate(make_chat_tokenizer(tmp_path, rewriting))
-    with pytest.raises(ValueError, match="message 2 otherwise when others follow"):
+    with pytest.raises(ValueError, match="message 2 differently when others follow"):
         template.encode(TALK)
     template.encode(TALK[:2])
 
@@ -60,8 +60,8 @@ def test_a_template_that_rewrites_history_is_refused_unless_it_marks_answers(tmp
     ("row", "says"),
     [
         ({"messages": TALK[:1]}, "line 2: no message is the assistant's"),
-        ({"messages": "hello"}, "line 2: messages is no list"),
-        ({"messages": [{"role": "user"}]}, "line 2: message 1 is no object with role and content"),
+        ({"messages": "hello"}, "line 2: messages is not a list"),
+        ({"messages": [{"role": "user"}]}, "line 2: message 1 is not an object with role and content"),
         ({"text": "hello"}, "line 2: a row has messages, or prompt and completion; this one has text"),
         (
             {"messages": [{"role": "system", "content": "x"}, *TALK]},
@@ -200,4 +200,4 @@ def test_an_error_without_words_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 def test_options_of_text_are_refused(cli: Cli, tmp_path: Path, option: list[str]) -> None:
     rows = write_rows(tmp_path / "r.jsonl", [{"prompt": "a", "completion": "b"}])
     code, _, err = cli("prepare", rows, "--out", tmp_path / "c", "--format", "sft", "--tokenizer", "bytes", *option)
-    assert code == 2 and f"does not know {option[0]}" in err
+    assert code == 2 and f"does not take {option[0]}" in err

@@ -51,7 +51,7 @@ def test_canaries(tmp_path: Path) -> None:
         CliRunner().invoke(app, [*command, "--canaries", "0"], catch_exceptions=False)
     with pytest.raises(UserError, match="need --canaries N"):
         CliRunner().invoke(app, [*command, "--repeats", "0,3"], catch_exceptions=False)
-    with pytest.raises(UserError, match="--repeats 'often' is no list of whole numbers; write it as 0,1,4,16"):
+    with pytest.raises(UserError, match="--repeats 'often' is not a list of whole numbers; write it as 0,1,4,16"):
         CliRunner().invoke(app, [*command, "--canaries", "2", "--repeats", "often"], catch_exceptions=False)
 
 

@@ -41,7 +41,7 @@ def test_parquet(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds int64"):
         list(read_documents(path, "n"))
     path.write_bytes(b"no parquet at all")
-    with pytest.raises(UserError, match="no Parquet file"):
+    with pytest.raises(UserError, match="not a Parquet file"):
         list(read_documents(path))
 
 

@@ -52,7 +52,7 @@ def test_end_of_document(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     train_bpe([TEXT], 260, path)
     path.write_text(path.read_text().replace("<|endoftext|>", "<stop>"))
-    with pytest.raises(UserError, match=r"t\.json has no token to end a document"):
+    with pytest.raises(UserError, match=r"t\.json has no token that ends a document"):
         HFTokenizer(path)
     assert HFTokenizer(path, eod="<stop>").eod_id == 0
 
@@ -63,5 +63,5 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         load_tokenizer(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(UserError, match=r"bad\.json is no tokenizer"):
+    with pytest.raises(UserError, match=r"bad\.json is not a tokenizer"):
         load_tokenizer(tmp_path / "bad.json")

@@ -35,7 +35,7 @@ class Components:
         """The fewest components that explain this share of the variance, [L, K] (Rank@v, arXiv 2406.02542, eq. 2)."""
         variances_LKD = self.variances_LKD.double().clamp(min=0)
         explained_LKD = variances_LKD.cumsum(-1) / variances_LKD.sum(-1, keepdim=True).clamp(min=1e-300)
-        # Rounding must not ask for one component more than there are.
+        # Rounding must not lead to one component more than there are.
         return ((explained_LKD < share - 1e-12).sum(-1) + 1).clamp(max=variances_LKD.shape[-1])
 
 
@@ -52,7 +52,7 @@ class LayerBasis:
         self.leading_KDd = self.whole_KDD[..., : self.d].contiguous()
 
     def to(self, device: torch.device) -> None:
-        """Follow the layer to its device."""
+        """Move to the device of the layer."""
         if self.whole_KDD.device != device:
             with torch.inference_mode(False):  # the basis outlives the current pass
                 self.whole_KDD, self.leading_KDd = self.whole_KDD.to(device), self.leading_KDd.to(device)
@@ -89,7 +89,7 @@ class LokiBasis:
         return next(iter(self.components.values())).vectors_LKDD.shape[1]
 
     def of_layer(self, layer: int, config: LokiConfig) -> LayerBasis:
-        """The basis of one layer, of the kind and with the ranking dims that ``config`` selects."""
+        """Return the basis of one layer, with the kind and the ranking dims that ``config`` selects."""
         kind = self.best[layer] if config.basis == "best" else config.basis
         components = self._of_kind(kind)
         d = config.dim_count(self.head_dim)

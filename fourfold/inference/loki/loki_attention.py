@@ -41,7 +41,7 @@ class LayerState:
     """Records what simulated rows choose, for the evaluation."""
 
     def release(self) -> None:
-        """Drop the cache, which must neither stay in memory with the model nor expect another read by Loki."""
+        """Let go of the cache, which must neither stay in memory with the model nor expect another read by Loki."""
         if isinstance(self.layer, RankedLayer):
             self.layer.release()
         self.layer = None
@@ -132,7 +132,7 @@ def rotate_queries(query_BNQD: Tensor, basis_KDD: Tensor) -> Tensor:
 
 
 def _is_simple(mask: Tensor | None) -> bool:
-    """Whether a mask is boolean and the same for all heads, as sdpa_mask makes it; any other is left to torch."""
+    """Return whether a mask is boolean and the same for all heads, as sdpa_mask makes it; torch computes any other."""
     return mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
 
 

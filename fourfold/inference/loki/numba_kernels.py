@@ -135,7 +135,7 @@ def _decode(
     """Each thread computes its rows one after another in the same workspace; threads synchronize once, at the end.
 
     Splitting rows would occupy more threads than there are rows, but needs a synchronization after every pass, and on a
-    busy processor each waits for the slowest thread: such a step has taken ten times as long.
+    busy processor each waits for the slowest thread: such a step took ten times as long.
     """
     rows, H, _ = query_RHd.shape
     for thread in prange(threads):

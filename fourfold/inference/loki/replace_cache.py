@@ -18,7 +18,7 @@ log = logging.getLogger("fourfold.loki")
 
 @dataclass(eq=False)
 class LayerRecipe:
-    """How to make the cache of one layer."""
+    """Settings of one layer's cache."""
 
     config: LokiConfig
     basis: LayerBasis | None = None
@@ -46,8 +46,8 @@ def replace_layer(
 ) -> GrowingLayer | StaticLokiLayer | None:
     """Make the cache's layer one that fits ``recipe``, with what it held, and return it.
 
-    is_loki: whether the model's current attention is Loki's. Returns None for a layer that is left alone, to which
-    attention is dense. Raises ``UserError`` for a cache that cannot be used.
+    is_loki: whether the model's current attention is Loki's. Returns None for a layer that is left as it is, with dense
+    attention. Raises ``UserError`` for a cache that cannot be used.
     """
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= number:
@@ -71,7 +71,7 @@ def replace_layer(
 
 
 def _is_replaceable(layer: object, recipe: LayerRecipe, is_loki: bool) -> bool:
-    """Whether a layer holds plain keys and values of all tokens that ``recipe`` would hold differently."""
+    """Return whether a layer holds plain keys and values of all tokens, which ``recipe`` would hold differently."""
     if not is_loki:
         return False
     if type(layer) is DynamicLayer:
@@ -117,7 +117,7 @@ def _check_static(size: int, config: LokiConfig) -> None:
 
 
 def _checked_rotated(layer: RotatedLayer, recipe: LayerRecipe, is_loki: bool) -> RotatedLayer:
-    """Only Loki with the same basis can read rotated keys. Raises ``UserError`` otherwise."""
+    """Return the layer for Loki with the same basis, which alone can read its keys. Raises ``UserError`` otherwise."""
     basis = recipe.basis
     if not is_loki or basis is None or recipe.config.cache != "rotated" or not _has_basis(layer, recipe, basis):
         raise UserError(
@@ -140,7 +140,7 @@ def _with_current_basis(
 
 
 def _has_basis(layer: LokiLayer | RotatedLayer | StaticLokiLayer, recipe: LayerRecipe, basis: LayerBasis) -> bool:
-    """Whether a layer was filled with this basis, in this dtype."""
+    """Return whether a layer was filled with this basis, in this dtype."""
     if not isinstance(layer, RotatedLayer) and layer.proxy_dtype != recipe.proxy_dtype:
         return False
     ours = basis.whole_KDD if isinstance(layer, RotatedLayer) else basis.leading_KDd

@@ -1,7 +1,7 @@
 """Selects the keys that a step attends to: combines the scores of each KV group, and takes the best k keys.
 
 Letters of shapes: B sequences, K KV heads, G query heads of one KV head, S keys, k chosen keys; the underscore before S
-or k is nothing in a decoding step, and the rows of a prompt in a simulation.
+or k stands for the rows of a prompt in a simulation, and for nothing in a decoding step.
 """
 
 from __future__ import annotations

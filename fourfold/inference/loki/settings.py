@@ -22,12 +22,12 @@ NUMBA_DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of the caches that the Numba kernels read."""
 
 PACKAGES = {"triton": "triton", "numba": "'fourfold[loki]'"}
-"""What to install for each kind of kernels."""
+"""The package to install for each kind of kernels."""
 
 
 @dataclass(frozen=True)
 class LokiConfig:
-    """How keys are ranked, and how many are attended to. Raises ``UserError`` for invalid values."""
+    """Settings for ranking keys, and for the number attended to. Raises ``UserError`` for invalid values."""
 
     d: int | None = None
     """Leading dims of the rotated keys that rank them. At most one of ``d``, ``d_f`` and ``variance``."""
@@ -50,7 +50,7 @@ class LokiConfig:
     min_seq: int = 512
     """Attention to shorter contexts is dense."""
     group_reduce: Literal["softmax", "max", "mean"] = "softmax"
-    """How the query heads of one KV head agree on their keys: the sum of their softmaxes, or the maximum or the mean of
+    """The worth of a key to the query heads of one KV head: the sum of their softmaxes, or the maximum or the mean of
     their scores."""
     prefill: Literal["dense", "simulate"] = "dense"
     """"simulate": every row of a prompt sees only its best keys, as in the paper's perplexities."""
@@ -119,7 +119,7 @@ class LokiConfig:
         return self.d
 
     def is_dense_at(self, length: int) -> bool:
-        """Whether a step at this context attends to everything."""
+        """Return whether a step at this context attends to everything."""
         return length < self.min_seq or self.key_count(length) >= length
 
     def kernels_for(self, device: torch.device, *dtypes: torch.dtype) -> Literal["torch", "triton", "numba"]:
@@ -159,13 +159,13 @@ def _check_share(name: str, value: object) -> None:
 
 @functools.cache
 def why_unavailable(package: str) -> str | None:
-    """Why kernels of this package cannot run; None where they can."""
+    """Return the reason why kernels of this package cannot run; None where they can."""
     if importlib.util.find_spec(package) is None:
         return f"is not installed: pip install {PACKAGES[package]}"
     if package == "numba":
         try:
             import numba
-        except ImportError as error:  # beside a version of NumPy that it does not support, for example
+        except ImportError as error:  # for example with a version of NumPy that it does not support
             logging.getLogger("fourfold.loki").warning(
                 "loki: steps are not compiled because Numba cannot be imported: %s", error
             )

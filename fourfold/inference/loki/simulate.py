@@ -1,4 +1,4 @@
-"""Loki in every row of a prompt at once, by masking: the protocol of the paper's perplexities.
+"""Simulates Loki in every row of a prompt at once, by masking: the protocol of the paper's perplexities.
 
 One pass over a text gives what decoding it token by token would, except that every row may attend to as many keys as
 the last one (k follows from the whole length), as in the paper, so that numbers can be compared.
