@@ -70,9 +70,10 @@ def prepare(
     """
     from fourfold.data import prepare as data
     from fourfold.data.canaries import Canaries
+    from fourfold.data.prepare_conversations import prepare_conversations
 
     if format == "sft":
-        refused: dict[str, object] = {
+        refused = {
             "--train-tokenizer": train_tokenizer,
             "--canaries": canaries,
             "--workers": workers,
@@ -80,7 +81,15 @@ def prepare(
             "--encoding": encoding != "utf-8",
             "--force": force,
         }
-        _conversations(inputs, out, tokenizer, chat_template, validation_fraction, refused)
+        for name, value in refused.items():
+            if value:
+                raise UserError(f"--format sft does not take {name}")
+        if tokenizer is None:
+            raise UserError("--format sft needs --tokenizer, the model's folder")
+        summary = prepare_conversations(
+            inputs, out, tokenizer=tokenizer, chat_template=chat_template, validation_fraction=validation_fraction
+        )
+        _show(summary)
         return
     if chat_template is not None:
         raise UserError("--chat-template is for --format sft")
@@ -102,28 +111,6 @@ def prepare(
         force=force,
     )
     _show(summary)
-
-
-def _conversations(
-    inputs: list[str],
-    out: Path,
-    tokenizer: str | None,
-    chat_template: Path | None,
-    validation_fraction: float,
-    refused: dict[str, object],
-) -> None:
-    from fourfold.data.prepare_conversations import prepare_conversations
-
-    given = [name for name, value in refused.items() if value]
-    if given or tokenizer is None:
-        raise UserError(
-            f"--format sft does not take {given[0]}" if given else "--format sft needs --tokenizer, the model's folder"
-        )
-    _show(
-        prepare_conversations(
-            inputs, out, tokenizer=tokenizer, chat_template=chat_template, validation_fraction=validation_fraction
-        )
-    )
 
 
 def _show(summary: PrepareSummary) -> None:
