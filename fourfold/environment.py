@@ -28,7 +28,7 @@ class Place:
 def read_environment(environ: Mapping[str, str]) -> Place | None:
     """This process's place as its launcher describes it; None where there was no launcher.
 
-    An srun step with one task is no launch: that is how a shell, or a torchrun per node, is started.
+    An srun step with one task is not a launch: shells, and one torchrun per node, are started that way.
     """
     step = _read_srun(environ)
     if "TORCHELASTIC_RUN_ID" in environ or step is None:

@@ -1,4 +1,4 @@
-"""Settings of processes: their cores, gloo's interface, and an end with the process that started them."""
+"""Settings of processes: cores, gloo's network interface, and their end with the process that started them."""
 
 from __future__ import annotations
 

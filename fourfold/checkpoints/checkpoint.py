@@ -6,7 +6,7 @@
         state.json                                     step, model sizes, random state, and the size of every file
 
 Tensors go through torch.distributed.checkpoint under ``model.<name>`` and ``optimizer.<moment>.<name>``. A checkpoint
-is written under another name and renamed when every process has finished, so it is whole or not there.
+is written under another name and renamed when every process has finished: it is complete, or it is not there.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo") if config.async_mode == "async" else None
 
     def save(self, step: int) -> None:
-        """Write ``step_<step>``; with async_mode it appears when it is whole, at a later ``poll`` or ``wait``."""
+        """Write ``step_<step>``; with async_mode it appears when it is complete, at a later ``poll`` or ``wait``."""
         self.wait()
         partial = self._partial(step)
         if dist.get_rank() == 0:
@@ -105,8 +105,8 @@ class Checkpointer:
         swap_in(partial, self.folder / f"step_{step}")
         for unfinished in self.folder.glob(".step_*.partial"):  # of a job that was killed
             shutil.rmtree(unfinished)
-        # Later steps belong to a history from which this run has turned back (``resume`` = 'never' or a path). Under
-        # another name they are kept, and neither pruning nor resume = 'auto' takes them for this run's own.
+        # Later steps are from before this run went back (``resume`` = 'never' or a path). Under another name they are
+        # kept, and neither pruning nor resume = 'auto' mistakes them for this run's own.
         found = list_checkpoints(self.folder)
         ours = [path for path in found if step_of(path) <= step]
         for later in found[len(ours) :]:

@@ -1,4 +1,4 @@
-"""Whether a run may resume from a checkpoint: same model, same adapters, same order of samples."""
+"""Checks that a run may resume from a checkpoint: same model, same adapters, same order of samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fourfold.errors import UserError
 
 def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> None:
     """Raise ``UserError`` naming the first size in which the checkpoint's model differs from ``model``."""
-    # A checkpoint that is older than a key has that key's default.
+    # A key that is newer than the checkpoint had its default.
     defaults = {key: field.default for key, field in ModelConfig.model_fields.items() if key not in LAYOUT_FREE_KEYS}
     for key, was, now in _differences(defaults | state.model, saved_model(model)):
         raise UserError(
@@ -29,7 +29,7 @@ def check_same_model(path: Path, state: CheckpointState, model: ModelConfig) -> 
 
 
 def check_same_adapters(path: Path, state: CheckpointState, run: RunConfig) -> None:
-    """Raise ``UserError`` unless checkpoint and run train the same adapters of the same model, or neither any."""
+    """Raise ``UserError`` unless checkpoint and run train the same adapters of the same model, or neither has any."""
     saved, wanted = state.lora or LoRAConfig(), run.lora
     if (saved.rank, wanted.rank) == (0, 0):
         return
@@ -53,7 +53,7 @@ def check_has_model(path: Path, state: CheckpointState) -> None:
 
 
 def check_same_order(path: Path, state: CheckpointState, run: RunConfig) -> None:
-    """Raise ``UserError`` when the run's steps read other samples than the steps that the checkpoint has counted."""
+    """Raise ``UserError`` when the run's steps read other samples than those before the checkpoint did."""
     for key, was, now in _differences(state.training, sample_order(run)):
         raise UserError(
             f"the checkpoint {path} was trained with training.{key} = {was}, and the run file has {now}, with which "

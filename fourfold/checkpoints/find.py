@@ -1,4 +1,4 @@
-"""Find checkpoints: in a folder of them, in the folder of a run, and what ``checkpoint.resume`` means."""
+"""Find checkpoints: in a folder of them, in the folder of a run, and by ``checkpoint.resume``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FOLDER = "checkpoints"
 
 
 def step_of(checkpoint: Path) -> int:
-    """Number of training steps behind a checkpoint, by its name ``step_<number>``."""
+    """The number of training steps that led to a checkpoint, from its name ``step_<number>``."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
@@ -32,7 +32,7 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def find_checkpoint(resume: str, folder: Path) -> Path | None:
-    """The checkpoint from which a run resumes whose own are in ``folder``; None: it starts afresh.
+    """The checkpoint from which a run resumes, whose own checkpoints are in ``folder``; None: it starts afresh.
 
     Raises ``UserError`` for a path without a checkpoint.
     """

@@ -1,4 +1,4 @@
-"""``state.json``: everything in a checkpoint but its tensors."""
+"""``state.json``: everything in a checkpoint besides its tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYOUT_FREE_KEYS = {"preset", "from_hf", "initializer_range"}
 
 
 class CheckpointState(Strict):
-    """What a checkpoint knows besides tensors."""
+    """The content of ``state.json``."""
 
     format: int
     step: int = Field(ge=0)
@@ -36,18 +36,18 @@ class CheckpointState(Strict):
     files: dict[str, int]
     """Size in bytes of every tensor file."""
     optimizer_steps: int | None = None
-    """How many of the steps changed the weights; fewer than ``step`` after fp16 overflows."""
+    """The number of steps that changed the weights; fewer than ``step`` after fp16 overflows."""
     loss_scale: tuple[float, int] | None = Field(None, strict=False)
     """The loss scale, and the steps since it last changed."""
     weights_only: bool = False
-    """Imported: a run that starts from it has taken no step."""
+    """True for an imported model: a run that starts from it begins at step 0."""
     lora: LoRAConfig | None = None
     """The run's [lora] where only adapters were trained; the checkpoint holds nothing else."""
     base: str | None = None
     """The model that the adapters belong to."""
 
     def generator(self, path: Path) -> torch.Generator:
-        """A generator in the saved random state; ``UserError`` where that is invalid."""
+        """Make a generator in the saved random state; ``UserError`` where that is invalid."""
         generator = torch.Generator()
         try:
             generator.set_state(torch.frombuffer(bytearray(base64.b64decode(self.rng)), dtype=torch.uint8))
@@ -59,7 +59,7 @@ class CheckpointState(Strict):
 
 
 def state_of(run: RunConfig, step: int) -> CheckpointState:
-    """Describe a run after ``step`` steps; the files, and what the optimizer counts, are left to fill in."""
+    """Describe a run after ``step`` steps; the caller fills in the files, and the optimizer's steps."""
     return CheckpointState(
         format=FORMAT,
         step=step,
@@ -78,7 +78,7 @@ def write_state(folder: Path, state: CheckpointState) -> None:
 
 
 def write_imported(folder: Path, model: ModelConfig, files: dict[str, int]) -> None:
-    """Make a checkpoint of a folder that already holds the weights ``files`` (name to bytes)."""
+    """Make a folder that holds the weights ``files`` (name to bytes) a checkpoint."""
     state = CheckpointState(
         format=FORMAT, step=0, model=saved_model(model), training={}, rng=_rng_state(), files=files, weights_only=True
     )
@@ -112,7 +112,7 @@ def saved_model(model: ModelConfig) -> dict[str, Any]:
 
 
 def sample_order(run: RunConfig) -> dict[str, int]:
-    """The settings that decide, with the step, which samples come next."""
+    """The settings that, with the step, decide which samples come next."""
     return {key: getattr(run.training, key) for key in ("seed", "global_batch_size", "seq_length")}
 
 

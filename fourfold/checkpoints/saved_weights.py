@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from fourfold.checkpoints.saved_state import CheckpointState, read_state
@@ -15,12 +15,12 @@ from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
 from fourfold.models.dtypes import SAFETENSORS_DTYPES
 from fourfold.models.lora import trained_shapes
+from fourfold.models.tensor_files import opened_tensors
 
 _SHARDING = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint's key for the place of each part in its whole tensor
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     file: Path
     begin: tuple[int, ...]
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class SavedWeights:
         for name, shape in self.shapes.items():
             held = sum(torch.Size(part.shape).numel() for part in self._parts[name])
             if held < torch.Size(shape).numel():
-                raise UserError(f"the checkpoint {path} is damaged: its files do not hold the whole of {name}")
+                raise UserError(f"the checkpoint {path} is damaged: parts of {name} are missing from its files")
 
     def read(self, name: str) -> Tensor:
         """Read one whole parameter, in the dtype in which it is stored."""
@@ -54,17 +54,14 @@ class SavedWeights:
         return whole
 
     def _note_parts(self, file: Path) -> None:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                sharding = json.loads((opened.metadata() or {}).get(_SHARDING, "{}"))
-                for key in opened.keys():  # noqa: SIM118 (no dictionary)
-                    name = key.removeprefix("model.")
-                    if name == key or name not in self._parts:
-                        continue
-                    view = opened.get_slice(key)
-                    shape = tuple(view.get_shape())
-                    begin = tuple(sharding.get(key, {}).get("saved_offsets", [0] * len(shape)))
-                    self._parts[name].append(_Part(file, begin, shape))
-                    self.dtypes[name] = SAFETENSORS_DTYPES[view.get_dtype()]
-        except SafetensorError as error:
-            raise UserError(f"the checkpoint {self.path} is damaged: {file.name}: {error}") from None
+        with opened_tensors(file) as opened:
+            sharding = json.loads((opened.metadata() or {}).get(_SHARDING, "{}"))
+            for key in opened.keys():  # noqa: SIM118 (no dictionary)
+                name = key.removeprefix("model.")
+                if name == key or name not in self._parts:
+                    continue
+                view = opened.get_slice(key)
+                shape = tuple(view.get_shape())
+                begin = tuple(sharding.get(key, {}).get("saved_offsets", [0] * len(shape)))
+                self._parts[name].append(_Part(file, begin, shape))
+                self.dtypes[name] = SAFETENSORS_DTYPES[view.get_dtype()]

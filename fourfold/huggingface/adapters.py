@@ -1,4 +1,4 @@
-"""LoRA adapters out: as peft reads them, or merged into the model that they belong to."""
+"""Export LoRA adapters: as peft reads them, or merged into the model that they belong to."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.config.run import LoRAConfig
 from fourfold.data.files import write_whole
 from fourfold.huggingface.architectures.config_json import local_folder
+from fourfold.huggingface.model_folder import PATTERNS
 from fourfold.huggingface.weight_names import Piece, TheirTensor
 from fourfold.huggingface.weights import Pretrained
 from fourfold.models.tensor_files import Entry, write_tensors
@@ -26,10 +27,10 @@ ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json
 
 @dataclass(frozen=True)
 class Adapted:
-    """A tensor of theirs with the adapters of the parameters of ours that it joins, side by side.
+    """One adapter of peft's for a tensor of theirs, from the adapters (rank r each) of the parameters that it joins.
 
-    Rank r each: A has the rows of all, and B is zero but where a part's rows meet its own columns. That is the sum of
-    the parts exactly, as one adapter of peft's of so many times the rank.
+    Its rank is r times their number: A stacks their A, and B has each part's B in the rows and columns of that part and
+    zeros elsewhere. Its product is exactly theirs.
     """
 
     tensor: TheirTensor
@@ -65,7 +66,7 @@ class Adapted:
 
 
 def write_adapter(folder: Path, saved: SavedWeights, pretrained: Pretrained) -> dict[str, int]:
-    """Write what ``peft.PeftModel.from_pretrained`` opens; the bytes of its file."""
+    """Write a folder for ``peft.PeftModel.from_pretrained``; returns the size of its file."""
     lora = _lora(saved)
     entries: list[Entry] = []
     adapted = _adapted(saved, pretrained.tensors, lora.rank)
@@ -99,10 +100,10 @@ class Merged:
         return whole.float().addmm_(b, a, alpha=self.lora.alpha / self.lora.rank).to(whole.dtype)
 
 
-def open_base(saved: SavedWeights, patterns: Sequence[str]) -> Pretrained:
+def open_base(saved: SavedWeights) -> Pretrained:
     """The model that a checkpoint's adapters belong to."""
     assert saved.state.base is not None
-    return Pretrained(local_folder(saved.state.base, patterns), saved.model)
+    return Pretrained(local_folder(saved.state.base, PATTERNS), saved.model)
 
 
 def _adapted(saved: SavedWeights, tensors: Sequence[TheirTensor], rank: int) -> list[Adapted]:
@@ -126,7 +127,7 @@ def _lora(saved: SavedWeights) -> LoRAConfig:
 
 
 def _peft_config(saved: SavedWeights, lora: LoRAConfig, adapted: Sequence[Adapted]) -> dict[str, Any]:
-    """Ranks, and alphas, of joined layers stand apart; peft scales each adapter by alpha / rank."""
+    """adapter_config.json. Joined layers have a rank, and an alpha, of their own: peft scales by alpha / rank."""
     joined = {each.module: len(each.parts) for each in adapted if len(each.parts) > 1}
     return {
         "peft_type": "LORA",

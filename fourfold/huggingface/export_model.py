@@ -1,4 +1,4 @@
-"""Models of ours out: as a folder that transformers opens, or an adapter that peft opens."""
+"""Export checkpoints: as a folder that transformers opens, or an adapter that peft opens."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def export_huggingface(
         for option in (name for name, is_given in given.items() if is_given):
             raise UserError(f"{option} is for a whole model, and {checkpoint} holds adapters; export them with --merge")
         return _export_adapter(checkpoint, saved, out)
-    weights = Merged(saved, open_base(saved, PATTERNS)) if merge else saved
+    weights = Merged(saved, open_base(saved)) if merge else saved
     source = source_of(checkpoint)
     config = _config(saved.model, source, kind)
     types = dict(weights.dtypes)
@@ -103,7 +103,7 @@ def export_huggingface(
 
 
 def _export_adapter(checkpoint: Path, saved: SavedWeights, out: Path) -> Transferred:
-    base = open_base(saved, PATTERNS)
+    base = open_base(saved)
     with new_folder(out) as partial_folder:
         files = write_adapter(partial_folder, saved, base)
         source = source_of(checkpoint)
@@ -116,7 +116,7 @@ def _export_adapter(checkpoint: Path, saved: SavedWeights, out: Path) -> Transfe
 
 @contextmanager
 def as_huggingface(name: str) -> Iterator[tuple[str, str]]:
-    """A model as transformers opens it, and its tokenizer: a folder or an id of the Hub each, or "bytes".
+    """The folders (or ids of the Hub) of a model for transformers and of its tokenizer, which may be "bytes".
 
     A checkpoint or run of ours is exported into a temporary folder for as long as the block lasts, in the types in
     which its weights are stored, adapters merged. Raises ``UserError`` where there is no model of that name.
@@ -146,7 +146,9 @@ def _joined(weights: SavedWeights | Merged, tensor: TheirTensor, dtype: torch.dt
 def _newest(path: Path) -> Path:
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
-        raise UserError(f"{path} is no checkpoint (a folder with {STATE_FILE}), and no run's folder that has one")
+        raise UserError(
+            f"{path} is neither a checkpoint (a folder with {STATE_FILE}) nor the folder of a run that has one"
+        )
     return checkpoint
 
 

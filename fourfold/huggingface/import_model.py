@@ -1,4 +1,4 @@
-"""Hugging Face models in: as a checkpoint, or straight into the shards of a run."""
+"""Import Hugging Face models: as a checkpoint, or straight into the shards of a run."""
 
 from __future__ import annotations
 

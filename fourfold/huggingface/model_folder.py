@@ -29,17 +29,20 @@ SMALL_FILES = (
     "chat_template.jinja",
 )
 PATTERNS = (*SMALL_FILES, "*.safetensors", "*.safetensors.index.json")
-"""What is fetched of a model on the Hub: no pickles, and no code."""
+"""Files that are downloaded of a model on the Hub: no pickles, and no code."""
 
 
 @dataclass(frozen=True)
 class Transferred:
-    """What an import or export wrote. kind: the model_type; parameters: without padding; files: bytes of each."""
+    """The result of an import or export."""
 
     folder: str
     kind: str
+    """The model_type."""
     parameters: int
+    """Without padding."""
     files: dict[str, int]
+    """The size of each in bytes."""
 
     def record(self) -> dict[str, Any]:
         """As JSON values."""
@@ -53,7 +56,7 @@ class Transferred:
 
 
 def keep_small_files(folder: Path, out: Path, names: Sequence[str] = SMALL_FILES) -> None:
-    """Copy what a Hugging Face model has besides weights."""
+    """Copy the files that a Hugging Face model has besides its weights."""
     out.mkdir(exist_ok=True)
     for name in names:
         if (folder / name).is_file():

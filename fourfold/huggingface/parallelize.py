@@ -1,4 +1,4 @@
-"""Anybody's model on the grid, for a training loop of one's own: ``fourfold.parallelize(model, grid)``."""
+"""Any model on the grid, for training loops of your own: ``fourfold.parallelize(model, grid)``."""
 
 from __future__ import annotations
 
@@ -44,18 +44,20 @@ def parallelize(
     precision: str | None = None,
     weight_prefetch: int = 1,
 ) -> Parallelized:
-    """Put a causal language model on the grid, for a training loop of one's own. Every process must call this.
+    """Put a causal language model on the grid, for a training loop of your own. Every process must call this.
 
     model: of transformers, or any ``nn.Module`` with ``rules``; its weights must be the same on every process, or on
     the meta device with ``weights`` naming a folder of safetensors of which each process reads its slices. rules:
     patterns of module names to styles (``tensor_plan.STYLES``), before those that the model publishes. precision: in
     which the step computes (fp32, bf16), by default the type of the weights. weight_prefetch: blocks gathered ahead.
 
-    Raises ``UserError`` naming what cannot be laid out; the model is in parts then, and no longer of use.
+    Raises ``UserError`` naming what cannot be laid out; the model is then partly replaced, and cannot be used.
     """
     for axis in ("cp", "pp"):
         if grid.axis(axis).size > 1:
-            raise UserError(f"{axis} = {grid.axis(axis).size}: models that are not ours go over x, y, z and dp only")
+            raise UserError(
+                f"{axis} = {grid.axis(axis).size}: fourfold.parallelize splits models over x, y, z and dp only"
+            )
     sources = {name: parameter.detach() for name, parameter in model.named_parameters()}
     buffers = dict(model.named_buffers())
     stored = _one_type(sources)
@@ -137,17 +139,17 @@ class Parallelized(nn.Module):
         return batch.chunk(axis.size)[axis.rank]
 
     def count(self, labels: Tensor) -> Tensor:
-        """How many tokens the loss of these labels counts, over all processes."""
+        """The number of tokens that the loss of these labels counts, over all processes."""
         return all_reduce((labels[..., 1:] != IGNORE_INDEX).sum(), self.grid.tokens, "kept tokens")
 
     def total(self, share: Tensor) -> Tensor:
-        """The sum of the shares of all processes that have other sequences, without a gradient."""
+        """Sum a loss over all processes with sequences of their own, without a gradient."""
         return all_reduce(share.detach().clone(), self.grid.tokens, "loss")
 
     def backward(self, loss: Tensor, last: bool = True) -> None:
         """Gradients of a loss; they add up until a backward that is the ``last`` of its step completes them.
 
-        Raises ``UserError`` when those of a step that is complete still stand: they would be summed over ranks again.
+        Raises ``UserError`` when gradients of a completed step are still there: they would be summed over ranks again.
         """
         if self._summed and any(shard.grad is not None and shard.grad.any() for shard in self.shards):
             raise UserError(
@@ -218,16 +220,16 @@ class Parallelized(nn.Module):
         self.stage.publish()
 
     def layout(self) -> list[dict[str, Any]]:
-        """How every module lies on x and y, as records."""
+        """The layout of every module on x and y, as records."""
         return [asdict(placed) for placed in self.placed]
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """No backward comes that would drop gathered weights, and the next forward must see those stepped meanwhile."""
+        """Free gathered weights where no backward will, so that the next forward gathers those that were stepped."""
         if not torch.is_grad_enabled():
             self.stage.free_gathered()
 
     def _guard(self, output: Tensor) -> Tensor:
-        """A backward that nobody completes would leave shares of gradients behind."""
+        """Have ``output`` refuse a backward other than ours, which would leave gradients unsummed."""
         if output.requires_grad:
             output.register_hook(self._check_in_backward)
         return output
@@ -240,7 +242,7 @@ class Parallelized(nn.Module):
 
 
 def _units(model: nn.Module) -> Units:
-    """The longest list of blocks, the embeddings outside of it, and every other module that has weights of its own."""
+    """The largest list of modules as blocks, the embeddings outside of it, and all others with weights of their own."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     blocks = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=nn.ModuleList())
     inside = {module for block in blocks for module in block.modules()}
@@ -264,7 +266,7 @@ def _device(grid: Grid) -> torch.device:
 
 
 def _put_back_buffers(model: nn.Module, buffers: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restore the buffers that materializing has emptied; transformers makes those that were never made."""
+    """Restore the buffers that materializing has emptied; ``_init_weights`` of transformers makes those on meta."""
     for name, buffer in buffers.items():
         if not buffer.is_meta:
             parent, _, key = name.rpartition(".")
@@ -274,5 +276,7 @@ def _put_back_buffers(model: nn.Module, buffers: Mapping[str, Tensor], device: t
         module = model.get_submodule(name)
         initialize = getattr(model, "_init_weights", None)
         if any(True for _ in module.parameters()) or initialize is None:
-            raise UserError(f"{name} has buffers on the meta device, which nobody can fill; build the model on the CPU")
+            raise UserError(
+                f"{name} has buffers on the meta device, and no way to fill them; build the model on the CPU"
+            )
         initialize(module)

@@ -52,7 +52,7 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], folder: Pat
             write_tensor_files(partial, entries)
 
     def gather_on() -> None:
-        while waiting:  # the first process's share of what the others send, where it could not write
+        while waiting:  # others wait in these collectives, also where the first process could not write
             _gather(waiting.pop(0))
 
     _first_process(write, folder, gather_on)

@@ -21,7 +21,7 @@ from fourfold.huggingface.model_folder import GENERATION_FILE, PATTERNS, TOKENIZ
 def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
     """Raise ``UserError`` when a corpus was made with another vocabulary than that of the model ``name``.
 
-    Nothing is known where one of them does not say.
+    Nothing is checked where the corpus or the model names no tokenizer.
     """
     file = local_folder(name, PATTERNS) / TOKENIZER_FILE
     if tokenizer is None or not file.is_file():
@@ -43,7 +43,7 @@ def check_tokenizer_fits(file: Path, model: ModelConfig) -> None:
     try:
         known = max(Tokenizer.from_file(str(file)).get_vocab().values(), default=-1) + 1
     except Exception as error:  # the library raises nothing narrower
-        raise UserError(f"{file} is no tokenizer.json of the tokenizers library: {error}") from error
+        raise UserError(f"{file} is not a tokenizer.json of the tokenizers library: {error}") from error
     if known > model.vocab_size:
         raise UserError(
             f"{file} has {known} tokens, and the model's embedding {model.vocab_size}: it is another model's tokenizer"

@@ -39,7 +39,7 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
 
 
 def checked_device(name: str | None) -> str:
-    """A device that there is; by default a GPU, where there is one."""
+    """The name of a device that this machine has; by default a GPU, where there is one."""
     is_there = torch.cuda.is_available()
     name = name or ("cuda" if is_there else "cpu")
     kind, _, number = name.partition(":")
@@ -51,7 +51,7 @@ def checked_device(name: str | None) -> str:
 
 
 def checked_ids(model: Any, ids: list[int]) -> list[int]:
-    """The same ids. Raises ``UserError`` where the model has no such tokens."""
+    """Return the same ids. Raises ``UserError`` where the model has no such tokens."""
     known = model.get_input_embeddings().num_embeddings
     if ids and max(ids) >= known:
         raise UserError(

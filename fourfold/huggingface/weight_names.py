@@ -1,4 +1,4 @@
-"""Where every parameter of the decoder stands in a Hugging Face model's files: one table per family.
+"""The place of every parameter of the decoder in a Hugging Face model's files: one table per family.
 
 A row maps a tensor of theirs to the parameters of ours that it joins along the output dim, in this order, as wholes or
 head by head; ``i`` is the number of the layer. A parameter that a model does not have (a bias) has no row in its map.
@@ -115,7 +115,7 @@ BUFFERS = (
     ".attention.masked_bias",
     ".rotary_emb.inv_freq",
 )
-"""Ends of names of tensors in older files that are no weights."""
+"""Endings of the names of tensors in older files that are not weights."""
 
 HEAD = "lm_head.weight"
 

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face model under our names, any slice of any parameter, without the rest of the model."""
+"""The weights of a Hugging Face model under our names; any slice of a parameter, without reading the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fourfold.models.transformer import parameter_shapes
 
 
 class Pretrained:
-    """A folder of transformers, opened for a model of the same sizes; no weight is read yet.
+    """A folder of transformers, opened for a model of the same sizes without reading weights.
 
     Raises ``UserError`` naming the file and the tensor for a missing file or tensor, a wrong shape, a tensor that the
     model has no place for, and weights that are only there as pickles.
@@ -75,9 +75,9 @@ class Pretrained:
                 )
 
     def _check_tied(self, head: str) -> None:
-        """A head that is stored although it is the embedding: transformers would use it where it differs.
+        """Refuse a stored head that differs from the embedding it is tied to: transformers would use it.
 
-        The first rows say whether it does.
+        The first rows are compared.
         """
         embedding = self._names[self._places["embed_tokens.weight"][0].name]
         rows, hidden = self.files.shapes[embedding]

@@ -1,4 +1,4 @@
-"""Run one job on all its processes, whoever starts them: torchrun, srun, or this process."""
+"""Run one job on all its processes, whether torchrun, srun or this process starts them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def device_of(place: Place, wanted: WantedDevice) -> torch.device:
 
 
 def ignore_known_warnings() -> None:
-    """Silence torch's warnings about itself: FSDP and others call collectives by names that torch has deprecated."""
+    """Silence torch's warnings about its own code, which calls collectives by names that torch has deprecated."""
     renamed = r"`torch\.distributed\.\w+(\.\w+)?` is deprecated"
     warnings.filterwarnings("ignore", renamed, category=FutureWarning)
 
@@ -109,17 +109,12 @@ def _check_world_size(place: Place, world_size: int) -> None:
 
 @contextlib.contextmanager
 def _default_group(place: Place, meeting_point: str | None, device: torch.device, timeout: timedelta) -> Iterator[None]:
-    import torch.distributed as dist
-
-    from fourfold.parallel.process_group import start_process_group
+    from fourfold.parallel.process_group import end_process_group, start_process_group
 
     start_process_group(place, meeting_point, device, timeout)
-    done = False
+    failed = True
     try:
         yield
-        done = True
+        failed = False
     finally:
-        # After a failure NCCL would wait for peers that may never answer; such a group ends with the process. A gloo
-        # group must always be destroyed, or its threads abort the process at exit, whatever its exit code was.
-        if done or device.type != "cuda" or place.world_size == 1:
-            dist.destroy_process_group()
+        end_process_group(failed)

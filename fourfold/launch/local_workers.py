@@ -28,7 +28,7 @@ from fourfold.launch.stop_signals import RELAYED_INTERRUPT, leave_terminal
 from fourfold.processes import available_cores, end_with_parent, keep_gloo_local
 
 ECHO_SECONDS = 0.5
-"""After one worker's failure, how long the others may be silent before the cause is chosen among the reports."""
+"""Time after a worker's failure without further reports, after which the cause is chosen among the reports."""
 
 RELAYED = {
     signal.SIGTERM: signal.SIGTERM,
@@ -36,21 +36,21 @@ RELAYED = {
     signal.SIGHUP: signal.SIGHUP,
     signal.SIGINT: RELAYED_INTERRUPT,
 }
-"""Signals that this process receives, and what it sends to the workers."""
+"""Signals that this process receives, and those that it sends to the workers for them."""
 
 
 class WorkerFailed(RuntimeError):
-    """A worker failed by a defect; the message has its rank and its traceback, and is all there is to print."""
+    """A worker failed by a defect; the message has its rank and traceback, and needs no traceback of its own."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """How one worker ended."""
+    """The end of one worker."""
 
     rank: int
     outcome: Literal["returned", "refused", "died", "failed"]
     value: Any
-    """What it returned, the sentence of its UserError, its exit code, or its traceback."""
+    """Its return value, the sentence of its UserError, its exit code, or its traceback."""
     time: float = field(default_factory=time.monotonic)
     """When, by the clock that the processes of a machine share."""
 
@@ -122,7 +122,7 @@ def _work(place: Place, task: bytes, sender: Connection) -> None:
         report = pickle.dumps(Report(place.rank, "returned", result if place.rank == 0 else None))
     except UserError as error:
         report = pickle.dumps(Report(place.rank, "refused", str(error)))
-    except Exception:  # any defect: the parent chooses which one is shown
+    except Exception:  # any defect; the parent chooses which one to show
         report = pickle.dumps(Report(place.rank, "failed", traceback.format_exc()))
     sender.send_bytes(report)
 
@@ -150,7 +150,7 @@ def _receive(pipe: Connection, rank: int, process: BaseProcess) -> Report:
 
 
 def _result(reports: Sequence[Report], world_size: int, received: Sequence[int]) -> Any:
-    """What rank 0 returned; raises the failure that caused the others, for all workers fail when they lose a peer."""
+    """Return rank 0's value, or raise the failure that caused the others: workers that lose a peer fail too."""
     for outcome in ("refused", "died", "failed"):
         for report in reports:
             if report.outcome == outcome:
@@ -201,7 +201,7 @@ def _signals_relayed(processes: Sequence[BaseProcess]) -> Iterator[list[int]]:
 
 
 def _interrupt_ignored() -> contextlib.AbstractContextManager[None]:
-    """Ignore Ctrl-C while workers start, which inherit that, and while they end."""
+    """Ignore Ctrl-C while workers, which inherit this, start, and while they end."""
     return _handler(signal.SIGINT, signal.SIG_IGN)
 
 

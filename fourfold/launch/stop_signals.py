@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from types import FrameType
 
 RELAYED_INTERRUPT = signal.SIGUSR2
-"""How a Ctrl-C reaches local workers. They ignore SIGINT, which a terminal sends to them and to their parent."""
+"""The signal by which a Ctrl-C reaches local workers, which ignore the terminal's SIGINT: their parent gets it too."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, RELAYED_INTERRUPT)
 
 SAME_CTRL_C_SECONDS = 0.5
-"""Within these a second SIGINT is the same Ctrl-C: from the terminal, and from a launcher that passes it on."""
+"""Within this time a second SIGINT is the same Ctrl-C, passed on by a launcher that the terminal reached too."""
 
 SAVING = b"\nfourfold: saving a checkpoint after this step; Ctrl-C once more stops without it\n"
 
@@ -42,7 +42,7 @@ class StopRequest:
                 raise KeyboardInterrupt
             self._interrupted_at = now
             if self._announce:
-                os.write(2, SAVING)  # not print, in which the signal may have arrived
+                os.write(2, SAVING)  # not print, which the signal may have interrupted
         self.is_set = True
 
 
@@ -62,7 +62,7 @@ def stop_request(announce: bool = True, launched: bool = False) -> Iterator[Stop
 
 
 def leave_terminal() -> None:
-    """Send further output nowhere where it went to a terminal, which is gone: writing to it would fail."""
+    """Discard output that would go to the terminal, which is gone: writing to it would fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         if stat.S_ISCHR(os.fstat(descriptor).st_mode):

@@ -1,4 +1,4 @@
-"""Types for autograd functions, which torch leaves without any."""
+"""Typed base classes for autograd functions; torch's have no types."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FunctionOfMany(torch.autograd.Function):
 
 
 class Context(Protocol[T]):
-    """What a function keeps from its forward to its backward: tensors, and one ``kept`` value."""
+    """The context in which a function keeps tensors, and one ``kept`` value, from its forward to its backward."""
 
     kept: T
     saved_tensors: tuple[Any, ...]
@@ -48,7 +48,7 @@ class Context(Protocol[T]):
 
 
 def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Have the compiler stop at a function and continue behind it: asynchronous collectives cannot be traced."""
+    """Exclude a function from compilation: asynchronous collectives cannot be traced."""
     disabled: Callable[P, R] = torch.compiler.disable(function)
     return disabled
 

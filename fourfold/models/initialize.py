@@ -28,8 +28,8 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
 
 def fill_slice(out: Tensor, name: str, shape: tuple[int, ...], slices: Slices, config: ModelConfig, seed: int) -> None:
-    """Write the part ``slices`` of the initial value of the parameter ``name``, globally of ``shape``, into ``out``."""
-    if name.endswith(("bias", "lora_B")):  # an addition is zero at first
+    """Fill ``out`` with the part ``slices`` of the initial value of a parameter whose whole has ``shape``."""
+    if name.endswith(("bias", "lora_B")):  # an adapter adds nothing at first
         out.zero_()
     elif len(shape) == 1:
         out.fill_(0.0 if config.zero_centered_norm else 1.0)

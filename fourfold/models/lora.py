@@ -1,4 +1,4 @@
-"""LoRA: a frozen decoder whose linear layers have small trained additions (Hu et al. 2021, arXiv 2106.09685)."""
+"""LoRA: a frozen decoder with small trained adapters on its linear layers (Hu et al. 2021, arXiv 2106.09685)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LoRALinear(nn.Linear):
 
 
 def add_adapters(model: Transformer, config: LoRAConfig, dtype: torch.dtype = torch.float32) -> None:
-    """Freeze the model, and give its target layers adapters of this type. Raises ``UserError`` for a missing target."""
+    """Freeze the model and add adapters to its target layers. Raises ``UserError`` for a missing target."""
     model.requires_grad_(False)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     kinds = {name.rpartition(".")[2] for name in linears}
@@ -44,7 +44,7 @@ def add_adapters(model: Transformer, config: LoRAConfig, dtype: torch.dtype = to
 
 
 def trained_shapes(model: ModelConfig, config: LoRAConfig | None) -> dict[str, tuple[int, ...]]:
-    """The shape of every trained parameter: of the whole model, or with LoRA of its adapters."""
+    """The shape of every trained parameter: all of the model's, or with LoRA those of its adapters."""
     with torch.device("meta"):
         whole = Transformer(model)
     if config is not None and config.rank:

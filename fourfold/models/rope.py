@@ -1,4 +1,4 @@
-"""Rotary position embeddings, in the half-split layout of Hugging Face, with the usual ways to stretch them."""
+"""Rotary position embeddings, in the half-split layout of Hugging Face, with the usual scaling for longer contexts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fourfold.models.autograd import Context, Function
 
 
 def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
-    """Angular frequencies [d] in float32, of the d pairs of channels that turn; the factor on cos and sin (or 1).
+    """The angular frequency [d] of each rotated pair of channels, in float32, and the factor on cos and sin.
 
     Su et al. 2021 (arXiv 2104.09864); llama3: Grattafiori et al. 2024; yarn: Peng et al. 2023 (arXiv 2309.00071).
     """
@@ -41,8 +41,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, scaling: RopeScaling, config: ModelConfig) -> Tensor:
-    """Channels that turn more than beta_fast times in the original context are kept, below beta_slow stretched."""
-
+    """Channels that rotate more than beta_fast times in the original context are kept, below beta_slow stretched."""
     length = scaling.original_max_position_embeddings
     assert length is not None
 
@@ -63,16 +62,16 @@ def rope_tables(positions_BS: Tensor, frequencies_d: Tensor, scale: float) -> tu
 
 
 def apply_rope(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
-    """Turn channel i against channel i + d, in float32; channels from 2·d on stay as they are."""
-    return _Turn.apply(x_BSND, cos_BS1d, sin_BS1d)
+    """Rotate channels i and i + d together, in float32; channels from 2·d on stay as they are."""
+    return _Rotate.apply(x_BSND, cos_BS1d, sin_BS1d)
 
 
-class _Turn(Function):
-    """Half the passes over memory that autograd makes of the same sums: the backward turns the other way."""
+class _Rotate(Function):
+    """Half the passes over memory that autograd would make: the backward rotates the other way."""
 
     @staticmethod
     def forward(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
-        return _turned(x_BSND, cos_BS1d, sin_BS1d)
+        return _rotated(x_BSND, cos_BS1d, sin_BS1d)
 
     @staticmethod
     def setup_context(ctx: Context[None], inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -81,10 +80,10 @@ class _Turn(Function):
     @staticmethod
     def backward(ctx: Context[None], grad_BSND: Tensor) -> tuple[Tensor, None, None]:
         cos_BS1d, sin_BS1d = ctx.saved_tensors
-        return _turned(grad_BSND, cos_BS1d, -sin_BS1d), None, None
+        return _rotated(grad_BSND, cos_BS1d, -sin_BS1d), None, None
 
 
-def _turned(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
+def _rotated(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
     d = cos_BS1d.shape[-1]
     first, second = x_BSND[..., :d], x_BSND[..., d : 2 * d]
     out_BSND = torch.empty(x_BSND.shape, dtype=x_BSND.dtype, device=x_BSND.device)

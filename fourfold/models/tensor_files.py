@@ -39,7 +39,7 @@ class TensorFiles:
         self._dtypes: dict[str, torch.dtype] = {}
         listed = self._listed()
         for file in sorted(set(listed.values())) if listed else [folder / SINGLE_FILE]:
-            with _opened(file) as opened:
+            with opened_tensors(file) as opened:
                 for name in opened.keys():  # noqa: SIM118 (no dictionary)
                     view = opened.get_slice(name)
                     self.file_of[name], self.shapes[name] = file, tuple(view.get_shape())
@@ -64,7 +64,7 @@ class TensorFiles:
     def dtype(self, name: str) -> torch.dtype:
         """The type of a weight; raises ``UserError`` for a tensor that is none."""
         if name not in self._dtypes:
-            raise UserError(f"{self.file_of[name]}: the tensor {name} is no floating-point weight")
+            raise UserError(f"{self.file_of[name]}: the tensor {name} is not a floating-point weight")
         return self._dtypes[name]
 
     def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
@@ -74,14 +74,14 @@ class TensorFiles:
         step = max(1, CHUNK_BYTES // max(1, width))
         for begin in range(rows.start, rows.stop, step):
             chunk = slice(begin, min(begin + step, rows.stop))
-            with _opened(self.file_of[name]) as opened:
+            with opened_tensors(self.file_of[name]) as opened:
                 out[chunk.start - rows.start : chunk.stop - rows.start].copy_(
                     opened.get_slice(name)[(chunk, *slices[1:])]
                 )
 
     def _listed(self) -> dict[str, Path]:
-        """The file of every tensor by the index; empty where one file has all."""
-        if (self.folder / SINGLE_FILE).exists():  # as transformers has it, which looks for an index only then
+        """The file of every tensor according to the index; empty where one file has all."""
+        if (self.folder / SINGLE_FILE).exists():  # transformers reads it too, and not the index
             return {}
         index = self.folder / INDEX_FILE
         if not index.exists():
@@ -155,12 +155,13 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> None:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def opened_tensors(file: Path) -> Iterator[Any]:
+    """Open a safetensors file; raises ``UserError`` where it cannot be read, also while it is open."""
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened
     except SafetensorError as error:
-        raise UserError(f"{file} is damaged or no safetensors file: {error}") from None
+        raise UserError(f"{file} is damaged or not a safetensors file: {error}") from None
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror or error}") from None
 

@@ -77,7 +77,9 @@ class Transformer(nn.Module):
         assert self.embed_tokens is not None
         x_BSH: Tensor = self.embed_tokens(tokens_BS)
         if self.config.scale_embeddings:
-            x_BSH = x_BSH * x_BSH.new_full((), self.config.hidden_size**0.5)  # rounded to the type, as Gemma's
+            x_BSH = x_BSH * x_BSH.new_full(
+                (), self.config.hidden_size**0.5
+            )  # rounded to the model's type, as Gemma does
         return x_BSH if self.embed_positions is None else x_BSH + self.embed_positions(positions_BS)
 
 

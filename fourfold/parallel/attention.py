@@ -1,4 +1,4 @@
-"""Attention between the 4D linears: every rank attends for its own heads, sequences or queries, and repeats nobody."""
+"""Attention between the 4D linears: every rank computes its own heads, sequences or queries; no work is repeated."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SharedAttentionCore(AttentionCore):
         heads_here, heads_per_kv = heads // ranks, heads // kv_heads
         first = rank * heads_here
         needed = [(first + head) // heads_per_kv for head in range(heads_here)]
-        # Grouped attention wants the same number of queries for every key-value head, in order; else repeat.
+        # torch's grouped attention needs equally many queries, in order, for each key-value head; else repeat heads.
         distinct = sorted(set(needed))
         regular = all(needed.count(kv) == heads_here // len(distinct) for kv in distinct)
         self.kv_needed = distinct if regular else needed
@@ -80,7 +80,7 @@ class SharedAttentionCore(AttentionCore):
         return scatter_sequence(out_BSnD, self.cp)
 
     def _my_kv_heads(self, kv: Tensor) -> Tensor:
-        """From a slice of the key (or value) features to the whole heads that this rank's queries read."""
+        """The whole heads that this rank's queries read, from a slice of the key (or value) features."""
         if self.split == "heads":
             kv = gather(kv, self.y, 2, "attention: keys and values")
         if not self.kv_inside_x:

@@ -1,7 +1,7 @@
 """Attention of some queries to some keys with its log-sum-exp, and its backward from the merged result.
 
-torch's public attention does not return the log-sum-exp, so these are its kernels by name. [B, N, Q, D] queries, keys
-and values [B, K, S, D] of as many heads or of a divisor.
+torch's public attention does not return the log-sum-exp, so its kernels are called by name. Queries are [B, N, Q, D],
+keys and values [B, K, S, D], where K divides N.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ATEN = torch.ops.aten
 def attend_block(
     q_BNQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, causal: bool, mask_B1QS: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, N, Q, D] and log-sum-exps [B, N, Q], float32; of a query that may see none of the keys 0 and −∞."""
+    """Outputs [B, N, Q, D] and log-sum-exps [B, N, Q], float32; 0 and −∞ for a query that may see no key."""
     k, v = _per_query_head(q_BNQD, k_BKSD), _per_query_head(q_BNQD, v_BKSD)
     bias = _bias(q_BNQD, mask_B1QS)
     if q_BNQD.device.type == "cpu":
@@ -44,7 +44,7 @@ def attend_block_backward(
     causal: bool,
     mask_B1QS: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v. out and lse are those of all keys: the share of these is exact with them."""
+    """Gradients of q, k, v. out and lse are over all keys, which makes the share of these keys exact."""
     k, v = _per_query_head(q_BNQD, k_BKSD), _per_query_head(q_BNQD, v_BKSD)
     bias = _bias(q_BNQD, mask_B1QS)
     tensors = (grad_BNQD, q_BNQD, k, v)
@@ -67,12 +67,12 @@ def attend_block_backward(
 
 
 def _is_flash(q: Tensor, bias: Tensor | None) -> bool:
-    """CUDA's flash kernel knows no mask and no float32."""
+    """CUDA's flash kernel supports neither masks nor float32."""
     return bias is None and q.dtype != torch.float32
 
 
 def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
-    """0 where a key is seen and −∞ where not, of the queries' type, as all kernels take it."""
+    """The mask as all kernels take it: 0 where a key is seen and −∞ elsewhere, in the queries' type."""
     if mask is None:
         return None
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
@@ -80,7 +80,7 @@ def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
 
 
 def _per_query_head(q: Tensor, kv: Tensor) -> Tensor:
-    """Keys or values repeated for all queries that share them."""
+    """Keys or values, repeated for all query heads that share them."""
     return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
 
 

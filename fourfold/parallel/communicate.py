@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from fourfold.models.autograd import differentiable
 from fourfold.parallel.grid import Axis
@@ -25,7 +24,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 class Purpose(NamedTuple):
-    """Why a collective is issued, and what it is called where the library's operation is another."""
+    """The reason for a collective, and the name of the operation where the library's own would mislead."""
 
     why: str
     operation: str | None
@@ -37,7 +36,7 @@ PURPOSE: ContextVar[Purpose | None] = ContextVar("purpose", default=None)
 
 @contextmanager
 def purpose(why: str, operation: str | None = None) -> Iterator[None]:
-    """Name what the collectives issued inside are for."""
+    """Name the purpose of the collectives issued inside."""
     token = PURPOSE.set(Purpose(why, operation))
     try:
         yield
@@ -46,14 +45,14 @@ def purpose(why: str, operation: str | None = None) -> Iterator[None]:
 
 
 class Pending(NamedTuple):
-    """A collective on its way."""
+    """A collective in flight."""
 
     out: Tensor
     works: Sequence[dist.Work] = ()
     finish: Callable[[Tensor], Tensor] | None = None
 
     def wait(self) -> Tensor:
-        """The result; on a GPU this only makes the stream wait."""
+        """Wait for the result; on a GPU only the stream waits."""
         for work in self.works:
             work.wait()
         return self.out if self.finish is None else self.finish(self.out)
@@ -86,7 +85,7 @@ def start_reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Pen
 
 
 def start_all_reduce(partial: Tensor, axis: Axis, why: str) -> Pending:
-    """Sum over the ranks of ``axis``. Works in place: the caller gives the tensor away."""
+    """Sum over the ranks of ``axis``, in place: the caller must not use ``partial`` again."""
     if axis.size == 1:
         return Pending(partial)
     partial = partial.contiguous()
@@ -109,7 +108,7 @@ def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
 
 
 def start_send(tensor: Tensor, axis: Axis, to: int, why: str) -> Pending:
-    """Send to rank ``to`` of ``axis``; the result is what was sent, which must stay as it is until then."""
+    """Send to rank ``to`` of ``axis``; the tensor must not change until ``wait`` returns it."""
     tensor = tensor.contiguous()
     with purpose(why):
         peer = dist.get_global_rank(axis.group, to)
@@ -117,7 +116,7 @@ def start_send(tensor: Tensor, axis: Axis, to: int, why: str) -> Pending:
 
 
 def start_receive(out: Tensor, axis: Axis, from_rank: int, why: str) -> Pending:
-    """Receive into ``out`` what rank ``from_rank`` of ``axis`` sends."""
+    """Receive into ``out`` from rank ``from_rank`` of ``axis``."""
     with purpose(why):
         peer = dist.get_global_rank(axis.group, from_rank)
         return Pending(out, [_started(dist.irecv(out, peer, group=axis.group))])
@@ -129,7 +128,7 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 
 def all_to_all(parts: Tensor, axis: Axis, why: str) -> Tensor:
-    """Part i of the first dim goes to rank i of ``axis``; returns what the ranks sent here, in their order."""
+    """Send part i of the first dim to rank i of ``axis``; returns the parts received, in the order of the ranks."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     with purpose(why, "all_to_all"):
@@ -138,12 +137,12 @@ def all_to_all(parts: Tensor, axis: Axis, why: str) -> Tensor:
 
 
 def by_all_to_all(group: dist.ProcessGroup) -> bool:
-    """gloo's reduce-scatter is an all-reduce inside, blocks when it is issued, and sums bf16 hop by hop."""
+    """True for gloo, whose reduce-scatter is an all-reduce inside, blocks when issued, and rounds bf16 at every hop."""
     return dist.get_backend(group) == "gloo"
 
 
-class ExchangeAndSum(ReduceScatter):
-    """A reduce-scatter for FSDP2 on gloo: parts are exchanged, and each rank sums its own."""
+class ExchangeAndSum:
+    """A reduce-scatter for FSDP2's ``set_custom_reduce_scatter`` on gloo: exchanges parts, and sums this rank's."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -205,33 +204,33 @@ def exchange(parts: Tensor, axis: Axis, why: str) -> Tensor:
     return differentiable(parts, lambda t: all_to_all(t, axis, why), lambda g: all_to_all(g, axis, why))
 
 
-# The functions above convert between shares, where gradients of copies must still be summed. Those below convert
-# between a tensor of which every rank of an axis has a copy, with its whole gradient, and shares of the work on it.
+# Above, the gradients of copies on several ranks are shares that must still be summed. Below, a tensor that every rank
+# of an axis holds a copy of has its whole gradient on each.
 
 
 def share(whole: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """This rank's part of a tensor that all ranks have; backward, an all-gather."""
+    """Take this rank's part of a tensor that all ranks hold; backward, an all-gather."""
     if axis.size == 1:
         return whole
     return differentiable(whole, lambda t: _own_part(t, axis, dim), lambda g: all_gather(g, axis, dim, why))
 
 
 def whole(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
-    """All-gather, for work that every rank repeats; backward, this rank's part."""
+    """All-gather forward, for work that every rank repeats; backward, take this rank's part."""
     if axis.size == 1:
         return part
     return differentiable(part, lambda t: all_gather(t, axis, dim, why), lambda g: _own_part(g, axis, dim))
 
 
 def sum_of(partial: Tensor, axis: Axis, why: str) -> Tensor:
-    """All-reduce; backward, nothing, for all ranks have the gradient."""
+    """All-reduce forward; backward, nothing: all ranks have the gradient."""
     if axis.size == 1:
         return partial
     return differentiable(partial, lambda t: all_reduce(t.clone(), axis, why), lambda g: g)
 
 
 def sum_gradient(tensor: Tensor, axis: Axis, why: str) -> Tensor:
-    """The tensor itself; backward, an all-reduce of the ranks' shares of the gradient."""
+    """Return the tensor; backward, all-reduce the ranks' shares of the gradient."""
     if axis.size == 1:
         return tensor
     return differentiable(tensor, lambda t: t.view_as(t), lambda g: all_reduce(g.clone(), axis, why))

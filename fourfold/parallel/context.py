@@ -1,7 +1,7 @@
-"""The context axis: each rank has two chunks of every sequence, and attention runs as if it had them all.
+"""The context axis: each rank holds two chunks of every sequence, and attention runs as if it held them all.
 
-Head–tail layout: of 2n chunks, rank r of n has chunks r and 2n − 1 − r, so that under a causal mask all have the same
-work. Everything but attention is done token by token and needs nothing more.
+Head–tail layout: of 2n chunks, rank r of n has chunks r and 2n − 1 − r, so that under a causal mask all ranks have the
+same work. Everything but attention works token by token, and needs nothing from other ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fourfold.parallel.grid import Axis
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
-    """Which two of the 2·ranks chunks of a sequence a rank has."""
+    """The two of a sequence's 2·ranks chunks that a rank holds."""
     return rank, 2 * ranks - 1 - rank
 
 
@@ -44,7 +44,7 @@ def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[
 
 @dataclass(frozen=True)
 class SplitContext(AttentionContext):
-    """cos and sin are of this rank's tokens. documents: of the tokens of the whole sequence, [B, S]."""
+    """Tables of this rank's tokens, with the documents [B, S] of all tokens of the sequence."""
 
     documents_BS: Tensor | None = None
 
@@ -66,7 +66,7 @@ class SplitAttentionTables(AttentionTables):
 
 
 def gather_sequence(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, cp: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """From some tokens of all heads to all tokens, in order, of some heads (Ulysses, arXiv 2309.14509)."""
+    """Exchange some tokens of all heads for all tokens, in order, of some heads (Ulysses, arXiv 2309.14509)."""
     heads = [t.unflatten(2, (cp.size, -1)) for t in (q_BTND, k_BTKD, v_BTKD)]
     parts_nBThD = torch.cat(heads, dim=3).movedim(2, 0)
     received_nBThD = exchange(parts_nBThD, cp, "attention: heads for tokens")
@@ -76,7 +76,7 @@ def gather_sequence(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, cp: Axis) ->
 
 
 def scatter_sequence(out_BShD: Tensor, cp: Axis) -> Tensor:
-    """Back to this rank's tokens of all heads, [B, T, N, D]."""
+    """Exchange them back for this rank's tokens of all heads, [B, T, N, D]."""
     parts_nBThD = torch.stack([take_chunks(out_BShD, rank, cp.size) for rank in range(cp.size)])
     received_nBThD = exchange(parts_nBThD, cp, "attention: tokens for heads")
     return received_nBThD.movedim(0, 2).flatten(2, 3)

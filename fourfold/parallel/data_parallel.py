@@ -18,12 +18,14 @@ from fourfold.parallel.state import LocalShard
 
 @dataclass(frozen=True)
 class StepTypes:
-    """stored: in which the optimizer steps the weights; working: in which the step computes with them; reduced: in
-    which gradients are summed over ranks."""
+    """The types of a step's tensors."""
 
     stored: torch.dtype
+    """Weights as the optimizer steps them."""
     working: torch.dtype
+    """Weights and activations in forward and backward."""
     reduced: torch.dtype
+    """Gradients while they are summed over ranks."""
 
     @classmethod
     def of(cls, training: TrainingConfig) -> StepTypes:
@@ -32,9 +34,9 @@ class StepTypes:
 
 @dataclass(frozen=True)
 class Units:
-    """Modules whose weights are gathered, and whose gradients are summed, together, in the order of the forward.
+    """The modules of a model in the order of the forward, by what is gathered, and has its gradients summed, together.
 
-    last: what follows the blocks, one unit; whatever is named nowhere goes with the whole model.
+    That is each block, and the modules in ``last``, which follow the blocks; what is in no unit goes with the model.
     """
 
     embeddings: list[nn.Module]
@@ -43,19 +45,17 @@ class Units:
 
 
 def units_of(model: Transformer) -> Units:
-    """Embeddings, each block, and norm and head, as far as a stage has them."""
-    embeddings: list[nn.Module] = [
-        module for module in (model.embed_tokens, model.embed_positions) if module is not None
-    ]
-    last: list[nn.Module] = [module for module in (model.norm, model.lm_head) if module is not None]
-    return Units(embeddings, list(model.blocks), last)
+    """The units of a decoder: embeddings, blocks, and norm and head, as far as a stage has them."""
+    embeddings = [module for module in (model.embed_tokens, model.embed_positions) if module is not None]
+    last = [module for module in (model.norm, model.lm_head) if module is not None]
+    return Units([*embeddings], [*model.blocks], [*last])
 
 
 class DataParallel(ABC):
-    """A model as the ranks that split the tokens hold it: what each stores, gathers for use, and sums of gradients."""
+    """A model on the ranks that split the tokens: what each stores and gathers, and how gradients are summed."""
 
     def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes) -> None:
-        """Wrap a model on the meta device whose weights have the type in which they are stored."""
+        """Wrap a model on the meta device; its weights have the type ``types.stored``, or are frozen."""
         self.model, self.units, self.grid, self.types = model, units, grid, types
 
     def materialize(self, device: torch.device) -> None:
@@ -75,10 +75,10 @@ class DataParallel(ABC):
 
     @abstractmethod
     def begin_backward(self, last: bool) -> None:
-        """Before the backward of a micro-batch: whether it is the last of the step, which completes the gradients."""
+        """Prepare for the backward of a micro-batch; the ``last`` one of a step completes the gradients."""
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """A gradient of a micro-batch that was computed apart from its backward."""
+        """Add a weight gradient that was computed apart from its backward."""
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     @abstractmethod
@@ -87,16 +87,16 @@ class DataParallel(ABC):
 
     @abstractmethod
     def publish(self) -> None:
-        """After the stored weights have changed: the next forward computes with them."""
+        """Have the next forward compute with the stored weights, which have changed."""
 
     @abstractmethod
     def free_gathered(self) -> None:
-        """After forwards without a backward: drop the weights that were kept for it."""
+        """Free the gathered weights that forwards without a backward leave behind."""
 
     @abstractmethod
     def gathered(self) -> list[Tensor]:
-        """The weights in memory of their own, besides what is stored, as they are now."""
+        """The weights that take memory now besides the stored ones."""
 
     @abstractmethod
     def partial_gradients(self) -> list[Tensor]:
-        """Gradients that are not yet those of the shards, as they are now."""
+        """The gradients that take memory now and are not yet those of the shards."""

@@ -1,4 +1,4 @@
-"""A single-device decoder put on the grid: tensor → float8 → recompute → compile → data sharding."""
+"""Put a single-device decoder on the grid: tensor → float8 → recompute → compile → data sharding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fourfold.parallel.replicated import Replicated
 from fourfold.parallel.sharding import Tiled, tie_again, tied_names
 
 Rules = dict[str, Callable[[str, Any], nn.Module]]
-"""A pattern of names → (name, module) → its replacement. The pattern implies the class of the module."""
+"""A pattern of module names → a function of (name, module) that makes the replacement."""
 
 
 def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig) -> DataParallel:
@@ -74,8 +74,8 @@ def tensor_rules(grid: Grid, run: RunConfig) -> Rules:
             "layers.*.mlp.down_proj": lambda name, m: Linear4D(m, grid, "replicate", "down", overlap, transposed=True),
         }
         return inputs_and_head | attention | outputs
-    # With one process on (x, y) these need no collective, but make fewer passes over memory than autograd on the plain
-    # modules; when the whole block is compiled, the compiler does that itself.
+    # On one process of (x, y) these issue no collective, but make fewer passes over memory than autograd on the plain
+    # modules; where whole blocks are compiled, the compiler does that itself.
     compiled = run.training.compile and grid.cp.size == 1
     rules = {"lm_head": inputs_and_head["lm_head"]} if compiled else inputs_and_head
     return rules | attention if grid.cp.size > 1 else rules
@@ -93,7 +93,7 @@ def apply_rules(model: nn.Module, rules: Rules, prefix: str = "") -> None:
 
 
 def assert_nothing_serial(model: nn.Module) -> None:
-    """A module that no rule names would be computed whole by every rank, and its gradients summed wrongly."""
+    """Check that every module with parameters is tiled: its gradients would be summed wrongly otherwise."""
     for name, module in model.named_modules():
         has_parameters = any(True for _ in module.parameters(recurse=False))
         assert not has_parameters or isinstance(module, Tiled), f"no rule lays out {name}"

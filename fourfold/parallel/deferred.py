@@ -1,4 +1,4 @@
-"""Weight gradients that zero-bubble schedules compute later than the rest of the backward, when a rank would wait.
+"""Weight gradients that zero-bubble schedules compute after the rest of the backward, while a rank would wait.
 
 Asking autograd for the input gradients alone would run a layer's backward, with its collectives, a second time for the
 weights.
@@ -34,7 +34,7 @@ class WeightGradients:
 
 @contextmanager
 def weight_gradients_deferred(linears: Iterable[Linear4D]) -> Iterator[WeightGradients]:
-    """Let backwards in this block leave out the weight gradients of these layers, and yield what computes them."""
+    """Leave the weight gradients of these layers out of the backwards in this block; yield what computes them later."""
     deferred = WeightGradients()
     for linear in linears:
         linear.deferred = deferred

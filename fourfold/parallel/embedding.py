@@ -24,7 +24,7 @@ class Embedding(Tiled):
         return scatter_sum(self.look_up(indices_BS), self.x, 1, f"{self.name}: rows")
 
     def look_up(self, indices_BS: Tensor) -> Tensor:
-        """[B, S, H/y]: the rows of the indices that this rank has, zero for others."""
+        """The rows [B, S, H/y] of the indices that this rank holds, zeros for the others."""
         rows = self.weight.shape[0]
         local_BS = indices_BS - self.x.rank * rows
         elsewhere_BS = (local_BS < 0) | (local_BS >= rows)

@@ -2,7 +2,7 @@
 
 Weights, their gradients and everything between the products stay in the step's bf16. The two operands of each product
 are scaled by their largest absolute value (of the whole tile, or of each row) and rounded to float8 just before it.
-Every rank scales its own tiles, so that no maximum travels.
+Every rank scales its own tiles, so that no maximum is exchanged.
 """
 
 from __future__ import annotations

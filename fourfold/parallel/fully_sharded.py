@@ -19,12 +19,11 @@ from fourfold.parallel.state import LocalShard, replicas_of_tile
 
 
 class FullySharded(DataParallel):
-    """Embeddings, each block, the last modules and the rest are gathered one at a time, gradients summed behind the
-    backward.
+    """Each unit's weights are gathered when it runs, and its gradients summed during the backward of the others.
 
-    zero 0: replicas over dp·cp, gradients all-reduced once a step; 1 and 2: one shard group (dp·cp·z), weights gathered
-    over it and kept as z shards from forward to backward; with z = 1 that is whole, and they are kept until the step
-    ends. 3: gathered from all of (dp·cp·z) both times.
+    zero 0: replicas over dp·cp, whose gradients are all-reduced once a step. 1 and 2: one shard group (dp·cp·z), over
+    which weights are gathered, and kept as z shards from forward to backward; with z = 1 these are whole, and are kept
+    until the step ends. 3: gathered from all of (dp·cp·z) in forward and backward.
     """
 
     def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes, prefetch: int) -> None:
@@ -50,7 +49,7 @@ class FullySharded(DataParallel):
         for embedding in units.embeddings:
             if of_last.isdisjoint(embedding.parameters()):
                 shard(embedding, reshard)
-                _fsdp(embedding).set_unshard_in_backward(False)  # the gradient of a look-up does not read the table
+                _fsdp(embedding).set_unshard_in_backward(False)  # a look-up's gradient does not read the table
             else:
                 last.append(embedding)
         for block in units.blocks:
@@ -62,7 +61,8 @@ class FullySharded(DataParallel):
             self._keep_z_shards_after_forward()
         for module in self._units():
             if by_all_to_all(grid.axis("z").group):
-                module.set_custom_reduce_scatter(ExchangeAndSum())
+                # torch has no public base class for these; it only calls the methods that ExchangeAndSum has.
+                module.set_custom_reduce_scatter(ExchangeAndSum())  # type: ignore[arg-type]
             # Losses are divided by the tokens of the whole step, so gradients are sums. gloo knows no scaled sum.
             if mesh.size() > 1:
                 module.set_gradient_divide_factor(1.0)
@@ -100,7 +100,7 @@ class FullySharded(DataParallel):
             every = (p for group in self.fsdp_groups() for p in group.fsdp_params)
             self._fsdp_parameters = {p._unsharded_param: p for p in every}
         fsdp_parameter = self._fsdp_parameters[parameter]
-        # Added to the sum in reduce_dtype where there is one, else its first summand: the second call would replace it.
+        # The first call adds to the sum in reduce_dtype where there is one; else the second begins that sum.
         fsdp_parameter.accumulate_unsharded_grad_if_needed()
         fsdp_parameter.to_accumulated_grad_if_needed()
 
@@ -138,8 +138,11 @@ class FullySharded(DataParallel):
         return found
 
     def _keep_z_shards_after_forward(self) -> None:
-        """FSDP2 has an argument for this, with which every shard group makes new process groups of its own: where x, y
-        or pp make several shard groups, these wait for each other for ever."""
+        """Keep gathered weights as z shards from forward to backward.
+
+        FSDP2's own argument for this makes new process groups for every shard group: where x, y or pp make several
+        shard groups, they would deadlock.
+        """
         z_shards = HSDPMeshInfo(self.grid.hybrid_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
         for group in self.fsdp_groups():
             if group.post_forward_mesh_info is not None:
@@ -171,10 +174,10 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 
 
 def _prefetch(model: nn.Module, units: Units, depth: int) -> None:
-    """OAG: while one layer computes, gather the weights of the next ``depth``.
+    """Gather the weights of the next ``depth`` layers while one layer computes (OAG).
 
-    A unit that names nothing to gather in the backward lets FSDP2 look in the order of the forwards, in which the unit
-    before is of another micro-batch as often as not; the root, which has no weights of its own, stands for none.
+    For a unit that names nothing to prefetch in the backward, FSDP2 takes the unit that ran before it in the forward,
+    which may have been for another micro-batch; naming the root, which has no weights of its own, prevents that.
     """
     layers, nothing = [_fsdp(block) for block in units.blocks], [_fsdp(model)]
     for unit in model.modules():

@@ -1,7 +1,7 @@
 """The LM head and its cross-entropy: vocabulary-parallel over x, tokens shared over y, a chunk of logits at a time.
 
-The gradients are computed chunk by chunk beside the loss, so that neither logits nor their gradients of more than one
-chunk ever exist (the idea of Hsu et al. 2024, arXiv 2410.10989).
+The gradients are computed with the loss, chunk by chunk, so that logits and their gradients exist for one chunk only
+(the idea of Hsu et al. 2024, arXiv 2410.10989).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class ParallelHead(Tiled):
     def forward(self, x_BTh: Tensor, labels_BS: Tensor | None = None, loss_scale: Tensor | float = 1.0) -> Tensor:
         """The sum of the losses (the same on all ranks of x and y), or without labels the whole logits.
 
-        loss_scale: the factor by which the caller multiplies the sum before the backward; gradients, which are computed
-        beside the losses, have it in float32 already.
+        loss_scale: the factor by which the caller multiplies the sum before the backward; the gradients, which are
+        computed together with the losses, are multiplied by it while they are float32.
         """
         if labels_BS is None:
             return self._logits(x_BTh)
         return vocabulary_parallel_loss(x_BTh, labels_BS, self, self.weight, loss_scale)
 
     def real_columns(self) -> int:
-        """How many of this rank's rows of the vocabulary are not padding."""
+        """The number of this rank's rows of the vocabulary that are not padding."""
         rows = self.weight.shape[0]
         return min(max(self.vocab_size - self.x.rank * rows, 0), rows)
 
@@ -56,7 +56,7 @@ def vocabulary_parallel_loss(
     x_BTh: Tensor, labels_BS: Tensor, head: ParallelHead, weight: Tensor, loss_scale: Tensor | float
 ) -> Tensor:
     if not torch.is_grad_enabled():
-        # Inside a Function nobody can tell: a parameter always seems to want its gradient.
+        # A Function cannot tell: inside of it a parameter always seems to need a gradient.
         weight = weight.detach()
     return _Loss.apply(x_BTh, weight, labels_BS, head, loss_scale)
 
@@ -114,7 +114,7 @@ def chunk_size(tokens: int, columns: int, y: int, budget: int) -> int:
 def _cross_entropy(
     logits_mv: Tensor, labels_m: Tensor, head: ParallelHead, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum of the losses of m tokens whose logits lie over x, and the gradient, written over the logits."""
+    """The sum of the losses of m tokens whose logits are split over x, and its gradient, written over the logits."""
     real, rows = head.real_columns(), logits_mv.shape[1]
     if real < rows:
         logits_mv[:, real:] = -torch.inf

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from fourfold.config.run import OverlapConfig
 from fourfold.models.autograd import Context, FunctionOfMany, not_compiled
 from fourfold.models.lora import LoRALinear
-from fourfold.parallel.adapter import adapter_gradients, adapter_tiles, add_to_input_gradient, add_to_output
 from fourfold.parallel.communicate import (
     Pending,
     all_gather,
@@ -26,7 +25,13 @@ from fourfold.parallel.communicate import (
     start_reduce_scatter,
 )
 from fourfold.parallel.grid import Axis, Grid
-from fourfold.parallel.products import Products
+from fourfold.parallel.products import (
+    Products,
+    adapter_gradients,
+    adapter_tiles,
+    add_to_input_gradient,
+    add_to_output,
+)
 from fourfold.parallel.sharding import Tile, Tiled
 
 if TYPE_CHECKING:
@@ -34,7 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 OverY = Literal["replicate", "features", "batch", "sequence"]
-"""How the y ranks hold the tensors between a normal and a transposed layer: the same copy, or shares of a dim."""
+"""Placement over y of the tensors between a normal and a transposed layer: a copy on each rank, or shares of a dim."""
 
 SHARED_DIM: dict[OverY, int | None] = {"replicate": None, "batch": 0, "sequence": 1, "features": 2}
 NORMAL_BIAS: dict[OverY, Tile] = {
@@ -46,17 +51,17 @@ NORMAL_BIAS: dict[OverY, Tile] = {
 
 
 class Spread(NamedTuple):
-    """How the ranks of an axis hold a tensor: each its share of a dim, or without a dim all of it."""
+    """Placement of a tensor over the ranks of an axis: a share of ``dim`` on each, or a copy where that is None."""
 
     axis: Axis
     dim: int | None
 
     def start_gather(self, share: Tensor, why: str) -> Pending:
-        """The whole tensor from the ranks' shares."""
+        """Gather the whole tensor from the ranks' shares."""
         return Pending(share) if self.dim is None else start_all_gather(share, self.axis, self.dim, why)
 
     def start_sum(self, partial: Tensor, why: str) -> Pending:
-        """The sum of the ranks' whole tensors: this rank's share of it, or all."""
+        """Sum the ranks' whole tensors: this rank's share of the sum, or all of it."""
         if self.dim is None:
             return start_all_reduce(partial, self.axis, why)
         return start_reduce_scatter(partial, self.axis, self.dim, why)
@@ -67,8 +72,8 @@ class Linear4D(Tiled):
 
         out = sum_b(gather_a(in) Wᵀ) + bias
 
-    ``gather_a`` makes the input whole that the ranks of a hold shares of, as ``reads`` describes; ``sum_b`` leaves each
-    rank of b the share of the sum that ``writes`` describes. The backward is the mirror image:
+    ``gather_a`` makes the whole input from the shares of the ranks of a, placed as in ``reads``; ``sum_b`` leaves each
+    rank of b its share of the sum, placed as in ``writes``. The backward is the mirror image:
 
         d_in = sum_a(gather_b(d_out) W),  dW = gather_b(d_out)ᵀ gather_a(in)
     """
@@ -80,7 +85,7 @@ class Linear4D(Tiled):
 
     products = Products()
     deferred: WeightGradients | None = None
-    """Receives the operands of the weight gradient, where a schedule computes it later."""
+    """Takes the operands of the weight gradient, where a schedule computes it later."""
 
     gather_again = False
     """Keep this rank's share of the input for the backward instead of the whole, and gather it again."""
@@ -178,8 +183,8 @@ def linear_layers(x: Tensor, layers: Sequence[Linear4D]) -> tuple[Tensor, ...]:
 class _Linear(FunctionOfMany):
     """The equation of ``Linear4D``. A transposed layer's forward only gathers and saves; ``_Output`` follows it.
 
-    At the end of a block that is recomputed nothing reads a transposed layer's output, nor its sum over the ranks: in
-    two functions, the recomputation stops as soon as all that was saved is there again.
+    When a block is recomputed, nothing reads the output of its last transposed layer, or the sum of it over the ranks.
+    With two functions the recomputation stops before them, once every saved tensor is there again.
     """
 
     @staticmethod
@@ -226,7 +231,7 @@ class _Linear(FunctionOfMany):
 
 
 class _Output(FunctionOfMany):
-    """The output of a transposed layer in place of its placeholder; the gradient passes through."""
+    """Puts the output of a transposed layer in the place of its placeholder; the gradient passes through."""
 
     @staticmethod
     def forward(
@@ -257,7 +262,7 @@ def _by_layer(layers: Sequence[Linear4D], flat: Sequence[T]) -> Iterator[Sequenc
 
 
 def _placeholder(gathered: Tensor, features: int, writes: Spread) -> Tensor:
-    """A tensor of the shape of an output, and of no memory."""
+    """A tensor with the shape of an output that takes no memory."""
     shape = [*gathered.shape[:-1], features]
     if writes.dim is not None:
         shape[writes.dim] //= writes.axis.size

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm of a hidden state whose channels are spread over y: exact, at one number a token each."""
+"""RMSNorm and LayerNorm of hidden states whose channels are split over y; exact, by exchanging one sum per token."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Norm(Tiled):
         return normalize(x_BTh, self, self.weight, self.bias)
 
     def fused(self, x_BTH: Tensor) -> Tensor:
-        """PyTorch's kernels, for ranks that have all channels: on a GPU the forward is one kernel."""
+        """Call PyTorch's kernel, on ranks that have all channels: on a GPU the forward is one kernel."""
         if self.subtracts_mean:
             return F.layer_norm(x_BTH, (self.size,), self.weight, self.bias, self.eps)
         return F.rms_norm(x_BTH, (self.size,), self.weight, self.eps)
@@ -49,7 +49,7 @@ def normalize(x_BTh: Tensor, layer: Norm, weight: Tensor, bias: Tensor | None) -
 class _Normalize(Function):
     """x̂ = (x − mean)/σ (mean = 0 for RMSNorm), out = x̂·w + b; statistics in float32 and finer.
 
-    Weights counted from one are added to it, and multiplied, in float32.
+    Zero-centered weights are added to one, and multiplied, in float32.
     """
 
     @staticmethod
@@ -65,7 +65,7 @@ class _Normalize(Function):
         out = torch.empty_like(x_BTh)
         if layer.zero_centered:
             return torch.mul(_standardize(x_BTh, mean, rstd), 1 + weight.float(), out=out)
-        # Sums in float32 that are rounded as they are written: half the passes over memory.
+        # Computed in float32 and rounded as it is written: half the passes over memory.
         _standardize(x_BTh, mean, rstd, out).mul_(weight)
         return out if bias is None else out.add_(bias)
 
@@ -89,7 +89,7 @@ class _Normalize(Function):
 
 
 def _moments(x: Tensor, layer: Norm) -> tuple[Tensor, Tensor]:
-    """Mean and 1/σ over all ranks of y from one all-reduce.
+    """Mean and 1/σ over all ranks of y, with one all-reduce.
 
     The local moments are float32; Σx and Σx² are summed as float64, where the difference E[x²] − E[x]² loses nothing.
     """
@@ -107,7 +107,7 @@ def _standardize(x: Tensor, mean: Tensor | None, rstd: Tensor, out: Tensor | Non
 
 
 class HeadNorm(Tiled):
-    """The per-head RMSNorm of queries and keys: each rank has whole heads, and the weights' gradient is its share."""
+    """The per-head RMSNorm of queries and keys: ranks have whole heads, and each a share of the weight's gradient."""
 
     weight: nn.Parameter
 

@@ -1,4 +1,4 @@
-"""One step of a pipeline: every rank runs its list of operations, and hidden states travel between the stages."""
+"""One step of a pipeline: every rank runs its list of operations, and sends hidden states to the next stages."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ class Pipeline:
         self._ops: dict[int, list[Op]] = {}
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch[Tensor]], loss_scale: Tensor) -> list[Tensor]:
-        """The losses of the micro-batches on the rank of the last stage; their sum times ``loss_scale`` is
-        differentiated."""
+        """Run forward and backward of the losses times ``loss_scale``; the losses, on the rank of the last stage."""
         count = len(micro_batches)
         if count not in self._ops:
             everyone = with_transfers(schedule_ops(self.run.parallel, count), self.run.parallel)
@@ -54,7 +53,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Tensor]:
-        """The outputs of the last stage, on the rank that has it."""
+        """Run forwards only; the outputs of the last stage, on the rank that has it."""
         stages = range(self.last_stage + 1)
         in_turn = [
             [
@@ -155,7 +154,7 @@ class _Step:
             self.to_send[Op("B", *key)] = hidden.grad
 
     def _take(self, received: Op, computed_here: Op) -> Tensor:
-        """The tensor that another rank has sent, or another stage of this rank has left."""
+        """The tensor that another rank has sent, or that another stage of this rank has computed."""
         if computed_here in self.to_send:
             return self.to_send.pop(computed_here)
         begin, pending = time.perf_counter(), self.arriving.pop(received)
@@ -167,7 +166,7 @@ class _Step:
         forward = op.kind == "SEND_F"
         tensor = self.to_send.pop(Op("F" if forward else "B", op.stage, op.micro_batch))
         to = self._rank(op.stage + 1 if forward else op.stage - 1)
-        # One at a time, so that what has been sent is freed. The receiver needs nothing later from here to receive it.
+        # One at a time, so that tensors are freed once sent. The receiver needs no later tensor to receive this one.
         if (before := self.leaving.pop((op.kind, to), None)) is not None:
             before.wait()
         why = HIDDEN_STATES if forward else THEIR_GRADIENTS

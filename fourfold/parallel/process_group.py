@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import time
@@ -16,12 +17,13 @@ from fourfold.errors import UserError
 from fourfold.processes import keep_gloo_local
 
 GLOO_RELEASE_SECONDS = 0.2
+"""Time for gloo's threads to release the tensors of the last collectives."""
 
 
 def ensure_process_group(device_type: str, world_size: int) -> None:
-    """Start the default process group where a program of the user's own has not, and end it with the program.
+    """Start the default process group unless the program has, and end it when the program ends.
 
-    The launcher is torchrun or srun; without one, a grid of one process needs none.
+    The launcher is torchrun or srun; a grid of one process needs none.
     """
     if dist.is_initialized():
         return
@@ -38,7 +40,8 @@ def ensure_process_group(device_type: str, world_size: int) -> None:
             f"torchrun --nproc-per-node {world_size}, or with srun"
         )
     start_process_group(place, meeting_point, _device(device_type, place), timedelta(minutes=10))
-    atexit.register(_end_process_group)
+    # sys.last_value: the program ends by an exception.
+    atexit.register(lambda: end_process_group(failed=hasattr(sys, "last_value")))
 
 
 def start_process_group(place: Place, meeting_point: str | None, device: torch.device, timeout: timedelta) -> None:
@@ -69,7 +72,7 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
 
 
 def gpu_of(place: Place, gpus: int) -> torch.device:
-    """This process's GPU; where a scheduler shows every task one GPU of its own, that is number 0 for all of them."""
+    """This process's GPU; number 0 where the scheduler shows each task a GPU of its own only."""
     return torch.device("cuda", place.local_rank % gpus)
 
 
@@ -81,12 +84,21 @@ def _device(device_type: str, place: Place) -> torch.device:
     return gpu_of(place, torch.cuda.device_count())
 
 
-def _end_process_group() -> None:
-    """End the group with the program, unless it failed on GPUs: NCCL would wait for peers that may never answer."""
-    failed = hasattr(sys, "last_value")
-    if not dist.is_initialized() or (failed and dist.get_backend() == "nccl"):
+def end_process_group(failed: bool) -> None:
+    """Destroy all groups; but leave those of a job that ``failed`` on several GPUs to the end of the process.
+
+    NCCL would wait there for peers that may never answer. gloo's groups must always be destroyed: a thread of theirs
+    that releases a tensor while the interpreter ends waits for the GIL, and so aborts the process
+    (github.com/pytorch/pytorch/issues/190489). torch has no call that stops these threads. They stop when nothing
+    refers to their group any more; where a program's own grid still does, they are given the time to release what they
+    hold.
+    """
+    if not dist.is_initialized():
+        return
+    is_gloo = dist.get_backend() == "gloo"
+    if failed and not is_gloo and dist.get_world_size() > 1:
         return
     dist.destroy_process_group()
-    # gloo's threads live as long as the program's own variables refer to a group. One that still held a tensor when the
-    # interpreter ends would abort the process; a moment is enough to release the last.
-    time.sleep(GLOO_RELEASE_SECONDS)
+    gc.collect()  # a job is full of circular references: its groups would wait for the next collection
+    if is_gloo:
+        time.sleep(GLOO_RELEASE_SECONDS)

@@ -20,26 +20,27 @@ SELECTIVE = {
     "mlp": ("mlp.down",),
     "norms": ("input_layernorm.forward", "post_attention_layernorm.forward"),
 }
-"""Methods of a block that a name of the run file has run again. Of ``mlp.down`` only the activation is: the backward
-does not read the product behind it."""
+"""Methods of a block that each name in the run file recomputes. Of ``mlp.down`` only the activation runs again: the
+backward does not read the result of the product after it."""
 
 OFFLOAD = "offload to the CPU"
 
 
 def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
-    """Store only the inputs of every n-th block ("full") or of the named parts of a block ("selective"); the backward
-    runs them again. With ``offload`` the inputs of blocks wait in the CPU's memory.
+    """Keep only the inputs of every n-th block ("full"), or of named parts of those blocks ("selective"), and run them
+    again in the backward. With ``offload`` the inputs of blocks are kept in the CPU's memory.
     """
     for block in model.blocks[:: config.every]:
         if config.mode == "full":
-            _recompute(block, "forward", _run_twice_from_cpu if config.offload else _run_twice)
+            _recompute(block, "forward", _checkpointed_on_cpu if config.offload else _checkpointed)
         elif config.mode == "selective":
             for name in config.modules:
                 for path in SELECTIVE.get(name, ()):
                     module, _, method = path.rpartition(".")
-                    _recompute(block.get_submodule(module), method, _run_twice)
+                    _recompute(block.get_submodule(module), method, _checkpointed)
             if "gathers" in config.modules:
-                _gather_again(block)
+                for linear in (module for module in block.modules() if isinstance(module, Linear4D)):
+                    linear.gather_again = True
 
 
 def _recompute(module: nn.Module, method: str, run: Callable[..., Tensor]) -> None:
@@ -48,26 +49,20 @@ def _recompute(module: nn.Module, method: str, run: Callable[..., Tensor]) -> No
     setattr(module, method, partial(run, getattr(module, method)))
 
 
-def _gather_again(block: nn.Module) -> None:
-    for module in block.modules():
-        if isinstance(module, Linear4D):
-            module.gather_again = True
-
-
-def _run_twice(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
+def _checkpointed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
     out: Tensor = checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
     return out
 
 
-def _run_twice_from_cpu(forward: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
-    """The same with the first input kept on the CPU until the backward."""
+def _checkpointed_on_cpu(forward: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
+    """Keep the first input on the CPU until the backward."""
     kept, first = _OnCPU(x), [x]
 
     def run() -> Tensor:
-        # Held by nothing here after the first run, the input's own memory is free.
+        # Nothing here holds the input after the first run, so that its memory is freed.
         return forward(first.pop() if first else kept.back(), *others)
 
-    return _run_twice(run)
+    return _checkpointed(run)
 
 
 class _OnCPU:
@@ -84,7 +79,7 @@ class _OnCPU:
 
 
 def compile_blocks(model: Transformer, grid: ParallelConfig) -> None:
-    """Compile whole blocks where they hold no collectives, else what lies between the collectives."""
+    """Compile whole blocks where they issue no collectives, else the parts between the collectives."""
     for block in model.blocks:
         if grid.x * grid.y * grid.cp == 1:
             _compile(block)

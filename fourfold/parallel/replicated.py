@@ -1,4 +1,4 @@
-"""Data parallelism with whole weights on every rank: nothing is gathered, gradients are summed behind the backward."""
+"""Data parallelism with whole weights on every rank: nothing is gathered, gradients are summed during the backward."""
 
 from __future__ import annotations
 
@@ -82,14 +82,13 @@ class Replicated(DataParallel):
 
 @dataclass(frozen=True)
 class Weight:
-    """What the step computes with and what the optimizer steps: the same parameter where the types are the same."""
+    """The copy that the step computes with, and the one that the optimizer steps; one parameter if of one type."""
 
     working: nn.Parameter
     stored: nn.Parameter
 
     def keep_gradient(self) -> None:
-        """Move what a backward has left on the working copy to the stored weight: nothing, where weight gradients are
-        computed apart from it."""
+        """Add the working copy's gradient to the stored weight's; there is none where it is computed later."""
         if self.working is self.stored or self.working.grad is None:
             return
         if self.stored.grad is None:
@@ -100,7 +99,7 @@ class Weight:
 
 
 class Bucket:
-    """Weights whose gradients are summed over the replicas together, as soon as the last of them is there."""
+    """Weights whose gradients are summed over the replicas together, as soon as the last of them is computed."""
 
     def __init__(self, weights: Sequence[Weight], replicas: Axis, dtype: torch.dtype) -> None:
         """dtype: in which the ranks' gradients are summed."""
@@ -109,7 +108,7 @@ class Bucket:
         self._missing: set[nn.Parameter] | None = None
         self._unused: set[nn.Parameter] = set()
         self._weight_of = {weight.working: weight for weight in weights}
-        # A weight that held the bucket that holds it would never be freed: the collector does not see hooks.
+        # A weight whose hook held this bucket would never be freed: the garbage collector does not see hooks.
         arrived = WeakMethod(self._arrived)
 
         def call(working: nn.Parameter) -> None:
@@ -132,7 +131,7 @@ class Bucket:
                 self.start()
 
     def start(self) -> None:
-        """Start the sum over the replicas, unless it has been."""
+        """Start the sum over the replicas, unless it has started."""
         self._missing = None
         if self.replicas.size == 1 or self.pending is not None:
             return
@@ -148,7 +147,7 @@ class Bucket:
         return stored.grad.flatten().to(self.dtype)
 
     def wait(self) -> None:
-        """Give the sums to the stored weights; those that no rank has used have no gradient, as on one process."""
+        """Give the sums to the stored weights; a weight that no rank has used gets none, as on one process."""
         if self.pending is None:
             return
         parts = self.pending.wait().split([weight.stored.numel() for weight in self.weights])
@@ -159,8 +158,8 @@ class Bucket:
 
 
 def _in_order_of_the_backward(model: nn.Module, units: Units) -> list[list[nn.Parameter]]:
-    """The head, each layer from the last to the first, the embeddings, the rest; a tied weight is with its last
-    gradient."""
+    """The head's parameters, each layer's from the last to the first, the embeddings', the rest; a tied weight is in
+    the group that the backward reaches last."""
     groups = [units.last, *([block] for block in reversed(units.blocks)), units.embeddings]
     parameters = [[p for module in group for p in module.parameters()] for group in groups]
     named = {p for group in parameters for p in group}

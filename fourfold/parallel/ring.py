@@ -1,8 +1,8 @@
 """Causal attention over sequences that the ranks of cp share, by passing keys and values around a ring.
 
-Liu et al. 2023 (arXiv 2310.01889), with the head–tail layout of ``context``: every rank meets the keys and values of
-every other, one block at a time, while the next are on their way; partial results are merged by their log-sum-exp. The
-backward passes them round again, and their gradients with them.
+Liu et al. 2023 (arXiv 2310.01889), with the head–tail layout of ``context``: every rank attends to the keys and values
+of every other, one block at a time, while the next block is in flight; partial results are merged by their log-sum-exp.
+The backward passes the blocks around again, and their gradients with them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KEYS_AND_VALUES, THEIR_GRADIENTS = "attention: keys and values", "attention: key
 
 
 def ring_attention(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, documents_BS: Tensor | None, cp: Axis) -> Tensor:
-    """Outputs [B, T, N, D] of this rank's queries. documents_BS: of the whole sequence, where attention heeds them."""
+    """Outputs [B, T, N, D] of this rank's queries. documents_BS: of all tokens, for attention within documents."""
     q, k, v = (t.transpose(1, 2) for t in (q_BTND, k_BTKD, v_BTKD))
     out_BNTD = _Ring.apply(q, k, v, documents_BS, cp)
     return out_BNTD.transpose(1, 2)
@@ -95,19 +95,19 @@ class _Ring(Function):
                 grad_rows, q_rows, out_rows, lse_rows, k, v, block.causal, block.mask_B1QK
             )
             dq[:, :, rows] += dq_part
-            # The gradients of these keys and values, from the ranks that have met them before.
+            # The gradients of these keys and values so far, from the ranks that have had them before.
             dkv = torch.zeros_like(kv, dtype=torch.float32) if dkv_coming is None else dkv_coming.wait()
             dkv[..., block.keys, :] += torch.stack([dk, dv])
             dkv_coming = start_rotate(dkv, cp, THEIR_GRADIENTS)
             if following is not None:
                 kv = following.wait()
         assert dkv_coming is not None
-        dk, dv = dkv_coming.wait().to(q.dtype)  # after a whole round they are home
+        dk, dv = dkv_coming.wait().to(q.dtype)  # after a full round they are back on their own rank
         return dq.to(q.dtype), dk, dv, None, None
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add the result over more keys to the result so far, in place. The first has seen a key for every query."""
+    """Merge the result over more keys into the result so far, in place; the first block has a key for every query."""
     both = torch.logaddexp(lse, part_lse)
     out.mul_((lse - both).exp_()[..., None]).addcmul_(part, (part_lse - both).exp_()[..., None])
     lse.copy_(both)

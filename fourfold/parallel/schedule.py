@@ -1,4 +1,4 @@
-"""The operations of each rank of a pipeline, in order: the schedules of torch.distributed.pipelining as lists."""
+"""The operations of each rank of a pipeline, in order, for the schedules of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
 
 
 def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Op]:
-    """As many forwards ahead as it takes the first backward to come back, then in turn."""
+    """As many forwards as run before the first backward arrives, then one forward and one backward in turn."""
     ahead = min(pp - 1 - rank, micro_batches)
     ops = [Op("F", rank, i) for i in range(ahead)]
     for i in range(micro_batches):
@@ -61,7 +61,7 @@ def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Op
 
 
 def _flat(action: Any) -> list[Op]:
-    """One of torch's actions: none where a rank waits, several where a forward and a backward overlap."""
+    """The operations of one of torch's actions: none where a rank waits, several where forward and backward overlap."""
     if action is None:
         return []
     if action.sub_actions is not None:
@@ -71,9 +71,10 @@ def _flat(action: Any) -> list[Op]:
 
 
 def with_transfers(ops: Sequence[Sequence[Op]], grid: ParallelConfig) -> list[list[Op]]:
-    """Sends right after what they send, and receives at the same moment on the other side.
+    """Add each send right after the operation whose result it sends, and its receive on the other rank.
 
-    The lists are run through together, so that any two ranks see their transfers in one order: nobody waits for ever.
+    The lists of all ranks are simulated together, so that any two ranks have their transfers in the same order, and no
+    two wait for each other.
     """
     whole: list[list[Op]] = [[] for _ in ops]
 
@@ -84,12 +85,12 @@ def with_transfers(ops: Sequence[Sequence[Op]], grid: ParallelConfig) -> list[li
             whole[rank].append(Op("SEND_F" if op.kind == "F" else "SEND_B", op.stage, op.micro_batch))
             whole[other].append(Op("RECV_F" if op.kind == "F" else "RECV_B", to, op.micro_batch))
 
-    _run_through(ops, grid, run)
+    _simulate(ops, grid, run)
     return whole
 
 
 def timeline(ops: Sequence[Sequence[Op]], grid: ParallelConfig, backward: float = 2.0) -> list[list[Span]]:
-    """When everything runs if a forward takes 1, a backward ``backward``, its halves half of it, and sending none."""
+    """The times of all operations if a forward takes 1, a backward ``backward``, each half of it half, a transfer 0."""
     seconds = {"F": 1.0, "B": backward, "I": backward / 2, "W": backward / 2}
     chunks = stages_per_rank(grid)
     spans: list[list[Span]] = [[] for _ in ops]
@@ -101,19 +102,19 @@ def timeline(ops: Sequence[Sequence[Op]], grid: ParallelConfig, backward: float 
         ends[op] = begin + seconds[op.kind] / chunks
         spans[rank].append(Span(op, begin, ends[op]))
 
-    _run_through(ops, grid, run)
+    _simulate(ops, grid, run)
     return spans
 
 
 def bubble(spans: Sequence[Sequence[Span]]) -> float:
-    """The share of all ranks' time in which they wait."""
+    """The share of all ranks' time that they spend waiting."""
     begin, end = min(s[0].begin for s in spans), max(s[-1].end for s in spans)
     busy = sum(span.end - span.begin for rank in spans for span in rank)
     return 1 - busy / (len(spans) * (end - begin))
 
 
-def _run_through(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[int, Op], None]) -> None:
-    """Call ``run`` for every operation, each rank's in order, and none before what it needs."""
+def _simulate(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[int, Op], None]) -> None:
+    """Call ``run`` for every operation: each rank's in order, and none before those whose results it needs."""
     waiting = [deque(rank_ops) for rank_ops in ops]
     done: set[Op] = set()
     while any(waiting):
@@ -127,7 +128,7 @@ def _run_through(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callabl
 
 
 def _alternatives(op: Op, grid: ParallelConfig) -> list[list[Op]]:
-    """The sets of operations of which one must be done before."""
+    """The sets of operations of which one must be complete before this one can run."""
     needs = _needs(op, grid)
     if op.kind in ("F", "W") or len(needs) == 1:
         return [needs[:1]]
@@ -136,7 +137,7 @@ def _alternatives(op: Op, grid: ParallelConfig) -> list[list[Op]]:
 
 
 def _needs(op: Op, grid: ParallelConfig) -> list[Op]:
-    """The operations whose results one reads; a gradient may come in either form."""
+    """The operations whose results this one reads; a gradient comes from B or I, whichever the schedule has."""
     stage, i = op.stage, op.micro_batch
     last = grid.pp * stages_per_rank(grid) - 1
     if op.kind == "F":

@@ -1,4 +1,4 @@
-"""Where each parameter lives on the (x, y) plane: the one description from which everything global follows."""
+"""The place of each parameter on the (x, y) plane: the one description from which everything global follows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fourfold.parallel.grid import Grid
 
 @dataclass(frozen=True)
 class Tile:
-    """How a parameter is cut into the tiles that the ranks of one (x, y) plane hold.
+    """The cut of a parameter into the tiles that the ranks of one (x, y) plane hold.
 
     x, y: the dim that the axis splits, or None where its ranks hold the same values. Where both split one dim, x is
     the outer cut. partial_over: axes over which each rank's gradient is only its share of the sum.
@@ -41,7 +41,7 @@ class Tile:
         return tuple(shape)
 
     def slices(self, shape: tuple[int, ...], grid: Grid) -> tuple[slice, ...]:
-        """Which part of the global parameter this rank's tile is."""
+        """The part of the global parameter that is this rank's tile."""
         begin, length = [0] * len(shape), list(shape)
         for dim, axis in ((self.x, grid.x), (self.y, grid.y)):
             if dim is not None:
@@ -70,7 +70,7 @@ class Tiled(nn.Module):
 def tile_table(model: nn.Module) -> dict[str, Tile]:
     """The tile of every parameter of a model, by its full name; whole parameters have an empty ``Tile``.
 
-    A module that is no ``Tiled`` may have ``tiles`` too, for whole parameters whose gradients are shares.
+    Other modules than ``Tiled`` may have ``tiles`` too, for whole parameters whose gradients are shares of a sum.
     """
     table: dict[str, Tile] = {}
     for prefix, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""The edges of the step, where global metadata exists: materialize, view locally, describe globally, sum and clip.
+"""The edges of the step, where the global layout is known: initialize, describe globally, sum and clip.
 
 Inside the step parameters are plain local tensors. FSDP2 keeps them as DTensors that know nothing of x and y, so
 stock functions on those (``clip_grad_norm_``, ``dcp.save(model.state_dict())``) are silently wrong. Use these.
@@ -27,19 +27,18 @@ from fourfold.parallel.sharding import Tile
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This process's part of one parameter: its tile on (x, y), which FSDP2 may cut further over dp, cp and z.
-
-    local: the plain tensor that the optimizer steps; slices: which part of the global parameter it is; replicas: how
-    many processes hold the same part.
-    """
+    """This process's part of one parameter: its tile on (x, y), which FSDP2 may cut further over dp, cp and z."""
 
     name: str
     parameter: nn.Parameter
     local: Tensor
+    """The plain tensor that the optimizer steps."""
     tile: Tile
     global_shape: tuple[int, ...]
     slices: tuple[slice, ...]
+    """The part of the global parameter that ``local`` is."""
     replicas: int
+    """The number of processes that hold the same part."""
 
     @property
     def current(self) -> Tensor:
@@ -54,12 +53,12 @@ class LocalShard:
 
 
 def replicas_of_tile(tile: Tile, grid: Grid) -> int:
-    """How many ranks of one (x, y) plane hold the same tile."""
+    """The number of ranks of one (x, y) plane that hold the same tile."""
     return (grid.x.size if tile.x is None else 1) * (grid.y.size if tile.y is None else 1)
 
 
 def initialize_shards(shards: Iterable[LocalShard], config: ModelConfig, seed: int) -> None:
-    """Initial weights that depend on the seed alone: bit-equal on every grid."""
+    """Fill the weights with initial values that depend on the seed alone, bit-equal on every grid."""
     for shard in shards:
         if shard.local.numel():
             fill_slice(shard.local, shard.name, shard.global_shape, shard.slices, config, seed)
@@ -68,7 +67,7 @@ def initialize_shards(shards: Iterable[LocalShard], config: ModelConfig, seed: i
 def sum_partial_gradients(shards: Iterable[LocalShard], grid: Grid) -> None:
     """Complete the gradients of norms and biases, of which each rank of x (or y) has the share of its tokens or heads.
 
-    One collective for each set of axes, once a step, on the shards that dp and z have left: sums commute.
+    One collective for each set of axes, once a step, after the sums over dp, cp and z: sums commute.
     """
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
     for shard in shards:
@@ -87,7 +86,7 @@ def sum_partial_gradients(shards: Iterable[LocalShard], grid: Grid) -> None:
 def clip_gradients(shards: Sequence[LocalShard], max_norm: float, loss_scale: float = 1.0) -> Tensor:
     """Scale all gradients so that their global 2-norm is at most ``max_norm``; returns the norm before.
 
-    Parts that several processes hold are counted once. loss_scale: what the gradients are too large by.
+    Parts that several processes hold are counted once. loss_scale: the factor by which the gradients are too large.
     """
     grads = [shard.grad for shard in shards if shard.grad is not None]
     weights = [1.0 / shard.replicas for shard in shards if shard.grad is not None]

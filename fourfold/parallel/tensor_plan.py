@@ -1,6 +1,6 @@
-"""Anybody's model onto x and y by a table from module patterns to styles, which transformers' models bring along.
+"""Lays out any model on x and y by a table from module patterns to styles, such as transformers' models publish.
 
-What no pattern names, and is not known to be safe on every rank alike, is refused by name.
+A module with weights that no pattern names is refused by name, unless every rank may compute it whole.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fourfold.parallel.sharding import Tile
 from fourfold.parallel.whole_residual import ColumnLinear, Entrance, RowLinear, WholeEmbedding
 
 STYLES: dict[str, str] = {
-    "colwise": "a linear layer that reads the residual, and whose features the next may read in shares",
-    "colwise_gather_output": "the same, its features gathered because the code after it needs all of them",
+    "colwise": "a linear layer that reads the residual, and whose features the next layer reads in shares",
+    "colwise_gather_output": "the same, with its features gathered for code that needs all of them",
     "rowwise": "a linear layer that reads shares of features and writes to the residual",
-    "rowwise_split_input": "the same, where all ranks have all features",
+    "rowwise_split_input": "the same, where every rank has all features and takes its share",
     "embedding": "an embedding table",
     "replicated_with_grad_allreduce": "small weights that every rank applies to its share of the features",
     "replicate": "computed whole by every rank",
 }
-"""What a pattern may say, in transformers' words where it has one."""
+"""The styles that a table may name, in transformers' words where it has one."""
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -40,15 +40,15 @@ SYNONYMS = {
 }
 
 SCALED_EMBEDDING = "ScaledWordEmbedding"
-"""How transformers ends the names of embeddings that are multiplied by their ``embed_scale`` (Gemma's, for one)."""
+"""End of the class names of transformers' embeddings that are multiplied by their ``embed_scale``, such as Gemma's."""
 
 _HEAD_SIZES = ("head_dim", "head_size")
-"""What an attention module of transformers calls the size of a head."""
+"""Names that transformers' attention modules give the size of a head."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """How one module was laid out: its style, and how the y ranks share what a group of layers computes."""
+    """The layout of one module: its style, and the placement over y of what its group of layers computes."""
 
     name: str
     style: str
@@ -71,11 +71,10 @@ def published_plan(model: nn.Module) -> dict[str, str]:
 
 
 def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Placed]:
-    """Replace, in place, what ``rules`` name, else the published plan, by its part on this rank; returns how every
-    module lies.
+    """Replace every module that ``rules``, or else the published plan, name by its part on this rank.
 
-    Raises ``UserError`` for a module that has weights and no place, a size that does not divide, a style that is
-    unknown, and randomness inside the model, in which ranks that repeat each other's work would differ.
+    Returns the layout of every module. Raises ``UserError`` for a module that has weights and no style, a size that
+    does not divide, an unknown style, and dropout, which would differ on ranks that repeat each other's work.
     """
     published, with_weights = published_plan(model), [n for n, m in model.named_modules() if _has_own_parameters(m)]
     styles = _completed(model, {name: _style(name, rules) or _style(name, published) for name in with_weights})
@@ -88,22 +87,19 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
         over_y: OverY = split[parent] if style in ("colwise", "rowwise") else "replicate"
         if style in ("colwise", "colwise_gather_output"):
             linear = _of_type(name, module, nn.Linear, style)
-            _check_divides(name, "out_features", linear.out_features, grid.x, "x")
-            _check_divides(name, "in_features", linear.in_features, grid.y, "y")
+            _check_divides(name, linear, out_features=grid.x, in_features=grid.y)
             entry = entries.setdefault(parent, Entrance(grid, parent or name))
             new: nn.Module = ColumnLinear(linear, grid, over_y, entry, style == "colwise_gather_output", name)
         elif style in ("rowwise", "rowwise_split_input"):
             linear = _of_type(name, module, nn.Linear, style)
-            _check_divides(name, "in_features", linear.in_features, grid.x, "x")
-            _check_divides(name, "out_features", linear.out_features, grid.y, "y")
+            _check_divides(name, linear, in_features=grid.x, out_features=grid.y)
             new = RowLinear(linear, grid, over_y, style == "rowwise_split_input", name)
         elif style == "embedding":
             if not type(module).__name__.endswith(SCALED_EMBEDDING):
                 _of_type(name, module, nn.Embedding, style)
             if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-                raise UserError(f"{name}: an embedding with max_norm, scale_grad_by_freq or sparse is not laid out")
-            _check_divides(name, "num_embeddings", module.num_embeddings, grid.x, "x")
-            _check_divides(name, "embedding_dim", module.embedding_dim, grid.y, "y")
+                raise UserError(f"{name}: an embedding with max_norm, scale_grad_by_freq or sparse cannot be split")
+            _check_divides(name, module, num_embeddings=grid.x, embedding_dim=grid.y)
             new = WholeEmbedding(module, grid, name, getattr(module, "embed_scale", None))
         else:
             if style == "replicated_with_grad_allreduce":
@@ -126,12 +122,12 @@ def _style(name: str, plan: Mapping[str, str]) -> str | None:
     style = plan[max(matching, key=lambda pattern: (pattern == name, len(pattern)))]
     style = SYNONYMS.get(style, style)
     if style not in STYLES:
-        raise UserError(f"{name}: the style '{style}' of its plan is not laid out here; {', '.join(STYLES)} are")
+        raise UserError(f"{name}: the style '{style}' of its plan is not supported; {', '.join(STYLES)} are")
     return style
 
 
 def _completed(model: nn.Module, styles: Mapping[str, str | None]) -> dict[str, str]:
-    """Give modules of vectors outside the linear layers' groups their place, and refuse what has none."""
+    """Give vectors outside the groups of linear layers the style "replicate"; refuse what else has no style."""
     groups = _groups(styles)
     if not any(style and style.startswith(("colwise", "rowwise")) for style in styles.values()):
         raise UserError(
@@ -145,13 +141,13 @@ def _completed(model: nn.Module, styles: Mapping[str, str | None]) -> dict[str, 
         what = f"{name} ({type(module).__name__}, {key} {shape})"
         if style == "replicate" and group is not None and not is_of_residual(model, styles, group, shapes):
             raise UserError(
-                f"{what}, inside a group of sharded layers, cannot be 'replicate': its gradient would be that of a "
-                "share of the features; 'replicated_with_grad_allreduce' sums it"
+                f"{what}, inside a group of sharded layers, cannot be 'replicate': its gradient would be "
+                "that of one rank's features; 'replicated_with_grad_allreduce' sums it"
             )
         if style is None and (group is not None or any(len(shape) > 1 for shape in shapes.values())):
             where = ", inside a group of sharded layers," if group is not None else ""
             raise UserError(
-                f"{what}{where} has no place in the plan; add a pattern for it to the table: one of {', '.join(STYLES)}"
+                f"{what}{where} has no style in the plan; add a pattern for it to the table: one of {', '.join(STYLES)}"
             )
     return {name: style or "replicate" for name, style in styles.items()}
 
@@ -159,8 +155,8 @@ def _completed(model: nn.Module, styles: Mapping[str, str | None]) -> dict[str, 
 def is_of_residual(
     model: nn.Module, styles: Mapping[str, str | None], group: str, shapes: Mapping[str, list[int]]
 ) -> bool:
-    """Whether weights are vectors as wide as the residual that the group's layers read: a norm that stands beside them
-    in one module, which every rank computes whole."""
+    """True for vectors as wide as the residual that the group's layers read: those of a norm in the same module, which
+    every rank computes whole."""
     read = {
         model.get_submodule(name).in_features
         for name, style in styles.items()
@@ -170,7 +166,7 @@ def is_of_residual(
 
 
 def _groups(styles: Mapping[str, str | None]) -> set[str]:
-    """The modules in which features lie in shares: those with a layer that is split by columns or rows."""
+    """The modules inside of which features are in shares: those with a layer that is split by columns or rows."""
     return {_parent(name) for name, style in styles.items() if style in ("colwise", "rowwise")}
 
 
@@ -179,7 +175,7 @@ def _enclosing(name: str, groups: Any) -> str | None:
 
 
 def _over_y(model: nn.Module, group: str, styles: Mapping[str, str | None], grid: Grid) -> OverY:
-    """Features over x and y where all of a group's layers divide, whole heads included; else over x alone."""
+    """Place features over x and y where all of a group's layers, and its heads, divide; else over x alone."""
     ranks = grid.x.size * grid.y.size
     parent = model.get_submodule(group)
     heads = _heads(model) if any(hasattr(parent, key) for key in _HEAD_SIZES) else {}
@@ -205,34 +201,34 @@ def _heads(model: nn.Module) -> dict[str, int]:
 
 def _check_no_dropout(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            raise UserError(
-                f"{name}: dropout {module.p} would differ between ranks that repeat each other's work; set it to 0"
-            )
-        for key, value in vars(module).items():
-            if "dropout" in key and isinstance(value, float) and value > 0:
-                raise UserError(
-                    f"{name}.{key} = {value} would differ between ranks that repeat each other's work; set it to 0"
-                )
+        rates = {f"{name}.{key}": value for key, value in vars(module).items() if "dropout" in key}
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            rates[f"{name}.p"] = module.p
+        for where, rate in rates.items():
+            if isinstance(rate, float) and rate > 0:
+                raise UserError(f"{where} = {rate} would differ between ranks that repeat the same work; set it to 0")
 
 
 def _of_type(name: str, module: nn.Module, kind: type[M], style: str) -> M:
     if type(module) is not kind:
         raise UserError(
-            f"{name} is a {type(module).__name__}, and '{style}' lays out nn.{kind.__name__} only; 'replicate' "
-            "computes it whole on every rank"
+            f"{name} is a {type(module).__name__}, and '{style}' is for nn.{kind.__name__} only; with 'replicate' "
+            "every rank computes it whole"
         )
     assert isinstance(module, kind)
     return module
 
 
-def _check_divides(name: str, what: str, number: int, axis: Axis, label: str) -> None:
-    if number % axis.size:
-        works = [str(n) for n in range(1, 4 * axis.size) if number % n == 0]
-        raise UserError(
-            f"{name}: {what} = {number} cannot be split over {label} = {axis.size}; {label} = {', '.join(works)} work, "
-            f"and so does {what} = {-(-number // axis.size) * axis.size}"
-        )
+def _check_divides(name: str, module: nn.Module, **over: Axis) -> None:
+    """Raise ``UserError`` for a size of the module that does not divide over its axis."""
+    for size, axis in over.items():
+        number: int = getattr(module, size)
+        if number % axis.size:
+            works = ", ".join(str(n) for n in range(1, 4 * axis.size) if number % n == 0)
+            raise UserError(
+                f"{name}: {size} = {number} cannot be split over {axis.name} = {axis.size}; {axis.name} = {works} "
+                f"work, and so does {size} = {-(-number // axis.size) * axis.size}"
+            )
 
 
 def _has_own_parameters(module: nn.Module) -> bool:

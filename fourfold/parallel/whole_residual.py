@@ -1,8 +1,8 @@
-"""The 4D layers in a model whose residual stream is whole on every rank of x and y, as other people's code has it.
+"""The 4D layers in models whose code needs the whole residual stream [B, S, H] on every rank of x and y.
 
-Weights, and the work on them, lie as in our own models, over x and y. What is between the linear layers of a block and
-the next (residual, norms, dropout-free arithmetic) is computed by every rank of x and y alike, on [B, S, H]: that code
-need not know of any grid. A tensor that all have comes with its whole gradient.
+Weights and the products with them are split over x and y as in our own models. Between the linear layers of a block and
+those of the next, every rank of x and y computes the same (residual, norms), so that this code need not know of a grid.
+A tensor that all ranks hold has its whole gradient on each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fourfold.parallel.sharding import Tile
 
 
 class Entrance:
-    """From the whole residual to each rank's share of its channels, [B, S, H] → [B, S, H/y].
+    """Takes this rank's share of the channels of the whole residual, [B, S, H] → [B, S, H/y].
 
     Made once for all layers that read the same tensor one after the other, so that their input gradients are summed
     over x in one collective.
@@ -34,7 +34,7 @@ class Entrance:
     def __call__(self, x_BSH: Tensor) -> Tensor:
         if x_BSH.dim() != 3:
             raise UserError(
-                f"{self.name} reads a tensor of shape {list(x_BSH.shape)}; [batch, sequence, hidden] is laid out"
+                f"{self.name} reads a tensor of shape {list(x_BSH.shape)}; only [batch, sequence, hidden] can be split"
             )
         if self._last is not None:
             read, made = (reference() for reference in self._last)
@@ -48,12 +48,12 @@ class Entrance:
 
 
 def leave(partial_BSh: Tensor, grid: Grid, name: str) -> Tensor:
-    """From partial sums over x of each rank's channels to the whole residual."""
+    """Sum each rank's channels over x, and gather the whole residual."""
     return whole(sum_of(partial_BSh, grid.x, f"{name}: outputs"), grid.y, 2, f"{name}: channels")
 
 
 class WholeTokensLinear(Linear4D):
-    """A 4D layer beside which every rank of x has all tokens: nothing to gather over x, and nobody to sum with."""
+    """A 4D layer whose ranks of x all have all tokens: nothing is gathered over x, or summed."""
 
     def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, name: str, transposed: bool) -> None:
         super().__init__(linear, grid, over_y, name, transposed=transposed)
@@ -64,9 +64,9 @@ class WholeTokensLinear(Linear4D):
 
 
 class ColumnLinear(WholeTokensLinear):
-    """A normal layer, weight [out/x, in/y]: from the whole residual to features over x, and y as ``over_y`` says.
+    """A normal layer, weight [out/x, in/y]: reads the whole residual, writes features over x, and y as ``over_y`` says.
 
-    gather_output: the features, then over x alone, are gathered, for code that must see all of them.
+    gather_output: the features, which are then over x alone, are gathered for code that needs all of them.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class ColumnLinear(WholeTokensLinear):
 
 
 class RowLinear(WholeTokensLinear):
-    """A transposed layer, weight [out/y, in/x]: from features over x (and y) to the whole residual.
+    """A transposed layer, weight [out/y, in/x]: reads features over x (and y), writes the whole residual.
 
-    split_input: its input is whole, for the code before must see all of it; the features are split over x alone.
+    split_input: its input is whole, because the code before it needs all features; they are split over x alone.
     """
 
     def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, split_input: bool, name: str) -> None:

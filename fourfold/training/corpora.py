@@ -1,4 +1,4 @@
-"""From the run file's [data] to the micro-batches of this process."""
+"""The corpora of a run file's [data], and the micro-batches of this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fourfold.parallel.grid import Axis
 
 VALIDATION_SEED = 1
 STATISTICS_TOKENS = 1 << 17
-"""Training data that a goldfish mask is tried on before training: milliseconds, and enough for its rate."""
+"""Tokens of training data on which a goldfish mask is measured before training; it takes milliseconds."""
 
 Source = tuple[str, float]
 """Prefix and weight of a corpus."""
@@ -36,7 +36,7 @@ Source = tuple[str, float]
 
 @dataclass(frozen=True)
 class Corpora:
-    """The loaders of this process, and what they read."""
+    """The loaders of this process, and the data that they read."""
 
     train: Loader
     validation: Loader | None
@@ -44,15 +44,15 @@ class Corpora:
     """The training data."""
 
     tokenizer: Tokenizer | None
-    """The one that made the text; None where the corpus does not name it."""
+    """The tokenizer of the corpus; None where the corpus does not name it."""
 
     masks: list[LossMask]
-    """Those of the loss but for goldfish, which validation does not have either."""
+    """The masks of the loss besides goldfish; validation has these only."""
 
     goldfish: Goldfish | None
 
     def packing(self) -> list[PackingStatistics]:
-        """How each corpus of conversations fills its sequences."""
+        """Statistics of how full the sequences of each corpus of conversations are."""
         return [source.statistics for source in self.mixture.sources if isinstance(source, PackedConversations)]
 
     def trained_share(self) -> float:
@@ -67,7 +67,7 @@ class Corpora:
 
 
 def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
-    """Open (and for a built-in source first make) the corpora; ``batch`` is the axis that splits the global batch.
+    """Open the corpora, or make that of a built-in source; ``batch`` is the axis that splits the global batch.
 
     Raises ``UserError`` for a missing or damaged corpus, and one whose vocabulary is not the model's.
     """
@@ -85,13 +85,11 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
     needs_validation = run.validation.interval > 0
     if needs_validation and not validation:
         raise UserError("validation.interval is set, but data.validation names no corpus; name one, or set it to 0")
-    masks, goldfish = build_masks(run.masks, tokenizer, run.training.seq_length, run.training.global_batch_size)
+    mixture, masks, goldfish = _training_data(run, train, tokenizer)
     held_out = None
     if needs_validation:
         unseen = build_dataset(validation, run.training.seq_length, VALIDATION_SEED)
         held_out = _loader(run, unseen, batch, masks, prefetch=False)
-    look_back = 0 if goldfish is None else goldfish.look_back
-    mixture = build_dataset(train, run.training.seq_length, run.training.seed, look_back)
     of_training: list[LossMask] = masks if goldfish is None else [*masks, goldfish]
     return Corpora(
         train=_loader(run, mixture, batch, of_training, prefetch=True),
@@ -109,10 +107,17 @@ def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, T
     for prefix, _ in train:
         _check_format(prefix, run)
     tokenizer = _tokenizer(run)
-    masks, goldfish = build_masks(run.masks, tokenizer, run.training.seq_length, run.training.global_batch_size)
+    return preview(*_training_data(run, train, tokenizer), samples, tokens), tokenizer
+
+
+def _training_data(
+    run: RunConfig, train: list[Source], tokenizer: Tokenizer | None
+) -> tuple[Mixture, list[LossMask], Goldfish | None]:
+    """The training data, the masks of the loss besides goldfish, and that one."""
+    training = run.training
+    masks, goldfish = build_masks(run.masks, tokenizer, training.seq_length, training.global_batch_size)
     look_back = 0 if goldfish is None else goldfish.look_back
-    dataset = build_dataset(train, run.training.seq_length, run.training.seed, look_back)
-    return preview(dataset, masks, goldfish, samples, tokens), tokenizer
+    return build_dataset(train, training.seq_length, training.seed, look_back), masks, goldfish
 
 
 def micro_batches(
@@ -133,7 +138,7 @@ def micro_batches(
 
 
 def _check_tokens(batch: MicroBatch[NDArray[np.int64]], vocab_size: int) -> None:
-    """Raise ``UserError`` for an unknown token, which the vocabulary-parallel embedding would take for another's."""
+    """Raise ``UserError`` for an unknown token, which the embedding would treat as one of another rank."""
     smallest, largest = int(batch.tokens.min()), int(batch.tokens.max())
     if batch.labels is not None:
         largest = max(largest, int(batch.labels.max()))
@@ -171,7 +176,7 @@ def _check_vocabulary(prefix: str, run: RunConfig) -> None:
 
 
 def _check_format(prefix: str, run: RunConfig) -> None:
-    """Conversations read as text would train prompts too, and text has no answers."""
+    """Raise ``UserError`` for a corpus of another format: conversations read as text would train prompts too."""
     manifest = read_manifest(prefix)
     made = "text" if manifest is None else manifest.format
     if made != run.data.format:

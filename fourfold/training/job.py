@@ -1,4 +1,4 @@
-"""One training job as one process holds it: model, optimizer and grid, and the step that they take together."""
+"""One training job on one process: model, optimizer and grid, and their step."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class StepResult:
     """The mean over the kept tokens."""
 
     grad_norm: Tensor
-    """Before clipping."""
+    """The norm before clipping."""
 
     kept_tokens: Tensor
     """Tokens that the loss counts."""
 
     skipped: bool = False
-    """fp16 gradients overflowed, and the weights did not move."""
+    """True where fp16 gradients overflowed, and the weights did not change."""
 
 
 class Job:
@@ -78,7 +78,7 @@ class Job:
         self.publish()
 
     def publish(self) -> None:
-        """After the stored weights have changed: the next forward computes with them."""
+        """Have the next forward compute with the stored weights, which have changed."""
         for stage in self.stages.values():
             stage.publish()
 
@@ -106,7 +106,7 @@ class Job:
         return self.mean_loss(losses, kept)
 
     def forward(self, micro_batch: MicroBatch[Tensor], loss_scale: Tensor | float = 1.0) -> Tensor:
-        """The sum of the losses of one micro-batch, or without labels its logits, where nothing splits the layers."""
+        """The sum of the losses of one micro-batch, or without labels its logits; without a pipeline."""
         inputs = (micro_batch.tokens, micro_batch.labels, micro_batch.positions, micro_batch.documents)
         result: Tensor = self.stages[0].model(*inputs, loss_scale)
         return result
@@ -120,12 +120,12 @@ class Job:
         sum_partial_gradients(self.shards, self.grid)
 
     def clip(self) -> Tensor:
-        """Clip the gradients to ``optimizer.max_grad_norm``; the norm before."""
+        """Clip the gradients to ``optimizer.max_grad_norm``; returns the norm before."""
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         return clip_gradients(self.shards, self.run.optimizer.max_grad_norm, scale)
 
     def update(self, step: int, grad_norm: Tensor) -> bool:
-        """Step the optimizer with the clipped gradients; False where fp16 overflowed, and they are dropped instead."""
+        """Step the optimizer with the clipped gradients; False where fp16 overflowed, and they were dropped instead."""
         if self.loss_scale is not None:
             overflowed = not grad_norm.isfinite().item()
             self.loss_scale.update(overflowed)

@@ -37,7 +37,7 @@ from fourfold.training.step_checks import check_step
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended."""
+    """The outcome of a job."""
 
     run_dir: str
     steps: int
@@ -53,7 +53,7 @@ class Outcome:
 
 
 class Callback(Protocol):
-    """Something that every process does besides training. Made with (run, job, tokenizer or None, run_dir)."""
+    """Work that every process does after each step. Made with (run, job, tokenizer or None, run_dir)."""
 
     def after_step(self, steps: int) -> None:
         """Called after every optimizer step; ``steps`` counts those taken. It may run collectives and forwards."""
@@ -164,7 +164,7 @@ def _due(steps: int, interval: int) -> bool:
 
 
 def _on_any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether the flag is set anywhere: signals arrive at different moments, and all must stop after the same step."""
+    """True if the flag is set on any rank: signals arrive at different times, and all must stop after the same step."""
     flags = torch.tensor(float(flag), device=device)
     with purpose("stop signal"):
         dist.all_reduce(flags, dist.ReduceOp.MAX)

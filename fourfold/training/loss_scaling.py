@@ -1,4 +1,4 @@
-"""Loss scaling: without it fp16's smallest gradients are zero (Micikevicius et al. 2017, arXiv 1710.03740)."""
+"""Loss scaling, without which small gradients underflow in fp16 (Micikevicius et al. 2017, arXiv 1710.03740)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from fourfold.parallel.state import LocalShard
 
 
 class Treatment(NamedTuple):
-    """How the optimizer treats one parameter."""
+    """The settings of the optimizer for one parameter."""
 
     lr_ratio: float
     """Its learning rate, relative to the run's."""
@@ -27,7 +27,7 @@ class Treatment(NamedTuple):
 
 
 def treatment(name: str, dims: int, config: OptimizerConfig) -> Treatment:
-    """The treatment of a parameter: by the first group of the run file that names it, else the run's own."""
+    """The settings for a parameter: those of the first group of the run file that names it, else the run's own."""
     decay = config.weight_decay if dims > 1 else 0.0
     for group in config.groups:
         if _matches(group, name):
@@ -66,7 +66,7 @@ class ShardedAdamW:
     def __init__(self, shards: Sequence[LocalShard], config: OptimizerConfig, seed: int = 0) -> None:
         """seed: for stochastic rounding, which rounds all replicas of a weight the same way."""
         self.shards, self.config, self.seed = list(shards), config, seed
-        self._steps = 0  # AdamW counts too, but in tensors, which the trace on fake tensors cannot read
+        self._steps = 0  # AdamW counts in tensors, which the trace on fake tensors cannot read
         self.parameters = [nn.Parameter(shard.local, requires_grad=shard.parameter.requires_grad) for shard in shards]
         self.treatments = [treatment(shard.name, len(shard.global_shape), config) for shard in self.shards]
         groups = [

@@ -22,7 +22,7 @@ STEPS = 10
 class Prediction:
     """The comparison, on the first process of a job whose run file names its machine.
 
-    A CPU needs a machine file that was measured on one, and its memory is not compared: most of what the process holds
+    On a CPU this needs a machine file that was measured there, and memory is not compared: most of the process's memory
     is the interpreter's.
     """
 

@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it, who may write to it, and where a run that was stopped continues."""
+"""The folder of a run: its files, its lock, and where a run that was stopped continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sample text from a model that is on the grid: every process takes part, no process holds the model."""
+"""Sample text from a model on the grid: every process takes part, and none holds the whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refuse to go on after a step that no training recovers from."""
+"""Stop after a step from which no training recovers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from fourfold.training.job import StepResult
 def check_step(result: StepResult, step: int, checkpoints: Path) -> None:
     """Raise ``UserError`` after a step without a trained token, or with a loss or gradient norm that is not finite.
 
-    NaN gradients have made all weights NaN. A step that was skipped is no failure: its loss scale was too large, and
-    has been halved.
+    NaN gradients have made all weights NaN. A skipped step is no failure: its loss scale was too large, and is halved.
     """
     if result.kept_tokens.item() == 0:
         raise UserError(

@@ -411,7 +411,7 @@ def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, tmp_path: 
     assert back.dtype == torch.bfloat16
 
     assert "exists" in one_sentence(cli("export-hf", checkpoint, tmp_path / "out"))
-    assert "no checkpoint" in one_sentence(cli("export-hf", tmp_path, tmp_path / "none"))
+    assert "neither a checkpoint" in one_sentence(cli("export-hf", tmp_path, tmp_path / "none"))
     assert "no folder" in one_sentence(cli("import-hf", tmp_path / "nowhere", tmp_path / "none"))
     assert "gpt2" in one_sentence(cli("export-hf", checkpoint, tmp_path / "none", "--model-type", "gpt2"))
     assert not (tmp_path / "none").exists()

@@ -43,7 +43,7 @@ def commands_of(block: Block) -> Iterator[list[str]]:
             yield words[words.index("fourfold") :] if "fourfold" in words else words
 
 
-STARTS_EMPTY = ("loki.md",)
+STARTS_EMPTY = ("loki.md", "huggingface.md")
 """Pages that make all the files that they name, examples of the repository aside."""
 
 LONG = ("README.md", "memorization.md", "loki.md", "huggingface.md", "getting-started.md", "planner.md", "memory.md")

@@ -19,6 +19,11 @@ from fourfold.extras import import_extra
 from fourfold.huggingface.architectures.families import FAMILIES, MISSING, ROPE_KEYS, Family
 
 CONFIG_FILE = "config.json"
+DECISIVE_KEYS = (
+    "mlp", "norm", "position_embedding", "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm",
+    "parallel_residual", "partial_rotary_factor", "zero_centered_norm", "scale_embeddings",
+)  # fmt: skip
+"""Keys of [model] that decide which family a model can be."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -36,10 +41,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def family_of(config: Mapping[str, Any], where: str) -> str:
-    """The ``model_type`` of a config.json that the decoder can compute; ``UserError`` names what is missing else."""
+    """The ``model_type`` of a config.json; ``UserError`` names what the decoder lacks for it."""
     kind = config.get("model_type")
     if not isinstance(kind, str):
-        raise UserError(f"{where}: model_type = {kind!r} is no name of an architecture")
+        raise UserError(f"{where}: model_type = {kind!r} is not the name of an architecture")
     if kind in MISSING:
         raise UserError(f"{where}: model_type '{kind}' needs {MISSING[kind]}, which the decoder here does not have")
     if kind not in FAMILIES:
@@ -98,7 +103,7 @@ def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """How many tokens a query sees in the layers that see least, where the config limits them."""
+    """The number of tokens that a query sees, in the layers where it sees least; None: no limit."""
     kind = config["model_type"]
     given = {**FAMILIES[kind].defaults, **config}
     window = given.get("sliding_window")
@@ -111,10 +116,10 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
 
 
 def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """What the rotary embeddings turn, base and stretch, in the keys of transformers 4 (rope_scaling, …) or 5."""
+    """The keys of [model] for the rotary embeddings, from those of transformers 4 (rope_scaling, …) or 5."""
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
-        raise UserError(f"{where}: the rotary embeddings are {rope!r}, and no table of their type and factors")
+        raise UserError(f"{where}: the rotary embeddings are {rope!r}, not a table of their type and factors")
     rope = dict(rope)
     theta = _first(rope.pop("rope_theta", None), given.get(family.rope_theta), 10000.0)
     part = given.get(family.partial_rotary_factor or "partial_rotary_factor")
@@ -122,7 +127,7 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
     _check_number("rope_theta", theta, where)
     _check_number("partial_rotary_factor", part, where)
     if part != 1.0 and family.partial_rotary_factor is None:
-        raise UserError(f"{where}: partial_rotary_factor = {part}; models of this family turn whole heads")
+        raise UserError(f"{where}: partial_rotary_factor = {part}; models of this family rotate whole heads")
     always = {"rope_theta": float(theta), "partial_rotary_factor": float(part)}
     older = rope.pop("type", None)
     kind = rope.pop("rope_type", older) or "default"
@@ -136,7 +141,7 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
     rope = {key: value for key, value in rope.items() if value is not None}
     if not rope.pop("truncate", True):
         raise UserError(f"{where}: yarn with truncate = false is not computed here")
-    # Some files say it of linear too, where it changes nothing.
+    # Some files have original_max_position_embeddings with linear too, where it changes nothing.
     for key in sorted(rope.keys() - {*ROPE_KEYS[kind], "original_max_position_embeddings"}):
         raise UserError(f"{where}: '{key}' of the rotary embeddings of type '{kind}' is not computed here")
     if kind == "yarn":
@@ -150,7 +155,7 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
 
 def _check_number(name: str, value: Any, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{where}: {name} = {value!r} is no number")
+        raise UserError(f"{where}: {name} = {value!r} is not a number")
 
 
 def _first(*values: Any) -> Any:
@@ -171,18 +176,12 @@ def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
         if same_model(model, config):
             return config
     which = f"of model_type '{kind}'" if kind else f"of any of {', '.join(FAMILIES)}"
-    raise UserError(
-        f"no Hugging Face model {which} computes what this one does: mlp = '{model.mlp}', norm = '{model.norm}', "
-        f"position_embedding = '{model.position_embedding}', attention_bias = {model.attention_bias}, "
-        f"attention_output_bias = {model.attention_output_bias}, mlp_bias = {model.mlp_bias}, qk_norm = "
-        f"{model.qk_norm}, parallel_residual = {model.parallel_residual}, partial_rotary_factor = "
-        f"{model.partial_rotary_factor}, zero_centered_norm = {model.zero_centered_norm}, scale_embeddings = "
-        f"{model.scale_embeddings}"
-    )
+    computes = ", ".join(f"{key} = {getattr(model, key)!r}" for key in DECISIVE_KEYS)
+    raise UserError(f"no Hugging Face model {which} computes what this one does: {computes}")
 
 
 def same_model(model: ModelConfig, config: Mapping[str, Any]) -> bool:
-    """Whether a config.json describes a model of ours, its vocabulary's padding and name aside."""
+    """True where a config.json describes a model of ours; names and the padding of the vocabulary may differ."""
     aside = {"preset", "from_hf", "initializer_range", "pad_vocab_size_to_multiple_of"}
     try:
         theirs = model_of(config, CONFIG_FILE)

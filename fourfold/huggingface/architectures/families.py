@@ -1,4 +1,4 @@
-"""The architectures of transformers that the decoder computes: their keys, what they leave out, what must hold."""
+"""The architectures of transformers that the decoder computes: keys, defaults and requirements of config.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
 }
-"""What decides over the rotary frequencies, by their type."""
+"""The keys that decide the rotary frequencies, by their type."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Family:
     partial_rotary_factor: str | None = None
     """None: whole heads turn."""
     rope_types: tuple[str, ...] = tuple(ROPE_KEYS)
-    """How the family can stretch its rotary frequencies."""
+    """The scalings of rotary frequencies that the family can have."""
 
 
 _SAME_NAMES = (
@@ -169,4 +169,4 @@ MISSING: dict[str, str] = {
     "deepseek_v2": "a mixture of experts and latent attention",
     "deepseek_v3": "a mixture of experts and latent attention",
 }
-"""What the decoder lacks for architectures that people ask for."""
+"""Other architectures, and what the decoder lacks for them."""
