@@ -1,9 +1,10 @@
-"""Imports libraries of the optional extras, and drops those of their warnings that mean nothing."""
+"""Imports libraries of the optional extras, and drops warnings of other libraries that mean nothing."""
 
 from __future__ import annotations
 
 import importlib
 import logging
+import warnings
 from types import ModuleType
 
 from fourfold.errors import UserError
@@ -17,6 +18,9 @@ HARMLESS = {
 torchao reports kernels that were built for another GPU or Python, which it can do without; the warning of torch is
 meant for the authors of torchao.
 """
+
+RENAMED = r"`torch\.distributed\.\w+(\.\w+)?` is deprecated"
+"""torch's warning about its own code, which calls collectives by names that torch has deprecated."""
 
 
 def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
@@ -32,7 +36,8 @@ def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
 
 
 def drop_harmless_warnings() -> None:
-    """Stop the ``HARMLESS`` warnings, and no others, from being printed."""
+    """Stop these warnings, and no others, from being printed."""
+    warnings.filterwarnings("ignore", RENAMED, category=FutureWarning)
     for name in HARMLESS:
         logging.getLogger(name).addFilter(_is_worth_printing)
 

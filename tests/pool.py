@@ -156,10 +156,7 @@ def _serve(rank: int, pipe: Connection) -> None:
 
     import torch
 
-    from fourfold.launch.job_processes import ignore_known_warnings
-
     torch.set_num_threads(1)
-    ignore_known_warnings()
     with contextlib.suppress(EOFError):
         while True:
             pipe.send_bytes(_answer(rank, pickle.loads(pipe.recv_bytes())))

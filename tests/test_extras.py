@@ -43,6 +43,16 @@ def test_other_warnings_of_the_same_loggers_are_printed(caplog: pytest.LogCaptur
     assert caplog.messages == ["the result is wrong"]
 
 
+def test_torchs_warnings_about_its_own_collectives_are_not_printed() -> None:
+    code = (
+        "import warnings, fourfold\n"
+        "for name in ('torch.distributed._all_gather_base', 'other.function'):\n"
+        "    warnings.warn(f'`{name}` is deprecated', FutureWarning)"
+    )
+    errors = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    assert "other.function" in errors and "_all_gather_base" not in errors
+
+
 def test_parallelize_prints_nothing(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "llama gqa tied", vocab_size=257)
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}

@@ -87,29 +87,58 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+PUBLIC = {
+    alias.name: node.module
+    for node in ast.walk(tree(MODULES["fourfold"]))
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fourfold.")
+    for alias in node.names
+}
+"""The package's public names, which it imports at their first use, and the module of each."""
+
+
 def statements(node: ast.AST) -> Iterator[ast.AST]:
     """Every node below this one, except for what only type checkers read."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            continue
-        yield child
-        yield from statements(child)
+            for otherwise in child.orelse:
+                yield otherwise
+                yield from statements(otherwise)
+        else:
+            yield child
+            yield from statements(child)
+
+
+def module_of(name: str) -> str | None:
+    """The module that a dotted name is or is in; a public name of the package is in the module that defines it."""
+    parent, _, attribute = name.rpartition(".")
+    if name in MODULES or parent == "fourfold":
+        return name if name in MODULES else PUBLIC.get(attribute)
+    return parent if parent in MODULES else None
+
+
+def names_used(file: ast.Module) -> Iterator[str]:
+    """Dotted names that a file imports at its top or inside of its functions, or has in a string to import by."""
+    for node in statements(file):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"relative import in line {node.lineno}"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "fourfold":
+            yield f"fourfold.{node.attr}"
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"fourfold(\.\w+)+(:\w+)?", str(node.value)):
+            yield str(node.value).partition(":")[0]
+
+
+def modules_used(file: ast.Module) -> frozenset[str]:
+    """The modules of fourfold that a file imports."""
+    return frozenset(module for name in names_used(file) if (module := module_of(name)) not in (None, "fourfold"))
 
 
 @cache
 def imports(module: str) -> frozenset[str]:
-    """The modules of fourfold that a module imports, at its top or inside of its functions."""
-    found: set[str] = set()
-    for node in statements(tree(MODULES[module])):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names if alias.name in MODULES)
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{module} has a relative import"
-            inside = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= inside & MODULES.keys()
-            if node.module in MODULES and inside - MODULES.keys():
-                found.add(node.module)
-    return frozenset(found - {module, "fourfold"})  # of the package itself there is only the version
+    """The other modules of fourfold that a module imports."""
+    return modules_used(tree(MODULES[module])) - {module}
 
 
 def room(module: str) -> str:
@@ -172,6 +201,24 @@ def private_names(path: Path) -> set[str]:
 def test_every_module_is_in_a_room() -> None:
     assert {module for module in MODULES if not room(module)} == {"fourfold", "fourfold.__main__"}
     assert {room(module) for module in MODULES} >= set(ROOMS)
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("from fourfold import train", "fourfold.jobs"),
+        ("import fourfold\nfourfold.parallelize(model, grid)", "fourfold.huggingface.parallelize"),
+        ("from fourfold import errors", "fourfold.errors"),
+        ("def later():\n    from fourfold.cli.app import app", "fourfold.cli.app"),
+        ("import importlib\nimportlib.import_module('fourfold.cli.app')", "fourfold.cli.app"),
+        ("imported('fourfold.training.loop:train')", "fourfold.training.loop"),
+        ("if TYPE_CHECKING:\n    import torch\nelse:\n    import fourfold.jobs", "fourfold.jobs"),
+        ("if TYPE_CHECKING:\n    import fourfold.jobs", None),
+        ("from fourfold import __version__", None),
+    ],
+)
+def test_every_way_to_import_is_seen(source: str, module: str | None) -> None:
+    assert modules_used(ast.parse(source)) == ({module} if module else set())
 
 
 def test_no_import_points_upwards() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import os
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -58,7 +57,6 @@ def run_in_group(
     timeout: timedelta,
 ) -> Any:
     """Take this process's part in run_on_grid. meeting_point: torch's init_method; None for a group of one."""
-    ignore_known_warnings()
     call = imported(function)
     with _default_group(place, meeting_point, device_of(place, wanted_device), timeout):
         return call(place, *args)
@@ -91,12 +89,6 @@ def device_of(place: Place, wanted: WantedDevice) -> torch.device:
             "training.device = 'cpu'"
         )
     return gpu_of(place, gpus)
-
-
-def ignore_known_warnings() -> None:
-    """Silence torch's warnings about its own code, which calls collectives by names that torch has deprecated."""
-    renamed = r"`torch\.distributed\.\w+(\.\w+)?` is deprecated"
-    warnings.filterwarnings("ignore", renamed, category=FutureWarning)
 
 
 def _check_world_size(place: Place, world_size: int) -> None:

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -64,9 +65,11 @@ def run_workers(target: Callable[..., Any], args: Sequence[object], world_size: 
     """
     processes: list[BaseProcess] = []
     try:
-        with _signals_relayed(processes) as received:
-            with _interrupt_ignored():
+        with _signals_relayed(processes, world_size) as received:
+            with _interrupt_blocked():
                 pipes = _start(pickle.dumps((target, tuple(args))), world_size, processes)
+                for signum in tuple(received):
+                    _send(RELAYED[signal.Signals(signum)], processes)
             return _result(_reports(pipes, processes), world_size, received)
     finally:
         with _interrupt_ignored():
@@ -108,6 +111,7 @@ def _start(task: bytes, world_size: int, processes: list[BaseProcess]) -> list[C
 def _work(place: Place, task: bytes, sender: Connection) -> None:
     """Run the task and report. It is unpickled here, because that may import torch."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers by way of their parent
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     end_with_parent()
     prepare_environment(place.world_size)
     if place.rank == 0:
@@ -175,9 +179,10 @@ def _failure(report: Report, world_size: int, received: Sequence[int]) -> BaseEx
 
 
 @contextlib.contextmanager
-def _signals_relayed(processes: Sequence[BaseProcess]) -> Iterator[list[int]]:
+def _signals_relayed(processes: Sequence[BaseProcess], world_size: int) -> Iterator[list[int]]:
     """Relay the stop signals to the workers, which may save; yields the list of those received.
 
+    Those received before all workers are there are only listed: some workers would miss them.
     A second Ctrl-C raises KeyboardInterrupt here: the caller ends the workers.
     """
     received: list[int] = []
@@ -188,10 +193,8 @@ def _signals_relayed(processes: Sequence[BaseProcess]) -> Iterator[list[int]]:
         if signum == signal.SIGHUP:
             leave_terminal()
         received.append(signum)
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                assert process.pid is not None, "it was started"
-                os.kill(process.pid, RELAYED[signal.Signals(signum)])
+        if len(processes) == world_size:
+            _send(RELAYED[signal.Signals(signum)], processes)
 
     with contextlib.ExitStack() as handlers:
         for signum in RELAYED:
@@ -200,9 +203,27 @@ def _signals_relayed(processes: Sequence[BaseProcess]) -> Iterator[list[int]]:
         yield received
 
 
+def _send(signum: int, processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            assert process.pid is not None, "it was started"
+            os.kill(process.pid, signum)
+
+
 def _interrupt_ignored() -> contextlib.AbstractContextManager[None]:
-    """Ignore Ctrl-C while workers, which inherit this, start, and while they end."""
+    """Ignore Ctrl-C while workers end."""
     return _handler(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _interrupt_blocked() -> Iterator[None]:
+    """Block Ctrl-C while workers start: they inherit that, and are silent until they ignore it themselves."""
+    resource_tracker.ensure_running()  # when it starts, it unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -187,6 +187,12 @@ def test_interrupt_ends_the_job_and_workers_are_silent(tmp_path: Path) -> None:
     assert are_gone(workers)
 
 
+def test_an_interrupt_while_workers_start_ends_the_job() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_workers(launch_bodies.have_started, [launch_bodies.InterruptedStart()], 2)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 def test_parent_of_workers_does_not_import_torch() -> None:
     code = "import sys, fourfold.launch.job_processes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
