@@ -14,7 +14,7 @@ from fourfold.config.stages import stages_per_rank
 from fourfold.parallel.schedule import Op, Span, bubble, schedule_ops, timeline
 
 PP, DRAWN = 4, 8
-COLOURS = {
+COLORS = {
     "F": ("forward", "#0072b2", "#8cc4e6"),
     "B": ("backward", "#b84a00", "#f0b48c"),
     "I": ("input gradients", "#a87400", "#f5d58a"),
@@ -34,7 +34,7 @@ def schedules() -> None:
     height = TOP + len(names) * (PP * ROW + GAP) + 34
     d = Drawing(round(LEFT + longest * UNIT + 30), height, f"Schedules of {PP} ranks and {DRAWN} micro-batches")
     x = float(LEFT)
-    for kind, (name, dark, light) in COLOURS.items():
+    for kind, (name, dark, light) in COLORS.items():
         d.rect(x, 20, 18, 18, dark)
         d.rect(x + 18, 20, 18, 18, light)
         d.text(x + 42, 34, f"{kind}: {name}", 13, anchor="start")
@@ -63,7 +63,7 @@ def chart(d: Drawing, name: str, spans: Sequence[Sequence[Span]], top: float) ->
         d.text(LEFT - 6, y + 12.5, f"rank {rank}", 10.5, SOFT, "end")
         d.rect(LEFT, y, end * UNIT, ROW - 2, "#eef1f4", "none")
         for op, begin, stop in of_rank:
-            _, dark, light = COLOURS[op.kind]
+            _, dark, light = COLORS[op.kind]
             first = op.stage < PP
             box, number = boxes.setdefault((dark, PAPER) if first else (light, INK), ([], []))
             left, width = LEFT + begin * UNIT, (stop - begin) * UNIT - 1

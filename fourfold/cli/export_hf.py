@@ -36,3 +36,9 @@ def export_hf(
 
     transferred = export_huggingface(checkpoint, out, dtype, model_type, tokenizer, merge)
     show(transferred.record(), as_json, print_transferred)
+    if not transferred.has_tokenizer:
+        typer.echo(
+            f"warning: {out} has no tokenizer: the corpora of the run file, whose paths begin at the folder in which "
+            "training was started, were not found; export from there, or give --tokenizer PATH",
+            err=True,
+        )

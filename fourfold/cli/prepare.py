@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fourfold.errors import UserError
+from fourfold.reports.numbers import counted
 
 if TYPE_CHECKING:
     from fourfold.data.prepare import PrepareSummary
@@ -117,7 +118,7 @@ def _show(summary: PrepareSummary) -> None:
     if summary.reused:
         typer.echo("Already prepared from the same files in the same way; --force builds it again.")
     for manifest in filter(None, (summary.train, summary.validation)):
-        what = f"{manifest.split}: {manifest.documents:,} documents, {manifest.tokens:,} tokens"
+        what = f"{manifest.split}: {counted(manifest.documents, 'document')}, {manifest.tokens:,} tokens"
         if manifest.trained_tokens is None:
             what += f", {manifest.bytes:,} bytes, {manifest.bytes / manifest.tokens:.2f} bytes/token"
         else:

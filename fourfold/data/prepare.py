@@ -112,7 +112,8 @@ def prepare(
         splits = merge(shards, parts, loaded.vocab_size, validation_fraction, seed)
         _check_filled(splits, request)
         if canaries is not None:
-            splits["train"] = plant(splits["train"], canaries, loaded, text_key, ledger_path(prefix))
+            with _saying(f"the tokenized text stays in {parts} for the next attempt"):
+                splits["train"] = plant(splits["train"], canaries, loaded, text_key, ledger_path(prefix))
         else:
             ledger_path(prefix).unlink(missing_ok=True)  # of a corpus that was here before
         made = _publish(splits, prefix, request, loaded)
@@ -132,7 +133,9 @@ def _check_request(
     encoding: str,
 ) -> _Request:
     if (tokenizer is None) == (train_tokenizer_vocab is None):
-        raise UserError('choose one tokenizer: "bytes", the path of a tokenizer.json, or a vocabulary size to train')
+        raise UserError(
+            "choose one tokenizer: --tokenizer bytes, --tokenizer PATH of a tokenizer.json, or --train-tokenizer VOCAB"
+        )
     if workers is not None and workers < 1:
         raise UserError(f"workers is {workers}; at least 1 process is needed")
     check_fraction(validation_fraction)
@@ -185,6 +188,15 @@ def unfinished(prefix: Path) -> Iterator[Path]:
                     parts.rmdir()
 
 
+@contextmanager
+def _saying(more: str) -> Iterator[None]:
+    """Add to the message of a UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{error}; {more}") from None
+
+
 def _remove_all_but(parts: Path, stems: set[str]) -> None:
     """Remove parts that earlier attempts made from other input or another tokenizer, and half-written files."""
     for path in parts.iterdir():
@@ -217,8 +229,8 @@ def _check_filled(splits: dict[str, Split], request: _Request) -> None:
     for name, split in splits.items():
         if split.documents == 0:
             raise UserError(
-                f"{', '.join(request.inputs)}: validation_fraction {request.validation_fraction} of {documents}"
-                f" documents leaves none for {name}; choose another fraction or seed, or add documents"
+                f"{', '.join(request.inputs)}: validation_fraction {request.validation_fraction} leaves none for "
+                f"{name} (documents: {documents}); choose another fraction or seed, or add documents"
             )
 
 

@@ -77,15 +77,22 @@ def check_encoding(files: Sequence[InputFile], encoding: str) -> None:
     texts = [Path(file.path) for file in files if file.path.endswith(_TEXT_SUFFIXES)]
     if encoding != UTF_8 and not texts:
         raise UserError(f"--encoding {encoding} is for {' and '.join(_TEXT_SUFFIXES)} files, and the input has none")
-    wrong = []
+    wrong, unreadable = [], []
     for path in texts:
         try:
             with _naming(path):
                 _decoded(path, encoding)
         except UnicodeDecodeError as error:
             wrong.append((path, error.start))
+        except UserError as error:
+            unreadable.append(str(error))
+    problems = unreadable[:_MOST_NAMED]
+    if len(unreadable) > _MOST_NAMED:
+        problems.append(f"{len(unreadable) - _MOST_NAMED} more files cannot be read")
     if wrong:
-        raise UserError(_not_of_encoding(wrong, len(texts), encoding))
+        problems.append(_not_of_encoding(wrong, len(texts), encoding))
+    if problems:
+        raise UserError("; ".join(problems))
 
 
 def read_documents(
@@ -165,7 +172,8 @@ def _decoded(path: Path, encoding: str) -> str:
 def _not_of_encoding(wrong: Sequence[tuple[Path, int]], files: int, encoding: str) -> str:
     """Return the message about these of so many text files, each with the place of its first wrong byte."""
     name = "UTF-8" if encoding == UTF_8 else encoding
-    remedy = "name their encoding with --encoding (such as latin-1 or utf-16), or convert them with iconv"
+    others = [other for other in ("latin-1", "utf-16", "cp1252") if codecs.lookup(other).name != encoding]
+    remedy = f"name their encoding with --encoding (such as {others[0]} or {others[1]}), or convert them with iconv"
     if files == 1:
         path, byte = wrong[0]
         return f"{path} is not {name} text (byte {byte}); {remedy.replace('their', 'its').replace('them', 'it')}"

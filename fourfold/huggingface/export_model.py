@@ -91,15 +91,17 @@ def export_huggingface(
     for tensor in tensors:
         make = partial(_joined, weights, tensor, types[tensor.pieces[0].name])
         entries.append(Entry(tensor.name, types[tensor.pieces[0].name], tensor.shape, make))
+    has_tokenizer = True
     with new_folder(out) as partial_folder:
         if source is not None:
             keep_small_files(source, partial_folder)
         if source is None or tokenizer is not None:
             found = load_tokenizer(tokenizer) if tokenizer is not None else _tokenizer_of(checkpoint)
+            has_tokenizer = found is not None
             config |= write_tokenizer(partial_folder, found, saved.model)
         write_whole(partial_folder / CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
         files = write_tensor_files(partial_folder, entries)
-    return Transferred(str(out), config["model_type"], count_parameters(tensors), files)
+    return Transferred(str(out), config["model_type"], count_parameters(tensors), files, has_tokenizer)
 
 
 def _export_adapter(checkpoint: Path, saved: SavedWeights, out: Path) -> Transferred:

@@ -43,6 +43,8 @@ class Transferred:
     """Without padding."""
     files: dict[str, int]
     """The size of each in bytes."""
+    has_tokenizer: bool = True
+    """False where an export found none to write."""
 
     def record(self) -> dict[str, Any]:
         """As JSON values."""

@@ -212,11 +212,11 @@ def _warnings(record: Mapping[str, Any]) -> list[str]:
             "attacks may detect nothing else."
         )
     if record["truncated_documents"]:
-        found.append(f"{record['truncated_documents']} documents were cut to the model's context.")
+        found.append(f"Documents that are cut to the model's context: {record['truncated_documents']}.")
     if record["copied_documents"]:
         found.append(
-            f"{record['copied_documents']} documents are copies of others here: they count repeatedly, which makes "
-            "intervals too narrow. Give each document once, with its count."
+            f"Documents that are copies of others here: {record['copied_documents']}. They count repeatedly, which "
+            "makes intervals too narrow. Give each document once, with its count."
         )
     generation = record["generation"]
     if generation is not None and generation["agrees_with_one_pass"] < 1:

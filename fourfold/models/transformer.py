@@ -243,7 +243,7 @@ class Linears(nn.ModuleDict):
 
 
 class LMHead(nn.Module):
-    """Hidden states → logits, or → the sum of the cross-entropies of the labelled positions."""
+    """Hidden states → logits, or → the sum of the cross-entropies of the labeled positions."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ from fourfold.data.files import write_output
 from fourfold.errors import UserError
 from fourfold.memorization.membership import ATTACKS
 from fourfold.reports import html
+from fourfold.reports.numbers import counted
 from fourfold.reports.svg import Series, line_chart
 
 Record = Mapping[str, Any]
@@ -36,7 +37,7 @@ def write_audit_report(record: Record, folder: Path) -> Path:
 
 def count_rows(record: Record) -> Rows:
     """Return a row for each number of times that documents were trained on, and one for all."""
-    groups = {f"{count} times": group for count, group in record["by_count"].items()}
+    groups = {counted(int(count), "time"): group for count, group in record["by_count"].items()}
     if len(groups) != 1:
         groups = {"all members": record, **groups}
     if record["reference"] is not None:

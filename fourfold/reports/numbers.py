@@ -21,6 +21,11 @@ def format_number(value: float, digits: int = 4) -> str:
     return f"{rounded / scale:.{max(digits, 3)}g}{suffix}".replace("-", "−")
 
 
+def counted(number: int, noun: str) -> str:
+    """Format a number with its noun: 1 document, 2,000 documents."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_ticks(ticks: Sequence[float]) -> list[str]:
     """Label ticks, each with as many digits as it needs and no more."""
     return [format_number(tick, _digits_needed(tick)) for tick in ticks]

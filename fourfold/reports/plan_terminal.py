@@ -62,7 +62,7 @@ def costs_sentence(result: PlanRecord) -> str:
 
 
 def _explanation(explanation: dict[str, Any], console: Console) -> None:
-    columns = explanation["waterfall"]["columns"]
+    columns = [name.replace("_", "-") for name in explanation["waterfall"]["columns"]]
     parts = dict(explanation["waterfall"]["seconds"])
     parts["all"] = [sum(values) for values in zip(*parts.values(), strict=True)]
     rows = [[part, *(f"{value:.4g}" for value in values)] for part, values in parts.items()]

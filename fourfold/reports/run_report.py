@@ -11,6 +11,7 @@ from typing import Any
 from fourfold.data.files import write_output
 from fourfold.errors import UserError
 from fourfold.reports import html
+from fourfold.reports.numbers import counted
 from fourfold.reports.svg import Series, line_chart
 from fourfold.training.console import byte_unit, format_bytes
 from fourfold.training.metrics import MEMORIZATION_FILE, METRICS_FILE, read_metrics
@@ -102,7 +103,7 @@ def _memorization(run_dir: Path) -> list[str]:
     for key, title in (("exact_match", "Canaries repeated exactly"), ("loss", "Loss of the canaries")):
         series = [
             Series(
-                f"{count} times" if count.isdecimal() else count,
+                counted(int(count), "time") if count.isdecimal() else count,
                 [record["tokens"] for record in records],
                 [record["by_count"][count][key] for record in records],
                 dots=len(records) <= 60,

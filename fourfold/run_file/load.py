@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from fourfold.config.layout import check_layout
 from fourfold.config.presets import with_preset
@@ -44,8 +45,10 @@ ELSEWHERE = {
     "save_interval": "checkpoint.interval",
     "save_steps": "checkpoint.interval",
     "num_layers": "model.num_hidden_layers",
+    "layers": "model.num_hidden_layers",
     "n_layer": "model.num_hidden_layers",
     "n_layers": "model.num_hidden_layers",
+    "heads": "model.num_attention_heads",
     "n_head": "model.num_attention_heads",
     "n_embd": "model.hidden_size",
     "rms_norm_eps": "model.norm_eps",
@@ -69,18 +72,22 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise UserError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
         apply_override(table, override)
-    return make_run(table, where=str(path))
+    return make_run(table, str(path), overrides)
 
 
-def make_run(table: Mapping[str, Any], where: str = "the run") -> RunConfig:
-    """Validate a run given as nested tables."""
+def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequence[str] = ()) -> RunConfig:
+    """Validate a run given as nested tables. A mistake is blamed on the override that sets its key, else on `where`."""
     table = dict(table)
     if isinstance(table.get("model"), dict):
         table["model"] = with_preset(from_huggingface(table["model"]))
     try:
         run = RunConfig.model_validate(table)
     except ValidationError as error:
-        raise UserError(f"{where}: {_sentence(error)}") from None
+        mistakes = error.errors()
+        first = next((m for m in mistakes if m["type"] == "extra_forbidden"), mistakes[0])
+        place = ".".join(str(part) for part in first["loc"])
+        source = next((f"--set {text}" for text in overrides if text.partition("=")[0].strip() == place), where)
+        raise UserError(f"{source}: {_sentence(first, place, len(mistakes) - 1)}") from None
     check_layout(run)
     if run.model.from_hf is not None:
         check_length(run.model.from_hf, run.model.max_position_embeddings, run.training.seq_length)
@@ -104,11 +111,8 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     table[name] = value
 
 
-def _sentence(error: ValidationError) -> str:
+def _sentence(first: ErrorDetails, place: str, more: int) -> str:
     """One sentence for the first mistake; how many more there are."""
-    mistakes = error.errors()
-    first = next((m for m in mistakes if m["type"] == "extra_forbidden"), mistakes[0])
-    place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         text = f"unknown key '{place}'; {_nearest(first['loc'])}"
     elif first["type"] == "missing":
@@ -118,7 +122,6 @@ def _sentence(error: ValidationError) -> str:
         text = f"[{place}] {reason}" if place else reason
     else:
         text = f"{place} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
-    more = len(mistakes) - 1
     return text + (f" (and {more} more mistake{'s' if more > 1 else ''})" if more else "")
 
 

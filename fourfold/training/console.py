@@ -84,7 +84,7 @@ class Progress:
         if metrics.mfu is not None:
             fields.append(f"mfu: {metrics.mfu:.2%}")
         fields += [f"lr: {metrics.lr:.3e}", f"eta: {self._eta(metrics)}"]
-        if metrics.trained_token_share < 1:
+        if metrics.trained_token_share < 0.9995:  # which is shown as less than 100.0%
             fields.append(f"trained: {metrics.trained_token_share:.1%}")
         if metrics.validation_loss is not None:
             fields.append(f"validation_loss: {metrics.validation_loss:.5f}")
@@ -120,7 +120,7 @@ class Progress:
             f"{metrics.tokens_per_second:,.0f} tokens/s",
             *([f"MFU {metrics.mfu:.1%}"] if metrics.mfu is not None else []),
             format_bytes(metrics.peak_memory_bytes),
-            *([f"{metrics.trained_token_share:.1%} trained"] if metrics.trained_token_share < 1 else []),
+            *([f"{metrics.trained_token_share:.1%} trained"] if metrics.trained_token_share < 0.9995 else []),
             f"{value} {unit}/s/device",
         ]
         return Group(bar, Text(_fitting(numbers, columns, separator=" · "), no_wrap=True))

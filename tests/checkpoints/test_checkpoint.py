@@ -368,7 +368,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "random state that is none": (change_state(rng="?"), "state.json is damaged"),
     "random state of another size": (change_state(rng="AAAA"), "state.json is damaged"),
     "random state of a wrong type": (change_state(rng=[1, 2]), "state.json is damaged"),
-    "unknown key": (change_state(colour="blue"), "state.json is damaged"),
+    "unknown key": (change_state(color="blue"), "state.json is damaged"),
     "newer format": (change_state(format=2, anything=1), "has checkpoint format 2; this version of fourfold reads 1"),
     "format of a wrong type": (change_state(format="1"), "state.json is damaged"),
     "other width": (change_model(hidden_size=128), "another model: its hidden_size is 128, and the run file's is 64"),

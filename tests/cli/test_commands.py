@@ -208,7 +208,7 @@ def test_prepare(cli: Cli, tmp_path: Path) -> None:
         "prepare", tmp_path / "a.txt", "--out", tmp_path / "a", "--tokenizer", "bytes", "--workers=1"
     )
     assert (code, errors) == (0, "")
-    assert "train: 1 documents, 1,001 tokens, 1,000 bytes" in output
+    assert "train: 1 document, 1,001 tokens, 1,000 bytes" in output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx", "a.json", "a.txt"]
 
 
@@ -415,6 +415,19 @@ def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, tmp_path: 
     assert "no folder" in one_sentence(cli("import-hf", tmp_path / "nowhere", tmp_path / "none"))
     assert "gpt2" in one_sentence(cli("export-hf", checkpoint, tmp_path / "none", "--model-type", "gpt2"))
     assert not (tmp_path / "none").exists()
+
+
+def test_an_export_without_a_tokenizer_warns(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    prefix = os.path.relpath(make_corpus(tmp_path), tmp_path)
+    assert cli("train", run_file(tmp_path, prefix, training__train_steps=1))[0] == 0
+    code, _, errors = cli("export-hf", tmp_path / "runs" / "run", tmp_path / "here")
+    assert (code, errors) == (0, "")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, _, errors = cli("export-hf", tmp_path / "runs" / "run", tmp_path / "there")
+    assert code == 0
+    assert "there has no tokenizer" in errors and errors.endswith("or give --tokenizer PATH\n")
 
 
 def test_a_corpus_of_another_tokenizer_is_refused(cli: Cli, tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def test_tables_and_explanation(cli: Cli) -> None:
         "compute",
     ):
         assert text in out, text
+    assert "runner_up" not in out
 
 
 def test_a_written_run_file_loads(cli: Cli, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,22 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 def overridden(tmp_path: Path, *overrides: str) -> RunConfig:
     (tmp_path / "run.toml").write_text(FILE)
     return load_run(tmp_path / "run.toml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.streaming=true", "--set data.streaming=true: unknown key 'data.streaming'; there are "),
+        (
+            "model.layers=3",
+            "--set model.layers=3: unknown key 'model.layers'; here it is called model.num_hidden_layers",
+        ),
+        ("parallel.x=0", "--set parallel.x=0: parallel.x = 0: "),
+    ],
+)
+def test_a_wrong_override_is_not_blamed_on_the_file(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(message)}"):
+        overridden(tmp_path, "parallel.z=1", override)
 
 
 def test_overrides(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`fourfold prepare`, as a user types it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,9 @@ def test_canaries(tmp_path: Path) -> None:
     ledger = [json.loads(row) for row in (tmp_path / "c-canaries.jsonl").read_text().splitlines()]
     assert [row["count"] for row in ledger] == [0, 0, 3, 3]
     assert IndexedDataset(tmp_path / "c").documents == 30 - 4 + 6
+    kept = f"lower --canaries or --canary-tokens; the tokenized text stays in {tmp_path / 'c.parts'} for the next"
+    with pytest.raises(UserError, match=re.escape(kept)):
+        CliRunner().invoke(app, [*command, "--canaries", "5000"], catch_exceptions=False)
     with pytest.raises(UserError, match="--canaries is 0"):
         CliRunner().invoke(app, [*command, "--canaries", "0"], catch_exceptions=False)
     with pytest.raises(UserError, match="need --canaries N"):

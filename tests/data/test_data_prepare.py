@@ -170,7 +170,7 @@ def test_refusals(tmp_path: Path, inputs: Path) -> None:
         with pytest.raises(UserError, match=match):
             prepare([inputs / "b0.txt"], tmp_path / "c", **options)
 
-    refused("choose one tokenizer")
+    refused("choose one tokenizer: --tokenizer bytes, .* or --train-tokenizer VOCAB")
     refused("choose one tokenizer", tokenizer="bytes", train_tokenizer_vocab=300)
     refused("workers is 0", tokenizer="bytes", workers=0)
     refused("validation_fraction is 1", tokenizer="bytes", validation_fraction=1.0)

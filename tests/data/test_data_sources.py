@@ -124,6 +124,22 @@ def test_texts_of_another_encoding_are_all_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "c.json").exists()
 
 
+def test_texts_that_cannot_be_read_are_named_with_the_others(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text " * 100)[:-20])
+    (tmp_path / "b.txt.gz").write_bytes(b"not gzip")
+    (tmp_path / "c.txt").write_bytes("für".encode("latin-1"))
+    with pytest.raises(UserError) as error:
+        prepare([tmp_path], tmp_path / "out" / "c", tokenizer="bytes", workers=1)
+    for part in ("a.txt.gz cannot be read: ", "b.txt.gz cannot be read: ", "1 of 3 text files is not UTF-8: "):
+        assert part in str(error.value)
+
+
+def test_the_encoding_that_does_not_fit_is_not_advised(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"odd")
+    with pytest.raises(UserError, match=r"is not utf-16 text .* \(such as latin-1 or cp1252\)"):
+        prepare([tmp_path], tmp_path / "out" / "c", tokenizer="bytes", encoding="utf-16")
+
+
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
 def test_an_encoding_that_is_named(tmp_path: Path, encoding: str) -> None:
     (tmp_path / "a.txt").write_bytes("für".encode(encoding))

@@ -68,7 +68,7 @@ def test_rotary_logits_depend_on_distances_alone() -> None:
     assert (model(tokens, None, places * 2) - model(tokens)).abs().max() > 0.01
 
 
-def test_loss_is_the_sum_over_the_labelled() -> None:
+def test_loss_is_the_sum_over_the_labeled() -> None:
     model, tokens = make(LLAMA), some_tokens(2, 16)
     labels = torch.roll(tokens, -1, 1)
     labels[0, 3:] = IGNORE_INDEX

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from fourfold.reports.numbers import downsample, format_number, format_ticks, linear_ticks, log_ticks
+from fourfold.reports.numbers import counted, downsample, format_number, format_ticks, linear_ticks, log_ticks
 
 
 @pytest.mark.parametrize(
@@ -83,3 +83,7 @@ def test_downsampling_keeps_long_gaps():
 def test_a_short_series_is_left_as_it_is():
     x, y = [1, 2, 3], [5.0, None, 6.0]
     assert downsample(x, y, 2) == (x, y)
+
+
+def test_one_of_a_thing_is_not_a_plural() -> None:
+    assert [counted(number, "time") for number in (0, 1, 2000)] == ["0 times", "1 time", "2,000 times"]

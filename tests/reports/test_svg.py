@@ -16,13 +16,13 @@ def readout(chart: ET.Element) -> list[list[tuple[float, float, str, str]]]:
 
 def test_points_stand_where_their_values_are():
     chart = ET.fromstring(line_chart("Loss", [Series("train", [0, 50, 100], [0.0, 5.0, 10.0])], x_label="tokens"))
-    (left, bottom, _, _), (middle, centre, _, _), (right, top, x_text, y_text) = readout(chart)[0]
+    (left, bottom, _, _), (middle, center, _, _), (right, top, x_text, y_text) = readout(chart)[0]
     assert middle == pytest.approx((left + right) / 2, abs=0.1)
-    assert centre == pytest.approx((bottom + top) / 2, abs=0.1)
+    assert center == pytest.approx((bottom + top) / 2, abs=0.1)
     assert top < bottom  # SVG counts downwards
     assert (x_text, y_text) == ("100", "10")
     path = chart.find(".//path").get("d")
-    assert path == f"M{left:g},{bottom:g}L{middle:g},{centre:g}L{right:g},{top:g}"
+    assert path == f"M{left:g},{bottom:g}L{middle:g},{center:g}L{right:g},{top:g}"
 
 
 def test_a_logarithmic_axis_gives_equal_room_to_equal_ratios():
