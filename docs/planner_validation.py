@@ -16,7 +16,7 @@ from fourfold.planning.calibration.published import figures, weak_scaling
 from fourfold.planning.calibration.rows import Row, read_rows
 from fourfold.planning.calibration.score import errors_of, fit_rows, predict_rows, summary, sweeps_of
 from fourfold.planning.cases import stack
-from fourfold.planning.cost.memory import CACHED, CACHED_SPREAD, UNUSABLE, peak_memory, runtime_bytes
+from fourfold.planning.cost.memory import CACHED, UNUSABLE, peak_memory, runtime_bytes
 from fourfold.planning.machines.constants import NAMES, PRIORS
 from fourfold.planning.machines.machine import stack_machines
 
@@ -27,6 +27,8 @@ SHIPPED_SEED = 0
 SHARE = 0.1
 NOISE_OF_MEMORY = 0.12
 """Standard deviation of one measured memory row around its prediction."""
+CACHED_SPREAD = 0.05
+"""Standard deviation of ``CACHED`` around its prior, ``UNUSABLE``."""
 NEVER_FITTED = ("S3",)
 """Korthikanti et al.: all eight rows are held out."""
 

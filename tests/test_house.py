@@ -31,7 +31,6 @@ ROOMS = (
     "planning/machines",
     "planning/workload",
     "planning/run_workload",
-    "planning/closed_form",
     "planning/cost",
     "planning/search",
     "planning/calibration",

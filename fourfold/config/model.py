@@ -12,15 +12,14 @@ from fourfold.config.strict import Strict
 IGNORE_INDEX = -100
 """Label of a position that the loss leaves out: data writes it, the model reads it."""
 
-
 UNSET = 0
-"""Default of a size that follows from the others, which ``ModelConfig`` then fills in."""
+"""Default of a size that ``ModelConfig`` derives from the others."""
 
 
 class RopeScaling(Strict):
-    """How rotary frequencies are stretched beyond the trained context; the keys are those of Hugging Face's files."""
+    """Rotary frequencies stretched beyond the trained context; the keys are those of Hugging Face's files."""
 
-    rope_type: Literal["linear", "llama3", "yarn"] = Field(description="Which frequencies are stretched, and how.")
+    rope_type: Literal["linear", "llama3", "yarn"] = Field(description="The method that stretches the frequencies.")
     factor: float = Field(gt=0, description="How many times longer the context becomes.")
     original_max_position_embeddings: int | None = Field(
         None, gt=0, description="Context before the stretch; llama3 and yarn need it."
@@ -68,20 +67,20 @@ class ModelConfig(Strict):
         "swiglu", description="swiglu, geglu: gated by SiLU or GELU, three matrices; gelu: two."
     )
     gelu_approximation: Literal["tanh", "none"] = Field(
-        "tanh", description="How geglu and gelu compute it; none: by the error function."
+        "tanh", description="Approximation of GELU in geglu and gelu; none: exact, by the error function."
     )
     norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="Normalization before attention and MLP.")
     norm_eps: float = Field(1e-5, gt=0, description="Added to the variance, or mean square, inside a norm.")
-    zero_centered_norm: bool = Field(False, description="Weights of RMSNorms are counted from one (Gemma).")
+    zero_centered_norm: bool = Field(False, description="RMSNorms multiply by 1 + weight (Gemma).")
     parallel_residual: bool = Field(
-        False, description="Attention and MLP of a block side by side, both read its input (GPT-NeoX)."
+        False, description="Attention and MLP of a block run in parallel on its input (GPT-NeoX)."
     )
     position_embedding: Literal["rope", "learned"] = Field(
-        "rope", description="rope turns queries and keys; learned adds a row of a table to the embedding."
+        "rope", description="rope rotates queries and keys; learned adds a row of a table to the embedding."
     )
     rope_theta: float = Field(10000.0, gt=1, description="Base of the rotary frequencies.")
     partial_rotary_factor: float = Field(
-        1.0, gt=0, le=1, description="Share of a head's channels, from the first on, that are turned (GPT-NeoX)."
+        1.0, gt=0, le=1, description="Share of a head's channels, from the first on, that are rotated (GPT-NeoX)."
     )
     rope_scaling: RopeScaling | None = Field(
         None, description="Stretches the rotary frequencies. Default, and with rope_type = 'default': as trained."
@@ -100,7 +99,7 @@ class ModelConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _none_is_unset(cls, table: Any) -> Any:
-        """As in Hugging Face's files, which write null for a size that follows from the others."""
+        """Drop null for a size that follows from the others, as Hugging Face's files write it."""
         if not isinstance(table, dict):
             return table
         derived = ("num_key_value_heads", "head_dim", "intermediate_size")
@@ -109,7 +108,7 @@ class ModelConfig(Strict):
     @field_validator("rope_scaling", mode="before")
     @classmethod
     def _default_is_none(cls, value: Any) -> Any:
-        """As in Hugging Face's files; it takes a preset's scaling away."""
+        """Read rope_type = 'default' as no scaling, as in Hugging Face's files; it removes a preset's."""
         return None if isinstance(value, dict) and value.get("rope_type") == "default" else value
 
     @model_validator(mode="after")
@@ -135,7 +134,7 @@ class ModelConfig(Strict):
             share = self.partial_rotary_factor
             raise ValueError(
                 f"head_dim = {self.head_dim}{'' if share == 1 else f' × partial_rotary_factor = {share}'} gives "
-                f"{self.rotary_dim} channels, and rotary embeddings turn pairs of them"
+                f"{self.rotary_dim} channels, and rotary embeddings rotate pairs of them"
             )
         for key, unset, other, value in (
             ("rope_scaling", None, "position_embedding", "learned"),
@@ -149,12 +148,12 @@ class ModelConfig(Strict):
 
     @property
     def gated_mlp(self) -> bool:
-        """Whether the MLP has a gate beside its up projection."""
+        """True where the MLP has a gate beside its up projection."""
         return self.mlp != "gelu"
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that rotary embeddings turn."""
+        """Channels of a head that rotary embeddings rotate."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property

@@ -98,7 +98,7 @@ def with_preset(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def filled(section: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """A ``[model]`` table with what it leaves out; of ``rope_scaling`` too it may give some keys."""
+    """A ``[model]`` table whose missing keys have defaults; those of ``rope_scaling`` of the same type too."""
     both = {**defaults, **section}
     of_default, own = defaults.get("rope_scaling"), section.get("rope_scaling")
     if (

@@ -26,7 +26,7 @@ class Corpus(Strict):
 
 
 class DataConfig(Strict):
-    """What is read. Give `train`, or `source` for text that every machine has."""
+    """The data to train on. Give `train`, or `source` for built-in text."""
 
     format: Literal["text", "sft"] = Field(
         "text",
@@ -44,7 +44,7 @@ class DataConfig(Strict):
         description="'bytes', or the path of a tokenizer.json. Default: the corpus's own; with `source`, a byte-pair "
         "tokenizer of model.vocab_size trained on it.",
     )
-    cache_dir: str = Field("data", description="Where a built-in source is tokenized to.")
+    cache_dir: str = Field("data", description="Folder for the tokenized built-in source.")
     mask_documents: bool = Field(
         False, description="Attention stays inside a document of the packed sequence, and positions restart there."
     )
@@ -79,22 +79,23 @@ class ParallelConfig(Strict):
     cp: int = Field(1, ge=1, description="Splits the sequence (context parallel).")
     pp: int = Field(1, ge=1, description="Splits the layers (pipeline parallel).")
     zero: Literal[0, 1, 2, 3] = Field(
-        0, description="What dp·cp shards too: 1 optimizer states, 2 and gradients, 3 and parameters."
+        0,
+        description="Also sharded over dp·cp: 1 optimizer states, 2 also gradients, 3 also parameters.",
     )
 
     cp_method: Literal["auto", "ring", "ulysses"] = Field(
         "auto",
-        description="How cp attends: ring passes keys and values round, ulysses exchanges heads for tokens; auto: "
+        description="Attention over cp: ring passes keys and values around, ulysses exchanges heads for tokens; auto: "
         "ulysses where the heads divide and documents are not masked.",
     )
-    schedule: Schedule = Field("1F1B", description="In which order pp runs the micro-batches; torch's names.")
+    schedule: Schedule = Field("1F1B", description="Order in which pp runs the micro-batches, by torch's names.")
     stages_per_rank: int = Field(
         2, ge=2, description="Stages of one rank of pp in the interleaved schedules; the V-shaped have 2, the others 1."
     )
     layers_per_stage: tuple[int, ...] | None = Field(
         None,
         strict=False,
-        description="Layers of every stage, first to last. Default: evened out, embedding and head counted.",
+        description="Layers of each stage, first to last. Default: balanced, counting embedding and head.",
     )
 
     @property
@@ -108,17 +109,17 @@ class ParallelConfig(Strict):
 
     @property
     def batch_ranks(self) -> int:
-        """How many ways the batch is split."""
+        """Ranks that the batch is split over."""
         return self.dp * self.z
 
 
 class OverlapConfig(Strict):
-    """Communication behind computation; every part can be switched off, so that its gain can be measured."""
+    """Communication that runs during computation; each part can be switched off to measure its gain."""
 
     input_gradients: bool = Field(True, description="OAR: reduce dI of a linear layer while dW is computed.")
     gate_sum: bool = Field(True, description="Sum the product of gate over y while that of up is computed.")
     weight_prefetch: int = Field(
-        1, ge=0, description="OAG: layers whose weights are gathered ahead; 0 gathers them when they are needed."
+        1, ge=0, description="OAG: layers whose weights are gathered ahead of use; 0 gathers them when they are needed."
     )
 
 
@@ -169,17 +170,19 @@ class ActivationCheckpointConfig(Strict):
         "next to nothing.",
     )
     every: int = Field(1, ge=1, description="Only in every n-th block; the others keep everything.")
-    offload: bool = Field(False, description="full: the inputs of blocks wait in the CPU's memory for the backward.")
+    offload: bool = Field(
+        False, description="full: the inputs of blocks are offloaded to the CPU's memory until the backward."
+    )
 
     @model_validator(mode="after")
     def _offload_needs_full(self) -> ActivationCheckpointConfig:
         if self.offload and self.mode != "full":
-            raise ValueError("activation_checkpoint.offload = true needs mode = 'full', whose kept inputs it moves")
+            raise ValueError("activation_checkpoint.offload = true needs mode = 'full', whose block inputs it moves")
         return self
 
 
 class ParameterGroup(Strict):
-    """Parameters that are trained in another way than the rest; of several groups that match, the first holds.
+    """Parameters that are trained differently from the rest; the first group that matches a parameter applies.
 
     `[[optimizer.groups]]` begins one. Names are as `layers.0.mlp.down_proj.weight`, those of `fourfold parity`.
     """
@@ -187,11 +190,9 @@ class ParameterGroup(Strict):
     parameters: list[str] = Field(
         min_length=1, description="Names, in which * stands for anything: 'embed_tokens.*', 'layers.*.mlp.*'."
     )
-    lr_ratio: float = Field(
-        1.0, ge=0, description="Their learning rate is this times the others'; 0 leaves them as they are."
-    )
+    lr_ratio: float = Field(1.0, ge=0, description="Factor on their learning rate; 0 freezes them.")
     weight_decay: float | None = Field(
-        None, ge=0, description="Also of norms and biases that the group names. Default: as without the group."
+        None, ge=0, description="Also applied to norms and biases that the group names. Default: as without the group."
     )
 
     @model_validator(mode="after")
@@ -204,19 +205,19 @@ class ParameterGroup(Strict):
 
 
 class OptimizerConfig(Strict):
-    """AdamW. Weight decay is applied to matrices, and not to norms and biases but where a group gives them one."""
+    """AdamW. Weight decay applies to matrices; norms and biases have none unless a group gives them one."""
 
-    lr: float = Field(3e-4, gt=0, description="Learning rate at its highest, after the warm-up.")
+    lr: float = Field(3e-4, gt=0, description="Peak learning rate, after the warm-up.")
     betas: tuple[float, float] = Field(
         (0.9, 0.95), strict=False, description="Decay of the running means of the gradient and of its square."
     )
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second mean before dividing by it.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled: a step shrinks matrices by lr × weight_decay.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this global norm.")
     stochastic_rounding: bool = Field(
         False,
-        description="With training.master_weights = 'bf16': updates too small for bf16 are made with a probability, so "
-        "that they are right on average; moments are float32.",
+        description="With training.master_weights = 'bf16': updates are rounded up or down at random, so that those "
+        "too small for bf16 are right on average; moments are float32.",
     )
     groups: list[ParameterGroup] = Field(
         [], description="Parameters with a learning rate, or a weight decay, of their own."
@@ -230,24 +231,24 @@ class OptimizerConfig(Strict):
 
 
 class LoRAConfig(Strict):
-    """Fine-tuning of small additions to a model that stays as it is, in the step's type and without optimizer states.
+    """Fine-tuning with low-rank adapters. The model itself is frozen, in the step's type, without optimizer states.
 
-    It needs `model.from_hf`. Checkpoints hold the additions alone; `fourfold export-hf` writes them as peft reads them,
+    It needs `model.from_hf`. Checkpoints hold the adapters alone; `fourfold export-hf` writes them as peft reads them,
     or merged into the model ([huggingface.md](huggingface.md#lora)).
     """
 
-    rank: int = Field(0, ge=0, description="Rank r of the additions; 0 trains the whole model.")
-    alpha: float = Field(32.0, gt=0, description="The additions are multiplied by alpha / rank.")
+    rank: int = Field(0, ge=0, description="Rank r of the adapters; 0 trains the whole model.")
+    alpha: float = Field(32.0, gt=0, description="The adapters' outputs are multiplied by alpha / rank.")
     targets: list[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]] | None = Field(
-        None, min_length=1, description="Linear layers that get one. Default: all of a block's."
+        None, min_length=1, description="Linear layers that have an adapter. Default: all of a block's."
     )
 
 
 class LossScalingConfig(Strict):
     """Loss scaling of training.precision = 'fp16'."""
 
-    initial: float = Field(65536.0, gt=0, description="What losses are multiplied by at first.")
-    growth_interval: int = Field(2000, gt=0, description="Steps without overflow after which it doubles.")
+    initial: float = Field(65536.0, gt=0, description="Initial loss scale.")
+    growth_interval: int = Field(2000, gt=0, description="Steps without overflow after which the scale doubles.")
 
 
 class SchedulerConfig(Strict):
@@ -255,7 +256,7 @@ class SchedulerConfig(Strict):
     decay_style: Literal["cosine", "linear", "wsd", "constant"] = Field(
         "cosine", description="wsd: constant until the last `decay_ratio` of the run, then linear."
     )
-    decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps in which the rate falls.")
+    decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps in which the rate decays.")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Final rate relative to optimizer.lr.")
 
 
@@ -272,8 +273,8 @@ class MetricsConfig(Strict):
     tensorboard: bool = Field(False, description="Also write TensorBoard events (needs the extra `tensorboard`).")
     machine: str | None = Field(
         None,
-        description="A machine of the planner, or a machine file: after ten steps, what was predicted for it stands "
-        "beside what was measured. On a CPU only with a file that `fourfold calibrate` has written.",
+        description="A machine of the planner, or a machine file: after ten steps, the prediction for it is shown "
+        "beside the measurement. On a CPU only with a file that `fourfold calibrate` has written.",
     )
 
 
@@ -283,7 +284,7 @@ class ValidationConfig(Strict):
 
 
 class AuditConfig(Strict):
-    """Canaries audited while the model trains, into memorization.jsonl; `fourfold audit` says more."""
+    """An audit of canaries while the model trains, into memorization.jsonl; `fourfold audit` says more."""
 
     interval: int = Field(0, ge=0, description="Steps between audits; 0 never audits. The last step is audited too.")
     documents: str | None = Field(None, description="Ledger of canaries, or any documents: a .jsonl file.")
@@ -297,7 +298,7 @@ class AuditConfig(Strict):
 
 
 class SampleConfig(Strict):
-    prompt: str | None = Field(None, description="Text to continue when training ends; none: no sample.")
+    prompt: str | None = Field(None, description="Text to continue when training ends. Default: no sample.")
     max_new_tokens: int = Field(200, gt=0, description="Tokens of the sample, unless its document ends before.")
     temperature: float = Field(0.8, ge=0, description="0 takes the likeliest token.")
 
@@ -308,7 +309,7 @@ class RunConfig(Strict):
     name: str = Field(
         "run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", description="Folder of the run inside output_dir."
     )
-    output_dir: str = Field("runs", description="Folder in which every run has its own.")
+    output_dir: str = Field("runs", description="Folder that holds the folders of all runs.")
     model: ModelConfig
     data: DataConfig
     masks: MasksConfig = MasksConfig()

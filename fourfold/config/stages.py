@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage has, and which rank has which stages."""
+"""The layers of each pipeline stage, and the stages of each rank."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ ONE_STAGE = ("GPipe", "1F1B")
 FORWARDS_FIRST = ("GPipe", "LoopedBFS")
 """Schedules that run all forwards of a step before its first backward."""
 
+IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
+"""Schedules that run micro-batches in rounds of pp (Narayanan et al. 2021, arXiv 2104.04473)."""
+
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Schedules in which rank r of p has the stages r and 2p − 1 − r, so that the first and last stage meet on rank 0."""
 
@@ -21,26 +24,26 @@ SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def stages_per_rank(grid: ParallelConfig) -> int:
-    """How many stages one rank of pp has."""
+    """Count the stages of one rank of pp."""
     if grid.pp == 1 or grid.schedule in ONE_STAGE:
         return 1
     return 2 if grid.schedule in V_SHAPED else grid.stages_per_rank
 
 
 def splits_backward(grid: ParallelConfig) -> bool:
-    """Whether weight gradients are computed apart from input gradients."""
+    """True where weight gradients are computed apart from input gradients."""
     return grid.pp > 1 and grid.schedule in SPLIT_BACKWARD
 
 
 def rank_of_stage(stage: int, grid: ParallelConfig) -> int:
-    """Which rank of pp has a stage: in turn, or down and up again."""
+    """The rank of pp that has a stage: ranks take turns, or go down the stages and up again."""
     if grid.schedule in V_SHAPED:
         return min(stage, 2 * grid.pp - 1 - stage)
     return stage % grid.pp
 
 
 def stage_layers(model: ModelConfig, grid: ParallelConfig) -> list[range]:
-    """The layers of every stage: as ``parallel.layers_per_stage`` says, or such that the largest stage is smallest."""
+    """The layers of every stage: those of ``parallel.layers_per_stage``, or such that the largest stage is smallest."""
     counts = grid.layers_per_stage
     if counts is None:
         embedding = model.padded_vocab_size * model.hidden_size / model.parameters_per_layer
@@ -51,10 +54,10 @@ def stage_layers(model: ModelConfig, grid: ParallelConfig) -> list[range]:
 
 @lru_cache
 def balanced(layers: int, stages: int, first: float, last: float) -> tuple[int, ...]:
-    """Layers of each stage where the first stage has ``first`` and the last ``last`` layers' worth of work besides.
+    """Balance the layers over the stages, where the first has ``first`` layers' worth of extra work, the last ``last``.
 
-    A weight of the head is a multiplication for every token, as one of a layer is. One of the embedding is none, but it
-    and its optimizer states fill the first stage's memory, which also holds the most micro-batches.
+    A weight of the head costs one multiplication per token, like one of a layer. A weight of the embedding costs none,
+    but it and its optimizer states fill the memory of the first stage, which also holds the most micro-batches.
     """
     counts, work = [1] * stages, [1.0] * stages
     work[0] += first

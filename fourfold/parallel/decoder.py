@@ -50,8 +50,8 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig) -> DataP
 def tensor_rules(grid: Grid, run: RunConfig) -> Rules:
     """The layout of a decoder's modules over (x, y): the first pattern that matches a name decides."""
     overlap, model = run.overlap, run.model
-    split = attention_split(model, run.parallel, run.training)
-    method = context_method(model, run.parallel, run.training, run.data.mask_documents)
+    split = attention_split(run)
+    method = context_method(run)
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     inputs_and_head: Rules = {
         "layers.*.self_attn.qkv": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "qkv", overlap),

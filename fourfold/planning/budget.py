@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from fourfold.errors import UserError
 from fourfold.planning.machines.machine import Machine
 
 RESTART_SECONDS = 600.0
-"""From a failure to the next step: detection, a new job, loading (Llama 3, arXiv 2407.21783, reports > 90 % effective
-time with automatic restarts)."""
+"""Time from a failure to the next step: detection, a new job, loading (Llama 3, arXiv 2407.21783, reports > 90 %
+effective time with automatic restarts)."""
 CHECKPOINT_BANDWIDTH = 1e9
 """Bytes per second and GPU to storage, assumed where the machine file has no ``checkpoint_bandwidth``."""
 STATE_BYTES = 12
@@ -26,15 +26,12 @@ class Costs:
     gpu_hours: float
     kwh: float | None
     price: float | None
-    """In the currency of the machine file's ``price_per_gpu_hour``."""
+    """The cost, in the currency of the machine file's ``price_per_gpu_hour``."""
     checkpoint_seconds: float
     checkpoint_interval_seconds: float | None
     mtbf_hours: float | None
     goodput: float | None
     """Share of the time that is left after checkpoints, lost work and restarts."""
-
-    def record(self) -> dict[str, float | None]:
-        return asdict(self)
 
 
 def costs(tokens: float, tokens_per_second: float, gpus: int, parameters: float, machine: Machine) -> Costs:
@@ -68,5 +65,5 @@ def costs(tokens: float, tokens_per_second: float, gpus: int, parameters: float,
 
 
 def checkpoint_interval(writing: float, mtbf: float) -> float:
-    """Seconds between checkpoints that lose least time: √(2 · writing · MTBF) (Young 1974; Daly 2006, first order)."""
+    """Seconds between checkpoints that lose least time, √(2 · writing · MTBF) (Young 1974; Daly 2006, first order)."""
     return math.sqrt(2 * writing * mtbf)

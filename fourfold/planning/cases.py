@@ -51,7 +51,7 @@ def stack(cases: Sequence[SomeCases]) -> SomeCases:
 
 
 def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Index of each unique row of whole-number ``columns`` [n], and for every row the position of its equal there."""
+    """Index of each unique row of whole-number ``columns`` [n], and for every row the position of its unique row."""
     codes = np.zeros(np.shape(columns[0]), dtype=np.int64)
     for column in columns:
         if any(np.asarray(column).strides):  # a broadcast scalar distinguishes no rows

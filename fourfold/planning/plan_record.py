@@ -1,8 +1,8 @@
-"""Everything that `fourfold plan` answers to a request: ranked layouts, explanation, costs, strong scaling."""
+"""The whole answer of `fourfold plan` to a request: ranked layouts, explanation, costs, strong scaling."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fourfold.errors import UserError
@@ -19,14 +19,14 @@ from fourfold.planning.search.space import refusal
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """A plan, the request that it answers, and what else the options asked of it."""
+    """A plan, the request that it answers, and the extras that the options ask for."""
 
     request: Request
     plan: Plan
     own: Prediction | None
     """The prediction of the run file's own layout."""
     own_refused: str
-    """Why the run file's own layout is illegal; empty where it is not."""
+    """The reason why the run file's own layout is illegal; empty if it is legal."""
     explanation: dict[str, Any] | None
     costs: Costs | None
     extrapolation: list[str]
@@ -52,7 +52,7 @@ class PlanRecord:
             "own": None if self.own is None else self.own.record(),
             "own_refused": self.own_refused or None,
             "explanation": self.explanation,
-            "costs": None if self.costs is None else self.costs.record(),
+            "costs": None if self.costs is None else asdict(self.costs),
             "extrapolation": self.extrapolation,
         }
 

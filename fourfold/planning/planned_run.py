@@ -13,7 +13,7 @@ from fourfold.run_file.dump import to_toml
 from fourfold.run_file.load import make_run
 
 REPLACED = ("schedule", "stages_per_rank", "layers_per_stage", "cp_method")
-"""Keys of [parallel], besides the axes, that a plan replaces: those it decides, and those that follow from the axes."""
+"""Keys of [parallel] that a plan replaces besides the axes: its choices, and keys that depend on the axes."""
 
 
 def planned_run(request: Request, layout: Prediction) -> RunConfig:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.config.model import ModelConfig
+from fourfold.config.presets import with_preset
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
-from fourfold.planning.model_file import load_model
+from fourfold.huggingface.architectures.config_json import model_of, read_config
 from fourfold.planning.run_workload import workload_of, workload_of_model
 from fourfold.planning.search.space import AXES, MOST_GPUS
 from fourfold.planning.workload import Workload
@@ -20,7 +21,7 @@ STEP_TOKENS = 4 << 20
 LONGEST_DEFAULT = 8192
 """Tokens of a sequence without ``--seq``, where the model's own context is longer."""
 LARGEST = {"--gpus": MOST_GPUS, "--seq": 1 << 26, "--global-batch": (1 << 31) - 1}
-"""Beyond these the sizes of a layout do not fit the search's 32 bits."""
+"""With more, the sizes of a layout do not fit the search's 32 bits."""
 BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8": 8}
 
 
@@ -34,7 +35,7 @@ class Request:
     """The model and its step on a grid of one."""
     gpus: int
     own: Workload | None
-    """The run file's layout as it stands."""
+    """The run file's own layout."""
     run: RunConfig | None
     precision: str | None
 
@@ -66,7 +67,7 @@ def request_from_options(
         assert model is not None
         if gpus is None:
             raise UserError("--gpus is missing: how many GPUs to plan for")
-        sizes, name = load_model(model)
+        sizes, name = _load_model(model)
         seq = seq or min(sizes.max_position_embeddings, LONGEST_DEFAULT)
         base = workload_of_model(sizes).but(seq=seq, batch=batch or max(1, round(STEP_TOKENS / seq / gpus)) * gpus)
     changes: dict[str, int] = {}
@@ -80,3 +81,12 @@ def request_from_options(
             f"--seq {base.step.seq} is longer than the model's position table of {sizes.max_position_embeddings}"
         )
     return Request(name, sizes, base, gpus, own, run, precision)
+
+
+def _load_model(name: str) -> tuple[ModelConfig, str]:
+    """Load the sizes of a preset, a config.json, or a folder that has one; and a short name."""
+    path = Path(name)
+    if not path.is_dir() and path.suffix != ".json":
+        return ModelConfig.model_validate(with_preset({"preset": name})), name
+    folder = path if path.is_dir() else path.parent
+    return model_of(read_config(path), name), folder.resolve().name

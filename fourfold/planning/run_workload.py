@@ -47,7 +47,7 @@ def workload_of(run: RunConfig) -> Workload:
         x=grid.x, y=grid.y, z=grid.z, dp=grid.dp, cp=grid.cp, pp=grid.pp, zero=grid.zero,
         interleave=stages_per_rank(grid),
         schedule=SCHEDULES.index(grid.schedule) if grid.pp > 1 else 0,
-        cp_method=CP_METHODS.index(context_method(run.model, grid, training, run.data.mask_documents)),
+        cp_method=CP_METHODS.index(context_method(run)),
         micro_batch=training.micro_batch_size,
         recompute=RECOMPUTE.index(recompute.mode),
         recompute_every=recompute.every if recompute.mode != "none" else 1,

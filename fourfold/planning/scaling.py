@@ -25,7 +25,7 @@ class Point:
     efficiency: float | None
     """Tokens per second and GPU, relative to the first size that fits."""
     why_not: str
-    """Why nothing fits."""
+    """The reason if nothing fits; else empty."""
     published_pflops: float | None
 
     @property

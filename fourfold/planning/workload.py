@@ -1,4 +1,4 @@
-"""What is predicted: models, layouts, steps and programs, as arrays with one entry for each case."""
+"""Workloads to predict: models, layouts, steps and programs, as arrays with one entry for each case."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Self
 
 import numpy as np
 
-from fourfold.config.stages import FORWARDS_FIRST, SPLIT_BACKWARD, V_SHAPED
+from fourfold.config.stages import FORWARDS_FIRST, IN_ROUNDS, SPLIT_BACKWARD, V_SHAPED
 from fourfold.planning.cases import Cases, Number
 
 RECOMPUTE = ("none", "selective", "full")
@@ -41,16 +41,16 @@ class ModelShape(Cases):
     vocab: Number
     """Rows of the vocabulary, padding included."""
     tied: Number
-    """Whether embedding and head share one table."""
+    """Embedding and head share one table."""
     rope: Number = True
     rotary_share: Number = 1.0
     """Share of a head's channels that rotary embeddings rotate."""
     positions: Number = 0
     """Rows of a learned position table."""
     biases: Number = False
-    """Whether q, k and v have biases."""
+    """q, k and v have biases."""
     head_norms: Number = False
-    """Whether queries and keys are normalized per head."""
+    """Queries and keys are normalized per head."""
     layer_norm: Number = False
     """LayerNorm instead of RMSNorm."""
     zero_centered: Number = False
@@ -66,7 +66,7 @@ class ModelShape(Cases):
 
 @dataclass(frozen=True)
 class Layout(Cases):
-    """How a model and its batch are divided over the GPUs."""
+    """A division of a model and its batch over the GPUs."""
 
     x: Number = 1
     y: Number = 1
@@ -89,9 +89,9 @@ class Layout(Cases):
     recompute_every: Number = 1
     """Every n-th block recomputes."""
     offload: Number = False
-    """What full recompute keeps waits in the host's memory."""
+    """Full recompute keeps its block inputs in the host's memory."""
     ends: Number = 0.0
-    """Layers' worth of work that embedding and head each count for where layers are split into stages."""
+    """Layers' worth of work that embedding and head each count for in the split of layers into stages."""
     layers_per_stage: tuple[int, ...] | None = None
     """Explicit split of a single layout, from its run file."""
 
@@ -101,17 +101,22 @@ class Layout(Cases):
 
     @property
     def split_backward(self) -> Number:
-        """Whether weight gradients are computed apart from input gradients."""
+        """True where weight gradients are computed apart from input gradients."""
         return _is_one_of(self.schedule, SPLIT_BACKWARD) & (np.asarray(self.pp) > 1)
 
     @property
+    def in_rounds(self) -> Number:
+        """True where the schedule runs micro-batches in rounds of pp."""
+        return _is_one_of(self.schedule, IN_ROUNDS) & (np.asarray(self.pp) > 1)
+
+    @property
     def forwards_first(self) -> Number:
-        """Whether the schedule runs all forwards before the first backward."""
+        """True where the schedule runs all forwards before the first backward."""
         return _is_one_of(self.schedule, FORWARDS_FIRST)
 
     @property
     def v_shaped(self) -> Number:
-        """Whether the first and the last stage meet on the first rank."""
+        """True where the first and the last stage are both on the first rank."""
         return _is_one_of(self.schedule, V_SHAPED)
 
     @property
@@ -143,7 +148,7 @@ class Step(Cases):
 
 @dataclass(frozen=True)
 class Program(Cases):
-    """What training programs do differently; the defaults are fourfold's."""
+    """Differences between training programs; the defaults are fourfold's."""
 
     is_fourfold: Number = True
     """Pointwise operations are counted one by one; those of others are estimated (``cost.terms.pointwise``)."""
@@ -158,7 +163,7 @@ class Program(Cases):
     keeps_float8_inputs: Number = False
     """FP8 products keep their inputs in FP8 (Transformer Engine)."""
     chunk_logits: Number = 1 << 27
-    """Logits made at once."""
+    """Logits computed at once."""
     blocking: Number = False
     """The host waits for every kernel (CUDA_LAUNCH_BLOCKING)."""
 
@@ -195,24 +200,24 @@ class Program(Cases):
     recomputes_attention: Number = False
     """Selective recompute runs the attention core again."""
     recomputes_mlp: Number = True
-    """Selective recompute makes the MLP's activation again."""
+    """Selective recompute runs the MLP's activation again."""
     recomputes_gathers: Number = True
     """Selective recompute repeats the gathers over x and y."""
     recomputes_per_op: Number = False
-    """Selective recompute keeps the attention's output and every second product's (torchtitan)."""
+    """Selective recompute keeps the outputs of the attention and of every second product (torchtitan)."""
     recompute_stops_early: Number = True
-    """Full recompute leaves out a block's last product and its sum over x, which nothing reads."""
+    """Full recompute skips a block's last product and its sum over x, which nothing reads."""
     stage_keeps: Number = 0
     """Residuals that a pipeline stage keeps per micro-batch besides those of its blocks."""
     count_runtime: Number = True
-    """Memory includes what the driver and the communication library take."""
+    """Memory includes that of the driver and the communication library."""
 
 
 OTHER_PROGRAM = Program(
     is_fourfold=False, gate_first=False, recomputes_attention=True, recomputes_mlp=False, recomputes_gathers=False,
     recompute_stops_early=False,
 )  # fmt: skip
-"""What programs other than fourfold have in common."""
+"""The defaults of programs other than fourfold."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +249,7 @@ class Workload(Cases):
 
     @property
     def table_weights(self) -> Number:
-        """Entries of embedding and head on a rank that has them: of one table in a pipeline, or where they are tied."""
+        """Entries of embedding and head on a rank that has them: one table in a pipeline, or where they are tied."""
         both = np.equal(self.layout.pp, 1) & ~np.asarray(self.model.tied, bool)
         return self.model.vocab * self.model.hidden * np.where(both, 2, 1)
 
@@ -253,7 +258,7 @@ class Workload(Cases):
         return 1.0 * self.step.batch * self.step.seq
 
     def model_flops(self) -> Number:
-        """FLOPs of one step: six per token and matrix entry (head included), attention over half of the square."""
+        """FLOPs of one step: six per token and matrix entry, head included, and the causal half of the attention."""
         model = self.model
         attention = 6.0 * model.layers * self.step.seq * model.queries
         return self.tokens_per_step * (
@@ -261,7 +266,7 @@ class Workload(Cases):
         )
 
     def hardware_flops(self) -> Number:
-        """Model FLOPs and those of recompute."""
+        """Model FLOPs plus those of recompute."""
         model, recompute = self.model, self.layout.recompute
         attention = 2.0 * model.layers * self.step.seq * model.queries
         last = np.where(self.program.recompute_stops_early, model.hidden * model.inner, 0)
@@ -271,7 +276,7 @@ class Workload(Cases):
         return self.model_flops() + self.tokens_per_step * again * self.layout.recomputing
 
     def megatron_flops(self) -> Number:
-        """Hardware FLOPs with everything recomputed and the whole square of the attention (Narayanan et al. 2021,
+        """Hardware FLOPs with everything recomputed and without the causal mask (Narayanan et al. 2021,
         arXiv 2104.04473, equation 3), the convention of many published figures."""
         model = self.model
         attention = 16.0 * model.layers * self.step.seq * model.queries

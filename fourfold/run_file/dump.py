@@ -1,4 +1,4 @@
-"""Write a run back as TOML."""
+"""Writes a run as TOML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fourfold.config.run import RunConfig
 
 
 def to_toml(run: RunConfig) -> str:
-    """The resolved run as a run file: loading it again gives an equal run."""
+    """The text of a run file that loads to an equal run."""
     table = run.model_dump(mode="json", exclude_none=True)
     sections = {name: value for name, value in table.items() if isinstance(value, dict)}
     lines = [f"{name} = {_value(value)}" for name, value in table.items() if name not in sections]

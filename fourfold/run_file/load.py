@@ -1,4 +1,4 @@
-"""Read a run file, apply overrides, and turn every mistake into one sentence."""
+"""Reads a run file, applies overrides, and turns every mistake into one sentence."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ ELSEWHERE = {
 """Names that other frameworks have for the same keys."""
 
 CLOSE_SPELLING = 0.75
-"""Similarity from which a key is taken for a misspelled one: seq_lenght is 0.9 like seq_length, streaming 0.71 like
-train."""
+"""Similarity above which a key counts as a misspelling: of seq_lenght and seq_length it is 0.9, of streaming and train
+0.71."""
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that a TOML file and ``a.b=c`` overrides describe; raises ``UserError`` for whatever is wrong in it."""
+    """The run that a TOML file and ``a.b=c`` overrides describe; raises ``UserError`` for any mistake in them."""
     path = Path(path)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -95,7 +95,7 @@ def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequen
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
-    """Set one ``section.key=value``; the value is read as TOML, and as a string where it is none."""
+    """Set one ``section.key=value``; the value is read as TOML, and as a string if it is not valid TOML."""
     key, equals, text = override.partition("=")
     *sections, name = key.strip().split(".")
     if not equals or not name:
@@ -112,7 +112,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
 
 
 def _sentence(first: ErrorDetails, place: str, more: int) -> str:
-    """One sentence for the first mistake; how many more there are."""
+    """One sentence for the first mistake, with the number of the others."""
     if first["type"] == "extra_forbidden":
         text = f"unknown key '{place}'; {_nearest(first['loc'])}"
     elif first["type"] == "missing":
@@ -126,11 +126,11 @@ def _sentence(first: ErrorDetails, place: str, more: int) -> str:
 
 
 def _nearest(location: tuple[int | str, ...]) -> str:
-    """The key meant by an unknown one: its name here, the sections that have it, a close spelling, or all there are."""
+    """Suggest a key for an unknown one: its name here, the sections that have it, a close spelling, or all keys."""
     *sections, name = (str(part) for part in location if not isinstance(part, int))
     if name in ELSEWHERE:
         return f"here it is called {ELSEWHERE[name]}"
-    models = {other: _model_of(field.annotation) for other, field in RunConfig.model_fields.items()}
+    models = {other: section_of(field.annotation) for other, field in RunConfig.model_fields.items()}
     others = [
         f"'{other}.{name}'" for other, model in models.items() if model is not None and name in model.model_fields
     ]
@@ -146,12 +146,12 @@ def _nearest(location: tuple[int | str, ...]) -> str:
 def _section(names: Sequence[str]) -> type[BaseModel]:
     model: type[BaseModel] = RunConfig
     for name in names:
-        model = _model_of(model.model_fields[name].annotation) or model
+        model = section_of(model.model_fields[name].annotation) or model
     return model
 
 
-def _model_of(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: Any) -> type[BaseModel] | None:
     """The section behind an annotation such as ``Section``, ``Section | None`` or ``list[Section]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((model for arg in get_args(annotation) if (model := _model_of(arg))), None)
+    return next((model for arg in get_args(annotation) if (model := section_of(arg))), None)

@@ -1,4 +1,4 @@
-"""The run file's reference, made from the schema: python -m fourfold.run_file.reference > docs/run-file.md"""
+"""Writes the run file's reference from the schema: python -m fourfold.run_file.reference > docs/run-file.md"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from fourfold.config.model import UNSET, ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import RunConfig
-from fourfold.run_file.load import ELSEWHERE
+from fourfold.run_file.load import ELSEWHERE, section_of
 
 INTRODUCTION = """\
 # The run file
@@ -24,16 +24,16 @@ INTRODUCTION = """\
 
 A run file is TOML and describes a whole run. It is strict: an unknown key is an error that names the nearest right one,
 and numbers must be numbers. `--set section.key=value` on any command overrides a key, or adds it; the value is read as
-TOML, and as a string where it is none. The resolved file is kept as `run.toml` in the run's folder.
+TOML, and as a string if it is not valid TOML. The resolved file is kept as `run.toml` in the run's folder.
 
-A short one is [examples/laptop.toml](../examples/laptop.toml). Sizes must divide over the grid; what cannot be divided
-is refused with a sentence ([parallelism.md](parallelism.md#what-is-refused)).
+A short one is [examples/laptop.toml](../examples/laptop.toml). Sizes must divide over the grid; a run whose sizes do
+not is refused with a sentence ([parallelism.md](parallelism.md#what-is-refused)).
 
 The sections are [model](#model), [data](#data), [masks](#masks), [parallel](#parallel), [overlap](#overlap),
 [training](#training), [activation_checkpoint](#activation_checkpoint), [optimizer](#optimizer), [lora](#lora),
 [lr_scheduler](#lr_scheduler), [checkpoint](#checkpoint), [metrics](#metrics), [validation](#validation),
 [audit](#audit) and [sample](#sample). Only `[model]`,
-`[data]` and `[training]` have keys that must be given; a preset gives those of `[model]`. At the end are the
+`[data]` and `[training]` have required keys; a preset gives those of `[model]`. At the end are the
 [presets](#presets), and the [names that other frameworks use](#names-elsewhere).
 """
 
@@ -43,10 +43,10 @@ SIGNS = {Gt: (">", "gt"), Ge: ("≥", "ge"), Lt: ("<", "lt"), Le: ("≤", "le")}
 
 def reference() -> str:
     """The whole page as Markdown."""
-    top = {name: field for name, field in RunConfig.model_fields.items() if _section_of(field.annotation) is None}
+    top = {name: field for name, field in RunConfig.model_fields.items() if section_of(field.annotation) is None}
     parts = [INTRODUCTION, "## Top level\n", _table(top)]
     for name, field in RunConfig.model_fields.items():
-        section = _section_of(field.annotation)
+        section = section_of(field.annotation)
         if section is not None:
             parts += [f"## [{name}]\n", *_paragraph(section), _table(section.model_fields)]
             for title, inner in _inner_sections(name, section):
@@ -60,10 +60,10 @@ def _paragraph(section: type[BaseModel]) -> list[str]:
 
 
 def _inner_sections(name: str, section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Tables inside a section, each once, with the title that says where they stand."""
+    """Tables inside a section, each once, with a title that names their keys."""
     places: dict[type[BaseModel], list[str]] = {}
     for key, field in section.model_fields.items():
-        inner = _section_of(field.annotation)
+        inner = section_of(field.annotation)
         if inner is not None:
             places.setdefault(inner, []).append(f"{name}.{key}")
     for inner, keys in places.items():
@@ -95,7 +95,7 @@ def _type_name(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return _one_of([_type_name(arg) for arg in args])
     if origin is list:
-        return f"list of {_type_name(args[0])}" if _section_of(args[0]) is None else "list of tables"
+        return f"list of {_type_name(args[0])}" if section_of(args[0]) is None else "list of tables"
     if origin is tuple and args[-1] is Ellipsis:
         return f"list of {_type_name(args[0])}s"
     if origin is tuple:
@@ -119,13 +119,6 @@ def _default(field: FieldInfo) -> str:
 
 def _number(value: float) -> str:
     return f"2^{value.bit_length() - 1}" if isinstance(value, int) and value > 2**32 else f"{value:g}"
-
-
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """The table that an annotation such as ``Section``, ``Section | None`` or ``list[Section]`` stands for."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((section for arg in get_args(annotation) if (section := _section_of(arg))), None)
 
 
 def _presets() -> str:

@@ -21,7 +21,7 @@ def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
     tokens, first_new = list(prompt), len(prompt)
     generator = torch.Generator().manual_seed(run.training.seed)
     # Where y splits the sequences of a batch, each of its ranks needs one.
-    rows = run.parallel.y if attention_split(run.model, run.parallel, run.training) == "batch" else 1
+    rows = run.parallel.y if attention_split(run) == "batch" else 1
     for _ in range(config.max_new_tokens):
         recent = tokens[-window:]
         padded = torch.tensor(recent + [tokenizer.eod_id] * (window - len(recent)), device=job.device)

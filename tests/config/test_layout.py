@@ -103,8 +103,8 @@ MHA = {"preset": "llama-tiny", "num_key_value_heads": 8}
             {},
             {"cp": 2},
             {"seq_length": 34},
-            "two chunks of tokens for each rank: training.seq_length = 34 cannot be split over 2·cp = 4; "
-            "2·cp = 2 or 17 works, and so does training.seq_length = 32",
+            "training.seq_length = 34 must be a multiple of 2·cp = 4, as every rank of cp has two chunks of the "
+            "sequence; 32 works",
         ),
         (
             {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32},
@@ -172,4 +172,4 @@ def test_how_attention_is_shared_over_y() -> None:
         (16, {"micro_batch_size": 2, "seq_length": 32}, "sequence"),
     ):
         run = tiny_run(MHA, {"y": y}, training=training)
-        assert attention_split(run.model, run.parallel, run.training) == split
+        assert attention_split(run) == split

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exact_collectives import collective_lines
 
-from fourfold.planning.closed_form.collectives import collective_lines
 from fourfold.planning.cost.step import step_parts
 from fourfold.planning.machines.constants import prior_constants
 from fourfold.planning.machines.machine import load_machine

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from exact_collectives import collective_lines
+from exact_parameters import stored_bytes
 from tiny_runs import GEMMA, GPT, LLAMA, NEOX, QWEN, tiny_run
 
 from fourfold.config.run import RunConfig
-from fourfold.planning.closed_form.collectives import collective_lines
-from fourfold.planning.closed_form.parameters import stored_bytes
 from fourfold.planning.cost.activations import peak_bytes
 from fourfold.planning.cost.memory import in_flight
 from fourfold.planning.cost.stage_split import blocks_of_ranks

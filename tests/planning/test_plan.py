@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from exact_parameters import stored_bytes
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
 from fourfold.planning.calibration.published import figures, weak_scaling
-from fourfold.planning.closed_form.parameters import stored_bytes
 from fourfold.planning.cost.memory import (
     CACHED,
     CATEGORIES,

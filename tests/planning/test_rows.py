@@ -153,7 +153,7 @@ def test_a_row_that_cannot_be_predicted_has_a_reason(cells: dict[str, object], r
 def test_a_file_that_is_no_table_is_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(HEADER.encode() + b"\n\xe9\n")
-    with pytest.raises(UserError, match="is no CSV in UTF-8"):
+    with pytest.raises(UserError, match="is not a CSV file in UTF-8"):
         read_rows([path])
     path.write_text(HEADER.replace(",", ";"))
     with pytest.raises(UserError, match="must be separated by commas"):

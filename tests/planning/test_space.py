@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exact_collectives import collective_lines
+from exact_parameters import stages_of_rank, stored_bytes
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
-from fourfold.planning.closed_form.collectives import collective_lines
-from fourfold.planning.closed_form.parameters import stages_of_rank, stored_bytes
 from fourfold.planning.cost.stage_split import split_of
 from fourfold.planning.cost.step import step_seconds
 from fourfold.planning.machines.constants import prior_constants

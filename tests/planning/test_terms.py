@@ -13,12 +13,11 @@ from fourfold.config.run import ParallelConfig
 from fourfold.config.stages import SPLIT_BACKWARD
 from fourfold.planning.budget import checkpoint_interval, costs
 from fourfold.planning.cost.memory import in_flight
-from fourfold.planning.cost.step import step_parts
+from fourfold.planning.cost.step import OPTIMIZER_BYTES, step_parts
 from fourfold.planning.cost.terms.bubble import bubble_seconds
 from fourfold.planning.cost.terms.collective import gather_seconds, group_of, reduce_seconds
-from fourfold.planning.cost.terms.host import overlapped
+from fourfold.planning.cost.terms.host import OPTIMIZER_KERNELS, overlapped
 from fourfold.planning.cost.terms.matmul import matmul_seconds
-from fourfold.planning.cost.terms.optimizer_step import BYTES, optimizer_seconds
 from fourfold.planning.machines.constants import prior_constants
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.run_workload import workload_of_model
@@ -124,7 +123,11 @@ def test_host_and_device_overlap() -> None:
 
 
 def test_the_optimizer_reads_and_writes_every_state_once() -> None:
-    assert optimizer_seconds(1e9, 1e12) == pytest.approx(BYTES * 1e-3)
+    work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq=2048, batch=8)
+    entries = work.model.layers * work.model.block_weights + work.table_weights
+    moving = entries * OPTIMIZER_BYTES / (PRIOR.memory * A100.memory_bandwidth)
+    launching = OPTIMIZER_KERNELS * PRIOR.launch * A100.launch
+    assert float(step_parts(work, A100, PRIOR)["optimizer"]) == pytest.approx(moving + launching)
 
 
 def test_memory_moved_for_weights() -> None:

@@ -1,4 +1,4 @@
-"""The constants that a machine is predicted with, and the range of workloads they were fitted in."""
+"""The constants for predictions on a machine, and the range of workloads they were fitted to."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def constants_for(machine: Machine) -> Constants:
 
 
 def is_calibrated(machine: Machine) -> bool:
-    """Whether ``fourfold calibrate`` measured or fitted the machine's constants."""
+    """True where ``fourfold calibrate`` measured or fitted the machine's constants."""
     return bool(machine.efficiency)
 
 

@@ -19,7 +19,7 @@ from fourfold.planning.search.plan import predict
 from fourfold.run_file.load import load_run
 
 WARM_UP = 3
-"""First steps of a run that are left out: compilers and allocators warm up in them."""
+"""Steps left out at the start of a run, while compilers and allocators warm up."""
 RUN_SOURCE = "run"
 """The source of rows that are runs of fourfold."""
 
@@ -62,7 +62,7 @@ def row_of_run(path: Path, machine: Machine) -> Row:
     """A row of a run's median step, from its metrics.jsonl and the run.toml beside it."""
     run_file = path.with_name("run.toml")
     if not run_file.is_file():
-        raise UserError(f"{run_file} does not exist: metrics.jsonl must stand in the folder of its run")
+        raise UserError(f"{run_file} does not exist: metrics.jsonl must be in the folder of its run")
     try:
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:

@@ -18,11 +18,11 @@ from fourfold.planning.search.space import Limits
 from fourfold.planning.workload import Workload
 
 AXONN = Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),))
-"""What AxoNN's program supports: x, y, z, dp; full recompute."""
+"""Layouts that AxoNN supports: x, y, z, dp; full recompute."""
 NOT_OWN = {"is_fourfold": False, "gate_first": False}
 AXONN_BLOCKS = dict.fromkeys(("overlap_dp", "split_residual", "recompute_stops_early"), False) | NOT_OWN
-"""What it lacks: overlap of the sum over dp, a residual stream sharded over x, and recompute that stops at the last
-tensor that the backward reads."""
+"""AxoNN lacks overlap of the sum over dp, a residual stream sharded over x, and recompute that stops at the last tensor
+that the backward reads."""
 
 
 @dataclass(frozen=True)

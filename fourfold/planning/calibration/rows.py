@@ -1,9 +1,7 @@
 """Reads measured rows: CSV with one training configuration per line, its step time and memory.
 
-Columns: ``gpu_type, gpus_per_node, interconnect, n_gpus, layers, hidden, ffn_hidden, mlp_type, heads, kv_heads, vocab,
-seq_len, global_batch_seqs, micro_batch, tp, pp, vpp, cp, ep, zero_fsdp, act_ckpt, seq_parallel, precision,
-attention_impl, step_time_s, mem_gb_per_gpu, mem_kind, source_ref, notes`` (others are ignored). Empty cells are
-inferred from the rest of the row, or the row is skipped with a reason.
+docs/planner.md lists the columns; others are ignored. Empty cells are inferred from the rest of the row, or the row is
+skipped with a reason.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ class Row:
     memory_gb: float | None
     out_of_memory: bool
     ran: bool
-    """Whether it fitted, and names its recompute."""
+    """The run fitted, and the row names its recompute."""
     dense_half: bool
     """A complete configuration of a dense model in 16 bits."""
     sweep: tuple[str, ...]
@@ -66,7 +64,7 @@ class Row:
 
 
 class Skipped(ValueError):
-    """Why a row cannot be predicted."""
+    """A row that cannot be predicted, with the reason."""
 
 
 def read_rows(paths: Sequence[str | Path]) -> tuple[list[Row], dict[str, int]]:
@@ -94,7 +92,7 @@ def _records(path: Path) -> list[dict[str, str]]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} is no CSV in UTF-8: {error}") from None
+        raise UserError(f"{path} is not a CSV file in UTF-8: {error}") from None
 
 
 def row_of(record: Mapping[str, str]) -> Row:
@@ -167,7 +165,7 @@ def _required(cells: Mapping[str, str], name: str) -> float:
 
 
 def _number(cells: Mapping[str, str], name: str) -> float | None:
-    """A positive number; None where the cell is empty."""
+    """Read a positive number; None where the cell is empty."""
     if not cells.get(name):
         return None
     try:

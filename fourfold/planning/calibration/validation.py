@@ -20,7 +20,7 @@ class Validation:
     """Scores of a file's rows; without a file, published figures beside predictions."""
 
     constants: str
-    """Where the constants came from."""
+    """The source of the constants."""
     skipped: dict[str, int]
     scored: list[Scored]
     machine_only: list[Scored]

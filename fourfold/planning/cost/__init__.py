@@ -1,1 +1,1 @@
-"""What a layout costs: seconds of a step by what they are spent on, and bytes of the fullest rank."""
+"""The cost of a layout: seconds of a step, part by part, and bytes of the fullest rank."""

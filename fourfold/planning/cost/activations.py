@@ -1,4 +1,4 @@
-"""Bytes of activations on one rank: what each block keeps for its backward, and the most that is alive at once."""
+"""Bytes of activations on one rank: those that each block keeps for its backward, and the peak."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def pieces(work: Workload) -> Pieces:
 
 
 def attention_over_y(work: Workload) -> np.ndarray:
-    """What the ranks of y share of the attention, as ``config.layout.attention_split`` tells of one layout."""
+    """The dimension along which the y ranks share the attention, as ``config.layout.attention_split`` has it."""
     model, layout = work.model, work.layout
     heads = model.queries / model.head_dim
     return np.where(
@@ -55,8 +55,8 @@ def attention_over_y(work: Workload) -> np.ndarray:
 
 
 def kept_by_core(work: Workload) -> tuple[Number, Number]:
-    """Bytes that attention keeps between the products before and behind it, without its output: computed once, and
-    computed again."""
+    """Bytes that attention keeps between the products before and after it, without its output: if it is computed once,
+    and if it is recomputed."""
     model, layout, step = work.model, work.layout, work.step
     p, split = pieces(work), attention_over_y(work)
     ranks = layout.x * np.where(split == "heads", layout.y, 1)
@@ -70,7 +70,7 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     # Without a fused kernel the softmax's output, dropout's output and its mask are kept for every pair of tokens.
     pairs = layout.micro_batch * step.seq**2 / layout.cp * heads_here(work)
     scores = np.where(work.program.flash, 0, 5 * pairs)
-    # Some of the queries see other keys than a causal kernel would let them: which, is written out.
+    # Where queries are split, a causal kernel does not know which keys they see: the mask is a tensor.
     mask = np.where(split == "sequence", step.item_bytes * step.seq**2 / layout.y, 0)
     arriving = step.item_bytes * work.tokens * (model.queries + 2 * model.keys) / (layout.x * layout.y)
     return qkv + normed + log_sums(work) + scores + mask, arriving
@@ -88,7 +88,7 @@ def log_sums(work: Workload) -> Number:
 
 
 def kept_by_block(work: Workload, selective: bool) -> Number:
-    """Bytes that one block keeps of a micro-batch, with nothing computed again or with selective recompute.
+    """Bytes that one block keeps of a micro-batch, without recompute or with selective recompute.
 
     As autograd keeps them in ``parallel``: the inputs of both norms, tokens as gathered for q, k, v and for up, what
     the attention kernel reads and writes, and of the MLP gate, up, silu(gate) and their product (GELU: its input and
@@ -100,20 +100,20 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     made_again = mlp_made_again(work)
     in_8 = np.asarray(program.keeps_float8_inputs, bool)
     fused_away = np.where(np.asarray(program.fused_gate, bool) & (model.gate_up > model.inner), p.inner, 0)
-    # As much stands before the activation as behind it.
+    # The tensors before the activation are as large as those after it.
     mlp = 2 * made_again - fused_away - np.where(in_8, p.inner / 2, 0)
-    # Gathered inputs are kept as they are, or a share of them that is gathered again (Megatron-LM's way).
+    # Gathered inputs are kept, or only a share of them, which is gathered again (as in Megatron-LM).
     shares = np.asarray(program.regather, bool) | (np.asarray(program.recomputes_gathers, bool) & selective)
     tokens = np.where(shares, p.residual, p.gathered)
-    # The output's product keeps what it gathered over y, and the attention kernel its own share besides.
+    # The output projection keeps its input as gathered over y, and the attention kernel its own share besides.
     gathers = (layout.y > 1) & ~shares
     out = np.where(gathers, p.whole_queries, p.queries)
-    # So it does where heads are exchanged: the product reads what has come back.
+    # Likewise where heads are exchanged: the projection reads the tokens that have come back.
     exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
     core = core + np.where(gathers | exchanged, p.queries, 0)
-    # Side by side, attention and MLP have norms that read, and keep, the same.
+    # In parallel, attention and MLP have norms that read, and keep, the same tensor.
     read = np.where(model.parallel_residual, 1, 2) * p.residual
-    # The attention kernel keeps its output in 16 bits, whatever the product behind it reads.
+    # The attention kernel keeps its output in 16 bits, whatever the projection after it reads.
     inputs = np.where(in_8, tokens + p.queries / 2, 2 * tokens)
     stream = read + 2 * p.statistics + inputs + out
     if not selective:
@@ -131,13 +131,13 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
 
 
 def mlp_made_again(work: Workload) -> Number:
-    """Bytes behind the MLP's first products: silu(gate) and what it makes of up; GELU's output."""
+    """Bytes after the MLP's first products: silu(gate) and its product with up; GELU's output."""
     model = work.model
     return np.where(model.gate_up > model.inner, 2, 1) * pieces(work).inner
 
 
 def head_bytes(work: Workload) -> Number:
-    """The most that head and loss need besides: tokens, their gradient, the weight's gradient in fp32, some logits."""
+    """The peak of head and loss: tokens, their gradient, the weight's gradient in fp32, and a chunk of logits."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     p = pieces(work)
     columns = model.vocab / layout.x
@@ -167,26 +167,26 @@ def head_kept_bytes(work: Workload) -> Number:
 
 
 def backward_bytes(work: Workload) -> tuple[Number, Number]:
-    """The most that the backward of one block needs besides what the forward has kept, where weights are sharded over
-    data, and where they are not: there a gradient is in fp32 at once."""
+    """Peak bytes of the backward of one block, without those that the forward has kept: where weights are
+    sharded over data, and where they are not, so that gradients are in fp32 at once."""
     model, layout, step = work.model, work.layout, work.step
     p = pieces(work)
     weight = model.hidden * model.inner / (layout.x * layout.y)
     down = p.inner + p.gathered + step.item_bytes * weight
-    activation = mlp_made_again(work)  # of as much the gradients, before it
+    activation = mlp_made_again(work)  # and the gradients before it, which are as large
     sharded, replicated = (np.maximum(activation + size * weight, down) for size in (step.item_bytes, 4))
     return p.residual + sharded, p.residual + replicated
 
 
 def is_replicated(work: Workload) -> Number:
-    """Whether every rank has whole weights and gradients, as ``parallel.replicated`` keeps them."""
+    """True where every rank has whole weights and gradients, as in ``parallel.replicated``."""
     layout = work.layout
     return (layout.z == 1) & ((layout.zero == 0) | (layout.dp * layout.cp == 1))
 
 
 def kept_weights(work: Workload) -> tuple[Number, Number]:
-    """Weights between forward and backward under zero 1 and 2, as z-th parts (docs/parallelism.md): of one block, and
-    of the tables."""
+    """Bytes of the z shards of weights that zero 1 and 2 keep between forward and backward (docs/parallelism.md): of
+    one block, and of the tables."""
     model, layout = work.model, work.layout
     keeps = (layout.zero > 0) & (layout.zero < 3) & (layout.z > 1)
     entry = np.where(keeps, work.step.item_bytes / (layout.x * layout.y * layout.z), 0)
@@ -196,9 +196,12 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
 
 @dataclass(frozen=True)
 class BlockBytes(Cases):
-    """Bytes of one micro-batch: what a block keeps with nothing computed again, with selective recompute, and with
-    full; what its backward (``backward_bytes``), a recomputed MLP in it, and head and loss need besides, and what these
-    keep until their backward. They depend on x, y, cp, its context and the micro-batch alone."""
+    """Bytes of one micro-batch, which depend on x, y, cp, its method and the micro-batch alone.
+
+    whole, selective, full: kept by a block without recompute, with selective, and with full; backward,
+    backward_replicated: ``backward_bytes``; mlp_again: ``mlp_made_again``; head, head_kept: peak of head and loss, and
+    what they keep until their backward.
+    """
 
     whole: Number
     selective: Number
@@ -226,7 +229,7 @@ def block_bytes(work: Workload) -> BlockBytes:
 def peak_bytes(
     work: Workload, layers: Number, in_flight: Number, has_head: Number = True, block: BlockBytes | None = None
 ) -> Number:
-    """The most that is alive at once on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches."""
+    """Peak bytes on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     block = block_bytes(work) if block is None else block
     full = layout.recompute == 2
@@ -239,7 +242,7 @@ def peak_bytes(
         model.rope, 4 * step.seq * model.head_dim, 0
     )
     backward = np.where(is_replicated(work), block.backward_replicated, block.backward)
-    # The head's part of a tied weight's gradient waits for the embedding's.
+    # The head's part of a tied weight's gradient is held until the embedding's is there.
     tied = np.asarray(model.tied, bool) & (layout.pp == 1)
     waiting = np.where(tied, step.item_bytes * model.vocab * model.hidden / (layout.x * layout.y), 0)
     of_block, of_tables = kept_weights(work)
@@ -250,9 +253,9 @@ def peak_bytes(
         & ~np.asarray(program.recomputes_per_op, bool)
     )
     again = np.where(full, block.whole, np.where(mlp_again, block.mlp_again, 0))
-    # A block's own weights are whole in its backward, and counted as such.
+    # A block's own weights are whole in its backward, and counted as gathered weights.
     in_block = again + backward + waiting + weights - of_block
-    # Elsewhere the backward of a micro-batch's head follows its forward at once.
+    # In other schedules the backward of a micro-batch's head directly follows its forward.
     heads_wait = np.where(has_head & (layout.pp > 1) & layout.forwards_first, in_flight - 1, 0)
     kept = in_flight * kept + heads_wait * block.head_kept
     return kept + inputs + np.maximum(np.where(has_head, block.head, 0) + weights, in_block)

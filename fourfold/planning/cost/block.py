@@ -1,4 +1,4 @@
-"""Seconds of one block and of the head for one micro-batch: what they compute, and what they send over x, y and cp."""
+"""Seconds of one block and of the head for one micro-batch: computation, and communication over x and y."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.planning.cases import Cases, Number
+from fourfold.planning.cost.activations import heads_here
 from fourfold.planning.cost.terms import attention_core, host, pointwise
 from fourfold.planning.cost.terms.collective import Group, gather_seconds, group_of, reduce_seconds
 from fourfold.planning.cost.terms.matmul import matmul_seconds
@@ -19,11 +20,10 @@ from fourfold.planning.workload import Workload
 class BlockTime(Cases):
     """Seconds of one block (head: of the head), of one micro-batch. They depend on x, y, cp and the micro-batch alone.
 
-    compute, over_x, over_y: forward and backward; attention_forward, activation_forward, x_again, y_again: the parts
-    that selective recompute repeats; last_product, last_sum: those at the end, which full recompute need not;
-    hideable_x, hideable_y: collectives of the backward that can run while the weight gradient is computed, and the
-    computation there is for that; gate_sum, up_product: the sum of gate over y, and what it may run behind;
-    launches_forward, launches_backward: host seconds.
+    forward, backward: computation; attention_forward, activation_forward, x_again, y_again: the parts that selective
+    recompute repeats; last_product, last_sum: those at the end, which full recompute skips; hideable_x, hideable_y:
+    collectives of the backward that can run during ``weight_gradients``; gate_sum, up_product: the sum of gate over y,
+    and the product that can hide it; launch_forward, launch_backward: host seconds.
     """
 
     forward: Number
@@ -59,7 +59,7 @@ class Rates:
         rate = np.where(step.bits == 8, machine.achieved_fp8, machine.achieved)
         self.matmul = constants.matmul * np.where(step.bits == 32, machine.achieved_fp32, rate)
         self.head = constants.matmul * np.where(step.bits == 32, machine.achieved_fp32, machine.achieved)
-        # Of the peak, for a faster product of 16 bits must not slow one of 32.
+        # Relative to the peak: a faster achieved rate of 16 bits must not slow 32 bits.
         self.attention = constants.attention * np.where(
             step.bits == 32, machine.achieved_fp32 / machine.peak, 1.0
         ) * machine.attention  # fmt: skip
@@ -81,7 +81,6 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     x_forward, x_backward, hideable_x = _over_x(work, x_group)
     y_forward, y_backward, hideable_y = _over_y(work, y_group)
     collectives = 4 * (layout.x > 1) + 5 * (layout.y > 1)
-    none = np.zeros(())
     more = np.where(_softmax_is_plain(work), attention_core.PLAIN_KERNELS, 0.0)
     head, head_x, head_y, embedding = _head(work, rates, x_group, y_group)
     return BlockTime(
@@ -102,8 +101,8 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
         gate_sum=_gate_sum(work, y_group),
         up_product=_linear(work, rates, rates.matmul, model.hidden / layout.y, model.inner / layout.x)[0],
         weight_gradients=weight_gradients,
-        launch_forward=rates.launch * (host.block_launches(False, none, program.fused, collectives) + more),
-        launch_backward=rates.launch * (host.block_launches(True, none, program.fused, collectives) + more),
+        launch_forward=rates.launch * (host.block_launches(host.FORWARD_KERNELS, program.fused, collectives) + more),
+        launch_backward=rates.launch * (host.block_launches(host.BACKWARD_KERNELS, program.fused, collectives) + more),
         head=head,
         head_x=head_x,
         head_y=head_y,
@@ -126,7 +125,7 @@ def _products(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
 
 
 def _linear(work: Workload, rates: Rates, rate: Number, inner: Number, out: Number) -> tuple[Number, Number, Number]:
-    """Outputs, input gradient, weight gradient of one linear layer; rate: of the best layout of operands."""
+    """Seconds of outputs, input gradient and weight gradient of one linear layer; rate: for the best operand layout."""
     tokens, how = work.tokens, {"units": rates.units, "bandwidth": rates.bandwidth, "item": work.step.item_bytes}
     return (
         matmul_seconds(tokens, out, inner, rate=rates.nt * rate, **how),
@@ -156,9 +155,9 @@ def _attention(work: Workload, rates: Rates) -> tuple[Number, Number]:
 
 
 def _softmax_is_plain(work: Workload) -> Number:
-    model, layout = work.model, work.layout
-    heads = model.queries / model.head_dim / (layout.x * layout.y)
-    return attention_core.softmax_is_plain(work.program.flash, layout.micro_batch, heads)
+    """An unfused attention falls back to single operations."""
+    unfused = ~np.asarray(work.program.flash, bool)
+    return unfused & (work.layout.micro_batch * heads_here(work) % attention_core.FUSED_HEADS != 0)
 
 
 def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
@@ -168,7 +167,7 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
     residual = token * model.hidden / (layout.y * np.where(program.split_residual, layout.x, 1))
     heads = token * (model.queries + 2 * model.keys) / (layout.x * layout.y)
     inner = token * model.inner / layout.x
-    apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)  # of sums over x, which a product cannot add
+    apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)  # of sums over x, which a product cannot fuse
     biased = np.where(model.biases, heads + np.where(gated, 0, inner + apart), 0)
     both = token * (model.queries + model.keys) / (layout.x * layout.y)
     turned = np.where(model.rope, both * model.rotary_share, 0)
@@ -186,9 +185,11 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
 
 
 def _copied(work: Workload) -> tuple[Number, Number]:
-    """Bytes that fourfold reads and writes to lay out what collectives send or bring, forward and backward. Over x all
-    tokens, four times, where sequences are several: a rank's parts of them are no neighbors. Over y features, which
-    are put together for one collective besides."""
+    """Bytes that fourfold copies to lay out tensors before and after collectives, in the forward and the backward.
+
+    Over x all tokens, four times, if there are several sequences, since a rank's parts of them are not contiguous. Over
+    y features, which are also packed into one collective.
+    """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens
     over_x = np.where((layout.x > 1) & (layout.micro_batch > 1), 8 * token * model.hidden / layout.y, 0)
@@ -199,13 +200,13 @@ def _copied(work: Workload) -> tuple[Number, Number]:
 
 
 def _activation(work: Workload, rates: Rates) -> Number:
-    """Passes of the MLP: reads gate and up, writes what down_proj reads."""
+    """Seconds of the MLP's activation, which reads gate and up, and writes the input of down_proj."""
     model = work.model
     return work.step.item_bytes * work.tokens * (model.gate_up + model.inner) / work.layout.x / rates.bandwidth
 
 
 def _over_x(work: Workload, group: Group) -> tuple[Number, Number, Number]:
-    """Forward, backward, and what of the backward has a weight gradient to hide behind."""
+    """Forward, backward, and the part of the backward that can run during weight gradients."""
     residual = work.step.item_bytes * work.tokens * work.model.hidden / work.layout.y
     one = gather_seconds(residual, 1, group)
     again = np.where(work.program.regather, 2 * one, 0.0)
@@ -224,7 +225,7 @@ def _over_y(work: Workload, group: Group) -> tuple[Number, Number, Number]:
 
 
 def _gate_sum(work: Workload, group: Group) -> Number:
-    """The sum over y of what the activation reads besides up."""
+    """Seconds of the sum of gate over y."""
     model = work.model
     return np.where(
         model.gate_up > model.inner,
@@ -234,7 +235,7 @@ def _gate_sum(work: Workload, group: Group) -> Number:
 
 
 def _head(work: Workload, rates: Rates, x_group: Group, y_group: Group) -> tuple[Number, Number, Number, Number]:
-    """Head and loss, forward and backward: compute, over x, over y; and the embedding."""
+    """Seconds of head and loss, forward and backward: computation, over x, over y; and of the embedding."""
     model, layout, step = work.model, work.layout, work.step
     tokens, columns, hidden = work.tokens, model.vocab / layout.x, model.hidden / layout.y
     products = sum(_linear(work, rates, rates.head, hidden, columns))

@@ -1,4 +1,4 @@
-"""Seconds of communication over cp, z, dp and pp, less those that run behind computation."""
+"""Seconds of communication over cp, z, dp and pp that computation does not hide."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ def hidden(communication: Number, computation: Number, exposed: Number) -> Numbe
 
 
 def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
-    """Keys and values of all of the sequence, forward and backward, and their gradients home: gathered and scattered,
-    or round a ring, behind the attention of the block before (gradients in fp32). Or heads are exchanged for tokens and
-    back, before and after the attention, with nothing to hide behind."""
+    """Seconds of cp in one block: keys and values of the whole sequence, forward and backward, and their gradients.
+
+    They are gathered and scattered, or passed around a ring (gradients in fp32), hidden by the attention. Or heads are
+    exchanged for tokens and back, before and after the attention, with nothing to hide them.
+    """
     model, layout, step = work.model, work.layout, work.step
     group = group_of(layout.cp, layout.x * layout.y * layout.z, machine, constants)
     token = layout.micro_batch * step.seq / (layout.x * layout.y)
@@ -64,7 +66,7 @@ def weight_traffic_seconds(
 
 
 def share_of_z(work: Workload, machine: Machine, constants: Constants, gathers: int) -> Number:
-    """Share of ``weight_traffic_seconds`` that the same weights would take with one rank of dp and cp."""
+    """Share of ``weight_traffic_seconds`` that remains with one rank of dp and cp."""
     weights = work.model.block_weights if gathers == 2 else work.model.vocab * work.model.hidden
     all_ranks = weight_traffic_seconds(work, machine, constants, weights, gathers)
     alone = weight_traffic_seconds(work.but(dp=1, cp=1), machine, constants, weights, gathers)
@@ -77,16 +79,16 @@ def exposed_z(work: Workload, constants: Constants, sending: Number, computing: 
 
 
 def gathered_once_a_step(work: Workload) -> Number:
-    """Whether sharded weights are gathered once a step: distributed optimizers, and zero 1 and 2 where z is 1."""
+    """True where sharded weights are gathered once a step: distributed optimizers, and zero 1 and 2 where z is 1."""
     layout = work.layout
     return work.program.weights_kept | ((layout.zero > 0) & (layout.zero < 3) & (layout.z == 1))
 
 
 def exposed_gradient_sum(work: Workload, machine: Machine, constants: Constants, last_backward: Number) -> Number:
-    """Gradients over the ranks that hold copies, once a step; behind the last micro-batch's backward where overlapped.
+    """Seconds of summing gradients over the ranks that hold copies, once a step, less what the last backward hides.
 
-    With a distributed optimizer (zero 1 whose weights are kept) gradients are scattered and weights gathered, which
-    runs behind the next forward.
+    With a distributed optimizer (zero 1 whose weights are kept) gradients are scattered, and weights gathered during
+    the next forward.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
     weights = (model.layers / layout.pp * model.block_weights + work.table_weights) / (layout.x * layout.y)
@@ -105,8 +107,8 @@ def exposed_gradient_sum(work: Workload, machine: Machine, constants: Constants,
 
 
 def exposed_pp(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Activations and their gradients between stages, for each micro-batch and chunk, and once a step the gradients of
-    a table that the first and the last rank share."""
+    """Seconds of sending activations and their gradients between stages, for each micro-batch and chunk, and of
+    summing, once a step, the gradients of a table that the first and the last rank share."""
     model, layout, step = work.model, work.layout, work.step
     size = step.item_bytes * work.tokens * model.hidden / (layout.x * layout.y)
     one = transfer_seconds(size, layout.gpus, machine, constants)

@@ -1,4 +1,4 @@
-"""Bytes on the fullest rank of each pipeline stage, by what they are for, and how likely they do not fit."""
+"""Bytes on each rank of a pipeline, by category, and the probability that they do not fit."""
 
 from __future__ import annotations
 
@@ -7,33 +7,30 @@ import math
 import numpy as np
 
 from fourfold.planning.cases import Number
-from fourfold.planning.closed_form.pipeline_order import round_size
 from fourfold.planning.cost.activations import BlockBytes, block_bytes, peak_bytes
-from fourfold.planning.cost.stage_split import blocks_of_ranks, split_of
+from fourfold.planning.cost.stage_split import blocks_of, split_of
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import SCHEDULES, Workload
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", "logits", "reserve")
-"""weights: gathered for use, or 16-bit copies; logits: what head and loss need besides the activations; reserve: the
-runtime's own, communication buffers, and what the allocator holds but does not use."""
+"""weights: gathered for use, or 16-bit copies; logits: of head and loss, besides the activations; reserve: the runtime,
+communication buffers, and memory that the allocator holds unused."""
 
 UNUSABLE = 0.06
-"""Overhead, as a share of what a step allocates: PyTorch's caching allocator rounds blocks up and cannot join all that
-are free, and libraries have work spaces (Megatron-LM's own estimate adds 5 %)."""
+"""Overhead, as a share of what a step allocates: PyTorch's caching allocator rounds blocks up and fragments memory,
+and libraries have workspaces (Megatron-LM's own estimate adds 5 %)."""
 CACHED = 0.12
 """``UNUSABLE`` and the blocks that the allocator keeps while there is room and gives back before it runs out: fitted to
 the memory rows of the tenth that the other constants are fitted to, with a prior of ``UNUSABLE``."""
-CACHED_SPREAD = 0.05
-"""Standard deviation of that prior."""
 COMMUNICATOR = 0.5e9
 """Bytes of one group: NCCL's channels with 4 to 8 MB for each of a few protocols and peers, in both directions."""
 SPREAD = 0.07
 """Standard deviation of needed over predicted bytes, of the logarithm: an assumption for a program whose bytes are
-counted. Measured over predicted bytes of other programs deviate more (docs/planner_validation.md)."""
+counted. The ratios of measured to predicted bytes of other programs deviate more (docs/planner_validation.md)."""
 
 
 def in_flight(work: Workload, rank: Number) -> Number:
-    """Micro-batches whose activations rank 0, 1, … of pp holds at once, in units of its whole share of layers.
+    """Micro-batches whose activations rank 0, 1, … of pp holds at once, in units of all its layers.
 
     1F1B: one for each stage behind and its own; interleaved, with rounds of r micro-batches (p, where they divide),
     (v − 1)·r + 2(p − rank) − 1 chunks of 1/v of the layers (Narayanan et al. 2021, arXiv 2104.04473); zero-bubble
@@ -42,7 +39,8 @@ def in_flight(work: Workload, rank: Number) -> Number:
     """
     layout = work.layout
     behind, micro_batches = layout.pp - rank, work.micro_batches
-    earlier = (layout.interleave - 1) * round_size(layout.pp, micro_batches)
+    in_a_round = micro_batches // np.maximum(micro_batches // layout.pp, 1)
+    earlier = (layout.interleave - 1) * in_a_round
     chunks = earlier + np.where(layout.split_backward, layout.pp, 2 * behind - 1)
     held = np.where(layout.interleave > 1, np.maximum(chunks / layout.interleave, 1), behind)
     is_one = [np.equal(layout.schedule, SCHEDULES.index(name)) for name in ("ZBVZeroBubble", "DualPipeV")]
@@ -51,16 +49,9 @@ def in_flight(work: Workload, rank: Number) -> Number:
     return np.minimum(np.where(layout.pp > 1, held, 1), micro_batches)
 
 
-def stage_memory(
-    work: Workload, machine: Machine, rank: Number, layers: Number | None = None, block: BlockBytes | None = None
-) -> dict[str, Number]:
-    """Bytes by ``CATEGORIES`` on one device of a rank of pp, counted from 0, which has so many ``layers``."""
-    layout = work.layout
-    if layers is None:
-        ranks = blocks_of_ranks(int(work.model.layers), int(layout.pp), int(layout.interleave), bool(layout.v_shaped),
-                                float(layout.ends), layout.layers_per_stage)  # fmt: skip
-        layers = ranks[int(rank)]
-    block = block_bytes(work) if block is None else block
+def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Number]:
+    """Bytes by ``CATEGORIES`` on one device of a rank of pp, counted from 0."""
+    layers, block = blocks_of(work)[rank], block_bytes(work)
     *weights, both, reserve = _held(work, machine, rank, layers, block)
     activations = peak_bytes(work, layers, in_flight(work, rank), False, block)
     values = (*weights, activations, np.maximum(both - activations, 0), reserve)
@@ -82,7 +73,7 @@ def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block:
     shards = layout.z * np.where(sharded, copies, 1)
     item = step.item_bytes
 
-    # fourfold and FSDP store shards, mostly fp32, and gather 16-bit weights; the others store 16-bit weights whole.
+    # fourfold and FSDP store shards, mostly fp32, and gather 16-bit weights; others store whole 16-bit weights.
     parameters = np.where(
         program.half_weights,
         item * entries / np.where(layout.zero == 3, shards, layout.z),
@@ -103,7 +94,7 @@ def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block:
     resharded = (layout.z > 1) | (layout.zero == 3)
     gathered = item * (np.where(resharded, gathered_blocks * model.block_weights / (layout.x * layout.y), entries)
                        + np.where(resharded, tables / (layout.x * layout.y), 0))  # fmt: skip
-    # One block's whole gradients on their way to being summed.
+    # One block's whole gradients while they are summed.
     gathered = gathered + np.where(resharded, step.reduce_bytes * model.block_weights / (layout.x * layout.y), 0)
     weights = np.where((shards > 1) & ~np.asarray(program.half_weights, bool), gathered,
                        np.where(program.half_weights | (step.weight_bytes == item), 0, item * entries))  # fmt: skip
@@ -117,7 +108,7 @@ def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block:
 
 
 def runtime_bytes(work: Workload, machine: Machine) -> Number:
-    """Bytes that the driver and the communication library take on every device."""
+    """Bytes of the driver and the communication library on every device."""
     layout = work.layout
     groups = sum(np.where(size > 1, 1, 0) for size in (layout.x, layout.y, layout.z, layout.dp, layout.cp)) + 2 * (
         layout.pp > 1
@@ -131,9 +122,7 @@ def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = Non
     layout = work.layout
     block = block_bytes(work) if block is None else block
     if layout.layers_per_stage is not None:  # one layout, whose ranks may have any number
-        ranks = blocks_of_ranks(int(work.model.layers), int(layout.pp), int(layout.interleave), bool(layout.v_shaped),
-                                float(layout.ends), layout.layers_per_stage)  # fmt: skip
-        return _fullest(work, machine, block, *enumerate(ranks))
+        return _fullest(work, machine, block, *enumerate(blocks_of(work)))
     split = split_of(work)
     peak = _fullest(work, machine, block, (0, split.first), (layout.pp - 1, split.last))
     more = np.broadcast_to(split.most > split.first, np.shape(peak))
@@ -156,8 +145,8 @@ def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple
 
 
 def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Number:
-    """Probability that a step whose ``peak_memory`` is ``predicted`` does not fit: log-normal around what it needs,
-    which is less, as PyTorch frees its cached blocks before it gives up."""
+    """Probability that a step whose ``peak_memory`` is ``predicted`` does not fit: log-normal around its need,
+    which is less, as PyTorch frees cached blocks before it runs out of memory."""
     runtime = runtime_bytes(work, machine)
     allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + CACHED)
     needed = runtime + allocated * (1 + UNUSABLE)

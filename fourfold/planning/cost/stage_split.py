@@ -1,4 +1,4 @@
-"""How many blocks the ranks of a pipeline have: the split of ``config.stages``, for many layouts at once."""
+"""The number of blocks on each rank of a pipeline: the split of ``config.stages``, for many layouts at once."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ def split_of(work: Workload) -> Split:
     table = np.stack([case[first].astype(float) for case in cases], axis=1)
     found = np.array([_split(*row, None) for row in table.tolist()])
     return Split(*found.T[:, back])
+
+
+def blocks_of(work: Workload) -> tuple[int, ...]:
+    """Count the blocks of each rank of pp, all its stages together, for a single layout."""
+    layout = work.layout
+    return blocks_of_ranks(int(work.model.layers), int(layout.pp), int(layout.interleave), bool(layout.v_shaped),
+                           float(layout.ends), layout.layers_per_stage)  # fmt: skip
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""Seconds of a step, split into what they are spent on."""
+"""Seconds of a step, split into parts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,6 @@ from fourfold.planning.cost.exposed import (
 from fourfold.planning.cost.stage_split import split_of
 from fourfold.planning.cost.terms.bubble import bubble_seconds
 from fourfold.planning.cost.terms.host import OPTIMIZER_KERNELS, overlapped
-from fourfold.planning.cost.terms.offload import offload_seconds
-from fourfold.planning.cost.terms.optimizer_step import optimizer_seconds
-from fourfold.planning.cost.terms.weight_traffic import added_bytes, copied_bytes
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
@@ -32,8 +29,13 @@ from fourfold.planning.workload import Workload
 PARTS = (
     "compute", "recompute", "x", "y", "z", "cp", "dp", "pp", "bubble", "logits", "launch", "optimizer", "other",
 )  # fmt: skip
-"""What a step is spent on; x, y, z, cp and dp: exposed communication. Traffic of sharded weights over z · dp · cp ranks
-is charged to z as far as z alone would take so long, and to dp beyond."""
+"""Parts of a step; x, y, z, cp and dp: exposed communication. Traffic of sharded weights over z · dp · cp ranks counts
+as z's up to the time that it would take over z alone, and the rest as dp's."""
+
+
+OPTIMIZER_BYTES = 34.0
+"""Bytes that AdamW moves per parameter: the fp32 weight and two moments read and written (24), the gradient read for
+the norm and for the update (8), the 16-bit copy written (2)."""
 
 
 class _Layer(NamedTuple):
@@ -70,12 +72,12 @@ class _Ends(NamedTuple):
 def step_parts(
     work: Workload, machine: Machine, constants: Constants, block: BlockTime | None = None
 ) -> dict[str, Number]:
-    """Seconds of each of ``PARTS``; their sum is the step. ``block``: when it is known already."""
+    """Seconds of each of ``PARTS``, whose sum is the step; ``block``: that of the work, if it is known already."""
     layout = work.layout
     block = block_time(work, machine, constants) if block is None else block
     layer, ends = _layer(work, machine, constants, block), _ends(work, machine, constants, block)
     several = layout.pp > 1
-    # A rank's layers, and its share of head and embedding, are those of an average stage: the rest is waiting.
+    # A rank has the layers, and the share of head and embedding, of an average stage; the rest is waiting.
     layers, tables = work.micro_batches * _mean_layers(work), work.micro_batches / layout.pp
     z_layers, z_tables = layers * layer.z, tables * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
     z = z_layers * share_of_z(work, machine, constants, 2) + z_tables * share_of_z(work, machine, constants, 1)
@@ -107,30 +109,29 @@ def step_seconds(work: Workload, machine: Machine, constants: Constants, block: 
 
 def micro_batch_seconds(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
     """Seconds that the layers of an average rank take for one micro-batch, forward and backward, with all exposed
-    communication but what happens once a step (the gradient sum over dp) or between stages."""
+    communication, except once a step (the gradient sum over dp) and between stages."""
     parts = step_parts(work, machine, constants, block)
     repeated = sum(parts[name] for name in ("compute", "recompute", "x", "y", "z", "cp", "dp", "launch"))
     return (repeated - _gradient_sum(work, machine, constants, block)) / work.micro_batches
 
 
 def slowest_of(nodes: Number) -> Number:
-    """By how many standard deviations the slowest of some nodes is slower than their mean, for large numbers of them:
-    √(2 ln n), the growth of the largest of n normal variables (Cramér 1946, section 28.6)."""
+    """Standard deviations by which the slowest of many nodes is slower than their mean: √(2 ln n),
+    the growth of the largest of n normal variables (Cramér 1946, section 28.6)."""
     return np.sqrt(2 * np.log(np.maximum(nodes, 1)))
 
 
 def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> _Layer:
     """Seconds of one block for one micro-batch, by part."""
-    layout, weights = work.layout, work.model.block_weights
+    weights = work.model.block_weights
     x, y = _exposed_x_and_y(work, constants, block)
-    full = layout.recompute == 2
     layer = _Layer(
         compute=block.forward + block.backward + weights * _seconds_for_a_weight(work, machine, constants),
         recompute=_recompute(work, block),
         x=x,
         y=y,
         cp=exposed_cp(work, machine, constants, block),
-        offload=np.where(full & layout.offload, offload_seconds(work, machine), 0.0),
+        offload=_offload(work, machine),
         launch=0.0,
         z=0.0,
     )
@@ -140,13 +141,22 @@ def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockT
     return layer._replace(launch=launch, z=exposed_z(work, constants, sending, layer.device + launch))
 
 
+def _offload(work: Workload, machine: Machine) -> Number:
+    """Seconds in which a block's input goes to the host's memory and comes back, with nothing beside it
+    (parallel.recompute)."""
+    layout = work.layout
+    residual = work.step.item_bytes * work.tokens * work.model.hidden / (layout.x * layout.y)
+    seconds = 2 * residual * layout.recomputing / np.maximum(machine.host, 1.0)  # refused where it is unknown
+    return np.where((layout.recompute == 2) & layout.offload, seconds, 0.0)
+
+
 def _forwards_again(work: Workload) -> Number:
     """Share of a block's forward that full recompute repeats, on average over all blocks."""
     return np.where(work.layout.recompute == 2, work.layout.recomputing, 0.0)
 
 
 def _recompute(work: Workload, block: BlockTime) -> Number:
-    """Seconds that one block computes again in the backward."""
+    """Seconds of recomputation in the backward of one block."""
     layout, program = work.layout, work.program
     selected = np.where(program.recomputes_attention, block.attention_forward, 0.0)
     selected = selected + np.where(program.recomputes_mlp, block.activation_forward, 0.0)
@@ -164,7 +174,7 @@ def _exposed_x_and_y(work: Workload, constants: Constants, block: BlockTime) -> 
     x_whole = block.x_forward - np.where(program.recompute_stops_early, block.last_sum, 0.0)
     x = block.x_forward + again * x_whole + gathers * block.x_again + block.x_backward
     y = block.y_forward * (1 + again) + gathers * block.y_again + block.y_backward
-    # Weight gradients that are computed apart are not there to hide anything.
+    # Weight gradients that are computed apart come too late to hide anything.
     overlap = np.asarray(program.overlap_x, bool) & ~layout.split_backward
     hideable_x, hideable_y = block.hideable_x + gathers * block.x_again, block.hideable_y + gathers * block.y_again
     hidden_x = np.where(overlap, hidden(hideable_x, block.weight_gradients / 2, exposed), 0.0)
@@ -183,7 +193,7 @@ def _ends(work: Workload, machine: Machine, constants: Constants, block: BlockTi
     sending = weight_traffic_seconds(work, machine, constants, weights, 1)
     z_head = exposed_z(work, constants, sending, block.head)
     shared = np.asarray(work.model.tied, bool) & (work.layout.pp == 1)
-    z_embedding = np.where(shared, 0.0, sending)  # nothing runs beside it
+    z_embedding = np.where(shared, 0.0, sending)  # nothing hides it
     head = block.head + table + block.head_x + block.head_y + z_head
     return _Ends(head, block.embedding + table + z_embedding, table, z_head, z_embedding)
 
@@ -206,7 +216,7 @@ def _bubble(work: Workload, block: BlockTime, layer: _Layer, ends: _Ends) -> Num
 
 
 def _slowest_rank(work: Workload, layer: _Layer, ends: _Ends) -> Number:
-    """Seconds of one micro-batch on the slowest rank: the fullest, the last with the head, or the first."""
+    """Seconds of one micro-batch on the slowest rank: that with most blocks, the last with the head, or the first."""
     split, v_shaped = split_of(work), work.layout.v_shaped
     at_the_end = np.where(v_shaped, 0.0, ends.head + np.where(work.layout.pp > 1, 0.0, ends.embedding))
     at_the_start = np.where(v_shaped, ends.head, 0.0)
@@ -226,30 +236,26 @@ def _optimizer(work: Workload, machine: Machine, constants: Constants) -> Number
     layout = work.layout
     held = work.model.layers * work.model.block_weights / layout.pp + work.table_weights
     stepped = held / (layout.x * layout.y * layout.z * np.where(layout.zero > 0, layout.dp * layout.cp, 1))
-    seconds = optimizer_seconds(stepped, constants.memory * machine.memory_bandwidth)
-    return seconds + OPTIMIZER_KERNELS * constants.launch * machine.launch
+    moving = stepped * OPTIMIZER_BYTES / (constants.memory * machine.memory_bandwidth)
+    return moving + OPTIMIZER_KERNELS * constants.launch * machine.launch
 
 
 def _seconds_for_a_weight(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Seconds of memory traffic in one micro-batch for each entry of the whole weights."""
-    bandwidth = constants.memory * machine.memory_bandwidth
-    return _moved_for_a_weight(work) / (work.layout.x * work.layout.y) / bandwidth
+    """Seconds of memory traffic on a rank in one micro-batch, on average, for each entry of the whole weights.
 
-
-def _moved_for_a_weight(work: Workload) -> Number:
-    """Bytes that a rank's memory moves in one micro-batch, on average, for each entry of its whole weights.
-
-    Of gradients that a rank keeps whole the first is cast, or copied for the sum over ranks, and the others are added.
+    A rank that keeps whole gradients casts the first one, or copies it for the sum over ranks, and adds the others.
     """
     step, program = work.step, work.program
     item, reduced = step.item_bytes, step.reduce_bytes
     replicated, every = is_replicated(work), work.micro_batches
-    kept = replicated | (work.layout.zero == 1)
-    # Gradients in 16 bits that stay are cast for every micro-batch, and added to those in 32.
-    cast_and_added = copied_bytes(item, 4) + added_bytes(4, 4)
-    first = np.where(replicated & (item == reduced), 0, copied_bytes(item, reduced))
-    added = np.where(program.fuses_accumulation, 0, (first + (every - 1) * added_bytes(item, reduced)) / every)
-    added = np.where(program.gradient_bytes > 0, cast_and_added, added)
-    summed = np.where(kept, added, copied_bytes(item, reduced))
+    copied = item + reduced  # read in the step's type, written in that of the sum
+    added = item + 2 * reduced  # besides, the sum is read and written
+    first = np.where(replicated & (item == reduced), 0, copied)
+    accumulated = np.where(program.fuses_accumulation, 0, (first + (every - 1) * added) / every)
+    # 16-bit gradients that are kept are cast for every micro-batch, and added to those in 32 bits.
+    cast_and_added = (item + 4) + 3 * 4
+    accumulated = np.where(program.gradient_bytes > 0, cast_and_added, accumulated)
+    summed = np.where(replicated | (work.layout.zero == 1), accumulated, copied)
     gathers = np.where(gathered_once_a_step(work) | replicated, 0, 2)
-    return summed + gathers * copied_bytes(item, item)
+    moved = summed + gathers * 2 * item
+    return moved / (work.layout.x * work.layout.y) / (constants.memory * machine.memory_bandwidth)

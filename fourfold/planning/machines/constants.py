@@ -1,7 +1,7 @@
-"""The few constants that no data sheet gives: how much of a machine's rates a program reaches.
+"""The few constants that no data sheet gives: the share of a machine's rates that a program reaches.
 
-Each has a prior from published measurements; ``calibration`` moves them towards measured rows. They are multiplied into
-the machine's rates, so one set serves machines that nobody has measured.
+Each has a prior from published measurements; ``calibration`` moves them towards measured rows. They are factors on the
+machine's rates, so one set serves machines that nobody has measured.
 """
 
 from __future__ import annotations

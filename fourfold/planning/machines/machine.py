@@ -1,6 +1,6 @@
-"""A machine as the planner sees it: what one device computes and holds, and what carries data between devices.
+"""A machine as the planner sees it: the rates and memory of one device, and the links between devices.
 
-Machines are TOML files (``fourfold/planning/machines``); every constant there stands beside its source.
+Machines are TOML files (``fourfold/planning/machines``), in which every constant names its source.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Machine(Cases):
     mtbf_gpu_hours: float | None = None
     checkpoint_bandwidth: float | None = None
     efficiency: tuple[tuple[str, float], ...] = ()
-    """Constants that ``fourfold calibrate`` has fitted: constants of ``constants.Constants`` by name."""
+    """Factors on the priors of ``constants.Constants``, by name, that ``fourfold calibrate`` has fitted."""
     calibrated_range: tuple[tuple[str, tuple[float, float]], ...] = ()
-    """Smallest and largest value of each feature among the calibration's rows; outside is extrapolation."""
+    """Smallest and largest value of each feature among the calibrated rows; outside is extrapolation."""
 
 
 SECTIONS = {
@@ -94,7 +94,7 @@ def load_machine(name: str) -> Machine:
         except OSError as error:
             raise UserError(f"{name} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
-            raise UserError(f"{name} is no text in UTF-8: {error}") from None
+            raise UserError(f"{name} is not text in UTF-8: {error}") from None
         return parse_machine(text, where=name)
     if name not in machine_names():
         near = " or ".join(f"'{similar}'" for similar in similar_machines(name))
@@ -140,7 +140,7 @@ def parse_machine(text: str, where: str) -> Machine:
 
 
 def check_positive(value: Any, what: str) -> None:
-    """Raises ``UserError`` for what a file has instead of a number above 0, or one that no machine has."""
+    """Raise ``UserError`` unless a value from a file is a plausible number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise UserError(f"{what} = {str(value)[:40]} must be a number above 0")
     if not LEAST <= value <= MOST:
@@ -174,7 +174,7 @@ def _extent(table: dict[str, Any], where: str) -> tuple[tuple[str, tuple[float, 
 
 
 def stack_machines(machines: Sequence[Machine]) -> Machine:
-    """Many machines as one whose constants are arrays, an entry for each."""
+    """Stack many machines into one whose constants are arrays, with an entry for each."""
     names = [field.name for field in fields(Machine) if field.type == "Number"]
     numbers: dict[str, Number] = {name: np.array([getattr(machine, name) for machine in machines]) for name in names}
     return Machine(name="several", **numbers)

@@ -1,4 +1,4 @@
-"""Writes machine files: from a microbenchmark, or another machine with fitted constants."""
+"""Writes machine files: from a microbenchmark, or from another machine with fitted constants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fourfold.planning.machines.machine import SECTIONS, Machine
 
 
 def machine_toml(machine: Machine, title: str, base: Machine) -> str:
-    """A machine as a file that ``load_machine`` reads; beside every constant stands whether it is ``base``'s."""
+    """The text of a file that ``load_machine`` reads; comments tell measured constants from those of ``base``."""
     lines = [f"# {title}", f"name = {json.dumps(machine.name)}"]
     for section, keys in SECTIONS.items():
         given = {key: getattr(machine, key) for key in keys if getattr(machine, key)}
@@ -42,7 +42,7 @@ def _constant(key: str, value: float, base: Machine) -> str:
 
 
 def with_constants(machine: Machine, name: str, logs: np.ndarray, extent: Mapping[str, tuple[float, float]]) -> Machine:
-    """The machine with fitted constants, and the range in which they were fitted."""
+    """A copy of the machine with fitted constants and the range of their fit."""
     return replace(
         machine,
         name=name,
@@ -52,7 +52,7 @@ def with_constants(machine: Machine, name: str, logs: np.ndarray, extent: Mappin
 
 
 def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> Machine:
-    """A machine from a microbenchmark's record; what it could not measure stays as in ``base``.
+    """A machine from a microbenchmark's record; anything it could not measure is as in ``base``.
 
     The rates are what programs reach, so the constants that scale data sheets to practice are taken out of them:
     prior × factor = 1 (links: what one collective reached).

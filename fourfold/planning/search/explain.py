@@ -1,4 +1,4 @@
-"""Why a layout wins: against what, by how much, and what would have to change."""
+"""Explains why a layout wins: over which others, by how much, and what would change that."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ KNOBS = {
     "the matmul rate": ("achieved", "TFLOP/s", 1e12),
     "the latency of a hop between nodes": ("inter_hop", "µs", 1e-6),
 }
-"""Constants whose break-even is looked for: the machine's field, the unit, and its size."""
+"""Constants whose break-even is searched for: the machine's field, the unit, and its size."""
 RATES = {8: "achieved_fp8", 32: "achieved_fp32"}
-"""Fields of the matmul rate where products are not of 16 bits."""
+"""Fields of the matmul rate for precisions other than 16 bits."""
 CANDIDATES = 400
-"""Fastest layouts that are evaluated again under changed constants."""
+"""Fastest layouts, which are evaluated again under changed constants."""
 FACTORS = np.geomspace(1, 8, 31)
 HALVINGS = 6
-"""Bisections of the interval between two factors: the break-even to a thousandth."""
+"""Bisections between two factors, for a break-even to a thousandth."""
 NEAR = 0.05
-"""Neighbors within this of the best belong to its basin."""
+"""Neighbors at most this much slower than the best belong to its basin."""
 
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Where another layout overtakes the best: the constant's value there, above or below the machine's own."""
+    """The value of a constant at which another layout overtakes the best."""
 
     what: str
     now: float
@@ -51,7 +51,7 @@ class BreakEven:
 
 @dataclass(frozen=True)
 class Neighbor:
-    """One step away: what changes, and how much slower it is (None: refused, for the reason)."""
+    """A layout one step away: the change, and how much slower it is (None: refused, for the reason)."""
 
     change: str
     slower: float | None
@@ -59,7 +59,7 @@ class Neighbor:
 
 
 def runner_up(plan: Plan) -> Prediction | None:
-    """The fastest layout whose grid is another."""
+    """The fastest layout on another grid."""
     best = plan.best.work
     work, order = plan.found.work, plan.found.order
     other = np.zeros(len(order), dtype=bool)
@@ -70,13 +70,13 @@ def runner_up(plan: Plan) -> Prediction | None:
 
 
 def waterfall(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
-    """Seconds of each part, one column for each prediction; parts that are nothing everywhere are left out."""
+    """Seconds of each part, one column for each prediction; parts that are zero everywhere are left out."""
     rows = {part: [p.parts[part] for p in predictions] for part in PARTS}
     return {part: row for part, row in rows.items() if max(row) > 0}
 
 
 def break_evens(plan: Plan) -> list[BreakEven]:
-    """For each of ``KNOBS`` and direction, where the best grid stops being the best of the candidates."""
+    """Find, for each of ``KNOBS`` and direction, the value at which the best grid stops being the best candidate."""
     order = plan.found.order[:CANDIDATES]
     if len(order) < 2:
         return []
@@ -84,7 +84,7 @@ def break_evens(plan: Plan) -> list[BreakEven]:
     grids = np.stack([np.asarray(getattr(work.layout, axis)) for axis in AXES], axis=1)
 
     def overtaker(field: str, factor: float) -> int | None:
-        """The first of the candidates where a constant is so many times its own, if its grid is another."""
+        """The best candidate when a constant is multiplied by ``factor``, if it is on another grid."""
         best = int(np.argmin(evaluate(work, changed_machine(plan.machine, field, factor), plan.constants)[1]))
         return best if (grids[best] != grids[0]).any() else None
 
@@ -113,7 +113,7 @@ def changed_machine(machine: Machine, field: str, factor: float) -> Machine:
 
 
 def neighbors(plan: Plan) -> list[Neighbor]:
-    """The best layout with one factor of two moved between axes, or one other knob one step away."""
+    """Compare the best layout with those that move a factor of two between axes, or change one other choice a step."""
     found, best = plan.found, plan.best
     columns = {name: np.asarray(getattr(found.work.layout, name))
                for name in (*AXES, "micro_batch", "interleave", "schedule", "cp_method", "zero", "recompute",
@@ -164,7 +164,7 @@ def neighbors(plan: Plan) -> list[Neighbor]:
 
 
 def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
-    """The schedules before and after in ``space.PIPELINES``."""
+    """Changes to the schedules before and after this one in ``space.PIPELINES``."""
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in PIPELINES]
     now = (here["schedule"], here["interleave"])
     if here["pp"] == 1 or now not in pipelines:
@@ -178,7 +178,7 @@ def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
 
 
 def basin(table: Sequence[Neighbor]) -> str:
-    """Sharp peak or broad basin, in one sentence."""
+    """Tell in one sentence whether the best layout is a sharp peak or in a broad basin."""
     known = [n.slower for n in table if n.slower is not None]
     near = sum(slower <= NEAR for slower in known)
     if not known:
@@ -188,7 +188,7 @@ def basin(table: Sequence[Neighbor]) -> str:
 
 
 def next_doubling(plan: Plan, limits: Limits | None) -> dict[str, Any] | None:
-    """The same batch on twice the GPUs, replanned: speed-up and efficiency."""
+    """Replan the same batch on twice the GPUs: speed-up and efficiency."""
     base = plan.best.work.but(x=1, y=1, z=1, dp=1, cp=1, pp=1)
     try:
         more = make_plan(base, plan.machine, plan.constants, 2 * plan.gpus, 1, limits).best
@@ -200,7 +200,7 @@ def next_doubling(plan: Plan, limits: Limits | None) -> dict[str, Any] | None:
 
 
 def explain(plan: Plan, own: Prediction | None = None, limits: Limits | None = None) -> dict[str, Any]:
-    """All of it as JSON values."""
+    """The whole explanation as JSON values."""
     second = runner_up(plan)
     shown = {"best": plan.best} | ({"runner_up": second} if second else {}) | ({"yours": own} if own else {})
     table = neighbors(plan)

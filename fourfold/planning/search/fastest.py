@@ -1,4 +1,4 @@
-"""Finds the fastest layouts that fit: all legal points are evaluated, none is sampled."""
+"""Finds the fastest layouts that fit: all legal layouts are evaluated, with no sampling."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class Found:
     seconds_taken: float
 
     def point(self, index: int | np.ndarray) -> Workload:
-        """One layout, with plain numbers: those of the search are as narrow as its sizes need."""
+        """One layout, with plain numbers in place of the narrow ones of the search."""
         point = self.work.take(np.array(index))
         numbers = {name: value.item() for name, value in vars(point.layout).items() if isinstance(value, np.integer)}
         return point.but(**numbers)
 
     def rejected(self) -> dict[str, int]:
-        """How many points each reason has refused."""
+        """Count the points that each reason has refused."""
         counts = np.bincount(self.reason, minlength=len(REASONS))
         return {REASONS[i]: int(n) for i, n in enumerate(counts) if n and i}
 
 
 def search(base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits | None = None) -> Found:
-    """Every layout of ``base`` on ``gpus`` devices; raises ``UserError`` where nothing is legal or fits."""
+    """Evaluate every layout of ``base`` on ``gpus`` devices; raises ``UserError`` where the limits leave none."""
     begin = time.perf_counter()
     limits = limits or Limits()
     work = all_layouts(base, gpus, limits)
@@ -79,8 +79,8 @@ def search(base: Workload, machine: Machine, constants: Constants, gpus: int, li
 
 
 def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of the fullest rank and seconds of a step of every point; what a block takes is computed once for all
-    points that share it."""
+    """Bytes of the fullest rank and seconds of a step, for every point; a block is computed once for all points that
+    share it."""
     first, back = unique_rows([getattr(work.layout, name) for name in BLOCK_KEY])
     blocks = work.take(first)
     memory = peak_memory(work, machine, block_bytes(blocks).take(back))

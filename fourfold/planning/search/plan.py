@@ -1,4 +1,4 @@
-"""The plan of a model on a machine: the best layouts, and everything that is said about one."""
+"""The plan of a model on a machine: the best layouts, each with its prediction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from fourfold.errors import UserError
 from fourfold.planning.cost.block import block_time
-from fourfold.planning.cost.memory import CATEGORIES, p_out_of_memory, peak_memory, stage_memory
+from fourfold.planning.cost.memory import p_out_of_memory, peak_memory, stage_memory
 from fourfold.planning.cost.step import micro_batch_seconds, step_parts
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
@@ -39,7 +39,7 @@ class Prediction:
 
     @property
     def stage_numbers(self) -> list[int]:
-        """Which stages ``stages`` speaks of."""
+        """The numbers of the pipeline stages in ``stages``."""
         return _stages_shown(int(self.work.layout.pp))
 
     @property
@@ -52,7 +52,7 @@ class Prediction:
         return float(self.work.step.batch * self.work.step.seq / self.seconds)
 
     def utilization(self, flops: float) -> float:
-        """``flops`` of a step over what the GPUs could at their bf16 peak, in whichever precision it runs."""
+        """``flops`` of a step relative to the GPUs' bf16 peak, in whichever precision it runs."""
         return float(flops / (self.seconds * self.gpus * self.machine.peak))
 
     def describe(self) -> str:
@@ -60,7 +60,7 @@ class Prediction:
         return describe_layout(self.work)
 
     def record(self) -> dict[str, Any]:
-        """As JSON values: what scripts rely on, then the parts and stages."""
+        """JSON values."""
         work, layout = self.work, self.work.layout
         schedule, interleave = SCHEDULES[int(layout.schedule)], int(layout.interleave)
         cp_method = CP_METHODS[int(layout.cp_method)]
@@ -124,7 +124,7 @@ def describe_layout(work: Workload) -> str:
 
 
 def of_blocks(every: int) -> str:
-    """Which blocks recompute, where not all do."""
+    """The blocks that recompute, as a suffix; empty where all do."""
     return {1: "", 2: " of every second block"}.get(every, f" of every {every}th block")
 
 
@@ -133,7 +133,7 @@ def predict(work: Workload, machine: Machine, constants: Constants) -> Predictio
     block = block_time(work, machine, constants)
     parts = {name: float(value) for name, value in step_parts(work, machine, constants, block).items()}
     stages = [
-        {name: float(stage_memory(work, machine, stage)[name]) for name in CATEGORIES}
+        {name: float(size) for name, size in stage_memory(work, machine, stage).items()}
         for stage in _stages_shown(int(work.layout.pp))
     ]
     memory = float(peak_memory(work, machine))
@@ -149,14 +149,14 @@ def predict(work: Workload, machine: Machine, constants: Constants) -> Predictio
 
 
 def _stages_shown(pp: int) -> list[int]:
-    """All stages of a short pipeline; of a long one eight that are spread evenly, first and last among them."""
+    """All stages of a short pipeline, or eight of a long one: evenly spaced, with the first and the last."""
     return list(range(pp)) if pp <= 8 else sorted({round(i * (pp - 1) / 7) for i in range(8)})
 
 
 def make_plan(
     base: Workload, machine: Machine, constants: Constants, gpus: int, top: int = 10, limits: Limits | None = None
 ) -> Plan:
-    """The ``top`` fastest layouts that fit; raises ``UserError`` that says what would, where none does."""
+    """Find the ``top`` fastest layouts that fit; where none does, raises ``UserError`` that says what would."""
     found = search(base, machine, constants, gpus, limits)
     if not len(found.order):
         raise UserError(_nothing_fits(base, machine, constants, gpus, limits, found))
@@ -167,7 +167,7 @@ def make_plan(
 def _nothing_fits(
     base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits | None, found: Found
 ) -> str:
-    """Name what is missing, and the smallest change that helps."""
+    """Explain what is missing, and the smallest change that helps."""
     legal = np.flatnonzero(np.isfinite(found.seconds))
     if not len(legal):
         reason = max(found.rejected().items(), key=lambda item: item[1])[0]
@@ -195,5 +195,5 @@ def _nothing_fits(
 def _something_fits(base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits) -> bool:
     try:
         return len(search(base, machine, constants, gpus, limits).order) > 0
-    except UserError:  # the limits leave nothing
+    except UserError:  # the limits leave no layout
         return False

@@ -13,21 +13,16 @@ BACKWARD = 2.5
 """Matrix products of a fused kernel's backward for two of its forward: five, scores computed again."""
 
 UNFUSED_FORWARD, UNFUSED_BACKWARD = 11.0, 13.0
-"""Bytes moved for each score in 16 bits by scaled masked softmax and dropout as kernels of their own: scores written
+"""Bytes moved for each score in 16 bits by separate kernels for scaled masked softmax and dropout: scores written
 and read (4), probabilities (2 + 2), dropout's output and mask (2 + 1); backward as much and the scores' gradient."""
 
 PLAIN_FORWARD, PLAIN_BACKWARD = 33.0, 30.0
-"""The same where Megatron-LM's fused softmax refuses, and scaling, masking, conversion to 32 bits, softmax, and back
-are operations of their own: 4 + 4 + 6 + 8 + 6 bytes, dropout 5; backward as much without the mask."""
+"""The same where Megatron-LM's fused softmax does not apply, so that scaling, masking, conversion to 32 bits, softmax
+and conversion back are separate operations: 4 + 4 + 6 + 8 + 6 bytes, dropout 5; backward as much without the mask."""
 FUSED_HEADS = 4
-"""Its kernel (FusedScaleMaskSoftmax.is_kernel_available) takes sequences × heads of a rank in multiples of this."""
+"""The fused kernel (FusedScaleMaskSoftmax.is_kernel_available) needs sequences × heads in multiples of this."""
 PLAIN_KERNELS = 6.0
-"""Operations that it saves in each direction."""
-
-
-def softmax_is_plain(flash: Number, sequences: Number, heads: Number) -> Number:
-    """Whether an unfused attention falls back to single operations, for ``heads`` on the rank."""
-    return ~np.asarray(flash, bool) & (sequences * heads % FUSED_HEADS != 0)
+"""Operations that the fused kernel saves in each direction."""
 
 
 def flash_seconds(flops: Number, seq: Number, head_dim: Number, *, rate: Number) -> Number:

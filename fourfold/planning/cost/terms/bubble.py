@@ -23,10 +23,10 @@ def bubble_seconds(
     micro-batch in all of the rank's layers, and of its gradients of inputs and of weights.
 
     1F1B and GPipe (p − 1)(F + I + W); interleaved 1/v of it (Narayanan et al. 2021, arXiv 2104.04473, section 2.2),
-    and (v − 1)/v of a micro-batch's time for each micro-batch that is missing to p. Zero-bubble schedules put weight
+    plus (v − 1)/v of a micro-batch's time for each micro-batch fewer than p. Zero-bubble schedules put weight
     gradients into the gaps (Qi et al. 2024, arXiv 2401.10241, table 2), as far as there are any; of DualPipeV this is
-    the most. As torch's lists run (tests/planning/test_terms.py) where F, I and W take alike; elsewhere the steps of
-    zero-bubble schedules are within a few percent.
+    an upper bound. Equal to torch's lists (tests/planning/test_terms.py) where F, I and W take equally long; otherwise
+    steps of zero-bubble schedules are within a few percent.
     """
     missing = np.maximum(pp - micro_batches, 0)
     whole = forward + inputs + weights
@@ -48,8 +48,8 @@ def _zero_bubble(
     pp: Number, interleave: Number, micro_batches: Number, missing: Number, forward: Number, inputs: Number,
     weights: Number,
 ) -> Number:  # fmt: skip
-    """F + I − W between two ranks, and with missing micro-batches what their forwards and gradients would fill; at
-    least the way of the first micro-batch through all chunks and back, behind which the others follow."""
+    """Bubble of the interleaved zero-bubble schedule: F + I − W between two ranks, plus the work of micro-batches that
+    are missing to p; at least the way of the first micro-batch through all chunks and back, which the others follow."""
     gap = np.maximum(np.maximum(forward + inputs - weights, inputs), forward)
     filled = ((pp - 1) * gap + missing * ((interleave - 1) * forward + np.minimum(inputs, weights))) / interleave
     way = pp * (forward + inputs) + ((micro_batches - 1) * (forward + inputs) + weights) / interleave
@@ -57,8 +57,9 @@ def _zero_bubble(
 
 
 def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number, weights: Number) -> Number:
-    """With 2·pp micro-batches or more p − 1 times what the longest of the three, or their difference, leaves of half a
-    share of the layers; with fewer, what they leave of the first one's way down the V and up again."""
+    """Bubble of the V-shaped zero-bubble schedule. From 2·pp micro-batches on it is p − 1 gaps, each set by the longest
+    of F, I and W or by their differences, over half of a rank's layers; with fewer, the part of the first micro-batch's
+    way down the V and up again that the others do not fill."""
     longest = np.maximum(np.maximum(forward, inputs), weights)
     steady = (pp - 1) * np.maximum(np.maximum(longest, 2 * (inputs - weights)), 2 * forward - weights)
     first = 2 * (pp - 1) * (forward + inputs)
@@ -68,8 +69,8 @@ def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number
 
 
 def transfer_seconds(size: Number, gpus: Number, machine: Machine, constants: Constants) -> Number:
-    """Seconds of sending ``size`` bytes to the next stage: through the network, unless the whole job stands in one node
-    or domain, for the slowest hop sets the pace."""
+    """Seconds of sending ``size`` bytes to the next stage: through the network, as the slowest hop sets the pace,
+    unless the whole job is in one node or domain."""
     inside = gpus <= np.maximum(machine.domain, machine.gpus_per_node)
     outside = constants.inter * machine.node / machine.gpus_per_node
     latency = machine.base + np.where(inside, machine.intra_hop, machine.inter_hop)

@@ -12,7 +12,7 @@ from fourfold.planning.machines.machine import Machine
 
 
 class Group(NamedTuple):
-    """Ranks that communicate, as the links see them: how many, how many in one node, the rate, the steps' latency."""
+    """Ranks that communicate: their number, and that in one node; their bandwidth, and the latency of ring and tree."""
 
     size: Number
     inside: Number

@@ -1,4 +1,4 @@
-"""Bytes of what is limited by memory: norms, residuals, activations, rotary embeddings, copies.
+"""Bytes moved by operations that memory limits: norms, residuals, activations, rotary embeddings, copies.
 
 A pass is a read or a write of all of a tensor.
 """
@@ -9,7 +9,7 @@ import numpy as np
 
 from fourfold.planning.cases import Number
 
-# Others' programs, in the forward, counted in the operations of a block.
+# Other programs, in the forward, counted from the operations of a block.
 RESIDUAL_PASSES = 12.0
 """Two norms (read, write), two residual sums (read twice, write), and the two outputs copied once."""
 FUSED_RESIDUAL_PASSES = 8.0
@@ -17,7 +17,7 @@ FUSED_RESIDUAL_PASSES = 8.0
 HEAD_PASSES = 4.0
 """Passes over queries, keys and values: rotate or add biases, and lay out for the attention."""
 PLAIN_TURNS = 8.0
-"""Passes over queries and keys, more where rotary embeddings are single operations: x·cos + (−x₂, x₁)·sin as products,
+"""More passes over queries and keys where rotary embeddings are single operations: x·cos + (−x₂, x₁)·sin as products,
 negation, concatenation and sum (Megatron-DeepSpeed and Hugging Face in bf16)."""
 GELU_PASSES, GATED_PASSES = 4.0, 5.0
 """Passes over the inner width: bias and activation as two operations; gate, up, their product and the sigmoid."""
@@ -25,20 +25,20 @@ FUSED_INNER_PASSES = 2.5
 BACKWARD = 1.5
 """A norm's backward reads the gradient and the input and writes one tensor, a sum's only passes on: 3 for 2."""
 
-# fourfold's own operations on 16 bits, forward and backward. tests/planning/test_traffic.py counts them, but for what
-# only a GPU or a compiler does: kernels of norms, and what is fused.
+# fourfold's own operations on 16 bits, forward and backward. tests/planning/test_traffic.py counts them, except for
+# fused operations and the kernels of norms, which only a GPU or a compiler has.
 OWN_SUMS = 6.0, 6.0
-"""Two residual sums, and of the gradients that meet at both: read twice, write."""
+"""Two residual sums, and the sums of gradients that meet there: read twice, write."""
 OWN_NORMS = 4.0, 10.0
-"""Two of one kernel each: it reads and writes; for the gradients of inputs and of weights both ends are read."""
+"""Two norms of one kernel each: it reads and writes; its gradients of inputs and of weights each read both ends."""
 OWN_CHAINS = 10.0, 48.0
-"""Two RMSNorms as chains of operations (``parallel.norm``): channels that lie over y are summed between them."""
+"""Two RMSNorms as chains of operations (``parallel.norm``), with sums over y between them."""
 OWN_LAYER_CHAINS = 30.0, 76.0
-"""The same of two LayerNorms, whose statistics are finer and two."""
+"""The same for two LayerNorms, which have two statistics, in higher precision."""
 OWN_HEAD_NORMS = 13.0, 20.0
 """Passes over queries and keys: to 32 bits, a kernel, and back, times the weight."""
 OWN_TURNS = 11.5, 11.5
-"""Passes over what rotary embeddings turn, by single operations with sums in 32 bits (``models.rope``)."""
+"""Passes over the channels that rotary embeddings rotate: single operations with sums in 32 bits (``models.rope``)."""
 OWN_FUSED_TURNS = 2.0, 2.0
 """One kernel, with the head norms."""
 OWN_GATE, OWN_FUSED_GATE = (5.0, 9.0), (3.0, 5.0)
@@ -46,7 +46,7 @@ OWN_GATE, OWN_FUSED_GATE = (5.0, 9.0), (3.0, 5.0)
 OWN_GELU = 2.0, 3.0
 """Passes over the inner width."""
 OWN_BIASES = 2.0, 1.0
-"""Passes over what a bias is added to; its gradient is a sum."""
+"""Passes over the outputs that a bias is added to; its gradient is a sum."""
 
 
 def others_bytes(
@@ -65,9 +65,9 @@ def own_bytes(
     residual: Number, turned: Number, normed: Number, biased: Number, inner: Number, *,
     gated: Number, fused: Number, core_fused: Number, chains: Number, layer_norm: Number,
 ) -> tuple[Number, Number]:  # fmt: skip
-    """The same of fourfold's own block. turned, normed, biased: bytes of what rotary embeddings turn, head norms read
-    and biases are added to; core_fused: what lies between the attention's products; chains: whether norms are no
-    kernels."""
+    """The same for fourfold's own block. turned, normed, biased: bytes that rotary embeddings rotate, that head norms
+    read, and that biases are added to; core_fused: operations between the attention's products are fused; chains: norms
+    are chains of operations."""
 
     def passes(direction: int) -> Number:
         chain = np.where(layer_norm, OWN_LAYER_CHAINS[direction], OWN_CHAINS[direction])

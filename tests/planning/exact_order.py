@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from fourfold.config.stages import FORWARDS_FIRST
-from fourfold.planning.cases import Number
-
-
-def round_size(stages: Number, micro_batches: Number) -> Number:
-    """Micro-batches that an interleaved schedule runs through a chunk before it turns to the next one."""
-    return micro_batches // np.maximum(micro_batches // stages, 1)
 
 
 def stage_order(stage: int, stages: int, micro_batches: int, interleave: int) -> list[tuple[int, int, bool]]:
     """(chunk, micro-batch, backward) in the order in which a rank runs them, as torch's lists have it."""
-    total, at_once = micro_batches * interleave, int(round_size(stages, micro_batches))
+    # Micro-batches that an interleaved schedule runs through a chunk before it turns to the next one.
+    total, at_once = micro_batches * interleave, micro_batches // max(micro_batches // stages, 1)
     assert interleave == 1 or micro_batches % at_once == 0
     if interleave == 1:
         ahead = min(stages - stage - 1, total)

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from exact_order import directions
+from exact_parameters import Stage, stages_of_rank, tiles_of, weight_shards
+
 from fourfold.config.layout import CHUNK_LOGITS, attention_split, context_method
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import rank_of_stage, splits_backward, stages_per_rank
-from fourfold.planning.closed_form.parameters import Stage, stages_of_rank, tiles_of, weight_shards
-from fourfold.planning.closed_form.pipeline_order import directions
 
 FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
 """Axes that have one group, and one name, together (parallel.grid)."""
@@ -69,7 +70,7 @@ class _Sizes:
         self.residual = self.item * self.tokens * model.hidden_size // grid.y
         # Bytes of the statistics of a norm for each token, forward and backward (parallel.norm).
         self.sums, self.sums_back = (4, 4) if model.norm == "rmsnorm" else (16, 8)
-        self.split = attention_split(model, grid, training)
+        self.split = attention_split(run)
         mode, modules = run.activation_checkpoint.mode, run.activation_checkpoint.modules
         self.block_again = mode == "full"
         self.norms_again = mode == "full" or (mode == "selective" and "norms" in modules)
@@ -131,7 +132,7 @@ def _context_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     ranks = grid.x * grid.y if sizes.split == "heads" else grid.x
     tokens = sizes.tokens // grid.y if sizes.split == "batch" else sizes.tokens
     queries = sizes.queries // ranks
-    method = context_method(model, grid, run.training, masks_documents=run.data.mask_documents)
+    method = context_method(run)
     if method == "ulysses":
         parts = sizes.item * tokens * (queries + 2 * sizes.keys // ranks)
         for purpose, size in (("heads for tokens", parts), ("tokens for heads", sizes.item * tokens * queries)):

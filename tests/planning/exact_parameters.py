@@ -88,7 +88,7 @@ def _block(run: RunConfig) -> tuple[Part, ...]:
     x, y = grid.x, grid.y
     hidden, inner = model.hidden_size // y, model.intermediate_size // x
     queries, keys = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
-    split = attention_split(model, grid, run.training)
+    split = attention_split(run)
     bias_over = () if split == "heads" else ("y",)
     bias_ranks = x * y if split == "heads" else x
     block = [*_norm(run), *_norm(run)]

@@ -1,0 +1,317 @@
+"""Which layouts are legal: one table of rules, for the run file and for the planner's search.
+
+Conditions are arithmetic on ``Sizes``: those of one layout are ints, those of many are NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Self
+
+from fourfold.config.model import round_to_multiple
+from fourfold.config.run import RunConfig
+from fourfold.config.stages import IN_ROUNDS, SPLIT_BACKWARD, balanced, stages_per_rank
+
+FLOAT8_MULTIPLE = 16
+"""Every size of a float8 matrix product is a multiple of this (torch._scaled_mm)."""
+
+Number = Any
+"""An int or a bool, or a NumPy array of them with one entry for each layout."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Everything that decides whether a layout is legal."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    positions: int
+    """Rows of a learned position table; 0: none."""
+    seq: int
+    batch: int
+    float8: bool
+    x: Number
+    y: Number
+    z: Number
+    dp: Number
+    cp: Number
+    pp: Number
+    zero: Number
+    micro_batch: Number
+    stages: Number
+    in_rounds: Number
+    """A pipeline with one of the schedules ``IN_ROUNDS``."""
+    split_backward: Number
+    """A pipeline with one of the schedules ``SPLIT_BACKWARD``."""
+    dual_pipe_v: Number
+    ulysses: Number
+    layers_per_stage: tuple[int, ...] | None = None
+    vocab_multiple: int = 1
+
+    @classmethod
+    def of(cls, run: RunConfig) -> Self:
+        model, grid, training = run.model, run.parallel, run.training
+        return cls(
+            layers=model.num_hidden_layers,
+            hidden=model.hidden_size,
+            heads=model.num_attention_heads,
+            kv_heads=model.num_key_value_heads,
+            head_dim=model.head_dim,
+            inner=model.intermediate_size,
+            vocab=model.padded_vocab_size,
+            positions=model.max_position_embeddings if model.position_embedding == "learned" else 0,
+            seq=training.seq_length,
+            batch=training.global_batch_size,
+            float8=training.float8 != "none",
+            **{axis: getattr(grid, axis) for axis in ("x", "y", "z", "dp", "cp", "pp", "zero")},
+            micro_batch=training.micro_batch_size,
+            stages=grid.pp * stages_per_rank(grid),
+            in_rounds=grid.pp > 1 and grid.schedule in IN_ROUNDS,
+            split_backward=grid.pp > 1 and grid.schedule in SPLIT_BACKWARD,
+            dual_pipe_v=grid.pp > 1 and grid.schedule == "DualPipeV",
+            ulysses=grid.cp_method == "ulysses",
+            layers_per_stage=grid.layers_per_stage if grid.pp > 1 else None,
+            vocab_multiple=model.pad_vocab_size_to_multiple_of,
+        )
+
+    @property
+    def keys(self) -> int:
+        """Features of all key heads."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def tokens(self) -> Number:
+        """Tokens of a micro-batch on all ranks of cp."""
+        return self.micro_batch * self.seq
+
+    @cached_property
+    def at_once(self) -> Number:
+        """Sequences that all ranks together run at once."""
+        return self.micro_batch * self.dp * self.z
+
+    @cached_property
+    def micro_batches(self) -> Number:
+        """Micro-batches that each rank runs in a step."""
+        return self.batch // self.at_once
+
+    @property
+    def rounds(self) -> Number:
+        """Rounds, of at least pp micro-batches each, in which schedules ``IN_ROUNDS`` run them; at least one."""
+        whole = self.micro_batches // self.pp
+        return whole + (whole == 0)
+
+    @cached_property
+    def whole_heads(self) -> Number:
+        """The heads divide over x and y."""
+        return self.heads % (self.x * self.y) == 0
+
+    @property
+    def whole_keys(self) -> Number:
+        """Features of keys and values that x and y divide together: all if the heads do, else none."""
+        return self.keys * self.whole_heads
+
+    @cached_property
+    def head_ranks(self) -> Number:
+        """Ranks that share the heads where cp exchanges heads for tokens."""
+        return self.cp * self.x * (1 + self.whole_heads * (self.y - 1))
+
+    @property
+    def uneven_heads(self) -> Number:
+        """Those ranks cannot all have equally many whole heads of queries and of keys."""
+        return (self.heads % self.head_ranks != 0) | (self.kv_heads % self.head_ranks != 0)
+
+    @property
+    def float8_sizes(self) -> dict[str, Number]:
+        """Sizes of a rank's matrix products."""
+        return {
+            "model.hidden_size / y": self.hidden // self.y,
+            "query features / x": self.heads * self.head_dim // self.x,
+            "key and value features / x": self.keys // self.x,
+            "model.intermediate_size / x": self.inner // self.x,
+            "tokens of a micro-batch / cp": self.tokens // self.cp,
+        }
+
+    @property
+    def uneven_float8(self) -> Number:
+        """A float8 product has a size that its kernel does not take."""
+        return self.float8 and sum(size % FLOAT8_MULTIPLE for size in self.float8_sizes.values()) != 0
+
+
+class Rule(NamedTuple):
+    """Something that makes a layout illegal."""
+
+    reason: str
+    """The reason for refusing many layouts, without numbers."""
+    broken: Callable[[Sizes], Number]
+    sentence: Callable[[RunConfig, Sizes], str]
+    """The refusal of one run: the keys with their values, and the nearest values that work."""
+
+
+@dataclass(frozen=True)
+class Divides:
+    """The rule that axes, together, divide a number; it has the attributes of a ``Rule``."""
+
+    axes: tuple[str, ...]
+    what: str
+    number: str
+    """Name in ``Sizes``."""
+    layer: str
+    key: str
+    """Name in the run file."""
+    unit: str = ""
+    """Name in ``Sizes`` of what the number is a multiple of in any case."""
+
+    @property
+    def reason(self) -> str:
+        return f"{' · '.join(self.axes)} does not divide {self.what}"
+
+    def broken(self, sizes: Sizes) -> Number:
+        return getattr(sizes, self.number) % self._ranks(sizes) != 0
+
+    def sentence(self, run: RunConfig, sizes: Sizes) -> str:
+        number, ranks = getattr(sizes, self.number), self._ranks(sizes)
+        unit = getattr(sizes, self.unit) if self.unit else 1
+        below = next(n for n in range(min(ranks, number), 0, -1) if number % n == 0)
+        above = next((n for n in range(ranks, min(number, 10 * ranks) + 1) if number % n == 0), below)
+        axes = "·".join(axis for axis in self.axes if getattr(sizes, axis) > 1)
+        nearest = " or ".join(str(n) for n in sorted({below, above}))
+        return (
+            f"{self.layer}: {self.key} = {number} cannot be split over {axes} = {ranks}; {axes} = {nearest} works, "
+            f"and so does {self.key} = {round_to_multiple(number, math.lcm(ranks, unit))}"
+        )
+
+    def _ranks(self, sizes: Sizes) -> Number:
+        return math.prod(getattr(sizes, axis) for axis in self.axes)
+
+
+Q_PROJ, K_PROJ, RESIDUAL = "layers.*.self_attn.qkv.q_proj", "layers.*.self_attn.qkv.k_proj", "the residual stream"
+KEYS = "the features of keys and values"
+
+RULES: tuple[Divides | Rule, ...] = (
+    Divides(("x",), "the heads", "heads", Q_PROJ, "model.num_attention_heads", unit="kv_heads"),
+    Divides(("x",), KEYS, "keys", K_PROJ, "key and value features", unit="head_dim"),
+    Divides(("x",), "the MLP's width", "inner", "layers.*.mlp.up", "model.intermediate_size"),
+    Divides(("x",), "the vocabulary", "vocab", "embed_tokens and lm_head", "the padded vocabulary", "vocab_multiple"),
+    Divides(("x",), "the position table", "positions", "embed_positions", "model.max_position_embeddings"),
+    Divides(("y",), "the hidden size", "hidden", RESIDUAL, "model.hidden_size", unit="heads"),
+    Divides(("y", "cp"), "the tokens of a micro-batch", "tokens", "lm_head", "tokens of a micro-batch"),
+    Divides(("x", "cp"), "the sequence", "seq", RESIDUAL, "training.seq_length"),
+    Rule(
+        "2 · cp does not divide the sequence",
+        lambda s: (s.cp > 1) & (s.seq % (2 * s.cp) != 0),
+        lambda run, s: (
+            f"training.seq_length = {s.seq} must be a multiple of 2·cp = {2 * s.cp}, as every rank of cp has two "
+            f"chunks of the sequence; {round_to_multiple(s.seq, 2 * s.cp)} works"
+        ),
+    ),
+    Rule(
+        "attention cannot be shared over y besides cp: it divides neither the heads nor the micro-batch",
+        lambda s: (s.heads % (s.x * s.y) != 0) & (s.micro_batch % s.y != 0) & (s.cp > 1),
+        lambda run, s: (
+            f"attention cannot be shared over y = {s.y} besides cp = {s.cp}: neither model.num_attention_heads = "
+            f"{s.heads} (over x·y = {s.x * s.y}) nor training.micro_batch_size = {s.micro_batch} divides; "
+            f"a micro_batch_size of {round_to_multiple(s.micro_batch, s.y)} would"
+        ),
+    ),
+    Rule(
+        "attention cannot be shared over y: it divides neither the heads, the micro-batch nor the sequence",
+        lambda s: (s.heads % (s.x * s.y) != 0) & (s.micro_batch % s.y != 0) & (s.seq % s.y != 0),
+        lambda run, s: (
+            f"attention cannot be shared over y = {s.y}: none of model.num_attention_heads = {s.heads} (over x·y = "
+            f"{s.x * s.y}), training.micro_batch_size = {s.micro_batch} and training.seq_length = {s.seq} divides; "
+            f"a seq_length of {round_to_multiple(s.seq, s.x * s.y)} would"
+        ),
+    ),
+    Divides(("x", "y"), KEYS, "whole_keys", K_PROJ, "key and value features", unit="head_dim"),
+    Rule(
+        "z · dp · micro_batch_size does not divide the global batch",
+        lambda s: s.batch % s.at_once != 0,
+        lambda run, s: (
+            f"training.global_batch_size = {s.batch} is not a multiple of micro_batch_size × dp × z = {s.micro_batch} "
+            f"× {s.dp} × {s.z} = {s.at_once}; {round_to_multiple(s.batch, s.at_once)} works"
+        ),
+    ),
+    Rule(
+        "pp · stages_per_rank is more than the layers",
+        lambda s: s.stages > s.layers,
+        lambda run, s: (
+            f"parallel.pp = {s.pp} with schedule '{run.parallel.schedule}' makes {s.stages} stages, and the model has "
+            f"{s.layers} layers; pp = {max(1, s.layers * s.pp // s.stages)} works, and so does num_hidden_layers = "
+            f"{s.stages}"
+        ),
+    ),
+    Rule(
+        "interleaved schedules need whole rounds of pp micro-batches",
+        lambda s: s.in_rounds & (s.micro_batches % s.rounds != 0),
+        lambda run, s: (
+            f"parallel.schedule = '{run.parallel.schedule}' runs micro-batches in rounds of pp = {s.pp}, and a step "
+            f"has {s.micro_batches}; {round_to_multiple(s.micro_batches, s.pp)} micro-batches work (change "
+            "training.global_batch_size or micro_batch_size), and so does schedule = '1F1B'"
+        ),
+    ),
+    Rule(
+        "schedules that compute weight gradients apart need z = 1 and zero 0 or 1",
+        lambda s: s.split_backward & ((s.z > 1) | (s.zero > 1)),
+        lambda run, s: (
+            f"parallel.schedule = '{run.parallel.schedule}' computes weight gradients apart, from weights that stay "
+            f"whole until the step ends: it allows z = 1 with zero 0 or 1, and this grid has z = {s.z} and zero = "
+            f"{s.zero}; schedule = '1F1B' or 'Interleaved1F1B' works"
+        ),
+    ),
+    Rule(
+        "DualPipeV needs 2 · pp micro-batches",
+        lambda s: s.dual_pipe_v & (s.micro_batches < 2 * s.pp),
+        lambda run, s: (
+            f"parallel.schedule = 'DualPipeV' needs at least 2·pp = {2 * s.pp} micro-batches in a step, and there are "
+            f"{s.micro_batches}; schedule = 'ZBVZeroBubble' or '1F1B' works"
+        ),
+    ),
+    Rule(
+        "ulysses needs the heads of queries and of keys to divide over cp · x · y",
+        lambda s: s.ulysses & (s.cp > 1) & s.uneven_heads,
+        lambda run, s: (
+            f"parallel.cp_method = 'ulysses': model.num_attention_heads = {s.heads} and num_key_value_heads = "
+            f"{s.kv_heads} must divide over the {s.head_ranks} ranks of cp, x and y that share the heads; "
+            "cp_method = 'ring' works"
+        ),
+    ),
+    Rule(
+        f"float8 needs multiples of {FLOAT8_MULTIPLE} features and tokens on every rank",
+        lambda s: s.uneven_float8,
+        lambda run, s: next(
+            f"training.float8 = '{run.training.float8}': {what} = {size} must be a multiple of {FLOAT8_MULTIPLE} on "
+            f"every rank; {round_to_multiple(size, FLOAT8_MULTIPLE)} works, and so does float8 = 'none'"
+            for what, size in s.float8_sizes.items()
+            if size % FLOAT8_MULTIPLE
+        ),
+    ),
+    Rule(
+        "the sequence is longer than the position table",
+        lambda s: (s.positions > 0) & (s.seq > s.positions),
+        lambda run, s: (
+            f"training.seq_length = {s.seq} is longer than the position table: model.max_position_embeddings = "
+            f"{s.positions} is the most"
+        ),
+    ),
+    Rule(
+        "layers_per_stage needs a positive number for each stage, which sum to the layers",
+        lambda s: s.layers_per_stage is not None and not _is_split(s.layers_per_stage, s.stages, s.layers),
+        lambda run, s: (
+            f"parallel.layers_per_stage = {list(s.layers_per_stage or ())} must be {s.stages} positive numbers that "
+            f"sum to {s.layers}; {list(balanced(s.layers, s.stages, 0.0, 0.0))} works"
+        ),
+    ),
+)
+"""A layout is refused for the first rule that it breaks."""
+
+
+def _is_split(counts: tuple[int, ...], stages: int, layers: int) -> bool:
+    return len(counts) == stages and sum(counts) == layers and min(counts) >= 1

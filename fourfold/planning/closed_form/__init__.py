@@ -1,1 +1,0 @@
-"""Bytes of fourfold's own grid in closed form; equal to the trace."""
