@@ -22,7 +22,7 @@ from fourfold.parallel.grid import Grid
 from fourfold.parallel.schedule import bubble, schedule_ops, timeline
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
-from fourfold.verification.batches import micro_batches_of, random_global_batch
+from fourfold.verification.batches import random_micro_batches
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
 MICRO_BATCHES = (4, 16)
@@ -53,7 +53,7 @@ def idle_shares(run: RunConfig, steps: int) -> list[float]:
     job.initialize(0)
     shares = []
     for step in range(steps + 1):
-        micro_batches = micro_batches_of(random_global_batch(run, step), run, job.grid, job.device)
+        micro_batches = random_micro_batches(run, step, job.grid, job.device)
         dist.barrier()
         job.train_step(micro_batches, step)
         spans, waits = job.pipeline.spans, job.pipeline.waits

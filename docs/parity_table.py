@@ -1,23 +1,48 @@
-"""Run `fourfold parity` on many grids and write docs/parity.md: python docs/parity_table.py"""
+"""Run parity on many grids, random run files and faulty programs, and write docs/parity.md: python docs/parity_table.py
+
+Prints each row as it comes, and at the end the score: false alarms, and faults that were caught.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fourfold.config.run import AXES
-
 HERE = Path(__file__).parent
-RUN_FILE = HERE.parent / "examples" / "parity.toml"
-FOURFOLD = Path(sys.executable).with_name("fourfold")
+TESTS = HERE.parent / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "verification")]
 
+from mutants import Mutant  # noqa: E402 (the tests' folder is on the path from here on)
+from mutants_of_layers import LAYERS  # noqa: E402
+from mutants_of_steps import STEPS  # noqa: E402
+from mutation import mutated  # noqa: E402
+from pool import Pool  # noqa: E402
+from random_runs import random_table, run_of  # noqa: E402
+from tiny_runs import tiny_run  # noqa: E402
+
+from fourfold.config.run import AXES, ParallelConfig, RunConfig  # noqa: E402
+from fourfold.run_file.load import load_run  # noqa: E402
+from fourfold.verification.comparison import Against, ParityReport  # noqa: E402
+from fourfold.verification.low_precision import PrecisionError, precision_error  # noqa: E402
+from fourfold.verification.parity import parity  # noqa: E402
+
+RUN_FILE = HERE.parent / "examples" / "parity.toml"
+RANDOM_RUNS = 300
+QUANTITIES = {
+    "loss": "loss",
+    "gradients": "gradients",
+    "grad_norm": "gradient norm",
+    "weights": "weights",
+    "resumed": "resumed",
+}
 MODELS = {
     "Llama": {"model.preset": "llama-tiny", "model.num_hidden_layers": 4},
     "GPT": {"model.preset": "gpt-tiny", "model.vocab_size": 301, "model.num_hidden_layers": 4},
@@ -52,36 +77,117 @@ GRIDS: list[dict[str, int | str]] = [
     {"pp": 2, "cp": 2, "y": 2},
     {"x": 2, "y": 2, "z": 2, "dp": 2},
 ]
-QUANTITIES = ("loss", "gradients", "grad_norm", "weights", "resumed")
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"training.precision": "bf16"},
+    "bf16, bf16 weights": {"training.precision": "bf16", "training.master_weights": "bf16"},
+    "fp16": {"training.precision": "fp16"},
+    "float8 tensorwise": {"training.precision": "bf16", "training.float8": "tensorwise"},
+}
+PRECISION_GRIDS: list[dict[str, int | str]] = [
+    {"x": 2},
+    {"y": 2},
+    {"z": 2},
+    {"dp": 2},
+    {"cp": 2},
+    {"pp": 2},
+    {"x": 2, "y": 2},
+]
+SIXTEENS = {**MODELS["Llama"], "model.num_key_value_heads": 8, "model.intermediate_size": 192}
+"""All sizes are multiples of 16 on every rank, as float8 needs them."""
 
 
 def main() -> None:
-    rows, failed = [], 0
+    with closing(Pool()) as pool, tempfile.TemporaryDirectory() as folder:
+        grids = list(grid_rows(pool, Path(folder)))
+        precisions = list(precision_rows(pool, Path(folder)))
+        alarms, largest = random_runs(pool, Path(folder))
+        mutants = list(mutant_rows(pool, Path(folder)))
+    caught = sum(row[-1] != SURVIVED for row in mutants)
+    score = (
+        f"{alarms} false alarms in {RANDOM_RUNS} random run files (largest ratio {largest:.1f}); "
+        f"{caught} of {len(mutants)} faults caught."
+    )
+    print(score)
+    (HERE / "parity.md").write_text(page(grids, precisions, mutants, score), encoding="utf-8")
+    failed = sum(any(float(cell) > 10 for cell in row[3:]) for row in grids)
+    sys.exit(1 if alarms or failed or caught < len(mutants) else 0)
+
+
+def parity_body(rank: int, world_size: int, run: RunConfig, steps: int, against: Against) -> ParityReport | None:
+    return parity(run, torch.device("cpu"), steps, against)
+
+
+def mutant_body(rank: int, world_size: int, run: RunConfig, mutant: Mutant) -> ParityReport | None:
+    with mutated(f"fourfold.{mutant.module}", mutant.old, mutant.new):
+        return parity(run, torch.device("cpu"), 2, "transformers")
+
+
+def precision_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError | None:
+    return precision_error(run, torch.device("cpu"))
+
+
+def grid_rows(pool: Pool, folder: Path) -> Iterable[list[str]]:
+    """Ratios of every grid with every model, against our own decoder and against that of transformers."""
     for grid in GRIDS:
         for model, sizes in MODELS.items():
-            result = parity(overrides(sizes, grid))
-            failed += not result["ok"]
-            cells = [name_of(grid), model, *(f"{result[name]:.1e}" for name in QUANTITIES)]
-            rows.append(f"| {' | '.join(cells)} |")
-            print(rows[-1], flush=True)
-    (HERE / "parity.md").write_text(page(rows), encoding="utf-8")
-    sys.exit(f"{failed} of {len(rows)} differ by more than rounding explains" if failed else 0)
+            for against in ("plain", "transformers"):
+                run = load_run(RUN_FILE, settings(overrides(sizes, grid), folder))
+                report = pool.run(run.parallel.world_size, parity_body, run, 3, against)[0]
+                ratios = [f"{report.worst(quantity).ratio:.1f}" for quantity in QUANTITIES]
+                yield printed([name_of(grid), model, against, *ratios])
 
 
-def overrides(sizes: dict[str, int | str], grid: dict[str, int | str]) -> dict[str, int | str]:
-    """What a row of the table sets in the run file."""
+def precision_rows(pool: Pool, folder: Path) -> Iterable[list[str]]:
+    """Errors of grids in low precision over that of one process."""
+    for name, precision in PRECISIONS.items():
+        row = [name]
+        one: PrecisionError | None = None
+        for grid in ({}, *PRECISION_GRIDS):
+            run = load_run(RUN_FILE, settings(overrides({**SIXTEENS, **precision}, grid), folder))
+            error = pool.run(run.parallel.world_size, precision_body, run)[0]
+            one = one or error
+            row.append(f"{error.gradients:.1e}" if error is one else f"{error.gradients / one.gradients:.2f}")
+        yield printed(row)
+
+
+def random_runs(pool: Pool, folder: Path) -> tuple[int, float]:
+    """How many random run files parity calls wrong, and the largest ratio of the others."""
+    alarms, largest = 0, 0.0
+    for seed in range(RANDOM_RUNS):
+        run = run_of(random_table(seed), folder)
+        report = pool.run(run.parallel.world_size, parity_body, run, 2, "plain")[0]
+        largest = max(largest, *(report.worst(quantity).ratio for quantity in QUANTITIES))
+        if not report.ok:
+            alarms += 1
+            print(f"random run {seed}: {report.record()}", flush=True)
+    return alarms, largest
+
+
+SURVIVED = "not caught"
+
+
+def mutant_rows(pool: Pool, folder: Path) -> Iterable[list[str]]:
+    """For every fault the figure that betrays it most."""
+    for mutant in [*LAYERS, *STEPS]:
+        run = tiny_run(mutant.model, mutant.grid, output_dir=str(folder), **mutant.sections)
+        report = pool.run(run.parallel.world_size, mutant_body, run, mutant)[0]
+        name, ratio = max(((name, report.worst(name).ratio) for name in QUANTITIES), key=lambda pair: pair[1])
+        figure = f"{QUANTITIES[name]}, {report.worst(name).tensor}: {ratio:,.0f}"
+        if ratio <= report.limit:
+            figure = f"initial weights: {report.initial:.0f}" if not report.ok else SURVIVED
+        grid = ParallelConfig(**mutant.grid).describe()
+        yield printed([mutant.fault, f"`{mutant.module.replace('.', '/')}.py`", grid, figure])
+
+
+def settings(keys: dict[str, Any], folder: Path) -> list[str]:
+    """Overrides of the run file, as the command takes them."""
+    return [f"{key}={value}" for key, value in {**keys, "output_dir": folder}.items()]
+
+
+def overrides(sizes: dict[str, Any], grid: dict[str, int | str]) -> dict[str, Any]:
+    """The keys of the run file that a row of the table sets."""
     axes = {f"parallel.{key}": value for key, value in {"x": 1, "y": 1, **grid}.items() if key != "recompute"}
     return {**sizes, **axes, "activation_checkpoint.mode": grid.get("recompute", "none")}
-
-
-def parity(keys: dict[str, int | str]) -> dict[str, bool | float]:
-    """What the command prints as JSON; exit code 1 says only that something differs."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = [f"--set={key}={value}" for key, value in {**keys, "output_dir": folder}.items()]
-        done = subprocess.run([FOURFOLD, "parity", RUN_FILE, "--json", *settings], stdout=subprocess.PIPE, text=True)
-    if done.returncode not in (0, 1) or not done.stdout:
-        sys.exit(f"fourfold parity left with {done.returncode} for {keys}")
-    return json.loads(done.stdout)
 
 
 def name_of(grid: dict[str, int | str]) -> str:
@@ -92,43 +198,32 @@ def name_of(grid: dict[str, int | str]) -> str:
     return axes + schedule + zero + recompute
 
 
-def page(rows: list[str]) -> str:
-    return "\n".join(
-        [
-            "# Parity",
-            "",
-            "<!-- Written by docs/parity_table.py. -->",
-            "",
-            "Each row is one `fourfold parity examples/parity.toml --set …`: the model is trained for three steps on",
-            "the grid and on one process (plain PyTorch with its own loss, clipping and AdamW), in float32, from the",
-            "same weights and on the same random batches, whose labels are masked unevenly: of some sequences none, of",
-            "others 95 %. The numbers are the largest relative differences.",
-            "",
-            "- *loss*, *gradient norm* (before clipping): over all steps; limit 1e-5.",
-            "- *gradients*: of every parameter in the first step, each by its own largest value; limit 1e-5.",
-            "- *weights*: after three steps of AdamW; limit 1e-4.",
-            "- *resumed*: saved, loaded on another grid of as many processes, one more step; limit 1e-4.",
-            "",
-            "Llama: grouped-query attention with 8 heads on 4 key-value heads, RMSNorm, SwiGLU, rotary positions,",
-            "untied, a vocabulary of 257. GPT: LayerNorm, GELU, learned positions, biases, tied, 4 heads, a",
-            "vocabulary of 301. Both have 4 layers of width 64. Eight sequences a step in micro-batches of two, so",
-            "that every grid with z·dp below 4 accumulates gradients.",
-            "",
-            f"torch {torch.__version__} (gloo), Python {platform.python_version()}, a CPU with {os.cpu_count()} cores.",
-            "",
-            "| grid | model | loss | gradients | gradient norm | weights | resumed |",
-            "|---|---|---|---|---|---|---|",
-            *rows,
-            "",
-            "Make it again with:",
-            "",
-            "```sh",
-            "# not run by the tests: it takes many minutes",
-            "python docs/parity_table.py",
-            "```",
-            "",
-        ]
-    )
+def printed(row: list[str]) -> list[str]:
+    print(" | ".join(row), flush=True)
+    return row
+
+
+def table(header: Iterable[str], rows: Iterable[list[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    columns = list(header)
+    return [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
+
+
+def page(grids: list[list[str]], precisions: list[list[str]], mutants: list[list[str]], score: str) -> str:
+    text = (HERE / "parity_page.md.in").read_text(encoding="utf-8")
+    machine = f"torch {torch.__version__} (gloo), Python {platform.python_version()}, a CPU with {os.cpu_count()} cores"
+    parts = {
+        "@machine@": machine,
+        "@score@": score,
+        "@grids@": "\n".join(table(("grid", "model", "reference", *QUANTITIES.values()), grids)),
+        "@precisions@": "\n".join(
+            table(("precision", "one process", *(name_of(grid) for grid in PRECISION_GRIDS)), precisions)
+        ),
+        "@faults@": "\n".join(table(("fault", "file", "grid", "betrayed by"), mutants)),
+    }
+    for mark, part in parts.items():
+        text = text.replace(mark, part)
+    return text
 
 
 if __name__ == "__main__":

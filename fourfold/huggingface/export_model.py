@@ -137,12 +137,7 @@ def as_huggingface(name: str) -> Iterator[tuple[str, str]]:
 
 
 def _joined(weights: SavedWeights | Merged, tensor: TheirTensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of theirs: its pieces without padding, one below the other, transposed where theirs is."""
-    groups = [
-        weights.read(piece.name)[: piece.rows].to(dtype).unflatten(0, (piece.groups, -1)) for piece in tensor.pieces
-    ]
-    whole = (groups[0] if len(groups) == 1 else torch.cat(groups, dim=1)).flatten(0, 1)
-    return whole.T.contiguous() if tensor.transposed else whole
+    return tensor.joined([weights.read(piece.name).to(dtype) for piece in tensor.pieces])
 
 
 def _newest(path: Path) -> Path:

@@ -7,8 +7,11 @@ head by head; ``i`` is the number of the layer. A parameter that a model does no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from fourfold.config.model import ModelConfig
 from fourfold.models.transformer import parameter_shapes
@@ -153,6 +156,12 @@ class TheirTensor:
     shape: tuple[int, ...]
     transposed: bool
     pieces: tuple[Piece, ...]
+
+    def joined(self, ours: Sequence[Tensor]) -> Tensor:
+        """The tensor made of its pieces: without padding, one below the other, transposed where theirs is."""
+        groups = [t[: piece.rows].unflatten(0, (piece.groups, -1)) for piece, t in zip(self.pieces, ours, strict=True)]
+        whole = (groups[0] if len(groups) == 1 else torch.cat(groups, dim=1)).flatten(0, 1)
+        return whole.T.contiguous() if self.transposed else whole
 
 
 def head_of(kind: str) -> str:

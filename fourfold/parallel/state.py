@@ -126,18 +126,30 @@ class GlobalView:
         )
 
 
+Part = tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]
+"""Name, global shape, and which slices of it a tensor is."""
+
+
 def gather_full(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> dict[str, Tensor] | None:
     """Whole tensors by name on rank 0 (None elsewhere), from the part of each that every process holds.
 
     For tests and small models: everything passes through the memory of rank 0.
     """
+    parts = gather_parts(shards, tensors)
+    return None if parts is None else join_parts(parts)
+
+
+def gather_parts(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> list[Part] | None:
+    """The parts of all processes on rank 0 (None elsewhere), replicas included."""
     mine = [(s.name, s.global_shape, s.slices, t.detach().cpu()) for s, t in zip(shards, tensors, strict=True)]
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, everyone)
-    if everyone is None:
-        return None
+    return None if everyone is None else [part for parts in everyone for part in parts]
+
+
+def join_parts(parts: Iterable[Part]) -> dict[str, Tensor]:
+    """Whole tensors by name; what no part covers is NaN."""
     whole: dict[str, Tensor] = {}
-    for parts in everyone:
-        for name, shape, slices, part in parts:
-            whole.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))[slices] = part
+    for name, shape, slices, part in parts:
+        whole.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))[slices] = part
     return whole

@@ -27,25 +27,29 @@ from fourfold.training.console import byte_unit, format_bytes
 if TYPE_CHECKING:
     from fourfold.data.mask_preview import Preview
     from fourfold.data.tokenizer import Tokenizer
-    from fourfold.verification.parity import ParityReport
+    from fourfold.verification.comparison import ParityReport
     from fourfold.verification.trace import TraceReport
 
 
 def parity_table(report: ParityReport) -> None:
-    """Print the largest relative difference of each quantity beside its limit, and the worst gradients by name."""
-    from fourfold.verification.parity import TOLERANCE
-
+    """Print for each quantity the tensor that deviates most from float64, beside one process in float32."""
     rows = []
-    for name, limit in TOLERANCE.items():
-        value = getattr(report, name)
-        what = {
-            "gradients": f"{len(report.each_gradient)} gradients, each by its own size",
-            "resumed": f"saved, loaded on {report.resumed_on}, one more step",
-        }.get(name, "")
-        rows.append([name, f"{value:.1e}", f"{limit:.0e}", ("ok  " if value <= limit else "FAILED  ") + what])
-    print_table("Grid against one process: largest relative differences", ("quantity", "difference", "limit", ""), rows)
-    worst = sorted(report.each_gradient.items(), key=lambda item: -item[1])[:3]
-    Console().print("largest gradient differences: " + ", ".join(f"{name} {error:.1e}" for name, error in worst))
+    for quantity in report.deviations:
+        worst = report.worst(quantity)
+        numbers = [f"{worst.grid:.1e}", f"{worst.one_process:.1e}", f"{worst.ratio:.1f}"]
+        rows.append([quantity, worst.tensor, *numbers, "ok" if worst.ratio <= report.limit else "FAILED"])
+    title = f"Differences from float64, where the ratio is largest (limit {report.limit:g})"
+    print_table(title, ("quantity", "tensor", "grid", "one process", "ratio", ""), rows, words=("tensor",))
+    Console().print(
+        f"resumed: saved, loaded on {report.resumed_on}, one more step\n"
+        f"replicas: {report.replicas:.1e} apart {_ok(report.replicas == 0)}\n"
+        f"initial weights: within {report.initial:.1f} standard errors of their distributions "
+        f"{_ok(report.initial <= report.initial_limit)}"
+    )
+
+
+def _ok(good: bool) -> str:
+    return "(ok)" if good else "(FAILED)"
 
 
 def trace_tables(report: TraceReport) -> None:

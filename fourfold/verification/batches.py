@@ -1,61 +1,75 @@
-"""Random batches for verification: what training sees at its worst, a function of the step alone."""
+"""Random samples for verification: documents of random lengths, of which the loss counts some tokens and not others."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
-from fourfold.data.dataset import Windows, positions_of
+from fourfold.data.dataset import Windows, documents_of
 from fourfold.data.goldfish import goldfish_mask
-from fourfold.data.loader import MicroBatch
-from fourfold.parallel.context import share_of_sequences
+from fourfold.data.loader import Loader, MicroBatch
+from fourfold.data.masks import LossMask, document_boundary
 from fourfold.parallel.grid import Grid
+from fourfold.training.corpora import micro_batches
+
+
+class RandomSamples:
+    """Samples of random tokens for a loader, each a function of its number alone.
+
+    Which labels count is random too, and very uneven: of the first sequence of a batch all, of the last 5 %.
+    """
+
+    def __init__(self, run: RunConfig) -> None:
+        training = run.training
+        self.seq_length, self.vocab_size, self.batch = (
+            training.seq_length,
+            run.model.vocab_size,
+            training.global_batch_size,
+        )
+        self.goldfish = goldfish_mask(run.masks.goldfish, (), training.seq_length, training.global_batch_size)
+        self.look_back = 0 if self.goldfish is None else self.goldfish.look_back
+
+    @property
+    def masks(self) -> list[LossMask]:
+        """The masks of a loader of these samples."""
+        masks: list[LossMask] = [document_boundary, lambda windows: self.kept(windows.numbers)]
+        return masks if self.goldfish is None else [*masks, self.goldfish]
+
+    def read(self, numbers: ArrayLike) -> Windows:
+        """The samples of these numbers, in about four documents each."""
+        length = self.look_back + self.seq_length + 1
+        numbers = np.asarray(numbers, dtype=np.int64)
+        generators = [np.random.default_rng((1, number)) for number in numbers]
+        tokens = np.stack([generator.integers(self.vocab_size, size=length) for generator in generators])
+        starts = [np.flatnonzero(generator.random(length) < 4 / self.seq_length) for generator in generators]
+        documents = documents_of(starts, length)
+        return Windows(tokens, documents - documents[:, self.look_back, None], numbers, self.look_back)
+
+    def kept(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[samples, S]: the labels that no mask of the run file leaves out."""
+        shares = 1 - 0.95 * (numbers % self.batch) / max(1, self.batch - 1)
+        drawn = [np.random.default_rng((2, number)).random(self.seq_length) for number in numbers]
+        return np.stack(drawn) < shares[:, None]
+
+
+def random_micro_batches(run: RunConfig, step: int, grid: Grid, device: torch.device) -> list[MicroBatch[Tensor]]:
+    """This process's part of a step's random samples, by the way that training's take."""
+    loader = _loader(run, grid.batch.rank, grid.batch.size, run.training.micro_batch_size)
+    return micro_batches(loader.step(step), run, grid.cp, device)
 
 
 def random_global_batch(run: RunConfig, step: int) -> MicroBatch[Tensor]:
-    """The global batch of a step: random tokens, labels masked very unevenly over the sequences.
-
-    With ``data.mask_documents`` each sequence is packed from documents of random lengths. A goldfish mask of the run
-    file, from its start step on, masks the labels too.
-    """
-    generator = torch.Generator().manual_seed(1000 + step)
-    batch, length = run.training.global_batch_size, run.training.seq_length
-    tokens = torch.randint(0, run.model.vocab_size, (batch, length + 1), generator=generator)
-    labels = tokens[:, 1:].clone()
-    share_masked = torch.linspace(0, 0.95, batch)[:, None]
-    labels[torch.rand(batch, length, generator=generator) < share_masked] = IGNORE_INDEX
-    documents = torch.zeros_like(tokens)
+    """All random samples of a step in one piece."""
+    (whole,) = _loader(run, 0, 1, run.training.global_batch_size).step(step)
     if run.data.mask_documents:
-        starts = torch.rand(batch, length, generator=generator) < 4 / length
-        starts[:, 0] = False
-        documents[:, :length] = starts.cumsum(dim=1)
-        documents[:, length] = documents[:, length - 1]
-    goldfish = goldfish_mask(run.masks.goldfish, (), length, batch)
-    if goldfish is not None:
-        numbers = step * batch + np.arange(batch)
-        kept = goldfish(Windows(tokens.numpy(), documents.numpy(), numbers))
-        labels[~torch.from_numpy(kept)] = IGNORE_INDEX
-    if not run.data.mask_documents:
-        return MicroBatch(tokens[:, :-1], labels)
-    positions = torch.from_numpy(positions_of(documents[:, :-1].numpy()))
-    return MicroBatch(tokens[:, :-1], labels, positions, documents[:, :-1])
+        return whole.map(torch.from_numpy)
+    return MicroBatch(whole.tokens, whole.labels).map(torch.from_numpy)
 
 
-def micro_batches_of(
-    batch: MicroBatch[Tensor], run: RunConfig, grid: Grid, device: torch.device
-) -> list[MicroBatch[Tensor]]:
-    """This process's micro-batches of a global batch, in the loader's order."""
-    rank, ranks = grid.batch.rank, grid.batch.size
-    size = run.training.micro_batch_size
-    return [
-        share_of_sequences(rows_of(batch, slice(first + rank * size, first + (rank + 1) * size), device), grid.cp)
-        for first in range(0, len(batch.tokens), ranks * size)
-    ]
-
-
-def rows_of(batch: MicroBatch[Tensor], rows: slice, device: torch.device) -> MicroBatch[Tensor]:
-    """Some sequences of a batch, on ``device``."""
-    return batch.map(lambda field: field[rows].to(device))
+def _loader(run: RunConfig, rank: int, size: int, micro_batch_size: int) -> Loader:
+    samples, training = RandomSamples(run), run.training
+    sizes = (training.seq_length, training.global_batch_size, micro_batch_size)
+    return Loader(samples, *sizes, rank, size, samples.masks)

@@ -34,7 +34,7 @@ from fourfold.models.transformer import Transformer
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
-from fourfold.verification.batches import micro_batches_of, random_global_batch
+from fourfold.verification.batches import random_micro_batches
 
 CPU = torch.device("cpu")
 SHORT = {"head_dim": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -59,7 +59,7 @@ def train(job: Job, steps: range) -> list[float]:
     """The losses."""
     losses = []
     for step in steps:
-        batch = micro_batches_of(random_global_batch(job.run, step), job.run, job.grid, CPU)
+        batch = random_micro_batches(job.run, step, job.grid, CPU)
         losses.append(job.train_step(batch, step).loss.item())
     return losses
 

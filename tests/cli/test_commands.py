@@ -197,7 +197,9 @@ def test_parity_json(cli: Cli, tmp_path: Path) -> None:
     assert (code, errors) == (0, "")
     assert output.count("\n") == 1
     record = json.loads(output)
-    assert list(record) == ["ok", "loss", "gradients", "grad_norm", "weights", "resumed"]
+    quantities = ["loss", "grad_norm", "gradients", "weights", "resumed"]
+    assert list(record) == ["ok", "limit", *quantities, "replicas", "initial"]
+    assert all(list(record[name]) == ["tensor", "grid", "one_process", "ratio"] for name in quantities)
     assert record["ok"] is True
     assert files_in(tmp_path) == before
 
@@ -267,7 +269,9 @@ def test_exit_code_of_a_run_that_differs(cli: Cli, tmp_path: Path, monkeypatch: 
     assert (code, errors) == (1, "")
     record = json.loads(output)
     assert record["ok"] is False
-    assert record["grad_norm"] == pytest.approx(1e-3, rel=0.01)
+    norm = record["grad_norm"]
+    assert norm["ratio"] == pytest.approx(norm["grid"] / norm["one_process"])
+    assert norm["ratio"] > 1000
 
 
 def break_index(folder: Path, prefix: str) -> str:

@@ -28,7 +28,7 @@ from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
-from fourfold.verification.batches import micro_batches_of, random_global_batch
+from fourfold.verification.batches import random_global_batch, random_micro_batches
 
 transformers = pytest.importorskip("transformers")
 
@@ -172,7 +172,7 @@ def run_from(folder: Path, parallel: dict[str, Any], **sections: Any) -> RunConf
 def loss_body(rank: int, world_size: int, run: RunConfig) -> tuple[float, dict[str, Tensor] | None]:
     job = Job(run, Grid(run.parallel, "cpu"), torch.device("cpu"))
     load_pretrained(job, run.model.from_hf)
-    batches = micro_batches_of(random_global_batch(run, 0), run, job.grid, job.device)
+    batches = random_micro_batches(run, 0, job.grid, job.device)
     loss = job.evaluate(batches).item()
     Checkpointer(Path(run.output_dir) / "checkpoints", job, CheckpointConfig()).save(1)
     return loss, gather_full(job.shards, [shard.local for shard in job.shards])

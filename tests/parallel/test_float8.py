@@ -26,7 +26,7 @@ from fourfold.parallel.grid import Grid
 from fourfold.parallel.linear import Linear4D
 from fourfold.parallel.products import Products
 from fourfold.training.job import Job
-from fourfold.verification.batches import micro_batches_of, random_global_batch
+from fourfold.verification.batches import random_micro_batches
 from fourfold.verification.trace import trace
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def losses_body(rank: int, world_size: int, run: RunConfig) -> tuple[list[float]
     """The losses of one batch learned by heart; which layers multiply in float8."""
     job = Job(run, Grid(run.parallel, "cpu"), CPU)
     job.initialize(0)
-    batch = micro_batches_of(random_global_batch(run, 0), run, job.grid, CPU)
+    batch = random_micro_batches(run, 0, job.grid, CPU)
     losses = [job.train_step(batch, step).loss.item() for step in range(run.training.train_steps)]
     linears = {
         name

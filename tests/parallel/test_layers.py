@@ -24,7 +24,7 @@ from fourfold.parallel.norm import Norm
 from fourfold.parallel.sharding import Tile
 from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
-from fourfold.verification.batches import micro_batches_of, random_global_batch
+from fourfold.verification.batches import random_micro_batches
 from fourfold.verification.trace import fake_processes
 
 
@@ -36,9 +36,8 @@ def job_of(run: RunConfig) -> Job:
 
 def losses_body(rank: int, world_size: int, run: RunConfig, steps: int) -> tuple[list[float], set[torch.dtype]]:
     job = job_of(run)
-    batch = random_global_batch(run, 0)
     losses = [
-        job.train_step(micro_batches_of(batch, run, job.grid, job.device), step).loss.item() for step in range(steps)
+        job.train_step(random_micro_batches(run, 0, job.grid, job.device), step).loss.item() for step in range(steps)
     ]
     return losses, {shard.local.dtype for shard in job.shards}
 
@@ -80,7 +79,7 @@ class _Order(TorchDispatchMode):
 
 def order_body(rank: int, world_size: int, run: RunConfig) -> list[str]:
     job = job_of(run)
-    micro_batches = micro_batches_of(random_global_batch(run, 0), run, job.grid, job.device)[:1]
+    micro_batches = random_micro_batches(run, 0, job.grid, job.device)[:1]
     kept = job.count_kept(micro_batches)
     with _Order() as order:
         job.forward_backward(micro_batches, kept)
@@ -108,7 +107,7 @@ def test_gate_is_summed_while_up_is_computed(pool: Pool) -> None:
 def evaluation_body(rank: int, world_size: int, run: RunConfig) -> list[str]:
     job = job_of(run)
     with _Order() as order:
-        job.evaluate(micro_batches_of(random_global_batch(run, 0), run, job.grid, job.device)[:1])
+        job.evaluate(random_micro_batches(run, 0, job.grid, job.device)[:1])
     return order.issued
 
 
@@ -197,7 +196,7 @@ def test_compiled_blocks_compute_the_same(pool: Pool, grid: dict[str, int]) -> N
 def dropped_body(rank: int, world_size: int, run: RunConfig) -> bool:
     """Whether a job that nobody refers to any more gives its memory and its groups back."""
     job = job_of(run)
-    job.train_step(micro_batches_of(random_global_batch(run, 0), run, job.grid, job.device), 0)
+    job.train_step(random_micro_batches(run, 0, job.grid, job.device), 0)
     kept = [weakref.ref(part) for part in (job.grid, *job.stages.values())]
     del job
     gc.collect()

@@ -25,8 +25,9 @@ from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job, build_model
-from fourfold.verification.batches import micro_batches_of, random_global_batch
-from fourfold.verification.parity import ParityReport, parity
+from fourfold.verification.batches import random_global_batch, random_micro_batches
+from fourfold.verification.comparison import ParityReport
+from fourfold.verification.parity import parity
 
 LORA = {"rank": 4, "alpha": 12.0}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -52,8 +53,8 @@ def test_layout_computes_what_one_process_computes(pool: Pool, name: str, tmp_pa
     model, grid, sections = (CASES | SLOW_CASES)[name]
     run = tiny_run(model, grid, output_dir=str(tmp_path), **({"lora": LORA} | sections))
     report = pool.run(run.parallel.world_size, parity_body, run)[0]
-    assert report.ok, report
-    assert all(gradient.endswith(("lora_A", "lora_B")) for gradient in report.each_gradient)
+    assert report.ok, report.record()
+    assert all(gradient.tensor.endswith(("lora_A", "lora_B")) for gradient in report.deviations["gradients"])
 
 
 def tuning_run(folder: Path, grid: dict[str, int], out: Path, **training: Any) -> RunConfig:
@@ -76,7 +77,7 @@ def tuned_body(rank: int, world_size: int, run: RunConfig) -> dict[str, Any] | N
     job = Job(run, Grid(run.parallel, "cpu"), torch.device("cpu"))
     load_pretrained(job, run.model.from_hf)
     for step in range(3):
-        micro_batches = micro_batches_of(random_global_batch(run, step), run, job.grid, job.device)
+        micro_batches = random_micro_batches(run, step, job.grid, job.device)
         if step < 2:
             job.train_step(micro_batches, step)
     folder = Path(run.output_dir) / run.name / "checkpoints"
@@ -160,7 +161,7 @@ def resumed_body(rank: int, world_size: int, run: RunConfig, checkpoint: Path) -
     job = Job(run, Grid(run.parallel, "cpu"), torch.device("cpu"))
     load_pretrained(job, run.model.from_hf)
     assert load_checkpoint(checkpoint, job) == 2
-    micro_batches = micro_batches_of(random_global_batch(run, 2), run, job.grid, job.device)
+    micro_batches = random_micro_batches(run, 2, job.grid, job.device)
     return job.forward_backward(micro_batches, job.count_kept(micro_batches)).item()
 
 
@@ -189,7 +190,7 @@ def types_body(rank: int, world_size: int, run: RunConfig) -> list[tuple[str, to
     before = [shard.local.clone() for shard in job.shards]
     losses = []
     for step in range(4):
-        micro_batches = micro_batches_of(random_global_batch(run, 0), run, job.grid, job.device)
+        micro_batches = random_micro_batches(run, 0, job.grid, job.device)
         losses.append(job.train_step(micro_batches, step).loss.item())
     assert losses[-1] < losses[0]
     moved = [not torch.equal(shard.local, old) for shard, old in zip(job.shards, before, strict=True)]

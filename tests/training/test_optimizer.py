@@ -16,7 +16,7 @@ from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
 from fourfold.training.optimizer import check_groups, learning_rate
-from fourfold.verification.batches import micro_batches_of, random_global_batch
+from fourfold.verification.batches import random_micro_batches
 from fourfold.verification.trace import trace
 
 CPU = torch.device("cpu")
@@ -168,7 +168,7 @@ def tied_ends_body(rank: int, world_size: int, run: RunConfig) -> torch.Tensor:
     job = Job(run, Grid(run.parallel, "cpu"), CPU)
     job.initialize(0)
     for step in range(2):
-        job.train_step(micro_batches_of(random_global_batch(run, step), run, job.grid, CPU), step)
+        job.train_step(random_micro_batches(run, step, job.grid, CPU), step)
     (end,) = [shard.local for shard in job.shards if shard.name == "embed_tokens.weight"]
     return end.clone()
 

@@ -18,7 +18,7 @@ from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
 from fourfold.training.loss_scaling import SMALLEST, LossScale
 from fourfold.training.optimizer import stochastically_rounded
-from fourfold.verification.batches import micro_batches_of, random_global_batch
+from fourfold.verification.batches import random_micro_batches
 
 CPU = torch.device("cpu")
 
@@ -80,7 +80,7 @@ def stepped(run: RunConfig, steps: int = 1) -> Job:
     job = Job(run, Grid(run.parallel, "cpu"), CPU)
     job.initialize(0)
     for step in range(steps):
-        job.train_step(micro_batches_of(random_global_batch(run, step), run, job.grid, CPU), step)
+        job.train_step(random_micro_batches(run, step, job.grid, CPU), step)
     return job
 
 
@@ -90,7 +90,7 @@ def skipped_body(rank: int, world_size: int, run: RunConfig) -> dict[str, Any]:
     before = [shard.local.clone() for shard in job.shards]
     moments = [{k: m.clone() for k, m in job.optimizer.moments(i).items()} for i in range(len(job.shards))]
     job.loss_scale.scale = 2.0**40
-    batch = micro_batches_of(random_global_batch(run, 2), run, job.grid, CPU)
+    batch = random_micro_batches(run, 2, job.grid, CPU)
     result = job.train_step(batch, 2)
     unchanged = all(torch.equal(shard.local, old) for shard, old in zip(job.shards, before, strict=True))
     unchanged &= all(
@@ -142,7 +142,7 @@ def tables_body(rank: int, world_size: int, run: RunConfig) -> tuple[set[str], s
     for stage in job.stages.values():
         for block in stage.model.blocks:
             block.register_forward_pre_hook(look)
-    job.train_step(micro_batches_of(random_global_batch(run, 0), run, job.grid, CPU), 0)
+    job.train_step(random_micro_batches(run, 0, job.grid, CPU), 0)
     return {type(stage).__name__ for stage in job.stages.values()}, tables, hidden
 
 

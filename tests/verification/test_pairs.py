@@ -10,15 +10,12 @@ import pytest
 import torch
 from pool import Pool
 from tiny_runs import LLAMA, tiny_run
-from torch import Tensor
 
-from fourfold.config.run import RunConfig, Schedule
+from fourfold.config.run import ParallelConfig, RunConfig, Schedule
 from fourfold.errors import UserError
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.state import gather_full
-from fourfold.training.job import Job
-from fourfold.verification.batches import micro_batches_of, random_global_batch
-from fourfold.verification.parity import ParityReport, parity
+from fourfold.verification.comparison import ParityReport
+from fourfold.verification.low_precision import LIMIT, PrecisionError, precision_error
+from fourfold.verification.parity import parity
 
 
 class Settings(NamedTuple):
@@ -147,26 +144,18 @@ def test_layout_computes_what_one_process_computes(pool: Pool, settings: Setting
     assert report.ok, report
 
 
-def gradients_body(rank: int, world_size: int, run: RunConfig) -> tuple[float, dict[str, Tensor] | None]:
-    """The loss of two steps, and every gradient of the second before it is clipped, in the size of the loss."""
-    job = Job(run, Grid(run.parallel, "cpu"), torch.device("cpu"))
-    job.initialize(0)
-    batches = [micro_batches_of(random_global_batch(run, step), run, job.grid, job.device) for step in range(2)]
-    losses = job.train_step(batches[0], 0).loss.item()
-    losses += job.forward_backward(batches[1], job.count_kept(batches[1])).item()
-    scale = 1.0 if job.loss_scale is None else job.loss_scale.scale
-    return losses, gather_full(job.shards, [shard.grad.float() / scale for shard in job.shards])
+def precision_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError | None:
+    return precision_error(run, torch.device("cpu"), steps=8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", CASES, ids=lambda s: " ".join(map(str, s)))
 def test_lower_precision_only_rounds(pool: Pool, settings: Settings, tmp_path: Path) -> None:
-    """Gradients differ by the rounding of the type: a layer that is missing, or counted twice, is far outside."""
-    runs = {precision: run_of(settings, str(tmp_path), precision) for precision in ("fp32", "bf16", "fp16")}
-    ranks = runs["fp32"].parallel.world_size
-    exact_loss, exact = pool.run(ranks, gradients_body, runs["fp32"])[0]
-    for precision, limit in (("bf16", 0.06), ("fp16", 0.01)):
-        loss, gradients = pool.run(ranks, gradients_body, runs[precision])[0]
-        assert loss == pytest.approx(exact_loss, rel=limit / 10)
-        errors = {name: float((gradients[name] - g).norm() / g.norm()) for name, g in exact.items()}
-        assert max(errors.values()) < limit, errors
+    """A grid is as far from float64 as one process is in the same precision, but for half."""
+    for precision in ("bf16", "fp16"):
+        run = run_of(settings, str(tmp_path), precision)
+        alone = run.model_copy(update={"parallel": ParallelConfig()})
+        grid, one = (pool.run(r.parallel.world_size, precision_body, r)[0] for r in (run, alone))
+        assert grid.gradients < LIMIT * one.gradients, precision
+        assert grid.weights < LIMIT * one.weights, precision
+        assert grid.loss < 2 * LIMIT * one.loss, "one number a step: the mean of few squares"

@@ -15,7 +15,7 @@ from fourfold.config.run import RunConfig
 from fourfold.parallel.grid import Grid
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
-from fourfold.verification.batches import micro_batches_of, random_global_batch
+from fourfold.verification.batches import random_micro_batches
 from fourfold.verification.recorder import Recorder
 from fourfold.verification.trace import TraceReport, trace
 
@@ -123,7 +123,7 @@ def recorded_body(rank: int, world_size: int, run: RunConfig) -> tuple[dict[tupl
     grid, device = Grid(run.parallel, "cpu"), torch.device("cpu")
     job = Job(run, grid, device)
     job.initialize(0)
-    micro_batches = micro_batches_of(random_global_batch(run, 0), run, grid, device)
+    micro_batches = random_micro_batches(run, 0, grid, device)
     with Recorder(grid) as recorder:
         recorder.own(job)
         recorder.start()

@@ -1,0 +1,121 @@
+"""The grid's figures beside those of one process, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fourfold.huggingface.architectures.config_json import config_of
+from fourfold.parallel.state import LocalShard, gather_parts, join_parts
+from fourfold.training.job import Job
+from fourfold.verification.batches import random_micro_batches
+from fourfold.verification.deviation import LIMIT, Deviation, deviations, replica_difference
+from fourfold.verification.initial_weights import initial_weights_error
+from fourfold.verification.reference import Reference, plain_logits
+from fourfold.verification.transformers_reference import transformers_logits
+
+Against = Literal["plain", "transformers"]
+
+INITIAL_LIMIT = 6.0
+"""Standard errors by which the mean and the spread of initial weights may be off."""
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """How far the grid is from the float64 reference, beside how far one process in float32 is."""
+
+    deviations: dict[str, list[Deviation]]
+    """By quantity: loss, grad_norm (before clipping), gradients and weights of every step, and resumed: loss, norm and
+    weights of one more step after loading on another grid."""
+
+    replicas: float
+    """The largest difference between two processes that hold the same part of a weight or a gradient; must be 0."""
+
+    initial: float
+    """The largest deviation of the initial weights from their distributions, in standard errors."""
+
+    resumed_on: str
+
+    limit: float = LIMIT
+    """Of the ratio of the grid's deviation to that of one process."""
+
+    initial_limit: float = INITIAL_LIMIT
+
+    def worst(self, quantity: str) -> Deviation:
+        """The deviation with the largest ratio."""
+        return max(self.deviations[quantity], key=lambda deviation: deviation.ratio)
+
+    @property
+    def ok(self) -> bool:
+        within = all(self.worst(quantity).ratio <= self.limit for quantity in self.deviations)
+        return within and self.replicas == 0 and self.initial <= self.initial_limit
+
+    def record(self) -> dict[str, object]:
+        """The report as JSON values."""
+        worst = {quantity: self.worst(quantity) for quantity in self.deviations}
+        quantities = {name: {**each._asdict(), "ratio": each.ratio} for name, each in worst.items()}
+        return {"ok": self.ok, "limit": self.limit, **quantities, "replicas": self.replicas, "initial": self.initial}
+
+
+class Comparison:
+    """Gathers the figures of a job on rank 0, where the references take the same steps."""
+
+    def __init__(self, job: Job, against: Against) -> None:
+        """The references begin with the job's weights."""
+        self.deviations: dict[str, list[Deviation]] = {}
+        self.replicas = self.initial = 0.0
+        self.references: list[Reference] = []
+        if against == "transformers":
+            config_of(job.run.model)  # raises on every process what rank 0 would raise alone
+        weights = self._whole(job.shards, [shard.local for shard in job.shards])
+        if weights is None:
+            return
+        self.initial = initial_weights_error(job.run, weights)
+        logits = plain_logits(job.run) if against == "plain" else transformers_logits(job.run, job.device)
+        self.references = [
+            Reference(job.run, logits, weights, job.device, dtype) for dtype in (torch.float32, torch.float64)
+        ]
+
+    def step(self, job: Job, step: int) -> None:
+        """Take one step, and compare everything in it."""
+        micro_batches = random_micro_batches(job.run, step, job.grid, job.device)
+        loss = job.forward_backward(micro_batches, job.count_kept(micro_batches))
+        with_gradients = [shard for shard in job.trained if shard.grad is not None]
+        gradients = self._whole(with_gradients, [shard.grad for shard in with_gradients if shard.grad is not None])
+        norm = job.clip()
+        job.update(step, norm)
+        weights = self._whole(job.shards, [shard.local for shard in job.shards])
+        if gradients is not None and weights is not None:
+            one, exact = (reference.step(step) for reference in self.references)
+            self._add("loss", [Deviation.of("loss", loss, one.loss, exact.loss)])
+            self._add("grad_norm", [Deviation.of("grad_norm", norm, one.grad_norm, exact.grad_norm)])
+            self._add("gradients", deviations(gradients, one.gradients, exact.gradients))
+            self._add("weights", deviations(weights, *(reference.weights() for reference in self.references)))
+
+    def resumed_step(self, job: Job, step: int) -> None:
+        """Take one step as training does, on a job that was loaded."""
+        result = job.train_step(random_micro_batches(job.run, step, job.grid, job.device), step)
+        weights = self._whole(job.shards, [shard.local for shard in job.shards])
+        if weights is not None:
+            one, exact = (reference.step(step) for reference in self.references)
+            self._add("resumed", [Deviation.of("loss", result.loss, one.loss, exact.loss)])
+            self._add("resumed", [Deviation.of("grad_norm", result.grad_norm, one.grad_norm, exact.grad_norm)])
+            self._add("resumed", deviations(weights, *(reference.weights() for reference in self.references)))
+
+    def report(self, resumed_on: str) -> ParityReport:
+        return ParityReport(self.deviations, self.replicas, self.initial, resumed_on)
+
+    def _add(self, quantity: str, found: list[Deviation]) -> None:
+        self.deviations.setdefault(quantity, []).extend(found)
+
+    def _whole(self, shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> dict[str, Tensor] | None:
+        """Whole tensors on rank 0, where replicas are compared."""
+        parts = gather_parts(shards, tensors)
+        if parts is None:
+            return None
+        self.replicas = max(self.replicas, replica_difference(parts))
+        return join_parts(parts)

@@ -1,0 +1,66 @@
+"""How far a result is from the exact one, measured in how far one process in float32 is from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from fourfold.parallel.state import Part
+
+LIMIT = 10.0
+"""The largest ratio of two roundings: of a grid's, which adds in another order, to one process's."""
+
+
+class Deviation(NamedTuple):
+    """The largest absolute difference of one tensor from the float64 reference."""
+
+    tensor: str
+    grid: float
+    one_process: float
+    """Of the float32 reference; at least one unit in the last place of the tensor's largest value."""
+
+    @classmethod
+    def of(cls, tensor: str, grid: Tensor, one_process: Tensor, exact: Tensor) -> Self:
+        ulp = torch.finfo(torch.float32).eps * float(exact.abs().max())
+        return cls(tensor, _difference(grid, exact), max(_difference(one_process, exact), ulp))
+
+    @property
+    def ratio(self) -> float:
+        if self.grid == 0:
+            return 0.0
+        return self.grid / self.one_process if self.one_process else math.inf
+
+
+def deviations(
+    grid: Mapping[str, Tensor], one_process: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+) -> list[Deviation]:
+    """Those of all tensors; infinite for one that only the grid or only the reference has."""
+    missing = [Deviation(name, math.inf, 0.0) for name in sorted(grid.keys() ^ exact.keys())]
+    return missing + [Deviation.of(name, grid[name], one_process[name], exact[name]) for name in exact if name in grid]
+
+
+def replica_difference(parts: list[Part]) -> float:
+    """The largest difference between the same part of a tensor on two processes."""
+    first: dict[str, Tensor] = {}
+    worst = 0.0
+    for name, shape, slices, part in parts:
+        whole = first.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))
+        known = ~whole[slices].isnan()
+        if known.any():
+            worst = max(worst, _difference(part[known], whole[slices][known]))
+        whole[slices] = part
+    return worst
+
+
+def relative_rms(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """The root mean square over tensors of each one's relative difference in the 2-norm."""
+    shares = [float((got[n].double() - t).norm() / t.norm()) for n, t in exact.items() if float(t.norm()) > 0]
+    return math.sqrt(sum(share**2 for share in shares) / len(shares))
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).abs().nan_to_num(nan=math.inf).max())

@@ -1,0 +1,59 @@
+"""How far training in the run file's own precision is from float64: a statistic, for one process or any grid."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from fourfold.config.run import RunConfig
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.state import gather_full
+from fourfold.training.job import Job
+from fourfold.verification.batches import random_micro_batches
+from fourfold.verification.deviation import relative_rms
+from fourfold.verification.parity import shortened
+from fourfold.verification.reference import Reference, plain_logits
+
+LIMIT = 1.5
+"""The error of a grid, which rounds partial sums too, over that of one process in the same precision."""
+
+FP16_SCALE = 1024.0
+"""A loss scale at which small models neither overflow nor lose their gradients."""
+
+
+class PrecisionError(NamedTuple):
+    """Relative differences from float64, root mean squares over steps and tensors."""
+
+    loss: float
+    gradients: float
+    weights: float
+
+
+def precision_error(run: RunConfig, device: torch.device, steps: int = 16) -> PrecisionError | None:
+    """The error of ``steps`` steps; every process of the grid calls this, and rank 0 gets it."""
+    scaling = run.loss_scaling.model_copy(update={"initial": FP16_SCALE})
+    run = shortened(run, steps).model_copy(update={"loss_scaling": scaling})
+    job = Job(run, Grid(run.parallel, device.type), device)
+    job.initialize(run.training.seed)
+    weights = gather_full(job.shards, [shard.local for shard in job.shards])
+    exact = None if weights is None else Reference(run, plain_logits(run), weights, device, torch.float64)
+    errors = [error for step in range(steps) if (error := _error_of_step(job, exact, step)) is not None]
+    if exact is None:
+        return None
+    return PrecisionError(*(math.sqrt(sum(e * e for e in each) / steps) for each in zip(*errors, strict=True)))
+
+
+def _error_of_step(job: Job, exact: Reference | None, step: int) -> PrecisionError | None:
+    micro_batches = random_micro_batches(job.run, step, job.grid, job.device)
+    loss = job.forward_backward(micro_batches, job.count_kept(micro_batches)).double()
+    scale = 1.0 if job.loss_scale is None else job.loss_scale.scale
+    gradients = gather_full(job.trained, [shard.grad / scale for shard in job.trained if shard.grad is not None])
+    job.update(step, job.clip())
+    weights = gather_full(job.shards, [shard.local for shard in job.shards])
+    if exact is None or gradients is None or weights is None:
+        return None
+    expected = exact.step(step)
+    relative = float(((loss - expected.loss) / expected.loss).abs())
+    return PrecisionError(relative, relative_rms(gradients, expected.gradients), relative_rms(weights, exact.weights()))

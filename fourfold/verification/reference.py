@@ -1,0 +1,148 @@
+"""One process that trains what a run file describes, in a few lines that share nothing with the training loop.
+
+Its loss, clipping and AdamW are torch's; labels, schedule, weight decay and learning rates of groups are its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fourfold.config.run import RunConfig
+from fourfold.data.dataset import Windows
+from fourfold.training.job import build_model
+from fourfold.verification.batches import RandomSamples
+from fourfold.verification.float64 import InFloat64
+from fourfold.verification.reference_labels import kept_tokens, positions
+
+Parameters = Mapping[str, Tensor]
+Logits = Callable[[Parameters, Tensor, Tensor, Tensor | None], Tensor]
+"""(parameters by our names, tokens [B, S], positions [B, S], documents [B, S] that attention must not leave) →
+logits [B, S, V]."""
+
+
+class Figures(NamedTuple):
+    """The figures of one training step."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    """Before clipping."""
+    gradients: dict[str, Tensor]
+    """Before clipping."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of one step. documents: None where attention may cross them."""
+
+    tokens_BS: Tensor
+    targets_BS: Tensor
+    kept_BS: Tensor
+    positions_BS: Tensor
+    documents_BS: Tensor | None
+
+
+class Reference:
+    """One process with its own weights, in float32 or float64."""
+
+    def __init__(
+        self, run: RunConfig, logits: Logits, weights: Parameters, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.run, self.logits, self.device, self.dtype = run, logits, device, dtype
+        copies = {name: weight.to(device, dtype, copy=True) for name, weight in weights.items()}
+        self.frozen = {name: copy for name, copy in copies.items() if run.lora.rank and ".lora_" not in name}
+        self.trained = {name: nn.Parameter(copy) for name, copy in copies.items() if name not in self.frozen}
+        groups = [{"params": [p], **_treatment(name, p, run)} for name, p in self.trained.items()]
+        self.adamw = torch.optim.AdamW(groups, betas=run.optimizer.betas, eps=run.optimizer.eps)
+
+    def step(self, step: int) -> Figures:
+        """Train one step on its random samples."""
+        batch = self._sequences(step)
+        kept, size = batch.kept_BS.sum(), self.run.training.micro_batch_size
+        loss = torch.zeros((), dtype=self.dtype, device=self.device)
+        with InFloat64() if self.dtype == torch.float64 else contextlib.nullcontext():
+            for first in range(0, len(batch.tokens_BS), size):
+                part = self._loss(batch, slice(first, first + size)) / kept
+                part.backward()
+                loss += part.detach()
+        gradients = {name: p.grad.clone() for name, p in self.trained.items() if p.grad is not None}
+        norm = nn.utils.clip_grad_norm_(self.trained.values(), self.run.optimizer.max_grad_norm)
+        for group in self.adamw.param_groups:
+            group["lr"] = _learning_rate(step, self.run) * group["lr_ratio"]
+        self.adamw.step()
+        self.adamw.zero_grad()
+        return Figures(loss, norm, gradients)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {**self.frozen, **{name: p.detach().clone() for name, p in self.trained.items()}}
+
+    def _loss(self, batch: Sequences, rows: slice) -> Tensor:
+        """The sum of the losses of some sequences."""
+        documents_BS = None if batch.documents_BS is None else batch.documents_BS[rows]
+        parameters = {**self.frozen, **self.trained}
+        logits_BSV = self.logits(parameters, batch.tokens_BS[rows], batch.positions_BS[rows], documents_BS)
+        kept_BS = batch.kept_BS[rows]
+        return F.cross_entropy(logits_BSV[kept_BS], batch.targets_BS[rows][kept_BS], reduction="sum")
+
+    def _sequences(self, step: int) -> Sequences:
+        size, samples = self.run.training.global_batch_size, RandomSamples(self.run)
+        apart = self.run.data.mask_documents
+        numbers = np.arange(step * size, (step + 1) * size)
+        windows: Windows = samples.read(numbers)
+        goldfish = self.run.masks.goldfish
+        is_masked = goldfish.strategy != "none" and step >= goldfish.start_step
+        kept_BS = kept_tokens(windows, samples.kept(numbers), goldfish, [is_masked] * size)
+        tokens = torch.from_numpy(windows.tokens).to(self.device)
+        documents_BS = torch.from_numpy(windows.documents[:, :-1]).to(self.device)
+        positions_BS = positions(documents_BS if apart else torch.zeros_like(documents_BS))
+        return Sequences(
+            tokens[:, :-1], tokens[:, 1:], kept_BS.to(self.device), positions_BS, documents_BS if apart else None
+        )
+
+
+def plain_logits(run: RunConfig) -> Logits:
+    """The decoder itself, in plain PyTorch."""
+    with torch.device("meta"):
+        model = build_model(run)
+
+    def logits(parameters: Parameters, tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None) -> Tensor:
+        out: Tensor = functional_call(model, dict(parameters), (tokens_BS, None, positions_BS, documents_BS))
+        return out
+
+    return logits
+
+
+def _treatment(name: str, parameter: Tensor, run: RunConfig) -> dict[str, float]:
+    decay = run.optimizer.weight_decay if parameter.ndim == 2 else 0.0
+    for group in run.optimizer.groups:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in group.parameters):
+            given = group.weight_decay
+            return {"lr_ratio": group.lr_ratio, "weight_decay": decay if given is None else given}
+    return {"lr_ratio": 1.0, "weight_decay": decay}
+
+
+def _learning_rate(step: int, run: RunConfig) -> float:
+    """Warm-up to the peak, then the decay, which ends with the last step."""
+    peak, plan, last = run.optimizer.lr, run.lr_scheduler, run.training.train_steps - 1
+    if step < plan.warmup_steps:
+        return peak * (step + 1) / plan.warmup_steps
+    start = float(plan.warmup_steps)
+    if plan.decay_style == "wsd":
+        start = last - max(1.0, min(plan.decay_ratio * (last + 1), last + 1 - plan.warmup_steps))
+    passed = min(max(step - start, 0) / max(last - start, 1), 1.0)
+    low = peak * plan.min_lr_ratio
+    if plan.decay_style == "constant":
+        return peak
+    if plan.decay_style == "cosine":
+        return low + (peak - low) * (1 + math.cos(math.pi * passed)) / 2
+    return peak + (low - peak) * passed

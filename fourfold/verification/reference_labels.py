@@ -1,0 +1,82 @@
+"""Labels and masks as the documents say, token by token: the reference's own, which share no code with the loader's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fourfold.config.loss_masks import GoldfishConfig
+from fourfold.data.dataset import Windows
+
+WORD = 2**64
+
+
+def kept_tokens(
+    windows: Windows, kept: NDArray[np.bool_], goldfish: GoldfishConfig, is_masked: Sequence[bool]
+) -> Tensor:
+    """Bool [B, S]: the loss counts the prediction of token i + 1 from token i.
+
+    kept: what the samples themselves leave out; is_masked: of each sample, that the goldfish mask has begun.
+    """
+    found = torch.from_numpy(kept.copy())
+    ahead = windows.look_back
+    for row, number in enumerate(windows.numbers.tolist()):
+        tokens, documents = windows.stream[row].tolist(), windows.stream_documents[row].tolist()
+        for target in range(ahead + 1, len(tokens)):
+            drops = is_masked[row] and tokens[target] not in goldfish.exempt
+            drops = drops and _dropped(goldfish, tokens, documents, target, ahead, number)
+            if drops or documents[target] != documents[target - 1]:
+                found[row, target - ahead - 1] = False
+    return found
+
+
+def positions(documents_BS: Tensor) -> Tensor:
+    """Int64 [B, S]: how many tokens of its own document, within the sequence, stand before each token."""
+    same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
+    return same_BSS.tril(-1).sum(dim=2)
+
+
+def _dropped(
+    goldfish: GoldfishConfig, tokens: list[int], documents: list[int], target: int, ahead: int, number: int
+) -> bool:
+    """The goldfish rule for one token of a stream whose sequence begins at ``ahead``."""
+    k, h, place = goldfish.k, goldfish.h, target - ahead - 1
+    if goldfish.strategy == "static":
+        return place % k == 0
+    if goldfish.strategy == "random":
+        mixed = _hash(number, goldfish.seed) + _hash(place, goldfish.seed + 1)
+        return _hash(mixed % WORD, goldfish.seed + 2) < WORD // k
+    if goldfish.strategy == "hash":
+        if target < h or documents[target] != documents[target - h]:
+            return False
+        before = tokens[target - h : target]
+        key = sum(token * (_hash(i, goldfish.seed) | 1) for i, token in enumerate(before))
+        return _hash(key % WORD, goldfish.seed) < WORD // k
+    last = target + 1 if goldfish.include_target else target
+    if last - h < ahead + 1:
+        return False
+    product = int(np.prod(np.array(tokens[last - h : last], dtype=np.int64)))
+    return bool(_published_table()[product % 1_000_003] < 1 / k)
+
+
+def _hash(value: int, seed: int) -> int:
+    """SplitMix64 of a number with a seed (Steele et al. 2014)."""
+    golden = 0x9E3779B97F4A7C15
+    return _mix((value * golden + _mix((seed + golden) % WORD)) % WORD)
+
+
+def _mix(bits: int) -> int:
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % WORD
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % WORD
+    return bits ^ (bits >> 31)
+
+
+@functools.cache
+def _published_table() -> Tensor:
+    """The uniform numbers of the published code (commit 35d29f9)."""
+    return torch.rand(1_000_003, generator=torch.Generator().manual_seed(2_971_215_073))

@@ -1,0 +1,54 @@
+"""The Hugging Face model of a run's family, as the reference of parity: a model that shares no code with ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from fourfold.config.run import RunConfig
+from fourfold.huggingface.architectures.config_json import config_of
+from fourfold.huggingface.transformers_models import import_transformers
+from fourfold.huggingface.weight_names import HEAD, name_map
+from fourfold.verification.reference import Logits, Parameters
+
+
+def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
+    """The model of transformers that computes what the run's ``[model]`` describes.
+
+    Raises ``UserError`` where the library is not installed, or no family of it computes that.
+    """
+    config: dict[str, Any] = config_of(run.model)
+    transformers = import_transformers()
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config), attn_implementation="eager"
+    )
+    model = model.to(device).eval()  # without the dropout of some families
+    # Files of some families call the head by another name than the module has.
+    tensors = {HEAD if t.pieces[0].name == HEAD else t.name: t for t in name_map(config["model_type"], run.model)}
+    scale = run.lora.alpha / max(1, run.lora.rank)
+
+    def merged(parameters: Parameters, name: str) -> Tensor:
+        """A parameter with the addition of LoRA, where it has one."""
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora_A" not in parameters:
+            return parameters[name]
+        return parameters[name] + scale * parameters[f"{layer}.lora_B"] @ parameters[f"{layer}.lora_A"]
+
+    def logits(parameters: Parameters, tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None) -> Tensor:
+        theirs = {n: t.joined([merged(parameters, piece.name) for piece in t.pieces]) for n, t in tensors.items()}
+        mask_B1SS = None if documents_BS is None else _block_diagonal(documents_BS, next(iter(theirs.values())).dtype)
+        inputs = {"input_ids": tokens_BS, "position_ids": positions_BS, "attention_mask": mask_B1SS}
+        out: Tensor = functional_call(model, theirs, (), inputs).logits
+        return out
+
+    return logits
+
+
+def _block_diagonal(documents_BS: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, 1, S, S]: 0 where a query may see a key, else the lowest number, as transformers adds it to the scores."""
+    is_seen_BSS = (documents_BS[:, :, None] == documents_BS[:, None, :]).tril()
+    mask_BSS = torch.zeros(is_seen_BSS.shape, dtype=dtype, device=documents_BS.device)
+    return mask_BSS.masked_fill(~is_seen_BSS, torch.finfo(dtype).min)[:, None]

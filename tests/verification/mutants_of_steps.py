@@ -1,0 +1,210 @@
+"""Faults in the model, the data, the optimizer and the checkpoint: what all grids share."""
+
+from __future__ import annotations
+
+from mutants import DP2, FROM_STEP_1, GROUPS, HASH, PACKED, STATIC, TABLE, X2, Y2, Mutant
+from tiny_runs import GEMMA, GPT, NEOX
+
+MODEL = [
+    Mutant("RoPE of the queries is off", "models.transformer", "q_BSND = apply_rope(q_BSND,", "apply_rope(q_BSND,"),
+    Mutant(
+        "RoPE's frequencies are those of whole heads",
+        "models.rope",
+        "(-channels / config.rotary_dim)",
+        "(-channels / config.head_dim)",
+        NEOX,
+    ),
+    Mutant(
+        "RoPE's backward turns forward",
+        "models.rope",
+        "_turned(grad_BSND, cos_BS1d, -sin_BS1d)",
+        "_turned(grad_BSND, cos_BS1d, sin_BS1d)",
+        grid=Y2,
+    ),
+    Mutant("attention sees later tokens", "models.transformer", "is_causal=mask is None", "is_causal=False"),
+    Mutant(
+        "attention crosses documents",
+        "models.transformer",
+        "same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]",
+        "same_BSS = documents_BS[:, :, None] >= documents_BS[:, None, :]",
+        sections=PACKED,
+    ),
+    Mutant("the other GELU", "models.transformer", "approximate=self.approximate)", 'approximate="none")', GPT),
+    Mutant("GELU for SiLU", "models.transformer", "F.silu(first_BSF)", "F.gelu(first_BSF)", grid=X2),
+    Mutant(
+        "gate and up are exchanged",
+        "models.transformer",
+        "first_BSF, *up_BSF = gate_and_up_BSF",
+        "first_BSF, *up_BSF = gate_and_up_BSF[::-1]",
+        grid=X2,
+    ),
+    Mutant(
+        "embeddings are scaled by H",
+        "models.transformer",
+        "self.config.hidden_size**0.5)",
+        "self.config.hidden_size)",
+        GEMMA,
+    ),
+    Mutant(
+        "attention and MLP one after the other",
+        "models.transformer",
+        "x_BSH if self.parallel_residual else attended_BSH",
+        "attended_BSH",
+        NEOX,
+    ),
+    Mutant(
+        "the residual scaling of initial weights",
+        "models.initialize",
+        "math.sqrt(2 * config.num_hidden_layers)",
+        "math.sqrt(config.num_hidden_layers)",
+    ),
+    Mutant(
+        "all blocks of rows draw the same weights",
+        "models.initialize",
+        "generator.manual_seed(_block_seed(seed, name, block))",
+        "generator.manual_seed(_block_seed(seed, name, 0) if rows.start == 0 else 1)",
+        grid=X2,
+    ),
+]
+
+DATA = [
+    Mutant(
+        "labels are not shifted",
+        "data.masks",
+        "labels = windows.tokens[:, 1:].copy()",
+        "labels = windows.tokens[:, :-1].copy()",
+    ),
+    Mutant("a mask is inverted", "data.masks", "labels[~mask(windows)]", "labels[mask(windows)]"),
+    Mutant(
+        "the first token of a document is predicted",
+        "data.masks",
+        "windows.documents[:, 1:] == windows.documents[:, :-1]",
+        "windows.documents[:, 1:] >= windows.documents[:, :-1]",
+    ),
+    Mutant(
+        "positions do not restart",
+        "data.dataset",
+        "places - np.maximum.accumulate(np.where(is_start, places, 0), axis=1)",
+        "places - 0 * np.where(is_start, places, 0)",
+        GPT,
+        sections=PACKED,
+    ),
+    Mutant(
+        "every rank reads the same samples",
+        "data.loader",
+        "(micro_batch * self.size + self.rank) * self.micro_batch_size",
+        "(micro_batch * self.size) * self.micro_batch_size",
+        grid=DP2,
+    ),
+    Mutant(
+        "one micro-batch has another's labels",
+        "data.loader",
+        "MicroBatch(tokens[row], labels[row], positions[row], documents[row])",
+        "MicroBatch(tokens[row], labels[rows[0]], positions[row], documents[row])",
+    ),
+    Mutant(
+        "goldfish drops 1 in k + 1",
+        "data.goldfish",
+        "hash64(keys, seed) < np.uint64(2**64 // k)",
+        "hash64(keys, seed) < np.uint64(2**64 // (k + 1))",
+        sections=HASH,
+    ),
+    Mutant(
+        "goldfish looks into the document before",
+        "data.goldfish",
+        "dropped[:, h:] &= documents[:, h:] == documents[:, :-h]",
+        "dropped[:, h:] &= documents[:, h:] >= documents[:, :-h]",
+        sections=HASH,
+    ),
+    Mutant("goldfish drops the next place", "data.goldfish", "% config.k == 0", "% config.k == 1", sections=STATIC),
+    Mutant(
+        "goldfish's table precedes the target",
+        "data.goldfish",
+        "first = h - 1 if include_target else h",
+        "first = h",
+        sections=TABLE,
+    ),
+    Mutant(
+        "goldfish begins too early",
+        "data.goldfish",
+        "dropped[windows.numbers < self.first_sample] = False",
+        "pass",
+        sections=FROM_STEP_1,
+    ),
+]
+
+TRAINING = [
+    Mutant(
+        "a micro-batch is dropped",
+        "training.job",
+        "for each in micro_batches]\n        else:",
+        "for each in micro_batches[1:]]\n        else:",
+    ),
+    Mutant(
+        "the loss is divided by one rank's tokens",
+        "training.job",
+        'return all_reduce(mine, self.grid.tokens, "kept tokens")',
+        "return mine * self.grid.tokens.size",
+        grid=DP2,
+    ),
+    Mutant(
+        "the loss is that of one rank",
+        "training.job",
+        "for axis in (self.grid.tokens, self.grid.pp):",
+        "for axis in (self.grid.pp,):",
+        grid=DP2,
+    ),
+    Mutant(
+        "norms decay",
+        "training.optimizer",
+        "decay = config.weight_decay if dims > 1 else 0.0",
+        "decay = config.weight_decay",
+    ),
+    Mutant(
+        "nothing decays",
+        "training.optimizer",
+        "decay = config.weight_decay if dims > 1 else 0.0",
+        "decay = 0.0",
+    ),
+    Mutant(
+        "groups have no learning rate of their own",
+        "training.optimizer",
+        'group["lr"] = lr * group["lr_ratio"]',
+        'group["lr"] = lr',
+        sections=GROUPS,
+    ),
+    Mutant("betas are torch's", "training.optimizer", "betas=config.betas,", ""),
+    Mutant(
+        "eps is torch's",
+        "training.optimizer",
+        "            eps=config.eps,\n            fused=True,\n        )",
+        "            fused=True,\n        )\n",
+    ),
+    Mutant(
+        "the schedule ends a step late",
+        "training.optimizer",
+        "max(1, train_steps - 1 - config.warmup_steps)",
+        "max(1, train_steps - config.warmup_steps)",
+    ),
+    Mutant("the optimizer does nothing", "training.optimizer", "            self.adamw.step()", "            pass"),
+    Mutant(
+        "gradients stay after the step",
+        "training.optimizer",
+        "        self.drop_gradients()\n\n    def drop_gradients",
+        "        pass\n\n    def drop_gradients",
+    ),
+    Mutant(
+        "a resumed run counts its steps from zero",
+        "training.optimizer",
+        '["step"].fill_(steps)',
+        '["step"].fill_(0)',
+    ),
+    Mutant(
+        "a resumed run has no second moment",
+        "checkpoints.global_tensors",
+        "for moment, local in job.optimizer.moments(index).items():",
+        "for moment, local in list(job.optimizer.moments(index).items())[:1]:",
+    ),
+]
+
+STEPS = [*MODEL, *DATA, *TRAINING]

@@ -1,0 +1,159 @@
+"""Random run files over every setting that changes what is computed, and the smallest one that still fails."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+from fourfold.config.run import AXES, RunConfig, Schedule
+from fourfold.errors import UserError
+from fourfold.run_file.load import make_run
+
+Table = dict[str, dict[str, Any]]
+
+MOST_RANKS = 8
+
+
+def random_table(seed: int) -> Table:
+    """The sections of a legal run file on two to eight processes, a function of the seed."""
+    draw = random.Random(seed)
+    while True:
+        table = _draw(draw)
+        if is_legal(table):
+            return table
+
+
+def run_of(table: Table, folder: Path) -> RunConfig:
+    """The run file of a table. Raises ``UserError`` where it is not legal."""
+    return make_run({**table, "output_dir": str(folder)})
+
+
+def is_legal(table: Table) -> bool:
+    try:
+        ranks = run_of(table, Path()).parallel.world_size
+    except UserError:
+        return False
+    return ranks <= MOST_RANKS
+
+
+def shrink(table: Table, fails: Callable[[Table], bool]) -> Table:
+    """A smaller run file that fails: keys left out, numbers made smaller, one after the other while it still fails."""
+    while (smaller := next((t for t in _smaller(table) if is_legal(t) and fails(t)), None)) is not None:
+        table = smaller
+    return table
+
+
+def _smaller(table: Table) -> Iterator[Table]:
+    for section, keys in table.items():
+        if section not in ("model", "training", "data"):
+            yield {name: other for name, other in table.items() if name != section}
+        for key, value in keys.items():
+            yield {**table, section: {k: v for k, v in keys.items() if k != key}}
+            if type(value) is int and value > 1:
+                yield {**table, section: {**keys, key: value // 2}}
+                yield {**table, section: {**keys, key: value - 1}}
+
+
+def _draw(draw: random.Random) -> Table:
+    model, grid = _model(draw), _grid(draw)
+    data = {"source": "python-stdlib", "mask_documents": draw.random() < 0.4}
+    table: Table = {"model": model, "data": data, "parallel": grid, "training": _training(draw, grid)}
+    table["optimizer"] = {"weight_decay": draw.choice((0.0, 0.1)), "max_grad_norm": draw.choice((0.1, 1.0, 100.0))}
+    table["lr_scheduler"] = {
+        "decay_style": draw.choice(("cosine", "linear", "wsd", "constant")),
+        "warmup_steps": draw.choice((0, 100)),
+    }
+    table["overlap"] = {
+        "input_gradients": draw.random() < 0.7,
+        "gate_sum": draw.random() < 0.7,
+        "weight_prefetch": draw.choice((0, 1, 1, 3)),
+    }
+    table["activation_checkpoint"] = _recompute(draw)
+    if draw.random() < 0.3:
+        strategy = draw.choice(("hash", "hash-table", "static", "random"))
+        goldfish = {"strategy": strategy, "k": draw.choice((2, 3, 4)), "h": draw.choice((1, 2, 5))}
+        table["masks"] = {"goldfish": goldfish | {"start_step": draw.choice((0, 5))}}
+    if draw.random() < 0.15:
+        table["lora"] = {"rank": draw.choice((1, 4)), "alpha": 8.0}
+        if draw.random() < 0.5:
+            table["lora"]["targets"] = draw.sample(("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"), 3)
+    if draw.random() < 0.2:
+        parameters = ["layers.0.*"] if "lora" in table else ["layers.0.*", "*norm*"]
+        group = {"parameters": parameters, "lr_ratio": 0.3, "weight_decay": draw.choice((0.0, 0.5))}
+        table["optimizer"]["groups"] = [group]
+    if draw.random() < 0.2:
+        table["training"] |= {"precision": "bf16", "master_weights": "bf16"}
+        table["optimizer"]["stochastic_rounding"] = draw.random() < 0.5
+    return table
+
+
+def _model(draw: random.Random) -> dict[str, Any]:
+    kv_heads = draw.choice((1, 2, 3, 4))
+    heads, head_dim = kv_heads * draw.choice((1, 2, 3)), draw.choice((8, 16))
+    model: dict[str, Any] = {
+        "vocab_size": draw.choice((97, 128, 257)),
+        "hidden_size": draw.choice((heads * head_dim, 48, 60, 64)),
+        "num_hidden_layers": draw.choice((1, 2, 3, 4)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": draw.choice((48, 72, 120)),
+        "max_position_embeddings": draw.choice((48, 96)),
+        "norm": draw.choice(("rmsnorm", "layernorm")),
+        "mlp": draw.choice(("swiglu", "geglu", "gelu")),
+        "position_embedding": draw.choice(("rope", "rope", "learned")),
+        "pad_vocab_size_to_multiple_of": draw.choice((1, 12, 128)),
+    }
+    for key in ("tie_word_embeddings", "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm"):
+        model[key] = draw.random() < 0.4
+    model["parallel_residual"], model["scale_embeddings"] = draw.random() < 0.2, draw.random() < 0.2
+    if model["norm"] == "rmsnorm":
+        model["zero_centered_norm"] = draw.random() < 0.3
+    if model["mlp"] != "swiglu":
+        model["gelu_approximation"] = draw.choice(("tanh", "none"))
+    if model["position_embedding"] == "rope":
+        model["partial_rotary_factor"] = draw.choice((1.0, 1.0, 0.5))
+        if draw.random() < 0.2:
+            model["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+    return model
+
+
+def _grid(draw: random.Random) -> dict[str, Any]:
+    """Axes of 1 to 4; those that come first are as likely to be large as the others."""
+    sizes = dict.fromkeys(AXES, 1)
+    left = draw.choice((2, 3, 4, 4, 6, 8, 8, 8))
+    for axis in draw.sample(AXES, len(AXES)):
+        fitting = [size for size in (1, 2, 3, 4) if left % size == 0]
+        sizes[axis] = draw.choice(fitting)
+        left //= sizes[axis]
+    grid: dict[str, Any] = {**sizes, "zero": draw.choice((0, 0, 1, 2, 3))}
+    if sizes["cp"] > 1:
+        grid["cp_method"] = draw.choice(("auto", "ring", "ulysses"))
+    if sizes["pp"] > 1:
+        grid["schedule"] = draw.choice(("1F1B", *get_args(Schedule)))
+    return grid
+
+
+def _training(draw: random.Random, grid: dict[str, Any]) -> dict[str, Any]:
+    micro_batch = draw.choice((1, 2, 3, 4))
+    at_once = micro_batch * grid["dp"] * grid["z"]
+    return {
+        "micro_batch_size": micro_batch,
+        "global_batch_size": at_once * draw.choice((1, 2, 4, 6) if grid["pp"] > 1 else (1, 2, 3)),
+        "seq_length": draw.choice((24, 32, 48)),
+        "train_steps": 100,
+        "seed": draw.randrange(1000),
+    }
+
+
+def _recompute(draw: random.Random) -> dict[str, Any]:
+    mode = draw.choice(("none", "none", "selective", "full"))
+    if mode == "none":
+        return {"mode": mode}
+    table: dict[str, Any] = {"mode": mode, "every": draw.choice((1, 2))}
+    if mode == "full":
+        return table | {"offload": draw.random() < 0.4}
+    modules = ("attention", "mlp", "norms", "gathers")
+    return table | {"modules": draw.sample(modules, draw.randint(1, 4))}

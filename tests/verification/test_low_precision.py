@@ -1,0 +1,45 @@
+"""In low precision a grid is as far from float64 as one process is, with room for the rounding of partial sums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from tiny_runs import LLAMA, tiny_run
+
+from fourfold.config.run import ParallelConfig, RunConfig
+from fourfold.verification.low_precision import LIMIT, PrecisionError, precision_error
+
+SIXTEENS = LLAMA | {"num_key_value_heads": 8, "intermediate_size": 192, "num_hidden_layers": 4}
+"""All sizes are multiples of 16 on every rank, as float8 needs them."""
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16"},
+    "bf16 weights": {"precision": "bf16", "master_weights": "bf16"},
+    "bf16 sums": {"precision": "bf16", "reduce_dtype": "bf16"},
+    "fp16": {"precision": "fp16"},
+    **{
+        f"float8 {recipe}": {"precision": "bf16", "float8": recipe}
+        for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+    },
+}
+GRIDS = ({"x": 2}, {"y": 2}, {"z": 2}, {"dp": 2}, {"cp": 2}, {"pp": 2}, {"x": 2, "y": 2}, {"x": 2, "z": 2, "dp": 2})
+
+
+def precision_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError | None:
+    return precision_error(run, torch.device("cpu"), steps=8)
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_grid_rounds_as_one_process_does(pool: Pool, precision: str, grid: dict[str, int], tmp_path: Path) -> None:
+    training = PRECISIONS[precision] | {"seq_length": 64}
+    run = tiny_run(SIXTEENS, grid, training=training, output_dir=str(tmp_path))
+    alone = run.model_copy(update={"parallel": ParallelConfig()})
+    on_grid, one = (pool.run(r.parallel.world_size, precision_body, r)[0] for r in (run, alone))
+    assert on_grid.gradients <= LIMIT * one.gradients
+    assert on_grid.weights <= LIMIT * one.weights

@@ -1,0 +1,35 @@
+"""Parity catches every fault of the list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from mutants import Mutant
+from mutants_of_layers import LAYERS
+from mutants_of_steps import STEPS
+from mutation import mutated
+from pool import Pool
+from tiny_runs import tiny_run
+
+from fourfold.config.run import RunConfig
+from fourfold.verification.comparison import ParityReport
+from fourfold.verification.parity import parity
+
+
+def mutant_body(rank: int, world_size: int, run: RunConfig, mutant: Mutant) -> ParityReport | None:
+    with mutated(f"fourfold.{mutant.module}", mutant.old, mutant.new):
+        return parity(run, torch.device("cpu"), steps=2, against="transformers")
+
+
+def run_of(mutant: Mutant, folder: Path) -> RunConfig:
+    return tiny_run(mutant.model, mutant.grid, output_dir=str(folder), **mutant.sections)
+
+
+@pytest.mark.fast_cases(6)
+@pytest.mark.parametrize("mutant", [*LAYERS, *STEPS], ids=lambda mutant: mutant.fault)
+def test_parity_catches(mutant: Mutant, pool: Pool, tmp_path: Path) -> None:
+    run = run_of(mutant, tmp_path)
+    report = pool.run(run.parallel.world_size, mutant_body, run, mutant)[0]
+    assert not report.ok, report.record()
