@@ -3,7 +3,8 @@
     checkpoints/step_100/
         shard-00001-model-00001-of-00001.safetensors   each process's parts, with their place in the global tensor
         …
-        state.json                                     step, model sizes, random state, and the size of every file
+        state.json                                     step, model sizes, random state
+        manifest-<checksum>.json                       size and checksum of every file
 
 Tensors go through torch.distributed.checkpoint under ``model.<name>`` and ``optimizer.<moment>.<name>``. A checkpoint
 is written under another name and renamed when every process has finished: it is complete, or it is not there.
@@ -12,7 +13,10 @@ is written under another name and renamed when every process has finished: it is
 from __future__ import annotations
 
 import shutil
+import sys
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +29,7 @@ from fourfold.checkpoints.compatible import check_has_model, check_same_adapters
 from fourfold.checkpoints.find import list_checkpoints, step_of
 from fourfold.checkpoints.global_tensors import (
     TrainingState,
+    check_finite,
     checkpoint_errors,
     fill_second_copies,
     load_tensors,
@@ -33,9 +38,12 @@ from fourfold.checkpoints.global_tensors import (
     trained_tensors,
     weight_tensors,
 )
+from fourfold.checkpoints.integrity import DamagedCheckpoint, seal
 from fourfold.checkpoints.saved_state import CheckpointState, read_state, state_of, write_state
+from fourfold.checkpoints.verify import verify, verify_together
 from fourfold.config.run import CheckpointConfig
-from fourfold.data.files import swap_in
+from fourfold.data.files import swap_in, writing
+from fourfold.errors import UserError
 from fourfold.parallel.state import GlobalView
 
 
@@ -58,19 +66,22 @@ class Checkpointer:
     def save(self, step: int) -> None:
         """Write ``step_<step>``; with async_mode it appears when it is complete, at a later ``poll`` or ``wait``."""
         self.wait()
+        tensors = trained_tensors(self.job, self._view)
+        check_finite(tensors, step, self.folder)
         partial = self._partial(step)
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            with writing(partial):
+                partial.mkdir(parents=True)
         dist.barrier()
         scale = self.job.loss_scale
         state = state_of(self.job.run, step)
         state.optimizer_steps = self.job.optimizer.steps_taken()
         state.loss_scale = None if scale is None else (scale.scale, scale.steps_since_change)
-        tensors = trained_tensors(self.job, self._view)
         if self._group is None:
-            save_tensors(tensors, partial)
-            self._publish(step, state)
+            with self._removed_on_failure(step):
+                save_tensors(tensors, partial)
+                self._publish(step, state)
             dist.barrier()
         else:
             future = async_save(tensors, storage_writer=tensor_writer(partial), process_group=self._group)
@@ -88,21 +99,33 @@ class Checkpointer:
             return
         written, step, state = self._pending
         self._pending = None
-        with checkpoint_errors(f"cannot write the checkpoint {self._partial(step)}"):
-            written.result()
-        self._publish(step, state)
+        with self._removed_on_failure(step):
+            with checkpoint_errors(f"cannot write the checkpoint {self._partial(step)}"):
+                written.result()
+            self._publish(step, state)
 
     def _partial(self, step: int) -> Path:
         return self.folder / f".step_{step}.partial"
+
+    @contextmanager
+    def _removed_on_failure(self, step: int) -> Iterator[None]:
+        """Remove what was written when the block fails: on a full disk the room is needed."""
+        try:
+            yield
+        except UserError:
+            if dist.get_rank() == 0:
+                shutil.rmtree(self._partial(step), ignore_errors=True)
+            raise
 
     def _publish(self, step: int, state: CheckpointState) -> None:
         """Describe, rename and prune, on rank 0, when every rank has written."""
         if dist.get_rank() != 0:
             return
         partial = self._partial(step)
-        state.files.update({file.name: file.stat().st_size for file in partial.glob("*.safetensors")})
-        write_state(partial, state)
-        swap_in(partial, self.folder / f"step_{step}")
+        with writing(partial):
+            write_state(partial, state)
+            seal(partial)
+            swap_in(partial, self.folder / f"step_{step}")
         for unfinished in self.folder.glob(".step_*.partial"):  # of a job that was killed
             shutil.rmtree(unfinished)
         # Later steps are from before this run went back (``resume`` = 'never' or a path). Under another name they are
@@ -112,21 +135,41 @@ class Checkpointer:
         for later in found[len(ours) :]:
             swap_in(later, later.with_name(f"{later.name}.superseded"))
         if self.config.keep_latest_k:
+            every = self.config.keep_every
             for old in ours[: -self.config.keep_latest_k]:
-                shutil.rmtree(old)
+                if not every or step_of(old) % every:
+                    shutil.rmtree(old)
+
+
+def set_aside(checkpoint: Path, damage: DamagedCheckpoint) -> Path:
+    """Rename a damaged checkpoint, and return the newest of the others; every process calls this.
+
+    Raises ``DamagedCheckpoint`` where there is no other: to start again from nothing is for the user to decide.
+    """
+    others = [path for path in list_checkpoints(checkpoint.parent) if path != checkpoint]
+    if not others:
+        raise DamagedCheckpoint(f"{damage}; there is none in {checkpoint.parent}")
+    dist.barrier()  # all have looked
+    if dist.get_rank() == 0:
+        aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
+        swap_in(checkpoint, aside)
+        print(f"fourfold: {damage}: it is now {aside}, and the run goes on from {others[-1]}", file=sys.stderr)
+    dist.barrier()
+    return others[-1]
 
 
 def load_checkpoint(path: Path, job: TrainingState) -> int:
     """Fill a job's weights and optimizer from a checkpoint that any grid has written; returns the steps taken.
 
-    Raises ``UserError`` when the checkpoint is damaged or belongs to another model. The job is untouched then, unless
-    the damage is inside a file of the right size.
+    Every process calls this. Raises ``DamagedCheckpoint``, or ``UserError`` when it belongs to another model; the job
+    is untouched then.
     """
     state = read_state(path)
     check_same_model(path, state, job.run.model)
     check_same_adapters(path, state, job.run)
+    verify_together(path)
     if state.weights_only:
-        load_sharded_weights(path, job)
+        _load_weights(path, job)
         return 0
     check_same_order(path, state, job.run)
     generator = state.generator(path)
@@ -144,11 +187,16 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
 def load_sharded_weights(path: Path, job: TrainingState) -> None:
     """Fill a job's weights from a checkpoint that any grid has written, without memory for its optimizer.
 
-    Raises ``UserError`` when the checkpoint is damaged or belongs to another model.
+    Every process calls this. Raises ``DamagedCheckpoint``, or ``UserError`` when it belongs to another model.
     """
     state = read_state(path)
     check_same_model(path, state, job.run.model)
     check_has_model(path, state)
+    verify_together(path)
+    _load_weights(path, job)
+
+
+def _load_weights(path: Path, job: TrainingState) -> None:
     load_tensors(weight_tensors(job, GlobalView(job.grid, job.run.parallel.zero)), path)
     fill_second_copies(job.shards, lambda index: {"weight": job.shards[index].local})
     job.publish()
@@ -156,5 +204,5 @@ def load_sharded_weights(path: Path, job: TrainingState) -> None:
 
 def load_weights(path: Path, weights: dict[str, Tensor]) -> None:
     """Fill whole tensors, by parameter name, in one process and without a process group."""
-    read_state(path)
+    verify(path)
     load_tensors({f"model.{name}": tensor for name, tensor in weights.items()}, path, no_dist=True)

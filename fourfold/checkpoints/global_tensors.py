@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,14 +11,18 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
+from fourfold.checkpoints.integrity import ChecksummedFiles
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
+from fourfold.parallel.communicate import purpose
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import GlobalView, LocalShard
 
@@ -79,6 +84,24 @@ def weight_tensors(job: TrainingState, view: GlobalView) -> dict[str, Tensor]:
     return {f"model.{name}": view.of(job.shards[index]) for name, index in _first_copies(job.shards).items()}
 
 
+def check_finite(tensors: Mapping[str, Tensor], step: int, folder: Path) -> None:
+    """Raise the same ``UserError`` on every process when a part of a tensor anywhere is not finite."""
+    locals_ = {name: t.to_local() for name, t in tensors.items() if isinstance(t, DTensor) and t.to_local().numel()}
+    largest = torch.stack(torch._foreach_norm(list(locals_.values()), math.inf, dtype=torch.float32))
+    flag = (~largest.isfinite()).any().float()
+    with purpose("finite weights"):
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+    if flag.item():
+        bad = [name for name, value in zip(locals_, largest.tolist(), strict=True) if not math.isfinite(value)]
+        everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, bad)
+        rank, name = next((rank, names[0]) for rank, names in enumerate(everyone) if names)
+        raise UserError(
+            f"{name} is not finite on rank {rank} after step {step}; nothing was saved, and the last checkpoint in "
+            f"{folder} is as it was; lower optimizer.lr, and resume from there"
+        )
+
+
 @torch.no_grad()
 def fill_second_copies(shards: Sequence[LocalShard], tensors: Callable[[int], Mapping[str, Tensor]]) -> None:
     """Copy ``tensors(index)`` of a tied weight's first shard to those of its second."""
@@ -113,8 +136,10 @@ def save_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def tensor_writer(folder: Path) -> HuggingFaceStorageWriter:
-    """A writer of safetensors files, one for each process."""
-    return HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    """A writer of safetensors files, one for each process, with a note of the checksum beside each."""
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer.fs = ChecksummedFiles()
+    return writer
 
 
 @contextmanager

@@ -11,12 +11,13 @@ import torch
 from pydantic import Field, ValidationError
 
 from fourfold.checkpoints.find import STATE_FILE
+from fourfold.checkpoints.integrity import DamagedCheckpoint, check_small_file, seal
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import LoRAConfig, RunConfig
 from fourfold.config.strict import Strict
 from fourfold.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 LAYOUT_FREE_KEYS = {"preset", "from_hf", "initializer_range"}
 """Keys of [model] that change neither a tensor's shape nor its meaning; they are not saved."""
 
@@ -33,8 +34,6 @@ class CheckpointState(Strict):
     """The settings that decide, with the step, which samples come next."""
     rng: str
     """State of torch's default generator, base64."""
-    files: dict[str, int]
-    """Size in bytes of every tensor file."""
     optimizer_steps: int | None = None
     """The number of steps that changed the weights; fewer than ``step`` after fp16 overflows."""
     loss_scale: tuple[float, int] | None = Field(None, strict=False)
@@ -52,7 +51,7 @@ class CheckpointState(Strict):
         try:
             generator.set_state(torch.frombuffer(bytearray(base64.b64decode(self.rng)), dtype=torch.uint8))
         except (ValueError, RuntimeError) as error:
-            raise UserError(
+            raise DamagedCheckpoint(
                 f"{path / STATE_FILE} is damaged: its random state is invalid; resume from another checkpoint"
             ) from error
         return generator
@@ -66,7 +65,6 @@ def state_of(run: RunConfig, step: int) -> CheckpointState:
         model=saved_model(run.model),
         training=sample_order(run),
         rng=_rng_state(),
-        files={},
         lora=run.lora if run.lora.rank else None,
         base=adapted_model(run),
     )
@@ -77,33 +75,29 @@ def write_state(folder: Path, state: CheckpointState) -> None:
     (folder / STATE_FILE).write_text(state.model_dump_json(indent=1) + "\n")
 
 
-def write_imported(folder: Path, model: ModelConfig, files: dict[str, int]) -> None:
-    """Make a folder that holds the weights ``files`` (name to bytes) a checkpoint."""
+def write_imported(folder: Path, model: ModelConfig) -> None:
+    """Make a checkpoint of a folder that already holds the weights."""
     state = CheckpointState(
-        format=FORMAT, step=0, model=saved_model(model), training={}, rng=_rng_state(), files=files, weights_only=True
+        format=FORMAT, step=0, model=saved_model(model), training={}, rng=_rng_state(), weights_only=True
     )
     write_state(folder, state)
+    seal(folder)
 
 
 def read_state(path: Path) -> CheckpointState:
-    """Read ``state.json`` and compare it with the files; ``UserError`` when the checkpoint is damaged."""
+    """Read ``state.json``; ``DamagedCheckpoint`` where it is not what was written."""
+    file = path / STATE_FILE
     try:
-        text = (path / STATE_FILE).read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
         known = json.loads(text)
         if isinstance(known, dict) and isinstance(known.get("format"), int) and known["format"] != FORMAT:
             raise UserError(f"{path} has checkpoint format {known['format']}; this version of fourfold reads {FORMAT}")
-        state = CheckpointState.model_validate_json(text)
+        check_small_file(file)
+        return CheckpointState.model_validate_json(text)
     except OSError as error:
-        raise UserError(f"cannot read the checkpoint {path}: {error.strerror}") from None
+        raise DamagedCheckpoint(f"cannot read the checkpoint {path}: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError, ValidationError):
-        raise UserError(f"{path / STATE_FILE} is damaged; resume from another checkpoint") from None
-    if not state.files:
-        raise UserError(f"{path / STATE_FILE} is damaged: it lists no file; resume from another checkpoint")
-    for name, size in state.files.items():
-        file = path / name
-        if not file.exists() or file.stat().st_size != size:
-            raise UserError(f"the checkpoint {path} is damaged: {name} is missing or not {size} bytes long")
-    return state
+        raise DamagedCheckpoint(f"{file} is damaged; resume from another checkpoint") from None
 
 
 def saved_model(model: ModelConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import typer
 from fourfold import __version__
 from fourfold.cli.audit import audit
 from fourfold.cli.calibrate import calibrate
+from fourfold.cli.checkpoint import checkpoint
 from fourfold.cli.evaluate import evaluate
 from fourfold.cli.export_hf import export_hf
 from fourfold.cli.generate import generate
@@ -46,6 +47,7 @@ for command in (
 ):
     app.command()(command)
 app.add_typer(plan, name="plan")
+app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(loki, name="loki")
 
 

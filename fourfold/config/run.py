@@ -264,6 +264,7 @@ class CheckpointConfig(Strict):
     interval: int = Field(0, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
     save_last: bool = Field(True, description="Save when the run ends.")
     keep_latest_k: int = Field(2, ge=0, description="Older checkpoints are removed; 0 keeps all.")
+    keep_every: int = Field(0, ge=0, description="Checkpoints of every n-th step are never removed; 0: none is kept.")
     async_mode: Literal["disabled", "async"] = Field("disabled", description="async: training goes on while it saves.")
     resume: str = Field("auto", description="'auto': the newest in the run's folder; 'never'; or a checkpoint's path.")
 

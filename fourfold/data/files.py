@@ -27,12 +27,19 @@ def write_whole(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block, such as a full disk, into a ``UserError`` that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
 def write_output(path: Path, content: str | bytes) -> None:
     """Write a file for the user, whole or not at all; raises ``UserError`` where it cannot be written."""
-    try:
+    with writing(path):
         write_whole(path, content.encode() if isinstance(content, str) else content)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def swap_in(partial: Path, folder: Path) -> None:
@@ -55,11 +62,10 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise UserError(f"{path} exists; choose another folder, or remove it")
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        with writing(path):
+            unfinished.mkdir(parents=True)
+            yield unfinished
+            os.replace(unfinished, path)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -43,7 +43,7 @@ def import_huggingface(name: str, out: Path) -> Transferred:
     with new_folder(out) as partial_folder:
         files = write_tensor_files(partial_folder, entries)
         keep_small_files(folder, partial_folder / SOURCE_FOLDER)
-        write_imported(partial_folder, model, files)
+        write_imported(partial_folder, model)
     return Transferred(str(out), pretrained.kind, count_parameters(pretrained.tensors), files)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fourfold.checkpoints.global_tensors import load_tensors, save_tensors
+from fourfold.checkpoints.integrity import check_together, seal
 from fourfold.data.files import new_folder, swap_in
 from fourfold.errors import UserError
 from fourfold.models.tensor_files import Entry, TensorFiles, write_tensor_files
@@ -74,6 +75,7 @@ def write_checkpoint(
 
     _first_process(prepare, folder)
     save_tensors(tensors, partial)
+    _first_process(lambda: seal(partial), partial)
     _first_process(lambda: swap_in(partial, folder), folder)
 
 
@@ -99,6 +101,7 @@ def read_checkpoint(
     if optimizer is not None:
         _make_state(shards, optimizer, numbers)
     tensors, _ = _tensors(shards, view, optimizer)
+    check_together(folder)
     load_tensors(tensors, folder)
 
 

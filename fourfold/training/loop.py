@@ -12,9 +12,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
+from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint, set_aside
 from fourfold.checkpoints.find import FOLDER as CHECKPOINTS
 from fourfold.checkpoints.find import find_checkpoint
+from fourfold.checkpoints.integrity import DamagedCheckpoint
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
 from fourfold.errors import UserError
@@ -148,7 +149,14 @@ def _fill(job: Job, corpora: Corpora, checkpoint: Path | None) -> int:
             load_pretrained(job, run.model.from_hf)
         else:
             job.initialize(run.training.seed)
-    return 0 if checkpoint is None else load_checkpoint(checkpoint, job)
+    while checkpoint is not None:
+        try:
+            return load_checkpoint(checkpoint, job)
+        except DamagedCheckpoint as damage:
+            if run.checkpoint.resume != "auto":
+                raise
+            checkpoint = set_aside(checkpoint, damage)
+    return 0
 
 
 def _validate(job: Job, corpora: Corpora) -> float | None:

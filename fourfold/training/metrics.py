@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from fourfold.data.files import writing
 from fourfold.errors import UserError
 from fourfold.extras import import_extra
 
@@ -76,8 +77,9 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> None:
         """Append one step."""
         record = metrics.record()
-        self._file.write(_to_line(record))
-        self._file.flush()
+        with writing(Path(self._file.name)):
+            self._file.write(_to_line(record))
+            self._file.flush()
         if self._tensorboard is not None:
             for key, value in record.items():
                 if key != "step" and value is not None:

@@ -12,7 +12,8 @@ from fourfold.training.job import StepResult
 def check_step(result: StepResult, step: int, checkpoints: Path) -> None:
     """Raise ``UserError`` after a step without a trained token, or with a loss or gradient norm that is not finite.
 
-    NaN gradients have made all weights NaN. A skipped step is no failure: its loss scale was too large, and is halved.
+    NaN gradients have made all weights NaN. Gradients that are not finite in a step that was skipped are no failure:
+    the loss scale was too large, and has been halved. The loss itself is not scaled.
     """
     if result.kept_tokens.item() == 0:
         raise UserError(
@@ -20,7 +21,7 @@ def check_step(result: StepResult, step: int, checkpoints: Path) -> None:
             "keep none"
         )
     for name, value in (("loss", result.loss.item()), ("gradient norm", result.grad_norm.item())):
-        if not math.isfinite(value) and not result.skipped:
+        if not math.isfinite(value) and not (result.skipped and name == "gradient norm"):
             raise UserError(
                 f"the {name} is {value} at step {step + 1}; lower optimizer.lr or lengthen "
                 f"lr_scheduler.warmup_steps, and resume from the last checkpoint in {checkpoints}"

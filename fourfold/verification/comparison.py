@@ -15,7 +15,7 @@ from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
 from fourfold.verification.deviation import LIMIT, Deviation, deviations, replica_difference
 from fourfold.verification.initial_weights import initial_weights_error
-from fourfold.verification.reference import Reference, plain_logits
+from fourfold.verification.one_process import Reference, plain_logits
 from fourfold.verification.transformers_reference import transformers_logits
 
 Against = Literal["plain", "transformers"]

@@ -13,8 +13,8 @@ from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
 from fourfold.verification.deviation import relative_rms
+from fourfold.verification.one_process import Reference, plain_logits
 from fourfold.verification.parity import shortened
-from fourfold.verification.reference import Reference, plain_logits
 
 LIMIT = 1.5
 """The error of a grid, which rounds partial sums too, over that of one process in the same precision."""

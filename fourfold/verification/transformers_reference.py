@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fourfold.config.run import RunConfig
+from fourfold.data.transformers_tokenizer import import_transformers
 from fourfold.huggingface.architectures.config_json import config_of
-from fourfold.huggingface.transformers_models import import_transformers
 from fourfold.huggingface.weight_names import HEAD, name_map
-from fourfold.verification.reference import Logits, Parameters
+from fourfold.verification.one_process import Logits, Parameters
 
 
 def transformers_logits(run: RunConfig, device: torch.device) -> Logits:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import torch
 import torch.distributed as dist
 from pool import Pool
 from safetensors.torch import load_file
+from saved_jobs import equal, new_job, save, tensors_of, train
 from tiny_runs import GPT, LLAMA, QWEN, tiny_run
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -25,55 +23,16 @@ from fourfold.checkpoints.checkpoint import (
     load_checkpoint,
     load_weights,
 )
-from fourfold.checkpoints.compatible import check_same_model
 from fourfold.checkpoints.find import STATE_FILE, find_checkpoint, list_checkpoints
 from fourfold.checkpoints.saved_state import read_state
 from fourfold.config.run import CheckpointConfig, RunConfig
 from fourfold.errors import UserError
 from fourfold.models.transformer import Transformer
-from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
-from fourfold.verification.batches import random_micro_batches
 
-CPU = torch.device("cpu")
 SHORT = {"head_dim": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
 """With qk_norm: norm weights of 4 numbers, so that over z = 3 one process has none."""
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A default group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def new_job(run: RunConfig, initialized: bool = True) -> Job:
-    job = Job(run, Grid(run.parallel, "cpu"), CPU)
-    job.initialize(run.training.seed if initialized else 99)
-    return job
-
-
-def train(job: Job, steps: range) -> list[float]:
-    """The losses."""
-    losses = []
-    for step in steps:
-        batch = random_micro_batches(job.run, step, job.grid, CPU)
-        losses.append(job.train_step(batch, step).loss.item())
-    return losses
-
-
-def save(job: Job, folder: Path, step: int, **config: Any) -> Path:
-    Checkpointer(folder, job, CheckpointConfig(**config)).save(step)
-    return folder / f"step_{step}"
-
-
-def tensors_of(job: Job) -> list[Tensor]:
-    """Everything that a checkpoint must bring back, as this process holds it."""
-    moments = [m for i in range(len(job.shards)) for m in job.optimizer.moments(i).values()]
-    counts = [job.optimizer.adamw.state[p]["step"] for p in job.optimizer.parameters]
-    return [tensor.clone() for tensor in [*(s.local for s in job.shards), *moments, *counts]]
 
 
 def whole(job: Job) -> dict[str, Tensor] | None:
@@ -84,10 +43,6 @@ def whole(job: Job) -> dict[str, Tensor] | None:
         moments = gather_full(job.shards, [job.optimizer.moments(i)[moment] for i in range(len(job.shards))])
         found |= {f"{moment}.{name}": tensor for name, tensor in (moments or {}).items()}
     return found if dist.get_rank() == 0 else None
-
-
-def equal(some: list[Tensor], others: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
 def resume_on_the_same_grid(rank: int, world_size: int, run: RunConfig, folder: Path) -> tuple[bool, bool, int]:
@@ -300,133 +255,6 @@ def test_which_checkpoint_is_meant(tmp_path: Path) -> None:
             find_checkpoint(str(wrong), folder)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a tiny Llama after one step."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        job = new_job(tiny_run())
-        train(job, range(1))
-        return save(job, folder, 1)
-    finally:
-        dist.destroy_process_group()
-
-
-def shard_of(path: Path) -> Path:
-    return next(iter(sorted(path.glob("*.safetensors"))))
-
-
-def change_state(**changes: Any) -> Callable[[Path], object]:
-    def change(path: Path) -> None:
-        state = json.loads((path / STATE_FILE).read_text())
-        (path / STATE_FILE).write_text(json.dumps({**state, **changes}))
-
-    return change
-
-
-def change_model(**changes: Any) -> Callable[[Path], object]:
-    def change(path: Path) -> None:
-        state = json.loads((path / STATE_FILE).read_text())
-        change_state(model={**state["model"], **changes})(path)
-
-    return change
-
-
-def truncate(path: Path) -> None:
-    os.truncate(shard_of(path), shard_of(path).stat().st_size - 8)
-
-
-def scramble_header(path: Path) -> None:
-    with shard_of(path).open("r+b") as file:
-        file.seek(20)
-        file.write(b"\xff" * 40)
-
-
-def scramble_header_size(path: Path) -> None:
-    with shard_of(path).open("r+b") as file:
-        file.write(b"\xff" * 8)
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing shard": (lambda path: shard_of(path).unlink(), "is missing or not"),
-    "truncated shard": (truncate, "is missing or not"),
-    "scrambled header": (scramble_header, "is damaged"),
-    "scrambled header size": (scramble_header_size, "is damaged"),
-    "no state": (lambda path: (path / STATE_FILE).unlink(), "cannot read the checkpoint"),
-    "garbage": (lambda path: (path / STATE_FILE).write_bytes(b"\x00\xff garbage"), "state.json is damaged"),
-    "cut short": (lambda path: os.truncate(path / STATE_FILE, 100), "state.json is damaged"),
-    "a list": (lambda path: (path / STATE_FILE).write_text("[1]"), "state.json is damaged"),
-    "null": (lambda path: (path / STATE_FILE).write_text("null"), "state.json is damaged"),
-    "step of a wrong type": (change_state(step="ten"), "state.json is damaged"),
-    "step of another wrong type": (change_state(step=1.5), "state.json is damaged"),
-    "negative step": (change_state(step=-1), "state.json is damaged"),
-    "model of a wrong type": (change_state(model=[1]), "state.json is damaged"),
-    "files of a wrong type": (change_state(files=["a"]), "state.json is damaged"),
-    "sizes of a wrong type": (change_state(files={"a": None}), "state.json is damaged"),
-    "no files": (change_state(files={}), "state.json is damaged"),
-    "random state that is none": (change_state(rng="?"), "state.json is damaged"),
-    "random state of another size": (change_state(rng="AAAA"), "state.json is damaged"),
-    "random state of a wrong type": (change_state(rng=[1, 2]), "state.json is damaged"),
-    "unknown key": (change_state(color="blue"), "state.json is damaged"),
-    "newer format": (change_state(format=2, anything=1), "has checkpoint format 2; this version of fourfold reads 1"),
-    "format of a wrong type": (change_state(format="1"), "state.json is damaged"),
-    "other width": (change_model(hidden_size=128), "another model: its hidden_size is 128, and the run file's is 64"),
-    "other depth": (change_model(num_hidden_layers=3), "another model: its num_hidden_layers is 3"),
-    "other base": (change_model(rope_theta=5e5), "another model: its rope_theta is 500000.0"),
-}
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_damage_is_told(saved: Path, tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
-    path = tmp_path / "step_1"
-    shutil.copytree(saved, path)
-    damage(path)
-    job = new_job(tiny_run())
-    before = tensors_of(job)
-    generator = torch.get_rng_state()
-    with pytest.raises(UserError) as error:
-        load_checkpoint(path, job)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
-    assert str(path) in str(error.value)
-    assert equal(tensors_of(job), before)
-    assert torch.equal(torch.get_rng_state(), generator)
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_shard_without_a_tensor_is_told(saved: Path, tmp_path: Path) -> None:
-    """The sizes agree, but not with what is in the files."""
-    path = tmp_path / "step_1"
-    shutil.copytree(saved, path)
-    content = shard_of(path).read_bytes()
-    shard_of(path).write_bytes(content.replace(b'"model.norm.weight"', b'"model.morn.weight"'))
-    with pytest.raises(UserError, match=r"is damaged: .*model\.morn\.weight"):
-        load_checkpoint(path, new_job(tiny_run()))
-
-
-@pytest.mark.usefixtures("alone")
-def test_what_does_not_change_the_model_may_change(saved: Path) -> None:
-    run = tiny_run({"initializer_range": 0.5, **LLAMA}, optimizer={"lr": 1.0, "weight_decay": 0.0})
-    named = run.model.model_copy(update={"preset": None})
-    job = new_job(run.model_copy(update={"model": named}))
-    assert load_checkpoint(saved, job) == 1
-
-
-def test_a_checkpoint_from_before_a_key_was_there_goes_on(saved: Path, tmp_path: Path) -> None:
-    path = tmp_path / "step_2"
-    shutil.copytree(saved, path)
-    state = json.loads((path / STATE_FILE).read_text())
-    for key in ("parallel_residual", "partial_rotary_factor"):
-        del state["model"][key]
-    (path / STATE_FILE).write_text(json.dumps(state))
-    model = tiny_run(LLAMA).model
-    check_same_model(path, read_state(path), model)
-    with pytest.raises(UserError, match="its parallel_residual is False"):
-        check_same_model(path, read_state(path), model.model_copy(update={"parallel_residual": True}))
-
-
 @pytest.mark.usefixtures("alone")
 def test_random_state_comes_back(tmp_path: Path) -> None:
     job = new_job(tiny_run())
@@ -439,11 +267,8 @@ def test_random_state_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("key", "value"), [("seed", 1), ("global_batch_size", 16), ("seq_length", 16)])
-def test_another_order_of_samples_is_refused(saved: Path, key: str, value: int) -> None:
-    """A checkpoint counts steps: with other steps it would point to other samples."""
-    job = new_job(tiny_run(LLAMA, training={key: value}))
-    before = [tensor.clone() for tensor in tensors_of(job)]
-    with pytest.raises(UserError, match=rf"training\.{key} = \d+, and the run file has {value}"):
-        load_checkpoint(saved, job)
-    assert equal(tensors_of(job), before)
+def test_every_nth_step_is_kept(tmp_path: Path) -> None:
+    job = new_job(tiny_run())
+    for step in range(2, 11, 2):
+        save(job, tmp_path, step, keep_latest_k=1, keep_every=4)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_4", "step_8", "step_10"]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import Cli, Result
+from safetensors.torch import load_file
 from tiny_corpus import make_corpus, run_file
 from tiny_huggingface import make_model
 
@@ -359,6 +360,41 @@ def test_damaged_checkpoint(cli: Cli, tmp_path: Path, prefix: str, damage: Calla
     before = files_in(tmp_path / "runs")
     assert "damaged" in one_sentence(cli("train", run_file(tmp_path, prefix)))
     assert files_in(tmp_path / "runs") == before
+
+
+@pytest.mark.parametrize("damage", [scramble_shard, lambda path: (path / "state.json").write_text("{")], ids=str)
+def test_a_run_steps_back_past_a_damaged_checkpoint(
+    cli: Cli, tmp_path: Path, prefix: str, damage: Callable[[Path], object]
+) -> None:
+    """The one before is used, the damaged one is set aside and named, and the run ends with the same weights."""
+    sections = {"checkpoint__interval": 1, "training__train_steps": 3}
+    straight = run_file(tmp_path, prefix, name="straight", **sections)
+    assert cli("train", straight)[0] == 0
+    path, checkpoints = run_file(tmp_path, prefix, **sections), tmp_path / "runs" / "run" / "checkpoints"
+    assert cli("train", path)[0] == 0
+    damage(checkpoints / "step_3")
+    code, _, errors = cli("train", path)
+    assert code == 0
+    assert f"it is now {checkpoints / 'step_3.damaged'}, and the run goes on from {checkpoints / 'step_2'}" in errors
+    ends = [tmp_path / "runs" / name / "checkpoints" / "step_3" for name in ("straight", "run")]
+    first, second = (load_file(next(end.glob("*.safetensors"))) for end in ends)
+    assert first.keys() == second.keys()
+    assert all(first[name].equal(second[name]) for name in first)
+
+
+def test_checkpoints_are_verified(cli: Cli, tmp_path: Path, prefix: str) -> None:
+    assert cli("train", run_file(tmp_path, prefix, checkpoint__interval=1, training__train_steps=2))[0] == 0
+    run = tmp_path / "runs" / "run"
+    code, output, _ = cli("checkpoint", "verify", run)
+    assert code == 0
+    assert [line.partition(" is ")[0] for line in output.splitlines()] == [
+        str(run / "checkpoints" / f"step_{step}") for step in (1, 2)
+    ]
+    scramble_shard(run / "checkpoints" / "step_2")
+    code, output, _ = cli("checkpoint", "verify", run / "checkpoints" / "step_2")
+    assert code == 1
+    assert "is damaged" in output
+    assert "is no checkpoint" in one_sentence(cli("checkpoint", "verify", tmp_path))
 
 
 def test_refusal_of_local_workers(tmp_path: Path, prefix: str) -> None:

@@ -1,0 +1,38 @@
+"""fourfold checkpoint"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+checkpoint = typer.Typer(no_args_is_help=True, help="Check what a run has saved.")
+
+
+@checkpoint.command()
+def verify(folder: Annotated[Path, typer.Argument(help="A checkpoint, a folder of them, or a run's folder.")]) -> None:
+    """Compare every file of checkpoints with what was written. Exit code 1 when one is damaged."""
+    from fourfold.checkpoints.find import FOLDER, STATE_FILE, list_checkpoints
+    from fourfold.checkpoints.integrity import DamagedCheckpoint, size_of
+    from fourfold.checkpoints.verify import verify
+    from fourfold.errors import UserError
+    from fourfold.training.console import format_bytes
+
+    found = (
+        [folder] if (folder / STATE_FILE).exists() else list_checkpoints(folder / FOLDER) or list_checkpoints(folder)
+    )
+    if not found:
+        raise UserError(f"{folder} is no checkpoint (a folder with {STATE_FILE}), and has none")
+    damaged = 0
+    for path in found:
+        try:
+            verify(path)
+        except DamagedCheckpoint as damage:
+            damaged += 1
+            typer.echo(str(damage))
+        else:
+            files, size = size_of(path)
+            typer.echo(f"{path} is whole: {files} files, {format_bytes(size)}")
+    if damaged:
+        raise typer.Exit(1)
