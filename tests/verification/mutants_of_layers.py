@@ -294,7 +294,7 @@ DATA_PARALLEL = [
     ),
     Mutant(
         "the norm counts both ends of a tied embedding",
-        "parallel.data_parallel",
+        "parallel.pipeline",
         "replicas=2 * shard.replicas",
         "replicas=shard.replicas",
         DEEP_GPT,

@@ -137,8 +137,8 @@ TRAINING = [
     Mutant(
         "a micro-batch is dropped",
         "training.job",
-        "for each in micro_batches]\n        else:",
-        "for each in micro_batches[1:]]\n        else:",
+        "for number, micro_batch in enumerate(micro_batches, start=1):",
+        "for number, micro_batch in enumerate(micro_batches[1:], start=2):",
     ),
     Mutant(
         "the loss is divided by one rank's tokens",
@@ -174,12 +174,7 @@ TRAINING = [
         sections=GROUPS,
     ),
     Mutant("betas are torch's", "training.optimizer", "betas=config.betas,", ""),
-    Mutant(
-        "eps is torch's",
-        "training.optimizer",
-        "            eps=config.eps,\n            fused=True,\n        )",
-        "            fused=True,\n        )\n",
-    ),
+    Mutant("eps is torch's", "training.optimizer", "eps=config.eps, ", ""),
     Mutant(
         "the schedule ends a step late",
         "training.optimizer",
