@@ -133,7 +133,7 @@ LINEAR = [
     ),
     Mutant(
         "an adapter is not scaled",
-        "parallel.adapter",
+        "parallel.products",
         ".addmm_((x @ a.T).flatten(0, 1), b.T, alpha=scale)",
         ".addmm_((x @ a.T).flatten(0, 1), b.T)",
         grid=X2,
@@ -141,7 +141,7 @@ LINEAR = [
     ),
     Mutant(
         "an adapter's B is not summed over y",
-        "parallel.adapter",
+        "parallel.products",
         'Tile(y=1, partial_over=("x",)), Tile(x=0, partial_over=("y",))',
         'Tile(y=1, partial_over=("x",)), Tile(x=0)',
         grid=Y2,

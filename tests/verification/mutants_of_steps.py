@@ -17,8 +17,8 @@ MODEL = [
     Mutant(
         "RoPE's backward turns forward",
         "models.rope",
-        "_turned(grad_BSND, cos_BS1d, -sin_BS1d)",
-        "_turned(grad_BSND, cos_BS1d, sin_BS1d)",
+        "_rotated(grad_BSND, cos_BS1d, -sin_BS1d)",
+        "_rotated(grad_BSND, cos_BS1d, sin_BS1d)",
         grid=Y2,
     ),
     Mutant("attention sees later tokens", "models.transformer", "is_causal=mask is None", "is_causal=False"),
@@ -41,8 +41,8 @@ MODEL = [
     Mutant(
         "embeddings are scaled by H",
         "models.transformer",
-        "self.config.hidden_size**0.5)",
-        "self.config.hidden_size)",
+        "(), self.config.hidden_size**0.5",
+        "(), self.config.hidden_size",
         GEMMA,
     ),
     Mutant(
