@@ -168,6 +168,8 @@ class Divides:
     """Name in the run file."""
     unit: str = ""
     """Name in ``Sizes`` of what the number is a multiple of in any case."""
+    unit_key: str = ""
+    """Name in the run file of the unit, where that is what a user sets and the number follows."""
 
     @property
     def reason(self) -> str:
@@ -183,9 +185,13 @@ class Divides:
         above = next((n for n in range(ranks, min(number, 10 * ranks) + 1) if number % n == 0), below)
         axes = "·".join(axis for axis in self.axes if getattr(sizes, axis) > 1)
         nearest = " or ".join(str(n) for n in sorted({below, above}))
+        multiple = math.lcm(ranks, unit)
+        other = (
+            f"{self.unit_key} = {multiple}" if self.unit_key else f"{self.key} = {round_to_multiple(number, multiple)}"
+        )
         return (
             f"{self.layer}: {self.key} = {number} cannot be split over {axes} = {ranks}; {axes} = {nearest} works, "
-            f"and so does {self.key} = {round_to_multiple(number, math.lcm(ranks, unit))}"
+            f"and so does {other}"
         )
 
     def _ranks(self, sizes: Sizes) -> Number:
@@ -199,7 +205,15 @@ RULES: tuple[Divides | Rule, ...] = (
     Divides(("x",), "the heads", "heads", Q_PROJ, "model.num_attention_heads", unit="kv_heads"),
     Divides(("x",), KEYS, "keys", K_PROJ, "key and value features", unit="head_dim"),
     Divides(("x",), "the MLP's width", "inner", "layers.*.mlp.up", "model.intermediate_size"),
-    Divides(("x",), "the vocabulary", "vocab", "embed_tokens and lm_head", "the padded vocabulary", "vocab_multiple"),
+    Divides(
+        ("x",),
+        "the vocabulary",
+        "vocab",
+        "embed_tokens and lm_head",
+        "the padded vocabulary",
+        unit="vocab_multiple",
+        unit_key="model.pad_vocab_size_to_multiple_of",
+    ),
     Divides(("x",), "the position table", "positions", "embed_positions", "model.max_position_embeddings"),
     Divides(("y",), "the hidden size", "hidden", RESIDUAL, "model.hidden_size", unit="heads"),
     Divides(("y", "cp"), "the tokens of a micro-batch", "tokens", "lm_head", "tokens of a micro-batch"),

@@ -50,7 +50,15 @@ MHA = {"preset": "llama-tiny", "num_key_value_heads": 8}
             {"x": 2},
             {},
             "embed_tokens and lm_head: the padded vocabulary = 257 cannot be split over x = 2; "
-            "x = 1 works, and so does the padded vocabulary = 256",
+            "x = 1 works, and so does model.pad_vocab_size_to_multiple_of = 2",
+        ),
+        (
+            {"vocab_size": 97, "pad_vocab_size_to_multiple_of": 1, "num_attention_heads": 6, "num_key_value_heads": 3}
+            | {"intermediate_size": 96, "head_dim": 8},
+            {"x": 3},
+            {"seq_length": 48},
+            "embed_tokens and lm_head: the padded vocabulary = 97 cannot be split over x = 3; "
+            "x = 1 or 97 works, and so does model.pad_vocab_size_to_multiple_of = 3",
         ),
         (
             {"position_embedding": "learned", "max_position_embeddings": 101},
