@@ -58,7 +58,7 @@ MHA = {"preset": "llama-tiny", "num_key_value_heads": 8}
             {"x": 3},
             {"seq_length": 48},
             "embed_tokens and lm_head: the padded vocabulary = 97 cannot be split over x = 3; "
-            "x = 1 or 97 works, and so does model.pad_vocab_size_to_multiple_of = 3",
+            "x = 1 works, and so does model.pad_vocab_size_to_multiple_of = 3",
         ),
         (
             {"position_embedding": "learned", "max_position_embeddings": 101},
