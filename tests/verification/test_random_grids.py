@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from pool import Pool
-from random_runs import Table, random_table, run_of, shrink
+from random_runs import Table, is_legal, random_table, run_of, shrink
 
-from fourfold.config.run import RunConfig
+from fourfold.config.run import AXES, RunConfig
 from fourfold.run_file.dump import to_toml
 from fourfold.verification.comparison import ParityReport
 from fourfold.verification.parity import parity
@@ -34,3 +35,22 @@ def test_random_run_computes_what_one_process_computes(seed: int, pool: Pool, tm
     if not report.ok:
         smallest = shrink(table, lambda smaller: not check(pool, smaller, tmp_path).ok)
         pytest.fail(f"{report.record()}\nthe smallest run file that fails:\n{to_toml(run_of(smallest, tmp_path))}")
+
+
+def test_random_runs_are_many_kinds() -> None:
+    """Every axis, also of size 3, every section that may be left out, and no two alike."""
+    tables = [random_table(seed) for seed in range(60)]
+    sizes = Counter((axis, table["parallel"][axis]) for table in tables for axis in AXES)
+    assert all(sizes[axis, 2] for axis in AXES)
+    assert sum(sizes[axis, 3] for axis in AXES) > 3
+    assert {"masks", "lora"} <= {section for table in tables for section in table}
+    assert len({str(table) for table in tables}) == len(tables)
+
+
+def test_a_failure_is_shrunk_to_what_it_takes() -> None:
+    table = next(t for t in map(random_table, range(100)) if t["parallel"]["y"] > 1 and t["data"]["mask_documents"])
+    smallest = shrink(table, lambda t: t["parallel"].get("y", 1) > 1 and t["data"].get("mask_documents", False))
+    assert smallest["parallel"] == {"y": 2}
+    assert smallest["data"] == {"source": "python-stdlib", "mask_documents": True}
+    assert set(smallest) == {"model", "data", "parallel", "training"}
+    assert is_legal(smallest)
