@@ -49,7 +49,7 @@ def test_random_runs_are_many_kinds() -> None:
 
 def test_a_failure_is_shrunk_to_what_it_takes() -> None:
     table = next(t for t in map(random_table, range(100)) if t["parallel"]["y"] > 1 and t["data"]["mask_documents"])
-    smallest = shrink(table, lambda t: t["parallel"].get("y", 1) > 1 and t["data"].get("mask_documents", False))
+    smallest = shrink(table, lambda t: t.get("parallel", {}).get("y", 1) > 1 and t["data"].get("mask_documents", False))
     assert smallest["parallel"] == {"y": 2}
     assert smallest["data"] == {"source": "python-stdlib", "mask_documents": True}
     assert set(smallest) == {"model", "data", "parallel", "training"}
