@@ -30,6 +30,9 @@ class Deviation(NamedTuple):
 
     @property
     def ratio(self) -> float:
+        """The grid's deviation in those of one process; infinite where either is not finite."""
+        if not (math.isfinite(self.grid) and math.isfinite(self.one_process)):
+            return math.inf
         if self.grid == 0:
             return 0.0
         return self.grid / self.one_process if self.one_process else math.inf

@@ -14,29 +14,49 @@ from fourfold.training.job import build_model
 
 
 def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> float:
-    """The largest deviation of a tensor's mean or standard deviation from its law, in standard errors.
+    """The largest deviation of a tensor's first, second or fourth moment from its law, in standard errors.
 
-    Infinite where a grid's weights are not those of one process, or a constant is another.
+    Infinite where a grid's weights are not those of one process, a constant is another, rows repeat within a tensor or
+    between two, or the seed makes no difference.
     """
     model = build_model(run)
-    initialize(model, run.model, run.training.seed)
     own = dict(model.named_parameters())
+    initialize(model, run.model, run.training.seed + 1)
+    if any(weights[name].ndim == 2 and torch.equal(weights[name], own[name]) for name in own if not _is_zero(name)):
+        return math.inf
+    initialize(model, run.model, run.training.seed)
     if any(not torch.equal(weights[name], own[name].detach()) for name in own):
         return math.inf
-    return max(_error(name, weight.double(), run) for name, weight in weights.items())
-
-
-def _error(name: str, weight: Tensor, run: RunConfig) -> float:
-    if name.endswith(("bias", "lora_B")) or weight.ndim == 1:
-        is_norm_weight = weight.ndim == 1 and name.endswith("weight")
-        constant = 1.0 if is_norm_weight and not run.model.zero_centered_norm else 0.0
-        return 0.0 if bool((weight == constant).all()) else math.inf
-    std = run.model.initializer_range
-    if name.endswith("lora_A"):
-        std = 1 / math.sqrt(3 * weight.shape[1])
-    elif name.endswith(("o_proj.weight", "down_proj.weight")):
-        std /= math.sqrt(2 * run.model.num_hidden_layers)
-    if len(weight.unique(dim=0)) < len(weight):
+    scaled = {name: weight.double() / _std(name, weight, run) for name, weight in weights.items()}
+    drawn = {name: weight for name, weight in scaled.items() if weight.ndim == 2 and not _is_zero(name)}
+    rows = [tuple(row[:4].tolist()) for weight in drawn.values() for row in weight.round(decimals=3)]
+    if min(weight.shape[1] for weight in drawn.values()) >= 4 and len(set(rows)) < len(rows):
         return math.inf
-    n = weight.numel()
-    return max(abs(float(weight.mean())) / std * math.sqrt(n), abs(float(weight.std()) / std - 1) * math.sqrt(2 * n))
+    constants = [weights[name] == _constant(name, run) for name in weights if name not in drawn]
+    if not all(bool(is_right.all()) for is_right in constants):
+        return math.inf
+    return max(_standard_errors(weight) for weight in drawn.values())
+
+
+def _is_zero(name: str) -> bool:
+    return name.endswith(("bias", "lora_B"))
+
+
+def _constant(name: str, run: RunConfig) -> float:
+    return 0.0 if _is_zero(name) or run.model.zero_centered_norm else 1.0
+
+
+def _std(name: str, weight: Tensor, run: RunConfig) -> float:
+    """GPT-2's for the decoder, peft's for LoRA."""
+    if name.endswith("lora_A"):
+        return 1 / math.sqrt(3 * weight.shape[1])
+    is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    return run.model.initializer_range / (math.sqrt(2 * run.model.num_hidden_layers) if is_residual else 1.0)
+
+
+def _standard_errors(z: Tensor) -> float:
+    """Of the mean, mean square and mean fourth power of standard normal numbers; the variances are 1, 2 and 96."""
+    deviations = ((z, 0.0, 1.0), (z.square(), 1.0, 2.0), (z**4, 3.0, 96.0))
+    return max(
+        abs(float(power.mean()) - mean) / math.sqrt(variance / z.numel()) for power, mean, variance in deviations
+    )

@@ -1,6 +1,7 @@
-"""One process that trains what a run file describes, in a few lines that share nothing with the training loop.
+"""One process that trains what a run file describes, written apart from the training loop.
 
-Its loss, clipping and AdamW are torch's; labels, schedule, weight decay and learning rates of groups are its own.
+Its loss, clipping and AdamW are torch's; labels, schedule, weight decay and learning rates of groups are its own. It
+shares with the grid the random samples and, as the reference ``plain``, the decoder.
 """
 
 from __future__ import annotations

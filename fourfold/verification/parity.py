@@ -62,7 +62,7 @@ def as_verified(run: RunConfig, steps: int) -> RunConfig:
 
 
 def shortened(run: RunConfig, steps: int) -> RunConfig:
-    """A run of a few steps in which every part of the schedule, the masks and the optimizer shows."""
+    """A run of a few steps in which the decay of the schedule, the masks and the optimizer show."""
     optimizer = {"lr": LEARNING_RATE, "eps": max(run.optimizer.eps, ADAM_EPS), "stochastic_rounding": False}
     goldfish = run.masks.goldfish
     goldfish = goldfish.model_copy(update={"start_step": min(goldfish.start_step, 1)})

@@ -1,4 +1,4 @@
-"""Labels and masks as the documents say, token by token: the reference's own, which share no code with the loader's."""
+"""Labels and masks from the documents, token by token: the reference's own, written apart from the loader's."""
 
 from __future__ import annotations
 

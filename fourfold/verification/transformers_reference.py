@@ -1,4 +1,4 @@
-"""The Hugging Face model of a run's family, as the reference of parity: a model that shares no code with ours."""
+"""The Hugging Face model of a run's family as the reference of parity: other authors' code, our map of names."""
 
 from __future__ import annotations
 

@@ -59,6 +59,24 @@ MODEL = [
         "math.sqrt(config.num_hidden_layers)",
     ),
     Mutant(
+        "all layers draw the same weights",
+        "models.initialize",
+        'f"{seed}/{name}/{block}"',
+        'f"{seed}/{name.split(chr(46))[-2]}/{block}"',
+    ),
+    Mutant(
+        "initial weights do not depend on the seed",
+        "models.initialize",
+        'f"{seed}/{name}/{block}"',
+        'f"0/{name}/{block}"',
+    ),
+    Mutant(
+        "initial weights are uniform",
+        "models.initialize",
+        "torch.randn(last - first, shape[1], generator=generator).mul_(std)",
+        "(torch.rand(last - first, shape[1], generator=generator) - 0.5).mul_(std * 12**0.5)",
+    ),
+    Mutant(
         "all blocks of rows draw the same weights",
         "models.initialize",
         "generator.manual_seed(_block_seed(seed, name, block))",

@@ -230,6 +230,19 @@ def test_nan_is_no_small_deviation() -> None:
     assert Deviation.of("w", torch.tensor([1.0, math.nan, 1.0]), torch.ones(3), exact).ratio == math.inf
 
 
+def test_nan_on_all_sides_is_no_agreement() -> None:
+    nan, ones = torch.full((3,), math.nan), torch.ones(3)
+    found = [Deviation.of("v", ones, ones, ones.double()), Deviation.of("w", nan, nan, nan.double())]
+    assert max(found, key=lambda each: each.ratio).tensor == "w"
+    assert found[1].ratio == math.inf
+
+
+def test_a_step_without_a_label_is_refused(pool: Pool, tmp_path: Path) -> None:
+    training = {"global_batch_size": 1, "micro_batch_size": 1, "seq_length": 1}
+    with pytest.raises(UserError, match="no label of the random samples of step 1 counts"):
+        pool.run(1, parity_body, tiny_run(LLAMA, {}, training=training, output_dir=str(tmp_path)))
+
+
 def test_a_gradient_that_is_missing_is_the_largest_deviation() -> None:
     exact = {"w": torch.ones(3, dtype=torch.float64), "v": torch.ones(2, dtype=torch.float64)}
     found = deviations({"w": torch.ones(3)}, exact, exact)
