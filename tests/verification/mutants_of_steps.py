@@ -214,9 +214,10 @@ TRAINING = [
     ),
     Mutant(
         "a resumed run has no second moment",
-        "checkpoints.global_tensors",
-        "for moment, local in job.optimizer.moments(index).items():",
-        "for moment, local in list(job.optimizer.moments(index).items())[:1]:",
+        "checkpoints.checkpoint",
+        "load_tensors(trained_tensors(job, GlobalView(job.grid, job.run.parallel.zero)), path)",
+        "every = trained_tensors(job, GlobalView(job.grid, job.run.parallel.zero)); "
+        'load_tensors({n: t for n, t in every.items() if "exp_avg_sq" not in n}, path)',
     ),
 ]
 
