@@ -216,8 +216,6 @@ RULES: tuple[Divides | Rule, ...] = (
     ),
     Divides(("x",), "the position table", "positions", "embed_positions", "model.max_position_embeddings"),
     Divides(("y",), "the hidden size", "hidden", RESIDUAL, "model.hidden_size", unit="heads"),
-    Divides(("y", "cp"), "the tokens of a micro-batch", "tokens", "lm_head", "tokens of a micro-batch"),
-    Divides(("x", "cp"), "the sequence", "seq", RESIDUAL, "training.seq_length"),
     Rule(
         "2 · cp does not divide the sequence",
         lambda s: (s.cp > 1) & (s.seq % (2 * s.cp) != 0),
@@ -226,6 +224,8 @@ RULES: tuple[Divides | Rule, ...] = (
             f"chunks of the sequence; {round_to_multiple(s.seq, 2 * s.cp)} works"
         ),
     ),
+    Divides(("x", "cp"), "the sequence", "seq", RESIDUAL, "training.seq_length"),
+    Divides(("y", "cp"), "the tokens of a micro-batch", "tokens", "lm_head", "tokens of a micro-batch"),
     Rule(
         "attention cannot be shared over y besides cp: it divides neither the heads nor the micro-batch",
         lambda s: (s.heads % (s.x * s.y) != 0) & (s.micro_batch % s.y != 0) & (s.cp > 1),

@@ -166,7 +166,7 @@ FORBIDDEN = {
 
 
 def test_nobody_calls_stock_functions_that_are_silently_wrong() -> None:
-    reference = Path("verification", "parity.py")  # its one process is plain torch on purpose
+    reference = Path("verification", "one_process.py")  # its one process is plain torch on purpose
     root = Path(fourfold.__file__).parent
     for path in root.rglob("*.py"):
         if path.relative_to(root) == reference:
