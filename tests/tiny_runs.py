@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fourfold.config.run import RunConfig
+from fourfold.data.loader import Loader, MicroBatch
 from fourfold.run_file.load import make_run
+from fourfold.verification.batches import RandomSamples
 
 LLAMA = {"preset": "llama-tiny"}
 """GQA 8/4, untied, vocabulary 257 (odd, padded to 384)."""
@@ -55,3 +60,10 @@ def tiny_run(model: dict[str, Any] = LLAMA, parallel: dict[str, int] | None = No
     }
     table = {"model": dict(model), "data": {"source": "python-stdlib"}, "parallel": parallel or {}, **sections}
     return make_run({**table, "training": training})
+
+
+def random_global_batch(run: RunConfig, step: int) -> MicroBatch[Tensor]:
+    """All random samples of a step in one piece, as one document each."""
+    samples, size = RandomSamples(run), run.training.global_batch_size
+    (whole,) = Loader(samples, run.training.seq_length, size, size, 0, 1, samples.masks).step(step)
+    return MicroBatch(whole.tokens, whole.labels).map(torch.from_numpy)

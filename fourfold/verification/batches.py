@@ -57,19 +57,7 @@ class RandomSamples:
 
 def random_micro_batches(run: RunConfig, step: int, grid: Grid, device: torch.device) -> list[MicroBatch[Tensor]]:
     """This process's part of a step's random samples, by the way that training's take."""
-    loader = _loader(run, grid.batch.rank, grid.batch.size, run.training.micro_batch_size)
-    return micro_batches(loader.step(step), run, grid.cp, device)
-
-
-def random_global_batch(run: RunConfig, step: int) -> MicroBatch[Tensor]:
-    """All random samples of a step in one piece."""
-    (whole,) = _loader(run, 0, 1, run.training.global_batch_size).step(step)
-    if run.data.mask_documents:
-        return whole.map(torch.from_numpy)
-    return MicroBatch(whole.tokens, whole.labels).map(torch.from_numpy)
-
-
-def _loader(run: RunConfig, rank: int, size: int, micro_batch_size: int) -> Loader:
     samples, training = RandomSamples(run), run.training
-    sizes = (training.seq_length, training.global_batch_size, micro_batch_size)
-    return Loader(samples, *sizes, rank, size, samples.masks)
+    sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
+    loader = Loader(samples, *sizes, grid.batch.rank, grid.batch.size, samples.masks)
+    return micro_batches(loader.step(step), run, grid.cp, device)

@@ -32,6 +32,12 @@ ADAM_EPS = 1e-3
 """Adam divides by √v + eps. With a small eps rounding noise moves weights whose gradient is nearly zero by whole steps,
 differently on any two machines."""
 
+WARMUP_STEPS = 2
+"""The fewest in which a warm-up shows."""
+
+MAX_GRAD_NORM = 0.1
+"""Below the gradient norm of any model at its start, so that clipping shows."""
+
 
 def parity_of_place(place: Place, run: RunConfig, steps: int, against: Against) -> ParityReport | None:
     """Run ``parity`` as a process of a job."""
@@ -56,17 +62,22 @@ def parity(run: RunConfig, device: torch.device, steps: int = 3, against: Agains
 
 
 def as_verified(run: RunConfig, steps: int) -> RunConfig:
-    """The run as parity runs it: in float32, with its whole schedule in a few steps, and no warm-up to speak of."""
+    """The run as parity runs it: in float32, with its whole schedule in a few steps."""
     exact = {"precision": "fp32", "master_weights": "fp32", "reduce_dtype": "fp32", "float8": "none", "compile": False}
     return shortened(run.model_copy(update={"training": run.training.model_copy(update=exact)}), steps)
 
 
 def shortened(run: RunConfig, steps: int) -> RunConfig:
-    """A run of a few steps in which the decay of the schedule, the masks and the optimizer show."""
-    optimizer = {"lr": LEARNING_RATE, "eps": max(run.optimizer.eps, ADAM_EPS), "stochastic_rounding": False}
+    """A run of a few steps in which the schedule, the masks, clipping and the optimizer show."""
+    optimizer = {
+        "lr": LEARNING_RATE,
+        "eps": max(run.optimizer.eps, ADAM_EPS),
+        "max_grad_norm": min(run.optimizer.max_grad_norm, MAX_GRAD_NORM),
+        "stochastic_rounding": False,
+    }
     goldfish = run.masks.goldfish
     goldfish = goldfish.model_copy(update={"start_step": min(goldfish.start_step, 1)})
-    warmup_steps = min(run.lr_scheduler.warmup_steps, 1)
+    warmup_steps = min(run.lr_scheduler.warmup_steps, WARMUP_STEPS)
     return run.model_copy(
         update={
             "training": run.training.model_copy(update={"train_steps": steps + 2}),

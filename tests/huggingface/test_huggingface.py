@@ -12,6 +12,7 @@ import torch
 from pool import Pool
 from safetensors.torch import load_file, save_file
 from tiny_huggingface import MODELS, make_model
+from tiny_runs import random_global_batch
 from torch import Tensor
 
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
@@ -28,7 +29,7 @@ from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
-from fourfold.verification.batches import random_global_batch, random_micro_batches
+from fourfold.verification.batches import random_micro_batches
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,7 +12,7 @@ from command_line import Cli
 from pool import Pool
 from tiny_chat import write_rows
 from tiny_huggingface import make_model
-from tiny_runs import GPT, LLAMA, QWEN, tiny_run
+from tiny_runs import GPT, LLAMA, QWEN, random_global_batch, tiny_run
 
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.config.run import RunConfig
@@ -25,7 +25,7 @@ from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job, build_model
-from fourfold.verification.batches import random_global_batch, random_micro_batches
+from fourfold.verification.batches import random_micro_batches
 from fourfold.verification.comparison import ParityReport
 from fourfold.verification.parity import parity
 

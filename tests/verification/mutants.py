@@ -20,6 +20,7 @@ DEEP_GPT, DEEP_LLAMA = GPT | {"num_hidden_layers": 4}, LLAMA | {"num_hidden_laye
 
 PACKED = {"data": {"source": "python-stdlib", "mask_documents": True}}
 ONE_SEQUENCE = {"training": {"micro_batch_size": 1}}
+WARMUP = {"lr_scheduler": {"warmup_steps": 100}}
 GROUPS = {"optimizer": {"groups": [{"parameters": ["layers.0.*"], "lr_ratio": 0.1}]}}
 LORA = {"lora": {"rank": 4, "alpha": 12.0}}
 HASH = {"masks": {"goldfish": {"strategy": "hash", "h": 2}}}

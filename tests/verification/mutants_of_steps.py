@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants import DP2, FROM_STEP_1, GROUPS, HASH, PACKED, STATIC, TABLE, X2, Y2, Mutant
+from mutants import DP2, FROM_STEP_1, GROUPS, HASH, PACKED, STATIC, TABLE, WARMUP, X2, Y2, Mutant
 from tiny_runs import GEMMA, GPT, NEOX
 
 MODEL = [
@@ -198,6 +198,20 @@ TRAINING = [
         "training.optimizer",
         "max(1, train_steps - 1 - config.warmup_steps)",
         "max(1, train_steps - config.warmup_steps)",
+    ),
+    Mutant(
+        "the warm-up begins at the peak",
+        "training.optimizer",
+        "peak * (step + 1) / config.warmup_steps",
+        "peak",
+        sections=WARMUP,
+    ),
+    Mutant(
+        "gradients are not clipped",
+        "parallel.state",
+        "(max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale",
+        "torch.ones_like(norm) / loss_scale",
+        grid=X2,
     ),
     Mutant("the optimizer does nothing", "training.optimizer", "            self.adamw.step()", "            pass"),
     Mutant(
