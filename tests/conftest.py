@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -46,6 +47,12 @@ def pool() -> Iterator[Pool]:
 def one_thread() -> None:
     """The workers have the other cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def heed_interrupts() -> None:
+    """Undo what a shell does for background jobs, of which the tests may be one."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

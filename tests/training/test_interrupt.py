@@ -45,7 +45,7 @@ def start() -> Iterator[Start]:
                 text=True,
                 env={**ONE_THREAD, **environ},
                 start_new_session=True,
-                preexec_fn=heed_interrupts,
+                preexec_fn=heed_hangup,
             )
         )
         return started[-1]
@@ -57,9 +57,9 @@ def start() -> Iterator[Start]:
         process.communicate()
 
 
-def heed_interrupts() -> None:
-    """Undo what a shell does for background jobs, of which the tests may be one."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def heed_hangup() -> None:
+    """Undo nohup, under which the tests may run."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def wait_for_steps(path: Path, steps: int, process: subprocess.Popen[str]) -> None:

@@ -33,7 +33,7 @@ def precision_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError
     return precision_error(run, torch.device("cpu"), steps=8)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_grid_rounds_as_one_process_does(pool: Pool, precision: str, grid: dict[str, int], tmp_path: Path) -> None:

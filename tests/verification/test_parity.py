@@ -163,7 +163,7 @@ def check(pool: Pool, case: Case, folder: Path, against: Against = "plain") -> N
     assert report.ok, report.record()
 
 
-@pytest.mark.fast_cases(14)
+@pytest.mark.fast_cases(12)
 @pytest.mark.parametrize("name", CASES)
 def test_layout_computes_what_one_process_computes(pool: Pool, name: str, tmp_path: Path) -> None:
     check(pool, CASES[name], tmp_path)
@@ -196,7 +196,7 @@ ONE_AXIS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.fast_cases(7)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("axis", ONE_AXIS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layout_computes_what_transformers_computes(pool: Pool, family: str, axis: str, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def check(pool: Pool, table: Table, folder: Path) -> ParityReport:
     return pool.run(run.parallel.world_size, parity_body, run)[0]
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("seed", range(RUNS))
 def test_random_run_computes_what_one_process_computes(seed: int, pool: Pool, tmp_path: Path) -> None:
     table = random_table(seed)
