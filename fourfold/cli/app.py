@@ -14,6 +14,7 @@ from fourfold.cli.evaluate import evaluate
 from fourfold.cli.export_hf import export_hf
 from fourfold.cli.generate import generate
 from fourfold.cli.import_hf import import_hf
+from fourfold.cli.launch import launch
 from fourfold.cli.loki import loki
 from fourfold.cli.masks import masks
 from fourfold.cli.parity import parity
@@ -48,6 +49,7 @@ for command in (
     app.command()(command)
 app.add_typer(plan, name="plan")
 app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(launch, name="launch")
 app.add_typer(loki, name="loki")
 
 

@@ -1,0 +1,75 @@
+"""fourfold launch"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fourfold.cli.options import Overrides, RunFile
+
+launch = typer.Typer(no_args_is_help=True, help="Write the script that starts a run on a cluster.")
+
+
+@launch.command()
+def slurm(
+    run_file: RunFile,
+    site: Annotated[
+        str, typer.Option(help="frontier, perlmutter, alps, lumi, generic, or a file of your own (.toml).")
+    ],
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job; their GPUs must be those of the grid.")],
+    time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="Wall time.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account or project that pays.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition (queue).")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "--out", metavar="FILE", help="The script. Default: standard output.")
+    ] = None,
+    setup: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Shell file that loads your modules and environment.")
+    ] = None,
+    wrapper: Annotated[
+        str | None, typer.Option(metavar="WORDS", help="Words before `fourfold`, as `singularity run image.sif`.")
+    ] = None,
+    sbatch: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of sbatch; repeatable.")] = [],  # noqa: B006 (typer reads it, nobody writes it)
+    srun: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of srun; repeatable.")] = [],  # noqa: B006
+    save_seconds: Annotated[
+        int,
+        typer.Option(
+            min=1, help="The job is told to save so long before its wall time ends: a step, a save, a margin."
+        ),
+    ] = 300,
+    max_crashes: Annotated[
+        int, typer.Option(min=0, help="Restarts in a row after a crash. Those after a save are not limited.")
+    ] = 3,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Write a batch script for `sbatch`, with the conventions of a site.
+
+    It trains, saves before the wall time ends, starts itself again until the run is done, and stops at a mistake.
+
+    Example: fourfold launch slurm RUN.toml --site frontier --nodes 64 --time 06:00:00 --account ABC123 --output job.sh
+    """
+    from fourfold.data.files import write_output
+    from fourfold.launch.job_scripts.slurm_script import SlurmJob, slurm_script
+    from fourfold.launch.job_scripts.slurm_site import load_site
+    from fourfold.run_file.load import load_run
+
+    job = SlurmJob(
+        nodes,
+        time,
+        account,
+        partition,
+        sbatch,
+        srun,
+        None if setup is None else str(setup),
+        wrapper,
+        save_seconds,
+        max_crashes,
+        overrides,
+    )
+    script = slurm_script(str(run_file), load_run(run_file, overrides), load_site(site), job)
+    if output is None:
+        print(script, end="")
+    else:
+        write_output(output, script)

@@ -1,0 +1,147 @@
+"""Writes the batch script that trains a run file on a SLURM site: ``slurm.sh`` with the site's conventions."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+
+from fourfold.config.run import AXES, RunConfig
+from fourfold.errors import UserError
+from fourfold.launch.job_scripts.slurm_site import Options, Site, one_line
+
+TEMPLATE = files("fourfold.launch.job_scripts").joinpath("slurm.sh")
+
+WAIT_SECONDS = 120
+"""From the end of a job's first process to the end of the others; rank 0 writes the report in this time."""
+
+TIME = r"(\d+-)?\d+(:\d+){0,2}"
+"""SLURM's times: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, and from DAYS-HOURS to DAYS-HOURS:MINUTES:SECONDS."""
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """What the user says about a job, beside its run file."""
+
+    nodes: int
+    time: str | None = None
+    account: str | None = None
+    partition: str | None = None
+    sbatch: Sequence[str] = ()
+    """More options, as NAME=VALUE or NAME; they replace the site's."""
+    srun: Sequence[str] = ()
+    setup: str | None = None
+    """A shell file that the script reads: modules, the Python environment."""
+    wrapper: str | None = None
+    """Words before ``fourfold``, as of a container; shell text."""
+    save_seconds: int = 300
+    max_crashes: int = 3
+    overrides: Sequence[str] = field(default=())
+
+
+def slurm_script(run_file: str, run: RunConfig, site: Site, job: SlurmJob) -> str:
+    """The text of the script; raises ``UserError`` where the job fits neither the grid nor SLURM."""
+    tasks = tasks_per_node(run, site, job.nodes)
+    _check_time(job)
+    placement = {"nodes": str(job.nodes), "ntasks-per-node": str(tasks)}
+    if site.cpus_per_task is not None:
+        placement["cpus-per-task"] = str(site.cpus_per_task)
+    sbatch = placement | ({"gpus-per-node": str(tasks)} if site.gpus_per_node is None else {}) | site.sbatch
+    chosen = {"time": job.time, "account": job.account, "partition": job.partition}
+    sbatch |= {name: value for name, value in chosen.items() if value is not None}
+    sbatch |= {
+        "job-name": run.name,
+        "output": "%x-%j.out",
+        "open-mode": "append",
+        "signal": f"USR1@{job.save_seconds}",
+        "requeue": "",
+    } | _given(job.sbatch, "--sbatch")
+    srun = placement | site.srun | {"kill-on-bad-exit": "0", "wait": str(WAIT_SECONDS)} | _given(job.srun, "--srun")
+    words = ["fourfold", "train", one_line(run_file, "the run file's path")]
+    words += [word for override in job.overrides for word in ("--set", one_line(override, "--set"))]
+    command = " ".join(map(shlex.quote, words))
+    parts = {
+        "SITE": site.name,
+        "SBATCH": "\n".join(f"#SBATCH {_directive(name, value)}" for name, value in sbatch.items()),
+        "SETUP": _setup(site, job),
+        "SRUN": " ".join(shlex.quote(_option(name, value)) for name, value in srun.items()),
+        "COMMAND": f"{one_line(job.wrapper, '--wrapper')} {command}" if job.wrapper else command,
+        "MAX_CRASHES": str(job.max_crashes),
+    }
+    return re.sub(r"@([A-Z_]+)@", lambda place: parts[place[1]], TEMPLATE.read_text(encoding="utf-8"))
+
+
+def tasks_per_node(run: RunConfig, site: Site, nodes: int) -> int:
+    """Processes of a node: one for each of its GPUs. Raises ``UserError`` where the grid needs more or fewer."""
+    needed, grid = run.parallel.world_size, "·".join(str(getattr(run.parallel, axis)) for axis in AXES)
+    sentence = f"the grid pp·dp·cp·z·y·x = {grid} needs {needed} GPUs, and "
+    if site.gpus_per_node is None:
+        if needed % nodes:
+            raise UserError(f"{sentence}--nodes {nodes} does not divide them; change --nodes or [parallel]")
+        return needed // nodes
+    available = nodes * site.gpus_per_node
+    if needed == available:
+        return site.gpus_per_node
+    whole, left = divmod(needed, site.gpus_per_node)
+    fitting = "change [parallel] to whole nodes" if left else f"use --nodes {whole}, or change [parallel]"
+    raise UserError(
+        f"{sentence}--nodes {nodes} of {site.name} gives {available} ({site.gpus_per_node} a node); {fitting}"
+    )
+
+
+def _check_time(job: SlurmJob) -> None:
+    """Check that the wall time is one of SLURM's, and longer than what is left for saving at its end."""
+    if job.time is None:
+        return
+    if not re.fullmatch(TIME, job.time):
+        raise UserError(f"--time {job.time} is not a time of SLURM; write HH:MM:SS or D-HH:MM:SS")
+    days, _, clock = job.time.rpartition("-")
+    numbers = [int(part) for part in clock.split(":")]
+    in_hours = bool(days) or len(numbers) == 3
+    hours, minutes, seconds = ([*numbers, 0, 0] if in_hours else [0, *numbers, 0])[:3]
+    total = (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds
+    if total <= job.save_seconds:
+        raise UserError(
+            f"--time {job.time} is {total} seconds, of which --save-seconds {job.save_seconds} leaves none to train; "
+            "make one longer or the other shorter"
+        )
+
+
+def _given(options: Sequence[str], where: str) -> Options:
+    """The user's own options, as NAME=VALUE or --NAME=VALUE."""
+    given = {}
+    for text in options:
+        name, _, value = text.removeprefix("--").partition("=")
+        if not re.fullmatch(r"[A-Za-z][\w-]*", name):
+            raise UserError(f"{where} {text}: write an option's long name and its value, for example {where} qos=debug")
+        given[name] = value
+    return given
+
+
+def _option(name: str, value: str) -> str:
+    return f"--{name}={value}" if value else f"--{name}"
+
+
+def _directive(name: str, value: str) -> str:
+    """An option as sbatch reads it from a comment, where words are parted by spaces and nothing is expanded."""
+    if re.search(r"[\s\"'#\\]", one_line(value, f"--{name}")):
+        raise UserError(f"--{name}={value} cannot stand in a line of #SBATCH: it has a space, a quote, # or \\")
+    return _option(name, value)
+
+
+def _setup(site: Site, job: SlurmJob) -> str:
+    """The user's setup, then the site's commands and variables; these keep what the setup has set."""
+    lines = []
+    if job.setup is not None:
+        path = shlex.quote(one_line(job.setup, "--setup"))
+        # Without a slash bash would search PATH for it.
+        path = path if "/" in path else f"./{path}"
+        lines += ["# Your modules and environment", "# shellcheck source=/dev/null", f". {path}", ""]
+    variables = site.environment | (site.environment_of_several_nodes if job.nodes > 1 else {})
+    if site.commands or variables:
+        lines += [f"# Conventions of {site.name}", *site.commands]
+        lines += [f'export {name}="${{{name}:-{value}}}"' for name, value in variables.items()]
+        lines.append("")
+    return "\n".join([*lines, "export PYTHONUNBUFFERED=1 # lines of the log appear at once"])

@@ -1,0 +1,293 @@
+"""Batch scripts: each site's conventions, clean shell, and what a job does at its end, with stand-ins for SLURM."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from command_line import Cli
+from tiny_corpus import run_file
+
+from fourfold.config.run import RunConfig
+from fourfold.errors import UserError
+from fourfold.launch.job_scripts.slurm_script import SlurmJob, slurm_script, tasks_per_node
+from fourfold.launch.job_scripts.slurm_site import load_site, parse_site, site_names
+from fourfold.run_file.load import load_run
+
+SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+SRUN = """#!{python}
+import os, signal, subprocess, sys
+
+options = [word for word in sys.argv[1:] if word.startswith("--")]
+command = sys.argv[1 + len(options):]
+assert sys.argv[1:] == options + command
+ranks = int(dict(option[2:].partition("=")[::2] for option in options)["ntasks-per-node"])
+ours = {{"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(ranks), "SLURM_STEP_TASKS_PER_NODE": str(ranks),
+        "SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0"}}
+processes = []
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: [process.send_signal(number) for process in processes])
+for rank in range(ranks):
+    place = {{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}}
+    processes.append(subprocess.Popen(command, env=os.environ | ours | place))
+open("srun.pid", "w").write(str(os.getpid()))
+codes = [process.wait() for process in processes]
+sys.exit(max(code if code >= 0 else 128 - code for code in codes))
+"""
+"""A stand-in: starts the tasks of one node, relays signals to them, and gives the highest exit code."""
+
+
+def make_run(folder: Path, **parallel: int) -> RunConfig:
+    changes = {f"parallel__{axis}": size for axis, size in parallel.items()}
+    return load_run(run_file(folder, "/nowhere/corpus", training__global_batch_size=64, **changes))
+
+
+def make_script(folder: Path, site: str = "generic", **job: object) -> str:
+    run = make_run(folder, z=2, dp=4) if site != "generic" else make_run(folder, z=2)
+    nodes = 1 if site == "generic" else 8 // (load_site(site).gpus_per_node or 1)
+    return slurm_script("run.toml", run, load_site(site), SlurmJob(nodes, **job))
+
+
+def stand_ins(folder: Path, **programs: str) -> dict[str, str]:
+    """An environment in which these programs, and ``scontrol``, which notes how it is called, come first."""
+    (folder / "bin").mkdir(exist_ok=True)
+    for name, text in {"scontrol": '#!/bin/bash\necho "$@" >> scontrol.calls\n', **programs}.items():
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "SLURM_JOB_NAME": "run", "SLURM_JOB_ID": "7"}
+
+
+def start(folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["bash", "job.sh"], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def calls_of_scontrol(folder: Path) -> list[str]:
+    calls = folder / "scontrol.calls"
+    return calls.read_text().splitlines() if calls.exists() else []
+
+
+@pytest.mark.parametrize("site", site_names())
+def test_a_script_is_clean_shell(tmp_path: Path, site: str) -> None:
+    given = {"time": "06:00:00", "account": "abc", "setup": "my setup.sh", "wrapper": "singularity run a.sif"}
+    text = make_script(tmp_path, site, **given, overrides=["name=a b", "data.train=[{path = 'x'}]"])
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert "@" not in text.replace("USR1@300", "")
+    if SHELLCHECK is None:
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run([SHELLCHECK, "-"], input=text, text=True, capture_output=True)
+    assert done.stdout == "" and done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("site", "lines"),
+    [
+        ("frontier", ["#SBATCH --nodes=1", "#SBATCH --network=disable_rdzv_get", "module load rccl-net-plugin",
+                      'export FI_MR_CACHE_MONITOR="${FI_MR_CACHE_MONITOR:-kdreg2}"']),
+        ("lumi", ["#SBATCH --partition=standard-g", "#SBATCH --gpus-per-node=8", "#SBATCH --cpus-per-task=7"]),
+        ("perlmutter", ["#SBATCH --nodes=2", "#SBATCH --constraint=gpu", "#SBATCH --cpus-per-task=32"]),
+        ("alps", ["#SBATCH --ntasks-per-node=4", 'export NCCL_NET="${NCCL_NET:-AWS Libfabric}"', "ulimit -c 0"]),
+        ("generic", ["#SBATCH --gpus-per-node=2", "#SBATCH --exclusive", "#SBATCH --signal=USR1@300",
+                     "#SBATCH --requeue", "#SBATCH --open-mode=append", "#SBATCH --job-name=run"]),
+    ],
+)  # fmt: skip
+def test_conventions_of_a_site(tmp_path: Path, site: str, lines: list[str]) -> None:
+    script = make_script(tmp_path, site)
+    assert set(lines) <= set(script.splitlines())
+    assert ("NCCL_NET" in script.replace("NCCL_NET_", "")) == (site == "alps"), "frontier's is for several nodes"
+
+
+def test_several_nodes_of_frontier_need_the_plugin(tmp_path: Path) -> None:
+    script = slurm_script("run.toml", make_run(tmp_path, z=4, dp=4), load_site("frontier"), SlurmJob(2))
+    assert 'export NCCL_NET="${NCCL_NET:-OFI}"' in script
+    assert "--ntasks-per-node=8 --cpus-per-task=7 --gpus-per-task=1 --gpu-bind=closest" in script
+
+
+def test_the_user_replaces_the_sites_options(tmp_path: Path) -> None:
+    script = make_script(
+        tmp_path, "lumi", partition="dev-g", sbatch=["qos=debug", "--requeue=x"], srun=["cpu-bind=none", "label"]
+    )
+    directives = [line for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert "#SBATCH --partition=dev-g" in directives
+    assert not any("standard-g" in line for line in directives)
+    assert "#SBATCH --qos=debug" in directives
+    assert "mask_cpu" not in script
+    assert "--cpu-bind=none" in script and " --label " in script
+
+
+def test_a_site_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('gpus_per_node = 2\n[sbatch]\nexclusive = true\n[environment]\nA = "$USER"\n')
+    site = load_site(str(tmp_path / "mine.toml"))
+    assert (site.name, site.gpus_per_node, site.sbatch) == ("mine", 2, {"exclusive": ""})
+    assert 'export A="${A:-$USER}"' in slurm_script("r.toml", make_run(tmp_path, z=2), site, SlurmJob(1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpus_per_nodes = 2", "x.toml: unknown key 'gpus_per_nodes'; there are name, gpus_per_node,"),
+        ("gpus_per_node = true", "gpus_per_node = True must be a whole number"),
+        ("gpus_per_node = 0", "gpus_per_node = 0 must be a whole number of 1 or more"),
+        ("sbatch = 2", r"sbatch must be a section, \[sbatch\]"),
+        ("[srun]\n'--label' = true", "write it without dashes"),
+        ("commands = 'a'", "must be a list"),
+        ('commands = ["a\\nb"]', "x.toml: commands = .* must be text of one line"),
+        ('[environment]\nA = "a\\nb"', "environment.A = 'a\\\\nb' must be text of one line"),
+        ("name = ", "not valid TOML"),
+    ],
+)
+def test_site_files_that_are_none(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_site(text, "x.toml")
+
+
+@pytest.mark.parametrize(
+    ("site", "nodes", "parallel", "message"),
+    [
+        ("frontier", 4, {"z": 8, "x": 8}, "1·1·1·8·1·8 needs 64 GPUs, and --nodes 4 of frontier gives 32 (8 a node); "
+                                          "use --nodes 8, or change [parallel]"),
+        ("alps", 1, {"z": 2, "dp": 3}, "gives 4 (4 a node); change [parallel] to whole nodes"),
+        ("generic", 3, {"z": 4}, "needs 4 GPUs, and --nodes 3 does not divide them; change --nodes or [parallel]"),
+    ],
+)  # fmt: skip
+def test_nodes_that_do_not_fit_the_grid(
+    tmp_path: Path, site: str, nodes: int, parallel: dict[str, int], message: str
+) -> None:
+    path = run_file(
+        tmp_path,
+        "/nowhere/corpus",
+        training__global_batch_size=24,
+        training__micro_batch_size=1,
+        **{f"parallel__{axis}": size for axis, size in parallel.items() if axis != "x"},
+    )
+    run = load_run(path)
+    run.parallel.x = parallel.get("x", 1)
+    with pytest.raises(UserError) as refused:
+        tasks_per_node(run, load_site(site), nodes)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--site", "fronteir"), "--site 'fronteir' is unknown; did you mean 'frontier'?"),
+        (("--site", "/nowhere/mine.toml"), "--site /nowhere/mine.toml cannot be read"),
+        (("--site", "generic", "--time", "2h"), "--time 2h is not a time of SLURM"),
+        (("--site", "generic", "--time", "5"), "--time 5 is 300 seconds, of which --save-seconds 300 leaves none"),
+        (("--site", "generic", "--time", "04:59"), "--time 04:59 is 299 seconds"),
+        (("--site", "generic", "--time", "0-0:1"), "--time 0-0:1 is 60 seconds"),
+        (("--site", "generic", "--account", "a b"), "--account=a b cannot stand in a line of #SBATCH"),
+        (("--site", "generic", "--sbatch=-q debug"), "--sbatch -q debug: write an option's long name"),
+        (("--site", "generic", "--wrapper", "a\nb"), "--wrapper = 'a\\nb' must be text of one line"),
+    ],
+)
+def test_refusals(cli: Cli, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    path = run_file(tmp_path, "/nowhere/corpus")
+    code, output, errors = cli("launch", "slurm", path, "--nodes", 1, *arguments, "--output", tmp_path / "job.sh")
+    assert (code, output) == (2, "")
+    assert message in errors and errors.count("\n") == 1
+    assert not (tmp_path / "job.sh").exists()
+
+
+@pytest.mark.parametrize("time", ["10", "10:00", "01:00:00", "1-00", "1-00:30", "1-02:03:04"])
+def test_times_of_slurm(tmp_path: Path, time: str) -> None:
+    assert f"#SBATCH --time={time}\n" in make_script(tmp_path, time=time, save_seconds=60)
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "last_save", "again"),
+    [
+        (0, 0, None, False),
+        (0, 5, 3, False),
+        (2, 0, None, False),
+        (130, 0, None, False),
+        (127, 0, None, False),
+        (3, 0, None, True),
+        (3, 100, None, True),
+        (1, 0, None, True),
+        (139, 1, None, True),
+        (1, 2, None, False),
+        (4, 9, 8, True),
+        (5, 10, 8, False),
+    ],
+)
+def test_what_is_started_again(tmp_path: Path, code: int, restarts: int, last_save: int | None, again: bool) -> None:
+    """Two restarts in a row after crashes are allowed here; a save by a signal sets their count back."""
+    (tmp_path / "job.sh").write_text(make_script(tmp_path, max_crashes=2))
+    if last_save is not None:
+        (tmp_path / "run-7.restarts").write_text(f"{last_save}\n")
+    environment = stand_ins(tmp_path, srun=f"#!/bin/bash\nexit {code}\n")
+    if restarts:
+        environment["SLURM_RESTART_COUNT"] = str(restarts)
+    process = start(tmp_path, environment)
+    printed, _ = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert calls_of_scontrol(tmp_path) == (["requeue 7"] if again else []), printed
+    assert ("started again, as restart" in printed) == again
+    assert ("not started again" in printed) == (not again and code != 0)
+    if code == 3:
+        assert (tmp_path / "run-7.restarts").read_text() == f"{restarts + 1}\n"
+
+
+def test_the_setup_comes_before_the_site_and_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "setup.sh").write_text("export NCCL_CROSS_NIC=0\nfalse\n")
+    (tmp_path / "job.sh").write_text(make_script(tmp_path, "alps", setup="setup.sh"))
+    process = start(tmp_path, stand_ins(tmp_path, srun='#!/bin/bash\necho "$NCCL_CROSS_NIC $NCCL_NET"\n'))
+    assert process.communicate(timeout=30)[0] == "0 AWS Libfabric\n"
+    assert process.returncode == 0
+
+
+def free_job_id() -> int:
+    """One whose port (``rendezvous``) nobody has."""
+    for job_id in range(os.getpid() % 10_000, 20_000):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", 10_000 + job_id)):
+                return job_id
+    raise AssertionError("no port is free")
+
+
+def test_a_job_saves_at_the_signal_starts_again_and_ends(cli: Cli, tmp_path: Path, prefix: str) -> None:
+    """Two ranks for real: SIGUSR1 as SLURM sends it before the end of the wall time, then the requeued job."""
+    changes = {"parallel__dp": 2, "training__device": "cpu", "lr_scheduler__decay_style": "constant"}
+    path = run_file(tmp_path, prefix, training__train_steps=100_000, **changes)
+    assert cli("launch", "slurm", path, "--site", "generic", "--nodes", 1, "--output", tmp_path / "job.sh")[0] == 0
+    environment = stand_ins(tmp_path, srun=SRUN.format(python=sys.executable))
+    environment |= {"SLURM_JOB_ID": str(free_job_id()), "OMP_NUM_THREADS": "1"}
+    requeue = f"requeue {environment['SLURM_JOB_ID']}"
+
+    process = start(tmp_path, environment)
+    try:
+        metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+        give_up = time.monotonic() + 300
+        while not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
+            assert process.poll() is None and time.monotonic() < give_up, process.communicate()
+            time.sleep(0.05)
+        os.kill(int((tmp_path / "srun.pid").read_text()), signal.SIGUSR1)
+        printed, _ = process.communicate(timeout=300)
+    finally:
+        if process.poll() is None:
+            os.kill(int((tmp_path / "srun.pid").read_text()), signal.SIGTERM)
+            process.communicate(timeout=60)
+    assert process.returncode == 3, printed
+    assert calls_of_scontrol(tmp_path) == [requeue]
+    (saved,) = (tmp_path / "runs" / "run" / "checkpoints").glob("step_*")
+    steps = int(saved.name.removeprefix("step_"))
+
+    run_file(tmp_path, prefix, training__train_steps=steps + 2, **changes)
+    process = start(tmp_path, environment | {"SLURM_RESTART_COUNT": "1"})
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, printed
+    assert calls_of_scontrol(tmp_path) == [requeue]
+    assert metrics.read_text().count("\n") == steps + 2
+    assert not list(tmp_path.glob("*.restarts"))
