@@ -59,6 +59,8 @@ class Checkpointer:
     def __init__(self, folder: Path, job: TrainingState, config: CheckpointConfig) -> None:
         self.folder, self.job, self.config = folder, job, config
         self._view = GlobalView(job.grid, job.run.parallel.zero)
+        self.newest: Path | None = None
+        """The newest checkpoint of this run, once ``wait`` has returned."""
         self._pending: _PendingSave | None = None
         # The writer's collectives run in a thread beside the training step: they need a group of their own.
         self._group = dist.new_group(backend="gloo") if config.async_mode == "async" else None
@@ -77,6 +79,7 @@ class Checkpointer:
         scale = self.job.loss_scale
         state = state_of(self.job.run, step)
         state.optimizer_steps = self.job.optimizer.steps_taken()
+        state.recent = self.job.recent.model_copy(deep=True)
         state.loss_scale = None if scale is None else (scale.scale, scale.steps_since_change)
         if self._group is None:
             with self._removed_on_failure(step):
@@ -119,13 +122,14 @@ class Checkpointer:
 
     def _publish(self, step: int, state: CheckpointState) -> None:
         """Describe, rename and prune, on rank 0, when every rank has written."""
+        self.newest = self.folder / f"step_{step}"
         if dist.get_rank() != 0:
             return
         partial = self._partial(step)
         with writing(partial):
             write_state(partial, state)
             seal(partial)
-            swap_in(partial, self.folder / f"step_{step}")
+            swap_in(partial, self.newest)
         for unfinished in self.folder.glob(".step_*.partial"):  # of a job that was killed
             shutil.rmtree(unfinished)
         # Later steps are from before this run went back (``resume`` = 'never' or a path). Under another name they are
@@ -158,6 +162,20 @@ def set_aside(checkpoint: Path, damage: DamagedCheckpoint) -> Path:
     return others[-1]
 
 
+def load_newest(path: Path, job: TrainingState, fall_back: bool) -> tuple[Path, int]:
+    """Load a checkpoint, or, with ``fall_back``, the newest that is not damaged; returns it, and the steps taken.
+
+    Every process calls this. Damaged ones are set aside.
+    """
+    while True:
+        try:
+            return path, load_checkpoint(path, job)
+        except DamagedCheckpoint as damage:
+            if not fall_back:
+                raise
+            path = set_aside(path, damage)
+
+
 def load_checkpoint(path: Path, job: TrainingState) -> int:
     """Fill a job's weights and optimizer from a checkpoint that any grid has written; returns the steps taken.
 
@@ -175,6 +193,7 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
     generator = state.generator(path)
     load_tensors(trained_tensors(job, GlobalView(job.grid, job.run.parallel.zero)), path)
     job.optimizer.set_steps_taken(state.step if state.optimizer_steps is None else state.optimizer_steps)
+    job.recent = state.recent
     if job.loss_scale is not None and state.loss_scale is not None:
         job.loss_scale.scale, job.loss_scale.steps_since_change = state.loss_scale
     fill_second_copies(job.shards, lambda index: {"weight": job.shards[index].local})

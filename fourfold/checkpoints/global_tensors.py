@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from fourfold.checkpoints.integrity import ChecksummedFiles
+from fourfold.checkpoints.saved_state import RecentSteps
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.parallel.communicate import purpose
@@ -46,6 +47,8 @@ class LossScaleState(Protocol):
 
 class TrainingState(Protocol):
     """The job that a checkpoint saves and fills; ``training.job.Job`` is one."""
+
+    recent: RecentSteps
 
     @property
     def run(self) -> RunConfig: ...

@@ -22,6 +22,19 @@ LAYOUT_FREE_KEYS = {"preset", "from_hf", "initializer_range"}
 """Keys of [model] that change neither a tensor's shape nor its meaning; they are not saved."""
 
 
+class RecentSteps(Strict):
+    """What later steps are judged by; see [checks] of the run file."""
+
+    losses: list[float] = Field([])
+    """Of the last good steps, as many as [checks] compares with."""
+    grad_norms: list[float] = Field([])
+    """Of the same steps."""
+    skipped_in_a_row: int = 0
+    """Bad steps since the last good one."""
+    overflows_in_a_row: int = 0
+    """fp16 overflows since the last step without one."""
+
+
 class CheckpointState(Strict):
     """The content of ``state.json``."""
 
@@ -38,6 +51,7 @@ class CheckpointState(Strict):
     """The number of steps that changed the weights; fewer than ``step`` after fp16 overflows."""
     loss_scale: tuple[float, int] | None = Field(None, strict=False)
     """The loss scale, and the steps since it last changed."""
+    recent: RecentSteps = RecentSteps()
     weights_only: bool = False
     """True for an imported model: a run that starts from it begins at step 0."""
     lora: LoRAConfig | None = None

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from fourfold.config.checks import ChecksConfig
 from fourfold.config.loss_masks import MasksConfig
 from fourfold.config.model import ModelConfig
 from fourfold.config.strict import Strict
@@ -249,6 +250,7 @@ class LossScalingConfig(Strict):
 
     initial: float = Field(65536.0, gt=0, description="Initial loss scale.")
     growth_interval: int = Field(2000, gt=0, description="Steps without overflow after which the scale doubles.")
+    max_overflows: int = Field(20, ge=1, description="Overflows in a row after which the run ends.")
 
 
 class SchedulerConfig(Strict):
@@ -322,6 +324,7 @@ class RunConfig(Strict):
     lora: LoRAConfig = LoRAConfig()
     loss_scaling: LossScalingConfig = LossScalingConfig()
     lr_scheduler: SchedulerConfig = SchedulerConfig()
+    checks: ChecksConfig = ChecksConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
     validation: ValidationConfig = ValidationConfig()
@@ -354,6 +357,16 @@ class RunConfig(Strict):
             raise ValueError("lora keeps what it freezes in bf16; set training.float8 = 'none'")
         if self.lora.rank and self.metrics.machine is not None:
             raise ValueError("the planner does not predict lora; leave metrics.machine out")
+        return self
+
+    @model_validator(mode="after")
+    def _a_roll_back_has_a_checkpoint(self) -> RunConfig:
+        for key in ("non_finite", "spike"):
+            if getattr(self.checks, key) == "roll_back" and not self.checkpoint.interval:
+                raise ValueError(
+                    f"checks.{key} = 'roll_back' returns to a checkpoint, and checkpoint.interval = 0 saves none "
+                    "before the end; set an interval"
+                )
         return self
 
     @property

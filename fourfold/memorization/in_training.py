@@ -36,7 +36,7 @@ class CanaryAudit:
         )
         self.documents = [document.cut(run.training.seq_length + 1) for document in documents]
         self.exempt = () if tokenizer is None else tokenizer.special_ids
-        self._lines: list[str] | None = None
+        self._records: list[dict[str, Any]] | None = None
 
     def after_step(self, steps: int) -> None:
         """Audit if it is due after this many steps."""
@@ -52,11 +52,11 @@ class CanaryAudit:
             "tokens": steps * training.global_batch_size * training.seq_length,
             "by_count": self._by_count(scores),
         }
-        if self._lines is None:
-            earlier = read_metrics(self.path) if self.path.is_file() else []
-            self._lines = [json.dumps(line) for line in earlier if line["step"] < steps]
-        self._lines.append(json.dumps(record))
-        write_whole(self.path, ("\n".join(self._lines) + "\n").encode())
+        if self._records is None:
+            self._records = read_metrics(self.path) if self.path.is_file() else []
+        # Later lines are from before the run was resumed, or went back.
+        self._records = [*(earlier for earlier in self._records if earlier["step"] < steps), record]
+        write_whole(self.path, "".join(json.dumps(each) + "\n" for each in self._records).encode())
 
     def _by_count(self, scores: list[TokenScores]) -> dict[str, Any]:
         counts = sorted({document.count for document in self.documents if document.count is not None})

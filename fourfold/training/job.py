@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fourfold.checkpoints.saved_state import RecentSteps
 from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import rank_of_stage, stage_layers
@@ -40,7 +41,7 @@ class StepResult:
     """Tokens that the loss counts."""
 
     skipped: bool = False
-    """True where fp16 gradients overflowed, and the weights did not change."""
+    """True where the weights did not change: fp16 gradients overflowed, or the step was bad."""
 
 
 class Job:
@@ -71,6 +72,7 @@ class Job:
         self.loss_scale: LossScale | None = None
         if run.training.precision == "fp16":
             self.loss_scale = LossScale(run.loss_scaling, run.loss_scaling.initial)
+        self.recent = RecentSteps()
 
     def initialize(self, seed: int) -> None:
         """Fill the weights; the same seed gives the same weights on every grid."""
@@ -130,11 +132,15 @@ class Job:
             overflowed = not grad_norm.isfinite().item()
             self.loss_scale.update(overflowed)
             if overflowed:
-                self.optimizer.drop_gradients()
-                return False
+                return self.skip_update()
         self.optimizer.step(self.learning_rate(step))
         self.publish()
         return True
+
+    def skip_update(self) -> bool:
+        """Drop the gradients in place of ``update``: weights, moments and the loss scale stay. Returns False."""
+        self.optimizer.drop_gradients()
+        return False
 
     def evaluate(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> Tensor:
         """Mean loss of the kept tokens over all ranks, without gradients."""

@@ -12,10 +12,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint, set_aside
+from fourfold.checkpoints.checkpoint import Checkpointer, load_newest
 from fourfold.checkpoints.find import FOLDER as CHECKPOINTS
 from fourfold.checkpoints.find import find_checkpoint
-from fourfold.checkpoints.integrity import DamagedCheckpoint
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
 from fourfold.errors import UserError
@@ -33,7 +32,7 @@ from fourfold.training.job import Job, StepResult
 from fourfold.training.run_folder import folder_of, open_run_folder
 from fourfold.training.run_record import RunRecord
 from fourfold.training.sample import sample_text
-from fourfold.training.step_checks import check_step
+from fourfold.training.step_checks import StepChecks
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Outcome:
     steps: int
     """Optimizer steps behind the model, those before this job included."""
     loss: float | None
-    """Loss of the last step; None where no step was left to take."""
+    """Loss of the last step that was not bad; None where no step was taken."""
     checkpoint: str | None
     """The newest one in the run's folder."""
     sample: str | None
@@ -90,25 +89,37 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
             if run.model.from_hf is not None:
                 keep_small_files(local_folder(run.model.from_hf, PATTERNS), run_dir / SOURCE_FOLDER)
         checkpointer = Checkpointer(run_dir / CHECKPOINTS, job, run.checkpoint)
+        if first_step:
+            checkpointer.newest = find_checkpoint(run.checkpoint.resume, run_dir / CHECKPOINTS)
+        checks = StepChecks(run_dir, job, checkpointer)
         stop = stack.enter_context(stop_request(announce=is_first_process, launched=place.launcher != "local"))
-        steps, result, stopped = first_step, None, False
+        steps, last_loss, stopped = first_step, None, False
 
-        for step in range(first_step, run.training.train_steps):
-            started = time.perf_counter()
+        while steps < run.training.train_steps:
+            step, started = steps, time.perf_counter()
             batches = micro_batches(corpora.train.step(step), run, grid.cp, device)
             kept = job.count_kept(batches)  # tokens of the step, over all ranks: what the sum of losses is divided by
             loss = job.forward_backward(batches, kept)  # of every micro-batch; gradients are summed over the ranks
             grad_norm = job.clip()
-            updated = job.update(step, grad_norm)  # AdamW; not where fp16 gradients overflowed
+            verdict = checks.judge(step, loss, grad_norm, kept)  # the same on every rank
+            if verdict.action == "update":
+                updated = job.update(step, grad_norm)  # AdamW; not where fp16 gradients overflowed
+                last_loss = loss.item()  # waits for the device
+            else:
+                updated = job.skip_update()
             result = StepResult(loss, grad_norm, kept, skipped=not updated)
-            loss.item()  # waits for the device
             seconds = time.perf_counter() - started
             steps = step + 1
 
             validation_loss = _validate(job, corpora) if _due(steps, run.validation.interval) else None
             if record is not None:
                 record.step(step, result, seconds, validation_loss)
-            check_step(result, step, run_dir / CHECKPOINTS)  # before a checkpoint is written
+            verdict.raise_stop()
+            if verdict.action == "roll_back":
+                steps = checks.roll_back()
+                if record is not None:
+                    record.go_back(steps)
+                continue
             for callback in after_step:
                 callback.after_step(steps)
 
@@ -128,7 +139,7 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
         outcome = Outcome(
             run_dir=str(run_dir),
             steps=steps,
-            loss=None if result is None else result.loss.item(),
+            loss=last_loss,
             checkpoint=str(saved) if saved is not None else None,
             sample=sample,
             stopped=stopped,
@@ -149,14 +160,9 @@ def _fill(job: Job, corpora: Corpora, checkpoint: Path | None) -> int:
             load_pretrained(job, run.model.from_hf)
         else:
             job.initialize(run.training.seed)
-    while checkpoint is not None:
-        try:
-            return load_checkpoint(checkpoint, job)
-        except DamagedCheckpoint as damage:
-            if run.checkpoint.resume != "auto":
-                raise
-            checkpoint = set_aside(checkpoint, damage)
-    return 0
+    if checkpoint is None:
+        return 0
+    return load_newest(checkpoint, job, run.checkpoint.resume == "auto")[1]
 
 
 def _validate(job: Job, corpora: Corpora) -> float | None:

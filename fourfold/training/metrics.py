@@ -40,6 +40,7 @@ class StepMetrics:
     step_seconds: float
     trained_token_share: float  # tokens that carry loss / all tokens of the step
     validation_loss: float | None = None  # only on steps that evaluate; absent from the others' lines
+    skipped: bool = False  # the update was not applied; absent from the lines of steps that were
 
     def record(self) -> dict[str, int | float | None]:
         """The JSON object of this step."""
@@ -47,6 +48,8 @@ class StepMetrics:
         record = {key: v if v is None or math.isfinite(v) else None for key, v in values.items()}
         if self.validation_loss is None:
             del record["validation_loss"]
+        if not self.skipped:
+            del record["skipped"]
         return record
 
 

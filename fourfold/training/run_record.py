@@ -79,11 +79,17 @@ class RunRecord:
             step_seconds=seconds,
             trained_token_share=result.kept_tokens.item() / self.tokens_per_step,
             validation_loss=validation_loss,
+            skipped=result.skipped,
         )
         self.writer.write(metrics)
         self.progress.update(metrics)
         if (compared := self.prediction.after_step(metrics)) is not None:
             self.progress.print_facts("Predicted and measured", compared)
+
+    def go_back(self, steps: int) -> None:
+        """Drop the lines of steps after the first ``steps``, which will be taken again."""
+        self.writer.close()
+        self.writer = MetricsWriter(self.run_dir, self.run.metrics.tensorboard, resume_step=steps)
 
     def end(self, outcome: Outcome) -> None:
         """Write the summary and the sample."""

@@ -1,28 +1,222 @@
-"""Stop after a step from which no training recovers."""
+"""Steps whose loss or gradient norm is bad: found before the update, recorded, and answered as [checks] says."""
 
 from __future__ import annotations
 
+import json
 import math
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.checkpoints.checkpoint import Checkpointer, load_newest
+from fourfold.checkpoints.find import step_of
+from fourfold.data.files import write_whole, writing
 from fourfold.errors import UserError
-from fourfold.training.job import StepResult
+from fourfold.parallel.communicate import purpose
+from fourfold.parallel.together import failing_together
+from fourfold.training.job import Job
+from fourfold.training.metrics import read_metrics
+
+BAD_STEPS_FILE = "bad_steps.jsonl"
+REMEDY = "lower optimizer.lr or lengthen lr_scheduler.warmup_steps"
 
 
-def check_step(result: StepResult, step: int, checkpoints: Path) -> None:
-    """Raise ``UserError`` after a step without a trained token, or with a loss or gradient norm that is not finite.
+class Verdict(NamedTuple):
+    """The answer to a step; ``reason`` is empty where it is applied."""
 
-    NaN gradients have made all weights NaN. Gradients that are not finite in a step that was skipped are no failure:
-    the loss scale was too large, and has been halved. The loss itself is not scaled.
+    action: Literal["update", "skip", "roll_back", "stop"]
+    reason: str = ""
+
+    def raise_stop(self) -> None:
+        """Raise ``UserError`` where the run is to stop."""
+        if self.action == "stop":
+            raise UserError(self.reason)
+
+
+GOOD = Verdict("update")
+
+
+class StepChecks:
+    """Judges every step of a run, the same on every process: all of them call ``judge`` and ``roll_back``.
+
+    Bad steps are in the run's folder, in bad_steps.jsonl, before anything is done about them. Batches that a roll-back
+    is to skip are read from there, so that a run that was killed on its way skips them too; with
+    ``checkpoint.resume = 'never'`` the file is set aside.
     """
-    if result.kept_tokens.item() == 0:
-        raise UserError(
-            f"step {step + 1} has no token to learn: every document of its sequences is one token long, or its masks "
-            "keep none"
-        )
-    for name, value in (("loss", result.loss.item()), ("gradient norm", result.grad_norm.item())):
-        if not math.isfinite(value) and not (result.skipped and name == "gradient norm"):
-            raise UserError(
-                f"the {name} is {value} at step {step + 1}; lower optimizer.lr or lengthen "
-                f"lr_scheduler.warmup_steps, and resume from the last checkpoint in {checkpoints}"
+
+    def __init__(self, run_dir: Path, job: Job, checkpointer: Checkpointer) -> None:
+        self.job, self.run, self.config = job, job.run, job.run.checks
+        self.path, self.checkpointer = run_dir / BAD_STEPS_FILE, checkpointer
+        earlier: list[Any] = [None]
+        with failing_together():
+            if dist.get_rank() == 0:
+                earlier = [_earlier_roll_backs(self.path, self.run.checkpoint.resume == "never")]
+        dist.broadcast_object_list(earlier, src=0)
+        self._roll_backs: list[dict[str, Any]] = earlier[0]
+
+    def judge(self, step: int, loss: Tensor, grad_norm: Tensor, kept: Tensor) -> Verdict:
+        """Judge step ``step``, counted from 0, by its figures over all ranks, before the weights move."""
+        if self._is_left_out(step):
+            return Verdict("skip", "its batch is skipped after a roll-back")
+        figures = _mean_of_ranks(loss, grad_norm)
+        verdict = self._verdict(step, *figures, int(kept.item()))
+        if verdict != GOOD:
+            self._record(step, figures, verdict)
+        return verdict
+
+    def roll_back(self) -> int:
+        """Load the newest checkpoint; returns its step."""
+        assert self.checkpointer.newest is not None, "judge has found one"
+        path, step = load_newest(self.checkpointer.newest, self.job, self.run.checkpoint.resume == "auto")
+        self.checkpointer.newest = path
+        return step
+
+    def _verdict(self, step: int, loss: float, grad_norm: float, kept: int) -> Verdict:
+        recent = self.job.recent
+        if kept == 0:
+            return Verdict(
+                "stop",
+                f"step {step + 1} has no token to learn: every document of its sequences is one token long, or its "
+                "masks keep none",
             )
+        if self.job.loss_scale is not None and math.isfinite(loss) and not math.isfinite(grad_norm):
+            recent.overflows_in_a_row += 1
+            return self._overflow(step)  # the loss scale was too large, and ``Job.update`` halves it
+        recent.overflows_in_a_row = 0
+        complaint = _not_finite(loss, grad_norm)
+        policy: str = self.config.non_finite
+        if complaint is None and self.config.spike != "off":
+            complaint, policy = self._spike(loss, grad_norm), self.config.spike
+        if complaint is not None:
+            return self._answer(policy, step, f"{complaint} at step {step + 1}")
+        recent.skipped_in_a_row = 0
+        if self.config.spike != "off":
+            for values, value in ((recent.losses, loss), (recent.grad_norms, grad_norm)):
+                values.append(value)
+                del values[: -self.config.spike_window]
+        return GOOD
+
+    def _overflow(self, step: int) -> Verdict:
+        count = self.job.recent.overflows_in_a_row
+        if count < self.run.loss_scaling.max_overflows:
+            return GOOD
+        return Verdict(
+            "stop",
+            f"gradients have overflowed fp16 at {count} steps in a row, the last of them step {step + 1}; {REMEDY}, "
+            "or train with training.precision = 'bf16'",
+        )
+
+    def _spike(self, loss: float, grad_norm: float) -> str | None:
+        recent, window, sigmas = self.job.recent, self.config.spike_window, self.config.spike_sigma
+        for name, value, before in (("loss", loss, recent.losses), ("gradient norm", grad_norm, recent.grad_norms)):
+            if len(before) >= window:
+                mean, deviation = _mean_and_deviation(before[-window:])
+                if value > mean + sigmas * deviation:
+                    return (
+                        f"the {name} is {value:.6g}, more than {sigmas:g} standard deviations ({deviation:.3g}) over "
+                        f"the mean {mean:.6g} of the last {window} good steps,"
+                    )
+        return None
+
+    def _answer(self, policy: str, step: int, complaint: str) -> Verdict:
+        """The action that the run file asks for, or a stop where that has been done too often."""
+        recent = self.job.recent
+        most = min(self.config.max_in_a_row, self.run.training.train_steps - 1)  # no run ends well without a good step
+        recent.skipped_in_a_row += 1
+        if policy == "skip":
+            if recent.skipped_in_a_row <= most:
+                return Verdict("skip", complaint)
+            return self._stop(f"{complaint}, after {most} bad steps in a row that were skipped")
+        if policy == "roll_back":
+            self.checkpointer.wait()
+            target = self.checkpointer.newest
+            if target is None:
+                return self._stop(f"{complaint}, and there is no checkpoint yet to return to")
+            if self._returns_in_a_row(step) < most:
+                return Verdict("roll_back", complaint)
+            return self._stop(f"{complaint}, after {most} returns from the bad steps right before it")
+        return self._stop(complaint)
+
+    def _is_left_out(self, step: int) -> bool:
+        return any(step + 1 in line["skips"] for line in self._roll_backs)
+
+    def _returns_in_a_row(self, step: int) -> int:
+        """Returns to a checkpoint since the last good step before ``step``."""
+        good = step - 1
+        while self._is_left_out(good):
+            good -= 1
+        return sum(line["step"] - 1 > good for line in self._roll_backs if line["step"] <= step)
+
+    def _stop(self, complaint: str) -> Verdict:
+        folder = self.checkpointer.folder
+        return Verdict("stop", f"{complaint}; {REMEDY}, and resume from the last checkpoint in {folder}")
+
+    def _record(self, step: int, figures: Sequence[float], verdict: Verdict) -> None:
+        """Write down a bad step and the numbers of its samples, and say what is done about it."""
+        batch = self.run.training.global_batch_size
+        loss, grad_norm = (value if math.isfinite(value) else str(value) for value in figures)
+        line = {
+            "step": step + 1,
+            "action": verdict.action,
+            "reason": verdict.reason,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "samples": list(range(step * batch, (step + 1) * batch)),
+        }
+        if verdict.action == "roll_back":
+            assert self.checkpointer.newest is not None, "judge has found one"
+            back_to = step_of(self.checkpointer.newest)
+            line |= {
+                "back_to": back_to,
+                "skips": list(range(max(back_to, step + 1 - self.config.roll_back_batches) + 1, step + 2)),
+            }
+            self._roll_backs.append(line)
+        with failing_together():
+            if dist.get_rank() == 0:
+                with writing(self.path):
+                    before = self.path.read_bytes() if self.path.exists() else b""
+                    write_whole(self.path, before + json.dumps(line).encode() + b"\n")
+                if verdict.action != "stop":
+                    print(f"fourfold: {verdict.reason}: {_done(line)}; see {self.path}", file=sys.stderr)
+
+
+def _done(line: dict[str, Any]) -> str:
+    if line["action"] == "skip":
+        return "its update is skipped"
+    return f"the run returns to step {line['back_to']}, and will skip {len(line['skips'])} of the next batches"
+
+
+def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """By exact sums, which are the same on every processor."""
+    mean = math.fsum(values) / len(values)
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+
+
+def _not_finite(loss: float, grad_norm: float) -> str | None:
+    for name, value in (("loss", loss), ("gradient norm", grad_norm)):
+        if not math.isfinite(value):
+            return f"the {name} is {value}"
+    return None
+
+
+def _mean_of_ranks(loss: Tensor, grad_norm: Tensor) -> tuple[float, float]:
+    """The figures on every process alike: what they are where all agree, as they should, and NaN where one has NaN."""
+    figures = torch.stack([loss.double(), grad_norm.double()])  # a sum of equal float32 is exact in float64
+    with purpose("figures of the step"):
+        dist.all_reduce(figures)
+    mean_loss, mean_norm = (figures / dist.get_world_size()).tolist()
+    return mean_loss, mean_norm
+
+
+def _earlier_roll_backs(path: Path, starts_afresh: bool) -> list[dict[str, Any]]:
+    """The lines of earlier roll-backs; none where the run starts afresh, and the file is set aside."""
+    if path.is_file() and starts_afresh:
+        with writing(path):
+            path.replace(path.with_name(f"{path.name}.superseded"))
+    lines = read_metrics(path) if path.is_file() else []
+    return [line for line in lines if line.get("action") == "roll_back"]
