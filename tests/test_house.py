@@ -43,6 +43,7 @@ ROOMS = (
     "training",
     "inference",
     "tuning",
+    "doctor",
     "verification",
     "memorization",
     "evaluation",

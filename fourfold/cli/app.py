@@ -10,6 +10,7 @@ from fourfold import __version__
 from fourfold.cli.audit import audit
 from fourfold.cli.calibrate import calibrate
 from fourfold.cli.checkpoint import checkpoint
+from fourfold.cli.doctor import doctor
 from fourfold.cli.evaluate import evaluate
 from fourfold.cli.export_hf import export_hf
 from fourfold.cli.generate import generate
@@ -45,6 +46,7 @@ for command in (
     import_hf,
     export_hf,
     generate,
+    doctor,
 ):
     app.command()(command)
 app.add_typer(plan, name="plan")

@@ -1,0 +1,93 @@
+"""The devices that will train: GPUs with memory, clocks and errors; cores and memory of the host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from fourfold.doctor.finding import Finding, error, ok, warning
+from fourfold.doctor.nvidia_smi import query_gpus
+from fourfold.processes import available_cores
+from fourfold.training.console import format_bytes
+
+SLOWED = {
+    0x08: "slowed by its hardware",
+    0x20: "slowed by the driver's thermal limit",
+    0x40: "slowed by heat",
+    0x80: "slowed by its power supply",
+}
+"""Bits of nvidia-smi's reasons for lower clocks that mean trouble; idleness and the power cap do not."""
+
+REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+"""The field's name in newer and in older drivers."""
+
+FIELDS = (
+    "uuid",
+    "driver_version",
+    "memory.used",
+    "memory.total",
+    "clocks.sm",
+    "clocks.max.sm",
+    "temperature.gpu",
+    "ecc.errors.uncorrected.volatile.total",
+)
+MOST_USED = 0.1
+"""Share of a GPU's memory above which another program must be holding it."""
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def examine_devices() -> Iterator[Finding]:
+    """Every GPU that torch sees, then the host."""
+    gpus = torch.cuda.device_count()
+    queried = next((found for reasons in REASONS if gpus and (found := query_gpus(*FIELDS, reasons))), [])
+    reported = {gpu["uuid"].removeprefix("GPU-"): gpu for gpu in queried}
+    for index in range(gpus):
+        properties = torch.cuda.get_device_properties(index)
+        known = reported.get(str(getattr(properties, "uuid", "")), {})
+        yield gpu_state(f"GPU {index}", properties.name, properties.total_memory, known)
+    yield host(available_cores(), host_memory(), gpus)
+
+
+def gpu_state(subject: str, name: str, memory: float, reported: Mapping[str, str]) -> Finding:
+    """Judge a GPU by what nvidia-smi reports of it; empty for other makers' GPUs."""
+    text = f"{name}, {format_bytes(memory)}"
+    if not reported:
+        return ok(subject, text, name=name, memory=memory)
+    figures = {"name": name, "memory": memory, **reported}
+    text += (
+        f", driver {reported['driver_version']}, {reported['clocks.sm']} of {reported['clocks.max.sm']} MHz, "
+        f"{reported['temperature.gpu']} °C"
+    )
+    errors = reported["ecc.errors.uncorrected.volatile.total"]
+    if errors.isdecimal() and int(errors) > 0:
+        return error(subject, f"{text}, {errors} uncorrected memory errors", "reset or replace this GPU", **figures)
+    reasons = next((reported[name] for name in REASONS if name in reported), "")
+    bits = int(reasons, 16) if reasons.startswith("0x") else 0
+    slowed = [words for bit, words in SLOWED.items() if bits & bit]
+    if slowed:
+        return warning(subject, f"{text}, {', '.join(slowed)}", "check cooling and power of this node", **figures)
+    used, total = reported["memory.used"], reported["memory.total"]
+    if used.isdecimal() and total.isdecimal() and int(used) > MOST_USED * int(total):
+        advice = "end the other program (nvidia-smi lists it), or choose other GPUs with CUDA_VISIBLE_DEVICES"
+        return warning(subject, f"{text}, {used} MiB in use by another program", advice, **figures)
+    return ok(subject, text, **figures)
+
+
+def host(cores: int, memory: float, gpus: int) -> Finding:
+    """Judge the cores and the memory that this process may use."""
+    text, figures = f"{cores} cores, {format_bytes(memory)} of memory", {"cores": cores, "memory": memory}
+    if cores < gpus:
+        advice = "give every process cores of its own: srun --cpus-per-task, or torchrun without a binding to one core"
+        return warning("host", f"{text}, for {gpus} GPUs", advice, **figures)
+    return ok("host", text, **figures)
+
+
+def host_memory() -> float:
+    """Bytes of the machine, or of the container's limit where that is lower."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
+    return min(installed, int(limit)) if limit.isdecimal() else installed

@@ -1,0 +1,80 @@
+"""Room and speed where runs are written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from fourfold.doctor.finding import Finding, error, ok, warning
+from fourfold.training.console import format_bytes
+
+BLOCK = 4 * 2**20
+MOST_BYTES, MOST_SECONDS = 256 * 2**20, 5.0
+"""Where the test file ends, whichever comes first."""
+LEAST_ROOM, LEAST_SPEED = 10 * 2**30, 100e6
+"""Below them a checkpoint of a billion parameters (16 GB with its moments) does not fit, or takes minutes."""
+
+
+class Speed(NamedTuple):
+    """Bytes per second."""
+
+    written: float
+    read: float
+
+
+def examine_disk(folder: Path) -> Iterator[Finding]:
+    """Room and speed of the folder, or of the first one above it that exists; leaves nothing there."""
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    yield room(place, shutil.disk_usage(place).free)
+    try:
+        with tempfile.TemporaryFile(dir=place, buffering=0) as file:
+            yield speed(place, measure(file.fileno()))
+    except OSError as failure:
+        yield error("disk speed", f"cannot write in {place}: {failure.strerror}", "choose another output_dir")
+
+
+def room(place: Path, free: int) -> Finding:
+    """Judge the room."""
+    text = f"{format_bytes(free)} free in {place}"
+    if free < LEAST_ROOM:
+        advice = "make room, choose another output_dir, or keep fewer checkpoints (checkpoint.keep_latest_k)"
+        return warning("disk room", text, advice, free=free)
+    return ok("disk room", text, free=free)
+
+
+def speed(place: Path, measured: Speed | None) -> Finding:
+    """Judge the speed; None: what was read was not what was written."""
+    if measured is None:
+        return error("disk speed", f"{place} returns other bytes than were written", "use another disk; this one fails")
+    text = f"{measured.written / 1e6:,.0f} MB/s written, {measured.read / 1e6:,.0f} MB/s read, by one process"
+    if measured.written < LEAST_SPEED:
+        advice = "write to a local disk or the cluster's parallel file system, or set checkpoint.async_mode = 'async'"
+        return warning("disk speed", text, advice, **measured._asdict())
+    return ok("disk speed", text, **measured._asdict())
+
+
+def measure(descriptor: int) -> Speed | None:
+    """Write blocks, have them reach the disk, and read them again, past the kernel's cache where it allows that."""
+    block = os.urandom(BLOCK)  # a disk that compresses gains nothing
+    start, size = time.perf_counter(), 0
+    while size < MOST_BYTES and time.perf_counter() - start < MOST_SECONDS:
+        _write_whole(descriptor, block)
+        size += BLOCK
+    os.fsync(descriptor)
+    written = size / (time.perf_counter() - start)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    start = time.perf_counter()
+    same = all(os.pread(descriptor, BLOCK, place) == block for place in range(0, size, BLOCK))
+    return Speed(written, size / (time.perf_counter() - start)) if same else None
+
+
+def _write_whole(descriptor: int, block: bytes) -> None:
+    left = memoryview(block)
+    while left:
+        left = left[os.write(descriptor, left) :]

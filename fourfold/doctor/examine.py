@@ -1,0 +1,41 @@
+"""Examines everything, subject by subject."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from fourfold.doctor.collective_test import examine_collective
+from fourfold.doctor.devices import examine_devices
+from fourfold.doctor.disk import examine_disk
+from fourfold.doctor.finding import Finding
+from fourfold.doctor.links import examine_links
+from fourfold.doctor.network_interfaces import examine_network
+from fourfold.doctor.ports import examine_ports
+from fourfold.doctor.process_limits import examine_limits
+from fourfold.doctor.shared_memory import examine_shared_memory
+from fourfold.doctor.versions import examine_versions
+from fourfold.environment import read_environment
+
+
+def examine(folder: Path) -> Iterator[Finding]:
+    """Findings about this machine, in order, as they are made; ``folder``: where runs are written.
+
+    Under torchrun or srun the first process reports; the others take part in the collective test, and give nothing.
+    """
+    place = read_environment(os.environ)
+    if place is not None and place.rank > 0:
+        for _ in examine_collective(place):
+            pass
+        return
+    several_machines = place is not None and place.world_size > place.local_world_size
+    yield from examine_versions()
+    yield from examine_devices()
+    yield from examine_links()
+    yield from examine_network(several_machines)
+    yield from examine_shared_memory()
+    yield from examine_limits()
+    yield from examine_ports(several_machines)
+    yield from examine_disk(folder)
+    yield from examine_collective(place)

@@ -1,0 +1,37 @@
+"""One result of an examination: a level, a line with the figure, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Level = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one examination has found. figures: the numbers of the line, by name, for programs."""
+
+    subject: str
+    level: Level
+    text: str
+    advice: str | None = None
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert (self.advice is None) == (self.level == "ok"), "a warning or an error says what to do"
+
+
+def ok(subject: str, text: str, **figures: Any) -> Finding:
+    """Nothing to do."""
+    return Finding(subject, "ok", text, None, figures)
+
+
+def warning(subject: str, text: str, advice: str, **figures: Any) -> Finding:
+    """Slow, or a danger in some runs."""
+    return Finding(subject, "warning", text, advice, figures)
+
+
+def error(subject: str, text: str, advice: str, **figures: Any) -> Finding:
+    """A run will fail here."""
+    return Finding(subject, "error", text, advice, figures)

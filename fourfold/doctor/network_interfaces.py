@@ -1,0 +1,126 @@
+"""Network interfaces, and which ones gloo and NCCL choose."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from fourfold.doctor.finding import Finding, error, ok, warning
+
+CLASSES = Path("/sys/class")
+SIOCGIFADDR = 0x8915
+VIRTUAL = ("docker", "lo")
+"""Beginnings of names that NCCL takes last."""
+
+
+class Interface(NamedTuple):
+    """An interface that is up. address: IPv4; None where it has none."""
+
+    name: str
+    address: str | None
+    gigabits: float | None
+
+    def __str__(self) -> str:
+        speed = f" ({self.gigabits:g} Gb/s)" if self.gigabits else ""
+        return f"{self.name} {self.address or 'without IPv4'}{speed}"
+
+
+def examine_network(several_machines: bool) -> Iterator[Finding]:
+    """The interfaces, fast networks beside them, and the choices of gloo and NCCL."""
+    found = interfaces()
+    shown = [str(each) for each in found if each.address] or ["none with an IPv4 address"]
+    yield ok("network", ", ".join(shown), **{each.name: each.address for each in found})
+    fabrics = [name for name in ("infiniband", "cxi") if (CLASSES / name).is_dir() and any((CLASSES / name).iterdir())]
+    for name in fabrics:
+        yield ok("fabric", f"{name}: {', '.join(sorted(path.name for path in (CLASSES / name).iterdir()))}")
+    yield gloo_choice(found, os.environ, _address_of_name(), several_machines)
+    if dist.is_nccl_available():
+        yield nccl_choice(found, os.environ)
+
+
+def interfaces() -> list[Interface]:
+    """The interfaces that are up, in the kernel's order."""
+    return [
+        Interface(name, _address(name), _gigabits(name))
+        for _, name in socket.if_nameindex()
+        if name == "lo" or _read(name, "operstate") in ("up", "unknown")
+    ]
+
+
+def gloo_choice(
+    found: Sequence[Interface], environ: Mapping[str, str], address_of_name: str | None, several_machines: bool
+) -> Finding:
+    """Find gloo's interface: GLOO_SOCKET_IFNAME, else that of the host name's address.
+
+    On one machine fourfold has gloo use loopback.
+    """
+    chosen = environ.get("GLOO_SOCKET_IFNAME")
+    if chosen:
+        return _named("gloo", "GLOO_SOCKET_IFNAME", chosen.split(","), found)
+    if not several_machines:
+        return ok("gloo", "uses loopback on one machine")
+    name = next((each.name for each in found if each.address == address_of_name), None)
+    if name is None or name == "lo":
+        where = f"is {address_of_name}, of this machine alone" if address_of_name else "does not resolve"
+        advice = f"set GLOO_SOCKET_IFNAME to an interface that the machines share: {_others(found)}"
+        return warning("gloo", f"the host name {socket.gethostname()} {where}", advice)
+    return ok("gloo", f"uses {name}, the interface of the host name", interface=name)
+
+
+def nccl_choice(found: Sequence[Interface], environ: Mapping[str, str]) -> Finding:
+    """Find the interface of NCCL's sockets: NCCL_SOCKET_IFNAME, else ib*, else any but docker* and lo."""
+    chosen = environ.get("NCCL_SOCKET_IFNAME")
+    if chosen and not chosen.startswith("^"):
+        return _named("nccl", "NCCL_SOCKET_IFNAME", chosen.lstrip("=").split(","), found)
+    excluded = tuple(chosen[1:].split(",")) if chosen else VIRTUAL
+    names = [each.name for each in found if each.address and not each.name.startswith(excluded)]
+    best = [name for name in names if name.startswith("ib")] or names or ["lo"]
+    return ok("nccl", f"uses {', '.join(best)} for its sockets", interfaces=best)
+
+
+def _named(subject: str, variable: str, prefixes: Sequence[str], found: Sequence[Interface]) -> Finding:
+    """Check the names, or beginnings of names, that a variable gives."""
+    names = [each.name for each in found if each.address and each.name.startswith(tuple(prefixes))]
+    text = f"{variable} = {','.join(prefixes)}"
+    if names:
+        return ok(subject, f"uses {', '.join(names)}: {text}", interfaces=names)
+    return error(subject, f"{text} is no interface with an address here", f"set it to one of {_others(found)}")
+
+
+def _others(found: Sequence[Interface]) -> str:
+    return ", ".join(each.name for each in found if each.address and each.name != "lo") or "lo"
+
+
+def _address(name: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _gigabits(name: str) -> float | None:
+    speed = _read(name, "speed")
+    return int(speed) / 1000 if speed.isdecimal() else None
+
+
+def _read(name: str, what: str) -> str:
+    try:
+        return (CLASSES / "net" / name / what).read_text().strip()
+    except OSError:  # loopback and tunnels have no speed
+        return ""
+
+
+def _address_of_name() -> str | None:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return None

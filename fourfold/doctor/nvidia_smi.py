@@ -1,0 +1,27 @@
+"""Asks nvidia-smi, where there is one."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+SECONDS = 30
+"""A driver in trouble does not answer at all."""
+
+
+def ask_nvidia_smi(*arguments: str) -> str | None:
+    """What nvidia-smi prints; None where it is missing, refuses or does not answer."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def query_gpus(*fields: str) -> list[dict[str, str]]:
+    """The fields of every GPU, as text; an empty list where nvidia-smi does not know them."""
+    printed = ask_nvidia_smi(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits") or ""
+    return [dict(zip(fields, line.split(", "), strict=True)) for line in printed.splitlines() if line]

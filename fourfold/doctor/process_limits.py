@@ -1,0 +1,39 @@
+"""Limits that the kernel sets for a process: open files, and memory that a network adapter may pin."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+
+from fourfold.doctor.finding import Finding, ok, warning
+from fourfold.doctor.network_interfaces import CLASSES
+from fourfold.training.console import format_bytes
+
+ENOUGH_FILES = 4096
+"""Rank 0 holds a connection to every rank, and NCCL several to each peer."""
+
+
+def examine_limits() -> Iterator[Finding]:
+    """Open files; and locked memory where there is InfiniBand."""
+    yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    if (CLASSES / "infiniband").is_dir():
+        yield locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+
+
+def open_files(soft: int, hard: int) -> Finding:
+    """Judge the limit of open files."""
+    if soft == resource.RLIM_INFINITY:
+        return ok("open files", "no limit")
+    if soft < ENOUGH_FILES:
+        most = "" if hard == resource.RLIM_INFINITY else f" (at most {hard:,} without the administrator)"
+        advice = f"for jobs of many ranks: ulimit -n 65536{most}, in the script that starts the job"
+        return warning("open files", f"at most {soft:,}", advice, limit=soft)
+    return ok("open files", f"at most {soft:,}", limit=soft)
+
+
+def locked_memory(soft: int) -> Finding:
+    """Judge the limit of locked memory, for RDMA."""
+    if soft == resource.RLIM_INFINITY:
+        return ok("locked memory", "no limit")
+    advice = "ulimit -l unlimited (memlock in limits.conf, or the container's --ulimit memlock=-1)"
+    return warning("locked memory", f"at most {format_bytes(soft)}; InfiniBand needs more", advice, limit=soft)

@@ -1,0 +1,33 @@
+"""Lines of `fourfold doctor` for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fourfold.doctor.finding import Finding, Level
+from fourfold.reports.numbers import counted
+
+STYLES: dict[Level, str] = {"ok": "green", "warning": "bold yellow", "error": "bold red"}
+LEVEL_WIDTH, SUBJECT_WIDTH = 7, 13
+
+
+def show_finding(finding: Finding) -> None:
+    """Print a finding, and below it what to do."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(width=LEVEL_WIDTH)
+    table.add_column(width=SUBJECT_WIDTH)
+    table.add_column(overflow="fold")
+    table.add_row(Text(finding.level, STYLES[finding.level]), Text(finding.subject), Text(finding.text))
+    if finding.advice is not None:
+        table.add_row("", "", Text(f"→ {finding.advice}", "bold"))
+    Console().print(table)
+
+
+def summary(levels: Sequence[Level]) -> str:
+    """Count the errors and warnings."""
+    errors, warnings = levels.count("error"), levels.count("warning")
+    return f"{counted(errors, 'error')}, {counted(warnings, 'warning')}, {counted(len(levels), 'finding')}"

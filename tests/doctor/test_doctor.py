@@ -1,0 +1,304 @@
+"""fourfold doctor: the whole on this machine, and each judgment on figures of good and bad ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from command_line import Cli
+from pool import Pool
+
+from fourfold.doctor import collective_test, devices, disk, examine
+from fourfold.doctor.collective_test import Measured, all_reduce, examine_collective, nccl_network
+from fourfold.doctor.devices import gpu_state, host
+from fourfold.doctor.disk import Speed, examine_disk, room, speed
+from fourfold.doctor.finding import Finding, error, ok
+from fourfold.doctor.links import link_kinds, peer_access, topology
+from fourfold.doctor.network_interfaces import Interface, gloo_choice, interfaces, nccl_choice
+from fourfold.doctor.nvidia_smi import query_gpus
+from fourfold.doctor.ports import examine_ports, failure_to_connect
+from fourfold.doctor.process_limits import locked_memory, open_files
+from fourfold.doctor.shared_memory import shared_memory
+from fourfold.doctor.versions import torch_build
+from fourfold.environment import Place
+from fourfold.launch.local_workers import WorkerFailed
+
+SUBJECTS = ("python", "torch", "backend", "host", "network", "gloo", "shared memory", "open files", "loopback",
+            "host name", "disk room", "disk speed", "all-reduce")  # fmt: skip
+
+GIB = 2**30
+
+
+def test_this_machine(cli: Cli, tmp_path: Path) -> None:
+    code, output, errors = cli("doctor", "--json", "--folder", tmp_path / "runs")
+    assert errors == ""
+    record = json.loads(output)
+    found = {finding["subject"]: finding for finding in record["findings"]}
+    assert set(SUBJECTS) <= set(found)
+    assert code == (0 if record["ok"] else 1)
+    assert all((finding["advice"] is None) == (finding["level"] == "ok") for finding in record["findings"])
+    assert found["all-reduce"]["level"] == "ok", found["all-reduce"]
+    if not torch.cuda.is_available():
+        assert "gloo over 2 processes: exact; " in found["all-reduce"]["text"]
+        assert found["all-reduce"]["figures"]["bandwidth"] > 0
+    assert found["disk speed"]["figures"]["written"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def some(*findings: Finding) -> object:
+    def examined(*_: object) -> Iterator[Finding]:
+        yield from findings
+
+    return examined
+
+
+def test_an_error_makes_the_exit_code_1(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine, "examine_disk", some(error("disk", "it is full", "make room")))
+    monkeypatch.setattr(examine, "examine_collective", some(ok("all-reduce", "exact")))
+    code, output, errors = cli("doctor")
+    assert (code, errors) == (1, "")
+    assert ["error", "disk", "it", "is", "full"] in [line.split() for line in output.splitlines()]
+    assert ["→", "make", "room"] in [line.split() for line in output.splitlines()]
+    assert "1 error, " in output.splitlines()[-1]
+
+
+def test_other_processes_of_a_launcher_say_nothing(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine, "examine_collective", some(ok("all-reduce", "exact")))
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli("doctor") == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("build", "level", "text"),
+    [
+        (("2.13.0+cpu", None, None, 0, []), "ok", "2.13.0+cpu, built for the CPU alone"),
+        (("2.13.0+cu130", "13.0", None, 8, ["NVIDIA"]), "ok", "built for CUDA 13.0"),
+        (("2.13.0+rocm7.1", None, "7.1", 8, ["AMD"]), "ok", "built for ROCm 7.1"),
+        (("2.13.0+cpu", None, None, 0, ["NVIDIA"]), "warning", "the CPU alone, sees none of the NVIDIA GPUs here"),
+        (("2.13.0+cu130", "13.0", None, 0, ["NVIDIA"]), "warning", "CUDA 13.0, sees none of the NVIDIA GPUs here"),
+        (("2.10.0", "12.8", None, 8, ["NVIDIA"]), "error", "2.10.0, built for CUDA 12.8"),
+    ],
+)
+def test_builds_of_torch(build: tuple[str, str | None, str | None, int, list[str]], level: str, text: str) -> None:
+    finding = torch_build(*build)
+    assert finding.level == level
+    assert text in finding.text
+
+
+GPU = {
+    "uuid": "GPU-1",
+    "driver_version": "580.65",
+    "memory.used": "500",
+    "memory.total": "81559",
+    "clocks.sm": "1755",
+    "clocks.max.sm": "1980",
+    "temperature.gpu": "61",
+    "ecc.errors.uncorrected.volatile.total": "0",
+    "clocks_event_reasons.active": "0x0000000000000004",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "text"),
+    [
+        ({}, "ok", "NVIDIA H100, 80.00 GiB, driver 580.65, 1755 of 1980 MHz, 61 °C"),
+        ({"clocks_event_reasons.active": "0x0000000000000040"}, "warning", "slowed by heat"),
+        ({"clocks_event_reasons.active": "0x0000000000000088"}, "warning", "by its hardware, slowed by its power"),
+        ({"memory.used": "40000"}, "warning", "40000 MiB in use by another program"),
+        ({"ecc.errors.uncorrected.volatile.total": "2"}, "error", "2 uncorrected memory errors"),
+        ({"ecc.errors.uncorrected.volatile.total": "[N/A]", "clocks_event_reasons.active": "[N/A]"}, "ok", "61 °C"),
+    ],
+)
+def test_states_of_a_gpu(changed: dict[str, str], level: str, text: str) -> None:
+    finding = gpu_state("GPU 0", "NVIDIA H100", 80 * GIB, GPU | changed)
+    assert finding.level == level
+    assert text in finding.text
+
+
+def test_older_drivers_have_another_name_for_throttling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for nvidia-smi that knows the old name only, and adds a line for each of two GPUs."""
+    values = ", ".join([*list(GPU.values())[:-1], "0x40"])
+    refusal = 'case "$1" in *event*) exit 2 ;; esac'
+    (tmp_path / "nvidia-smi").write_text(f'#!/bin/bash\n{refusal}\necho "{values}"\necho "{values}" | tr 1 2\n')
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert [gpu["uuid"] for gpu in query_gpus("uuid", *list(GPU)[1:-1], "clocks_throttle")] == ["GPU-1", "GPU-2"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    properties = type("Properties", (), {"name": "NVIDIA H100", "total_memory": 80 * GIB, "uuid": "1"})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    gpu, _ = devices.examine_devices()
+    assert (gpu.level, gpu.subject) == ("warning", "GPU 0")
+    assert "slowed by heat" in gpu.text
+
+
+def test_fewer_cores_than_gpus() -> None:
+    """As torchrun inside srun gets them on some machines: all on one core."""
+    assert host(56, 512 * GIB, 8).level == "ok"
+    assert host(1, 512 * GIB, 8).level == "warning"
+    assert host(1, GIB, 0).level == "ok"
+
+
+MATRIX = """
+\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV12\tSYS\tSYS\tPIX\t0-31\t0
+GPU1\tNV12\t X \tSYS\tSYS\tSYS\t0-31\t0
+GPU2\tSYS\tSYS\t X \tNV12\tSYS\t32-63\t1
+GPU3\tSYS\tSYS\tNV12\t X \tSYS\t32-63\t1
+NIC0\tPIX\tSYS\tSYS\tSYS\t X
+"""
+
+
+def test_links() -> None:
+    kinds = link_kinds(MATRIX)
+    assert kinds == {"NV12": 2, "SYS": 4}
+    assert topology(kinds).level == "warning"
+    assert "2 by NVLink (NV12), 4 by the link between NUMA nodes (SYS)" in topology(kinds).text
+    assert topology(Counter(NV18=28)).level == "ok"
+    assert topology(Counter(PHB=1)).level == "ok"
+    assert link_kinds("") == {}
+    assert peer_access(6, []).level == "ok"
+    assert "2 of 6 pairs of GPUs have none: 0-2, 1-3" in peer_access(6, [(0, 2), (1, 3)]).text
+
+
+LO, ETH, HSN, IB, DOCKER = (
+    Interface(name, address, None)
+    for name, address in {
+        "lo": "127.0.0.1", "eth0": "10.0.0.5", "hsn0": "10.1.0.5", "ib0": "10.2.0.5", "docker0": "172.17.0.1"
+    }.items()
+)  # fmt: skip
+ALL = (LO, DOCKER, ETH, HSN, IB)
+
+
+@pytest.mark.parametrize(
+    ("environ", "name_is", "several", "level", "text"),
+    [
+        ({}, None, False, "ok", "uses loopback"),
+        ({}, "10.0.0.5", True, "ok", "uses eth0"),
+        ({}, "127.0.1.1", True, "warning", "is 127.0.1.1, of this machine alone"),
+        ({}, None, True, "warning", "does not resolve"),
+        ({"GLOO_SOCKET_IFNAME": "hsn0"}, "10.0.0.5", True, "ok", "uses hsn0"),
+        ({"GLOO_SOCKET_IFNAME": "hsn7"}, "10.0.0.5", True, "error", "GLOO_SOCKET_IFNAME = hsn7 is no interface"),
+    ],
+)
+def test_interface_of_gloo(environ: dict[str, str], name_is: str | None, several: bool, level: str, text: str) -> None:
+    finding = gloo_choice(ALL, environ, name_is, several)
+    assert finding.level == level
+    assert text in finding.text
+
+
+@pytest.mark.parametrize(
+    ("environ", "found", "level", "text"),
+    [
+        ({}, ALL, "ok", "uses ib0 for"),
+        ({}, (LO, DOCKER, ETH, HSN), "ok", "uses eth0, hsn0 for"),
+        ({}, (LO,), "ok", "uses lo for"),
+        ({"NCCL_SOCKET_IFNAME": "hsn"}, ALL, "ok", "uses hsn0:"),
+        ({"NCCL_SOCKET_IFNAME": "=eth0,eth1"}, ALL, "ok", "uses eth0:"),
+        ({"NCCL_SOCKET_IFNAME": "^docker,ib,lo"}, ALL, "ok", "uses eth0, hsn0 for"),
+        ({"NCCL_SOCKET_IFNAME": "en"}, ALL, "error", "NCCL_SOCKET_IFNAME = en is no interface"),
+    ],
+)
+def test_interface_of_nccl(environ: dict[str, str], found: tuple[Interface, ...], level: str, text: str) -> None:
+    finding = nccl_choice(found, environ)
+    assert finding.level == level
+    assert text in finding.text
+
+
+def test_loopback_is_among_the_interfaces() -> None:
+    assert ("lo", "127.0.0.1") in [(each.name, each.address) for each in interfaces()]
+
+
+@pytest.mark.parametrize(("free", "level"), [(GIB, "ok"), (64 * 2**20, "warning"), (2**20, "error")])
+def test_shared_memory(free: int, level: str) -> None:
+    assert shared_memory(4 * GIB, free).level == level
+
+
+def test_limits() -> None:
+    assert open_files(1024, 524_288).level == "warning"
+    assert "(at most 524,288 without the administrator)" in (open_files(1024, 524_288).advice or "")
+    assert open_files(65_536, 65_536).level == "ok"
+    assert open_files(resource.RLIM_INFINITY, resource.RLIM_INFINITY).level == "ok"
+    assert locked_memory(8 * 2**20).level == "warning"
+    assert locked_memory(resource.RLIM_INFINITY).level == "ok"
+
+
+def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert failure_to_connect("127.0.0.1") is None
+    assert failure_to_connect("no-such-host.invalid")
+    monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
+    assert [finding.level for finding in examine_ports(several_machines=False)] == ["ok", "warning"]
+    assert [finding.level for finding in examine_ports(several_machines=True)] == ["ok", "error"]
+
+
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert room(tmp_path, 100 * GIB).level == "ok"
+    assert room(tmp_path, GIB).level == "warning"
+    assert speed(tmp_path, Speed(2e9, 2e9)).level == "ok"
+    assert speed(tmp_path, Speed(5e6, 2e9)).level == "warning"
+    assert [finding.level for finding in examine_disk(Path("/proc/none/runs"))][-1] == "error"
+
+    monkeypatch.setattr(disk, "MOST_BYTES", disk.BLOCK)
+    whole = os.pread
+    monkeypatch.setattr(os, "pread", lambda *place: whole(*place)[::-1])
+    *_, damaged = examine_disk(tmp_path)
+    assert damaged.level == "error"
+    assert "returns other bytes than were written" in damaged.text
+
+
+def corrupted_on(rank: int, world_size: int, wrong: int) -> Measured:
+    """Measure with one bit of the sum flipped on a rank."""
+    original = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        original(tensor)
+        if rank == wrong and tensor.numel() > world_size:
+            tensor[12_345] ^= 1
+
+    dist.all_reduce = all_reduce
+    try:
+        return collective_test.measure(Place(rank, rank, world_size, world_size, "local"))
+    finally:
+        dist.all_reduce = original
+
+
+def test_a_wrong_sum_is_found_and_its_rank_named(pool: Pool) -> None:
+    measured = pool.run(2, corrupted_on, 1)[0]
+    assert measured.wrong == (1,)
+    assert all_reduce(measured).level == "error"
+    assert all_reduce(measured).text == "gloo over 2 processes: wrong sums on rank 1"
+
+
+def test_speed_of_an_all_reduce() -> None:
+    """A ring of four sends 1.5 times the bytes."""
+    measured = Measured("nccl", 4, 1_000_000_000, seconds=0.01, latency=20e-6, wrong=())
+    assert all_reduce(measured).text == "nccl over 4 processes: exact; 150.00 GB/s, latency 20 µs"
+    alone = Measured("nccl", 1, 1000, seconds=0.01, latency=20e-6, wrong=())
+    assert all_reduce(alone).text == "nccl over 1 process: exact; one device sends nothing"
+
+
+def test_an_all_reduce_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise WorkerFailed("worker 1 of 2 failed:\nTraceback\nDistBackendError: NCCL error: unhandled cuda error")
+
+    monkeypatch.setattr(collective_test, "run_on_grid", fail)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    (finding,) = examine_collective(None)
+    assert finding.level == "error"
+    assert "failed: DistBackendError: NCCL error: unhandled cuda error" in finding.text
+
+
+def test_the_network_of_nccl() -> None:
+    log = "nid1:7:9 [0] NCCL INFO Using network {0}\n" * 2
+    assert list(nccl_network("", several_machines=True)) == []
+    assert next(nccl_network(log.format("AWS Libfabric"), several_machines=True)).level == "ok"
+    assert next(nccl_network(log.format("Socket"), several_machines=False)).level == "ok"
+    slow = next(nccl_network(log.format("Socket"), several_machines=True))
+    assert (slow.level, slow.text) == ("warning", "NCCL uses the network Socket")
