@@ -20,26 +20,28 @@ def doctor(
     """Examine this machine before a run: versions, devices, links, limits, ports, disk, and an all-reduce.
 
     Each finding is one line: ok, a warning, or an error, with what to do. Exit code 1 when there is an error. It takes
-    at most a minute or two. Started with srun or torchrun, the all-reduce goes over all processes; the other findings
-    are about the first machine.
+    a minute or two. Started with srun or torchrun, the all-reduce goes over all processes, and of the other machines
+    the warnings and errors are shown; with --json every machine prints a line.
     """
+    import os
+    import socket
     from dataclasses import asdict
 
     from fourfold.doctor.examine import examine
+    from fourfold.environment import read_environment
     from fourfold.reports.findings import show_finding, summary
 
+    place, host = read_environment(os.environ), socket.gethostname()
+    is_first = place is None or place.rank == 0
     findings = []
     for finding in examine(folder):
         findings.append(finding)
-        if not as_json:
-            show_finding(finding)
-    if not findings:  # another process of the launcher reports
-        return
-    levels = [finding.level for finding in findings]
-    if as_json:
-        record = {"ok": "error" not in levels, "findings": [asdict(finding) for finding in findings]}
-        print(json.dumps(record))
-    else:
-        print(summary(levels))
-    if "error" in levels:
+        if not as_json and (is_first or finding.level != "ok"):
+            show_finding(finding, None if is_first else host)
+    failed = any(finding.level == "error" for finding in findings)
+    if as_json and findings:
+        print(json.dumps({"ok": not failed, "host": host, "findings": [asdict(finding) for finding in findings]}))
+    elif is_first:
+        print(summary([finding.level for finding in findings]))
+    if failed:
         raise typer.Exit(1)

@@ -20,16 +20,20 @@ from fourfold.environment import read_environment
 
 
 def examine(folder: Path) -> Iterator[Finding]:
-    """Findings about this machine, in order, as they are made; ``folder``: where runs are written.
+    """Findings, in order, as they are made; ``folder``: where runs are written.
 
-    Under torchrun or srun the first process reports; the others take part in the collective test, and give nothing.
+    Under torchrun or srun the first process of every machine examines its machine; all take part in the collective
+    test, of which the first process of the job reports.
     """
     place = read_environment(os.environ)
-    if place is not None and place.rank > 0:
-        for _ in examine_collective(place):
-            pass
-        return
-    several_machines = place is not None and place.world_size > place.local_world_size
+    if place is None or place.local_rank == 0:
+        yield from _machine(folder, several_machines=place is not None and place.world_size > place.local_world_size)
+    for finding in examine_collective(place):
+        if place is None or place.rank == 0:
+            yield finding
+
+
+def _machine(folder: Path, several_machines: bool) -> Iterator[Finding]:
     yield from examine_versions()
     yield from examine_devices()
     yield from examine_links()
@@ -38,4 +42,3 @@ def examine(folder: Path) -> Iterator[Finding]:
     yield from examine_limits()
     yield from examine_ports(several_machines)
     yield from examine_disk(folder)
-    yield from examine_collective(place)

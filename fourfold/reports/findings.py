@@ -15,13 +15,17 @@ STYLES: dict[Level, str] = {"ok": "green", "warning": "bold yellow", "error": "b
 LEVEL_WIDTH, SUBJECT_WIDTH = 7, 13
 
 
-def show_finding(finding: Finding) -> None:
-    """Print a finding, and below it what to do."""
+def show_finding(finding: Finding, host: str | None = None) -> None:
+    """Print a finding, of another machine with its name, and below it what to do."""
     table = Table.grid(padding=(0, 2))
     table.add_column(width=LEVEL_WIDTH)
     table.add_column(width=SUBJECT_WIDTH)
     table.add_column(overflow="fold")
-    table.add_row(Text(finding.level, STYLES[finding.level]), Text(finding.subject), Text(finding.text))
+    table.add_row(
+        Text(finding.level, STYLES[finding.level]),
+        Text(finding.subject),
+        Text(finding.text if host is None else f"{host}: {finding.text}"),
+    )
     if finding.advice is not None:
         table.add_row("", "", Text(f"→ {finding.advice}", "bold"))
     Console().print(table)

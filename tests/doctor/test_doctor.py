@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import socket
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,11 +70,28 @@ def test_an_error_makes_the_exit_code_1(cli: Cli, monkeypatch: pytest.MonkeyPatc
     assert "1 error, " in output.splitlines()[-1]
 
 
-def test_other_processes_of_a_launcher_say_nothing(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processes_of_a_launcher(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one of another machine shows what is not in order there; all others say nothing."""
     monkeypatch.setattr(examine, "examine_collective", some(ok("all-reduce", "exact")))
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}.items():
+    monkeypatch.setattr(examine, "examine_disk", some(error("disk", "it is full", "make room")))
+    monkeypatch.setattr(examine, "examine_ports", some())
+    monkeypatch.setattr(socket, "gethostname", lambda: "nid7")
+    environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "nid6"}
+    for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert cli("doctor") == (0, "", "")
+    assert cli("doctor", "--json") == (0, "", "")
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    code, output, _ = cli("doctor")
+    assert code == 1
+    assert "nid7: it is full" in output
+    assert "python" not in output and "findings" not in output
+    code, output, _ = cli("doctor", "--json")
+    assert (code, output.count("\n")) == (1, 1)
+    record = json.loads(output)
+    assert (record["host"], record["ok"]) == ("nid7", False)
+    assert {"python", "disk"} <= {finding["subject"] for finding in record["findings"]}
 
 
 @pytest.mark.parametrize(

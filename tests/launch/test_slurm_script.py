@@ -262,6 +262,7 @@ def test_a_job_saves_at_the_signal_starts_again_and_ends(cli: Cli, tmp_path: Pat
     changes = {"parallel__dp": 2, "training__device": "cpu", "lr_scheduler__decay_style": "constant"}
     path = run_file(tmp_path, prefix, training__train_steps=100_000, **changes)
     assert cli("launch", "slurm", path, "--site", "generic", "--nodes", 1, "--output", tmp_path / "job.sh")[0] == 0
+    assert "gpus" not in (tmp_path / "job.sh").read_text()
     environment = stand_ins(tmp_path, srun=SRUN.format(python=sys.executable))
     environment |= {"SLURM_JOB_ID": str(free_job_id()), "OMP_NUM_THREADS": "1"}
     requeue = f"requeue {environment['SLURM_JOB_ID']}"

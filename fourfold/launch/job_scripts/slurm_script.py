@@ -48,7 +48,8 @@ def slurm_script(run_file: str, run: RunConfig, site: Site, job: SlurmJob) -> st
     placement = {"nodes": str(job.nodes), "ntasks-per-node": str(tasks)}
     if site.cpus_per_task is not None:
         placement["cpus-per-task"] = str(site.cpus_per_task)
-    sbatch = placement | ({"gpus-per-node": str(tasks)} if site.gpus_per_node is None else {}) | site.sbatch
+    on_gpus = site.gpus_per_node is None and run.training.device != "cpu"
+    sbatch = placement | ({"gpus-per-node": str(tasks)} if on_gpus else {}) | site.sbatch
     chosen = {"time": job.time, "account": job.account, "partition": job.partition}
     sbatch |= {name: value for name, value in chosen.items() if value is not None}
     sbatch |= {
