@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch.distributed as dist
+import torch
 
 from fourfold.doctor.finding import Finding, error, ok, warning
 
@@ -33,16 +33,17 @@ class Interface(NamedTuple):
 
 
 def examine_network(several_machines: bool) -> Iterator[Finding]:
-    """The interfaces, fast networks beside them, and the choices of gloo and NCCL."""
+    """The interfaces, fast networks beside them, and the choices of NCCL and gloo."""
     found = interfaces()
     shown = [str(each) for each in found if each.address] or ["none with an IPv4 address"]
     yield ok("network", ", ".join(shown), **{each.name: each.address for each in found})
     fabrics = [name for name in ("infiniband", "cxi") if (CLASSES / name).is_dir() and any((CLASSES / name).iterdir())]
     for name in fabrics:
         yield ok("fabric", f"{name}: {', '.join(sorted(path.name for path in (CLASSES / name).iterdir()))}")
-    yield gloo_choice(found, os.environ, _address_of_name(), several_machines)
-    if dist.is_nccl_available():
+    if torch.cuda.device_count():
         yield nccl_choice(found, os.environ)
+    # On GPUs too: checkpoint.async_mode = 'async' saves in a group of gloo.
+    yield gloo_choice(found, os.environ, _address_of_name(), several_machines)
 
 
 def interfaces() -> list[Interface]:
@@ -63,7 +64,7 @@ def gloo_choice(
     """
     chosen = environ.get("GLOO_SOCKET_IFNAME")
     if chosen:
-        return _named("gloo", "GLOO_SOCKET_IFNAME", chosen.split(","), found)
+        return _chosen("gloo", f"GLOO_SOCKET_IFNAME = {chosen}", chosen.split(","), found)
     if not several_machines:
         return ok("gloo", "uses loopback on one machine")
     name = next((each.name for each in found if each.address == address_of_name), None)
@@ -77,21 +78,22 @@ def gloo_choice(
 def nccl_choice(found: Sequence[Interface], environ: Mapping[str, str]) -> Finding:
     """Find the interface of NCCL's sockets: NCCL_SOCKET_IFNAME, else ib*, else any but docker* and lo."""
     chosen = environ.get("NCCL_SOCKET_IFNAME")
+    setting = f"NCCL_SOCKET_IFNAME = {chosen}"
     if chosen and not chosen.startswith("^"):
-        return _named("nccl", "NCCL_SOCKET_IFNAME", chosen.lstrip("=").split(","), found)
+        names = [each.name for each in found if each.name.startswith(tuple(chosen.split(",")))]
+        return _chosen("nccl", setting, chosen[1:].split(",") if chosen[0] == "=" else names, found)
     excluded = tuple(chosen[1:].split(",")) if chosen else VIRTUAL
     names = [each.name for each in found if each.address and not each.name.startswith(excluded)]
     best = [name for name in names if name.startswith("ib")] or names or ["lo"]
     return ok("nccl", f"uses {', '.join(best)} for its sockets", interfaces=best)
 
 
-def _named(subject: str, variable: str, prefixes: Sequence[str], found: Sequence[Interface]) -> Finding:
-    """Check the names, or beginnings of names, that a variable gives."""
-    names = [each.name for each in found if each.address and each.name.startswith(tuple(prefixes))]
-    text = f"{variable} = {','.join(prefixes)}"
-    if names:
-        return ok(subject, f"uses {', '.join(names)}: {text}", interfaces=names)
-    return error(subject, f"{text} is no interface with an address here", f"set it to one of {_others(found)}")
+def _chosen(subject: str, setting: str, names: Sequence[str], found: Sequence[Interface]) -> Finding:
+    """Check that one of the names that a variable gives is an interface with an address."""
+    usable = [each.name for each in found if each.address and each.name in names]
+    if usable:
+        return ok(subject, f"uses {', '.join(usable)}: {setting}", interfaces=usable)
+    return error(subject, f"{setting} is no interface with an address here", f"set it to one of {_others(found)}")
 
 
 def _others(found: Sequence[Interface]) -> str:

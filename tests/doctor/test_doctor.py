@@ -220,6 +220,7 @@ def test_interface_of_gloo(environ: dict[str, str], name_is: str | None, several
         ({}, (LO,), "ok", "uses lo for"),
         ({"NCCL_SOCKET_IFNAME": "hsn"}, ALL, "ok", "uses hsn0:"),
         ({"NCCL_SOCKET_IFNAME": "=eth0,eth1"}, ALL, "ok", "uses eth0:"),
+        ({"NCCL_SOCKET_IFNAME": "=eth"}, ALL, "error", "= =eth is no interface"),
         ({"NCCL_SOCKET_IFNAME": "^docker,ib,lo"}, ALL, "ok", "uses eth0, hsn0 for"),
         ({"NCCL_SOCKET_IFNAME": "en"}, ALL, "error", "NCCL_SOCKET_IFNAME = en is no interface"),
     ],
