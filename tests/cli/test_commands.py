@@ -24,7 +24,20 @@ from fourfold.data.tokenizer import train_bpe
 from fourfold.run_file.load import load_run
 from fourfold.training.job import Job
 
-COMMANDS = ("train", "prepare", "parity", "trace", "report", "masks", "audit", "import-hf", "export-hf", "generate")
+COMMANDS = (
+    "train",
+    "prepare",
+    "parity",
+    "trace",
+    "report",
+    "masks",
+    "audit",
+    "import-hf",
+    "export-hf",
+    "generate",
+    "doctor",
+    "launch",
+)
 
 
 def in_a_process(*arguments: object) -> subprocess.CompletedProcess[str]:
