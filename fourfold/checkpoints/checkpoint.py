@@ -39,12 +39,15 @@ from fourfold.checkpoints.global_tensors import (
     weight_tensors,
 )
 from fourfold.checkpoints.integrity import DamagedCheckpoint, seal
+from fourfold.checkpoints.room import check_room, remove_unfinished
 from fourfold.checkpoints.saved_state import CheckpointState, read_state, state_of, write_state
 from fourfold.checkpoints.verify import verify, verify_together
 from fourfold.config.run import CheckpointConfig
-from fourfold.data.files import swap_in, writing
+from fourfold.data.files import WriteFailed, swap_in, writing
 from fourfold.errors import UserError
+from fourfold.parallel.communicate import purpose
 from fourfold.parallel.state import GlobalView
+from fourfold.parallel.together import failing_together
 
 
 class _PendingSave(NamedTuple):
@@ -65,17 +68,46 @@ class Checkpointer:
         # The writer's collectives run in a thread beside the training step: they need a group of their own.
         self._group = dist.new_group(backend="gloo") if config.async_mode == "async" else None
 
-    def save(self, step: int) -> None:
-        """Write ``step_<step>``; with async_mode it appears when it is complete, at a later ``poll`` or ``wait``."""
-        self.wait()
+    def save(self, step: int, required: bool = True) -> None:
+        """Write ``step_<step>``; with async_mode it appears when it is complete, at a later ``poll`` or ``wait``.
+
+        Raises ``UserError`` on all processes for weights that are not finite, and ``WriteFailed`` where it cannot be
+        written; but where it is not ``required``, the run file may ask for a warning instead.
+        """
+        self.wait(required=False)
+        with self._allowed_to_fail(required):
+            self._save(step)
+
+    def poll(self) -> None:
+        """Publish an asynchronous save that has finished on all processes."""
+        if self._pending is not None:
+            unfinished = torch.tensor(float(not self._pending.written.done()), device=self._view.mesh.device_type)
+            with purpose("asynchronous save"):
+                dist.all_reduce(unfinished, dist.ReduceOp.MAX)
+            if not unfinished.item():
+                self.wait(required=False)
+
+    def wait(self, required: bool = True) -> None:
+        """Wait for an asynchronous save, and publish it; failures are as in ``save``."""
+        if self._pending is None:
+            return
+        written, step, state = self._pending
+        self._pending = None
+        with self._allowed_to_fail(required), self._removed_on_failure(step):
+            with checkpoint_errors(WriteFailed, f"cannot write the checkpoint {self._partial(step)}"):
+                written.result()
+            self._publish(step, state)
+
+    def _save(self, step: int) -> None:
         tensors = trained_tensors(self.job, self._view)
         check_finite(tensors, step, self.folder)
         partial = self._partial(step)
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            with writing(partial):
-                partial.mkdir(parents=True)
-        dist.barrier()
+        with failing_together():
+            if dist.get_rank() == 0:
+                remove_unfinished(self.folder)
+                check_room(self.folder, self.job.run)
+                with writing(partial):
+                    partial.mkdir(parents=True)
         scale = self.job.loss_scale
         state = state_of(self.job.run, step)
         state.optimizer_steps = self.job.optimizer.steps_taken()
@@ -85,30 +117,24 @@ class Checkpointer:
             with self._removed_on_failure(step):
                 save_tensors(tensors, partial)
                 self._publish(step, state)
-            dist.barrier()
         else:
             future = async_save(tensors, storage_writer=tensor_writer(partial), process_group=self._group)
             assert isinstance(future, Future), "the default stager answers with a future"
             self._pending = _PendingSave(future, step, state)
 
-    def poll(self) -> None:
-        """Publish an asynchronous save that has finished."""
-        if self._pending is not None and self._pending.written.done():
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait for an asynchronous save, and publish it."""
-        if self._pending is None:
-            return
-        written, step, state = self._pending
-        self._pending = None
-        with self._removed_on_failure(step):
-            with checkpoint_errors(f"cannot write the checkpoint {self._partial(step)}"):
-                written.result()
-            self._publish(step, state)
-
     def _partial(self, step: int) -> Path:
         return self.folder / f".step_{step}.partial"
+
+    @contextmanager
+    def _allowed_to_fail(self, required: bool) -> Iterator[None]:
+        """Warn of a ``WriteFailed`` where neither the caller nor the run file takes it for an error."""
+        try:
+            yield
+        except WriteFailed as failure:
+            if required or self.config.on_failed_save == "stop":
+                raise
+            if dist.get_rank() == 0:
+                print(f"warning: {failure}; training goes on without this checkpoint", file=sys.stderr)
 
     @contextmanager
     def _removed_on_failure(self, step: int) -> Iterator[None]:
@@ -121,17 +147,21 @@ class Checkpointer:
             raise
 
     def _publish(self, step: int, state: CheckpointState) -> None:
-        """Describe, rename and prune, on rank 0, when every rank has written."""
-        self.newest = self.folder / f"step_{step}"
-        if dist.get_rank() != 0:
-            return
-        partial = self._partial(step)
-        with writing(partial):
-            write_state(partial, state)
-            seal(partial)
-            swap_in(partial, self.newest)
-        for unfinished in self.folder.glob(".step_*.partial"):  # of a job that was killed
-            shutil.rmtree(unfinished)
+        """Describe, rename and prune, on rank 0, when every rank has written; all hear of a failure."""
+        finished = self.folder / f"step_{step}"
+        with failing_together():
+            if dist.get_rank() == 0:
+                partial = self._partial(step)
+                with writing(partial):
+                    write_state(partial, state)
+                    seal(partial)
+                    swap_in(partial, finished)
+                with writing(self.folder):
+                    self._prune(step)
+        self.newest = finished
+
+    def _prune(self, step: int) -> None:
+        """Remove what the new checkpoint makes needless."""
         # Later steps are from before this run went back (``resume`` = 'never' or a path). Under another name they are
         # kept, and neither pruning nor resume = 'auto' mistakes them for this run's own.
         found = list_checkpoints(self.folder)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from fourfold.checkpoints.integrity import ChecksummedFiles
 from fourfold.checkpoints.saved_state import RecentSteps
 from fourfold.config.run import RunConfig
+from fourfold.data.files import WriteFailed
 from fourfold.errors import UserError
 from fourfold.parallel.communicate import purpose
 from fourfold.parallel.grid import Grid
@@ -128,13 +129,13 @@ def _first_copies(shards: Sequence[LocalShard]) -> dict[str, int]:
 
 def load_tensors(tensors: dict[str, Tensor], path: Path, no_dist: bool = False) -> None:
     """Fill global tensors from the files of a checkpoint; ``UserError`` where those are damaged."""
-    with checkpoint_errors(f"the checkpoint {path} is damaged"), _quiet():
+    with checkpoint_errors(UserError, f"the checkpoint {path} is damaged"), _quiet():
         load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=no_dist)
 
 
 def save_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
     """Write the parts of global tensors that this process holds; a collective of all processes."""
-    with checkpoint_errors(f"cannot write the checkpoint {folder}"):
+    with checkpoint_errors(WriteFailed, f"cannot write the checkpoint {folder}"):
         save(tensors, storage_writer=tensor_writer(folder))
 
 
@@ -146,13 +147,17 @@ def tensor_writer(folder: Path) -> HuggingFaceStorageWriter:
 
 
 @contextmanager
-def checkpoint_errors(what: str) -> Iterator[None]:
-    """Turn torch's CheckpointException, which is a BaseException that no handler expects, into a ``UserError``."""
+def checkpoint_errors(kind: type[UserError], what: str) -> Iterator[None]:
+    """Turn torch's CheckpointException, which is a BaseException that no handler expects, into a ``UserError``.
+
+    It has the failures of all processes, and is raised on all of them.
+    """
     try:
         yield
     except CheckpointException as error:
         reason, _ = next(iter(error.failures.values()))
-        raise UserError(f"{what}: {str(reason).partition(chr(10))[0] or type(reason).__name__}") from error
+        text = reason.strerror if isinstance(reason, OSError) else str(reason).partition("\n")[0]
+        raise kind(f"{what}: {text or type(reason).__name__}") from error
 
 
 @contextmanager

@@ -268,6 +268,11 @@ class CheckpointConfig(Strict):
     keep_latest_k: int = Field(2, ge=0, description="Older checkpoints are removed; 0 keeps all.")
     keep_every: int = Field(0, ge=0, description="Checkpoints of every n-th step are never removed; 0: none is kept.")
     async_mode: Literal["disabled", "async"] = Field("disabled", description="async: training goes on while it saves.")
+    on_failed_save: Literal["warn", "stop"] = Field(
+        "warn",
+        description="After a checkpoint that cannot be written, as on a full disk: go on with a warning, or end the "
+        "run. Where it is the last of the run, that always ends with an error.",
+    )
     resume: str = Field("auto", description="'auto': the newest in the run's folder; 'never'; or a checkpoint's path.")
 
 

@@ -27,13 +27,17 @@ def write_whole(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+class WriteFailed(UserError):
+    """A file could not be written; often the disk is full."""
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block, such as a full disk, into a ``UserError`` that names ``path``."""
+    """Turn an OSError of the block, such as a full disk, into a ``WriteFailed`` that names ``path``."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        raise WriteFailed(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def write_output(path: Path, content: str | bytes) -> None:

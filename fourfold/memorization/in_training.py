@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fourfold.config.run import RunConfig
-from fourfold.data.files import write_whole
+from fourfold.data.files import write_output
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.memorization.documents import AuditDocument, read_documents
 from fourfold.memorization.extraction import extraction, match_rate
 from fourfold.memorization.goldfish_check import REPLAYABLE, replay_mask
 from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import Sampling, TokenScores
+from fourfold.parallel.together import failing_together
 from fourfold.training.job import Job
 from fourfold.training.metrics import MEMORIZATION_FILE, read_metrics
 
@@ -43,8 +45,11 @@ class CanaryAudit:
         if steps % self.run.audit.interval and steps != self.run.training.train_steps:
             return
         fields = self.scorer.score([document.tokens for document in self.documents])
-        if fields is None:
-            return
+        with failing_together():
+            if fields is not None:
+                self._write(steps, fields)
+
+    def _write(self, steps: int, fields: list[NDArray[np.float32]]) -> None:
         scores = [TokenScores.of(d.tokens, each) for d, each in zip(self.documents, fields, strict=True)]
         training = self.run.training
         record = {
@@ -56,7 +61,7 @@ class CanaryAudit:
             self._records = read_metrics(self.path) if self.path.is_file() else []
         # Later lines are from before the run was resumed, or went back.
         self._records = [*(earlier for earlier in self._records if earlier["step"] < steps), record]
-        write_whole(self.path, "".join(json.dumps(each) + "\n" for each in self._records).encode())
+        write_output(self.path, "".join(json.dumps(each) + "\n" for each in self._records))
 
     def _by_count(self, scores: list[TokenScores]) -> dict[str, Any]:
         counts = sorted({document.count for document in self.documents if document.count is not None})

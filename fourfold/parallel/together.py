@@ -28,9 +28,9 @@ def failing_together() -> Iterator[None]:
 
 def raise_together(failure: UserError | None) -> None:
     """Raise the failure of the first process that has one on all processes, which all call this."""
-    everyone: list[str | None] = [None] * dist.get_world_size()
+    everyone: list[UserError | None] = [None] * dist.get_world_size()
     with purpose("failures"):
-        dist.all_gather_object(everyone, None if failure is None else str(failure))
+        dist.all_gather_object(everyone, failure)
     first = next((each for each in everyone if each is not None), None)
     if first is not None:
-        raise UserError(first) from failure
+        raise first from failure

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from fourfold.checkpoints.checkpoint import Checkpointer, load_newest
 from fourfold.checkpoints.find import FOLDER as CHECKPOINTS
 from fourfold.checkpoints.find import find_checkpoint
+from fourfold.checkpoints.room import check_room_at_start
 from fourfold.config.run import RunConfig
+from fourfold.data.files import writing
 from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import local_folder
@@ -27,6 +29,7 @@ from fourfold.launch.stop_signals import stop_request
 from fourfold.parallel.communicate import purpose
 from fourfold.parallel.float8 import require_float8
 from fourfold.parallel.grid import Grid
+from fourfold.parallel.together import failing_together, raise_together
 from fourfold.training.corpora import Corpora, micro_batches, open_corpora
 from fourfold.training.job import Job, StepResult
 from fourfold.training.run_folder import folder_of, open_run_folder
@@ -83,11 +86,15 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
         stack.callback(corpora.train.close)
         after_step: list[Callback] = [imported(name)(run, job, corpora.tokenizer, run_dir) for name in callbacks]
         record: RunRecord | None = None
-        if is_first_process:
-            stack.enter_context(open_run_folder(run_dir))
-            record = stack.enter_context(RunRecord(run, run_dir, job, corpora, first_step))
-            if run.model.from_hf is not None:
-                keep_small_files(local_folder(run.model.from_hf, PATTERNS), run_dir / SOURCE_FOLDER)
+        with failing_together():
+            if is_first_process:
+                stack.enter_context(open_run_folder(run_dir))
+                if first_step < run.training.train_steps:
+                    check_room_at_start(run_dir / CHECKPOINTS, run)
+                record = stack.enter_context(RunRecord(run, run_dir, job, corpora, first_step))
+                if run.model.from_hf is not None:
+                    with writing(run_dir / SOURCE_FOLDER):
+                        keep_small_files(local_folder(run.model.from_hf, PATTERNS), run_dir / SOURCE_FOLDER)
         checkpointer = Checkpointer(run_dir / CHECKPOINTS, job, run.checkpoint)
         if first_step:
             checkpointer.newest = find_checkpoint(run.checkpoint.resume, run_dir / CHECKPOINTS)
@@ -117,16 +124,20 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
             verdict.raise_stop()
             if verdict.action == "roll_back":
                 steps = checks.roll_back()
-                if record is not None:
-                    record.go_back(steps)
+                with failing_together():
+                    if record is not None:
+                        record.go_back(steps)
                 continue
             for callback in after_step:
                 callback.after_step(steps)
 
-            stopped = _on_any_rank(stop.is_set, device)
-            ends = steps == run.training.train_steps and run.checkpoint.save_last
-            if _due(steps, run.checkpoint.interval) or ends or stopped:
-                checkpointer.save(steps)
+            failure = None if record is None else record.failure
+            stopped, failed = _on_any_rank([stop.is_set, failure is not None], device)
+            if failed:
+                raise_together(failure)
+            ends = stopped or (steps == run.training.train_steps and run.checkpoint.save_last)
+            if _due(steps, run.checkpoint.interval) or ends:
+                checkpointer.save(steps, required=ends)
             checkpointer.poll()
             if stopped:
                 break
@@ -145,8 +156,9 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
             stopped=stopped,
             is_first_process=is_first_process,
         )
-        if record is not None:
-            record.end(outcome)
+        with failing_together():
+            if record is not None:
+                record.end(outcome)
         return outcome
 
 
@@ -177,9 +189,9 @@ def _due(steps: int, interval: int) -> bool:
     return interval > 0 and steps % interval == 0
 
 
-def _on_any_rank(flag: bool, device: torch.device) -> bool:
-    """True if the flag is set on any rank: signals arrive at different times, and all must stop after the same step."""
-    flags = torch.tensor(float(flag), device=device)
+def _on_any_rank(flags: list[bool], device: torch.device) -> list[bool]:
+    """The flags that are set on any rank: signals arrive at different times, and all must stop after the same step."""
+    found = torch.tensor(flags, dtype=torch.float32, device=device)
     with purpose("stop signal"):
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return bool(flags.item())
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return [bool(flag) for flag in found.tolist()]

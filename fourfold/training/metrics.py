@@ -1,5 +1,6 @@
 """The record of a run: one JSON object per step in metrics.jsonl, and the same numbers for TensorBoard."""
 
+import errno
 import json
 import math
 import os
@@ -59,40 +60,45 @@ class MetricsWriter:
     Every line is flushed, so a crash costs at most the line being written. `resume_step` N continues the record of a
     run whose checkpoint is of step N: lines of later steps are dropped, since those steps are trained again.
 
-    Raises UserError when TensorBoard is not installed, and when an earlier record cannot be read.
+    Raises UserError when TensorBoard is not installed, an earlier record cannot be read, or the disk is full.
     """
 
     def __init__(self, run_dir: Path, tensorboard: bool, resume_step: int = 0) -> None:
         path = run_dir / METRICS_FILE
         if tensorboard:
             import_extra("tensorboard", "tensorboard", "metrics.tensorboard = true needs")
-        run_dir.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._tensorboard: SummaryWriter | None = None
-        if tensorboard:
-            from torch.utils import tensorboard as writers
+        with writing(path):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            if tensorboard:
+                from torch.utils import tensorboard as writers
 
-            # TensorBoard hides the events from purge_step on, which an interrupted run wrote.
-            self._tensorboard = writers.SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)
-        if path.exists():
-            _drop_after(path, resume_step)
-        self._file = path.open("a", encoding="utf-8")
+                # TensorBoard hides the events from purge_step on, which an interrupted run wrote.
+                self._tensorboard = writers.SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)
+            if path.exists():
+                _drop_after(path, resume_step)
+            # Without a buffer, whose rest would fail again when the file is closed.
+            self._file = path.open("ab", buffering=0)
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step."""
         record = metrics.record()
-        with writing(Path(self._file.name)):
-            self._file.write(_to_line(record))
-            self._file.flush()
-        if self._tensorboard is not None:
-            for key, value in record.items():
-                if key != "step" and value is not None:
-                    self._tensorboard.add_scalar(key, value, metrics.step)
+        line = _to_line(record).encode()
+        with writing(self._path):
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if self._tensorboard is not None:
+                for key, value in record.items():
+                    if key != "step" and value is not None:
+                        self._tensorboard.add_scalar(key, value, metrics.step)
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""
         self._file.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with writing(self._path):
+                self._tensorboard.close()
 
     def __enter__(self) -> Self:
         return self

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fourfold.config.run import RunConfig
-from fourfold.data.files import write_whole
+from fourfold.data.files import write_output
 from fourfold.planning.calibration.machine_constants import is_calibrated
 from fourfold.planning.calibration.measured_run import RunComparison, compare_run
 from fourfold.planning.machines.machine import load_machine
@@ -43,7 +43,7 @@ class Prediction:
             return None
         memory = metrics.peak_memory_bytes if self.on_gpu else None
         compared = compare_run(self.run, self.machine, self._seconds, memory)
-        write_whole(self.path, json.dumps(asdict(compared), indent=1).encode())
+        write_output(self.path, json.dumps(asdict(compared), indent=1))
         return facts_of(compared)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fourfold.config.run import RunConfig
-from fourfold.data.files import write_whole
+from fourfold.data.files import WriteFailed, write_output
 from fourfold.data.mask_preview import MaskStatistics
 from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import trained_shapes
@@ -52,7 +52,9 @@ class RunRecord:
         self.prediction = Prediction(run, run_dir, on_gpu)
         self.progress.print_facts("Run", self.facts)
         _warn_about_data(corpora, goldfish, training.seq_length)
-        write_whole(run_dir / RUN_FILE, to_toml(run).encode())
+        write_output(run_dir / RUN_FILE, to_toml(run))
+        self.failure: WriteFailed | None = None
+        """The record of a step could not be written; the other processes do not know that yet."""
         self.started = time.perf_counter()
 
     def __enter__(self) -> RunRecord:
@@ -63,7 +65,7 @@ class RunRecord:
         self.writer.close()
 
     def step(self, step: int, result: StepResult, seconds: float, validation_loss: float | None) -> None:
-        """Record one step, counted from 0, that took ``seconds``."""
+        """Record one step, counted from 0, that took ``seconds``; a failure waits in ``failure``."""
         tokens_per_second = self.tokens_per_step / seconds
         tflops = model_tflops_per_device(self.flops.training, tokens_per_second, self.run.parallel.world_size)
         metrics = StepMetrics(
@@ -81,13 +83,18 @@ class RunRecord:
             validation_loss=validation_loss,
             skipped=result.skipped,
         )
-        self.writer.write(metrics)
         self.progress.update(metrics)
-        if (compared := self.prediction.after_step(metrics)) is not None:
-            self.progress.print_facts("Predicted and measured", compared)
+        try:
+            self.writer.write(metrics)
+            if (compared := self.prediction.after_step(metrics)) is not None:
+                self.progress.print_facts("Predicted and measured", compared)
+        except WriteFailed as failure:
+            self.failure = failure
 
     def go_back(self, steps: int) -> None:
         """Drop the lines of steps after the first ``steps``, which will be taken again."""
+        if self.failure is not None:
+            raise self.failure
         self.writer.close()
         self.writer = MetricsWriter(self.run_dir, self.run.metrics.tensorboard, resume_step=steps)
 
@@ -104,9 +111,9 @@ class RunRecord:
             "ended by": "a signal, after saving" if outcome.stopped else "the last step",
         }
         if steps:  # a run that was finished already keeps the summary of its last steps
-            write_whole(self.run_dir / SUMMARY_FILE, json.dumps({**self.facts, **facts}, indent=1).encode())
+            write_output(self.run_dir / SUMMARY_FILE, json.dumps({**self.facts, **facts}, indent=1))
         if outcome.sample is not None:
-            write_whole(self.run_dir / SAMPLE_FILE, outcome.sample.encode())
+            write_output(self.run_dir / SAMPLE_FILE, outcome.sample)
         self.progress.close()
         self.progress.print_facts("Done", facts)
 

@@ -133,7 +133,7 @@ class StepChecks:
                 return Verdict("skip", complaint)
             return self._stop(f"{complaint}, after {most} bad steps in a row that were skipped")
         if policy == "roll_back":
-            self.checkpointer.wait()
+            self.checkpointer.wait(required=False)
             target = self.checkpointer.newest
             if target is None:
                 return self._stop(f"{complaint}, and there is no checkpoint yet to return to")

@@ -1,0 +1,73 @@
+"""Room on the disk: what a checkpoint needs, and what is there."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from pathlib import Path
+
+from fourfold.config.run import RunConfig
+from fourfold.data.files import WriteFailed
+from fourfold.models.dtypes import DTYPES
+from fourfold.models.lora import trained_shapes
+
+HEADER_BYTES = 512
+"""At most so much is written about one tensor in one file, its name and place."""
+
+
+def checkpoint_bytes(run: RunConfig) -> int:
+    """The size of one checkpoint of a run: weights, two moments, and what describes them."""
+    shapes = trained_shapes(run.model, run.lora).values()
+    weight = DTYPES[run.training.master_weights].itemsize
+    moment = 4 if run.optimizer.stochastic_rounding else weight
+    headers = 3 * len(shapes) * HEADER_BYTES * run.parallel.world_size
+    return sum(map(math.prod, shapes)) * (weight + 2 * moment) + headers
+
+
+def free_bytes(folder: Path) -> int:
+    """Free room where a folder is, or will be made."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def check_room(folder: Path, run: RunConfig) -> None:
+    """Raise ``WriteFailed`` where a checkpoint does not fit: older ones are removed only when it is whole."""
+    needed, free = checkpoint_bytes(run), free_bytes(folder)
+    if free < needed:
+        raise WriteFailed(
+            f"a checkpoint needs {_size(needed)}, and {folder} has room for {_size(free)}; free some, or change "
+            "output_dir"
+        )
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a job that was killed has left half-written."""
+    for unfinished in folder.glob(".step_*.partial"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def check_room_at_start(folder: Path, run: RunConfig) -> None:
+    """Raise ``WriteFailed`` where not even one checkpoint of the run fits, and warn where not all do that it keeps.
+
+    The run's folder is this job's alone.
+    """
+    remove_unfinished(folder)
+    saves = run.training.train_steps // run.checkpoint.interval if run.checkpoint.interval else 0
+    if not saves and not run.checkpoint.save_last:
+        return
+    check_room(folder, run)
+    at_once = min(saves + 1, run.checkpoint.keep_latest_k + 1) if run.checkpoint.keep_latest_k else saves + 1
+    saved = len(list(folder.glob("step_*")))
+    more, free = max(1, at_once - saved) * checkpoint_bytes(run), free_bytes(folder)
+    if free < more:
+        print(
+            f"warning: the run's checkpoints will need {_size(more)} more, and {folder} has room for {_size(free)}; "
+            "lower checkpoint.keep_latest_k or free some",
+            file=sys.stderr,
+        )
+
+
+def _size(count: int) -> str:
+    unit, name = next(((u, n) for u, n in ((1e12, "TB"), (1e9, "GB")) if count >= u), (1e6, "MB"))
+    return f"{count / unit:,.3g} {name}"

@@ -1,0 +1,191 @@
+"""Full disks, on real file systems that are small: what is said, what is left behind, and what goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from pool import Pool
+from saved_jobs import equal, new_job, tensors_of, train
+from tiny_corpus import run_file
+from tiny_runs import GPT, LLAMA, tiny_run
+
+from fourfold.checkpoints import checkpoint
+from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
+from fourfold.checkpoints.room import check_room_at_start, checkpoint_bytes, free_bytes
+from fourfold.config.run import CheckpointConfig, RunConfig
+from fourfold.data.files import WriteFailed
+from fourfold.run_file.load import load_run
+from fourfold.training.metrics import read_metrics
+
+Disk = Callable[[int], Path]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """Makes a file system of so many bytes; where nobody may mount one, the test is skipped."""
+    mounted: list[Path] = []
+
+    def make(size: int) -> Path:
+        folder = tmp_path / f"disk-{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("there is no mount")
+        if done.returncode:
+            pytest.skip(f"cannot mount: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield make
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path, leave: int) -> Path:
+    """Fill a disk up to so many bytes."""
+    ballast = folder / "ballast"
+    ballast.write_bytes(bytes(max(0, free_bytes(folder) - leave)))
+    return ballast
+
+
+def saved_on_a_disk_that_fills(
+    rank: int, world_size: int, run: RunConfig, folder: Path, share: float, mode: str, required: bool
+) -> tuple[str, list[str], bool]:
+    """Fill the disk while step 2 is saved: what was raised, what is left, and whether step 3 is saved and loaded."""
+    job = new_job(run)
+    train(job, range(1))
+    checkpointer = Checkpointer(folder / "checkpoints", job, CheckpointConfig(async_mode=mode, keep_latest_k=0))
+    checkpointer.save(1)
+    checkpointer.wait()
+    ballast = folder / "ballast"
+    if rank == 0:
+        fill(folder, int(share * sum(file.stat().st_size for file in checkpointer.newest.iterdir())))
+    train(job, range(1, 2))
+    message = ""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(checkpoint, "check_room", lambda *_: None)  # another program fills the disk after the look
+        try:
+            checkpointer.save(2, required)
+            checkpointer.wait(required)
+        except WriteFailed as failure:
+            message = str(failure)
+    left = sorted(path.name for path in checkpointer.folder.iterdir())
+    train(job, range(2, 3))
+    dist.barrier()
+    if rank == 0:
+        ballast.unlink()
+    checkpointer.save(3)
+    checkpointer.wait()
+    resumed = new_job(run, initialized=False)
+    load_checkpoint(checkpointer.newest, resumed)
+    return message, left, equal(tensors_of(resumed), tensors_of(job)) and checkpointer.newest.name == "step_3"
+
+
+POINTS = [0.995, 0.5, 0.0, *(n / 20 for n in range(1, 10)), *(n / 20 for n in range(11, 19))]
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("share", POINTS)
+def test_a_disk_that_fills_during_a_save(pool: Pool, disk: Disk, share: float) -> None:
+    """At 20 points, from the first byte to the list of files: all ranks say that the disk is full, and go on."""
+    number = POINTS.index(share)
+    grid = [{"x": 2}, {"z": 2}, {"pp": 2}][number % 3]
+    run, required = tiny_run(LLAMA, grid), number % 2 == 0
+    folder, mode = disk(8 * checkpoint_bytes(run)), ["disabled", "async"][number // 2 % 2]
+    answers = pool.run(2, saved_on_a_disk_that_fills, run, folder, share, mode, required)
+    assert len({message for message, _, _ in answers}) == 1
+    message = answers[0][0]
+    if required:
+        assert (
+            message == f"cannot write the checkpoint {folder}/checkpoints/.step_2.partial: No space left on device"
+            or (message == f"cannot write {folder}/checkpoints/.step_2.partial: No space left on device")
+        )
+    else:
+        assert message == ""  # a warning, on standard error
+    assert answers[0][1] == ["step_1"]
+    assert all(goes_on for _, _, goes_on in answers)
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 2}}, {"training": {"precision": "bf16"}}], ids=str)
+@pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt tied"])
+def test_the_size_is_known_before(tmp_path: Path, pool: Pool, model: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Within the room that is counted for names."""
+    run = tiny_run(model, {"x": 2}, **changes)
+    written = pool.run(2, bytes_written, run, tmp_path)[0]
+    assert written <= checkpoint_bytes(run) < 1.1 * written + 64 * 1024
+
+
+def bytes_written(rank: int, world_size: int, run: RunConfig, folder: Path) -> int:
+    checkpointer = Checkpointer(folder, new_job(run), CheckpointConfig())
+    checkpointer.save(1)
+    return sum(file.stat().st_size for file in checkpointer.newest.iterdir())
+
+
+def fourfold(*arguments: object) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from fourfold.cli.app import main; sys.argv[0] = 'fourfold'; main()"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+@pytest.mark.parametrize("choice", ["warn", pytest.param("stop", marks=pytest.mark.slow)])
+def test_a_run_on_a_disk_that_is_too_small(tmp_path: Path, prefix: str, disk: Disk, choice: str) -> None:
+    """One checkpoint fits, and not two: the second is warned of, and the last is an error, or the second at once."""
+    changes = {"parallel__x": 2, "checkpoint__interval": 2, "checkpoint__keep_latest_k": 1}
+    path = run_file(tmp_path, prefix, training__train_steps=6, **changes, checkpoint__on_failed_save=choice)
+    size = checkpoint_bytes(load_run(path))
+    folder = disk(int(1.5 * size))
+    done = fourfold("train", path, "--set", f"output_dir={folder}")
+    *before, sentence = done.stderr.splitlines()
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert sentence.startswith("fourfold: a checkpoint needs 1.7"), done.stderr
+    assert sum("warning: the run's checkpoints will need" in line for line in before) == 1
+    assert sum("training goes on without this checkpoint" in line for line in before) == (choice == "warn")
+    assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step_2"]
+    assert read_metrics(folder / "run" / "metrics.jsonl")[-1]["step"] == (6 if choice == "warn" else 4)
+
+
+def test_a_disk_without_room_for_one_checkpoint(tmp_path: Path, prefix: str, disk: Disk) -> None:
+    path = run_file(tmp_path, prefix, output_dir=str(disk(1 << 20)))
+    done = fourfold("train", path)
+    assert done.returncode == 2
+    (sentence,) = done.stderr.splitlines()
+    assert "a checkpoint needs 1.7" in sentence and "has room for 1.0" in sentence
+    done = fourfold("train", path, "--set", "checkpoint.save_last=false", "--set", "training.train_steps=2")
+    assert done.returncode == 0, done.stderr
+
+
+def test_room_for_what_is_kept(tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
+    """A warning where not all fit; what was half-written is removed first."""
+    run = tiny_run(checkpoint={"interval": 1, "keep_latest_k": 3})
+    folder = disk(int(4.5 * checkpoint_bytes(run)))
+    (folder / ".step_3.partial").mkdir()
+    (folder / ".step_3.partial" / "part").write_bytes(bytes(checkpoint_bytes(run)))
+    check_room_at_start(folder, run)
+    assert capsys.readouterr().err == "" and list(folder.iterdir()) == []
+    check_room_at_start(folder, run.model_copy(update={"checkpoint": CheckpointConfig(interval=1, keep_latest_k=0)}))
+    assert "warning: the run's checkpoints will need" in capsys.readouterr().err
+    fill(folder, checkpoint_bytes(run) // 2)
+    with pytest.raises(WriteFailed, match="a checkpoint needs"):
+        check_room_at_start(folder, run)
+
+
+@pytest.mark.parametrize("parallel", [{"parallel__x": 2}, pytest.param({}, marks=pytest.mark.slow)], ids=str)
+def test_a_run_folder_that_is_full(tmp_path: Path, prefix: str, disk: Disk, parallel: dict[str, Any]) -> None:
+    """One sentence from whichever process, and nothing of a peer that left."""
+    folder = disk(20 * 1024)
+    changes = {"checkpoint__save_last": False, "training__train_steps": 300, "output_dir": str(folder), **parallel}
+    done = fourfold("train", run_file(tmp_path, prefix, **changes))
+    assert done.returncode == 2
+    assert done.stderr == f"fourfold: cannot write {folder}/run/metrics.jsonl: No space left on device\n"
+    steps = [record["step"] for record in read_metrics(folder / "run" / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) > 8
