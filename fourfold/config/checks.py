@@ -35,3 +35,9 @@ class ChecksConfig(Strict):
         ge=1,
         description="Bad steps in a row that are skipped, or from which it returns; one more ends the run.",
     )
+    replay_interval: int = Field(
+        0,
+        ge=0,
+        description="Every n-th step's gradients are computed twice and compared bit for bit, and copies of weights "
+        "are compared ([silent corruption](reliability.md#silent-corruption)); 0: never.",
+    )

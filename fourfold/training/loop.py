@@ -32,6 +32,7 @@ from fourfold.parallel.grid import Grid
 from fourfold.parallel.together import failing_together, raise_together
 from fourfold.training.corpora import Corpora, micro_batches, open_corpora
 from fourfold.training.job import Job, StepResult
+from fourfold.training.replay import Replay
 from fourfold.training.run_folder import folder_of, open_run_folder
 from fourfold.training.run_record import RunRecord
 from fourfold.training.sample import sample_text
@@ -98,7 +99,7 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
         checkpointer = Checkpointer(run_dir / CHECKPOINTS, job, run.checkpoint)
         if first_step:
             checkpointer.newest = find_checkpoint(run.checkpoint.resume, run_dir / CHECKPOINTS)
-        checks = StepChecks(run_dir, job, checkpointer)
+        checks, replay = StepChecks(run_dir, job, checkpointer), Replay(job)
         stop = stack.enter_context(stop_request(announce=is_first_process, launched=place.launcher != "local"))
         steps, last_loss, stopped = first_step, None, False
 
@@ -106,7 +107,9 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
             step, started = steps, time.perf_counter()
             batches = micro_batches(corpora.train.step(step), run, grid.cp, device)
             kept = job.count_kept(batches)  # tokens of the step, over all ranks: what the sum of losses is divided by
-            loss = job.forward_backward(batches, kept)  # of every micro-batch; gradients are summed over the ranks
+            loss = replay.forward_backward(
+                step, batches, kept
+            )  # every micro-batch; gradients are summed over the ranks
             grad_norm = job.clip()
             verdict = checks.judge(step, loss, grad_norm, kept)  # the same on every rank
             if verdict.action == "update":

@@ -46,7 +46,7 @@ def poison(patched: pytest.MonkeyPatch, faults: Mapping[int, str], on_this_rank:
 
     def mean_of_poisoned(job: Job, losses: list[Tensor], kept: Tensor) -> Tensor:
         fault = faults.get(current[0])
-        if fault == LARGE_LOSS or (fault == NAN_LOSS and on_this_rank):
+        if fault in (LARGE_LOSS, NAN_LOSS):
             losses = [loss * (20 if fault == LARGE_LOSS else torch.nan) for loss in losses]
         mean = mean_loss(job, losses, kept)
         return mean * torch.nan if fault == NAN_AFTER_SUM and on_this_rank else mean

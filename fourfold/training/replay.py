@@ -1,0 +1,149 @@
+"""Silent corruption of computing: now and then a step is computed twice, and replicas of weights are compared."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.data.loader import MicroBatch
+from fourfold.errors import UserError
+from fourfold.parallel.checksums import CollectiveInputs, Given, checksum, first_to_differ
+from fourfold.parallel.communicate import purpose
+from fourfold.parallel.grid import Axis
+from fourfold.parallel.state import LocalShard
+from fourfold.training.job import Job
+
+
+class Replay:
+    """Computes the gradients of every ``checks.replay_interval``-th step twice, and compares them bit for bit.
+
+    Every process calls it. What a process gives to others is compared too, so that the one that computed something else
+    is told from those that received it. Before, the copies of weights and moments that several processes hold are
+    compared: a wrong weight that stays is the same in both passes.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.interval = job, job.run.checks.replay_interval
+
+    def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> Tensor:
+        """Do as ``Job.forward_backward`` does; step ``step`` counts from 0. Raises ``UserError`` for a difference."""
+        if not self.interval or (step + 1) % self.interval:
+            return self.job.forward_backward(micro_batches, kept)
+        self._compare_replicas(step)
+        passes = []
+        for _ in range(2):
+            self.job.optimizer.drop_gradients()
+            with _deterministic(self.job.device):
+                loss, given = self._watched(micro_batches, kept)
+            passes.append(given)
+        self._compare_passes(step, *passes)
+        return loss
+
+    def _watched(self, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> tuple[Tensor, list[Given]]:
+        inputs = CollectiveInputs()
+        if self.job.run.training.compile:  # what is compiled would not be, inside of a dispatch mode
+            loss = self.job.forward_backward(micro_batches, kept)
+        else:
+            with inputs:
+                loss = self.job.forward_backward(micro_batches, kept)
+        for shard in self.job.trained:
+            if shard.grad is not None:
+                inputs.note(shard.grad, f"the gradient of {shard.name}")
+        inputs.note(loss, "the loss")
+        return loss, inputs.given()
+
+    def _compare_passes(self, step: int, first: list[Given], second: list[Given]) -> None:
+        if not _on_any(first != second, self.job.device):
+            return
+        everyone = _gathered((first, second))
+        ranks = first_to_differ([one for one, _ in everyone], [two for _, two in everyone])
+        hosts = _gathered(platform.node())
+        named = "; ".join(f"rank {rank} ({hosts[rank]}), in {what}" for rank, what in sorted(ranks.items()))
+        raise UserError(
+            f"step {step + 1}, computed twice, gave different bits on {named}: no weight has moved; take that device "
+            "out of the job, and resume from the last checkpoint"
+        )
+
+    def _compare_replicas(self, step: int) -> None:
+        tensors = list(self._stored())
+        sums = torch.stack([checksum(tensor) for _, _, tensor in tensors])
+        differing = torch.zeros(len(sums), dtype=torch.bool, device=sums.device)
+        for axis, is_copied in self._axes_of_copies():
+            places = [index for index, (_, shard, _) in enumerate(tensors) if is_copied(shard)]
+            mine = sums[places]
+            both = torch.cat([mine, ~mine])  # ~ reverses the order: the largest of ~ is ~ of the smallest
+            with purpose("checksums of replicas"):
+                dist.all_reduce(both, dist.ReduceOp.MAX, group=axis.group)
+            largest, smallest = both[: len(places)], ~both[len(places) :]
+            differing[places] |= largest != smallest
+        if not _on_any(bool(differing.any()), self.job.device):
+            return
+        values = {(name, str(shard.slices)): int(s) for (name, shard, _), s in zip(tensors, sums, strict=True)}
+        everyone, hosts = _gathered(values), _gathered(platform.node())
+        name, ranks = _odd_ones(everyone)
+        named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
+        raise UserError(
+            f"before step {step + 1} the copies of {name} differ: {named} {'has' if len(ranks) == 1 else 'have'} other "
+            "bits than the rest; resume from the last checkpoint, without that device if it happens again"
+        )
+
+    def _stored(self) -> Iterator[tuple[str, LocalShard, Tensor]]:
+        for shard in self.job.shards:
+            yield shard.name, shard, shard.local
+        for index, shard in enumerate(self.job.trained):
+            for moment, tensor in self.job.optimizer.moments(index).items():
+                yield f"{moment} of {shard.name}", shard, tensor
+
+    def _axes_of_copies(self) -> Iterator[tuple[Axis, Any]]:
+        """The axes along which processes hold the same parts, each with a test of which shards."""
+        grid = self.job.grid
+        if grid.sizes.zero == 0 and grid.replicas.size > 1:
+            yield grid.replicas, lambda shard: True
+        if grid.x.size > 1:
+            yield grid.x, lambda shard: shard.tile.x is None
+        if grid.y.size > 1:
+            yield grid.y, lambda shard: shard.tile.y is None
+
+
+def _odd_ones(everyone: Sequence[dict[tuple[str, str], int]]) -> tuple[str, list[int]]:
+    """The first part whose copies differ, and the ranks that most others disagree with; all of them in a draw."""
+    for key in dict.fromkeys(key for values in everyone for key in values):
+        holders = {rank: values[key] for rank, values in enumerate(everyone) if key in values}
+        counts = Counter(holders.values()).most_common()
+        if len(counts) > 1:
+            is_draw = counts[0][1] == counts[1][1]
+            return key[0], [rank for rank, value in holders.items() if is_draw or value != counts[0][0]]
+    raise AssertionError("some copies differ")
+
+
+@contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """Have kernels of GPUs that add in any order, as attention's backward does, add in one."""
+    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(before or device.type == "cuda", warn_only=warn or not before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn)
+
+
+def _on_any(flag: bool, device: torch.device) -> bool:
+    found = torch.tensor(float(flag), device=device)
+    with purpose("replayed step"):
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found.item())
+
+
+def _gathered(value: Any) -> list[Any]:
+    """Everyone's value, by rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    with purpose("replayed step"):
+        dist.all_gather_object(everyone, value)
+    return everyone
