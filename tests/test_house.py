@@ -20,6 +20,7 @@ TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
 
 ROOMS = (
     "errors",
+    "parsing",
     "extras",
     "processes",
     "environment",

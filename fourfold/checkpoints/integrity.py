@@ -20,6 +20,7 @@ import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from fourfold.errors import UserError
+from fourfold.parsing import parse_json
 
 TENSORS = ".safetensors"
 NOTE = ".xxh3"
@@ -146,7 +147,7 @@ def _entries(folder: Path) -> dict[str, Entry]:
     if manifest.stem.removeprefix("manifest-") != xxhash.xxh3_128_hexdigest(content):
         raise _damaged(manifest, "its checksum is not the one in its name")
     try:
-        entries = {name: Entry(int(entry["size"]), str(entry["xxh3"])) for name, entry in json.loads(content).items()}
+        entries = {name: Entry(int(entry["size"]), str(entry["xxh3"])) for name, entry in parse_json(content).items()}
     except (ValueError, TypeError, KeyError, AttributeError):
         raise _damaged(manifest, "it is no list of files") from None
     for name in entries:

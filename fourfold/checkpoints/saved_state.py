@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import base64
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field, model_validator
 
 from fourfold.checkpoints.find import STATE_FILE
 from fourfold.checkpoints.integrity import DamagedCheckpoint, check_small_file, seal
@@ -16,6 +15,7 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.run import LoRAConfig, RunConfig
 from fourfold.config.strict import Strict
 from fourfold.errors import UserError
+from fourfold.parsing import parse_json
 
 FORMAT = 2
 LAYOUT_FREE_KEYS = {"preset", "from_hf", "initializer_range"}
@@ -47,7 +47,7 @@ class CheckpointState(Strict):
     """The settings that decide, with the step, which samples come next."""
     rng: str
     """State of torch's default generator, base64."""
-    optimizer_steps: int | None = None
+    optimizer_steps: int | None = Field(None, ge=0)
     """The number of steps that changed the weights; fewer than ``step`` after fp16 overflows."""
     loss_scale: tuple[float, int] | None = Field(None, strict=False)
     """The loss scale, and the steps since it last changed."""
@@ -58,6 +58,15 @@ class CheckpointState(Strict):
     """The run's [lora] where only adapters were trained; the checkpoint holds nothing else."""
     base: str | None = None
     """The model that the adapters belong to."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> CheckpointState:
+        if self.optimizer_steps is not None and self.optimizer_steps > self.step:
+            raise ValueError(f"optimizer_steps = {self.optimizer_steps} is more than step = {self.step}")
+        if self.loss_scale is not None and (self.loss_scale[0] <= 0 or self.loss_scale[1] < 0):
+            raise ValueError(f"loss_scale = {self.loss_scale} is negative")
+        ModelConfig(**self.model).check_countable()
+        return self
 
     def generator(self, path: Path) -> torch.Generator:
         """Make a generator in the saved random state; ``UserError`` where that is invalid."""
@@ -103,14 +112,16 @@ def read_state(path: Path) -> CheckpointState:
     file = path / STATE_FILE
     try:
         text = file.read_text(encoding="utf-8")
-        known = json.loads(text)
+        known = parse_json(text)
         if isinstance(known, dict) and isinstance(known.get("format"), int) and known["format"] != FORMAT:
             raise UserError(f"{path} has checkpoint format {known['format']}; this version of fourfold reads {FORMAT}")
         check_small_file(file)
         return CheckpointState.model_validate_json(text)
     except OSError as error:
         raise DamagedCheckpoint(f"cannot read the checkpoint {path}: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError):
+    except UserError:
+        raise
+    except ValueError:  # neither UTF-8 nor JSON, or not a state
         raise DamagedCheckpoint(f"{file} is damaged; resume from another checkpoint") from None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from fourfold.checkpoints.integrity import TENSORS, DamagedCheckpoint, check_con
 from fourfold.checkpoints.saved_state import CheckpointState, read_state
 from fourfold.config.model import ModelConfig
 from fourfold.models.lora import trained_shapes
+from fourfold.parsing import parse_json
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Shape = tuple[int, ...]
@@ -63,13 +63,13 @@ def parts_of(path: Path) -> dict[str, list[Part]]:
     for file in sorted(path.glob(f"*{TENSORS}")):
         try:
             with safe_open(file, framework="pt") as opened:
-                sharding = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+                sharding = parse_json((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
                 for name in opened.keys():  # noqa: SIM118 (no dictionary)
                     view = opened.get_slice(name)
                     shape = tuple(view.get_shape())
-                    begin = tuple(sharding.get(name, {}).get("saved_offsets", [0] * len(shape)))
+                    begin = tuple(int(place) for place in sharding.get(name, {}).get("saved_offsets", [0] * len(shape)))
                     found[name].append(Part(file, begin, shape, view.get_dtype()))
-        except (SafetensorError, ValueError) as error:
+        except (SafetensorError, ValueError, TypeError, AttributeError) as error:
             raise DamagedCheckpoint(f"{file} is damaged: {error}; resume from another checkpoint") from None
     return found
 

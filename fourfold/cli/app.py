@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import reprlib
 import sys
 
 import typer
@@ -68,6 +70,11 @@ def main() -> None:
         app(prog_name="fourfold")
     except UserError as error:
         print(f"fourfold: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"fourfold: {reprlib.repr(error.filename)} is too long for the name of a file", file=sys.stderr)
         sys.exit(2)
     except WorkerFailed as error:
         print(error, file=sys.stderr)

@@ -7,10 +7,16 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from fourfold.config.strict import Strict
+from fourfold.config.strict import PathText, Size, Strict
+from fourfold.errors import UserError
 
 IGNORE_INDEX = -100
 """Label of a position that the loss leaves out: data writes it, the model reads it."""
+
+MOST_LAYERS = 100_000
+
+MOST_PARAMETERS = 2**58
+"""More have no size in bytes in 64 bits."""
 
 UNSET = 0
 """Default of a size that ``ModelConfig`` derives from the others."""
@@ -48,21 +54,22 @@ class ModelConfig(Strict):
     """One decoder: GPT-2/3, GPT-NeoX and Llama / Mistral / Qwen / Gemma shapes are settings of the same few keys."""
 
     preset: str | None = Field(None, description="Start from a preset's sizes; any other key overrides it.")
-    from_hf: str | None = Field(
+    from_hf: PathText | None = Field(
         None,
         description="Start from the sizes and the weights of a Hugging Face model: its folder, or its id on the Hub; "
         "any other key overrides its config.json.",
     )
-    vocab_size: int = Field(gt=0, description="Tokens that the tokenizer knows.")
-    hidden_size: int = Field(gt=0, description="Width of the residual stream.")
-    num_hidden_layers: int = Field(gt=0, description="Blocks, each of attention and MLP.")
-    num_attention_heads: int = Field(gt=0, description="Query heads.")
-    num_key_value_heads: int = Field(
-        UNSET, gt=0, description="Heads of keys and values; must divide num_attention_heads, which is the default."
+    vocab_size: Size = Field(description="Tokens that the tokenizer knows.")
+    hidden_size: Size = Field(description="Width of the residual stream.")
+    num_hidden_layers: int = Field(gt=0, le=MOST_LAYERS, description="Blocks, each of attention and MLP.")
+    num_attention_heads: Size = Field(description="Query heads.")
+    num_key_value_heads: Size = Field(
+        UNSET,
+        description="Heads of keys and values; must divide num_attention_heads, which is the default.",
     )
-    head_dim: int = Field(UNSET, gt=0, description="Channels of a head. Default: hidden_size / num_attention_heads.")
+    head_dim: Size = Field(UNSET, description="Channels of a head. Default: hidden_size / num_attention_heads.")
     intermediate_size: int = Field(UNSET, gt=0, description="Inner width of the MLP. Default: 4 × hidden_size.")
-    max_position_embeddings: int = Field(2048, gt=0, description="Longest sequence; rows of a learned position table.")
+    max_position_embeddings: Size = Field(2048, description="Longest sequence; rows of a learned position table.")
     mlp: Literal["swiglu", "geglu", "gelu"] = Field(
         "swiglu", description="swiglu, geglu: gated by SiLU or GELU, three matrices; gelu: two."
     )
@@ -92,8 +99,9 @@ class ModelConfig(Strict):
     tie_word_embeddings: bool = Field(False, description="The LM head uses the embedding's weights.")
     scale_embeddings: bool = Field(False, description="Token embeddings are multiplied by √hidden_size (Gemma).")
     initializer_range: float = Field(0.02, gt=0, description="Standard deviation of initial weights.")
-    pad_vocab_size_to_multiple_of: int = Field(
-        128, gt=0, description="Rows of the embedding and head are padded to this; padding is never predicted."
+    pad_vocab_size_to_multiple_of: Size = Field(
+        128,
+        description="Rows of the embedding and head are padded to this; padding is never predicted.",
     )
 
     @model_validator(mode="before")
@@ -146,6 +154,13 @@ class ModelConfig(Strict):
                 raise ValueError(f"{key} has no meaning with {other} = '{value}'; remove one of them")
         return self
 
+    def check_countable(self) -> None:
+        """Raise ``UserError`` for more parameters than any machine can count the bytes of."""
+        if self.num_parameters > MOST_PARAMETERS:
+            raise UserError(
+                f"a model of {self.num_parameters:.2g} parameters is beyond any machine; make [model] smaller"
+            )
+
     @property
     def gated_mlp(self) -> bool:
         """True where the MLP has a gate beside its up projection."""
@@ -191,4 +206,6 @@ def round_to_multiple(number: int, of: int) -> int:
 
 
 def _divisors_text(number: int) -> str:
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+    """The divisors, or the small ones where there are too many numbers to try."""
+    found = ", ".join(str(d) for d in range(1, min(number, 1000) + 1) if number % d == 0)
+    return found if number <= 1000 else f"{found} and others"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from fourfold.config.checks import ChecksConfig
 from fourfold.config.loss_masks import MasksConfig
 from fourfold.config.model import ModelConfig
-from fourfold.config.strict import Strict
+from fourfold.config.strict import PathText, Size, Strict
 
 AXES = ("pp", "dp", "cp", "z", "y", "x")
 """The grid's axes, outermost first: x is fastest, so that its groups fall inside a node."""
+
+AxisSize = Annotated[int, Field(ge=1, le=2**20)]
 
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -22,7 +24,7 @@ Schedule = Literal[
 class Corpus(Strict):
     """One tokenized corpus of a mixture."""
 
-    path: str = Field(description="Prefix of an indexed corpus: PATH.bin and PATH.idx.")
+    path: PathText = Field(description="Prefix of an indexed corpus: PATH.bin and PATH.idx.")
     weight: float = Field(1.0, gt=0, description="Share of the samples, relative to the other corpora.")
 
 
@@ -40,12 +42,12 @@ class DataConfig(Strict):
     source: Literal["python-stdlib"] | None = Field(
         None, description="Built-in text, tokenized on first use into `cache_dir`: the standard library's own sources."
     )
-    tokenizer: str | None = Field(
+    tokenizer: PathText | None = Field(
         None,
         description="'bytes', or the path of a tokenizer.json. Default: the corpus's own; with `source`, a byte-pair "
         "tokenizer of model.vocab_size trained on it.",
     )
-    cache_dir: str = Field("data", description="Folder for the tokenized built-in source.")
+    cache_dir: PathText = Field("data", description="Folder for the tokenized built-in source.")
     mask_documents: bool = Field(
         False, description="Attention stays inside a document of the packed sequence, and positions restart there."
     )
@@ -73,12 +75,12 @@ class DataConfig(Strict):
 class ParallelConfig(Strict):
     """Sizes of the grid's axes; their product is the number of processes."""
 
-    x: int = Field(1, ge=1, description="Tensor axis: output features of q, k, v, up, gate; the sequence in between.")
-    y: int = Field(1, ge=1, description="Tensor axis: input features of the same; the residual's hidden size.")
-    z: int = Field(1, ge=1, description="Splits the batch and the stored weights (FSDP).")
-    dp: int = Field(1, ge=1, description="Splits the batch; weights are replicated, or sharded by `zero`.")
-    cp: int = Field(1, ge=1, description="Splits the sequence (context parallel).")
-    pp: int = Field(1, ge=1, description="Splits the layers (pipeline parallel).")
+    x: AxisSize = Field(1, description="Tensor axis: output features of q, k, v, up, gate; the sequence in between.")
+    y: AxisSize = Field(1, description="Tensor axis: input features of the same; the residual's hidden size.")
+    z: AxisSize = Field(1, description="Splits the batch and the stored weights (FSDP).")
+    dp: AxisSize = Field(1, description="Splits the batch; weights are replicated, or sharded by `zero`.")
+    cp: AxisSize = Field(1, description="Splits the sequence (context parallel).")
+    pp: AxisSize = Field(1, description="Splits the layers (pipeline parallel).")
     zero: Literal[0, 1, 2, 3] = Field(
         0,
         description="Also sharded over dp·cp: 1 optimizer states, 2 also gradients, 3 also parameters.",
@@ -125,9 +127,9 @@ class OverlapConfig(Strict):
 
 
 class TrainingConfig(Strict):
-    micro_batch_size: int = Field(1, gt=0, description="Sequences that one rank runs at once.")
-    global_batch_size: int = Field(gt=0, description="Sequences of one optimizer step, over all ranks.")
-    seq_length: int = Field(gt=0, description="Tokens of a sequence.")
+    micro_batch_size: Size = Field(1, description="Sequences that one rank runs at once.")
+    global_batch_size: Size = Field(description="Sequences of one optimizer step, over all ranks.")
+    seq_length: Size = Field(description="Tokens of a sequence.")
     train_steps: int = Field(gt=0, description="Optimizer steps of the whole run.")
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="Type of weights and activations in the step; fp16 with loss scaling."
@@ -273,13 +275,15 @@ class CheckpointConfig(Strict):
         description="After a checkpoint that cannot be written, as on a full disk: go on with a warning, or end the "
         "run. Where it is the last of the run, that always ends with an error.",
     )
-    resume: str = Field("auto", description="'auto': the newest in the run's folder; 'never'; or a checkpoint's path.")
+    resume: PathText = Field(
+        "auto", description="'auto': the newest in the run's folder; 'never'; or a checkpoint's path."
+    )
 
 
 class MetricsConfig(Strict):
     log_interval: int = Field(10, gt=0, description="Steps between lines when the output is not a terminal.")
     tensorboard: bool = Field(False, description="Also write TensorBoard events (needs the extra `tensorboard`).")
-    machine: str | None = Field(
+    machine: PathText | None = Field(
         None,
         description="A machine of the planner, or a machine file: after ten steps, the prediction for it is shown "
         "beside the measurement. On a CPU only with a file that `fourfold calibrate` has written.",
@@ -295,7 +299,7 @@ class AuditConfig(Strict):
     """An audit of canaries while the model trains, into memorization.jsonl; `fourfold audit` says more."""
 
     interval: int = Field(0, ge=0, description="Steps between audits; 0 never audits. The last step is audited too.")
-    documents: str | None = Field(None, description="Ledger of canaries, or any documents: a .jsonl file.")
+    documents: PathText | None = Field(None, description="Ledger of canaries, or any documents: a .jsonl file.")
     suffix: int = Field(50, ge=1, description="Tokens at the end of a document that must be repeated.")
 
     @model_validator(mode="after")
@@ -314,10 +318,10 @@ class SampleConfig(Strict):
 class RunConfig(Strict):
     """A whole run."""
 
-    name: str = Field(
+    name: PathText = Field(
         "run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", description="Folder of the run inside output_dir."
     )
-    output_dir: str = Field("runs", description="Folder that holds the folders of all runs.")
+    output_dir: PathText = Field("runs", description="Folder that holds the folders of all runs.")
     model: ModelConfig
     data: DataConfig
     masks: MasksConfig = MasksConfig()

@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import os
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+
+Size = Annotated[int, Field(gt=0, le=2**31)]
+"""A size of tensors: products of two stay below 2^63."""
+LARGEST = 2**63 - 1
+"""The largest integer that torch and NumPy hold."""
+LONGEST_NAME, LONGEST_PATH = 240, 3500
+"""Bytes of a file's name and of a path, with room for what the program appends."""
 
 
 class Strict(BaseModel):
     """A section in which an unknown key is an error, as are NaN and a number written as a string."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _fits(cls, value: Any) -> Any:
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise ValueError(f"must be at most {LARGEST:,}")
+        return value
+
+
+def _possible_path(path: str) -> str:
+    """Raise ``ValueError`` for what no file system can hold."""
+    if "\0" in path:
+        raise ValueError("a path has no zero bytes")
+    encoded = os.fsencode(path)
+    if len(encoded) > LONGEST_PATH or any(len(name) > LONGEST_NAME for name in encoded.split(b"/")):
+        raise ValueError(f"a path has at most {LONGEST_PATH} bytes, and each name in it {LONGEST_NAME}")
+    return path
+
+
+PathText = Annotated[str, AfterValidator(_possible_path)]
+"""The path of a file or folder, as text."""

@@ -17,6 +17,11 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
+def is_file_name(name: str) -> bool:
+    """True for what can be the name of a file in a folder, and is no path."""
+    return name not in ("", ".", "..") and Path(name).name == name and "\0" not in name and len(os.fsencode(name)) < 256
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Write `content` to `path` by way of a temporary name, so that no reader ever sees a part of it."""
     temporary = temporary_name(path)

@@ -1,19 +1,24 @@
 """OUT.json, beside OUT.bin and OUT.idx: the description of a prepared corpus and of how its tokens were made."""
 
 import json
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from fourfold.data.files import write_whole
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from fourfold.data.files import is_file_name, write_whole
 from fourfold.data.indexed import token_dtype
 from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer
 from fourfold.errors import UserError
+from fourfold.parsing import parse_json
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The content of OUT.json."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     split: str
     """"train" or "validation"."""
@@ -41,6 +46,9 @@ class Manifest:
     """"text", or "sft" for conversations."""
     trained_tokens: int | None = None
     """Tokens of answers, for conversations."""
+
+
+_MANIFEST = TypeAdapter(Manifest)
 
 
 @dataclass
@@ -120,14 +128,20 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}); remove it and prepare the corpus again") from error
-    names = {field.name for field in fields(Manifest)}
-    needed = {field.name for field in fields(Manifest) if field.default is MISSING}
-    if not isinstance(content, dict) or not needed <= set(content) <= names:
-        raise UserError(f"{path} is not the manifest of a corpus; remove it and prepare the corpus again")
-    return Manifest(**content)
+    try:
+        manifest = _MANIFEST.validate_python(content)
+    except ValidationError as error:
+        mistake = error.errors()[0]
+        place = f" ({mistake['loc'][0]}: {mistake['msg'].lower()})" if mistake["loc"] else ""
+        raise UserError(
+            f"{path} is not the manifest of a corpus{place}; remove it and prepare the corpus again"
+        ) from None
+    if not is_file_name(manifest.tokenizer):
+        raise UserError(f"{path}: its tokenizer is no file of the same folder; prepare the corpus again")
+    return manifest
 
 
 def corpus_tokenizer(prefix: str | Path) -> Tokenizer:

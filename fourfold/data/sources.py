@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NoReturn, TypeVar, cast
 
 from fourfold.errors import UserError
 from fourfold.extras import import_extra
+from fourfold.parsing import parse_json
 
 PYTHON_STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
@@ -241,12 +242,12 @@ def _text(line: bytes, key: str) -> str | None:
 def _row(line: bytes, having: str = "") -> dict[str, Any]:
     """Return the object in one JSON line; raises ValueError for an invalid one."""
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = parse_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError("not UTF-8") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at character {error.pos + 1})") from error
-    except (ValueError, RecursionError) as error:  # a number too long, or lists too deep
+    except ValueError as error:  # a number too long, or lists too deep
         raise ValueError(f"not JSON that can be read ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__} where an object{having} is expected")

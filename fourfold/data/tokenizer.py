@@ -1,7 +1,6 @@
 """Tokenizers: bytes, or any Hugging Face tokenizer.json, trained here or elsewhere."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from fourfold.data.files import write_whole
 from fourfold.errors import UserError
+from fourfold.parsing import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 _END_OF_DOCUMENT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -105,7 +105,7 @@ class HFTokenizer:
         if self.path.name != "tokenizer.json" or not config.is_file():
             return None
         try:
-            token = json.loads(config.read_text(encoding="utf-8")).get("bos_token")
+            token = parse_json(config.read_text(encoding="utf-8")).get("bos_token")
         except (OSError, ValueError, AttributeError) as error:
             raise UserError(f"{config} cannot be read: {error}") from error
         name = token.get("content") if isinstance(token, dict) else token

@@ -21,6 +21,7 @@ from fourfold.data.files import new_folder, swap_in
 from fourfold.errors import UserError
 from fourfold.models.tensor_files import Entry, TensorFiles, write_tensor_files
 from fourfold.parallel.state import GlobalView, LocalShard, gather_full
+from fourfold.parsing import parse_json
 
 PROGRESS_FILE = "parallelized.json"
 """File of a checkpoint with the numbers that an optimizer keeps beside tensors."""
@@ -82,7 +83,7 @@ def write_checkpoint(
 def read_numbers(folder: Path, with_optimizer: bool) -> Numbers:
     """Read the numbers of a checkpoint. Raises ``UserError`` where it has none and an optimizer needs them."""
     try:
-        numbers: Numbers = json.loads((folder / PROGRESS_FILE).read_text())
+        numbers: Numbers = parse_json((folder / PROGRESS_FILE).read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is no checkpoint of a parallelized model: {error}") from None
     if with_optimizer and not numbers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from fourfold.huggingface.model_folder import SOURCE_FOLDER, TOKENIZER_FILE
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.memorization.scorers import GridScorer, HuggingFaceScorer, Scorer
 from fourfold.memorization.scores import Sampling
-from fourfold.run_file.load import apply_override, make_run
+from fourfold.run_file.load import apply_override, make_run, read_table
 
 LONGEST_UNKNOWN = 2048
 """Context, in tokens, of a model that states none, and the most that an imported model gets."""
@@ -85,7 +84,7 @@ def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> R
     state = read_state(checkpoint)
     table: dict[str, Any] = {"data": {"source": "python-stdlib"}}
     if run_file.is_file():
-        table = tomllib.loads(run_file.read_text(encoding="utf-8"))
+        table = read_table(run_file)
     table["model"] = dict(state.model)
     table["parallel"] = {}
     # An imported model has no seq_length of training, only the largest number of positions.

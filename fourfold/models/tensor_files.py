@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fourfold.errors import UserError
 from fourfold.models.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
+from fourfold.parsing import parse_json
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 CHUNK_BYTES = 1 << 24
@@ -87,7 +88,7 @@ class TensorFiles:
         if not index.exists():
             raise UserError(_nothing_in(self.folder))
         try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
             listed = {name: self.folder / file for name, file in names.items()}
         except (ValueError, KeyError, AttributeError, TypeError):
             raise UserError(f"{index} is damaged: it maps no tensor to a file") from None

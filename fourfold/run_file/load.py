@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -16,6 +16,7 @@ from fourfold.config.presets import with_preset
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import check_length, from_huggingface
+from fourfold.parsing import parse_toml
 
 ELSEWHERE = {
     "tensor_parallel_size": "parallel.x (and y)",
@@ -63,16 +64,20 @@ CLOSE_SPELLING = 0.75
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The run that a TOML file and ``a.b=c`` overrides describe; raises ``UserError`` for any mistake in them."""
-    path = Path(path)
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read the run file {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid TOML: {error}") from None
+    table = read_table(Path(path))
     for override in overrides:
         apply_override(table, override)
     return make_run(table, str(path), overrides)
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The tables of a run file, unchecked; raises ``UserError`` where it is no TOML."""
+    try:
+        return parse_toml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the run file {path}: {error.strerror}") from None
+    except ValueError as error:  # neither UTF-8 nor TOML
+        raise UserError(f"{path} is not valid TOML: {error}") from None
 
 
 def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequence[str] = ()) -> RunConfig:
@@ -89,6 +94,7 @@ def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequen
         source = next((f"--set {text}" for text in overrides if text.partition("=")[0].strip() == place), where)
         raise UserError(f"{source}: {_sentence(first, place, len(mistakes) - 1)}") from None
     check_layout(run)
+    run.model.check_countable()
     if run.model.from_hf is not None:
         check_length(run.model.from_hf, run.model.max_position_embeddings, run.training.seq_length)
     return run
@@ -101,8 +107,8 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     if not equals or not name:
         raise UserError(f"--set {override}: write it as section.key=value, for example --set parallel.x=2")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"value = {text}")["value"]
+    except ValueError:
         value = text.strip()
     for section in sections:
         table = table.setdefault(section, {})
@@ -121,8 +127,13 @@ def _sentence(first: ErrorDetails, place: str, more: int) -> str:
         reason = str(first["ctx"]["error"])
         text = f"[{place}] {reason}" if place else reason
     else:
-        text = f"{place} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+        text = f"{place} = {_shortened(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
     return text + (f" (and {more} more mistake{'s' if more > 1 else ''})" if more else "")
+
+
+def _shortened(value: Any) -> str:
+    """A value as Python writes it, where that is short enough for a sentence."""
+    return reprlib.repr(value)
 
 
 def _nearest(location: tuple[int | str, ...]) -> str:

@@ -6,7 +6,7 @@ import inspect
 import json
 import types
 from collections.abc import Iterator
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
@@ -90,6 +90,8 @@ def _type_name(annotation: Any) -> str:
     if annotation in NAMES:
         return NAMES[annotation]
     origin, args = get_origin(annotation), [arg for arg in get_args(annotation) if arg is not types.NoneType]
+    if origin is Annotated:
+        return _type_name(args[0])
     if origin is Literal:
         return _one_of([f"`{json.dumps(value)}`" for value in args])
     if origin in (Union, types.UnionType):
@@ -118,7 +120,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _number(value: float) -> str:
-    return f"2^{value.bit_length() - 1}" if isinstance(value, int) and value > 2**32 else f"{value:g}"
+    return f"2^{value.bit_length() - 1}" if isinstance(value, int) and value >= 2**20 else f"{value:g}"
 
 
 def _presets() -> str:

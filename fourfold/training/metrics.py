@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from fourfold.data.files import writing
 from fourfold.errors import UserError
 from fourfold.extras import import_extra
+from fourfold.parsing import parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -122,8 +123,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode())
-        except (json.JSONDecodeError, UnicodeDecodeError):
+            record = parse_json(line.decode())
+        except ValueError:
             if number == len(lines):
                 break
             raise UserError(f"{path}, line {number} is not JSON: fix or delete that line.") from None

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from fourfold.config.layout import attention_split
 from fourfold.data.tokenizer import Tokenizer
+from fourfold.errors import UserError
 from fourfold.training.job import Job
 
 
@@ -42,7 +43,10 @@ def _same_everywhere(token: int, device: torch.device) -> int:
 
 def _draw(logits_V: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
     """Draw a token from the logits: the likeliest at temperature 0."""
+    if not logits_V.max().isfinite():  # NaN where any is
+        raise UserError("no sample can be drawn: the model's logits are not finite; train with a smaller optimizer.lr")
     if temperature == 0:
         return int(logits_V.argmax())
-    scaled_V = (logits_V - logits_V.max()) / temperature  # at most 0, so a low temperature does not make it NaN
+    # The numerator is at most 0, so a low temperature does not make it NaN, unless it is 0 in float32.
+    scaled_V = (logits_V - logits_V.max()) / max(temperature, torch.finfo(torch.float32).tiny)
     return int(torch.multinomial(scaled_V.softmax(0), 1, generator=generator))

@@ -5,7 +5,6 @@ A key that transformers would not read either is ignored. Where a key is left ou
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from fourfold.config.presets import filled
 from fourfold.errors import UserError
 from fourfold.extras import import_extra
 from fourfold.huggingface.architectures.families import FAMILIES, MISSING, ROPE_KEYS, Family
+from fourfold.parsing import parse_json
 
 CONFIG_FILE = "config.json"
 DECISIVE_KEYS = (
@@ -30,7 +30,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """A config.json, by its own path or its folder's; ``UserError`` where there is none."""
     file = path if path.suffix == ".json" and not path.is_dir() else path / CONFIG_FILE
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}; a Hugging Face model's folder has one") from None
     except ValueError as error:

@@ -16,6 +16,7 @@ from fourfold.data.files import write_output
 from fourfold.errors import UserError
 from fourfold.inference.loki.fingerprint import Fingerprint
 from fourfold.inference.loki.settings import LokiConfig
+from fourfold.parsing import parse_json
 
 FORMAT = "1"
 KINDS = ("pre", "post")
@@ -142,11 +143,11 @@ class LokiBasis:
                     kind: Components(tensors[f"{kind}.vectors"].float(), tensors[f"{kind}.variances"].float())
                     for kind in kinds
                 },
-                tuple(str(kind) for kind in json.loads(about["best"])),
+                tuple(str(kind) for kind in parse_json(about["best"])),
                 Fingerprint(about["model"], about["rope"], tensors["fingerprint"]),
                 int(about["seq_length"]),
                 int(about["tokens"]),
-                json.loads(about["recall"]),
+                parse_json(about["recall"]),
             )
         except (KeyError, ValueError, TypeError) as error:
             raise UserError(f"{path} is damaged ({error}); make it again with: fourfold loki calibrate") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
+from fourfold.parsing import parse_json
 from fourfold.planning.calibration.machine_constants import constants_for
 from fourfold.planning.calibration.rows import Row
 from fourfold.planning.machines.machine import Machine, check_positive
@@ -64,7 +64,7 @@ def row_of_run(path: Path, machine: Machine) -> Row:
     if not run_file.is_file():
         raise UserError(f"{run_file} does not exist: metrics.jsonl must be in the folder of its run")
     try:
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        records = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # neither UTF-8 nor JSON

@@ -5,7 +5,6 @@ Machines are TOML files (``fourfold/planning/machines``), in which every constan
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.errors import UserError
+from fourfold.parsing import parse_toml
 from fourfold.planning.cases import Cases, Number
 from fourfold.planning.machines.constants import NAMES
 from fourfold.planning.machines.names import FOLDER, machine_names, similar_machines
@@ -106,8 +106,8 @@ def load_machine(name: str) -> Machine:
 def parse_machine(text: str, where: str) -> Machine:
     """A machine from the text of its file."""
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        table = parse_toml(text)
+    except ValueError as error:
         raise UserError(f"{where} is not valid TOML: {error}") from None
     values: dict[str, Any] = {"name": table.pop("name", Path(where).stem)}
     if not isinstance(values["name"], str):
