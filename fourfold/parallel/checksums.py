@@ -59,6 +59,8 @@ class CollectiveInputs(TorchDispatchMode):
 
     def given(self) -> list[Given]:
         """Everything that was noted, in its order; waits for the device."""
+        if any(each.is_cuda for each in self._checksums):
+            torch.cuda.synchronize()  # FSDP2 sends from streams of its own
         sums = torch.stack(self._checksums).tolist() if self._checksums else []
         return [Given(members, what, value) for (members, what), value in zip(self._notes, sums, strict=True)]
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,7 @@ GRIDS: dict[str, dict[str, Any]] = {
     "pp 2 · x 2 fp16": {"parallel__pp": 2, "parallel__x": 2, "training__micro_batch_size": 1, **FP16},
     "pp 2 tied": {"parallel__pp": 2, "training__micro_batch_size": 1, "model__tie_word_embeddings": True},
     "dp 2 zero 1": {"parallel__dp": 2, "parallel__zero": 1, "training__micro_batch_size": 1},
+    "z 2, saved while training": {"parallel__z": 2, "checkpoint__async_mode": "async"},
     "cp 2 · y 2": {"parallel__cp": 2, "parallel__y": 2, "training__micro_batch_size": 1},
 }
 
@@ -274,3 +278,37 @@ def test_all_ranks_hear_of_a_record_that_cannot_be_written(pool: Pool, tmp_path:
     run = make(tmp_path, prefix, checks__non_finite="skip", parallel__x=2)
     with pytest.raises(UserError, match=r"cannot write .*bad_steps\.jsonl"):
         pool.run(2, train_poisoned, run, {3: NAN_AFTER_SUM})
+
+
+POISON = """
+from fourfold.training.job import Job
+
+mean_loss, calls = Job.mean_loss, [0]
+
+def mean_of_poisoned(job, losses, kept):
+    calls[0] += 1
+    return mean_loss(job, losses, kept) * (float("nan") if calls[0] == 3 else 1.0)
+
+Job.mean_loss = mean_of_poisoned
+"""
+"""Imported by every Python process that finds it under the name of sitecustomize."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "code"), [("stop", 2), ("skip", 0), ("roll_back", 0)])
+def test_local_workers_say_it_once(tmp_path: Path, prefix: str, policy: str, code: int) -> None:
+    path = run_file(tmp_path, prefix, parallel__x=2, checkpoint__interval=2, checks__non_finite=policy)
+    (tmp_path / "sitecustomize.py").write_text(POISON)
+    paths = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    program = "import sys; from fourfold.cli.app import main; sys.argv[0] = 'fourfold'; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train", str(path)],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == code, done.stderr
+    (sentence,) = done.stderr.splitlines()
+    assert "the loss is nan at step 3" in sentence
+    assert [(line["step"], line["action"]) for line in bad_steps(tmp_path)] == [(3, policy)]
