@@ -28,6 +28,10 @@ GRIDS: dict[str, dict[str, Any]] = {
     "dp 4": {"dp": 4},
     "dp 2 · x 2 zero 3": {"dp": 2, "x": 2, "zero": 3},
 }
+CASES = [
+    pytest.param({"dp": 2}, 3, id="dp 2"),
+    *(pytest.param(grid, 8, id=name, marks=pytest.mark.slow) for name, grid in GRIDS.items()),
+]
 
 
 def copies(grid: dict[str, Any]) -> bool:
@@ -35,13 +39,12 @@ def copies(grid: dict[str, Any]) -> bool:
     return grid.get("dp", 1) > 1 and not grid.get("zero")
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
-def test_flipped_bits_are_found_and_the_rank_is_named(pool: Pool, grid: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("grid", "times"), CASES)
+def test_flipped_bits_are_found_and_the_rank_is_named(pool: Pool, grid: dict[str, Any], times: int) -> None:
     """All that changed a gradient or a copy; the others lay where no label is, or were lost in rounding."""
-    run = tiny_run(LLAMA, grid, checks={"replay_interval": 1}, training={"global_batch_size": 16})
+    run = tiny_run(LLAMA, grid, checks={"replay_interval": 1})
     kinds = tuple(kind for kind in KINDS if kind != "stale weight" or copies(grid))
-    everyone: list[list[Trial]] = pool.run(run.parallel.world_size, flip_bits, run, kinds, 10)
+    everyone: list[list[Trial]] = pool.run(run.parallel.world_size, flip_bits, run, kinds, times, timeout=600)
     found, tried = Counter(t.kind for t in everyone[0] if t.named), Counter(t.kind for t in everyone[0])
     for trial, *others in zip(*everyone, strict=True):
         if trial.named:
@@ -49,10 +52,11 @@ def test_flipped_bits_are_found_and_the_rank_is_named(pool: Pool, grid: dict[str
             assert trial.named == (trial.rank,) or (is_draw and trial.rank in trial.named), trial
         else:
             assert all(each.is_harmless for each in (trial, *others)), trial
-    assert all(found[kind] >= 0.7 * tried[kind] for kind in tried), (found, tried)
+    assert sum(found.values()) >= 0.8 * sum(tried.values()), (found, tried)
     assert all(found[kind] == tried[kind] for kind in ("summed gradient", "stale weight"))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("grid", [{}, {"parallel__z": 2}, {"parallel__pp": 2, "parallel__x": 2}], ids=str)
 def test_a_replayed_run_is_the_run_to_the_bit(pool: Pool, tmp_path: Path, prefix: str, grid: dict[str, Any]) -> None:
     weights = []
@@ -120,6 +124,7 @@ def test_a_victim_is_not_named() -> None:
     assert first_to_differ(first, first) == {}
 
 
+@pytest.mark.slow
 def test_tied_and_copied_weights_are_alike(pool: Pool) -> None:
     """No alarm where nothing is wrong: after a step, on grids with copies along every axis."""
     for grid in ({"pp": 2, "dp": 2}, {"x": 2, "y": 2}, {"dp": 2, "zero": 1}):
