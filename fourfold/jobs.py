@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from fourfold.launch.job_processes import run_on_grid
+from fourfold.launch.local_workers import WorkerFailed
 from fourfold.planning.machines.machine import load_machine
+from fourfold.training.run_folder import ATTEMPTS_FILE, folder_of, where_it_continues
 
 if TYPE_CHECKING:  # these import torch, which the parent of local workers does not need
     from fourfold.config.run import RunConfig
@@ -19,16 +24,40 @@ def train(run: RunConfig) -> Outcome:
     Starts one local process for each place of the grid, or joins those that torchrun or srun has started. Local
     processes import the program that starts them, so it needs ``if __name__ == "__main__":``.
 
+    Local workers that crash or hang are started again, from the newest checkpoint, as [fault_tolerance] says.
+
     Returns this process's outcome; where the processes were started here, that of the first one. Raises ``UserError``
     for a run that cannot start or that diverges.
     """
     if run.metrics.machine is not None:
         load_machine(run.metrics.machine)  # errors in it are raised before any process starts
     callbacks = ["fourfold.memorization.in_training:CanaryAudit"] if run.audit.interval else []
-    outcome: Outcome = run_on_grid(
-        "fourfold.training.loop:train", [run, callbacks], run.parallel.world_size, wanted_device=run.training.device
-    )
+    for restarts in itertools.count():
+        started = time.time()
+        try:
+            outcome: Outcome = run_on_grid(
+                "fourfold.training.loop:train",
+                [run, callbacks],
+                run.parallel.world_size,
+                wanted_device=run.training.device,
+                timeout=run.fault_tolerance.group_timeout,
+                heeds_stop_signals=True,
+                restarts=restarts,
+            )
+        except WorkerFailed as failure:
+            if not _may_restart(run, started):
+                raise
+            print(f"fourfold: {failure}\nfourfold: starting again; {where_it_continues(run)}", file=sys.stderr)
+        else:
+            break
     return outcome
+
+
+def _may_restart(run: RunConfig, started: float) -> bool:
+    """True where the attempt had begun to train; what fails before that fails again."""
+    attempts = folder_of(run) / ATTEMPTS_FILE
+    began_to_train = attempts.is_file() and attempts.stat().st_mtime >= started
+    return run.fault_tolerance.max_restarts > 0 and run.checkpoint.resume == "auto" and began_to_train
 
 
 def audit(request: AuditRequest) -> dict[str, Any] | None:

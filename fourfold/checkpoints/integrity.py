@@ -20,6 +20,7 @@ import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from fourfold.errors import UserError
+from fourfold.heartbeat import doing
 from fourfold.parsing import parse_json
 
 TENSORS = ".safetensors"
@@ -56,6 +57,7 @@ class _Checksummed:
         self.stream, self.checksum = stream, xxhash.xxh3_128()
 
     def write(self, content: bytes) -> int:
+        doing("writing a checkpoint")
         self.checksum.update(content)
         return int(self.stream.write(content))
 

@@ -27,7 +27,8 @@ from fourfold.cli.report import report
 from fourfold.cli.trace import trace
 from fourfold.cli.train import train
 from fourfold.errors import UserError
-from fourfold.launch.local_workers import WorkerFailed
+from fourfold.exit_codes import CRASH, HANG, REFUSED
+from fourfold.launch.local_workers import JobHung, WorkerFailed
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -70,12 +71,15 @@ def main() -> None:
         app(prog_name="fourfold")
     except UserError as error:
         print(f"fourfold: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(REFUSED)
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
         print(f"fourfold: {reprlib.repr(error.filename)} is too long for the name of a file", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(REFUSED)
+    except JobHung as error:
+        print(f"fourfold: {error}", file=sys.stderr)
+        sys.exit(HANG)
     except WorkerFailed as error:
         print(error, file=sys.stderr)
-        sys.exit(1)
+        sys.exit(CRASH)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from fourfold.config.checks import ChecksConfig
+from fourfold.config.fault_tolerance import FaultToleranceConfig
 from fourfold.config.loss_masks import MasksConfig
 from fourfold.config.model import ModelConfig
 from fourfold.config.strict import PathText, Size, Strict
@@ -335,6 +336,7 @@ class RunConfig(Strict):
     lr_scheduler: SchedulerConfig = SchedulerConfig()
     checks: ChecksConfig = ChecksConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
     metrics: MetricsConfig = MetricsConfig()
     validation: ValidationConfig = ValidationConfig()
     audit: AuditConfig = AuditConfig()

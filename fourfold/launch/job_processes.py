@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fourfold.environment import Place, read_environment, rendezvous
 from fourfold.errors import UserError
 from fourfold.launch.local_workers import run_workers
+from fourfold.launch.stop_signals import held_stop_signals
 from fourfold.processes import keep_gloo_local
 
 if TYPE_CHECKING:  # torch is imported where it is used: the parent of local workers never needs it
@@ -28,24 +29,42 @@ def run_on_grid(
     world_size: int,
     wanted_device: WantedDevice = "auto",
     timeout: timedelta = timedelta(minutes=10),
+    heeds_stop_signals: bool = False,
+    restarts: int = 0,
 ) -> Any:
     """Call ``function(place, *args)`` on every process of the job, inside a default process group.
 
-    function: ``"package.module:name"``, a string so that the parent of local workers need not import it.
+    function: ``"package.module:name"``, a string so that the parent of local workers need not import it. timeout: of
+    waiting for another process. heeds_stop_signals: the function enters ``stop_request``, until which the signals are
+    held back. restarts: the times that local workers were started before.
     Returns the result of this process's call, or of rank 0's where the workers were started here.
     Raises UserError for a launcher that does not fit, or when a worker raises it, and WorkerFailed for a defect.
     """
     place = read_environment(os.environ)
-    if place is not None:
-        _check_world_size(place, world_size)
-        host, port = rendezvous(os.environ, place)
-        return run_in_group(place, f"tcp://{host}:{port}", function, args, wanted_device, timeout)
-    if world_size == 1:
-        keep_gloo_local()
-        return run_in_group(Place(0, 0, 1, 1, launcher="local"), None, function, args, wanted_device, timeout)
+    if place is not None or world_size == 1:
+        with held_stop_signals() if heeds_stop_signals else contextlib.nullcontext():
+            return _run_here(place, function, args, world_size, wanted_device, timeout)
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
         meeting_point = Path(folder, "store").as_uri()  # a file: no port that another program could have
-        return run_workers(run_in_group, (meeting_point, function, args, wanted_device, timeout), world_size)
+        task = (meeting_point, function, args, wanted_device, timeout)
+        return run_workers(run_in_group, task, world_size, heeds_stop_signals, restarts)
+
+
+def _run_here(
+    place: Place | None,
+    function: str,
+    args: Sequence[object],
+    world_size: int,
+    wanted_device: WantedDevice,
+    timeout: timedelta,
+) -> Any:
+    """Run this process's part: that of a launcher's process, or the whole of a job of one."""
+    if place is None:
+        keep_gloo_local()
+        return run_in_group(Place(0, 0, 1, 1, launcher="local"), None, function, args, wanted_device, timeout)
+    _check_world_size(place, world_size)
+    host, port = rendezvous(os.environ, place)
+    return run_in_group(place, f"tcp://{host}:{port}", function, args, wanted_device, timeout)
 
 
 def run_in_group(

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from fourfold.environment import Place
 from fourfold.errors import UserError
+from fourfold.exit_codes import HANG, ended_by
 from fourfold.launch.stop_signals import RELAYED_INTERRUPT, leave_terminal
 from fourfold.processes import available_cores, end_with_parent, keep_gloo_local
 
@@ -56,18 +57,31 @@ class Report:
     """When, by the clock that the processes of a machine share."""
 
 
-def run_workers(target: Callable[..., Any], args: Sequence[object], world_size: int) -> Any:
+class JobHung(WorkerFailed):
+    """The watchdog ended the job, and has said why."""
+
+
+def run_workers(
+    target: Callable[..., Any],
+    args: Sequence[object],
+    world_size: int,
+    heeds_stop_signals: bool = False,
+    restarts: int = 0,
+) -> Any:
     """Call ``target(place, *args)`` in ``world_size`` new processes; returns what rank 0 returned.
 
+    heeds_stop_signals: the target enters ``stop_request``; until then the workers hold the signals back.
     Raises the first UserError of a worker, and WorkerFailed for any other failure; KeyboardInterrupt after a Ctrl-C
-    that the workers do not handle, or a second one; SystemExit after another stop signal that they do not handle. No
-    worker outlives the call, nor this process. Standard output is rank 0's, standard error everyone's.
+    that the workers do not handle, or a second one; SystemExit after another stop signal that they do not handle, or
+    a second SIGTERM. No worker outlives the call, nor this process. Standard output is rank 0's, standard error
+    everyone's.
     """
     processes: list[BaseProcess] = []
     try:
         with _signals_relayed(processes, world_size) as received:
-            with _interrupt_blocked():
-                pipes = _start(pickle.dumps((target, tuple(args))), world_size, processes)
+            with _signals_blocked():
+                task = pickle.dumps((target, tuple(args)))
+                pipes = _start(task, world_size, processes, heeds_stop_signals, restarts)
                 for signum in tuple(received):
                     _send(RELAYED[signal.Signals(signum)], processes)
             return _result(_reports(pipes, processes), world_size, received)
@@ -92,15 +106,17 @@ def _show_cursor() -> None:
         print("\x1b[?25h", end="", flush=True)
 
 
-def _start(task: bytes, world_size: int, processes: list[BaseProcess]) -> list[Connection]:
+def _start(
+    task: bytes, world_size: int, processes: list[BaseProcess], heeds_stop_signals: bool, restarts: int
+) -> list[Connection]:
     """Start the workers, adding each to ``processes`` at once; returns the pipe on which each will report."""
     context = multiprocessing.get_context("spawn")  # not forked: the caller may have threads
     pipes = []
     for rank in range(world_size):
-        place = Place(rank, rank, world_size, world_size, launcher="local")
+        place = Place(rank, rank, world_size, world_size, "local", restarts)
         receiver, sender = context.Pipe(duplex=False)
         # Not a daemon, which could not have the children that load its data.
-        process = context.Process(target=_work, args=(place, task, sender), name=f"fourfold-{rank}")
+        process = context.Process(target=_work, args=(place, task, sender, heeds_stop_signals), name=f"fourfold-{rank}")
         process.start()
         sender.close()  # so that the worker's death is the end of the pipe
         processes.append(process)
@@ -108,10 +124,11 @@ def _start(task: bytes, world_size: int, processes: list[BaseProcess]) -> list[C
     return pipes
 
 
-def _work(place: Place, task: bytes, sender: Connection) -> None:
+def _work(place: Place, task: bytes, sender: Connection, heeds_stop_signals: bool) -> None:
     """Run the task and report. It is unpickled here, because that may import torch."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers by way of their parent
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    if not heeds_stop_signals:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*RELAYED, *RELAYED.values()})
     end_with_parent()
     prepare_environment(place.world_size)
     if place.rank == 0:
@@ -168,12 +185,16 @@ def _failure(report: Report, world_size: int, received: Sequence[int]) -> BaseEx
         return UserError(report.value)
     if report.outcome == "failed":
         return WorkerFailed(f"{worker} failed:\n{report.value}")
+    if report.value == HANG:
+        return JobHung("the job hung, and was ended")
+    if report.value > 128 and report.value - 128 in received:  # the watchdog ended what did not stop in time
+        return SystemExit(report.value)
     if report.value >= 0:
         return WorkerFailed(f"{worker} left with exit code {report.value} before it was done")
     if report.value == -RELAYED_INTERRUPT and signal.SIGINT in received:
         return KeyboardInterrupt()
     if -report.value in received:
-        return SystemExit(128 - report.value)  # as a shell reports a process that the signal ended
+        return SystemExit(ended_by(-report.value))
     hint = ", as the kernel does when memory is short" if report.value == -signal.SIGKILL else ""
     return WorkerFailed(f"{worker} was ended by {signal.Signals(-report.value).name}{hint}")
 
@@ -183,13 +204,15 @@ def _signals_relayed(processes: Sequence[BaseProcess], world_size: int) -> Itera
     """Relay the stop signals to the workers, which may save; yields the list of those received.
 
     Those received before all workers are there are only listed: some workers would miss them.
-    A second Ctrl-C raises KeyboardInterrupt here: the caller ends the workers.
+    A second Ctrl-C raises KeyboardInterrupt here, and a second SIGTERM SystemExit: the caller ends the workers.
     """
     received: list[int] = []
 
     def relay(signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGINT and received:
             raise KeyboardInterrupt
+        if signum == signal.SIGTERM and signum in received:
+            raise SystemExit(ended_by(signum))
         if signum == signal.SIGHUP:
             leave_terminal()
         received.append(signum)
@@ -216,10 +239,10 @@ def _interrupt_ignored() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _interrupt_blocked() -> Iterator[None]:
-    """Block Ctrl-C while workers start: they inherit that, and are silent until they ignore it themselves."""
+def _signals_blocked() -> Iterator[None]:
+    """Block the stop signals while workers start: they inherit that, and are silent until they are ready."""
     resource_tracker.ensure_running()  # when it starts, it unblocks SIGINT
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*RELAYED, *RELAYED.values()})
     try:
         yield
     finally:

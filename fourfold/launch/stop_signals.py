@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import stat
@@ -22,13 +23,19 @@ SAVING = b"\nfourfold: saving a checkpoint after this step; Ctrl-C once more sto
 
 
 class StopRequest:
-    """Set by the first stop signal; a second Ctrl-C raises KeyboardInterrupt."""
+    """Set by the first stop signal, or when the time is up; a second Ctrl-C raises KeyboardInterrupt."""
 
-    def __init__(self, announce: bool, launched: bool) -> None:
-        """announce: answer Ctrl-C on standard error; launched: a launcher may deliver a Ctrl-C twice."""
-        self.is_set = False
+    def __init__(self, announce: bool, launched: bool, seconds: float = 0) -> None:
+        """announce: answer Ctrl-C on standard error; launched: a launcher may deliver a Ctrl-C twice; seconds: the
+        time from now on that the job may take, 0 for any."""
         self._announce, self._launched = announce, launched
+        self._deadline = time.monotonic() + seconds if seconds else math.inf
+        self._received = False
         self._interrupted_at: float | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self._received or time.monotonic() >= self._deadline
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal."""
@@ -38,27 +45,41 @@ class StopRequest:
             now = time.monotonic()
             if self._launched and self._interrupted_at is not None and now - self._interrupted_at < SAME_CTRL_C_SECONDS:
                 return
-            if self.is_set:
+            if self._received:
                 raise KeyboardInterrupt
             self._interrupted_at = now
             if self._announce:
                 os.write(2, SAVING)  # not print, which the signal may have interrupted
-        self.is_set = True
+        self._received = True
 
 
 @contextmanager
-def stop_request(announce: bool = True, launched: bool = False) -> Iterator[StopRequest]:
-    """Yield a request that the stop signals set while the block runs. Signals that are ignored (nohup) stay so."""
-    request = StopRequest(announce, launched)
+def stop_request(announce: bool = True, launched: bool = False, seconds: float = 0) -> Iterator[StopRequest]:
+    """Yield a request that the stop signals set while the block runs, also those that were held before.
+
+    Signals that are ignored (nohup) stay so.
+    """
+    request = StopRequest(announce, launched, seconds)
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, request.receive)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
         yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def held_stop_signals() -> Iterator[None]:
+    """Have stop signals wait for ``stop_request``: before it, they would end the program without a word."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def leave_terminal() -> None:

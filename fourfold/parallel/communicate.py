@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.heartbeat import doing
 from fourfold.models.autograd import differentiable
 from fourfold.parallel.grid import Axis
 
@@ -35,8 +36,9 @@ PURPOSE: ContextVar[Purpose | None] = ContextVar("purpose", default=None)
 
 
 @contextmanager
-def purpose(why: str, operation: str | None = None) -> Iterator[None]:
-    """Name the purpose of the collectives issued inside."""
+def purpose(why: str, operation: str | None = None, axis: str = "all ranks") -> Iterator[None]:
+    """Name the purpose of the collectives issued inside, and their axis for the watchdog."""
+    doing(why, axis)
     token = PURPOSE.set(Purpose(why, operation))
     try:
         yield
@@ -63,7 +65,7 @@ def start_all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Pending:
     if axis.size == 1:
         return Pending(part)
     out = part.new_empty((axis.size, *part.shape))
-    with purpose(why):
+    with purpose(why, axis=axis.name):
         work = _all_gather(out.view(-1), part.contiguous().view(-1), group=axis.group, async_op=True)
     return Pending(out, [work], lambda parts: _join(parts, dim))
 
@@ -75,11 +77,11 @@ def start_reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Pen
     parts = partial.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
     if by_all_to_all(axis.group):
         received = torch.empty_like(parts)
-        with purpose(why):
+        with purpose(why, axis=axis.name):
             work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group, async_op=True)
         return Pending(received, [work], _sum_parts)
     out = parts.new_empty(parts.shape[1:])
-    with purpose(why):
+    with purpose(why, axis=axis.name):
         work = _reduce_scatter(out.view(-1), parts.view(-1), group=axis.group, async_op=True)
     return Pending(out, [work])
 
@@ -89,7 +91,7 @@ def start_all_reduce(partial: Tensor, axis: Axis, why: str) -> Pending:
     if axis.size == 1:
         return Pending(partial)
     partial = partial.contiguous()
-    with purpose(why):
+    with purpose(why, axis=axis.name):
         work = dist.all_reduce(partial, group=axis.group, async_op=True)
     return Pending(partial, [work])
 
@@ -103,21 +105,21 @@ def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
         dist.P2POp(dist.isend, tensor, after, axis.group),
         dist.P2POp(dist.irecv, received, before, axis.group),
     ]
-    with purpose(why):
+    with purpose(why, axis=axis.name):
         return Pending(received, dist.batch_isend_irecv(operations))
 
 
 def start_send(tensor: Tensor, axis: Axis, to: int, why: str) -> Pending:
     """Send to rank ``to`` of ``axis``; the tensor must not change until ``wait`` returns it."""
     tensor = tensor.contiguous()
-    with purpose(why):
+    with purpose(why, axis=axis.name):
         peer = dist.get_global_rank(axis.group, to)
         return Pending(tensor, [_started(dist.isend(tensor, peer, group=axis.group))])
 
 
 def start_receive(out: Tensor, axis: Axis, from_rank: int, why: str) -> Pending:
     """Receive into ``out`` from rank ``from_rank`` of ``axis``."""
-    with purpose(why):
+    with purpose(why, axis=axis.name):
         peer = dist.get_global_rank(axis.group, from_rank)
         return Pending(out, [_started(dist.irecv(out, peer, group=axis.group))])
 
@@ -131,7 +133,7 @@ def all_to_all(parts: Tensor, axis: Axis, why: str) -> Tensor:
     """Send part i of the first dim to rank i of ``axis``; returns the parts received, in the order of the ranks."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
-    with purpose(why, "all_to_all"):
+    with purpose(why, "all_to_all", axis.name):
         dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group)
     return received
 

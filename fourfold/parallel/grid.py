@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fourfold.config.run import AXES, ParallelConfig
 from fourfold.errors import UserError
-from fourfold.parallel.process_group import ensure_process_group
+from fourfold.parallel.process_group import ensure_process_group, limit_waiting
 
 FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
 """Axes that some collectives take as one."""
@@ -53,6 +53,8 @@ class Grid:
         # Groups over several axes, made at the start: making one later would be a collective in the middle of a step.
         flat = {"_".join(axes): self.mesh[axes]._flatten("_".join(axes)) for axes in FLATTENED}
         self._axes |= {name: self._axis(name, mesh) for name, mesh in flat.items()}
+        for axis in self._axes.values():
+            limit_waiting(axis.group, device_type)
         self.x, self.y, self.z, self.cp, self.pp = (self._axes[name] for name in ("x", "y", "z", "cp", "pp"))
         self.batch, self.replicas, self.tokens = (self._axes[name] for name in ("dp_z", "dp_cp", "dp_cp_z"))
         # For FSDP2: the processes that split the tokens, as one axis and as (dp·cp, z).

@@ -8,9 +8,11 @@ import os
 import sys
 import time
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # they are public
 
 from fourfold.environment import Place, read_environment, rendezvous
 from fourfold.errors import UserError
@@ -57,8 +59,8 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
     try:
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",  # on AMD, "nccl" is RCCL
-            init_method=meeting_point,
-            store=dist.HashStore() if meeting_point is None else None,  # type: ignore[attr-defined]  # it is public
+            init_method=meeting_point if meeting_point is not None and meeting_point.startswith("file:") else None,
+            store=_store(meeting_point, place, timeout),
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,
@@ -69,6 +71,30 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
             f"rank {place.rank} of {place.world_size} could not meet the others at {meeting_point} "
             f"({str(error).splitlines()[0]}); set MASTER_ADDR and MASTER_PORT to a free port on rank 0's host"
         ) from error
+
+
+def _store(meeting_point: str | None, place: Place, timeout: timedelta) -> Store | None:
+    """The store in which the processes meet; None for a file, which torch opens.
+
+    torchrun starts processes again with the store of its agent, in which the keys of those that died still are.
+    """
+    if meeting_point is None:
+        return HashStore()
+    url = urlsplit(meeting_point)
+    if url.scheme == "file":
+        return None
+    assert url.hostname is not None and url.port is not None, meeting_point
+    is_server = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    tcp_store = TCPStore(url.hostname, url.port, place.world_size, is_server, timeout, multi_tenant=True)
+    return PrefixStore(f"/attempt_{place.restarts}", tcp_store)
+
+
+def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
+    """Give a group the timeout of the default group; torch gives groups of a mesh its own, for gloo 30 minutes."""
+    device = torch.device(device_type)
+    assert dist.group.WORLD is not None, "it was started"
+    timeout = dist.group.WORLD._get_backend(device).options._timeout
+    group._get_backend(device)._set_default_timeout(timeout)
 
 
 def gpu_of(place: Place, gpus: int) -> torch.device:

@@ -70,7 +70,7 @@ class _OnCPU:
 
     def __init__(self, tensor: Tensor) -> None:
         self.device, self.requires_grad = tensor.device, tensor.requires_grad
-        with purpose(OFFLOAD):
+        with purpose(OFFLOAD, axis=""):
             self.copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
             self.copy.copy_(tensor.detach(), non_blocking=True)
 

@@ -13,6 +13,7 @@ from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import rank_of_stage, stage_layers
 from fourfold.data.loader import MicroBatch
+from fourfold.heartbeat import doing
 from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import add_adapters, trained_shapes
 from fourfold.models.transformer import Transformer
@@ -109,6 +110,7 @@ class Job:
 
     def forward(self, micro_batch: MicroBatch[Tensor], loss_scale: Tensor | float = 1.0) -> Tensor:
         """The sum of the losses of one micro-batch, or without labels its logits; without a pipeline."""
+        doing("forward and backward of a micro-batch")
         inputs = (micro_batch.tokens, micro_batch.labels, micro_batch.positions, micro_batch.documents)
         result: Tensor = self.stages[0].model(*inputs, loss_scale)
         return result

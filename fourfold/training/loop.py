@@ -20,16 +20,18 @@ from fourfold.config.run import RunConfig
 from fourfold.data.files import writing
 from fourfold.environment import Place
 from fourfold.errors import UserError
+from fourfold.heartbeat import begin_step
 from fourfold.huggingface.architectures.config_json import local_folder
 from fourfold.huggingface.import_model import load_pretrained
 from fourfold.huggingface.model_folder import PATTERNS, SOURCE_FOLDER, keep_small_files
 from fourfold.huggingface.tokenizer_file import check_same_tokenizer
 from fourfold.launch.job_processes import device_of, imported
-from fourfold.launch.stop_signals import stop_request
+from fourfold.launch.stop_signals import StopRequest
 from fourfold.parallel.communicate import purpose
 from fourfold.parallel.float8 import require_float8
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.together import failing_together, raise_together
+from fourfold.training.attempts import note_end, note_start
 from fourfold.training.corpora import Corpora, micro_batches, open_corpora
 from fourfold.training.job import Job, StepResult
 from fourfold.training.replay import Replay
@@ -37,6 +39,7 @@ from fourfold.training.run_folder import folder_of, open_run_folder
 from fourfold.training.run_record import RunRecord
 from fourfold.training.sample import sample_text
 from fourfold.training.step_checks import StepChecks
+from fourfold.training.supervision import supervised
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Outcome:
     """The newest one in the run's folder."""
     sample: str | None
     stopped: bool
-    """A signal ended the job before its last step."""
+    """A signal or the limit of time ended the job before its last step."""
     is_first_process: bool
 
 
@@ -71,6 +74,11 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
     """
     if run.lora.rank and run.model.from_hf is None:
         raise UserError("lora trains additions to a model that stays as it is; name that model in model.from_hf")
+    with supervised(place, run) as stop:
+        return _train(place, run, callbacks, stop)
+
+
+def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopRequest) -> Outcome:
     device = device_of(place, run.training.device)
     if run.training.float8 != "none":
         require_float8(device)
@@ -90,6 +98,7 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
         with failing_together():
             if is_first_process:
                 stack.enter_context(open_run_folder(run_dir))
+                note_start(run_dir, place.restarts, run.fault_tolerance.max_restarts)
                 if first_step < run.training.train_steps:
                     check_room_at_start(run_dir / CHECKPOINTS, run)
                 record = stack.enter_context(RunRecord(run, run_dir, job, corpora, first_step))
@@ -100,10 +109,11 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
         if first_step:
             checkpointer.newest = find_checkpoint(run.checkpoint.resume, run_dir / CHECKPOINTS)
         checks, replay = StepChecks(run_dir, job, checkpointer), Replay(job)
-        stop = stack.enter_context(stop_request(announce=is_first_process, launched=place.launcher != "local"))
-        steps, last_loss, stopped = first_step, None, False
+        steps, last_loss = first_step, None
+        (stopped,) = _on_any_rank([stop.is_set], device)  # while everything above was made ready
 
-        while steps < run.training.train_steps:
+        while steps < run.training.train_steps and not stopped:
+            begin_step(steps)
             step, started = steps, time.perf_counter()
             batches = micro_batches(corpora.train.step(step), run, grid.cp, device)
             kept = job.count_kept(batches)  # tokens of the step, over all ranks: what the sum of losses is divided by
@@ -142,8 +152,6 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
             if _due(steps, run.checkpoint.interval) or ends:
                 checkpointer.save(steps, required=ends)
             checkpointer.poll()
-            if stopped:
-                break
         checkpointer.wait()
 
         sample = None
@@ -162,6 +170,7 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
         with failing_together():
             if record is not None:
                 record.end(outcome)
+                note_end(run_dir)
         return outcome
 
 

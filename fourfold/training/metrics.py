@@ -134,6 +134,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def steps_taken(run_dir: Path) -> int:
+    """The steps in the record of a run; 0 where there is none."""
+    metrics = run_dir / METRICS_FILE
+    return max((record["step"] for record in read_metrics(metrics)), default=0) if metrics.is_file() else 0
+
+
 def peak_memory_bytes(device: "torch.device") -> int:
     """The most memory used so far: what PyTorch allocated on a GPU, or the resident size of this process on CPU."""
     if device.type == "cuda":

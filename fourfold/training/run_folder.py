@@ -11,9 +11,9 @@ from fourfold.checkpoints.find import list_checkpoints, step_of
 from fourfold.config.run import RunConfig
 from fourfold.data.files import locked_folder
 from fourfold.errors import UserError
-from fourfold.training.metrics import METRICS_FILE, read_metrics
+from fourfold.training.metrics import steps_taken
 
-SAMPLE_FILE, SUMMARY_FILE, RUN_FILE = "sample.txt", "summary.json", "run.toml"
+SAMPLE_FILE, SUMMARY_FILE, RUN_FILE, ATTEMPTS_FILE = "sample.txt", "summary.json", "run.toml", "attempts.jsonl"
 
 
 def folder_of(run: RunConfig) -> Path:
@@ -38,8 +38,7 @@ def open_run_folder(run_dir: Path) -> Iterator[None]:
 def where_it_continues(run: RunConfig) -> str:
     """Say which checkpoint a run that was stopped has, how many steps are lost, and which command continues."""
     folder = folder_of(run)
-    metrics = folder / METRICS_FILE
-    taken = max((record["step"] for record in read_metrics(metrics)), default=0) if metrics.is_file() else 0
+    taken = steps_taken(folder)
     # Later checkpoints are of an earlier attempt, before checkpoint.resume = 'never' or a path.
     saved = [checkpoint for checkpoint in list_checkpoints(folder / CHECKPOINTS) if step_of(checkpoint) <= taken]
     if not saved:

@@ -108,7 +108,7 @@ class RunRecord:
             "tokens/s, everything included": steps * self.tokens_per_step / seconds if steps else None,
             "seconds": round(seconds, 1),
             "checkpoint": outcome.checkpoint,
-            "ended by": "a signal, after saving" if outcome.stopped else "the last step",
+            "ended by": "a signal or the time limit, after saving" if outcome.stopped else "the last step",
         }
         if steps:  # a run that was finished already keeps the summary of its last steps
             write_output(self.run_dir / SUMMARY_FILE, json.dumps({**self.facts, **facts}, indent=1))

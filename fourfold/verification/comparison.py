@@ -16,7 +16,7 @@ from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
 from fourfold.verification.deviation import LIMIT, Deviation, deviations, replica_difference
 from fourfold.verification.initial_weights import initial_weights_error
-from fourfold.verification.one_process import Reference, plain_logits
+from fourfold.verification.one_process import Figures, Reference, plain_logits
 from fourfold.verification.transformers_reference import transformers_logits
 
 Against = Literal["plain", "transformers"]
@@ -97,7 +97,7 @@ class Comparison:
         job.update(step, norm)
         weights = self._whole(job.shards, [shard.local for shard in job.shards])
         if gradients is not None and weights is not None:
-            one, exact = (reference.step(step) for reference in self.references)
+            one, exact = self._references_step(job, step)
             self._add("loss", [Deviation.of("loss", loss, one.loss, exact.loss)])
             self._add("grad_norm", [Deviation.of("grad_norm", norm, one.grad_norm, exact.grad_norm)])
             self._add("gradients", deviations(gradients, one.gradients, exact.gradients))
@@ -108,10 +108,14 @@ class Comparison:
         result = job.train_step(random_micro_batches(job.run, step, job.grid, job.device), step)
         weights = self._whole(job.shards, [shard.local for shard in job.shards])
         if weights is not None:
-            one, exact = (reference.step(step) for reference in self.references)
+            one, exact = self._references_step(job, step)
             self._add("resumed", [Deviation.of("loss", result.loss, one.loss, exact.loss)])
             self._add("resumed", [Deviation.of("grad_norm", result.grad_norm, one.grad_norm, exact.grad_norm)])
             self._add("resumed", deviations(weights, *(reference.weights() for reference in self.references)))
+
+    def _references_step(self, job: Job, step: int) -> list[Figures]:
+        max_grad_norm = job.run.optimizer.max_grad_norm
+        return [reference.step(step, max_grad_norm) for reference in self.references]
 
     def report(self, resumed_on: str) -> ParityReport:
         return ParityReport(self.deviations, self.replicas, self.initial, resumed_on)

@@ -54,6 +54,6 @@ def _error_of_step(job: Job, exact: Reference | None, step: int) -> PrecisionErr
     weights = gather_full(job.shards, [shard.local for shard in job.shards])
     if exact is None or gradients is None or weights is None:
         return None
-    expected = exact.step(step)
+    expected = exact.step(step, job.run.optimizer.max_grad_norm)
     relative = float(((loss - expected.loss) / expected.loss).abs())
     return PrecisionError(relative, relative_rms(gradients, expected.gradients), relative_rms(weights, exact.weights()))

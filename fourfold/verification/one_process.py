@@ -66,7 +66,7 @@ class Reference:
         groups = [{"params": [p], **_treatment(name, p, run)} for name, p in self.trained.items()]
         self.adamw = torch.optim.AdamW(groups, betas=run.optimizer.betas, eps=run.optimizer.eps)
 
-    def step(self, step: int) -> Figures:
+    def step(self, step: int, max_grad_norm: float) -> Figures:
         """Train one step on its random samples."""
         batch = self._sequences(step)
         kept, size = batch.kept_BS.sum(), self.run.training.micro_batch_size
@@ -77,7 +77,7 @@ class Reference:
                 part.backward()
                 loss += part.detach()
         gradients = {name: p.grad.clone() for name, p in self.trained.items() if p.grad is not None}
-        norm = nn.utils.clip_grad_norm_(self.trained.values(), self.run.optimizer.max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(self.trained.values(), max_grad_norm)
         for group in self.adamw.param_groups:
             group["lr"] = _learning_rate(step, self.run) * group["lr_ratio"]
         self.adamw.step()

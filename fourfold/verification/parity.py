@@ -38,6 +38,9 @@ WARMUP_STEPS = 2
 MAX_GRAD_NORM = 0.1
 """Below the gradient norm of any model at its start, so that clipping shows."""
 
+UNREACHED_GRAD_NORM = 1e6
+"""In the step after resuming, so that a step without clipping shows too."""
+
 
 def parity_of_place(place: Place, run: RunConfig, steps: int, against: Against) -> ParityReport | None:
     """Run ``parity`` as a process of a job."""
@@ -56,7 +59,8 @@ def parity(run: RunConfig, device: torch.device, steps: int = 3, against: Agains
     comparison = Comparison(job, against)
     for step in range(steps):
         comparison.step(job, step)
-    other = resharded(run)
+    optimizer = run.optimizer.model_copy(update={"max_grad_norm": UNREACHED_GRAD_NORM})
+    other = resharded(run).model_copy(update={"optimizer": optimizer})
     comparison.resumed_step(_resume_elsewhere(job, other, steps), steps)
     return comparison.report(resumed_on=other.parallel.describe()) if dist.get_rank() == 0 else None
 

@@ -151,7 +151,7 @@ def test_train_stopped_by_a_signal(cli: Cli, tmp_path: Path, prefix: str, monkey
         patched.setattr(Job, "update", update)
         code, output, errors = cli("train", path)
     assert (code, errors) == (3, "")
-    assert "a signal, after saving" in output
+    assert "a signal or the time limit, after saving" in output
     assert (tmp_path / "runs" / "run" / "checkpoints" / "step_2" / "state.json").is_file()
     assert (tmp_path / "runs" / "run" / "report.html").is_file()
     assert cli("train", path)[0] == 0
@@ -176,7 +176,7 @@ def test_local_workers_stopped_by_sigterm_save_and_exit_with_3(tmp_path: Path, p
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (3, "")
-    assert "a signal, after saving" in output
+    assert "a signal or the time limit, after saving" in output
     steps = metrics.read_text().count("\n")
     assert (tmp_path / "runs" / "run" / "checkpoints" / f"step_{steps}" / "state.json").is_file()
 

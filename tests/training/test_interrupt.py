@@ -10,77 +10,26 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 from command_line import Cli
 from tiny_corpus import run_file
+from train_processes import (
+    FOURFOLD,
+    ONE_THREAD,
+    Start,
+    checkpoint_steps,
+    endless,
+    heed_hangup,
+    wait_for_steps,
+    wait_until,
+)
 
 from fourfold.launch import stop_signals
 from fourfold.launch.stop_signals import StopRequest, stop_request
 from fourfold.run_file.load import load_run
 from fourfold.training.run_folder import where_it_continues
-
-FOURFOLD = [sys.executable, "-c", "import sys; from fourfold.cli.app import main; sys.argv[0] = 'fourfold'; main()"]
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
-"""Threads that wait for each other are slow on cores that others use too."""
-Start = Callable[..., subprocess.Popen[str]]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts ``fourfold train`` in a process group of its own, which a Ctrl-C reaches as a whole."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(
-        path: Path, command: list[str] = FOURFOLD, environ: Mapping[str, str] = MappingProxyType({})
-    ) -> subprocess.Popen[str]:
-        started.append(
-            subprocess.Popen(
-                [*command, "train", str(path)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**ONE_THREAD, **environ},
-                start_new_session=True,
-                preexec_fn=heed_hangup,
-            )
-        )
-        return started[-1]
-
-    yield start
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def heed_hangup() -> None:
-    """Undo nohup, under which the tests may run."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-def wait_for_steps(path: Path, steps: int, process: subprocess.Popen[str]) -> None:
-    metrics = path.parent / "runs" / "run" / "metrics.jsonl"
-    wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= steps, process)
-
-
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    give_up = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < give_up, "it did not come so far"
-        time.sleep(0.01)
-
-
-def checkpoint_steps(folder: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in (folder / "runs" / "run" / "checkpoints").glob("step_*"))
-
-
-def endless(folder: Path, prefix: str, **changes: object) -> Path:
-    return run_file(folder, prefix, training__train_steps=100_000, lr_scheduler__decay_style="constant", **changes)
 
 
 @pytest.mark.parametrize("parallel", [{}, {"parallel__x": 2}], ids=["one process", "two local workers"])
@@ -147,9 +96,9 @@ def test_an_interrupt_before_the_first_step_stops(tmp_path: Path, prefix: str, s
     wait_until(lambda: len(children_of(process.pid)) >= 2, process)  # they still import torch
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert "Stopped. There is no checkpoint yet: no step is lost, and the same command starts again." in errors
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 3, errors
+    assert "Stopped. There is no checkpoint yet: no step is lost, and the same command starts again." in output
     assert "Traceback" not in errors
 
 
@@ -163,6 +112,7 @@ def test_a_closed_terminal_saves(tmp_path: Path, prefix: str) -> None:
     ours, theirs = os.openpty()
 
     def take_terminal() -> None:
+        heed_hangup()
         os.setsid()
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
 

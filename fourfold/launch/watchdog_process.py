@@ -1,0 +1,229 @@
+"""The process beside a rank that waits for its signs of life; imports nothing but the standard library and those."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fourfold.exit_codes import HANG, ended_by
+from fourfold.heartbeat import Beat, Heartbeat
+
+STACK_SIGNAL = signal.SIGQUIT
+"""The signal at which a rank writes its stacks; no scheduler sends it."""
+
+DONE = 0
+"""Among the numbers of the signals: nothing is left to watch."""
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+SAME_STOP_SECONDS = 1.0
+"""Within this time a second signal is the same stop, delivered twice."""
+
+UNWIND_SECONDS = 5.0
+"""Time that a rank has to leave by itself after a second stop signal."""
+
+REPORT_SECONDS = 20.0
+"""Time that the first rank waits for the reports of the others."""
+
+FORMAT = "%Y-%m-%d %H:%M:%S"
+
+
+class Watch(NamedTuple):
+    """The rank that is watched, and how: file descriptors, and limits in seconds."""
+
+    heartbeat: int
+    stacks: int
+    signals: int
+    """The numbers of the signals that the rank receives; its end is the rank's."""
+    tell: int
+    """The exit code with which the rank must leave is written here."""
+    process: int
+    rank: int
+    world_size: int
+    folder: str
+    timeout: float
+    startup_timeout: float
+    grace: float
+    forces: bool
+    """A second stop signal ends the rank: its launcher does not."""
+
+
+class Report(NamedTuple):
+    """A rank of a job that hangs."""
+
+    rank: int
+    host: str
+    process: int
+    state: str
+    """The kernel's letter: R runs, S sleeps, D waits for a disk, T is stopped."""
+    step: int
+    doing: str
+    last_sign: float
+    silent_seconds: float
+    stacks: list[str]
+
+
+def main(watch: Watch) -> None:
+    """Watch the rank until it ends, hangs, or does not stop when it should."""
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)  # they mean the rank
+    heart = Heartbeat(watch.heartbeat)
+    interval = min(1.0, watch.timeout / 10)
+    number, silent = -1, 0.0
+    stops: list[float] = []
+    while True:
+        began = time.monotonic()
+        received = _signals(watch.signals, interval)
+        if received is None or DONE in received or os.getppid() != watch.process:
+            return
+        now = time.monotonic()
+        if not received.isdisjoint(STOP_SIGNALS):
+            stops.append(now)
+        if _must_end(stops, now, watch):
+            end_rank(watch, ended_by(signal.SIGTERM))
+            return
+        beat = heart.read()
+        # Time in which this process was stopped too, as by Ctrl-Z, is no silence.
+        silent = silent + min(now - began, 2 * interval) if beat.number == number else 0.0
+        number = beat.number
+        limit = watch.timeout if beat.steps_begun > 1 else watch.startup_timeout
+        if silent >= limit or (silent >= limit / 2 and Path(watch.folder).exists()):
+            declare_hang(watch, heart, silent)
+            end_rank(watch, HANG)
+            return
+
+
+def _signals(descriptor: int, seconds: float) -> set[int] | None:
+    """The numbers of the signals that arrived meanwhile; None when the rank has ended."""
+    if not select.select([descriptor], [], [], seconds)[0]:
+        return set()
+    return set(os.read(descriptor, 4096)) or None
+
+
+def _must_end(stops: list[float], now: float, watch: Watch) -> bool:
+    """True after a second stop signal, and when the period of grace after the first is over."""
+    if not stops:
+        return False
+    if watch.grace and now - stops[0] >= watch.grace:
+        return True
+    again = [stop for stop in stops if stop - stops[0] >= SAME_STOP_SECONDS]
+    return watch.forces and bool(again) and now - again[0] >= UNWIND_SECONDS
+
+
+def end_rank(watch: Watch, code: int) -> None:
+    """Have the rank leave with ``code``; kill it where it cannot."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(watch.tell, bytes([code]))
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(watch.process, signal.SIGCONT)
+        deadline = time.monotonic() + UNWIND_SECONDS
+        while time.monotonic() < deadline:
+            if os.getppid() != watch.process:
+                return
+            time.sleep(0.05)
+        os.kill(watch.process, signal.SIGKILL)
+
+
+def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
+    """Write this rank's report; the first rank that can says which one fell silent, and the others wait for that."""
+    folder = Path(watch.folder)
+    verdict = folder / "hang.txt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(
+            folder / f"rank_{watch.rank:05}.json", json.dumps(_report(watch, heart.read(), silent)._asdict(), indent=1)
+        )
+        deadline = time.monotonic() + REPORT_SECONDS + watch.rank / watch.world_size
+        while time.monotonic() < deadline and not verdict.exists():
+            if watch.rank == 0 and len(_reports(folder)) == watch.world_size:
+                break
+            time.sleep(0.1)
+        if not verdict.exists():
+            text = describe(_reports(folder), watch.world_size, folder)
+            _write(verdict, text)
+            print(f"fourfold: {text}", file=sys.stderr, end="", flush=True)
+    except OSError as error:
+        print(f"fourfold: rank {watch.rank} hangs, and {folder}: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def describe(reports: list[Report], world_size: int, folder: Path) -> str:
+    """Name the rank that fell silent, and list what the others were doing."""
+    missing = sorted(set(range(world_size)) - {report.rank for report in reports})
+    # All others wait for the one that fell silent first, and so sent their last sign after it.
+    first = min(reports, key=lambda report: (report.state not in "TtZX", report.last_sign))
+    state = {"T": " and is stopped", "t": " and is stopped by a debugger", "D": " and waits for a disk"}
+    lines = [
+        f"hang: rank {first.rank} of {world_size} (process {first.process} on {first.host}) fell silent "
+        f"{first.silent_seconds:.0f} s ago at step {first.step}, while: {first.doing}{state.get(first.state, '')}; "
+        f"stacks of all ranks are in {folder}"
+    ]
+    if missing:
+        lines.append(f"no report came from {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}")
+    lines += [
+        f"rank {report.rank}: step {report.step}, {report.doing}, last sign at "
+        f"{time.strftime(FORMAT, time.localtime(report.last_sign))}, state {report.state}"
+        for report in reports
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _report(watch: Watch, beat: Beat, silent: float) -> Report:
+    state = _state(watch.process)
+    return Report(
+        watch.rank,
+        socket.gethostname(),
+        watch.process,
+        state,
+        beat.step,
+        beat.doing or "starting",
+        beat.time or time.time() - silent,
+        silent,
+        _stacks(watch),
+    )
+
+
+def _state(process: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    return "?"
+
+
+def _stacks(watch: Watch) -> list[str]:
+    """Ask the rank for its stacks; one that was stopped goes on for that."""
+    os.kill(watch.process, STACK_SIGNAL)
+    os.kill(watch.process, signal.SIGCONT)
+    size, deadline = -1, time.monotonic() + 2.0
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        before, size = size, os.fstat(watch.stacks).st_size
+        if size and size == before:
+            break
+    return os.pread(watch.stacks, 1 << 20, 0).decode(errors="replace").splitlines()
+
+
+def _reports(folder: Path) -> list[Report]:
+    return [Report(**_parsed(path)) for path in sorted(folder.glob("rank_*.json"))]
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    parsed: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return parsed
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file under another name first, so that no reader sees a part of it."""
+    partial = path.with_name(f".{path.name}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    main(Watch(**json.loads(sys.argv[1])))

@@ -1,0 +1,37 @@
+"""Everything around a training job that ends it in order: stop signals, the limit of time, and the watchdog."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from fourfold.config.run import RunConfig
+from fourfold.environment import Place
+from fourfold.launch.stop_signals import StopRequest, stop_request
+from fourfold.launch.watchdog import watchdog
+from fourfold.training.run_folder import folder_of
+
+HANGS = "hangs"
+"""In the folder of a run: a folder for each hang."""
+
+
+@contextmanager
+def supervised(place: Place, run: RunConfig) -> Iterator[StopRequest]:
+    """Supervise this process of a job while the block runs; yields the request to stop, which the job must heed."""
+    limits = run.fault_tolerance
+    launched, seconds = place.launcher != "local", 60 * limits.max_wall_time
+    with (
+        stop_request(announce=place.rank == 0, launched=launched, seconds=seconds) as stop,
+        watchdog(folder_of(run) / HANGS / _time_of_start(), place, limits),
+    ):
+        yield stop
+
+
+def _time_of_start() -> str:
+    """Rank 0's clock, on all ranks."""
+    now = [time.strftime("%Y-%m-%dT%H-%M-%S")]
+    dist.broadcast_object_list(now)
+    return now[0]

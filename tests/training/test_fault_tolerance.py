@@ -1,0 +1,193 @@
+"""Jobs that hang, crash, run out of time or do not stop, with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command_line import Cli
+from tiny_corpus import run_file
+from train_processes import Start, checkpoint_steps, endless, wait_for_steps, wait_until
+
+from fourfold.exit_codes import HANG, STOPPED
+from fourfold.launch.watchdog_process import Report, describe
+from fourfold.training.metrics import read_metrics
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=2"]
+
+
+def worker(parent: subprocess.Popen[str], rank: int) -> int:
+    """The process of a rank, started by ``fourfold train`` itself or by torchrun."""
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    ranks = [pid for pid in children if "resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_text()]
+    return int(ranks[rank])
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(folder / "runs" / "run" / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("stopped", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_rank_that_was_stopped_is_named(tmp_path: Path, prefix: str, start: Start, stopped: int) -> None:
+    path = endless(tmp_path, prefix, parallel__x=2, fault_tolerance__timeout=3, fault_tolerance__max_restarts=0)
+    process = start(path)
+    wait_for_steps(path, 2, process)
+    os.kill(worker(process, stopped), signal.SIGSTOP)
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == HANG, errors
+    assert time.monotonic() - began < 33
+    assert re.search(rf"hang: rank {stopped} of 2 \(process \d+ on .*\) fell silent \d+ s ago at step \d+", errors)
+    assert "is stopped; stacks of all ranks are in" in errors
+    (folder,) = (tmp_path / "runs" / "run" / "hangs").iterdir()
+    for rank in range(2):
+        report = json.loads((folder / f"rank_{rank:05}.json").read_text())
+        assert any("training/loop.py" in line for line in report["stacks"])
+    assert (folder / "hang.txt").read_text() in errors
+
+
+def test_the_first_that_fell_silent_is_named_where_none_is_stopped(tmp_path: Path) -> None:
+    def report(rank: int, last_sign: float, state: str = "S") -> Report:
+        return Report(rank, "host", 100 + rank, state, 7, "layers.0.mlp.up: output (over y)", last_sign, 60.0, [])
+
+    reports = [report(0, 50.0), report(1, 40.0), report(2, 45.0)]
+    assert describe(reports, 3, tmp_path).startswith("hang: rank 1 of 3 (process 101 on host) fell silent 60 s ago")
+    assert "while: layers.0.mlp.up: output (over y)" in describe(reports, 3, tmp_path)
+    reports[2] = report(2, 45.0, "D")
+    assert describe(reports, 3, tmp_path).startswith("hang: rank 1 of 3")
+    reports[2] = report(2, 45.0, "T")
+    assert describe(reports, 3, tmp_path).startswith("hang: rank 2 of 3")
+    assert "no report came from ranks 3, 4" in describe(reports, 5, tmp_path)
+
+
+def test_a_killed_worker_costs_no_bit(tmp_path: Path, prefix: str, start: Start, cli: Cli) -> None:
+    changes = {"parallel__x": 2, "training__train_steps": 12, "checkpoint__interval": 3}
+    (tmp_path / "whole").mkdir()
+    assert cli("train", run_file(tmp_path / "whole", prefix, **changes))[0] == 0
+    path = run_file(tmp_path, prefix, **changes)
+    process = start(path)
+    wait_for_steps(path, 4, process)
+    os.kill(worker(process, 1), signal.SIGKILL)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert "worker 1 of 2 was ended by SIGKILL" in errors
+    assert re.search(r"starting again; The newest checkpoint is .*step_\d+", errors)
+    assert losses(tmp_path) == losses(tmp_path / "whole")
+
+
+FAIL_IN_STEP_4 = """
+from fourfold.training.job import Job
+
+original = Job.update
+
+def update(job, step, grad_norm):
+    if step == 3:
+        raise ZeroDivisionError("the batch of step 4")
+    return original(job, step, grad_norm)
+
+Job.update = update
+"""
+
+
+def test_a_step_that_always_fails_is_found(tmp_path: Path, prefix: str, start: Start) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FAIL_IN_STEP_4)
+    path = run_file(tmp_path, prefix, parallel__x=2, checkpoint__interval=2, fault_tolerance__max_restarts=1)
+    python_path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    process = start(path, environ={"PYTHONPATH": python_path})
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 2, errors
+    assert errors.count("ZeroDivisionError: the batch of step 4") == 2
+    assert "fourfold: step 4 failed 2 times in a row (fault_tolerance.max_restarts = 1)" in errors
+
+
+@pytest.mark.parametrize(
+    ("rendezvous", "killed"),
+    [
+        (["--standalone"], [1]),
+        *(
+            pytest.param(rendezvous, killed, marks=pytest.mark.slow)
+            for rendezvous, killed in (
+                (["--standalone"], [0, 1]),
+                (["--master-port=29617"], [1]),
+                (["--master-port=29619"], [0, 1]),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_torchrun_starts_again(
+    tmp_path: Path, prefix: str, start: Start, rendezvous: list[str], killed: list[int]
+) -> None:
+    path = run_file(tmp_path, prefix, parallel__x=2, training__train_steps=40, checkpoint__interval=2)
+    process = start(path, [*TORCHRUN, *rendezvous, "--nproc-per-node=2", "-m", "fourfold"])
+    wait_for_steps(path, 3, process)
+    for process_id in [worker(process, rank) for rank in killed]:
+        os.kill(process_id, signal.SIGKILL)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert len(losses(tmp_path)) == 40
+    assert 40 in checkpoint_steps(tmp_path)
+    attempts = (tmp_path / "runs" / "run" / "attempts.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("restarts") for line in attempts] == [0, 1, None]
+
+
+def test_the_second_sigterm_ends_a_job_that_cannot_save(tmp_path: Path, prefix: str, start: Start) -> None:
+    path = endless(tmp_path, prefix, parallel__x=2)
+    process = start(path)
+    wait_for_steps(path, 2, process)
+    os.kill(worker(process, 1), signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert "Stopped. There is no checkpoint yet" in errors
+
+
+def test_a_job_that_does_not_save_in_its_period_of_grace_ends(tmp_path: Path, prefix: str, start: Start) -> None:
+    path = endless(tmp_path, prefix, parallel__x=2, fault_tolerance__grace_period=2)
+    process = start(path)
+    wait_for_steps(path, 2, process)
+    os.kill(worker(process, 1), signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+
+
+@pytest.mark.parametrize("parallel", [{}, {"parallel__x": 2}], ids=["one process", "two local workers"])
+def test_a_signal_during_the_start_stops_before_the_first_step(
+    tmp_path: Path, prefix: str, start: Start, parallel: dict[str, object]
+) -> None:
+    """While torch is being imported."""
+    path = endless(tmp_path, prefix, **parallel)
+    process = start(path)
+    wait_until(lambda: "libtorch" in Path(f"/proc/{worker_or_self(process, parallel)}/maps").read_text(), process)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == STOPPED, errors
+    assert "Stopped. There is no checkpoint yet: no step is lost" in output
+
+
+def worker_or_self(process: subprocess.Popen[str], parallel: dict[str, object]) -> int:
+    try:
+        return worker(process, 1) if parallel else process.pid
+    except IndexError:  # not started yet
+        return os.getpid() if "torch" not in sys.modules else process.pid
+
+
+def test_the_limit_of_time_saves_and_stops(tmp_path: Path, prefix: str, cli: Cli) -> None:
+    path = endless(tmp_path, prefix, fault_tolerance__max_wall_time=0.02)
+    code, output, _ = cli("train", path)
+    assert code == STOPPED
+    (step,) = checkpoint_steps(tmp_path)
+    assert 0 < step < 100_000
+    assert "a signal or the time limit, after saving" in output
+    assert f"step_{step}: no step is lost. The same command continues from it." in output

@@ -1,0 +1,44 @@
+"""Real processes of ``fourfold train``, and what they have written so far."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tiny_corpus import run_file
+
+FOURFOLD = [sys.executable, "-c", "import sys; from fourfold.cli.app import main; sys.argv[0] = 'fourfold'; main()"]
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+"""Threads that wait for each other are slow on cores that others use too."""
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def heed_hangup() -> None:
+    """Undo nohup, under which the tests may run."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def wait_for_steps(path: Path, steps: int, process: subprocess.Popen[str]) -> None:
+    metrics = path.parent / "runs" / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= steps, process)
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    give_up = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < give_up, "it did not come so far"
+        time.sleep(0.01)
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "runs" / "run" / "checkpoints").glob("step_*"))
+
+
+def endless(folder: Path, prefix: str, **changes: object) -> Path:
+    return run_file(folder, prefix, training__train_steps=100_000, lr_scheduler__decay_style="constant", **changes)
