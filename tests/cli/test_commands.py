@@ -375,7 +375,9 @@ def test_damaged_checkpoint(cli: Cli, tmp_path: Path, prefix: str, damage: Calla
     assert files_in(tmp_path / "runs") == before
 
 
-@pytest.mark.parametrize("damage", [scramble_shard, lambda path: (path / "state.json").write_text("{")], ids=str)
+@pytest.mark.parametrize(
+    "damage", [scramble_shard, lambda path: (path / "state.json").write_text("{")], ids=["shard", "state"]
+)
 def test_a_run_steps_back_past_a_damaged_checkpoint(
     cli: Cli, tmp_path: Path, prefix: str, damage: Callable[[Path], object]
 ) -> None:
