@@ -23,6 +23,7 @@ from fourfold import heartbeat
 from fourfold.config.fault_tolerance import FaultToleranceConfig
 from fourfold.environment import Place
 from fourfold.heartbeat import SIZE, Heartbeat
+from fourfold.launch.stop_signals import held_stop_signals
 from fourfold.launch.watchdog_process import DONE, STACK_SIGNAL, Watch
 
 
@@ -57,7 +58,8 @@ def watchdog(folder: Path, place: Place, limits: FaultToleranceConfig) -> Iterat
         command = [sys.executable, "-m", "fourfold.launch.watchdog_process", json.dumps(watch._asdict())]
         inherited = (watch.heartbeat, watch.stacks, watch.signals, watch.tell)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        process = subprocess.Popen(command, pass_fds=inherited, env=environment, stdin=subprocess.DEVNULL)
+        with held_stop_signals():  # they mean this process, and the watchdog inherits the block
+            process = subprocess.Popen(command, pass_fds=inherited, env=environment, stdin=subprocess.DEVNULL)
         for descriptor in (alive, told):
             os.close(descriptor)
         threading.Thread(target=_leave_when_told, args=(ended,), daemon=True, name="fourfold-watchdog").start()
@@ -71,7 +73,8 @@ def watchdog(folder: Path, place: Place, limits: FaultToleranceConfig) -> Iterat
             heartbeat.watched(None)
             signal.set_wakeup_fd(before)
             faulthandler.unregister(STACK_SIGNAL)
-            os.write(signals, bytes([DONE]))
+            with contextlib.suppress(BrokenPipeError):  # where something has killed the watchdog
+                os.write(signals, bytes([DONE]))
             process.wait()
             os.close(signals)
 

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 from fourfold.exit_codes import HANG, ended_by
 from fourfold.heartbeat import Beat, Heartbeat
+from fourfold.launch.stop_signals import STOP_SIGNALS
 
 STACK_SIGNAL = signal.SIGQUIT
 """The signal at which a rank writes its stacks; no scheduler sends it."""
 
 DONE = 0
 """Among the numbers of the signals: nothing is left to watch."""
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 SAME_STOP_SECONDS = 1.0
 """Within this time a second signal is the same stop, delivered twice."""
@@ -32,6 +31,9 @@ UNWIND_SECONDS = 5.0
 
 REPORT_SECONDS = 20.0
 """Time that the first rank waits for the reports of the others."""
+
+STOPPED = "Tt"
+"""The kernel's letters of processes that were stopped."""
 
 FORMAT = "%Y-%m-%d %H:%M:%S"
 
@@ -63,7 +65,7 @@ class Report(NamedTuple):
     host: str
     process: int
     state: str
-    """The kernel's letter: R runs, S sleeps, D waits for a disk, T is stopped."""
+    """The kernel's letter: R runs, S sleeps, D waits for a disk, T and t are stopped."""
     step: int
     doing: str
     last_sign: float
@@ -73,8 +75,6 @@ class Report(NamedTuple):
 
 def main(watch: Watch) -> None:
     """Watch the rank until it ends, hangs, or does not stop when it should."""
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)  # they mean the rank
     heart = Heartbeat(watch.heartbeat)
     interval = min(1.0, watch.timeout / 10)
     number, silent = -1, 0.0
@@ -138,9 +138,10 @@ def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
     verdict = folder / "hang.txt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(
-            folder / f"rank_{watch.rank:05}.json", json.dumps(_report(watch, heart.read(), silent)._asdict(), indent=1)
-        )
+        report = _report(watch, heart.read(), silent)
+        if report.state not in STOPPED:
+            report = report._replace(stacks=_stacks(watch))
+        _write_report(folder, report)
         deadline = time.monotonic() + REPORT_SECONDS + watch.rank / watch.world_size
         while time.monotonic() < deadline and not verdict.exists():
             if watch.rank == 0 and len(_reports(folder)) == watch.world_size:
@@ -150,6 +151,8 @@ def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
             text = describe(_reports(folder), watch.world_size, folder)
             _write(verdict, text)
             print(f"fourfold: {text}", file=sys.stderr, end="", flush=True)
+        if report.state in STOPPED:  # it goes on for that, so not before the others have reported
+            _write_report(folder, report._replace(stacks=_stacks(watch)))
     except OSError as error:
         print(f"fourfold: rank {watch.rank} hangs, and {folder}: {error.strerror}", file=sys.stderr, flush=True)
 
@@ -158,7 +161,7 @@ def describe(reports: list[Report], world_size: int, folder: Path) -> str:
     """Name the rank that fell silent, and list what the others were doing."""
     missing = sorted(set(range(world_size)) - {report.rank for report in reports})
     # All others wait for the one that fell silent first, and so sent their last sign after it.
-    first = min(reports, key=lambda report: (report.state not in "TtZX", report.last_sign))
+    first = min(reports, key=lambda report: (report.state not in STOPPED, report.last_sign))
     state = {"T": " and is stopped", "t": " and is stopped by a debugger", "D": " and waits for a disk"}
     lines = [
         f"hang: rank {first.rank} of {world_size} (process {first.process} on {first.host}) fell silent "
@@ -186,8 +189,12 @@ def _report(watch: Watch, beat: Beat, silent: float) -> Report:
         beat.doing or "starting",
         beat.time or time.time() - silent,
         silent,
-        _stacks(watch),
+        [],
     )
+
+
+def _write_report(folder: Path, report: Report) -> None:
+    _write(folder / f"rank_{report.rank:05}.json", json.dumps(report._asdict(), indent=1))
 
 
 def _state(process: int) -> str:
@@ -197,7 +204,7 @@ def _state(process: int) -> str:
 
 
 def _stacks(watch: Watch) -> list[str]:
-    """Ask the rank for its stacks; one that was stopped goes on for that."""
+    """The rank's stacks, which it writes at a signal, also from the middle of a collective."""
     os.kill(watch.process, STACK_SIGNAL)
     os.kill(watch.process, signal.SIGCONT)
     size, deadline = -1, time.monotonic() + 2.0

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from command_line import Cli
 from tiny_corpus import run_file
-from train_processes import Start, checkpoint_steps, endless, wait_for_steps, wait_until
+from train_processes import Start, checkpoint_steps, children_of, endless, wait_for_steps, wait_until
 
 from fourfold.exit_codes import HANG, STOPPED
 from fourfold.launch.watchdog_process import Report, describe
@@ -25,9 +25,12 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=2"]
 
 def worker(parent: subprocess.Popen[str], rank: int) -> int:
     """The process of a rank, started by ``fourfold train`` itself or by torchrun."""
-    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-    ranks = [pid for pid in children if "resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_text()]
-    return int(ranks[rank])
+    ranks = [
+        child
+        for child in children_of(parent.pid)
+        if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()
+    ]
+    return ranks[rank]
 
 
 def losses(folder: Path) -> list[float]:
@@ -166,21 +169,29 @@ def test_a_job_that_does_not_save_in_its_period_of_grace_ends(tmp_path: Path, pr
 def test_a_signal_during_the_start_stops_before_the_first_step(
     tmp_path: Path, prefix: str, start: Start, parallel: dict[str, object]
 ) -> None:
-    """While torch is being imported."""
     path = endless(tmp_path, prefix, **parallel)
     process = start(path)
-    wait_until(lambda: "libtorch" in Path(f"/proc/{worker_or_self(process, parallel)}/maps").read_text(), process)
+    wait_until(lambda: imports_torch(process.pid) or any(map(imports_torch, children_of(process.pid))), process)
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == STOPPED, errors
     assert "Stopped. There is no checkpoint yet: no step is lost" in output
 
 
-def worker_or_self(process: subprocess.Popen[str], parallel: dict[str, object]) -> int:
-    try:
-        return worker(process, 1) if parallel else process.pid
-    except IndexError:  # not started yet
-        return os.getpid() if "torch" not in sys.modules else process.pid
+def imports_torch(process_id: int) -> bool:
+    return "libtorch" in Path(f"/proc/{process_id}/maps").read_text()
+
+
+def test_a_job_without_its_watchdog_goes_on(tmp_path: Path, prefix: str, start: Start) -> None:
+    path = endless(tmp_path, prefix)
+    process = start(path)
+    wait_for_steps(path, 2, process)
+    for child in children_of(process.pid):
+        os.kill(child, signal.SIGKILL)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == STOPPED, errors
+    assert len(checkpoint_steps(tmp_path)) == 1
 
 
 def test_the_limit_of_time_saves_and_stops(tmp_path: Path, prefix: str, cli: Cli) -> None:

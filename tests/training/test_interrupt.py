@@ -20,6 +20,7 @@ from train_processes import (
     ONE_THREAD,
     Start,
     checkpoint_steps,
+    children_of,
     endless,
     heed_hangup,
     wait_for_steps,
@@ -100,10 +101,6 @@ def test_an_interrupt_before_the_first_step_stops(tmp_path: Path, prefix: str, s
     assert process.returncode == 3, errors
     assert "Stopped. There is no checkpoint yet: no step is lost, and the same command starts again." in output
     assert "Traceback" not in errors
-
-
-def children_of(process_id: int) -> list[str]:
-    return Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()
 
 
 def test_a_closed_terminal_saves(tmp_path: Path, prefix: str) -> None:

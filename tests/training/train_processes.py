@@ -42,3 +42,7 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 def endless(folder: Path, prefix: str, **changes: object) -> Path:
     return run_file(folder, prefix, training__train_steps=100_000, lr_scheduler__decay_style="constant", **changes)
+
+
+def children_of(process_id: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()]
