@@ -123,6 +123,7 @@ def test_train(cli: Cli, tmp_path: Path, prefix: str) -> None:
     assert "step_4" in page
     assert load_run(run_dir / "run.toml").training.train_steps == 4
     assert sorted(path.name for path in run_dir.iterdir()) == [
+        "attempts.jsonl",
         "checkpoints",
         "metrics.jsonl",
         "report.html",

@@ -41,7 +41,7 @@ def test_the_first_interrupt_saves(
     process = start(path)
     wait_for_steps(path, 2, process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group at once
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 3, errors
     assert errors.count("saving a checkpoint after this step; Ctrl-C once more stops without it") == 1
     assert "Traceback" not in errors
@@ -84,7 +84,7 @@ def test_the_second_interrupt_stops(tmp_path: Path, prefix: str, start: Start, p
     assert process.stderr is not None
     assert any("Ctrl-C once more" in line for line in process.stderr)
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert re.search(r"Stopped\. The newest checkpoint is .*step_2: 1 step is lost\. The same command contin", errors)
@@ -97,7 +97,7 @@ def test_an_interrupt_before_the_first_step_stops(tmp_path: Path, prefix: str, s
     wait_until(lambda: len(children_of(process.pid)) >= 2, process)  # they still import torch
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 3, errors
     assert "Stopped. There is no checkpoint yet: no step is lost, and the same command starts again." in output
     assert "Traceback" not in errors
@@ -137,7 +137,7 @@ def test_an_interrupt_of_torchrun_saves(tmp_path: Path, prefix: str, start: Star
     process = start(path, torchrun)
     wait_for_steps(path, 2, process)
     os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=300)
     assert errors.count("saving a checkpoint after this step") == 1, errors
     assert len(checkpoint_steps(tmp_path)) == 1
     assert output.count("no step is lost") == 1

@@ -1,0 +1,80 @@
+"""The cost of the watchdog's signs of life: seconds of one, and their share of a step of the smallest model.
+
+    python -m benchmarks.watchdog_cost [--rounds 20]
+
+A larger model has as many signs in a longer step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import timeit
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.ranks import run_on_ranks
+from fourfold import heartbeat
+from fourfold.heartbeat import SIZE, Heartbeat
+from fourfold.parallel.grid import Grid
+from fourfold.run_file.load import make_run
+from fourfold.training.job import Job
+from fourfold.verification.batches import random_micro_batches
+
+SIGNS = 100_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    rounds = parser.parse_args().rounds
+    memory = Heartbeat(_shared_memory())
+    heartbeat.watched(memory)
+    with_watchdog = min(timeit.repeat(_sign, number=SIGNS, repeat=5)) / SIGNS
+    heartbeat.watched(None)
+    without = min(timeit.repeat(_sign, number=SIGNS, repeat=5)) / SIGNS
+    print(f"a sign of life: {1e6 * with_watchdog:.2f} µs; without a watchdog {1e6 * without:.2f} µs")
+    signs, seconds = run_on_ranks(2, 1, steps_on_grid, rounds)
+    share = signs * with_watchdog / seconds
+    print(f"llama-tiny on x 2: {signs} signs in a step of {1e3 * seconds:.1f} ms (the fastest): {share:.3%}")
+
+
+def steps_on_grid(rounds: int) -> tuple[int, float]:
+    """Signs of life in a step, and the seconds of the fastest."""
+    training = {"global_batch_size": 8, "micro_batch_size": 2, "seq_length": 128, "train_steps": 1000}
+    run = make_run(
+        {
+            "model": {"preset": "llama-tiny"},
+            "data": {"source": "python-stdlib"},
+            "parallel": {"x": 2},
+            "training": training,
+        }
+    )
+    job = Job(run, Grid(run.parallel, "cpu"), torch.device("cpu"))
+    job.initialize(0)
+    memory = Heartbeat(_shared_memory())
+    heartbeat.watched(memory)
+    batches = random_micro_batches(run, 0, job.grid, job.device)
+    seconds, counts = [], []
+    for step in range(rounds):
+        before = memory.read().number
+        seconds.append(timeit.timeit(lambda step=step: job.train_step(batches, step), number=1))
+        counts.append(memory.read().number - before)
+        dist.barrier()
+    return round(statistics.median(counts)), min(seconds)
+
+
+def _sign() -> None:
+    heartbeat.doing("layers.0.self_attn.qkv: tokens", "x")
+
+
+def _shared_memory() -> int:
+    descriptor = os.memfd_create("heartbeat")
+    os.ftruncate(descriptor, SIZE)
+    return descriptor
+
+
+if __name__ == "__main__":
+    main()
