@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from fourfold.environment import read_environment
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.launch.local_workers import WorkerFailed
 from fourfold.planning.machines.machine import load_machine
+from fourfold.training.machine_memory import check_machine_memory
 from fourfold.training.run_folder import ATTEMPTS_FILE, folder_of, where_it_continues
 
 if TYPE_CHECKING:  # these import torch, which the parent of local workers does not need
@@ -31,6 +34,8 @@ def train(run: RunConfig) -> Outcome:
     """
     if run.metrics.machine is not None:
         load_machine(run.metrics.machine)  # errors in it are raised before any process starts
+    if read_environment(os.environ) is None:  # all processes are this machine's
+        check_machine_memory(run)
     callbacks = ["fourfold.memorization.in_training:CanaryAudit"] if run.audit.interval else []
     for restarts in itertools.count():
         started = time.time()

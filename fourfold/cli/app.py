@@ -26,7 +26,7 @@ from fourfold.cli.prepare import prepare
 from fourfold.cli.report import report
 from fourfold.cli.trace import trace
 from fourfold.cli.train import train
-from fourfold.errors import UserError
+from fourfold.errors import UserError, sentence
 from fourfold.exit_codes import CRASH, HANG, REFUSED
 from fourfold.launch.local_workers import JobHung, WorkerFailed
 
@@ -70,7 +70,7 @@ def main() -> None:
     try:
         app(prog_name="fourfold")
     except UserError as error:
-        print(f"fourfold: {error}", file=sys.stderr)
+        print(f"fourfold: {sentence(error)}", file=sys.stderr)
         sys.exit(REFUSED)
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:

@@ -16,7 +16,7 @@ def verify(folder: Annotated[Path, typer.Argument(help="A checkpoint, a folder o
     from fourfold.checkpoints.find import FOLDER, STATE_FILE, list_checkpoints
     from fourfold.checkpoints.integrity import DamagedCheckpoint, size_of
     from fourfold.checkpoints.verify import verify
-    from fourfold.errors import UserError
+    from fourfold.errors import UserError, sentence
     from fourfold.training.console import format_bytes
 
     found = (
@@ -30,7 +30,7 @@ def verify(folder: Annotated[Path, typer.Argument(help="A checkpoint, a folder o
             verify(path)
         except DamagedCheckpoint as damage:
             damaged += 1
-            typer.echo(str(damage))
+            typer.echo(sentence(damage))
         else:
             files, size = size_of(path)
             typer.echo(f"{path} is whole: {files} files, {format_bytes(size)}")

@@ -24,7 +24,9 @@ class GoldfishConfig(Strict):
         "which protects nothing (for comparison).",
     )
     k: int = Field(4, ge=2, description="One token in k is left out.")
-    h: int = Field(13, ge=1, description="Preceding tokens that decide whether a token is masked (hash, hash-table).")
+    h: int = Field(
+        13, ge=1, le=2**20, description="Preceding tokens that decide whether a token is masked (hash, hash-table)."
+    )
     start_step: int = Field(0, ge=0, description="The first optimizer step that is masked.")
     include_target: bool = Field(
         True, description="hash-table: the h tokens end with the target, as published; false: they precede it."

@@ -62,6 +62,17 @@ def toml(content: bytes) -> Any:
 
 
 MORE = {
+    "model": {
+        "preset": "llama-tiny", "vocab_size": 257, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "intermediate_size": 176, "max_position_embeddings": 64, "rope_theta": 1e4,
+        "norm_eps": 1e-5, "initializer_range": 0.02, "pad_vocab_size_to_multiple_of": 128, "qk_norm": False,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "training": {"precision": "fp32", "seed": 0, "device": "cpu"},
+    "activation_checkpoint": {"mode": "none", "every": 1},
+    "overlap": {"weight_prefetch": 1},
+    "loss_scaling": {"initial": 1024.0, "growth_interval": 2},
+    "lr_scheduler": {"decay_style": "wsd", "decay_ratio": 0.2, "min_lr_ratio": 0.1},
     "parallel": {"x": 1, "z": 1, "zero": 0, "schedule": "1F1B"},
     "masks": {"goldfish": {"strategy": "hash", "k": 4, "h": 13}},
     "optimizer": {"betas": [0.9, 0.95], "eps": 1e-8, "groups": [{"parameters": ["layers.*"], "lr_ratio": 0.5}]},
@@ -69,7 +80,7 @@ MORE = {
     "metrics": {"log_interval": 1, "machine": "laptop"},
     "validation": {"interval": 1, "steps": 1},
     "sample": {"prompt": "the", "max_new_tokens": 2, "temperature": 0.8},
-}
+}  # fmt: skip
 """Keys of the run file, so that damage meets them."""
 
 

@@ -15,12 +15,13 @@ from command_line import Cli
 from mutations import DEPTH
 from tiny_runs import tiny_run
 
+from fourfold import jobs
 from fourfold.checkpoints.find import STATE_FILE
 from fourfold.checkpoints.integrity import DamagedCheckpoint, seal
 from fourfold.checkpoints.saved_state import read_state, state_of, write_state
 from fourfold.data.manifest import Manifest, corpus_tokenizer, read_manifest
 from fourfold.data.tokenizer import ByteTokenizer
-from fourfold.errors import UserError
+from fourfold.errors import UserError, sentence
 from fourfold.planning.machines.machine import load_machine
 from fourfold.run_file.load import load_run
 from fourfold.training.sample import sample_text
@@ -58,6 +59,7 @@ def run_text(key: str, value: str) -> str:
         ("model.vocab_size", str(2**62)),
         ("training.seq_length", str(10**12)),
         ("training.global_batch_size", str(10**12)),
+        ("masks.goldfish.h", str(2**62)),
         ("parallel.x", str(2**62)),
         ("training.train_steps", str(2**63)),
         ("name", f'"{"n" * 300}"'),
@@ -154,3 +156,17 @@ def test_a_sample_of_logits_that_are_not_finite(logit: float, temperature: float
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-40, 1e-30])
 def test_a_temperature_that_float32_does_not_hold(temperature: float) -> None:
     assert sample(0.0, temperature) == "AAA"
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden_size": 2**20}, {"vocab_size": 2 * 10**9}, {"num_hidden_layers": 100_000}], ids=str
+)
+def test_a_model_that_the_machine_cannot_hold(change: dict[str, int]) -> None:
+    with pytest.raises(UserError, match="GB of memory"):
+        jobs.train(tiny_run(model={"preset": "llama-tiny", **change}, training={"device": "cpu"}))
+
+
+@pytest.mark.parametrize("text", ["a\nb", "\x1b[2J", "\0", "n" * 100_000])
+def test_a_sentence_is_one_short_line(text: str) -> None:
+    line = sentence(UserError(text))
+    assert line.isprintable() and len(line) < 1500

@@ -1,0 +1,34 @@
+"""The memory of this machine is more than the model's: asked before any process starts."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+from fourfold.config.run import RunConfig
+from fourfold.errors import UserError
+
+GPUS = ("/dev/nvidiactl", "/dev/kfd")
+"""Files of a machine that has GPUs of NVIDIA or AMD."""
+
+
+def check_machine_memory(run: RunConfig) -> None:
+    """Raise ``UserError`` for a model that this machine's memory cannot hold, where its processes run on the CPU.
+
+    However it is split, all processes together hold its weights, gradients and moments; LoRA's, the weights.
+    """
+    if run.training.device == "cuda" or (run.training.device == "auto" and any(Path(file).exists() for file in GPUS)):
+        return
+    bits = run.training.precision if run.lora.rank else run.training.master_weights
+    copies = 1 if run.lora.rank else 4
+    needed = run.model.num_parameters * copies * (4 if bits == "fp32" else 2)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        memory = min(memory, limit * run.parallel.world_size)
+    if needed > memory:
+        raise UserError(
+            f"training [model] takes at least {needed / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB of "
+            "memory; make it smaller, or train on more machines"
+        )
