@@ -10,7 +10,7 @@ from fourfold.config.strict import Strict
 
 
 class FaultToleranceConfig(Strict):
-    """Hangs, restarts and limits of time; docs/reliability.md says what happens when."""
+    """Hangs, restarts and limits of time ([reliability.md](reliability.md#hangs))."""
 
     timeout: float = Field(
         600, ge=0, description="Seconds without a sign of life after which a job counts as hung, and ends; 0: never."

@@ -117,9 +117,7 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
             step, started = steps, time.perf_counter()
             batches = micro_batches(corpora.train.step(step), run, grid.cp, device)
             kept = job.count_kept(batches)  # tokens of the step, over all ranks: what the sum of losses is divided by
-            loss = replay.forward_backward(
-                step, batches, kept
-            )  # every micro-batch; gradients are summed over the ranks
+            loss = replay.forward_backward(step, batches, kept)  # of every micro-batch; gradients summed over ranks
             grad_norm = job.clip()
             verdict = checks.judge(step, loss, grad_norm, kept)  # the same on every rank
             if verdict.action == "update":
