@@ -172,7 +172,9 @@ class Checkpointer:
             every = self.config.keep_every
             for old in ours[: -self.config.keep_latest_k]:
                 if not every or step_of(old) % every:
-                    shutil.rmtree(old)
+                    removed = old.with_name(f".{old.name}.removed")
+                    old.rename(removed)  # killed from here on, it leaves no half of a checkpoint under its name
+                    shutil.rmtree(removed)
 
 
 def set_aside(checkpoint: Path, damage: DamagedCheckpoint) -> Path:

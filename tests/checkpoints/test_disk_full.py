@@ -189,3 +189,14 @@ def test_a_run_folder_that_is_full(tmp_path: Path, prefix: str, disk: Disk, para
     assert done.stderr == f"fourfold: cannot write {folder}/run/metrics.jsonl: No space left on device\n"
     steps = [record["step"] for record in read_metrics(folder / "run" / "metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > 8
+
+
+def test_what_killed_jobs_left_is_removed_or_gets_its_name_back(tmp_path: Path) -> None:
+    names = (".step_2.partial", ".step_4.removed", ".step_6.replaced", ".step_8.replaced", "step_8")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text(name)
+    check_room_at_start(tmp_path, tiny_run())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_6", "step_8"]
+    assert (tmp_path / "step_6" / "state.json").read_text() == ".step_6.replaced"
+    assert (tmp_path / "step_8" / "state.json").read_text() == "step_8"
