@@ -47,7 +47,7 @@ class StopRequest:
                 return
             if self._received:
                 raise KeyboardInterrupt
-            self._interrupted_at = now
+            self._interrupted_at, self._received = now, True  # first: a second one may come during the line below
             if self._announce:
                 os.write(2, SAVING)  # not print, which the signal may have interrupted
         self._received = True
