@@ -30,9 +30,10 @@ from tiny_runs import tiny_run  # noqa: E402
 
 from fourfold.config.run import AXES, ParallelConfig, RunConfig  # noqa: E402
 from fourfold.run_file.load import load_run  # noqa: E402
-from fourfold.verification.comparison import Against, ParityReport  # noqa: E402
+from fourfold.verification.comparison import Against  # noqa: E402
 from fourfold.verification.low_precision import PrecisionError, precision_error  # noqa: E402
 from fourfold.verification.parity import parity  # noqa: E402
+from fourfold.verification.parity_report import ParityReport  # noqa: E402
 
 RUN_FILE = HERE.parent / "examples" / "parity.toml"
 RANDOM_RUNS = 300

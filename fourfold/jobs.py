@@ -18,7 +18,7 @@ from fourfold.training.run_folder import ATTEMPTS_FILE, folder_of, where_it_cont
 if TYPE_CHECKING:  # these import torch, which the parent of local workers does not need
     from fourfold.config.run import RunConfig
     from fourfold.memorization.audit import AuditRequest
-    from fourfold.training.loop import Outcome
+    from fourfold.training.outcome import Outcome
 
 
 def train(run: RunConfig) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Literal
 
 from pydantic import Field
 
@@ -24,6 +25,11 @@ class FaultToleranceConfig(Strict):
         ge=0,
         description="Times that a job is started again, from its newest checkpoint, after failing at one and the same "
         "step. torchrun and SLURM restart jobs themselves; for them it limits the attempts at one step.",
+    )
+    failing_step: Literal["stop", "skip"] = Field(
+        "stop",
+        description="A step that has failed more often than that: stop ends the job and names it, skip leaves out its "
+        "batch and goes on.",
     )
     max_wall_time: float = Field(
         0, ge=0, description="Minutes after which the job saves and stops, as at a stop signal; 0: no limit."

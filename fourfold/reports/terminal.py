@@ -27,7 +27,7 @@ from fourfold.training.console import byte_unit, format_bytes
 if TYPE_CHECKING:
     from fourfold.data.mask_preview import Preview
     from fourfold.data.tokenizer import Tokenizer
-    from fourfold.verification.comparison import ParityReport
+    from fourfold.verification.parity_report import ParityReport
     from fourfold.verification.trace import TraceReport
 
 

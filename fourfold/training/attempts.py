@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+from fourfold.config.run import RunConfig
 from fourfold.data.files import writing
 from fourfold.errors import UserError
+from fourfold.training.bad_steps import BAD_STEPS_FILE, leaves_out, note_bad_step, read_bad_steps, samples_of
 from fourfold.training.metrics import steps_taken
 from fourfold.training.run_folder import ATTEMPTS_FILE
 
 
-def note_start(run_dir: Path, restarts: int, max_restarts: int) -> None:
+def note_start(run_dir: Path, restarts: int, run: RunConfig) -> None:
     """Record, on rank 0, that an attempt begins to train.
 
-    Raises ``UserError`` where the step that comes next has failed more than ``max_restarts`` times.
+    Where the step that comes next has failed more than ``fault_tolerance.max_restarts`` times, its batch is noted as
+    one to leave out, if the run file asks for that. Raises ``UserError`` if not, or if that has been done.
     """
     taken = steps_taken(run_dir)
     failures = _failures(_read(run_dir), taken) if restarts else 0
-    if failures > max_restarts:
-        raise UserError(
-            f"step {taken + 1} failed {failures} times in a row (fault_tolerance.max_restarts = {max_restarts}); "
-            "after a look at what the attempts printed, start the run again"
-        )
+    if failures > run.fault_tolerance.max_restarts:
+        _answer_failures(run_dir, taken + 1, failures, run)
     _append(run_dir, {"restarts": restarts, "steps_taken": taken})
 
 
 def note_end(run_dir: Path) -> None:
     """Record that this attempt ended as it should."""
     _append(run_dir, {"ended": True})
+
+
+def _answer_failures(run_dir: Path, step: int, failures: int, run: RunConfig) -> None:
+    limit = run.fault_tolerance.max_restarts
+    reason = f"step {step} failed {failures} times in a row (fault_tolerance.max_restarts = {limit})"
+    if run.fault_tolerance.failing_step == "stop":
+        raise UserError(
+            f"{reason}; after a look at what the attempts printed, start the run again, or with "
+            "fault_tolerance.failing_step = 'skip', which leaves out a batch that no attempt gets past"
+        )
+    if any(leaves_out(line, step) for line in read_bad_steps(run_dir)):
+        raise UserError(f"{reason}, although its batch was left out; look at what the attempts printed")
+    samples = samples_of(step, run.training.global_batch_size)
+    note_bad_step(run_dir, {"step": step, "action": "leave_out", "reason": reason, "samples": samples, "skips": [step]})
+    print(f"fourfold: {reason}: its batch is left out; see {run_dir / BAD_STEPS_FILE}", file=sys.stderr)
 
 
 def _failures(lines: list[dict[str, Any]], taken: int) -> int:

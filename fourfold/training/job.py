@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,12 @@ class StepResult:
 
     skipped: bool = False
     """True where the weights did not change: fp16 gradients overflowed, or the step was bad."""
+
+    @classmethod
+    def none(cls, device: torch.device) -> StepResult:
+        """Of a step whose batch is left out: no figure, and no token."""
+        nan = torch.tensor(math.nan, device=device)
+        return cls(nan, nan, torch.zeros((), device=device), skipped=True)
 
 
 class Job:

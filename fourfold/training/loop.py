@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -34,29 +33,13 @@ from fourfold.parallel.together import failing_together, raise_together
 from fourfold.training.attempts import note_end, note_start
 from fourfold.training.corpora import Corpora, micro_batches, open_corpora
 from fourfold.training.job import Job, StepResult
+from fourfold.training.outcome import Outcome
 from fourfold.training.replay import Replay
 from fourfold.training.run_folder import folder_of, open_run_folder
 from fourfold.training.run_record import RunRecord
 from fourfold.training.sample import sample_text
-from fourfold.training.step_checks import StepChecks
+from fourfold.training.step_checks import LEFT_OUT, StepChecks
 from fourfold.training.supervision import supervised
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a job."""
-
-    run_dir: str
-    steps: int
-    """Optimizer steps behind the model, those before this job included."""
-    loss: float | None
-    """Loss of the last step that was not bad; None where no step was taken."""
-    checkpoint: str | None
-    """The newest one in the run's folder."""
-    sample: str | None
-    stopped: bool
-    """A signal or the limit of time ended the job before its last step."""
-    is_first_process: bool
 
 
 class Callback(Protocol):
@@ -98,7 +81,7 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
         with failing_together():
             if is_first_process:
                 stack.enter_context(open_run_folder(run_dir))
-                note_start(run_dir, place.restarts, run.fault_tolerance.max_restarts)
+                note_start(run_dir, place.restarts, run)
                 if first_step < run.training.train_steps:
                     check_room_at_start(run_dir / CHECKPOINTS, run)
                 record = stack.enter_context(RunRecord(run, run_dir, job, corpora, first_step))
@@ -115,17 +98,20 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
         while steps < run.training.train_steps and not stopped:
             begin_step(steps)
             step, started = steps, time.perf_counter()
-            batches = micro_batches(corpora.train.step(step), run, grid.cp, device)
-            kept = job.count_kept(batches)  # tokens of the step, over all ranks: what the sum of losses is divided by
-            loss = replay.forward_backward(step, batches, kept)  # of every micro-batch; gradients summed over ranks
-            grad_norm = job.clip()
-            verdict = checks.judge(step, loss, grad_norm, kept)  # the same on every rank
-            if verdict.action == "update":
-                updated = job.update(step, grad_norm)  # AdamW; not where fp16 gradients overflowed
-                last_loss = loss.item()  # waits for the device
+            if checks.leaves_out(step):  # the run went back from it, or failed in it again and again
+                verdict, result = LEFT_OUT, StepResult.none(device)
             else:
-                updated = job.skip_update()
-            result = StepResult(loss, grad_norm, kept, skipped=not updated)
+                batches = micro_batches(corpora.train.step(step), run, grid.cp, device)
+                kept = job.count_kept(batches)  # tokens of the step, over all ranks: the divisor of the summed losses
+                loss = replay.forward_backward(step, batches, kept)  # of every micro-batch; gradients summed over ranks
+                grad_norm = job.clip()
+                verdict = checks.judge(step, loss, grad_norm, kept)  # the same on every rank
+                if verdict.action == "update":
+                    updated = job.update(step, grad_norm)  # AdamW; not where fp16 gradients overflowed
+                    last_loss = loss.item()  # waits for the device
+                else:
+                    updated = job.skip_update()
+                result = StepResult(loss, grad_norm, kept, skipped=not updated)
             seconds = time.perf_counter() - started
             steps = step + 1
 

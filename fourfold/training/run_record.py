@@ -7,7 +7,6 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,11 +21,9 @@ from fourfold.training.corpora import Corpora
 from fourfold.training.flops import FLOP_FORMULA, flops_per_token, mfu, model_tflops_per_device, peak_flops
 from fourfold.training.job import Job, StepResult
 from fourfold.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
+from fourfold.training.outcome import Outcome
 from fourfold.training.prediction import Prediction
 from fourfold.training.run_folder import RUN_FILE, SAMPLE_FILE, SUMMARY_FILE
-
-if TYPE_CHECKING:
-    from fourfold.training.loop import Outcome
 
 
 class RunRecord:
@@ -66,7 +63,8 @@ class RunRecord:
 
     def step(self, step: int, result: StepResult, seconds: float, validation_loss: float | None) -> None:
         """Record one step, counted from 0, that took ``seconds``; a failure waits in ``failure``."""
-        tokens_per_second = self.tokens_per_step / seconds
+        kept = result.kept_tokens.item()
+        tokens_per_second = self.tokens_per_step / seconds if kept else 0.0  # a batch that is left out takes no time
         tflops = model_tflops_per_device(self.flops.training, tokens_per_second, self.run.parallel.world_size)
         metrics = StepMetrics(
             step=step + 1,
@@ -79,7 +77,7 @@ class RunRecord:
             mfu=mfu(tflops, self.peak),
             peak_memory_bytes=peak_memory_bytes(self.job.device),
             step_seconds=seconds,
-            trained_token_share=result.kept_tokens.item() / self.tokens_per_step,
+            trained_token_share=kept / self.tokens_per_step,
             validation_loss=validation_loss,
             skipped=result.skipped,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -15,14 +14,19 @@ from torch import Tensor
 
 from fourfold.checkpoints.checkpoint import Checkpointer, load_newest
 from fourfold.checkpoints.find import step_of
-from fourfold.data.files import write_whole, writing
 from fourfold.errors import UserError
 from fourfold.parallel.communicate import purpose
 from fourfold.parallel.together import failing_together
+from fourfold.training.bad_steps import (
+    BAD_STEPS_FILE,
+    leaves_out,
+    note_bad_step,
+    read_bad_steps,
+    samples_of,
+    set_bad_steps_aside,
+)
 from fourfold.training.job import Job
-from fourfold.training.metrics import read_metrics
 
-BAD_STEPS_FILE = "bad_steps.jsonl"
 REMEDY = "lower optimizer.lr or lengthen lr_scheduler.warmup_steps"
 
 
@@ -39,30 +43,35 @@ class Verdict(NamedTuple):
 
 
 GOOD = Verdict("update")
+LEFT_OUT = Verdict("skip", "its batch is left out")
 
 
 class StepChecks:
     """Judges every step of a run, the same on every process: all of them call ``judge`` and ``roll_back``.
 
-    Bad steps are in the run's folder, in bad_steps.jsonl, before anything is done about them. Batches that a roll-back
-    is to skip are read from there, so that a run that was killed on its way skips them too; with
+    Bad steps are in the run's folder, in bad_steps.jsonl, before anything is done about them. Batches to leave out are
+    read from there, so that a run that was killed on its way leaves them out too; with
     ``checkpoint.resume = 'never'`` the file is set aside.
     """
 
     def __init__(self, run_dir: Path, job: Job, checkpointer: Checkpointer) -> None:
         self.job, self.run, self.config = job, job.run, job.run.checks
-        self.path, self.checkpointer = run_dir / BAD_STEPS_FILE, checkpointer
+        self.run_dir, self.checkpointer = run_dir, checkpointer
         earlier: list[Any] = [None]
         with failing_together():
             if dist.get_rank() == 0:
-                earlier = [_earlier_roll_backs(self.path, self.run.checkpoint.resume == "never")]
+                if self.run.checkpoint.resume == "never":
+                    set_bad_steps_aside(run_dir)
+                earlier = [[line for line in read_bad_steps(run_dir) if "skips" in line]]
         dist.broadcast_object_list(earlier, src=0)
-        self._roll_backs: list[dict[str, Any]] = earlier[0]
+        self._left_out: list[dict[str, Any]] = earlier[0]
+
+    def leaves_out(self, step: int) -> bool:
+        """True where the batch of step ``step``, counted from 0, has brought the run back or ended it."""
+        return any(leaves_out(line, step + 1) for line in self._left_out)
 
     def judge(self, step: int, loss: Tensor, grad_norm: Tensor, kept: Tensor) -> Verdict:
         """Judge step ``step``, counted from 0, by its figures over all ranks, before the weights move."""
-        if self._is_left_out(step):
-            return Verdict("skip", "its batch is skipped after a roll-back")
         figures = _mean_of_ranks(loss, grad_norm)
         verdict = self._verdict(step, *figures, int(kept.item()))
         if verdict != GOOD:
@@ -142,15 +151,12 @@ class StepChecks:
             return self._stop(f"{complaint}, after {most} returns from the bad steps right before it")
         return self._stop(complaint)
 
-    def _is_left_out(self, step: int) -> bool:
-        return any(step + 1 in line["skips"] for line in self._roll_backs)
-
     def _returns_in_a_row(self, step: int) -> int:
         """Returns to a checkpoint since the last good step before ``step``."""
         good = step - 1
-        while self._is_left_out(good):
+        while self.leaves_out(good):
             good -= 1
-        return sum(line["step"] - 1 > good for line in self._roll_backs if line["step"] <= step)
+        return sum(line["step"] - 1 > good for line in self._left_out if line["step"] <= step)
 
     def _stop(self, complaint: str) -> Verdict:
         folder = self.checkpointer.folder
@@ -158,7 +164,6 @@ class StepChecks:
 
     def _record(self, step: int, figures: Sequence[float], verdict: Verdict) -> None:
         """Write down a bad step and the numbers of its samples, and say what is done about it."""
-        batch = self.run.training.global_batch_size
         loss, grad_norm = (value if math.isfinite(value) else str(value) for value in figures)
         line = {
             "step": step + 1,
@@ -166,7 +171,7 @@ class StepChecks:
             "reason": verdict.reason,
             "loss": loss,
             "grad_norm": grad_norm,
-            "samples": list(range(step * batch, (step + 1) * batch)),
+            "samples": samples_of(step + 1, self.run.training.global_batch_size),
         }
         if verdict.action == "roll_back":
             assert self.checkpointer.newest is not None, "judge has found one"
@@ -175,14 +180,13 @@ class StepChecks:
                 "back_to": back_to,
                 "skips": list(range(max(back_to, step + 1 - self.config.roll_back_batches) + 1, step + 2)),
             }
-            self._roll_backs.append(line)
+            self._left_out.append(line)
         with failing_together():
             if dist.get_rank() == 0:
-                with writing(self.path):
-                    before = self.path.read_bytes() if self.path.exists() else b""
-                    write_whole(self.path, before + json.dumps(line).encode() + b"\n")
+                note_bad_step(self.run_dir, line)
                 if verdict.action != "stop":
-                    print(f"fourfold: {verdict.reason}: {_done(line)}; see {self.path}", file=sys.stderr)
+                    record = self.run_dir / BAD_STEPS_FILE
+                    print(f"fourfold: {verdict.reason}: {_done(line)}; see {record}", file=sys.stderr)
 
 
 def _done(line: dict[str, Any]) -> str:
@@ -211,12 +215,3 @@ def _mean_of_ranks(loss: Tensor, grad_norm: Tensor) -> tuple[float, float]:
         dist.all_reduce(figures)
     mean_loss, mean_norm = (figures / dist.get_world_size()).tolist()
     return mean_loss, mean_norm
-
-
-def _earlier_roll_backs(path: Path, starts_afresh: bool) -> list[dict[str, Any]]:
-    """The lines of earlier roll-backs; none where the run starts afresh, and the file is set aside."""
-    if path.is_file() and starts_afresh:
-        with writing(path):
-            path.replace(path.with_name(f"{path.name}.superseded"))
-    lines = read_metrics(path) if path.is_file() else []
-    return [line for line in lines if line.get("action") == "roll_back"]

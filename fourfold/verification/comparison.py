@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -14,52 +13,13 @@ from fourfold.huggingface.architectures.config_json import config_of
 from fourfold.parallel.state import LocalShard, gather_parts, join_parts
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
-from fourfold.verification.deviation import LIMIT, Deviation, deviations, replica_difference
+from fourfold.verification.deviation import deviation, deviations, replica_difference
 from fourfold.verification.initial_weights import initial_weights_error
 from fourfold.verification.one_process import Figures, Reference, plain_logits
+from fourfold.verification.parity_report import Deviation, ParityReport
 from fourfold.verification.transformers_reference import transformers_logits
 
 Against = Literal["plain", "transformers"]
-
-INITIAL_LIMIT = 10.0
-"""Standard errors by which the moments of initial weights may be off; the fourth has long tails."""
-
-
-@dataclass(frozen=True)
-class ParityReport:
-    """How far the grid is from the float64 reference, beside how far one process in float32 is."""
-
-    deviations: dict[str, list[Deviation]]
-    """By quantity: loss, grad_norm (before clipping), gradients and weights of every step, and resumed: loss, norm and
-    weights of one more step after loading on another grid."""
-
-    replicas: float
-    """The largest difference between two processes that hold the same part of a weight or a gradient; must be 0."""
-
-    initial: float
-    """The largest deviation of the initial weights from their distributions, in standard errors."""
-
-    resumed_on: str
-
-    limit: float = LIMIT
-    """Of the ratio of the grid's deviation to that of one process."""
-
-    initial_limit: float = INITIAL_LIMIT
-
-    def worst(self, quantity: str) -> Deviation:
-        """The deviation with the largest ratio."""
-        return max(self.deviations[quantity], key=lambda deviation: deviation.ratio)
-
-    @property
-    def ok(self) -> bool:
-        within = all(self.worst(quantity).ratio <= self.limit for quantity in self.deviations)
-        return within and self.replicas == 0 and self.initial <= self.initial_limit
-
-    def record(self) -> dict[str, object]:
-        """The report as JSON values."""
-        worst = {quantity: self.worst(quantity) for quantity in self.deviations}
-        quantities = {name: {**each._asdict(), "ratio": each.ratio} for name, each in worst.items()}
-        return {"ok": self.ok, "limit": self.limit, **quantities, "replicas": self.replicas, "initial": self.initial}
 
 
 class Comparison:
@@ -98,8 +58,8 @@ class Comparison:
         weights = self._whole(job.shards, [shard.local for shard in job.shards])
         if gradients is not None and weights is not None:
             one, exact = self._references_step(job, step)
-            self._add("loss", [Deviation.of("loss", loss, one.loss, exact.loss)])
-            self._add("grad_norm", [Deviation.of("grad_norm", norm, one.grad_norm, exact.grad_norm)])
+            self._add("loss", [deviation("loss", loss, one.loss, exact.loss)])
+            self._add("grad_norm", [deviation("grad_norm", norm, one.grad_norm, exact.grad_norm)])
             self._add("gradients", deviations(gradients, one.gradients, exact.gradients))
             self._add("weights", deviations(weights, *(reference.weights() for reference in self.references)))
 
@@ -109,8 +69,8 @@ class Comparison:
         weights = self._whole(job.shards, [shard.local for shard in job.shards])
         if weights is not None:
             one, exact = self._references_step(job, step)
-            self._add("resumed", [Deviation.of("loss", result.loss, one.loss, exact.loss)])
-            self._add("resumed", [Deviation.of("grad_norm", result.grad_norm, one.grad_norm, exact.grad_norm)])
+            self._add("resumed", [deviation("loss", result.loss, one.loss, exact.loss)])
+            self._add("resumed", [deviation("grad_norm", result.grad_norm, one.grad_norm, exact.grad_norm)])
             self._add("resumed", deviations(weights, *(reference.weights() for reference in self.references)))
 
     def _references_step(self, job: Job, step: int) -> list[Figures]:

@@ -4,38 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from fourfold.parallel.state import Part
-
-LIMIT = 10.0
-"""The largest ratio of two roundings: of a grid's, which adds in another order, to one process's."""
+from fourfold.verification.parity_report import Deviation
 
 
-class Deviation(NamedTuple):
-    """The largest absolute difference of one tensor from the float64 reference."""
-
-    tensor: str
-    grid: float
-    one_process: float
-    """Of the float32 reference; at least one unit in the last place of the tensor's largest value."""
-
-    @classmethod
-    def of(cls, tensor: str, grid: Tensor, one_process: Tensor, exact: Tensor) -> Self:
-        ulp = torch.finfo(torch.float32).eps * float(exact.abs().max())
-        return cls(tensor, _difference(grid, exact), max(_difference(one_process, exact), ulp))
-
-    @property
-    def ratio(self) -> float:
-        """The grid's deviation in those of one process; infinite where either is not finite."""
-        if not (math.isfinite(self.grid) and math.isfinite(self.one_process)):
-            return math.inf
-        if self.grid == 0:
-            return 0.0
-        return self.grid / self.one_process if self.one_process else math.inf
+def deviation(name: str, grid: Tensor, one_process: Tensor, exact: Tensor) -> Deviation:
+    """That of one tensor."""
+    ulp = torch.finfo(torch.float32).eps * float(exact.abs().max())
+    return Deviation(name, _difference(grid, exact), max(_difference(one_process, exact), ulp))
 
 
 def deviations(
@@ -43,7 +23,7 @@ def deviations(
 ) -> list[Deviation]:
     """Those of all tensors; infinite for one that only the grid or only the reference has."""
     missing = [Deviation(name, math.inf, 0.0) for name in sorted(grid.keys() ^ exact.keys())]
-    return missing + [Deviation.of(name, grid[name], one_process[name], exact[name]) for name in exact if name in grid]
+    return missing + [deviation(name, grid[name], one_process[name], exact[name]) for name in exact if name in grid]
 
 
 def replica_difference(parts: list[Part]) -> float:

@@ -23,7 +23,8 @@ from fourfold.errors import UserError
 from fourfold.launch.job_processes import device_of
 from fourfold.parallel.grid import Grid
 from fourfold.training.job import Job
-from fourfold.verification.comparison import Against, Comparison, ParityReport
+from fourfold.verification.comparison import Against, Comparison
+from fourfold.verification.parity_report import ParityReport
 
 LEARNING_RATE = 1e-3
 """Large enough that an optimizer that does nothing, or decays nothing, shows in the weights."""

@@ -109,6 +109,13 @@ def test_help_and_mistakes_do_not_wait_for_torch(tmp_path: Path, prefix: str) ->
         assert (command, code, "torch" in modules) == (command, 2, False)
 
 
+def test_the_parent_of_local_workers_does_not_wait_for_torch(tmp_path: Path, prefix: str) -> None:
+    path = run_file(tmp_path, prefix, parallel__x=2, training__train_steps=1)
+    for command in ("train", "parity"):
+        code, modules = modules_after(command, path)
+        assert (command, code, "torch" in modules) == (command, 0, False)
+
+
 def test_train(cli: Cli, tmp_path: Path, prefix: str) -> None:
     path = run_file(tmp_path, prefix, sample__prompt="the ", sample__max_new_tokens=5, metrics__log_interval=3)
     code, output, errors = cli("train", path, "--set", "training.train_steps=4", "--set", "name=other")

@@ -14,7 +14,7 @@ from markdown import REPOSITORY, tables_of
 from fourfold.config.run import RunConfig
 from fourfold.run_file.load import load_run
 from fourfold.run_file.reference import reference
-from fourfold.verification.deviation import LIMIT
+from fourfold.verification.parity_report import LIMIT
 
 DOCS = REPOSITORY / "docs"
 

@@ -15,7 +15,7 @@ from fourfold.data.loader import Loader, MicroBatch
 from fourfold.environment import Place
 from fourfold.training import loop
 from fourfold.training.job import Job
-from fourfold.training.loop import Outcome
+from fourfold.training.outcome import Outcome
 
 NAN_GRADIENT, NAN_LOSS, NAN_AFTER_SUM = "NaN gradient", "NaN loss", "NaN loss on one rank"
 LARGE_LOSS, LARGE_GRADIENT, KILL = "large loss", "large gradient", "kill"

@@ -13,11 +13,17 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli
+from poisoned_runs import same_tensors, tensors_at, train_without
+from pool import Pool
 from tiny_corpus import run_file
-from train_processes import Start, checkpoint_steps, children_of, endless, wait_for_steps, wait_until
+from train_processes import Start, checkpoint_steps, children_of, endless, wait_for_steps, wait_until, with_change
 
+from fourfold.errors import UserError
 from fourfold.exit_codes import HANG, STOPPED
 from fourfold.launch.watchdog_process import Report, describe
+from fourfold.run_file.load import load_run
+from fourfold.training.attempts import note_start
+from fourfold.training.bad_steps import read_bad_steps
 from fourfold.training.metrics import read_metrics
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=2"]
@@ -86,28 +92,48 @@ def test_a_killed_worker_costs_no_bit(tmp_path: Path, prefix: str, start: Start,
 
 
 FAIL_IN_STEP_4 = """
-from fourfold.training.job import Job
+def change(module):
+    original = module.Job.update
 
-original = Job.update
+    def update(job, step, grad_norm):
+        if step == 3:
+            raise ZeroDivisionError("the batch of step 4")
+        return original(job, step, grad_norm)
 
-def update(job, step, grad_norm):
-    if step == 3:
-        raise ZeroDivisionError("the batch of step 4")
-    return original(job, step, grad_norm)
-
-Job.update = update
+    module.Job.update = update
 """
 
 
-def test_a_step_that_always_fails_is_found(tmp_path: Path, prefix: str, start: Start) -> None:
-    (tmp_path / "sitecustomize.py").write_text(FAIL_IN_STEP_4)
-    path = run_file(tmp_path, prefix, parallel__x=2, checkpoint__interval=2, fault_tolerance__max_restarts=1)
-    python_path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    process = start(path, environ={"PYTHONPATH": python_path})
+@pytest.mark.parametrize("answer", ["stop", "skip"])
+def test_a_step_that_always_fails_is_found(tmp_path: Path, prefix: str, start: Start, pool: Pool, answer: str) -> None:
+    """The job ends and names it, or goes on as one without its batch, to the bit."""
+    changes = {"parallel__x": 2, "checkpoint__interval": 2, "fault_tolerance__max_restarts": 1}
+    path = run_file(tmp_path, prefix, fault_tolerance__failing_step=answer, **changes)
+    process = start(path, environ=with_change(tmp_path, "fourfold.training.job", FAIL_IN_STEP_4))
     _, errors = process.communicate(timeout=300)
-    assert process.returncode == 2, errors
     assert errors.count("ZeroDivisionError: the batch of step 4") == 2
-    assert "fourfold: step 4 failed 2 times in a row (fault_tolerance.max_restarts = 1)" in errors
+    named = "fourfold: step 4 failed 2 times in a row (fault_tolerance.max_restarts = 1)"
+    if answer == "stop":
+        assert process.returncode == 2 and f"{named}; after a look at what" in errors
+        return
+    assert process.returncode == 0 and f"{named}: its batch is left out; see" in errors, errors
+    records = read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records if record.get("skipped")] == [4]
+    (line,) = read_bad_steps(tmp_path / "runs" / "run")
+    assert (line["action"], line["samples"], line["skips"]) == ("leave_out", [12, 13, 14, 15], [4])
+    (tmp_path / "without").mkdir()
+    without = load_run(run_file(tmp_path / "without", prefix, **changes))
+    pool.run(2, train_without, without, {4})
+    assert same_tensors(tensors_at(load_run(path), 8), tensors_at(without, 8))
+
+
+def test_a_step_that_fails_without_its_batch_ends_the_job(tmp_path: Path, prefix: str) -> None:
+    run = load_run(run_file(tmp_path, prefix, fault_tolerance__failing_step="skip", fault_tolerance__max_restarts=1))
+    for restarts in range(3):
+        note_start(tmp_path, restarts, run)
+    assert [line["skips"] for line in read_bad_steps(tmp_path)] == [[1]]
+    with pytest.raises(UserError, match=r"step 1 failed 3 times in a row .*, although its batch was left out"):
+        note_start(tmp_path, 3, run)
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ from fourfold.launch.job_processes import run_on_grid
 from fourfold.run_file.load import load_run
 from fourfold.training import loop
 from fourfold.training.job import Job
-from fourfold.training.loop import Outcome
 from fourfold.training.metrics import read_metrics
 from fourfold.training.optimizer import learning_rate
+from fourfold.training.outcome import Outcome
 from fourfold.training.run_folder import open_run_folder
 
 

@@ -26,8 +26,8 @@ from fourfold.parallel.state import gather_full
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job, build_model
 from fourfold.verification.batches import random_micro_batches
-from fourfold.verification.comparison import ParityReport
 from fourfold.verification.parity import parity
+from fourfold.verification.parity_report import ParityReport
 
 LORA = {"rank": 4, "alpha": 12.0}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {

@@ -13,6 +13,29 @@ from pathlib import Path
 from tiny_corpus import run_file
 
 FOURFOLD = [sys.executable, "-c", "import sys; from fourfold.cli.app import main; sys.argv[0] = 'fourfold'; main()"]
+WHEN_IMPORTED = """
+import importlib.abc, importlib.util, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != {module!r}:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (execute(module), change(module))
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def with_change(folder: Path, module: str, change: str) -> dict[str, str]:
+    """The environment in which all processes run ``change(module)``, whose text is given, on a module of theirs."""
+    (folder / "sitecustomize.py").write_text(WHEN_IMPORTED.format(module=module) + change)
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 """Threads that wait for each other are slow on cores that others use too."""
 Start = Callable[..., subprocess.Popen[str]]

@@ -14,8 +14,8 @@ from pool import Pool
 from tiny_runs import tiny_run
 
 from fourfold.config.run import RunConfig
-from fourfold.verification.comparison import ParityReport
 from fourfold.verification.parity import parity
+from fourfold.verification.parity_report import ParityReport
 
 
 def mutant_body(rank: int, world_size: int, run: RunConfig, mutant: Mutant) -> ParityReport | None:

@@ -13,9 +13,9 @@ from tiny_runs import LLAMA, tiny_run
 
 from fourfold.config.run import ParallelConfig, RunConfig, Schedule
 from fourfold.errors import UserError
-from fourfold.verification.comparison import ParityReport
 from fourfold.verification.low_precision import LIMIT, PrecisionError, precision_error
 from fourfold.verification.parity import parity
+from fourfold.verification.parity_report import ParityReport
 
 
 class Settings(NamedTuple):

@@ -18,9 +18,10 @@ from fourfold.data.masks import labels_of
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import config_of
 from fourfold.verification.batches import RandomSamples
-from fourfold.verification.comparison import Against, ParityReport
-from fourfold.verification.deviation import Deviation, deviations, replica_difference
+from fourfold.verification.comparison import Against
+from fourfold.verification.deviation import deviation, deviations, replica_difference
 from fourfold.verification.parity import parity, resharded
+from fourfold.verification.parity_report import ParityReport
 from fourfold.verification.reference_labels import kept_tokens
 
 Case = tuple[dict[str, Any], dict[str, int], dict[str, Any]]
@@ -227,12 +228,12 @@ def test_the_references_own_masks_are_the_loaders(strategy: str) -> None:
 
 def test_nan_is_no_small_deviation() -> None:
     exact = torch.ones(3, dtype=torch.float64)
-    assert Deviation.of("w", torch.tensor([1.0, math.nan, 1.0]), torch.ones(3), exact).ratio == math.inf
+    assert deviation("w", torch.tensor([1.0, math.nan, 1.0]), torch.ones(3), exact).ratio == math.inf
 
 
 def test_nan_on_all_sides_is_no_agreement() -> None:
     nan, ones = torch.full((3,), math.nan), torch.ones(3)
-    found = [Deviation.of("v", ones, ones, ones.double()), Deviation.of("w", nan, nan, nan.double())]
+    found = [deviation("v", ones, ones, ones.double()), deviation("w", nan, nan, nan.double())]
     assert max(found, key=lambda each: each.ratio).tensor == "w"
     assert found[1].ratio == math.inf
 
@@ -252,8 +253,8 @@ def test_a_gradient_that_is_missing_is_the_largest_deviation() -> None:
 def test_what_is_zero_in_theory_is_measured_in_the_rounding_of_one_process() -> None:
     """As a key bias's gradient: the grid's rounding is no error, however large relative to the exact value."""
     exact = torch.full((4,), 1e-18, dtype=torch.float64)
-    assert Deviation.of("k_proj.bias", torch.full((4,), 3e-10), torch.full((4,), 1e-10), exact).ratio < 10
-    assert Deviation.of("k_proj.bias", torch.full((4,), 3e-8), torch.full((4,), 1e-10), exact).ratio > 10
+    assert deviation("k_proj.bias", torch.full((4,), 3e-10), torch.full((4,), 1e-10), exact).ratio < 10
+    assert deviation("k_proj.bias", torch.full((4,), 3e-8), torch.full((4,), 1e-10), exact).ratio > 10
 
 
 def test_replicas_are_compared() -> None:

@@ -12,8 +12,8 @@ from random_runs import Table, is_legal, random_table, run_of, shrink
 
 from fourfold.config.run import AXES, RunConfig
 from fourfold.run_file.dump import to_toml
-from fourfold.verification.comparison import ParityReport
 from fourfold.verification.parity import parity
+from fourfold.verification.parity_report import ParityReport
 
 RUNS = 200
 

@@ -1,0 +1,68 @@
+"""The result of parity. Nothing here imports torch: the parent of local workers receives it, and needs no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+LIMIT = 10.0
+"""The largest ratio of two roundings: of a grid's, which adds in another order, to one process's."""
+
+INITIAL_LIMIT = 10.0
+"""Standard errors by which the moments of initial weights may be off; the fourth has long tails."""
+
+
+class Deviation(NamedTuple):
+    """The largest absolute difference of one tensor from the float64 reference."""
+
+    tensor: str
+    grid: float
+    one_process: float
+    """Of the float32 reference; at least one unit in the last place of the tensor's largest value."""
+
+    @property
+    def ratio(self) -> float:
+        """The grid's deviation in those of one process; infinite where either is not finite."""
+        if not (math.isfinite(self.grid) and math.isfinite(self.one_process)):
+            return math.inf
+        if self.grid == 0:
+            return 0.0
+        return self.grid / self.one_process if self.one_process else math.inf
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """How far the grid is from the float64 reference, beside how far one process in float32 is."""
+
+    deviations: dict[str, list[Deviation]]
+    """By quantity: loss, grad_norm (before clipping), gradients and weights of every step, and resumed: loss, norm and
+    weights of one more step after loading on another grid."""
+
+    replicas: float
+    """The largest difference between two processes that hold the same part of a weight or a gradient; must be 0."""
+
+    initial: float
+    """The largest deviation of the initial weights from their distributions, in standard errors."""
+
+    resumed_on: str
+
+    limit: float = LIMIT
+    """Of the ratio of the grid's deviation to that of one process."""
+
+    initial_limit: float = INITIAL_LIMIT
+
+    def worst(self, quantity: str) -> Deviation:
+        """The deviation with the largest ratio."""
+        return max(self.deviations[quantity], key=lambda deviation: deviation.ratio)
+
+    @property
+    def ok(self) -> bool:
+        within = all(self.worst(quantity).ratio <= self.limit for quantity in self.deviations)
+        return within and self.replicas == 0 and self.initial <= self.initial_limit
+
+    def record(self) -> dict[str, object]:
+        """The report as JSON values."""
+        worst = {quantity: self.worst(quantity) for quantity in self.deviations}
+        quantities = {name: {**each._asdict(), "ratio": each.ratio} for name, each in worst.items()}
+        return {"ok": self.ok, "limit": self.limit, **quantities, "replicas": self.replicas, "initial": self.initial}
