@@ -1,0 +1,195 @@
+"""Runs that are killed at seeded moments, and before every file operation of a save, end as if never killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import Cli
+from poisoned_runs import same_tensors, tensors_at
+from tiny_corpus import run_file
+from train_processes import FOURFOLD, ONE_THREAD, Start, children_of, wait_for_steps, wait_until, with_change
+
+from fourfold.run_file.load import load_run
+from fourfold.training.metrics import read_metrics
+
+LIMIT = 300
+"""Seconds in which a job must have ended."""
+SETTINGS: dict[str, dict[str, object]] = {
+    "x 2": {"parallel__x": 2},
+    "z 2": {"parallel__z": 2},
+    "x 2, saved while training": {"parallel__x": 2, "checkpoint__async_mode": "async"},
+}
+VICTIMS = ["rank 0", "rank 1", "parent", "group"]
+Whole = Callable[[str, int], Path]
+
+
+def killable(folder: Path, prefix: str, setting: str, steps: int) -> Path:
+    """A run file with a checkpoint every second step, of which two are kept."""
+    folder.mkdir(exist_ok=True)
+    saves: dict[str, object] = {"checkpoint__interval": 2, "checkpoint__keep_latest_k": 2}
+    return run_file(folder, prefix, training__train_steps=steps, **saves, **SETTINGS[setting])
+
+
+@pytest.fixture(scope="module")
+def whole(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """The folder of the run that nobody kills, made at first use."""
+    folders: dict[tuple[str, int], Path] = {}
+
+    def run(setting: str, steps: int) -> Path:
+        if (setting, steps) not in folders:
+            folder = folders[setting, steps] = tmp_path_factory.mktemp("whole")
+            path = killable(folder, prefix, setting, steps)
+            subprocess.run([*FOURFOLD, "train", str(path)], env=ONE_THREAD, check=True, timeout=LIMIT)
+        return folders[setting, steps]
+
+    return run
+
+
+def assert_the_same(folder: Path, other: Path, steps: int, cli: Cli) -> None:
+    """The figures of every step, the last tensors, and the names of all checkpoints, each of which is whole."""
+    runs = [load_run(each / "run.toml") for each in (folder, other)]
+    records = [read_metrics(Path(run.output_dir, run.name, "metrics.jsonl")) for run in runs]
+    figures = [[(r["step"], r["loss"], r["grad_norm"]) for r in record] for record in records]
+    assert figures[0] == figures[1]
+    assert same_tensors(*(tensors_at(run, steps) for run in runs))
+    saved, others = (Path(run.output_dir, run.name, "checkpoints") for run in runs)
+    assert sorted(os.listdir(saved)) == sorted(os.listdir(others)) == [f"step_{steps - 2}", f"step_{steps}"]
+    for checkpoint in saved.iterdir():
+        assert cli("checkpoint", "verify", checkpoint)[0] == 0
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """Wait until a job has ended, and every process of its session; returns its standard error."""
+    _, errors = process.communicate(timeout=LIMIT)
+    give_up = time.monotonic() + 30
+    while left := _processes_of(process.pid):
+        assert time.monotonic() < give_up, f"{left} outlived the job"
+        time.sleep(0.05)
+    return errors
+
+
+def _processes_of(session: int) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, its_session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
+        if int(its_session) == session and state != "Z":
+            found.append(int(folder.name))
+    return found
+
+
+def _workers(process: subprocess.Popen[str]) -> list[int]:
+    commands = {child: Path(f"/proc/{child}/cmdline").read_text() for child in children_of(process.pid)}
+    return [child for child, command in commands.items() if "resource_tracker" not in command]
+
+
+def kill(process: subprocess.Popen[str], victim: str) -> None:
+    if victim == "group":
+        os.killpg(process.pid, signal.SIGKILL)
+    elif victim == "parent":
+        process.kill()
+    else:
+        os.kill(_workers(process)[int(victim[-1])], signal.SIGKILL)
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("seed", range(100))
+def test_a_kill_at_any_moment_costs_no_bit(
+    tmp_path: Path, prefix: str, whole: Whole, start: Start, cli: Cli, seed: int
+) -> None:
+    """Every tenth during the start, the others between two steps or in a save."""
+    steps, chance = 40, random.Random(seed)
+    setting, victim = list(SETTINGS)[seed % 3], VICTIMS[seed % 4]
+    path = killable(tmp_path, prefix, setting, steps)
+    process = start(path)
+    early = seed % 10 == 9
+    if early:
+        wait_until(lambda: len(_workers(process)) == 2, process)
+        time.sleep(chance.uniform(0, 3))
+    else:
+        wait_for_steps(path, chance.randint(1, steps - 4), process)
+        time.sleep(chance.uniform(0, 0.05))
+    kill(process, victim)
+    errors = ended(process)
+    assert process.returncode != 0 or (victim.startswith("rank") and "was ended by SIGKILL" in errors), errors
+    if process.returncode != 0:
+        assert early or not victim.startswith("rank"), errors  # a job that has trained restarts its own workers
+        process = start(path)
+        errors = ended(process)
+    assert process.returncode == 0, errors
+    assert_the_same(tmp_path, whole(setting, steps), steps, cli)
+
+
+SAVED = 4
+"""The step whose save is interrupted: that of step 2 is pruned then."""
+KILL_BEFORE = """
+import multiprocessing, os, signal
+
+def change(module):
+    folder, chosen = os.environ["KILL_FOLDER"], int(os.environ["KILL_BEFORE"])
+    if multiprocessing.current_process().name != f"fourfold-{os.environ['KILL_RANK']}":
+        return
+    count, saving = 0, False
+
+    def before(event, arguments):
+        nonlocal count, saving
+        if event not in EVENTS:
+            return
+        what = f"{event} {arguments[0] if arguments else ''}"
+        if ".partial" in what:
+            saving = ".step_SAVED.partial" in what
+        if not saving:
+            return
+        count += 1
+        if chosen == 0:
+            os.write(log, f"{what}\\n".encode())
+        elif count == chosen and not os.path.exists(f"{folder}/killed"):
+            os.mkdir(f"{folder}/killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "write", "fsync")
+    log = os.open(f"{folder}/operations", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    write, fsync = module._Checksummed.write, os.fsync
+    module._Checksummed.write = lambda stream, content: (before("write", ()), write(stream, content))[1]
+    os.fsync = lambda file: (before("fsync", ()), fsync(file))[1]
+    sys.addaudithook(before)
+""".replace("SAVED", str(SAVED))
+
+
+@pytest.mark.parametrize(
+    ("rank", "every"),
+    [
+        (0, False),
+        *(pytest.param(rank, True, marks=pytest.mark.slow, id=f"every one of rank {rank}") for rank in (0, 1)),
+    ],
+)
+def test_a_kill_before_a_file_operation_costs_no_bit(
+    tmp_path: Path, prefix: str, whole: Whole, start: Start, cli: Cli, rank: int, every: bool
+) -> None:
+    """Of a save that prunes an older one: directories, opens, writes, fsync, renames, removals."""
+    environ = with_change(tmp_path, "fourfold.checkpoints.integrity", KILL_BEFORE) | {"KILL_RANK": str(rank)}
+
+    def run(folder: Path, operation: int) -> str:
+        path = killable(folder, prefix, "x 2", 8)
+        process = start(path, environ=environ | {"KILL_FOLDER": str(folder), "KILL_BEFORE": str(operation)})
+        errors = ended(process)
+        assert process.returncode == 0, errors
+        return errors
+
+    run(tmp_path / "0", 0)
+    operations = (tmp_path / "0" / "operations").read_text().splitlines()
+    assert len(operations) > 3
+    for number in range(1, len(operations) + 1) if every else [len(operations) // 2]:
+        folder = tmp_path / str(number)
+        errors = run(folder, number)
+        assert f"worker {rank} of 2 was ended by SIGKILL" in errors, operations[number - 1]
+        assert_the_same(folder, whole("x 2", 8), 8, cli)
