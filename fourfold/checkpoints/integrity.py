@@ -145,6 +145,8 @@ def _entries(folder: Path) -> dict[str, Entry]:
     if len(manifests) != 1:
         raise _damaged(folder, "it has no manifest" if not manifests else "it has several manifests")
     (manifest,) = manifests
+    if manifest.is_symlink():
+        raise _damaged(manifest, "it is a link, and a file was written")
     content = manifest.read_bytes()
     if manifest.stem.removeprefix("manifest-") != xxhash.xxh3_128_hexdigest(content):
         raise _damaged(manifest, "its checksum is not the one in its name")

@@ -204,21 +204,40 @@ def test_any_flipped_bit_is_found(saved: Path, tmp_path: Path, seed: int) -> Non
         for _ in range(20):
             place, bit = draw.randrange(len(whole)), draw.randrange(8)
             file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
-            with pytest.raises(UserError, match=re.escape(str(path))):
+            with pytest.raises(DamagedCheckpoint, match=re.escape(f"{file} is damaged")):
                 load_checkpoint(path, job)
         file.write_bytes(whole)
     assert load_checkpoint(path, job) == 1
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_file_of_another_step_is_found(saved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("harm", ["cut", "grown", "of another step", "gone", "linked"])
+def test_harm_to_any_file_is_found(saved: Path, tmp_path: Path, harm: str) -> None:
+    """The error names the file, or the folder of which no file says what it is."""
     job = new_job(tiny_run())
     train(job, range(2))
     other, path = save(job, tmp_path, 2), tmp_path / "step_1"
-    for name in (STATE_FILE, shard_of(saved).name):
-        shutil.copytree(saved, path, dirs_exist_ok=True)
-        shutil.copy(other / name, path / name)
-        with pytest.raises(DamagedCheckpoint, match=re.escape(f"{path / name} is damaged")):
+    kinds = {file.suffix for file in saved.iterdir()}
+    assert kinds == {".json", ".safetensors"}
+    for name in sorted(file.name for file in saved.iterdir()):
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(saved, path)
+        file, content = path / name, (path / name).read_bytes()
+        match harm:
+            case "cut":
+                os.truncate(file, len(content) - 1)
+            case "grown":
+                file.write_bytes(content + b"\0")
+            case "of another step":
+                (manifest,) = other.glob("manifest-*.json")
+                shutil.copy(manifest if name.startswith("manifest") else other / name, file)
+            case "gone":
+                file.unlink()
+            case "linked":
+                file.rename(tmp_path / name)
+                file.symlink_to(tmp_path / name)
+        named = path if name.endswith(".json") and harm == "gone" else file
+        with pytest.raises(UserError, match=re.escape(str(named))):
             load_checkpoint(path, job)
 
 

@@ -76,21 +76,6 @@ def test_the_first_that_fell_silent_is_named_where_none_is_stopped(tmp_path: Pat
     assert "no report came from ranks 3, 4" in describe(reports, 5, tmp_path)
 
 
-def test_a_killed_worker_costs_no_bit(tmp_path: Path, prefix: str, start: Start, cli: Cli) -> None:
-    changes = {"parallel__x": 2, "training__train_steps": 12, "checkpoint__interval": 3}
-    (tmp_path / "whole").mkdir()
-    assert cli("train", run_file(tmp_path / "whole", prefix, **changes))[0] == 0
-    path = run_file(tmp_path, prefix, **changes)
-    process = start(path)
-    wait_for_steps(path, 4, process)
-    os.kill(worker(process, 1), signal.SIGKILL)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    assert "worker 1 of 2 was ended by SIGKILL" in errors
-    assert re.search(r"starting again; The newest checkpoint is .*step_\d+", errors)
-    assert losses(tmp_path) == losses(tmp_path / "whole")
-
-
 FAIL_IN_STEP_4 = """
 def change(module):
     original = module.Job.update
@@ -104,7 +89,7 @@ def change(module):
 """
 
 
-@pytest.mark.parametrize("answer", ["stop", "skip"])
+@pytest.mark.parametrize("answer", [pytest.param("stop", marks=pytest.mark.slow), "skip"])
 def test_a_step_that_always_fails_is_found(tmp_path: Path, prefix: str, start: Start, pool: Pool, answer: str) -> None:
     """The job ends and names it, or goes on as one without its batch, to the bit."""
     changes = {"parallel__x": 2, "checkpoint__interval": 2, "fault_tolerance__max_restarts": 1}
@@ -127,13 +112,16 @@ def test_a_step_that_always_fails_is_found(tmp_path: Path, prefix: str, start: S
     assert same_tensors(tensors_at(load_run(path), 8), tensors_at(without, 8))
 
 
-def test_a_step_that_fails_without_its_batch_ends_the_job(tmp_path: Path, prefix: str) -> None:
-    run = load_run(run_file(tmp_path, prefix, fault_tolerance__failing_step="skip", fault_tolerance__max_restarts=1))
-    for restarts in range(3):
-        note_start(tmp_path, restarts, run)
-    assert [line["skips"] for line in read_bad_steps(tmp_path)] == [[1]]
-    with pytest.raises(UserError, match=r"step 1 failed 3 times in a row .*, although its batch was left out"):
-        note_start(tmp_path, 3, run)
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [("stop", "2 times in a row .*; after a look"), ("skip", "3 times .*, although its batch was")],
+)
+def test_a_step_that_fails_again_ends_the_job(tmp_path: Path, prefix: str, answer: str, message: str) -> None:
+    run = load_run(run_file(tmp_path, prefix, fault_tolerance__failing_step=answer, fault_tolerance__max_restarts=1))
+    with pytest.raises(UserError, match=f"step 1 failed {message}"):
+        for restarts in range(4):
+            note_start(tmp_path, restarts, run)
+    assert [line["skips"] for line in read_bad_steps(tmp_path)] == [[1]] * (answer == "skip")
 
 
 @pytest.mark.parametrize(
@@ -181,6 +169,7 @@ def test_the_second_sigterm_ends_a_job_that_cannot_save(tmp_path: Path, prefix: 
     assert "Stopped. There is no checkpoint yet" in errors
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_save_in_its_period_of_grace_ends(tmp_path: Path, prefix: str, start: Start) -> None:
     path = endless(tmp_path, prefix, parallel__x=2, fault_tolerance__grace_period=2)
     process = start(path)
@@ -191,6 +180,7 @@ def test_a_job_that_does_not_save_in_its_period_of_grace_ends(tmp_path: Path, pr
     assert process.returncode == 128 + signal.SIGTERM, errors
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("parallel", [{}, {"parallel__x": 2}], ids=["one process", "two local workers"])
 def test_a_signal_during_the_start_stops_before_the_first_step(
     tmp_path: Path, prefix: str, start: Start, parallel: dict[str, object]

@@ -33,6 +33,7 @@ from fourfold.run_file.load import load_run
 from fourfold.training.run_folder import where_it_continues
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("parallel", [{}, {"parallel__x": 2}], ids=["one process", "two local workers"])
 def test_the_first_interrupt_saves(
     tmp_path: Path, prefix: str, start: Start, cli: Cli, parallel: dict[str, object]
