@@ -315,33 +315,6 @@ def test_on_a_grid_it_stops_on_all_ranks_and_goes_on_on_another(
         assert ours["trained_token_share"] == pytest.approx(theirs["trained_token_share"], abs=1e-6)
 
 
-def test_one_run_on_four_grids(pool: Pool, tmp_path: Path, prefix: str) -> None:
-    """pp 4, x 4, cp 2 · dp 2, one process: model, optimizer and data go on as if nothing had happened."""
-    changes = {"model__num_hidden_layers": 4, "training__micro_batch_size": 1, "checkpoint__interval": 2}
-    expected = make(tmp_path / "expected", prefix, **changes)
-    pool.run(1, train_on_ranks, expected)
-    grids = [{"pp": 4}, {"x": 4}, {"cp": 2, "dp": 2}, {}]
-    for steps, grid in zip((2, 4, 6, 8), grids, strict=True):
-        axes = {f"parallel__{axis}": size for axis, size in grid.items()}
-        run = make(tmp_path / "run", prefix, **changes, **axes)
-        pool.run(run.parallel.world_size, stop_after, run, steps)
-    for ours, theirs in zip(metrics_of(run), metrics_of(expected), strict=True):
-        assert ours["step"] == theirs["step"]
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-    ours, theirs = weights_of(run, 8), weights_of(expected, 8)
-    for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, rtol=1e-4, atol=1e-5)
-
-
-def stop_after(rank: int, world_size: int, run: RunConfig, steps: int) -> None:
-    """Train to ``steps`` of the run's steps, as a signal would have it."""
-    place = Place(rank, rank, world_size, world_size, "local")
-    with pytest.MonkeyPatch.context() as patched:
-        at_step(patched, steps - 1, ask_to_stop)
-        loop.train(place, run)
-
-
 @pytest.mark.parametrize("grid", [{"pp": 2, "cp": 2}, {"cp": 4}, {"pp": 2, "x": 2, "schedule": "GPipe"}], ids=str)
 def test_the_sample_is_the_same_on_every_grid(
     finished: tuple[RunConfig, Outcome], pool: Pool, tmp_path: Path, prefix: str, grid: dict[str, Any]

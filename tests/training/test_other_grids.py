@@ -1,0 +1,135 @@
+"""Runs that are stopped and go on on another grid: model, optimizer and data are those of a run that never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from pool import Pool
+from tiny_corpus import run_file
+
+from fourfold.checkpoints.checkpoint import load_weights
+from fourfold.config.run import RunConfig
+from fourfold.data.loader import Loader, MicroBatch
+from fourfold.environment import Place
+from fourfold.models.transformer import Transformer
+from fourfold.run_file.load import load_run
+from fourfold.training import loop
+from fourfold.training.job import Job
+from fourfold.training.metrics import read_metrics
+
+CHANGES = {"model__num_hidden_layers": 4, "training__micro_batch_size": 1, "optimizer__eps": 1e-3}
+"""With a small eps, Adam makes a whole step of the rounding noise of gradients that are nearly zero."""
+PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"x": 2, "z": 2}),
+    ({"x": 2, "z": 2}, {"pp": 2, "dp": 2, "zero": 1}),
+    ({"x": 4}, {"z": 4}),
+    ({"z": 4}, {"cp": 2, "dp": 2}),
+    ({"y": 2, "z": 2}, {"x": 2, "y": 2}),
+    ({"pp": 4}, {"pp": 2, "schedule": "GPipe"}),
+    ({"pp": 2, "schedule": "Interleaved1F1B", "layers_per_stage": [1, 1, 1, 1]}, {}),
+    ({"cp": 4}, {"x": 2, "cp": 2}),
+    ({"dp": 4, "zero": 3}, {"dp": 2, "zero": 0}),
+    ({"dp": 2, "zero": 2, "x": 2}, {"dp": 4, "zero": 1}),
+    ({"pp": 2, "x": 2}, {"x": 2, "dp": 2, "zero": 3}),
+    ({"z": 3}, {"pp": 2, "cp": 2}),
+]
+
+
+def on_grid(folder: Path, prefix: str, grid: dict[str, Any], **changes: Any) -> RunConfig:
+    folder.mkdir(exist_ok=True)
+    axes = {f"parallel__{axis}": size for axis, size in grid.items()}
+    return load_run(run_file(folder, prefix, **{**CHANGES, **changes, **axes}))
+
+
+def train_until(rank: int, world_size: int, run: RunConfig, stop: int, samples: Path | None = None) -> None:
+    """Train until rank 0 is asked to stop during step ``stop``; writes the samples of each step this rank has read."""
+    update, batches = Job.update, Loader.step
+    read: dict[int, list[int]] = {}
+
+    def update_and_stop(job: Job, step: int, grad_norm: torch.Tensor) -> bool:
+        if rank == 0 and step + 1 == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(job, step, grad_norm)
+
+    def noted(loader: Loader, step: int) -> list[MicroBatch[NDArray[np.int64]]]:
+        read[step] = loader.sample_numbers(step).flatten().tolist()
+        return batches(loader, step)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Job, "update", update_and_stop)
+        patched.setattr(Loader, "step", noted)
+        outcome = loop.train(Place(rank, rank, world_size, world_size, "local"), run)
+    assert outcome.steps == stop
+    if samples is not None:
+        (samples / f"{stop}-{rank}.json").write_text(json.dumps(read))
+
+
+def metrics_of(run: RunConfig) -> list[dict[str, Any]]:
+    return read_metrics(Path(run.output_dir, run.name, "metrics.jsonl"))
+
+
+def weights_of(run: RunConfig, step: int) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in Transformer(run.model).state_dict().items()}
+    weights = {name: torch.empty(shape) for name, shape in shapes.items()}
+    load_weights(Path(run.output_dir, run.name, "checkpoints", f"step_{step}"), weights)
+    return weights
+
+
+def assert_close(run: RunConfig, expected: RunConfig) -> None:
+    """As close as two grids' roundings are."""
+    ours, theirs = metrics_of(run), metrics_of(expected)
+    assert [record["step"] for record in ours] == [record["step"] for record in theirs]
+    for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        assert [r[key] for r in ours] == pytest.approx([r[key] for r in theirs], rel=tolerance)
+    steps = len(theirs)
+    for name, weight in weights_of(expected, steps).items():
+        torch.testing.assert_close(weights_of(run, steps)[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_one_run_on_four_grids(pool: Pool, tmp_path: Path, prefix: str) -> None:
+    expected = on_grid(tmp_path / "expected", prefix, {}, checkpoint__interval=2)
+    pool.run(1, train_until, expected, 8)
+    for stop, grid in zip((2, 4, 6, 8), [{"pp": 4}, {"x": 4}, {"cp": 2, "dp": 2}, {}], strict=True):
+        run = on_grid(tmp_path / "run", prefix, grid, checkpoint__interval=2)
+        pool.run(run.parallel.world_size, train_until, run, stop)
+    assert_close(run, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), PAIRS, ids=str)
+def test_pairs_of_grids(pool: Pool, tmp_path: Path, prefix: str, first: dict[str, Any], second: dict[str, Any]) -> None:
+    batch = {"training__global_batch_size": 12}  # divides by 3 and 4
+    expected = on_grid(tmp_path / "expected", prefix, {}, **batch)
+    pool.run(1, train_until, expected, 8)
+    for stop, grid in ((4, first), (8, second)):
+        run = on_grid(tmp_path / "run", prefix, grid, **batch)
+        pool.run(run.parallel.world_size, train_until, run, stop)
+    assert_close(run, expected)
+
+
+@pytest.mark.parametrize(("steps", "stops"), [(20, 3), pytest.param(200, 10, marks=pytest.mark.slow)])
+def test_each_sample_is_seen_once(pool: Pool, tmp_path: Path, prefix: str, steps: int, stops: int) -> None:
+    """Whatever grids a run goes through: the ranks of each step read its samples, and no others."""
+    grids: list[dict[str, Any]] = [{"dp": 2}, {"x": 2}, {"z": 2, "dp": 2}, {}, {"cp": 2}, {"pp": 2}, {"dp": 4}]
+    seen: dict[int, list[int]] = {}
+    for attempt in range(stops + 1):
+        stop = steps * (attempt + 1) // (stops + 1)
+        run = on_grid(tmp_path, prefix, grids[attempt % len(grids)], training__train_steps=steps)
+        ranks = run.parallel.world_size
+        pool.run(ranks, train_until, run, stop, tmp_path)
+        read = [json.loads((tmp_path / f"{stop}-{rank}.json").read_text()) for rank in range(ranks)]
+        for step in read[0]:
+            assert int(step) not in seen
+            shares = {tuple(each[step]) for each in read}  # ranks that share a sequence have the same
+            seen[int(step)] = sorted(number for share in shares for number in share)
+    batch = run.training.global_batch_size
+    assert seen == {step: list(range(step * batch, (step + 1) * batch)) for step in range(steps)}
