@@ -23,12 +23,12 @@ LAYOUT_FREE_KEYS = {"preset", "from_hf", "initializer_range"}
 
 
 class RecentSteps(Strict):
-    """What later steps are judged by; see [checks] of the run file."""
+    """The figures by which later steps are judged; see [checks] of the run file."""
 
     losses: list[float] = Field([])
-    """Of the last good steps, as many as [checks] compares with."""
+    """Losses of the last good steps, as many as [checks] compares with."""
     grad_norms: list[float] = Field([])
-    """Of the same steps."""
+    """Gradient norms of the same steps."""
     skipped_in_a_row: int = 0
     """Bad steps since the last good one."""
     overflows_in_a_row: int = 0

@@ -37,5 +37,5 @@ class FaultToleranceConfig(Strict):
 
     @property
     def group_timeout(self) -> timedelta:
-        """Of collectives: longer than the watchdog's, which can say more than they."""
+        """Timeout of collectives: longer than the watchdog's, which can say more than they."""
         return timedelta(seconds=1.2 * self.timeout + 60 if self.timeout else 600)

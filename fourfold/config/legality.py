@@ -125,7 +125,7 @@ class Sizes:
 
     @property
     def uneven_heads(self) -> Number:
-        """Those ranks cannot all have equally many whole heads of queries and of keys."""
+        """True where these ranks cannot all have equally many whole heads of queries and of keys."""
         return (self.heads % self.head_ranks != 0) | (self.kv_heads % self.head_ranks != 0)
 
     @property

@@ -24,7 +24,7 @@ class Manifest:
     """"train" or "validation"."""
     documents: int
     tokens: int
-    """With those that end documents."""
+    """Tokens, including those that end documents."""
     bytes: int
     """UTF-8 bytes of the text."""
     tokenizer: str

@@ -15,7 +15,7 @@ from fourfold.training.console import format_bytes
 
 BLOCK = 4 * 2**20
 MOST_BYTES, MOST_SECONDS = 256 * 2**20, 5.0
-"""Where the test file ends, whichever comes first."""
+"""Limits of the test file, whichever comes first."""
 LEAST_ROOM, LEAST_SPEED = 10 * 2**30, 100e6
 """Below them a checkpoint of a billion parameters (16 GB with its moments) does not fit, or takes minutes."""
 

@@ -10,7 +10,7 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What one examination has found. figures: the numbers of the line, by name, for programs."""
+    """The result of one examination. figures: the numbers of the line, by name, for programs."""
 
     subject: str
     level: Level

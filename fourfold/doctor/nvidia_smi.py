@@ -10,7 +10,7 @@ SECONDS = 30
 
 
 def ask_nvidia_smi(*arguments: str) -> str | None:
-    """What nvidia-smi prints; None where it is missing, refuses or does not answer."""
+    """The output of nvidia-smi; None where it is missing, refuses or does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

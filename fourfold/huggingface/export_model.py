@@ -46,7 +46,7 @@ from fourfold.models.tensor_files import Entry, write_tensor_files
 from fourfold.run_file.load import load_run
 
 _TYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-"""As config.json names the types."""
+"""Types by their names in config.json."""
 
 
 def export_huggingface(

@@ -47,7 +47,7 @@ class Transferred:
     """False where an export found none to write."""
 
     def record(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The result as JSON values."""
         return {
             "folder": self.folder,
             "model_type": self.kind,

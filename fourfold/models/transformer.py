@@ -170,7 +170,7 @@ class AttentionContext:
     mask_B1SS: Tensor | None = None
     """True where a query may see a key; None: plain causal."""
     first_query: int = 0
-    """Where in the sequence the queries begin, when they are only a part of it."""
+    """Place of the first query in the sequence, when the queries are only a part of it."""
 
 
 class AttentionTables(nn.Module):

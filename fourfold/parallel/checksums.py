@@ -35,7 +35,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 class Given(NamedTuple):
-    """What a process gave to others at one point of a step."""
+    """Data that a process gave to others at one point of a step."""
 
     members: tuple[int, ...]
     """The ranks of the collective; sender and receiver of a message; nobody for what stays here."""

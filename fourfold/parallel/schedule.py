@@ -50,7 +50,7 @@ def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
 
 
 def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Op]:
-    """As many forwards as run before the first backward arrives, then one forward and one backward in turn."""
+    """As 1F1B: forwards until the first backward arrives, then one forward and one backward in turn."""
     ahead = min(pp - 1 - rank, micro_batches)
     ops = [Op("F", rank, i) for i in range(ahead)]
     for i in range(micro_batches):

@@ -21,7 +21,7 @@ STEP_TOKENS = 4 << 20
 LONGEST_DEFAULT = 8192
 """Tokens of a sequence without ``--seq``, where the model's own context is longer."""
 LARGEST = {"--gpus": MOST_GPUS, "--seq": 1 << 26, "--global-batch": (1 << 31) - 1}
-"""With more, the sizes of a layout do not fit the search's 32 bits."""
+"""Largest values: beyond them the sizes of a layout do not fit the search's 32 bits."""
 BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8": 8}
 
 

@@ -49,7 +49,7 @@ def _answer_failures(run_dir: Path, step: int, failures: int, run: RunConfig) ->
 
 
 def _failures(lines: list[dict[str, Any]], taken: int) -> int:
-    """How many attempts in a row ended in the step after ``taken``: the last one, and those before."""
+    """The number of attempts in a row that ended in the step after ``taken``: the last one, and those before."""
     failures = 1 if lines and "ended" not in lines[-1] else 0
     for line in reversed(lines):
         if line.get("steps_taken") != taken or not line.get("restarts"):

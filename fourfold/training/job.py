@@ -47,7 +47,7 @@ class StepResult:
 
     @classmethod
     def none(cls, device: torch.device) -> StepResult:
-        """Of a step whose batch is left out: no figure, and no token."""
+        """The result of a step whose batch is left out: no figure, and no token."""
         nan = torch.tensor(math.nan, device=device)
         return cls(nan, nan, torch.zeros((), device=device), skipped=True)
 

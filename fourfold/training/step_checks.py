@@ -196,7 +196,7 @@ def _done(line: dict[str, Any]) -> str:
 
 
 def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """By exact sums, which are the same on every processor."""
+    """Mean and standard deviation, by exact sums, which are the same on every processor."""
     mean = math.fsum(values) / len(values)
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
 

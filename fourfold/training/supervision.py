@@ -15,7 +15,7 @@ from fourfold.launch.watchdog import watchdog
 from fourfold.training.run_folder import folder_of
 
 HANGS = "hangs"
-"""In the folder of a run: a folder for each hang."""
+"""Subfolder of a run's folder, with a folder for each hang."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""From a few small traces to a large run: the small runs to trace, and the straight lines through their results.
+"""Continue a few small traces to a large run: the small runs to trace, and the straight lines through their results.
 
 One layer is like the next and one micro-batch like another, so bytes sent are linear in both. So is memory in the
 layers, and in the micro-batches that a pipeline's rank has under way, which 1F1B makes one more for each stage behind
@@ -98,7 +98,7 @@ def continue_memory(values: Mapping[Point, int], target: Point) -> int:
 
 
 def _bilinear(values: Mapping[tuple[int, int], int], wanted: tuple[int, int]) -> int:
-    """On the surface through the values at one or two places along each of two directions."""
+    """The bilinear surface through the values at one or two places along each of two directions, at ``wanted``."""
     firsts, seconds = (sorted(set(places)) for places in zip(*values, strict=True))
     along_first = [_line(firsts, [values[a, b] for a in firsts], wanted[0]) for b in seconds]
     return _line(seconds, along_first, wanted[1])

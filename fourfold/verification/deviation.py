@@ -1,4 +1,4 @@
-"""How far a result is from the exact one, measured in how far one process in float32 is from it."""
+"""The distance of a result from the exact one, in units of the distance of one process in float32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fourfold.verification.parity_report import Deviation
 
 
 def deviation(name: str, grid: Tensor, one_process: Tensor, exact: Tensor) -> Deviation:
-    """That of one tensor."""
+    """The deviation of one tensor."""
     ulp = torch.finfo(torch.float32).eps * float(exact.abs().max())
     return Deviation(name, _difference(grid, exact), max(_difference(one_process, exact), ulp))
 
@@ -21,7 +21,7 @@ def deviation(name: str, grid: Tensor, one_process: Tensor, exact: Tensor) -> De
 def deviations(
     grid: Mapping[str, Tensor], one_process: Mapping[str, Tensor], exact: Mapping[str, Tensor]
 ) -> list[Deviation]:
-    """Those of all tensors; infinite for one that only the grid or only the reference has."""
+    """The deviations of all tensors; infinite for one that only the grid or only the reference has."""
     missing = [Deviation(name, math.inf, 0.0) for name in sorted(grid.keys() ^ exact.keys())]
     return missing + [deviation(name, grid[name], one_process[name], exact[name]) for name in exact if name in grid]
 

@@ -55,7 +55,10 @@ def _std(name: str, weight: Tensor, run: RunConfig) -> float:
 
 
 def _standard_errors(z: Tensor) -> float:
-    """Of the mean, mean square and mean fourth power of standard normal numbers; the variances are 1, 2 and 96."""
+    """The largest error of the mean, mean square and mean fourth power of what should be standard normal numbers.
+
+    In standard errors; the variances of the three powers are 1, 2 and 96.
+    """
     deviations = ((z, 0.0, 1.0), (z.square(), 1.0, 2.0), (z**4, 3.0, 96.0))
     return max(
         abs(float(power.mean()) - mean) / math.sqrt(variance / z.numel()) for power, mean, variance in deviations

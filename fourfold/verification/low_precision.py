@@ -1,4 +1,4 @@
-"""How far training in the run file's own precision is from float64: a statistic, for one process or any grid."""
+"""The distance of training in the run file's own precision from float64: a statistic, for one process or any grid."""
 
 from __future__ import annotations
 

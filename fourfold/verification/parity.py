@@ -40,7 +40,7 @@ MAX_GRAD_NORM = 0.1
 """Below the gradient norm of any model at its start, so that clipping shows."""
 
 UNREACHED_GRAD_NORM = 1e6
-"""In the step after resuming, so that a step without clipping shows too."""
+"""The limit in the step after resuming, so that a step without clipping shows too."""
 
 
 def parity_of_place(place: Place, run: RunConfig, steps: int, against: Against) -> ParityReport | None:

@@ -19,7 +19,7 @@ class Deviation(NamedTuple):
     tensor: str
     grid: float
     one_process: float
-    """Of the float32 reference; at least one unit in the last place of the tensor's largest value."""
+    """The deviation of the float32 reference; at least one unit in the last place of the tensor's largest value."""
 
     @property
     def ratio(self) -> float:
@@ -33,10 +33,10 @@ class Deviation(NamedTuple):
 
 @dataclass(frozen=True)
 class ParityReport:
-    """How far the grid is from the float64 reference, beside how far one process in float32 is."""
+    """The distances from the float64 reference: the grid's, and one float32 process's."""
 
     deviations: dict[str, list[Deviation]]
-    """By quantity: loss, grad_norm (before clipping), gradients and weights of every step, and resumed: loss, norm and
+    """Per quantity: loss, grad_norm (before clipping), gradients and weights of every step, and resumed: loss, norm and
     weights of one more step after loading on another grid."""
 
     replicas: float
@@ -48,7 +48,7 @@ class ParityReport:
     resumed_on: str
 
     limit: float = LIMIT
-    """Of the ratio of the grid's deviation to that of one process."""
+    """The largest ratio of the grid's deviation to that of one process."""
 
     initial_limit: float = INITIAL_LIMIT
 

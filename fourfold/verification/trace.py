@@ -49,7 +49,7 @@ class Memory:
     """The stored shards."""
 
     gradients: int
-    """Those of the stored shards when the optimizer steps."""
+    """Gradients of the stored shards when the optimizer steps."""
 
     optimizer: int
 

@@ -31,7 +31,7 @@ class Family:
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Their keys that must have one of these values, because the decoder computes nothing else."""
     rope_theta: str = "rope_theta"
-    """In files of transformers 4, as the next."""
+    """Their key in files of transformers 4, as the next."""
     partial_rotary_factor: str | None = None
     """None: whole heads turn."""
     rope_types: tuple[str, ...] = tuple(ROPE_KEYS)

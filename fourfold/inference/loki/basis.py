@@ -30,7 +30,7 @@ class Components:
     vectors_LKDD: Tensor
     """Orthonormal columns, the one of the largest variance first."""
     variances_LKD: Tensor
-    """In descending order."""
+    """Variances along the columns, in descending order."""
 
     def ranks_at(self, share: float) -> Tensor:
         """The fewest components that explain this share of the variance, [L, K] (Rank@v, arXiv 2406.02542, eq. 2)."""

@@ -15,7 +15,7 @@ from fourfold.launch.job_scripts.slurm_site import Options, Site, one_line
 TEMPLATE = files("fourfold.launch.job_scripts").joinpath("slurm.sh")
 
 WAIT_SECONDS = 120
-"""From the end of a job's first process to the end of the others; rank 0 writes the report in this time."""
+"""Seconds between the end of a job's first process and that of the others; rank 0 writes the report in this time."""
 
 TIME = r"(\d+-)?\d+(:\d+){0,2}"
 """SLURM's times: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, and from DAYS-HOURS to DAYS-HOURS:MINUTES:SECONDS."""
@@ -23,7 +23,7 @@ TIME = r"(\d+-)?\d+(:\d+){0,2}"
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What the user says about a job, beside its run file."""
+    """Options of a job, beside its run file."""
 
     nodes: int
     time: str | None = None

@@ -14,7 +14,7 @@ from fourfold.planning.workload import CP_METHODS, SCHEDULES, Workload
 
 AXES = ("x", "y", "z", "dp", "cp", "pp")
 MOST_GPUS = 1 << 24
-"""With more, layouts do not fit the search's 32 bits."""
+"""Layouts of more do not fit the search's 32 bits."""
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 PIPELINES = (
     ("1F1B", 1),
