@@ -92,12 +92,12 @@ def _sizes(work: Workload) -> Sizes:
     numbers = (model.queries, model.keys, model.hidden, model.inner, model.vocab, model.positions, step.seq, step.batch)
     # The search's 32 bits are enough for any model that was ever built.
     bits = np.int32 if max(int(np.max(number)) for number in numbers) < 2**31 else np.int64
-    axes = {axis: np.asarray(getattr(layout, axis), bits) for axis in AXES}
+    x, y, z, dp, cp, pp = (np.asarray(getattr(layout, axis), bits) for axis in AXES)
     return Sizes(
         layers=model.layers, hidden=model.hidden, heads=model.queries // model.head_dim,
         kv_heads=model.keys // model.head_dim, head_dim=model.head_dim, inner=model.inner, vocab=model.vocab,
         positions=model.positions, seq=step.seq, batch=step.batch, float8=step.bits == 8,
-        **axes, zero=layout.zero,
+        x=x, y=y, z=z, dp=dp, cp=cp, pp=pp, zero=layout.zero,
         # Products of it exceed 32 bits.
         micro_batch=np.asarray(layout.micro_batch, np.int64),
         stages=layout.pp * layout.interleave,
