@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from benchmarks.options import add_tiny
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.config.run import CheckpointConfig
 from fourfold.parallel.grid import Grid
@@ -32,7 +33,10 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, help="On the disk to measure; default: a temporary one.")
+    add_tiny(parser)
     arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.hidden, arguments.rounds = 32, 1
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     job = job_of(arguments.hidden)
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))

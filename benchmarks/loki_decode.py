@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cache_traffic import CacheTraffic
+from benchmarks.options import add_tiny
 from fourfold.huggingface.transformers_models import DTYPES
 from fourfold.inference.loki import LokiConfig
 from fourfold.inference.loki.attend import decode
@@ -261,7 +262,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kernels", default="auto", choices=["auto", "torch", "numba", "triton"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
-    return parser.parse_args()
+    add_tiny(parser)
+    arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.contexts, arguments.k, arguments.rounds = "256", 64, 2
+    return arguments
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.options import add_tiny
 from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.config.run import RunConfig
 from fourfold.data.dataset import TokenWindows
@@ -49,6 +50,7 @@ MODELS: dict[str, tuple[dict[str, Any], int, int]] = {
     "llama-12m": ({"preset": "llama-12m"}, 8, 256),
 }
 """Model, sequences of a batch, and their length."""
+TINY: dict[str, tuple[dict[str, Any], int, int]] = {"llama-tiny": ({"preset": "llama-tiny"}, 2, 64)}
 
 HASHES = (("hash", 13), ("hash", 50), ("hash-table", 13))
 
@@ -57,18 +59,21 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--rounds", type=int, default=9)
     options.add_argument("--json", type=Path)
+    add_tiny(options)
     given = options.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    results = {name: measure(name, device, given.rounds) for name in MODELS}
+    models, rounds = (TINY, 1) if given.tiny else (MODELS, given.rounds)
+    results = {name: measure(name, *model, device, rounds) for name, model in models.items()}
     dist.destroy_process_group()
     if given.json is not None:
         given.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(name: str, device: torch.device, rounds: int) -> dict[str, float]:
-    model, batch, length = MODELS[name]
+def measure(
+    name: str, model: dict[str, Any], batch: int, length: int, device: torch.device, rounds: int
+) -> dict[str, float]:
     training = {"global_batch_size": batch, "micro_batch_size": batch, "seq_length": length, "train_steps": 1000}
     run = make_run({"model": model, "data": {"source": "python-stdlib"}, "training": training})
     job = Job(run, Grid(run.parallel, device.type), device)

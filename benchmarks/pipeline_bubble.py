@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.options import add_tiny
 from benchmarks.ranks import run_on_ranks
 from fourfold.config.run import RunConfig
 from fourfold.parallel.grid import Grid
@@ -71,11 +72,13 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    add_tiny(parser)
     arguments = parser.parse_args()
+    schedules, counts = (("1F1B",), (2,)) if arguments.tiny else (SCHEDULES, MICRO_BATCHES)
     rows = []
     print("| schedule | micro-batches | measured | op list | 1F1B's formula |\n|---|---|---|---|---|")
-    for schedule in SCHEDULES:
-        for micro_batches in MICRO_BATCHES:
+    for schedule in schedules:
+        for micro_batches in counts:
             run = run_of(arguments.pp, schedule, micro_batches)
             measured = statistics.median(run_on_ranks(arguments.pp, 1, idle_shares, run, arguments.steps))
             planned = bubble(timeline(schedule_ops(run.parallel, micro_batches), run.parallel))

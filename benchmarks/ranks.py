@@ -105,6 +105,7 @@ def fourfold(run: RunConfig, device: torch.device, quick_weights: bool = False) 
     if quick_weights:
         for shard in job.shards:
             shard.local.fill_(1.0) if len(shard.global_shape) == 1 else shard.local.normal_(0.0, 0.02)
+        job.publish()
     else:
         job.initialize(run.training.seed)
     rank, ranks = grid.batch.rank, grid.batch.size

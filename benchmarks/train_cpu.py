@@ -1,6 +1,6 @@
 """Training speed on a CPU against other libraries: one run prints one table of ratios.
 
-    python -m benchmarks.train_cpu [--rounds 7] [--quick] [--json results.json]
+    python -m benchmarks.train_cpu [--rounds 7] [--json results.json]
 
 Contenders of a section live in the same processes and take their steps in turn, so that other work on the machine
 strikes all alike; a ratio is the median over the rounds. Needs ``pip install fourfold[benchmarks]``.
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.options import add_tiny
 from benchmarks.peers import distributed_data_parallel, fsdp2_tensor_parallel, hugging_face
 from benchmarks.ranks import (
     Times,
@@ -84,8 +85,8 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     os.environ["PYTHONWARNINGS"] = "ignore"
     size = Size({"preset": "llama-12m"}, 8, 256, arguments.rounds, tuple(GRIDS))
-    if arguments.quick:
-        size = Size({"preset": "llama-12m", "num_hidden_layers": 2}, 4, 64, 2, ("dp=4", TENSOR_GRID))
+    if arguments.tiny:
+        size = Size({"preset": "llama-tiny"}, 4, 64, 1, (TENSOR_GRID,))
     rows = []
     for title, section in SECTIONS.items():
         if arguments.only and title[0] not in arguments.only:
@@ -208,9 +209,9 @@ def _print(rows: list[Row]) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of every contender")
-    parser.add_argument("--quick", action="store_true", help="a smoke test in under a minute; its numbers mean nothing")
     parser.add_argument("--only", default="", metavar="abd", help="letters of the sections to run")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
+    add_tiny(parser)
     return parser.parse_args()
 
 

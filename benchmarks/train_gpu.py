@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.options import add_tiny
 from benchmarks.peers import Step, hugging_face
 from benchmarks.ranks import fourfold, one_micro_batch_run, random_batch
 from fourfold.config.run import RunConfig
@@ -186,7 +187,7 @@ def layers_that_fit(sequence: int, device: torch.device) -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script; its numbers mean nothing")
+    add_tiny(parser)
     parser.add_argument("--sequence", type=int, nargs="+", help="default: 4096 8192")
     parser.add_argument("--layers", type=int, help="default: what fits")
     parser.add_argument("--rounds", type=int, default=10, help="timed steps of every contender")

@@ -15,6 +15,7 @@ import timeit
 import torch
 import torch.distributed as dist
 
+from benchmarks.options import add_tiny
 from benchmarks.ranks import run_on_ranks
 from fourfold import heartbeat
 from fourfold.heartbeat import SIZE, Heartbeat
@@ -29,12 +30,14 @@ SIGNS = 100_000
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
-    rounds = parser.parse_args().rounds
+    add_tiny(parser)
+    arguments = parser.parse_args()
+    rounds, count = (2, 1000) if arguments.tiny else (arguments.rounds, SIGNS)
     memory = Heartbeat(_shared_memory())
     heartbeat.watched(memory)
-    with_watchdog = min(timeit.repeat(_sign, number=SIGNS, repeat=5)) / SIGNS
+    with_watchdog = min(timeit.repeat(_sign, number=count, repeat=5)) / count
     heartbeat.watched(None)
-    without = min(timeit.repeat(_sign, number=SIGNS, repeat=5)) / SIGNS
+    without = min(timeit.repeat(_sign, number=count, repeat=5)) / count
     print(f"a sign of life: {1e6 * with_watchdog:.2f} µs; without a watchdog {1e6 * without:.2f} µs")
     signs, seconds = run_on_ranks(2, 1, steps_on_grid, rounds)
     share = signs * with_watchdog / seconds
