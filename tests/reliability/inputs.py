@@ -155,7 +155,7 @@ def make_rows(folder: Path) -> None:
 def as_csv(rows: Any) -> str:
     """A list of rows as CSV; anything else as it is."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        return str(rows)[:10_000]
+        return as_json(rows)[:10_000]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(COLUMNS), extrasaction="ignore")
     writer.writeheader()
