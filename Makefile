@@ -13,10 +13,10 @@ test: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/pytest -n 2 --dist loadfile
+	$(VENV)/bin/pytest -n 3 --dist worksteal
 
 test-slow: $(VENV)/.installed-test
-	$(VENV)/bin/pytest -m slow
+	$(VENV)/bin/pytest -m slow -n 2 --dist worksteal
 
 # A part of the slow tests that changes from commit to commit.
 test-slow-part: $(VENV)/.installed-test

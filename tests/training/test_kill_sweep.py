@@ -129,7 +129,7 @@ def test_a_kill_at_any_moment_costs_no_bit(
     assert_the_same(tmp_path, whole(setting, steps), steps, cli)
 
 
-SAVED = 4
+SAVED = 6
 """The step whose save is interrupted: that of step 2 is pruned then."""
 KILL_BEFORE = """
 import multiprocessing, os, signal
