@@ -13,7 +13,7 @@ test: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/pytest -n 3 --dist worksteal
+	$(VENV)/bin/pytest -n 2 --dist worksteal
 
 test-slow: $(VENV)/.installed-test
 	$(VENV)/bin/pytest -m slow -n 2 --dist worksteal
