@@ -7,8 +7,8 @@ Checksums are XXH3 (128 bits), which is faster than memory. They find damage, no
 
 from __future__ import annotations
 
-import hashlib
 import json
+import mmap
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +26,10 @@ from fourfold.parsing import parse_json
 TENSORS = ".safetensors"
 NOTE = ".xxh3"
 """End of the name of a small file beside a file that is not yet in a manifest: its checksum."""
+
+
+PIECE = 2**24
+"""Bytes of a file that are in memory at once, lest they count as this process's; a multiple of the page size."""
 
 
 class DamagedCheckpoint(UserError):
@@ -166,8 +170,16 @@ def _check_content(file: Path, entry: Entry) -> None:
 
 
 def _checksum(file: Path) -> str:
-    with file.open("rb") as opened:  # not mapped, which would count as this process's memory
-        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
+    """XXH3 of a file that is mapped, which is three times as fast as reading, and let go piece by piece."""
+    checksum = xxhash.xxh3_128()
+    with file.open("rb") as opened:
+        if size := file.stat().st_size:
+            with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
+                for begin in range(0, size, PIECE):
+                    piece = min(PIECE, size - begin)
+                    checksum.update(view[begin : begin + piece])
+                    content.madvise(mmap.MADV_DONTNEED, begin, piece)
+    return checksum.hexdigest()
 
 
 def _damaged(path: Path, reason: str) -> DamagedCheckpoint:
