@@ -1,58 +1,60 @@
-"""Save and load checkpoints that any grid can read: safetensors shards of global tensors and one JSON file.
+"""Save and load checkpoints that any grid can read: parts of global tensors in safetensors files, and where they are.
 
     checkpoints/step_100/
-        shard-00001-model-00001-of-00001.safetensors   each process's parts, with their place in the global tensor
+        rank_00000.safetensors      the parts that process 0 wrote
         …
-        state.json                                     step, model sizes, random state
-        manifest-<checksum>.json                       size and checksum of every file
+        layout.json                 which file has which part of which tensor
+        state.json                  step, model sizes, random state
+        manifest-<checksum>.json    size and checksum of every file
 
-Tensors go through torch.distributed.checkpoint under ``model.<name>`` and ``optimizer.<moment>.<name>``. A checkpoint
-is written under another name and renamed when every process has finished: it is complete, or it is not there.
+Tensors are called ``model.<name>`` and ``optimizer.<moment>.<name>``. A checkpoint is written under another name and
+renamed when every process has finished: it is complete, or it is not there. Processes exchange the sizes and checksums
+of their files, and nothing else.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from fourfold.checkpoints.compatible import check_has_model, check_same_adapters, check_same_model, check_same_order
+from fourfold.checkpoints.file_layout import Layout, write_layout
 from fourfold.checkpoints.find import list_checkpoints, step_of
 from fourfold.checkpoints.global_tensors import (
     TrainingState,
     check_finite,
-    checkpoint_errors,
     fill_second_copies,
-    load_tensors,
-    save_tensors,
-    tensor_writer,
-    trained_tensors,
-    weight_tensors,
+    layout_of,
+    trained_parts,
+    weight_parts,
 )
 from fourfold.checkpoints.integrity import DamagedCheckpoint, seal
+from fourfold.checkpoints.rank_files import entries_of, gather_written, read_parts, write_file
 from fourfold.checkpoints.room import check_room, remove_unfinished
 from fourfold.checkpoints.saved_state import CheckpointState, read_state, state_of, write_state
-from fourfold.checkpoints.verify import verify, verify_together
+from fourfold.checkpoints.verify import shapes_of, verified
 from fourfold.config.run import CheckpointConfig
 from fourfold.data.files import WriteFailed, swap_in, writing
 from fourfold.errors import UserError
+from fourfold.models.tensor_files import Written
 from fourfold.parallel.communicate import purpose
-from fourfold.parallel.state import GlobalView
 from fourfold.parallel.together import failing_together
 
 
-class _PendingSave(NamedTuple):
-    written: Future[object]
+class _Save(NamedTuple):
+    """A checkpoint that is being written, and what stands in it besides tensors."""
+
     step: int
+    layout: Layout
     state: CheckpointState
 
 
@@ -61,12 +63,10 @@ class Checkpointer:
 
     def __init__(self, folder: Path, job: TrainingState, config: CheckpointConfig) -> None:
         self.folder, self.job, self.config = folder, job, config
-        self._view = GlobalView(job.grid, job.run.parallel.zero)
         self.newest: Path | None = None
         """The newest checkpoint of this run, once ``wait`` has returned."""
-        self._pending: _PendingSave | None = None
-        # The writer's collectives run in a thread beside the training step: they need a group of their own.
-        self._group = dist.new_group(backend="gloo") if config.async_mode == "async" else None
+        self._pending: tuple[_Save, Future[Written | None]] | None = None
+        self._beside = ThreadPoolExecutor(1) if config.async_mode == "async" else None
 
     def save(self, step: int, required: bool = True) -> None:
         """Write ``step_<step>``; with async_mode it appears when it is complete, at a later ``poll`` or ``wait``.
@@ -81,7 +81,7 @@ class Checkpointer:
     def poll(self) -> None:
         """Publish an asynchronous save that has finished on all processes."""
         if self._pending is not None:
-            unfinished = torch.tensor(float(not self._pending.written.done()), device=self._view.mesh.device_type)
+            unfinished = torch.tensor(float(not self._pending[1].done()), device=self.job.grid.device_type)
             with purpose("asynchronous save"):
                 dist.all_reduce(unfinished, dist.ReduceOp.MAX)
             if not unfinished.item():
@@ -91,36 +91,30 @@ class Checkpointer:
         """Wait for an asynchronous save, and publish it; failures are as in ``save``."""
         if self._pending is None:
             return
-        written, step, state = self._pending
-        self._pending = None
-        with self._allowed_to_fail(required), self._removed_on_failure(step):
-            with checkpoint_errors(WriteFailed, f"cannot write the checkpoint {self._partial(step)}"):
-                written.result()
-            self._publish(step, state)
+        (save, written), self._pending = self._pending, None
+        with self._allowed_to_fail(required):
+            self._finish(save, written.result)
 
     def _save(self, step: int) -> None:
-        tensors = trained_tensors(self.job, self._view)
-        check_finite(tensors, step, self.folder)
-        partial = self._partial(step)
+        parts = trained_parts(self.job)
+        check_finite(parts, step, self.folder)
+        layout, folder = layout_of(parts, self.job.grid), self._partial(step)
         with failing_together():
             if dist.get_rank() == 0:
                 remove_unfinished(self.folder)
                 check_room(self.folder, self.job.run)
-                with writing(partial):
-                    partial.mkdir(parents=True)
+                with writing(folder):
+                    folder.mkdir(parents=True)
         scale = self.job.loss_scale
         state = state_of(self.job.run, step)
         state.optimizer_steps = self.job.optimizer.steps_taken()
         state.recent = self.job.recent.model_copy(deep=True)
         state.loss_scale = None if scale is None else (scale.scale, scale.steps_since_change)
-        if self._group is None:
-            with self._removed_on_failure(step):
-                save_tensors(tensors, partial)
-                self._publish(step, state)
+        write = partial(write_file, folder, layout, entries_of(parts, layout, copied=self._beside is not None))
+        if self._beside is None:
+            self._finish(_Save(step, layout, state), write)
         else:
-            future = async_save(tensors, storage_writer=tensor_writer(partial), process_group=self._group)
-            assert isinstance(future, Future), "the default stager answers with a future"
-            self._pending = _PendingSave(future, step, state)
+            self._pending = (_Save(step, layout, state), self._beside.submit(write))
 
     def _partial(self, step: int) -> Path:
         return self.folder / f".step_{step}.partial"
@@ -146,18 +140,22 @@ class Checkpointer:
                 shutil.rmtree(self._partial(step), ignore_errors=True)
             raise
 
-    def _publish(self, step: int, state: CheckpointState) -> None:
+    def _finish(self, save: _Save, write: Callable[[], Written | None]) -> None:
         """Describe, rename and prune, on rank 0, when every rank has written; all hear of a failure."""
-        finished = self.folder / f"step_{step}"
-        with failing_together():
-            if dist.get_rank() == 0:
-                partial = self._partial(step)
-                with writing(partial):
-                    write_state(partial, state)
-                    seal(partial)
-                    swap_in(partial, finished)
-                with writing(self.folder):
-                    self._prune(step)
+        folder, finished = self._partial(save.step), self.folder / f"step_{save.step}"
+        with self._removed_on_failure(save.step):
+            with failing_together(), writing(folder):
+                mine = write()
+            written = gather_written(mine, self.job.grid.device_type)
+            with failing_together():
+                if dist.get_rank() == 0:
+                    with writing(folder):
+                        write_layout(folder, save.layout)
+                        write_state(folder, save.state)
+                        seal(folder, written)
+                        swap_in(folder, finished)
+                    with writing(self.folder):
+                        self._prune(save.step)
         self.newest = finished
 
     def _prune(self, step: int) -> None:
@@ -211,19 +209,19 @@ def load_newest(path: Path, job: TrainingState, fall_back: bool) -> tuple[Path, 
 def load_checkpoint(path: Path, job: TrainingState) -> int:
     """Fill a job's weights and optimizer from a checkpoint that any grid has written; returns the steps taken.
 
-    Every process calls this. Raises ``DamagedCheckpoint``, or ``UserError`` when it belongs to another model; the job
-    is untouched then.
+    Every process calls this. Raises ``DamagedCheckpoint``, or ``UserError`` when it belongs to another model. The job
+    is untouched then, unless the damage was in the middle of a tensor file: then its weights are of no use.
     """
     state = read_state(path)
     check_same_model(path, state, job.run.model)
     check_same_adapters(path, state, job.run)
-    verify_together(path)
     if state.weights_only:
-        _load_weights(path, job)
+        _load_weights(path, job, state)
         return 0
     check_same_order(path, state, job.run)
     generator = state.generator(path)
-    load_tensors(trained_tensors(job, GlobalView(job.grid, job.run.parallel.zero)), path)
+    with verified(path, shapes_of(state)) as layout:
+        read_parts(path, layout, trained_parts(job))
     job.optimizer.set_steps_taken(state.step if state.optimizer_steps is None else state.optimizer_steps)
     job.recent = state.recent
     if job.loss_scale is not None and state.loss_scale is not None:
@@ -243,17 +241,11 @@ def load_sharded_weights(path: Path, job: TrainingState) -> None:
     state = read_state(path)
     check_same_model(path, state, job.run.model)
     check_has_model(path, state)
-    verify_together(path)
-    _load_weights(path, job)
+    _load_weights(path, job, state)
 
 
-def _load_weights(path: Path, job: TrainingState) -> None:
-    load_tensors(weight_tensors(job, GlobalView(job.grid, job.run.parallel.zero)), path)
+def _load_weights(path: Path, job: TrainingState, state: CheckpointState) -> None:
+    with verified(path, shapes_of(state)) as layout:
+        read_parts(path, layout, weight_parts(job))
     fill_second_copies(job.shards, lambda index: {"weight": job.shards[index].local})
     job.publish()
-
-
-def load_weights(path: Path, weights: dict[str, Tensor]) -> None:
-    """Fill whole tensors, by parameter name, in one process and without a process group."""
-    verify(path)
-    load_tensors({f"model.{name}": tensor for name, tensor in weights.items()}, path, no_dist=True)

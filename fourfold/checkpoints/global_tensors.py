@@ -1,32 +1,23 @@
-"""A job's weights and moments as global tensors, the way torch.distributed.checkpoint reads and writes them."""
+"""A job's weights and moments as parts of global tensors: what a checkpoint saves and fills."""
 
 from __future__ import annotations
 
-import logging
-import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
-from fourfold.checkpoints.integrity import ChecksummedFiles
+from fourfold.checkpoints.file_layout import Layout, SavedTensor
 from fourfold.checkpoints.saved_state import RecentSteps
-from fourfold.config.run import RunConfig
-from fourfold.data.files import WriteFailed
+from fourfold.config.run import AXES, RunConfig
 from fourfold.errors import UserError
+from fourfold.models.dtypes import SAFETENSORS_NAMES
 from fourfold.parallel.communicate import purpose
 from fourfold.parallel.grid import Grid
-from fourfold.parallel.state import GlobalView, LocalShard
+from fourfold.parallel.state import LocalShard
 
 
 class OptimizerState(Protocol):
@@ -72,31 +63,72 @@ class TrainingState(Protocol):
     def publish(self) -> None: ...
 
 
-def trained_tensors(job: TrainingState, view: GlobalView) -> dict[str, Tensor]:
-    """Trained weights and their moments as global tensors that alias the job's memory."""
-    tensors: dict[str, Tensor] = {}
+class SavedPart(NamedTuple):
+    """This process's part of a weight, or of a tensor of its shape that belongs to it, such as a moment."""
+
+    shard: LocalShard
+    local: Tensor
+
+
+Parts = Mapping[str, SavedPart]
+"""Of global tensors, by their names in a checkpoint."""
+
+
+def trained_parts(job: TrainingState) -> Parts:
+    """Trained weights and their moments."""
+    parts: dict[str, SavedPart] = {}
     for name, index in _first_copies(job.trained).items():
         shard = job.trained[index]
-        tensors[f"model.{name}"] = view.of(shard)
+        parts[f"model.{name}"] = SavedPart(shard, shard.local)
         for moment, local in job.optimizer.moments(index).items():
-            tensors[f"optimizer.{moment}.{name}"] = view.of(shard, local)
-    return tensors
+            parts[f"optimizer.{moment}.{name}"] = SavedPart(shard, local)
+    return parts
 
 
-def weight_tensors(job: TrainingState, view: GlobalView) -> dict[str, Tensor]:
-    """All weights as global tensors that alias the job's memory."""
-    return {f"model.{name}": view.of(job.shards[index]) for name, index in _first_copies(job.shards).items()}
+def weight_parts(job: TrainingState) -> Parts:
+    """All weights."""
+    return {
+        f"model.{name}": SavedPart(job.shards[index], job.shards[index].local)
+        for name, index in _first_copies(job.shards).items()
+    }
 
 
-def check_finite(tensors: Mapping[str, Tensor], step: int, folder: Path) -> None:
+def layout_of(parts: Parts, grid: Grid) -> Layout:
+    """The layout of a checkpoint of these tensors; a collective of the ranks of pp, each of which has its own stages.
+
+    A tensor that several stages have is written by the first of them.
+    """
+    mine: dict[str, SavedTensor] = {}
+    layout = Layout(
+        sizes={axis: grid.axis(axis).size for axis in AXES},
+        sharded_over=("dp", "cp", "z") if grid.sizes.zero else ("z",),
+        tensors={},
+    )
+    for number, (name, (shard, local)) in enumerate(parts.items()):
+        dtype, tile = SAFETENSORS_NAMES[local.dtype], shard.tile
+        tensor = SavedTensor(dtype=dtype, shape=shard.global_shape, x=tile.x, y=tile.y, pp=grid.pp.rank)
+        tensor.copy_number = number % layout.copies(tensor)
+        mine[name] = tensor
+    stages: list[dict[str, SavedTensor]] = [mine] * grid.pp.size
+    if grid.pp.size > 1:
+        with purpose("layout of a checkpoint"):
+            dist.all_gather_object(stages, mine, grid.pp.group)
+    for tensors in stages:
+        for name, tensor in tensors.items():
+            layout.tensors.setdefault(name, tensor)
+    return layout
+
+
+def check_finite(parts: Parts, step: int, folder: Path) -> None:
     """Raise the same ``UserError`` on every process when a part of a tensor anywhere is not finite."""
-    locals_ = {name: t.to_local() for name, t in tensors.items() if isinstance(t, DTensor) and t.to_local().numel()}
-    largest = torch.stack(torch._foreach_norm(list(locals_.values()), math.inf, dtype=torch.float32))
-    flag = (~largest.isfinite()).any().float()
+    locals_ = {name: part.local for name, part in parts.items() if part.local.numel()}
+    extremes = torch.stack([torch.stack(local.aminmax()).float() for local in locals_.values()])
+    finite = extremes.isfinite().all(dim=1)
+    flag = (~finite).any().float()
     with purpose("finite weights"):
         dist.all_reduce(flag, dist.ReduceOp.MAX)
     if flag.item():
-        bad = [name for name, value in zip(locals_, largest.tolist(), strict=True) if not math.isfinite(value)]
+        bad = [name for name, good in zip(locals_, finite.tolist(), strict=True) if not good]
         everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, bad)
         rank, name = next((rank, names[0]) for rank, names in enumerate(everyone) if names)
@@ -125,49 +157,3 @@ def _first_copies(shards: Sequence[LocalShard]) -> dict[str, int]:
     for index, shard in enumerate(shards):
         first.setdefault(shard.name, index)
     return first
-
-
-def load_tensors(tensors: dict[str, Tensor], path: Path, no_dist: bool = False) -> None:
-    """Fill global tensors from the files of a checkpoint; ``UserError`` where those are damaged."""
-    with checkpoint_errors(UserError, f"the checkpoint {path} is damaged"), _quiet():
-        load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=no_dist)
-
-
-def save_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write the parts of global tensors that this process holds; a collective of all processes."""
-    with checkpoint_errors(WriteFailed, f"cannot write the checkpoint {folder}"):
-        save(tensors, storage_writer=tensor_writer(folder))
-
-
-def tensor_writer(folder: Path) -> HuggingFaceStorageWriter:
-    """A writer of safetensors files, one for each process, with a note of the checksum beside each."""
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    writer.fs = ChecksummedFiles()
-    return writer
-
-
-@contextmanager
-def checkpoint_errors(kind: type[UserError], what: str) -> Iterator[None]:
-    """Turn torch's CheckpointException, which is a BaseException that no handler expects, into a ``UserError``.
-
-    It has the failures of all processes, and is raised on all of them.
-    """
-    try:
-        yield
-    except CheckpointException as error:
-        reason, _ = next(iter(error.failures.values()))
-        text = reason.strerror if isinstance(reason, OSError) else str(reason).partition("\n")[0]
-        raise kind(f"{what}: {text or type(reason).__name__}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's reader: it warns of each file of a distributed save, warns of a load without processes, and
-    logs the traceback of the error that it then raises."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(before)

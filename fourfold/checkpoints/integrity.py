@@ -9,25 +9,18 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import torch.distributed as dist
 import xxhash
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 from fourfold.errors import UserError
-from fourfold.heartbeat import doing
+from fourfold.models.tensor_files import Written
 from fourfold.parsing import parse_json
 
 TENSORS = ".safetensors"
-NOTE = ".xxh3"
-"""End of the name of a small file beside a file that is not yet in a manifest: its checksum."""
-
-
 PIECE = 2**24
 """Bytes of a file that are in memory at once, lest they count as this process's; a multiple of the page size."""
 
@@ -36,48 +29,12 @@ class DamagedCheckpoint(UserError):
     """A checkpoint is not what was written."""
 
 
-class Entry(NamedTuple):
-    """A file in the manifest."""
-
-    size: int
-    xxh3: str
-
-
-class ChecksummedFiles(FileSystem):
-    """Writes files for torch.distributed.checkpoint, and beside each a note of its checksum."""
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            counted = _Checksummed(stream)
-            yield counted
-        Path(f"{path}{NOTE}").write_text(counted.checksum.hexdigest(), encoding="ascii")
-
-
-class _Checksummed:
-    """A stream that sums up what is written to it."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream, self.checksum = stream, xxhash.xxh3_128()
-
-    def write(self, content: bytes) -> int:
-        doing("writing a checkpoint")
-        self.checksum.update(content)
-        return int(self.stream.write(content))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
-def seal(folder: Path) -> None:
-    """Write the manifest of a folder whose files are all there, from the notes where there are any."""
-    entries = {}
-    for file in sorted(path for path in folder.iterdir() if path.is_file() and path.suffix != NOTE):
-        note = file.with_name(file.name + NOTE)
-        checksum = note.read_text(encoding="ascii") if note.exists() else _checksum(file)
-        entries[file.name] = Entry(file.stat().st_size, checksum)._asdict()
-        note.unlink(missing_ok=True)
-    content = (json.dumps(entries, indent=1) + "\n").encode()
+def seal(folder: Path, written: Mapping[str, Written] | None = None) -> None:
+    """Write the manifest of a folder whose files are all there; ``written`` has those whose checksums are known."""
+    known = dict(written or {})
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
+    entries = {name: known.get(name) or _found(folder / name) for name in names}
+    content = (json.dumps({name: entry._asdict() for name, entry in entries.items()}, indent=1) + "\n").encode()
     (folder / f"manifest-{xxhash.xxh3_128_hexdigest(content)}.json").write_bytes(content)
 
 
@@ -89,13 +46,26 @@ def check_small_file(file: Path) -> None:
     _check_content(file, entry)
 
 
-def check_files(folder: Path) -> None:
-    """Check the manifest, the sizes, that nothing is missing, linked or added, and the content of small files.
+def check_listing(folder: Path) -> None:
+    """Check that no file of tensors is missing in the manifest, and that none is there that it does not name.
 
     Raises ``DamagedCheckpoint``.
     """
-    entries = _entries(folder)
-    for name, entry in entries.items():
+    entries, found = _entries(folder), {path.name for path in folder.iterdir()}
+    for name in entries:
+        if name not in found:
+            raise _damaged(folder / name, "it is missing")
+    for name in sorted(found):
+        if name.endswith(TENSORS) and name not in entries:
+            raise _damaged(folder / name, "it belongs to no file list of this checkpoint")
+
+
+def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> None:
+    """Check a share of the files: their sizes, that none is a link, and the content of small ones.
+
+    Raises ``DamagedCheckpoint``.
+    """
+    for name, entry in list(_entries(folder).items())[rank::ranks]:
         file = folder / name
         try:
             found = file.lstat()
@@ -107,35 +77,16 @@ def check_files(folder: Path) -> None:
             raise _damaged(file, f"it has {found.st_size:,} bytes, and {entry.size:,} were written")
         if file.suffix != TENSORS:
             _check_content(file, entry)
-    for file in folder.glob(f"*{TENSORS}"):
-        if file.name not in entries:
-            raise _damaged(file, "it belongs to no file list of this checkpoint")
 
 
 def check_contents(folder: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Compare the checksums of this rank's share of the tensor files. Raises ``DamagedCheckpoint``."""
+    """Compare the checksums of a share of the tensor files. Raises ``DamagedCheckpoint``.
+
+    On the grid that wrote them, each process checks the file that it reads.
+    """
     tensors = [(name, entry) for name, entry in _entries(folder).items() if name.endswith(TENSORS)]
     for name, entry in tensors[rank::ranks]:
         _check_content(folder / name, entry)
-
-
-def check_together(folder: Path, check_structure: Callable[[Path], None] = check_files) -> None:
-    """Check a folder, of whose contents every process reads a share, and the first process the structure.
-
-    Raises the same ``DamagedCheckpoint`` on all processes.
-    """
-    damage = None
-    try:
-        if dist.get_rank() == 0:
-            check_structure(folder)
-        check_contents(folder, dist.get_rank(), dist.get_world_size())
-    except DamagedCheckpoint as error:
-        damage = str(error)
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, damage)
-    found = next((each for each in everyone if each is not None), None)
-    if found is not None:
-        raise DamagedCheckpoint(found)
 
 
 def size_of(folder: Path) -> tuple[int, int]:
@@ -144,7 +95,7 @@ def size_of(folder: Path) -> tuple[int, int]:
     return len(entries), sum(entry.size for entry in entries)
 
 
-def _entries(folder: Path) -> dict[str, Entry]:
+def _entries(folder: Path) -> dict[str, Written]:
     manifests = list(folder.glob("manifest-*.json"))
     if len(manifests) != 1:
         raise _damaged(folder, "it has no manifest" if not manifests else "it has several manifests")
@@ -155,7 +106,7 @@ def _entries(folder: Path) -> dict[str, Entry]:
     if manifest.stem.removeprefix("manifest-") != xxhash.xxh3_128_hexdigest(content):
         raise _damaged(manifest, "its checksum is not the one in its name")
     try:
-        entries = {name: Entry(int(entry["size"]), str(entry["xxh3"])) for name, entry in parse_json(content).items()}
+        entries = {name: Written(int(entry["size"]), str(entry["xxh3"])) for name, entry in parse_json(content).items()}
     except (ValueError, TypeError, KeyError, AttributeError):
         raise _damaged(manifest, "it is no list of files") from None
     for name in entries:
@@ -164,9 +115,17 @@ def _entries(folder: Path) -> dict[str, Entry]:
     return entries
 
 
-def _check_content(file: Path, entry: Entry) -> None:
-    if _checksum(file) != entry.xxh3:
+def _check_content(file: Path, entry: Written) -> None:
+    try:
+        same = _checksum(file) == entry.xxh3
+    except OSError as error:
+        raise _damaged(file, f"it cannot be read: {error.strerror or error}") from None
+    if not same:
         raise _damaged(file, "its content is not what was written (checksum)")
+
+
+def _found(file: Path) -> Written:
+    return Written(file.stat().st_size, _checksum(file))
 
 
 def _checksum(file: Path) -> str:

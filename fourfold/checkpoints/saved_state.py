@@ -10,14 +10,14 @@ import torch
 from pydantic import Field, model_validator
 
 from fourfold.checkpoints.find import STATE_FILE
-from fourfold.checkpoints.integrity import DamagedCheckpoint, check_small_file, seal
+from fourfold.checkpoints.integrity import DamagedCheckpoint, check_small_file
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import LoRAConfig, RunConfig
 from fourfold.config.strict import Strict
 from fourfold.errors import UserError
 from fourfold.parsing import parse_json
 
-FORMAT = 2
+FORMAT = 3
 LAYOUT_FREE_KEYS = {"preset", "from_hf", "initializer_range"}
 """Keys of [model] that change neither a tensor's shape nor its meaning; they are not saved."""
 
@@ -94,17 +94,15 @@ def state_of(run: RunConfig, step: int) -> CheckpointState:
 
 
 def write_state(folder: Path, state: CheckpointState) -> None:
-    """Write ``state.json``, which makes the folder a checkpoint."""
+    """Write ``state.json``, by which a folder is a checkpoint."""
     (folder / STATE_FILE).write_text(state.model_dump_json(indent=1) + "\n")
 
 
-def write_imported(folder: Path, model: ModelConfig) -> None:
-    """Make a checkpoint of a folder that already holds the weights."""
-    state = CheckpointState(
+def imported_state(model: ModelConfig) -> CheckpointState:
+    """The state beside the weights of an imported model."""
+    return CheckpointState(
         format=FORMAT, step=0, model=saved_model(model), training={}, rng=_rng_state(), weights_only=True
     )
-    write_state(folder, state)
-    seal(folder)
 
 
 def read_state(path: Path) -> CheckpointState:

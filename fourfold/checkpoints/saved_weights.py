@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from fourfold.checkpoints.saved_state import CheckpointState
-from fourfold.checkpoints.verify import parts_of, verify
+from fourfold.checkpoints.rank_files import dtype_of, read_boxes
+from fourfold.checkpoints.verify import verify
 from fourfold.config.model import ModelConfig
-from fourfold.models.dtypes import SAFETENSORS_DTYPES
+from fourfold.errors import UserError
 from fourfold.models.lora import trained_shapes
 
 
@@ -21,18 +20,21 @@ class SavedWeights:
     def __init__(self, path: Path) -> None:
         """Verify and index the files; raises ``DamagedCheckpoint``."""
         self.path = path
-        self.state: CheckpointState = verify(path)
+        self.state, self._layout = verify(path)
         self.model = ModelConfig(**self.state.model)
         self.shapes = trained_shapes(self.model, self.state.lora)
-        parts = parts_of(path)
-        self._parts = {name: parts[f"model.{name}"] for name in self.shapes}
-        self.dtypes = {name: SAFETENSORS_DTYPES[parts[0].dtype] for name, parts in self._parts.items()}
+        self.dtypes = {name: dtype_of(self._layout, f"model.{name}") for name in self.shapes}
 
     def read(self, name: str) -> Tensor:
         """Read one whole parameter, in the dtype in which it is stored."""
         whole = torch.empty(self.shapes[name], dtype=self.dtypes[name])
-        for part in self._parts[name]:
-            place = tuple(slice(b, b + n) for b, n in zip(part.begin, part.shape, strict=True))
-            with safe_open(part.file, framework="pt") as file:
-                whole[place] = file.get_tensor(f"model.{name}")
+        self.fill({name: whole})
         return whole
+
+    def fill(self, weights: dict[str, Tensor]) -> None:
+        """Fill whole parameters, by name. Raises ``UserError`` for one that is not there in this shape."""
+        for name, whole in weights.items():
+            if tuple(whole.shape) != self.shapes.get(name):
+                raise UserError(f"{self.path} has no {name} of the shape {list(whole.shape)}")
+        boxes = {f"model.{name}": (whole, tuple(slice(0, n) for n in whole.shape)) for name, whole in weights.items()}
+        read_boxes(self.path, self._layout, boxes)

@@ -1,89 +1,74 @@
-"""A checkpoint is whole: every file what was written, and every tensor covered exactly once."""
+"""A checkpoint is whole: every file what was written, and every tensor there with all its parts."""
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
-from safetensors import SafetensorError, safe_open
+import torch.distributed as dist
 
-from fourfold.checkpoints.integrity import TENSORS, DamagedCheckpoint, check_contents, check_files, check_together
+from fourfold.checkpoints.file_layout import LAYOUT_FILE, Layout, read_layout
+from fourfold.checkpoints.integrity import DamagedCheckpoint, check_contents, check_files, check_listing
+from fourfold.checkpoints.rank_files import check_header
 from fourfold.checkpoints.saved_state import CheckpointState, read_state
 from fourfold.config.model import ModelConfig
 from fourfold.models.lora import trained_shapes
-from fourfold.parsing import parse_json
+from fourfold.parallel.together import failing_together
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-Shape = tuple[int, ...]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
-class Part(NamedTuple):
-    """A part of a tensor in a file: its first element in the whole, and its shape."""
-
-    file: Path
-    begin: Shape
-    shape: Shape
-    dtype: str
-    """The name of the type in safetensors."""
-
-
-def verify(path: Path) -> CheckpointState:
+def verify(path: Path) -> tuple[CheckpointState, Layout]:
     """Check all of a checkpoint in one process. Raises ``DamagedCheckpoint``."""
-    _check_structure(path)
-    check_contents(path)
-    return read_state(path)
-
-
-def verify_together(path: Path) -> None:
-    """Check a checkpoint, of which every process reads a share.
-
-    Raises the same ``DamagedCheckpoint`` on all processes.
-    """
-    check_together(path, _check_structure)
-
-
-def _check_structure(path: Path) -> None:
-    """Check all but the contents of tensor files."""
     state = read_state(path)
-    check_files(path)
+    layout = check_structure(path, shapes_of(state))
+    check_contents(path)
+    return state, layout
+
+
+@contextmanager
+def verified(path: Path, expected: Shapes) -> Iterator[Layout]:
+    """Check a checkpoint, of which every process reads a share, and yield its layout to a block that loads it.
+
+    The structure is checked before the block, and the contents beside it. Raises ``DamagedCheckpoint`` on all processes
+    when any of them has found damage; what the block has filled is then of no use. The block has no collectives.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with failing_together():
+        layout = check_structure(path, expected, rank, ranks)
+    with failing_together(), ThreadPoolExecutor(1) as beside:
+        checking = beside.submit(check_contents, path, rank, ranks)
+        try:
+            yield layout
+        finally:
+            checking.result()
+
+
+def shapes_of(state: CheckpointState) -> Shapes:
+    """The shapes of all tensors that a checkpoint of a run must hold."""
     shapes = trained_shapes(ModelConfig(**state.model), state.lora)
     expected = {f"model.{name}": shape for name, shape in shapes.items()}
     if not state.weights_only:
         expected |= {f"optimizer.{moment}.{name}": shape for name, shape in shapes.items() for moment in MOMENTS}
-    parts = parts_of(path)
+    return expected
+
+
+def check_structure(path: Path, expected: Shapes, rank: int = 0, ranks: int = 1) -> Layout:
+    """Check a share of all but the contents of tensor files. Raises ``DamagedCheckpoint``."""
+    if rank == 0:
+        check_listing(path)
+    check_files(path, rank, ranks)
+    layout = read_layout(path)
     for name, shape in expected.items():
-        _check_covered(path, name, shape, parts[name])
-
-
-def parts_of(path: Path) -> dict[str, list[Part]]:
-    """The parts of every tensor. Raises ``DamagedCheckpoint``."""
-    found: dict[str, list[Part]] = defaultdict(list)
-    for file in sorted(path.glob(f"*{TENSORS}")):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                sharding = parse_json((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
-                for name in opened.keys():  # noqa: SIM118 (no dictionary)
-                    view = opened.get_slice(name)
-                    shape = tuple(view.get_shape())
-                    begin = tuple(int(place) for place in sharding.get(name, {}).get("saved_offsets", [0] * len(shape)))
-                    found[name].append(Part(file, begin, shape, view.get_dtype()))
-        except (SafetensorError, ValueError, TypeError, AttributeError) as error:
-            raise DamagedCheckpoint(f"{file} is damaged: {error}; resume from another checkpoint") from None
-    return found
-
-
-def _check_covered(path: Path, name: str, shape: Shape, parts: list[Part]) -> None:
-    """Check that the parts are inside the tensor, begin at different places, and have as many elements as it."""
-    inside = all(
-        len(part.begin) == len(shape)
-        and all(b >= 0 and b + n <= s for b, n, s in zip(part.begin, part.shape, shape, strict=True))
-        for part in parts
-    )
-    filled = [part for part in parts if math.prod(part.shape)]
-    distinct = len({part.begin for part in filled}) == len(filled)
-    if not inside or not distinct or sum(math.prod(part.shape) for part in filled) != math.prod(shape):
-        raise DamagedCheckpoint(
-            f"{path} is damaged: its files do not hold {name} exactly once; resume from another checkpoint"
-        )
+        tensor = layout.tensors.get(name)
+        if tensor is None or tensor.shape != tuple(shape):
+            raise DamagedCheckpoint(
+                f"{path / LAYOUT_FILE} is damaged: it does not have {name} with the shape {list(shape)}; resume from "
+                "another checkpoint"
+            )
+    for writer in range(rank, layout.ranks, ranks):
+        check_header(path, layout, writer)
+    return layout

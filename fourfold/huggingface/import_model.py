@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fourfold.checkpoints.global_tensors import TrainingState
-from fourfold.checkpoints.saved_state import write_imported
+from fourfold.checkpoints.imported import write_weights
 from fourfold.data.files import new_folder
 from fourfold.huggingface.architectures.config_json import local_folder, model_of, read_config
 from fourfold.huggingface.model_folder import (
@@ -22,7 +22,7 @@ from fourfold.huggingface.model_folder import (
 from fourfold.huggingface.tokenizer_file import check_tokenizer_fits
 from fourfold.huggingface.weights import Pretrained
 from fourfold.models.lora import ADAPTERS
-from fourfold.models.tensor_files import Entry, write_tensor_files
+from fourfold.models.tensor_files import Entry
 from fourfold.parallel.state import initialize_shards
 
 
@@ -41,9 +41,8 @@ def import_huggingface(name: str, out: Path) -> Transferred:
         for ours, shape in pretrained.shapes.items()
     ]
     with new_folder(out) as partial_folder:
-        files = write_tensor_files(partial_folder, entries)
         keep_small_files(folder, partial_folder / SOURCE_FOLDER)
-        write_imported(partial_folder, model)
+        files = write_weights(partial_folder, model, entries)
     return Transferred(str(out), pretrained.kind, count_parameters(pretrained.tensors), files)
 
 

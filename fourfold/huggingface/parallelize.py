@@ -28,7 +28,7 @@ from fourfold.parallel.fully_sharded import FullySharded
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.replicated import Replicated
 from fourfold.parallel.sharding import tie_again, tied_names
-from fourfold.parallel.state import GlobalView, LocalShard, clip_gradients, gather_full, sum_partial_gradients
+from fourfold.parallel.state import LocalShard, clip_gradients, gather_full, sum_partial_gradients
 from fourfold.parallel.tensor_plan import Placed, lay_out
 from fourfold.parallel.whole_residual import WholeEmbedding
 
@@ -104,7 +104,6 @@ class Parallelized(nn.Module):
         self.module = stage.model
         self.stage, self.grid, self.placed = stage, stage.grid, placed
         self.shards: list[LocalShard] = stage.shards()
-        self._view = GlobalView(stage.grid, stage.grid.sizes.zero)
         self._in_backward = False
         self._summed = False
         self.module.register_forward_hook(self._after_forward)
@@ -210,13 +209,13 @@ class Parallelized(nn.Module):
         One that is there is replaced. Raises ``UserError`` on every process when ``folder`` is something else, cannot
         be written, or the optimizer keeps what belongs to no grid.
         """
-        write_checkpoint(self.shards, self._view, Path(folder), optimizer)
+        write_checkpoint(self.shards, self.grid, Path(folder), optimizer)
 
     def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Fill the weights, and the optimizer's state, from a checkpoint that any grid has written."""
         numbers = read_numbers(Path(folder), optimizer is not None)
         self.stage.free_gathered()
-        read_checkpoint(self.shards, self._view, Path(folder), optimizer, numbers)
+        read_checkpoint(self.shards, Path(folder), optimizer, numbers)
         self.stage.publish()
 
     def layout(self) -> list[dict[str, Any]]:

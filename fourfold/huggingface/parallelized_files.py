@@ -15,12 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fourfold.checkpoints.global_tensors import load_tensors, save_tensors
-from fourfold.checkpoints.integrity import check_together, seal
-from fourfold.data.files import new_folder, swap_in
+from fourfold.checkpoints.file_layout import write_layout
+from fourfold.checkpoints.global_tensors import Parts, SavedPart, layout_of
+from fourfold.checkpoints.integrity import seal
+from fourfold.checkpoints.rank_files import entries_of, gather_written, read_parts, write_file
+from fourfold.checkpoints.verify import verified
+from fourfold.data.files import new_folder, swap_in, writing
 from fourfold.errors import UserError
 from fourfold.models.tensor_files import Entry, TensorFiles, write_tensor_files
-from fourfold.parallel.state import GlobalView, LocalShard, gather_full
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.state import LocalShard, gather_full
+from fourfold.parallel.together import failing_together
 from fourfold.parsing import parse_json
 
 PROGRESS_FILE = "parallelized.json"
@@ -61,11 +66,12 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], folder: Pat
 
 
 def write_checkpoint(
-    shards: Sequence[LocalShard], view: GlobalView, folder: Path, optimizer: torch.optim.Optimizer | None
+    shards: Sequence[LocalShard], grid: Grid, folder: Path, optimizer: torch.optim.Optimizer | None
 ) -> None:
     """Write a checkpoint that any grid can load; an earlier one at ``folder`` is replaced."""
     partial = folder.with_name(f".{folder.name}.partial")
-    tensors, numbers = _tensors(shards, view, optimizer)
+    parts, numbers = _parts(shards, optimizer)
+    layout = layout_of(parts, grid)
 
     def prepare() -> None:
         if folder.exists() and not (folder / PROGRESS_FILE).is_file():
@@ -74,10 +80,16 @@ def write_checkpoint(
         partial.mkdir(parents=True)
         (partial / PROGRESS_FILE).write_text(json.dumps(numbers) + "\n")
 
+    def publish() -> None:
+        write_layout(partial, layout)
+        seal(partial, written)
+        swap_in(partial, folder)
+
     _first_process(prepare, folder)
-    save_tensors(tensors, partial)
-    _first_process(lambda: seal(partial), partial)
-    _first_process(lambda: swap_in(partial, folder), folder)
+    with failing_together(), writing(folder):
+        mine = write_file(partial, layout, entries_of(parts, layout))
+    written = gather_written(mine, grid.device_type)
+    _first_process(publish, folder)
 
 
 def read_numbers(folder: Path, with_optimizer: bool) -> Numbers:
@@ -92,18 +104,14 @@ def read_numbers(folder: Path, with_optimizer: bool) -> Numbers:
 
 
 def read_checkpoint(
-    shards: Sequence[LocalShard],
-    view: GlobalView,
-    folder: Path,
-    optimizer: torch.optim.Optimizer | None,
-    numbers: Numbers,
+    shards: Sequence[LocalShard], folder: Path, optimizer: torch.optim.Optimizer | None, numbers: Numbers
 ) -> None:
     """Fill the shards, and the optimizer's state, from a checkpoint of any grid."""
     if optimizer is not None:
         _make_state(shards, optimizer, numbers)
-    tensors, _ = _tensors(shards, view, optimizer)
-    check_together(folder)
-    load_tensors(tensors, folder)
+    parts, _ = _parts(shards, optimizer)
+    with verified(folder, {name: part.shard.global_shape for name, part in parts.items()}) as layout:
+        read_parts(folder, layout, parts)
 
 
 def _write_configs(model: Any, dtype: torch.dtype, folder: Path) -> None:
@@ -130,20 +138,18 @@ def _gathered(shard: LocalShard) -> Tensor:
     return whole[shard.name]
 
 
-def _tensors(
-    shards: Sequence[LocalShard], view: GlobalView, optimizer: torch.optim.Optimizer | None
-) -> tuple[dict[str, Tensor], Numbers]:
-    """Describe the shards and their optimizer state as global tensors that alias them; and the numbers beside them."""
-    tensors: dict[str, Tensor] = {f"model.{shard.name}": view.of(shard) for shard in shards}
+def _parts(shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer | None) -> tuple[Parts, Numbers]:
+    """The shards and the tensors of their optimizer state, by their names in a checkpoint; and the numbers beside."""
+    parts = {f"model.{shard.name}": SavedPart(shard, shard.local) for shard in shards}
     numbers: Numbers = {}
     if optimizer is None:
-        return tensors, numbers
+        return parts, numbers
     for shard in shards:
         numbers[shard.name] = {"numbers": {}, "tensors": []}
         for key, value in optimizer.state.get(shard.parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == shard.parameter.shape:
                 local = value.to_local() if isinstance(value, DTensor) else value
-                tensors[f"optimizer.{key}.{shard.name}"] = view.of(shard, local)
+                parts[f"optimizer.{key}.{shard.name}"] = SavedPart(shard, local)
                 numbers[shard.name]["tensors"].append(key)
             elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
                 numbers[shard.name]["numbers"][key] = float(value)
@@ -152,7 +158,7 @@ def _tensors(
                     f"{type(optimizer).__name__} keeps {key} of {shard.name}, which is neither of the weight's "
                     "shape nor one number: no other grid could read it; save the model without the optimizer"
                 )
-    return tensors, numbers
+    return parts, numbers
 
 
 def _make_state(

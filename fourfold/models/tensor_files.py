@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -25,6 +28,9 @@ from fourfold.parsing import parse_json
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 CHUNK_BYTES = 1 << 24
 """Read at once; then the file is closed, so that its pages leave this process's memory."""
+
+PIECE_BYTES = 1 << 24
+"""Written at once."""
 
 SHARD_BYTES = 5 * 10**9
 """Largest size of a file that is written, as of Hugging Face's."""
@@ -114,11 +120,7 @@ class Entry:
 
 def write_tensor_files(folder: Path, entries: Sequence[Entry], shard_bytes: int = SHARD_BYTES) -> dict[str, int]:
     """Write tensors into a new folder as Hugging Face's files are; the size of every file."""
-    shards: list[list[Entry]] = [[]]
-    for entry in entries:
-        if shards[-1] and sum(each.bytes for each in shards[-1]) + entry.bytes > shard_bytes:
-            shards.append([])
-        shards[-1].append(entry)
+    shards = split_into_files(entries, shard_bytes)
     count = len(shards)
     files = [SINGLE_FILE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     for file, shard in zip(files, shards, strict=True):
@@ -130,13 +132,32 @@ def write_tensor_files(folder: Path, entries: Sequence[Entry], shard_bytes: int 
     return {file: (folder / file).stat().st_size for file in files}
 
 
-def write_tensors(path: Path, entries: Sequence[Entry]) -> None:
-    """Write one safetensors file, a tensor at a time.
+def split_into_files(entries: Sequence[Entry], most_bytes: int = SHARD_BYTES) -> list[list[Entry]]:
+    """Share tensors out, in their order, to files of at most so many bytes, or of one tensor."""
+    files: list[list[Entry]] = [[]]
+    for entry in entries:
+        if files[-1] and sum(each.bytes for each in files[-1]) + entry.bytes > most_bytes:
+            files.append([])
+        files[-1].append(entry)
+    return files
+
+
+class Written(NamedTuple):
+    """A file as it was written."""
+
+    size: int
+    """In bytes."""
+    xxh3: str
+    """The XXH3 checksum of its content, 128 bits in hexadecimal."""
+
+
+def write_tensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> Written:
+    """Write one safetensors file, a tensor at a time, and wait until the disk has it.
 
     The format: eight bytes that say how long the header is, a JSON header padded to a multiple of eight, the tensors.
     (The library's own writer takes all tensors of a file at once.)
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for entry in entries:
         begin, end = end, end + entry.bytes
@@ -147,12 +168,26 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> None:
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for entry in entries:
-            tensor = entry.make()
-            assert tensor.shape == entry.shape and tensor.dtype == entry.dtype, entry.name
-            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    checksum, size = xxhash.xxh3_128(), 0
+    with path.open("wb") as file, ThreadPoolExecutor(1) as beside:
+        for content in _contents(text, entries):  # both let other threads run
+            hashing = beside.submit(checksum.update, content)
+            size += file.write(content)
+            hashing.result()
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(size, checksum.hexdigest())
+
+
+def _contents(header: bytes, entries: Sequence[Entry]) -> Iterator[bytes | memoryview]:
+    """The content of a file, piece by piece."""
+    yield struct.pack("<Q", len(header)) + header
+    for entry in entries:
+        tensor = entry.make()
+        assert tensor.shape == entry.shape and tensor.dtype == entry.dtype, entry.name
+        content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        for begin in range(0, len(content), PIECE_BYTES):
+            yield content[begin : begin + PIECE_BYTES]
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fourfold.parallel.communicate import ExchangeAndSum, by_all_to_all
 from fourfold.parallel.data_parallel import DataParallel, StepTypes, Units
 from fourfold.parallel.grid import Grid
-from fourfold.parallel.sharding import Tile
+from fourfold.parallel.sharding import Tile, chunk
 from fourfold.parallel.state import LocalShard, replicas_of_tile
 
 
@@ -76,13 +75,11 @@ class FullySharded(DataParallel):
         global_shape = tile.global_shape(tuple(parameter.shape), self.grid)
         zero = self.grid.sizes.zero
         sharded_over = self.grid.axis("z") if zero == 0 else self.grid.tokens
-        # FSDP2 cuts the first dim as torch.chunk does: the last shards may be shorter, or empty.
         rows, *rest = tile.slices(global_shape, self.grid)
-        chunk = math.ceil(parameter.shape[0] / sharded_over.size)
-        first, last = (min(rows.start + rank * chunk, rows.stop) for rank in (sharded_over.rank, sharded_over.rank + 1))
+        mine = chunk(rows, sharded_over.size, sharded_over.rank)
         replicas = replicas_of_tile(tile, self.grid) * (self.grid.replicas.size if zero == 0 else 1)
         local = parameter.to_local().detach()
-        return LocalShard(name, parameter, local, tile, global_shape, (slice(first, last), *rest), replicas)
+        return LocalShard(name, parameter, local, tile, global_shape, (mine, *rest), replicas)
 
     def begin_backward(self, last: bool) -> None:
         model, self._is_complete = _fsdp(self.model), last

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,12 +44,24 @@ class Tile:
 
     def slices(self, shape: tuple[int, ...], grid: Grid) -> tuple[slice, ...]:
         """The part of the global parameter that is this rank's tile."""
-        begin, length = [0] * len(shape), list(shape)
-        for dim, axis in ((self.x, grid.x), (self.y, grid.y)):
-            if dim is not None:
-                length[dim] //= axis.size
-                begin[dim] += axis.rank * length[dim]
-        return tuple(slice(b, b + n) for b, n in zip(begin, length, strict=True))
+        return cut(shape, ((self.x, grid.x.size, grid.x.rank), (self.y, grid.y.size, grid.y.rank)))
+
+
+def cut(shape: Sequence[int], cuts: Sequence[tuple[int | None, int, int]]) -> tuple[slice, ...]:
+    """One part of a tensor that is cut evenly: (dim or None, pieces, the piece) of every cut, the outer ones first."""
+    begin, length = [0] * len(shape), list(shape)
+    for dim, pieces, piece in cuts:
+        if dim is not None:
+            length[dim] //= pieces
+            begin[dim] += piece * length[dim]
+    return tuple(slice(b, b + n) for b, n in zip(begin, length, strict=True))
+
+
+def chunk(rows: slice, pieces: int, piece: int) -> slice:
+    """One piece of rows cut as torch.chunk, and so FSDP2, does: the last ones may be shorter, or empty."""
+    size = math.ceil((rows.stop - rows.start) / pieces)
+    first, last = (min(rows.start + number * size, rows.stop) for number in (piece, piece + 1))
+    return slice(first, last)
 
 
 class Tiled(nn.Module):

@@ -1,4 +1,4 @@
-"""The edges of the step, where the global layout is known: initialize, describe globally, sum and clip.
+"""The edges of the step, where the global layout is known: initialize, sum, clip and gather.
 
 Inside the step parameters are plain local tensors. FSDP2 keeps them as DTensors that know nothing of x and y, so
 stock functions on those (``clip_grad_norm_``, ``dcp.save(model.state_dict())``) are silently wrong. Use these.
@@ -6,7 +6,6 @@ stock functions on those (``clip_grad_norm_``, ``dcp.save(model.state_dict())``)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from fourfold.config.model import ModelConfig
-from fourfold.config.run import AXES
 from fourfold.models.initialize import fill_slice
 from fourfold.parallel.communicate import all_reduce, purpose
 from fourfold.parallel.grid import Grid
@@ -97,33 +94,6 @@ def clip_gradients(shards: Sequence[LocalShard], max_norm: float, loss_scale: fl
     norm = square.sqrt().float() / loss_scale
     torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale)
     return norm
-
-
-class GlobalView:
-    """Describes local shards globally, as checkpoints need it: DTensors on a mesh in which x is the outer cut.
-
-    FSDP2 cuts the first dim of a tile, so the mesh is (x, y, dp·cp, z), and (x, y, dp·cp·z) where dp·cp shards too;
-    only the public ``Shard`` placement is needed. No group is made: the mesh is a description.
-    """
-
-    def __init__(self, grid: Grid, zero: int) -> None:
-        ranks = grid.mesh.mesh.permute([AXES.index(axis) for axis in ("pp", "x", "y", "dp", "cp", "z")])
-        ranks = ranks[grid.axis("pp").rank].flatten(2, 3)
-        self.data_placements: tuple[Replicate | Shard, ...] = (Replicate(), Shard(0))
-        names: tuple[str, ...] = ("x", "y", "dp_cp", "z")
-        if zero:
-            ranks, names, self.data_placements = ranks.flatten(2), ("x", "y", "dp_cp_z"), (Shard(0),)
-        self.mesh = DeviceMesh(grid.device_type, ranks.contiguous(), mesh_dim_names=names, _init_backend=False)
-
-    def of(self, shard: LocalShard, local: Tensor | None = None) -> DTensor:
-        """The parameter, or a tensor of the same shape that belongs to it, as a global tensor that aliases it."""
-        local = shard.local if local is None else local
-        tile = [Replicate() if dim is None else Shard(dim) for dim in (shard.tile.x, shard.tile.y)]
-        shape = torch.Size(shard.global_shape)
-        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        return DTensor.from_local(
-            local, self.mesh, [*tile, *self.data_placements], run_check=False, shape=shape, stride=stride
-        )
 
 
 Part = tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]

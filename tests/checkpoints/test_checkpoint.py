@@ -15,16 +15,12 @@ from safetensors.torch import load_file
 from saved_jobs import equal, new_job, save, tensors_of, train
 from tiny_runs import GPT, LLAMA, QWEN, tiny_run
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from fourfold.checkpoints import checkpoint
-from fourfold.checkpoints.checkpoint import (
-    Checkpointer,
-    load_checkpoint,
-    load_weights,
-)
+from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.checkpoints.find import STATE_FILE, find_checkpoint, list_checkpoints
 from fourfold.checkpoints.saved_state import read_state
+from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.config.run import CheckpointConfig, RunConfig
 from fourfold.errors import UserError
 from fourfold.models.transformer import Transformer
@@ -116,7 +112,7 @@ def test_every_grid_reads_it_exactly(pool: Pool, tmp_path: Path, model: dict[str
         for name in saved:
             assert torch.equal(saved[name], loaded[name]), (name, parallel)
     weights = {name: torch.zeros_like(tensor) for name, tensor in saved.items() if name.startswith("model.")}
-    load_weights(tmp_path / "step_2", {name.removeprefix("model."): tensor for name, tensor in weights.items()})
+    SavedWeights(tmp_path / "step_2").fill({name.removeprefix("model."): tensor for name, tensor in weights.items()})
     assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())
 
 
@@ -231,8 +227,8 @@ def test_a_save_that_fails_says_why(tmp_path: Path, mode: str, monkeypatch: pyte
     checkpointer = Checkpointer(tmp_path, job, CheckpointConfig(async_mode=mode))
     checkpointer.save(2)
     checkpointer.wait()
-    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", no_space)
-    with pytest.raises(UserError, match=r"cannot write the checkpoint .*step_4\.partial: .*No space left on device"):
+    monkeypatch.setattr(checkpoint, "write_file", no_space)
+    with pytest.raises(UserError, match=r"cannot write .*step_4\.partial: .*No space left on device"):
         checkpointer.save(4)
         checkpointer.wait()
     assert find_checkpoint("auto", tmp_path) == tmp_path / "step_2"

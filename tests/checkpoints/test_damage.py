@@ -25,6 +25,7 @@ from tiny_runs import LLAMA, tiny_run
 
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
 from fourfold.checkpoints.compatible import check_same_model
+from fourfold.checkpoints.file_layout import LAYOUT_FILE
 from fourfold.checkpoints.find import STATE_FILE
 from fourfold.checkpoints.integrity import DamagedCheckpoint, seal
 from fourfold.checkpoints.saved_state import read_state
@@ -140,7 +141,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "scrambled header": (scramble_header, "is damaged"),
     "scrambled header size": (scramble_header_size, "is damaged"),
-    "a tensor of half its size": (halve_tensors, "do not hold model.norm.weight exactly once"),
+    "a tensor of half its size": (halve_tensors, "it does not hold model.norm.weight as the layout says"),
     "no state": (lambda path: (path / STATE_FILE).unlink(), "cannot read the checkpoint"),
     "garbage": (lambda path: (path / STATE_FILE).write_bytes(b"\x00\xff garbage"), "state.json is damaged"),
     "cut short": (lambda path: os.truncate(path / STATE_FILE, 100), "state.json is damaged"),
@@ -154,7 +155,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "random state of another size": (change_state(rng="AAAA"), "state.json is damaged"),
     "random state of a wrong type": (change_state(rng=[1, 2]), "state.json is damaged"),
     "unknown key": (change_state(color="blue"), "state.json is damaged"),
-    "newer format": (change_state(format=3, anything=1), "has checkpoint format 3; this version of fourfold reads 2"),
+    "newer format": (change_state(format=4, anything=1), "has checkpoint format 4; this version of fourfold reads 3"),
     "format of a wrong type": (change_state(format="1"), "state.json is damaged"),
     "other width": (change_model(hidden_size=128), "another model: its hidden_size is 128, and the run file's is 64"),
     "other depth": (change_model(num_hidden_layers=3), "another model: its num_hidden_layers is 3"),
@@ -188,7 +189,7 @@ def test_a_shard_without_a_tensor_is_told(saved: Path, tmp_path: Path) -> None:
     content = shard_of(path).read_bytes()
     shard_of(path).write_bytes(content.replace(b'"model.norm.weight"', b'"model.morn.weight"'))
     reseal(path)
-    with pytest.raises(DamagedCheckpoint, match=r"do not hold model\.norm\.weight exactly once"):
+    with pytest.raises(DamagedCheckpoint, match=r"does not hold model\.norm\.weight as the layout says"):
         load_checkpoint(path, new_job(tiny_run()))
 
 
@@ -223,6 +224,9 @@ def test_harm_to_any_file_is_found(saved: Path, tmp_path: Path, harm: str) -> No
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(saved, path)
         file, content = path / name, (path / name).read_bytes()
+        if harm == "of another step" and name == LAYOUT_FILE:
+            assert (other / name).read_bytes() == content  # no harm
+            continue
         match harm:
             case "cut":
                 os.truncate(file, len(content) - 1)
@@ -325,7 +329,7 @@ def full_disk(*_: object) -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    "place", ["integrity.ChecksummedFiles.create_stream", "checkpoint.write_state", "checkpoint.seal"]
+    "place", ["checkpoint.write_file", "checkpoint.write_layout", "checkpoint.write_state", "checkpoint.seal"]
 )
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_full_disk_leaves_the_checkpoint_before(

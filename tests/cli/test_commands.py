@@ -441,7 +441,7 @@ def test_a_loss_that_is_not_a_number(cli: Cli, tmp_path: Path, prefix: str) -> N
 def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, tmp_path: Path) -> None:
     """What transformers opens, and generates with, computes what the checkpoint does."""
     transformers = pytest.importorskip("transformers")
-    from fourfold.checkpoints.checkpoint import load_weights
+    from fourfold.checkpoints.saved_weights import SavedWeights
     from fourfold.models.transformer import Transformer
 
     folder = make_model(tmp_path / "hf", "qwen2 tied", torch.bfloat16, vocab_size=257)
@@ -454,7 +454,7 @@ def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, tmp_path: 
     code, output, _ = cli("export-hf", tmp_path / "runs" / run.name, tmp_path / "out", "--dtype", "fp32", "--json")
     record = json.loads(output)
     ours = Transformer(run.model)
-    load_weights(checkpoint, {name: parameter.data for name, parameter in ours.named_parameters()})
+    SavedWeights(checkpoint).fill({name: parameter.data for name, parameter in ours.named_parameters()})
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert (code, record["model_type"], record["parameters"]) == (0, "qwen2", theirs.num_parameters())
     tokens = torch.randint(257, (2, 30), generator=torch.Generator().manual_seed(0))

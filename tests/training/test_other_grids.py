@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pool import Pool
 from tiny_corpus import run_file
 
-from fourfold.checkpoints.checkpoint import load_weights
+from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.config.run import RunConfig
 from fourfold.data.loader import Loader, MicroBatch
 from fourfold.environment import Place
@@ -80,7 +80,7 @@ def weights_of(run: RunConfig, step: int) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in Transformer(run.model).state_dict().items()}
     weights = {name: torch.empty(shape) for name, shape in shapes.items()}
-    load_weights(Path(run.output_dir, run.name, "checkpoints", f"step_{step}"), weights)
+    SavedWeights(Path(run.output_dir, run.name, "checkpoints", f"step_{step}")).fill(weights)
     return weights
 
 

@@ -229,9 +229,8 @@ TRAINING = [
     Mutant(
         "a resumed run has no second moment",
         "checkpoints.checkpoint",
-        "load_tensors(trained_tensors(job, GlobalView(job.grid, job.run.parallel.zero)), path)",
-        "every = trained_tensors(job, GlobalView(job.grid, job.run.parallel.zero)); "
-        'load_tensors({n: t for n, t in every.items() if "exp_avg_sq" not in n}, path)',
+        "read_parts(path, layout, trained_parts(job))",
+        'read_parts(path, layout, {n: p for n, p in trained_parts(job).items() if "exp_avg_sq" not in n})',
     ),
 ]
 

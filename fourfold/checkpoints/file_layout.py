@@ -1,0 +1,200 @@
+"""``layout.json``: which file of a checkpoint has which part of which tensor, by rule.
+
+Each process writes at most one file. What is in it follows from the sizes of the grid and from how each tensor is cut.
+So nobody gathers, writes or reads a list of all parts, and a process finds the few files that it needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from fourfold.checkpoints.integrity import DamagedCheckpoint, check_small_file
+from fourfold.config.run import AXES
+from fourfold.config.strict import Strict
+from fourfold.models.dtypes import SAFETENSORS_DTYPES
+from fourfold.parallel.sharding import chunk, cut
+
+LAYOUT_FILE = "layout.json"
+MOST_RANKS = 2**20
+
+Box = tuple[slice, ...]
+"""A part of a tensor: its range in every dim."""
+
+
+class SavedTensor(Strict):
+    """One tensor, and how it is cut."""
+
+    dtype: str
+    """Its type, by the name in safetensors."""
+    shape: tuple[int, ...] = Field(strict=False)
+    x: int | None = None
+    """The dim that the axis x cuts; None: its ranks hold copies."""
+    y: int | None = None
+    """The same of y, which cuts what x has left."""
+    pp: int = 0
+    """The pipeline rank that writes it."""
+    copy_number: int = 0
+    """The one of its copies that is written; copies take turns from tensor to tensor."""
+
+
+class Layout(Strict):
+    """The tensors of a checkpoint, and the grid that wrote them."""
+
+    sizes: dict[str, int]
+    """Of the axes of the grid."""
+    sharded_over: tuple[str, ...] = Field(strict=False)
+    """The axes that cut the first dim of what x and y have left, as torch.chunk does."""
+    tensors: dict[str, SavedTensor]
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if tuple(self.sizes) != AXES or min(self.sizes.values()) < 1 or self.ranks > MOST_RANKS:
+            raise ValueError(f"impossible sizes {self.sizes}")
+        if self.sharded_over not in (("z",), ("dp", "cp", "z")):
+            raise ValueError(f"impossible sharded_over {self.sharded_over}")
+        for name, tensor in self.tensors.items():
+            if (
+                tensor.dtype not in SAFETENSORS_DTYPES
+                or not self._divides(tensor)
+                or not 0 <= tensor.pp < self.sizes["pp"]
+                or not 0 <= tensor.copy_number < self.copies(tensor)
+            ):
+                raise ValueError(f"impossible tensor {name}")
+        return self
+
+    def _divides(self, tensor: SavedTensor) -> bool:
+        pieces = [1] * len(tensor.shape)
+        for axis, dim in (("x", tensor.x), ("y", tensor.y)):
+            if dim is not None:
+                if not 0 <= dim < len(pieces):
+                    return False
+                pieces[dim] *= self.sizes[axis]
+        return all(size >= 0 and size % n == 0 for size, n in zip(tensor.shape, pieces, strict=True))
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes that wrote the checkpoint."""
+        return math.prod(self.sizes.values())
+
+    def copies(self, tensor: SavedTensor) -> int:
+        """The number of processes that hold the same part of a tensor."""
+        return math.prod(self.sizes[axis] for axis in self._copy_axes(tensor))
+
+    def held_by(self, rank: int) -> dict[str, Box]:
+        """The parts in the file of a process, in their order there; empty where it has no file."""
+        place = dict(zip(AXES, _unravel(rank, list(self.sizes.values())), strict=True))
+        held = {}
+        for name, tensor in self.tensors.items():
+            copy = _ravel([(place[axis], self.sizes[axis]) for axis in self._copy_axes(tensor)])
+            if place["pp"] == tensor.pp and copy == tensor.copy_number:
+                piece = _ravel([(place[axis], self.sizes[axis]) for axis in self.sharded_over])
+                part = self._part(self._tile(tensor, place), piece)
+                if not is_empty(part):
+                    held[name] = part
+        return held
+
+    def parts(self, name: str, wanted: Box) -> Iterator[tuple[int, Box]]:
+        """The parts of a tensor that overlap a box, each with the rank whose file has it."""
+        tensor = self.tensors[name]
+        for x, y in itertools.product(*(self._places(axis, tensor) for axis in ("x", "y"))):
+            tile = self._tile(tensor, {"x": x, "y": y})
+            if is_empty(intersection(tile, wanted)):
+                continue
+            for piece in self._pieces(tile, wanted):
+                yield self._rank(tensor, x, y, piece), self._part(tile, piece)
+
+    def _copy_axes(self, tensor: SavedTensor) -> list[str]:
+        """The axes whose ranks hold copies of a tensor; all of them but pp that do not cut it."""
+        cutting = {"pp", *self.sharded_over}
+        cutting |= {axis for axis, dim in (("x", tensor.x), ("y", tensor.y)) if dim is not None}
+        return [axis for axis in AXES if axis not in cutting]
+
+    def _places(self, axis: str, tensor: SavedTensor) -> range:
+        return range(self.sizes[axis] if getattr(tensor, axis) is not None else 1)
+
+    def _tile(self, tensor: SavedTensor, place: Mapping[str, int]) -> Box:
+        cuts = ((tensor.x, self.sizes["x"], place["x"]), (tensor.y, self.sizes["y"], place["y"]))
+        return cut(tensor.shape, cuts)
+
+    def _part(self, tile: Box, piece: int) -> Box:
+        if not tile:
+            return tile
+        rows, *rest = tile
+        return chunk(rows, self._shards, piece), *rest
+
+    def _pieces(self, tile: Box, wanted: Box) -> range:
+        """The pieces of a tile that overlap a box which overlaps the tile."""
+        if not tile:
+            return range(1)
+        rows, size = tile[0], math.ceil((tile[0].stop - tile[0].start) / self._shards)
+        common = intersection(tile, wanted)[0]
+        return range((common.start - rows.start) // size, (common.stop - 1 - rows.start) // size + 1)
+
+    @property
+    def _shards(self) -> int:
+        return math.prod(self.sizes[axis] for axis in self.sharded_over)
+
+    def _rank(self, tensor: SavedTensor, x: int, y: int, piece: int) -> int:
+        """The process that writes a part."""
+        place = {"x": x, "y": y, "pp": tensor.pp}
+        for axes, number in ((self.sharded_over, piece), (self._copy_axes(tensor), tensor.copy_number)):
+            place |= zip(axes, _unravel(number, [self.sizes[axis] for axis in axes]), strict=True)
+        return _ravel([(place[axis], self.sizes[axis]) for axis in AXES])
+
+
+def file_of(rank: int) -> str:
+    """The name of the file of a process."""
+    return f"rank_{rank:05}.safetensors"
+
+
+def write_layout(folder: Path, layout: Layout) -> None:
+    """Write ``layout.json``."""
+    (folder / LAYOUT_FILE).write_text(layout.model_dump_json(exclude_defaults=True) + "\n")
+
+
+def read_layout(folder: Path) -> Layout:
+    """Read ``layout.json``. Raises ``DamagedCheckpoint``."""
+    file = folder / LAYOUT_FILE
+    check_small_file(file)
+    try:
+        return Layout.model_validate_json(file.read_bytes())
+    except ValueError:
+        raise DamagedCheckpoint(f"{file} is damaged: it is no layout; resume from another checkpoint") from None
+
+
+def intersection(some: Box, other: Box) -> Box:
+    """The part that two boxes share."""
+    return tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(some, other, strict=True))
+
+
+def inside(part: Box, whole: Box) -> Box:
+    """A part in the coordinates of the box that it is in."""
+    return tuple(slice(p.start - w.start, p.stop - w.start) for p, w in zip(part, whole, strict=True))
+
+
+def is_empty(box: Box) -> bool:
+    """True for a box without an element."""
+    return any(each.start >= each.stop for each in box)
+
+
+def _unravel(number: int, sizes: list[int]) -> list[int]:
+    """A row-major number's place on each axis."""
+    place = []
+    for size in reversed(sizes):
+        number, each = divmod(number, size)
+        place.append(each)
+    return place[::-1]
+
+
+def _ravel(places: list[tuple[int, int]]) -> int:
+    """The row-major number of places, each with the size of its axis."""
+    number = 0
+    for place, size in places:
+        number = number * size + place
+    return number

@@ -1,0 +1,30 @@
+"""Make a checkpoint of weights that no grid has trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fourfold.checkpoints.file_layout import Layout, SavedTensor, file_of, write_layout
+from fourfold.checkpoints.integrity import seal
+from fourfold.checkpoints.saved_state import imported_state, write_state
+from fourfold.config.model import ModelConfig
+from fourfold.config.run import AXES
+from fourfold.models.dtypes import SAFETENSORS_NAMES
+from fourfold.models.tensor_files import Entry, split_into_files, write_tensors
+
+
+def write_weights(folder: Path, model: ModelConfig, entries: Sequence[Entry]) -> dict[str, int]:
+    """Write whole tensors into a folder, as a pipeline would whose every rank has a file; the size of every file."""
+    files = split_into_files(entries)
+    written = {file_of(rank): write_tensors(folder / file_of(rank), tensors) for rank, tensors in enumerate(files)}
+    tensors = {
+        entry.name: SavedTensor(dtype=SAFETENSORS_NAMES[entry.dtype], shape=entry.shape, pp=rank)
+        for rank, file in enumerate(files)
+        for entry in file
+    }
+    sizes = dict.fromkeys(AXES, 1) | {"pp": len(files)}
+    write_layout(folder, Layout(sizes=sizes, sharded_over=("z",), tensors=tensors))
+    write_state(folder, imported_state(model))
+    seal(folder, written)
+    return {name: file.size for name, file in written.items()}

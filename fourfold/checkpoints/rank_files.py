@@ -1,0 +1,121 @@
+"""The tensor files of a checkpoint: each process writes one at most, and reads from those that overlap its parts."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.checkpoints.file_layout import Box, Layout, file_of, inside, intersection
+from fourfold.checkpoints.global_tensors import Parts
+from fourfold.checkpoints.integrity import DamagedCheckpoint
+from fourfold.errors import UserError
+from fourfold.heartbeat import doing
+from fourfold.models.dtypes import SAFETENSORS_DTYPES
+from fourfold.models.tensor_files import Entry, Written, opened_tensors, write_tensors
+from fourfold.parallel.communicate import all_gather
+from fourfold.parallel.grid import Axis
+
+OFFSETS = "DCP_SHARDING_INFO"
+"""Key of a file's metadata under which torch.distributed.checkpoint keeps where each part begins in the whole."""
+
+
+def entries_of(parts: Parts, layout: Layout, copied: bool = False) -> list[Entry]:
+    """The tensors that this process writes; ``copied``: as they are now, in the host's memory."""
+    entries = []
+    for name, box in layout.held_by(dist.get_rank()).items():
+        shard, local = parts[name]
+        assert box == shard.slices, f"{name}: the layout says {box}, and this process holds {shard.slices}"
+        make = partial(_itself, local.detach().to("cpu", copy=True)) if copied else partial(_announced, local)
+        entries.append(Entry(name, local.dtype, tuple(local.shape), make))
+    return entries
+
+
+def write_file(folder: Path, layout: Layout, entries: list[Entry]) -> Written | None:
+    """Write this process's file; None where it has nothing to write. Raises ``OSError``."""
+    if not entries:
+        return None
+    boxes = layout.held_by(dist.get_rank())
+    offsets = {name: {"saved_offsets": [each.start for each in box]} for name, box in boxes.items()}
+    return write_tensors(folder / file_of(dist.get_rank()), entries, {OFFSETS: json.dumps(offsets)})
+
+
+def gather_written(written: Written | None, device: str) -> dict[str, Written]:
+    """What every process has written, by file; a collective of a few bytes a process."""
+    digest = bytes.fromhex(written.xxh3) if written else bytes(16)
+    words = [int.from_bytes(digest[begin : begin + 8], "little", signed=True) for begin in (0, 8)]
+    mine = torch.tensor([written.size if written else 0, *words], device=device)
+    assert dist.group.WORLD is not None, "it was started"
+    world = Axis("all ranks", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    everyone = all_gather(mine, world, dim=0, why="checksums of a checkpoint")
+    found = {}
+    for rank, (size, *words) in enumerate(everyone.view(-1, 3).tolist()):
+        if size:
+            digest = b"".join(word.to_bytes(8, "little", signed=True) for word in words)
+            found[file_of(rank)] = Written(size, digest.hex())
+    return found
+
+
+def read_parts(folder: Path, layout: Layout, parts: Parts) -> None:
+    """Fill this process's parts. Raises ``UserError``."""
+    read_boxes(folder, layout, {name: (part.local, part.shard.slices) for name, part in parts.items()})
+
+
+@torch.no_grad()
+def read_boxes(folder: Path, layout: Layout, wanted: dict[str, tuple[Tensor, Box]]) -> None:
+    """Fill tensors, each of which is a box of a global one; each file is opened once. Raises ``UserError``."""
+    by_file: dict[int, list[tuple[str, Box]]] = defaultdict(list)
+    for name, (local, slices) in wanted.items():
+        if local.numel():
+            for rank, box in layout.parts(name, slices):
+                by_file[rank].append((name, box))
+    for rank, boxes in sorted(by_file.items()):
+        doing("reading a checkpoint")
+        with opened_tensors(folder / file_of(rank)) as opened:
+            for name, box in boxes:
+                local, slices = wanted[name]
+                common = intersection(box, slices)
+                saved = opened.get_tensor(name) if common == box else opened.get_slice(name)[inside(common, box)]
+                local[inside(common, slices)].copy_(saved)
+
+
+def check_header(folder: Path, layout: Layout, rank: int) -> None:
+    """Check that the file of a process holds the parts that the layout says. Raises ``DamagedCheckpoint``."""
+    held, file = layout.held_by(rank), folder / file_of(rank)
+    if not held:
+        return
+    expected = {
+        name: ([each.stop - each.start for each in box], layout.tensors[name].dtype) for name, box in held.items()
+    }
+    found = {}
+    try:
+        with opened_tensors(file) as opened:
+            for name in opened.keys():  # noqa: SIM118 (no dictionary)
+                view = opened.get_slice(name)
+                found[name] = (view.get_shape(), view.get_dtype())
+    except UserError as error:
+        raise DamagedCheckpoint(f"{error}; resume from another checkpoint") from None
+    if found != expected:
+        name = next(name for name in (*expected, *found) if found.get(name) != expected.get(name))
+        raise DamagedCheckpoint(
+            f"{file} is damaged: it does not hold {name} as the layout says; resume from another checkpoint"
+        )
+
+
+def dtype_of(layout: Layout, name: str) -> torch.dtype:
+    """The type in which a tensor is stored."""
+    return SAFETENSORS_DTYPES[layout.tensors[name].dtype]
+
+
+def _announced(local: Tensor) -> Tensor:
+    doing("writing a checkpoint")
+    return local
+
+
+def _itself(local: Tensor) -> Tensor:
+    return local
