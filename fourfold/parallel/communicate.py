@@ -109,6 +109,18 @@ def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
         return Pending(received, dist.batch_isend_irecv(operations))
 
 
+def swap(tensor: Tensor, axis: Axis, peer: int, why: str) -> Tensor:
+    """Send to rank ``peer`` of ``axis``, which calls this too, and return what it sends.
+
+    The trace counts it as the all-reduce of two ranks that it stands for, whose bytes are the same.
+    """
+    tensor = tensor.contiguous()
+    received, to = torch.empty_like(tensor), dist.get_global_rank(axis.group, peer)
+    operations = [dist.P2POp(dist.isend, tensor, to, axis.group), dist.P2POp(dist.irecv, received, to, axis.group)]
+    with purpose(why, "all_reduce", axis.name):
+        return Pending(received, dist.batch_isend_irecv(operations)).wait()
+
+
 def start_send(tensor: Tensor, axis: Axis, to: int, why: str) -> Pending:
     """Send to rank ``to`` of ``axis``; the tensor must not change until ``wait`` returns it."""
     tensor = tensor.contiguous()

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -16,10 +15,10 @@ from fourfold.config.run import RunConfig
 from fourfold.config.stages import rank_of_stage, splits_backward, stages_per_rank
 from fourfold.data.loader import MicroBatch
 from fourfold.models.dtypes import DTYPES
-from fourfold.parallel.communicate import Pending, all_reduce, start_receive, start_send
+from fourfold.parallel.communicate import Pending, start_receive, start_send, swap
 from fourfold.parallel.data_parallel import DataParallel
 from fourfold.parallel.deferred import WeightGradients, weight_gradients_deferred
-from fourfold.parallel.grid import Axis, Grid
+from fourfold.parallel.grid import Grid
 from fourfold.parallel.linear import Linear4D
 from fourfold.parallel.schedule import Op, Span, schedule_ops, with_transfers
 from fourfold.parallel.state import LocalShard
@@ -195,27 +194,21 @@ class TiedEnds:
     """An embedding that is also the head, in the first stage and in the last: two copies, one gradient."""
 
     def __init__(self, copies: Sequence[LocalShard], grid: Grid, run: RunConfig) -> None:
-        """copies: this process's, none to two. Every process of the job must call this."""
-        self.copies = copies
-        self.ends: Axis | None = None
+        """copies: this process's, none to two."""
+        self.copies, self.pp = copies, grid.pp
         last_stage = run.parallel.pp * stages_per_rank(run.parallel) - 1
         ends = [rank_of_stage(stage, run.parallel) for stage in (0, last_stage)]
-        if ends[0] == ends[1]:
-            return
-        ranks_of_a_stage = dist.get_world_size() // run.parallel.pp  # pp is the outermost axis
-        for place in range(ranks_of_a_stage):
-            ranks = [place + end * ranks_of_a_stage for end in ends]
-            group = dist.new_group(ranks)
-            if dist.get_rank() in ranks:
-                self.ends = Axis("pp", 2, ranks.index(dist.get_rank()), group)
+        self.other_end = sum(ends) - grid.pp.rank if len(set(ends)) == 2 and grid.pp.rank in ends else None
+        """The rank of pp that has the other copy; None where this process has both, or none."""
 
     def sum_gradients(self) -> None:
         """Give both copies the sum of their gradients."""
         gradients = [copy.grad for copy in self.copies if copy.grad is not None]
         assert len(gradients) == len(self.copies)
-        if self.ends is not None:
+        if self.other_end is not None:
             (gradient,) = gradients
-            gradient.copy_(all_reduce(gradient.clone(), self.ends, "gradients of the tied embedding"))
+            # The order of two addends does not matter: both ends have the same bits.
+            gradient.add_(swap(gradient, self.pp, self.other_end, "gradients of the tied embedding"))
         elif gradients:
             first, last = gradients
             first.add_(last)

@@ -59,9 +59,6 @@ class Recorder(TorchDispatchMode):
     def own(self, job: Job) -> None:
         """Tag the parameters and the optimizer's state of a job."""
         self._job = job
-        if job.tied_ends is not None and job.tied_ends.ends is not None:
-            ends = job.tied_ends.ends
-            self._axis_of_ranks[tuple(dist.get_process_group_ranks(ends.group))] = ends.name
         for shard in job.shards:
             self._tag(shard.local, "parameters")
         for index in range(len(job.trained)):
