@@ -40,7 +40,7 @@ class SavedTensor(Strict):
     pp: int = 0
     """The pipeline rank that writes it."""
     copy_number: int = 0
-    """The one of its copies that is written; copies take turns from tensor to tensor."""
+    """The one of its copies that is written."""
 
 
 class Layout(Strict):

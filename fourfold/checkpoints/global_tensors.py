@@ -96,7 +96,8 @@ def weight_parts(job: TrainingState) -> Parts:
 def layout_of(parts: Parts, grid: Grid) -> Layout:
     """The layout of a checkpoint of these tensors; a collective of the ranks of pp, each of which has its own stages.
 
-    A tensor that several stages have is written by the first of them.
+    A tensor that several stages have is written by the first of them. Replicas over dp and cp take turns. Of what x or
+    y do not cut, which is little, their first rank writes all, lest many files be read for it.
     """
     mine: dict[str, SavedTensor] = {}
     layout = Layout(
@@ -104,10 +105,11 @@ def layout_of(parts: Parts, grid: Grid) -> Layout:
         sharded_over=("dp", "cp", "z") if grid.sizes.zero else ("z",),
         tensors={},
     )
+    turns = 1 if grid.sizes.zero else grid.replicas.size
     for number, (name, (shard, local)) in enumerate(parts.items()):
         dtype, tile = SAFETENSORS_NAMES[local.dtype], shard.tile
         tensor = SavedTensor(dtype=dtype, shape=shard.global_shape, x=tile.x, y=tile.y, pp=grid.pp.rank)
-        tensor.copy_number = number % layout.copies(tensor)
+        tensor.copy_number = number % turns * (layout.copies(tensor) // turns)
         mine[name] = tensor
     stages: list[dict[str, SavedTensor]] = [mine] * grid.pp.size
     if grid.pp.size > 1:

@@ -101,12 +101,6 @@ def device_of(place: Place, wanted: WantedDevice) -> torch.device:
                 "or install the build of torch that fits the GPU"
             )
         return torch.device("cpu")
-    if place.launcher == "local" and place.world_size > gpus:
-        raise UserError(
-            f"the run file's [parallel] needs {place.world_size} processes with a GPU each, and this machine shows "
-            f"{gpus}; make [parallel] smaller, start on more machines with srun or torchrun, or set "
-            "training.device = 'cpu'"
-        )
     return gpu_of(place, gpus)
 
 

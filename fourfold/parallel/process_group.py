@@ -100,7 +100,16 @@ def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
 
 
 def gpu_of(place: Place, gpus: int) -> torch.device:
-    """This process's GPU; number 0 where the scheduler shows each task a GPU of its own only."""
+    """This process's GPU; number 0 where srun shows each task a GPU of its own only.
+
+    Raises ``UserError`` where processes would share a GPU.
+    """
+    if place.local_world_size > gpus and not (place.launcher == "slurm" and gpus == 1):
+        raise UserError(
+            f"{place.local_world_size} processes on this machine need a GPU each, and torch sees {gpus}; start {gpus} "
+            "a machine (srun --ntasks-per-node, torchrun --nproc-per-node), make [parallel] smaller, or set "
+            "training.device = 'cpu'"
+        )
     return torch.device("cuda", place.local_rank % gpus)
 
 

@@ -206,9 +206,14 @@ def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert device_of(Place(6, 6, 8, 8, "local"), "cpu") == torch.device("cpu")
     assert device_of(Place(3, 3, 4, 4, "local"), "auto") == torch.device("cuda", 3)
-    with pytest.raises(UserError, match=r"needs 8 processes with a GPU each, and this machine shows 4"):
-        device_of(Place(6, 6, 8, 8, "local"), "auto")
+    for launcher in ("local", "torchrun", "slurm"):
+        with pytest.raises(
+            UserError, match=r"8 processes on this machine need a GPU each, and torch sees 4; start 4 a"
+        ):
+            device_of(Place(6, 6, 16, 8, launcher), "auto")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="torch sees 1"):
+        device_of(Place(6, 6, 8, 8, "torchrun"), "auto")
     assert device_of(Place(6, 6, 8, 8, "slurm"), "auto") == torch.device("cuda", 0)
 
 

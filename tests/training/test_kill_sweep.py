@@ -158,8 +158,8 @@ def change(module):
 
     EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "write", "fsync")
     log = os.open(f"{folder}/operations", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    write, fsync = module._Checksummed.write, os.fsync
-    module._Checksummed.write = lambda stream, content: (before("write", ()), write(stream, content))[1]
+    contents, fsync = module._contents, os.fsync
+    module._contents = lambda *of: ((before("write", ()), content)[1] for content in contents(*of))
     os.fsync = lambda file: (before("fsync", ()), fsync(file))[1]
     sys.addaudithook(before)
 """.replace("SAVED", str(SAVED))
@@ -176,7 +176,7 @@ def test_a_kill_before_a_file_operation_costs_no_bit(
     tmp_path: Path, prefix: str, whole: Whole, start: Start, cli: Cli, rank: int, every: bool
 ) -> None:
     """Of a save that prunes an older one: directories, opens, writes, fsync, renames, removals."""
-    environ = with_change(tmp_path, "fourfold.checkpoints.integrity", KILL_BEFORE) | {"KILL_RANK": str(rank)}
+    environ = with_change(tmp_path, "fourfold.models.tensor_files", KILL_BEFORE) | {"KILL_RANK": str(rank)}
 
     def run(folder: Path, operation: int) -> str:
         path = killable(folder, prefix, "x 2", 8)

@@ -150,8 +150,8 @@ LINEAR = [
     Mutant(
         "a tile is another rank's",
         "parallel.sharding",
-        "begin[dim] += axis.rank * length[dim]",
-        "begin[dim] += (axis.size - 1 - axis.rank) * length[dim]",
+        "begin[dim] += piece * length[dim]",
+        "begin[dim] += (pieces - 1 - piece) * length[dim]",
         grid=X2,
     ),
 ]

@@ -1,0 +1,197 @@
+"""What starting, saving and resuming cost the processor of rank 0 in a job of up to 32,768 processes.
+
+    python -m benchmarks.scale [--ranks 512 4096 32768] [--folder DIR]
+
+One process plays rank 0; a group without peers stands for the others, whose files are there with one byte each. The
+model has the tensors of gpt-320b with narrower ones in them: bytes are the disk's and the network's affair. Not in it:
+what NCCL needs to connect, and a file system's latency with as many clients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.options import add_tiny
+from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
+from fourfold.checkpoints.file_layout import Layout, file_of, read_layout
+from fourfold.checkpoints.global_tensors import layout_of, trained_parts
+from fourfold.checkpoints.rank_files import dtype_of
+from fourfold.config.run import RunConfig
+from fourfold.models.tensor_files import Entry, write_tensors
+from fourfold.parallel.grid import Axis, Grid
+from fourfold.run_file.load import make_run
+from fourfold.training.job import Job
+
+GRIDS = {
+    8: {"x": 2, "z": 4},
+    512: {"x": 8, "z": 64},
+    4096: {"x": 8, "y": 2, "z": 64, "dp": 4},
+    32768: {"x": 8, "y": 4, "z": 64, "dp": 16},
+}
+ONE_BYTE = b"\0"
+
+
+class Costs(NamedTuple):
+    """Of one job, on rank 0."""
+
+    ranks: int
+    groups: float
+    """Seconds to list and make the process groups."""
+    model: float
+    """Seconds to make the model and its optimizer."""
+    save: float
+    """Seconds of a save: training waits so long."""
+    resume: float
+    """Seconds to find, check and read what rank 0 holds."""
+    opened: int
+    """Files that it reads."""
+    opened_elsewhere: int
+    """Files that it would read on a grid with half of z."""
+    memory: float
+    """Largest resident memory, GiB."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[512, 4096, 32768], choices=list(GRIDS))
+    parser.add_argument("--folder", type=Path, help="On the disk to measure; default: a temporary one.")
+    add_tiny(parser)
+    arguments = parser.parse_args()
+    layers = 2 if arguments.tiny else 96
+    print("| processes | groups s | model s | save s | resume s | files read | on z / 2 | memory GiB |")
+    print("|---|---|---|---|---|---|---|---|")
+    for ranks in [8] if arguments.tiny else arguments.ranks:
+        folder = Path(tempfile.mkdtemp(dir=arguments.folder))
+        try:
+            with multiprocessing.get_context("spawn").Pool(1) as fresh:  # its memory is that of this job alone
+                costs = fresh.apply(costs_of, (ranks, layers, folder))
+        finally:
+            shutil.rmtree(folder)
+        print(
+            f"| {costs.ranks:,} | {costs.groups:.1f} | {costs.model:.1f} | {costs.save:.2f} | {costs.resume:.2f} "
+            f"| {costs.opened} | {costs.opened_elsewhere} | {costs.memory:.2f} |",
+            flush=True,
+        )
+
+
+def costs_of(ranks: int, layers: int, folder: Path) -> Costs:
+    """Play rank 0 of one job."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    run = run_of(ranks, layers)
+    begin = time.perf_counter()
+    grid = Grid(run.parallel, "cpu")
+    groups = time.perf_counter() - begin
+    begin = time.perf_counter()
+    job = Job(run, grid, torch.device("cpu"))
+    job.initialize(0)
+    model = time.perf_counter() - begin
+    with the_others(job, folder / ".step_1.partial") as away:
+        begin = time.perf_counter()
+        Checkpointer(folder, job, run.checkpoint).save(1)
+        save = time.perf_counter() - begin - away[0]
+    begin = time.perf_counter()
+    load_checkpoint(folder / "step_1", job)
+    resume = time.perf_counter() - begin
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    layout = read_layout(folder / "step_1")
+    opened, elsewhere = files_read(layout, job), files_read_on_half_of_z(layout, job)
+    return Costs(ranks, groups, model, save, resume, len(opened), len(elsewhere), memory)
+
+
+def run_of(ranks: int, layers: int) -> RunConfig:
+    return make_run(
+        {
+            "model": {
+                "preset": "gpt-320b",
+                "hidden_size": 2048,
+                "intermediate_size": 8192,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 32,
+                "num_hidden_layers": layers,
+            },
+            "data": {"source": "python-stdlib"},
+            "parallel": GRIDS[ranks],
+            "training": {
+                "micro_batch_size": 1,
+                "global_batch_size": 1024,
+                "seq_length": 2048,
+                "train_steps": 1,
+                "precision": "bf16",
+                "device": "cpu",
+            },
+        }
+    )
+
+
+@contextmanager
+def the_others(job: Job, folder: Path) -> Iterator[list[float]]:
+    """Write the other processes' files when rank 0 asks for their checksums; yields the seconds that it took."""
+    away = [0.0]
+
+    def gathered(mine: Tensor, axis: Axis, **_: Any) -> Tensor:
+        begin = time.perf_counter()
+        layout = layout_of(trained_parts(job), job.grid)
+        read = files_read(layout, job)
+        others = [written_by(rank, layout, folder, whole=rank in read) for rank in range(1, axis.size)]
+        away[0] += time.perf_counter() - begin
+        return torch.cat([mine, torch.tensor(others).flatten()])
+
+    with (
+        patch("fourfold.checkpoints.rank_files.all_gather", gathered),
+        patch("fourfold.checkpoints.checkpoint.check_room"),  # the others' files have one byte
+    ):
+        yield away
+
+
+def written_by(rank: int, layout: Layout, folder: Path, whole: bool) -> list[int]:
+    """Write the file of another process, or one byte in its place; what it would tell the others."""
+    path, entries = folder / file_of(rank), []
+    if whole:
+        for name, box in layout.held_by(rank).items():
+            shape = tuple(each.stop - each.start for each in box)
+            entries.append(Entry(name, dtype_of(layout, name), shape, partial(torch.zeros, shape)))
+        size, checksum = write_tensors(path, entries)
+    else:
+        path.write_bytes(ONE_BYTE)
+        size, checksum = 1, xxhash.xxh3_128_hexdigest(ONE_BYTE)
+    digest = bytes.fromhex(checksum)
+    return [size, *(int.from_bytes(digest[begin : begin + 8], "little", signed=True) for begin in (0, 8))]
+
+
+def files_read(layout: Layout, job: Job) -> set[int]:
+    """The ranks whose files have a part of what rank 0 holds."""
+    parts = trained_parts(job).items()
+    found = (layout.parts(name, part.shard.slices) for name, part in parts if part.local.numel())
+    return {rank for parts in found for rank, _ in parts}
+
+
+def files_read_on_half_of_z(layout: Layout, job: Job) -> set[int]:
+    """The same of a grid with half of z, whose rank 0 holds twice as many rows."""
+    files = set()
+    for name, part in trained_parts(job).items():
+        if part.local.numel():
+            rows, *rest = part.shard.slices
+            twice = slice(rows.start, min(rows.start + 2 * len(part.local), part.shard.global_shape[0]))
+            files |= {rank for rank, _ in layout.parts(name, (twice, *rest))}
+    return files
+
+
+if __name__ == "__main__":
+    main()
