@@ -109,31 +109,34 @@ def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
         return Pending(received, dist.batch_isend_irecv(operations))
 
 
-def swap(tensor: Tensor, axis: Axis, peer: int, why: str) -> Tensor:
-    """Send to rank ``peer`` of ``axis``, which calls this too, and return what it sends.
+def swap(tensor: Tensor, pair: Axis, why: str) -> Tensor:
+    """Send to the other rank of a pair, which calls this too, and return what it sends.
 
     The trace counts it as the all-reduce of two ranks that it stands for, whose bytes are the same.
     """
     tensor = tensor.contiguous()
-    received, to = torch.empty_like(tensor), dist.get_global_rank(axis.group, peer)
-    operations = [dist.P2POp(dist.isend, tensor, to, axis.group), dist.P2POp(dist.irecv, received, to, axis.group)]
-    with purpose(why, "all_reduce", axis.name):
+    received, peer = torch.empty_like(tensor), _other(pair)
+    operations = [dist.P2POp(dist.isend, tensor, peer, pair.group), dist.P2POp(dist.irecv, received, peer, pair.group)]
+    with purpose(why, "all_reduce", pair.name):
         return Pending(received, dist.batch_isend_irecv(operations)).wait()
 
 
-def start_send(tensor: Tensor, axis: Axis, to: int, why: str) -> Pending:
-    """Send to rank ``to`` of ``axis``; the tensor must not change until ``wait`` returns it."""
+def start_send(tensor: Tensor, pair: Axis, why: str) -> Pending:
+    """Send to the other rank of a pair; the tensor must not change until ``wait`` returns it."""
     tensor = tensor.contiguous()
-    with purpose(why, axis=axis.name):
-        peer = dist.get_global_rank(axis.group, to)
-        return Pending(tensor, [_started(dist.isend(tensor, peer, group=axis.group))])
+    with purpose(why, axis=pair.name):
+        return Pending(tensor, [_started(dist.isend(tensor, _other(pair), group=pair.group))])
 
 
-def start_receive(out: Tensor, axis: Axis, from_rank: int, why: str) -> Pending:
-    """Receive into ``out`` from rank ``from_rank`` of ``axis``."""
-    with purpose(why, axis=axis.name):
-        peer = dist.get_global_rank(axis.group, from_rank)
-        return Pending(out, [_started(dist.irecv(out, peer, group=axis.group))])
+def start_receive(out: Tensor, pair: Axis, why: str) -> Pending:
+    """Receive into ``out`` from the other rank of a pair."""
+    with purpose(why, axis=pair.name):
+        return Pending(out, [_started(dist.irecv(out, _other(pair), group=pair.group))])
+
+
+def _other(pair: Axis) -> int:
+    assert pair.size == 2, f"{pair.name} has {pair.size} ranks"
+    return dist.get_global_rank(pair.group, 1 - pair.rank)
 
 
 def _started(work: dist.Work | None) -> dist.Work:

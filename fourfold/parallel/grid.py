@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fourfold.config.run import AXES, ParallelConfig
 from fourfold.errors import UserError
-from fourfold.parallel.process_group import ensure_process_group, limit_waiting
+from fourfold.parallel.process_group import ensure_process_group, group_among, limit_waiting, warn_of_slow_groups
 
 FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
 """Axes that some collectives take as one."""
@@ -46,6 +46,7 @@ class Grid:
                 f"processes, and there are {dist.get_world_size()}; start {sizes.world_size}, or change [parallel]"
             )
         self.sizes = sizes
+        warn_of_slow_groups(device_type)
         shape = tuple(getattr(sizes, axis) for axis in AXES)
         self.mesh: DeviceMesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
         self.device_type = device_type
@@ -53,7 +54,9 @@ class Grid:
         # Groups over several axes, made at the start: making one later would be a collective in the middle of a step.
         flat = {"_".join(axes): self.mesh[axes]._flatten("_".join(axes)) for axes in FLATTENED}
         self._axes |= {name: self._axis(name, mesh) for name, mesh in flat.items()}
-        for axis in self._axes.values():
+        self.neighbors = self._neighbors()
+        """This process's neighbors on pp, by their rank there: a pair, with a group of its own."""
+        for axis in (*self._axes.values(), *self.neighbors.values()):
             limit_waiting(axis.group, device_type)
         self.x, self.y, self.z, self.cp, self.pp = (self._axes[name] for name in ("x", "y", "z", "cp", "pp"))
         self.batch, self.replicas, self.tokens = (self._axes[name] for name in ("dp_z", "dp_cp", "dp_cp_z"))
@@ -70,6 +73,26 @@ class Grid:
     def axes(self) -> list[Axis]:
         """All of them, the single ones first."""
         return list(self._axes.values())
+
+    def _neighbors(self) -> dict[int, Axis]:
+        """Make a group for each pair of neighbors on the ring of pp.
+
+        NCCL carries out what one group transfers in the order in which it was issued. In a group of all stages a tensor
+        for one neighbor would wait for those from the other.
+        """
+        pp = self._axes["pp"]
+        if pp.size <= 2:
+            return {1 - pp.rank: pp} if pp.size == 2 else {}
+        pairs = [(stage, (stage + 1) % pp.size) for stage in range(pp.size)]
+        rings = self.mesh.mesh.flatten(1)
+        found = {}
+        # Sets of pairs that share no process: every second pair, and the last one where their number is odd.
+        for those in filter(None, (pairs[: pp.size // 2 * 2 : 2], pairs[1::2], pairs[pp.size // 2 * 2 :])):
+            group = group_among([sorted(ranks) for pair in those for ranks in rings[list(pair)].T.tolist()])
+            for first, second in those:
+                if group is not None and pp.rank in (first, second):
+                    found[first + second - pp.rank] = Axis("pp", 2, dist.get_group_rank(group, dist.get_rank()), group)
+        return found
 
     @staticmethod
     def _axis(name: str, mesh: DeviceMesh) -> Axis:

@@ -169,14 +169,14 @@ class _Step:
         if (before := self.leaving.pop((op.kind, to), None)) is not None:
             before.wait()
         why = HIDDEN_STATES if forward else THEIR_GRADIENTS
-        self.leaving[op.kind, to] = start_send(tensor, self.pipeline.grid.pp, to, why)
+        self.leaving[op.kind, to] = start_send(tensor, self.pipeline.grid.neighbors[to], why)
 
     def _receive(self, op: Op) -> None:
         forward = op.kind == "RECV_F"
         from_rank = self._rank(op.stage - 1 if forward else op.stage + 1)
         why = HIDDEN_STATES if forward else THEIR_GRADIENTS
         hidden = self.pipeline.hidden_states(sequences=len(self.micro_batches[0].tokens))
-        self.arriving[op] = start_receive(hidden, self.pipeline.grid.pp, from_rank, why)
+        self.arriving[op] = start_receive(hidden, self.pipeline.grid.neighbors[from_rank], why)
 
     def _rank(self, stage: int) -> int:
         return rank_of_stage(stage, self.pipeline.run.parallel)
@@ -195,20 +195,21 @@ class TiedEnds:
 
     def __init__(self, copies: Sequence[LocalShard], grid: Grid, run: RunConfig) -> None:
         """copies: this process's, none to two."""
-        self.copies, self.pp = copies, grid.pp
+        self.copies = copies
         last_stage = run.parallel.pp * stages_per_rank(run.parallel) - 1
         ends = [rank_of_stage(stage, run.parallel) for stage in (0, last_stage)]
-        self.other_end = sum(ends) - grid.pp.rank if len(set(ends)) == 2 and grid.pp.rank in ends else None
-        """The rank of pp that has the other copy; None where this process has both, or none."""
+        apart = len(set(ends)) == 2 and grid.pp.rank in ends
+        self.ends = grid.neighbors[sum(ends) - grid.pp.rank] if apart else None
+        """The pair of ranks that have a copy each; None where this process has both, or none."""
 
     def sum_gradients(self) -> None:
         """Give both copies the sum of their gradients."""
         gradients = [copy.grad for copy in self.copies if copy.grad is not None]
         assert len(gradients) == len(self.copies)
-        if self.other_end is not None:
+        if self.ends is not None:
             (gradient,) = gradients
             # The order of two addends does not matter: both ends have the same bits.
-            gradient.add_(swap(gradient, self.pp, self.other_end, "gradients of the tied embedding"))
+            gradient.add_(swap(gradient, self.ends, "gradients of the tied embedding"))
         elif gradients:
             first, last = gradients
             first.add_(last)

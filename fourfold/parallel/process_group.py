@@ -16,8 +16,10 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 
 from fourfold.environment import Place, read_environment, rendezvous
 from fourfold.errors import UserError
+from fourfold.parallel.numa import bind_to_gpu
 from fourfold.processes import keep_gloo_local
 
+MANY_PROCESSES = 256
 GLOO_RELEASE_SECONDS = 0.2
 """Time for gloo's threads to release the tensors of the last collectives."""
 
@@ -56,6 +58,7 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
+        bind_to_gpu(device)
     try:
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",  # on AMD, "nccl" is RCCL
@@ -97,6 +100,33 @@ def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:
     assert dist.group.WORLD is not None, "it was started"
     timeout = dist.group.WORLD._get_backend(device).options._timeout
     group._get_backend(device)._set_default_timeout(timeout)
+
+
+def group_among(sets: list[list[int]]) -> dist.ProcessGroup | None:
+    """The group of this process among disjoint sets of ranks; None where it is in none. Every process calls this."""
+    world = dist.group.WORLD
+    if getattr(world, "bound_device_id", None) is not None:  # NCCL's: one call makes all of them
+        return dist.split_group(split_ranks=sets)
+    mine = None
+    for ranks in sets:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
+
+
+def warn_of_slow_groups(device_type: str) -> None:
+    """Print a warning where torch makes the groups of a grid one by one, each a barrier of all processes."""
+    world = dist.group.WORLD
+    assert world is not None, "it was started"
+    many = dist.get_world_size() >= MANY_PROCESSES and dist.get_rank() == 0
+    if device_type == "cuda" and many and getattr(world, "bound_device_id", None) is None:
+        print(
+            "warning: the process group was started without a device_id, so the groups of the grid are made one by "
+            "one, which takes minutes with many processes; give init_process_group device_id=torch.device('cuda', "
+            "local_rank), or leave it to Grid",
+            file=sys.stderr,
+        )
 
 
 def gpu_of(place: Place, gpus: int) -> torch.device:

@@ -44,7 +44,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self, grid: Grid) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         # By members: FSDP2 makes groups of its own along our axes.
-        self._axis_of_ranks = {tuple(dist.get_process_group_ranks(axis.group)): axis.name for axis in grid.axes()[::-1]}
+        axes = [*grid.neighbors.values(), *grid.axes()[::-1]]
+        self._axis_of_ranks = {tuple(dist.get_process_group_ranks(axis.group)): axis.name for axis in axes}
         self._axis_of_group: dict[str, str] = {}
         self.collectives: dict[tuple[str, str, str], list[int]] = {}
         self.live: Counter[str] = Counter()

@@ -344,7 +344,7 @@ PIPELINE = [
     Mutant(
         "the ends of a tied embedding are not summed",
         "parallel.pipeline",
-        'gradient.add_(swap(gradient, self.pp, self.other_end, "gradients of the tied embedding"))',
+        'gradient.add_(swap(gradient, self.ends, "gradients of the tied embedding"))',
         "pass",
         DEEP_GPT,
         {"pp": 2},
