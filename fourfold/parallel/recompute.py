@@ -44,12 +44,27 @@ def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
 
 
 def _recompute(module: nn.Module, method: str, run: Callable[..., Tensor]) -> None:
-    # The method itself is wrapped, not the module: its name, hooks and parameters stay as they are.
-    # Nothing in a block is random, so there is no random state to restore.
-    setattr(module, method, partial(run, getattr(module, method)))
+    """Change a method of a module; its name, hooks and parameters stay as they are."""
+    module.__class__ = _recomputing(type(module), method, run)
+
+
+_CLASSES: dict[tuple[type[nn.Module], str, Callable[..., Tensor]], type[nn.Module]] = {}
+
+
+def _recomputing(kind: type[nn.Module], method: str, run: Callable[..., Tensor]) -> type[nn.Module]:
+    """The class like ``kind`` with one method that runs again in the backward.
+
+    All blocks have the same: a compiler that sees a function of its own in each would compile each anew.
+    """
+
+    def again(self: nn.Module, *inputs: Any) -> Tensor:
+        return run(partial(getattr(kind, method), self), *inputs)
+
+    return _CLASSES.setdefault((kind, method, run), type(kind.__name__, (kind,), {method: again}))
 
 
 def _checkpointed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    # Nothing in a block is random, so there is no random state to restore.
     out: Tensor = checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
     return out
 
