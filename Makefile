@@ -1,10 +1,11 @@
 # Everything from a fresh machine: `make demo` trains a small model, `make test` runs the tests.
 PYTHON ?= python3
 VENV := .venv
+OUT ?= gpu-results
 # Named exactly: a range would fetch gigabytes of CUDA libraries where the CPU build is wanted.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-slow test-slow-part lint clean
+.PHONY: demo test test-slow test-slow-part lint gpu clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/fourfold train examples/demo.toml
@@ -26,6 +27,10 @@ lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/mypy
+
+# With the packages that are there: a machine with a GPU has its own torch, and often no network.
+gpu:
+	$(PYTHON) -m benchmarks.gpu $(OUT)
 
 clean:
 	rm -rf $(VENV) runs data

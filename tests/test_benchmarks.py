@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-HELPERS = {"cache_traffic", "options", "peers", "ranks"}
+HELPERS = {"cache_traffic", "gpu", "options", "peers", "ranks"}
 BENCHMARKS = sorted({path.stem for path in Path(__file__).parents[1].glob("benchmarks/*.py")} - HELPERS)
 ARGUMENTS = {"train_gpu": ["--device", "cpu", "--no-compile"], "train_cpu": ["--only", "b"]}
 SLOW = {"pipeline_bubble", "train_cpu"}
@@ -23,3 +25,32 @@ def test_the_tiny_form_runs(name: str, monkeypatch: pytest.MonkeyPatch, capfd: p
     assert not importlib.import_module(f"benchmarks.{name}").main()
     output = capfd.readouterr().out
     assert output.strip() and "nan" not in output
+
+
+def gpu_record(out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, Any]]:
+    monkeypatch.setattr(sys, "argv", ["gpu", str(out), "--device", "cpu", "--tiny"])
+    code = importlib.import_module("benchmarks.gpu").main()
+    return code, json.loads((out / "gpu.json").read_text())
+
+
+@pytest.mark.slow
+def test_one_command_answers_what_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    code, record = gpu_record(tmp_path, monkeypatch)
+    assert {part["result"] for part in record["parts"].values()} == {"done"}
+    assert all(part["figures"] for part in record["parts"].values())
+    assert code == 0
+
+
+def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = {
+        "good": ["-c", "print('[1]')"],
+        "bad": ["-c", "raise SystemExit(3)"],
+        "slow": ["-c", "import time; time.sleep(60)"],
+    }
+    monkeypatch.setattr("benchmarks.gpu.parts", lambda *_: programs)
+    monkeypatch.setattr("benchmarks.gpu.SECONDS", 2)
+    code, record = gpu_record(tmp_path, monkeypatch)
+    assert code == 1
+    results = {name: (part["result"], part["figures"]) for name, part in record["parts"].items()}
+    assert results == {"good": ("done", [1]), "bad": ("exit code 3", None), "slow": ("not done in 2 s", None)}
