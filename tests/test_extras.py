@@ -53,6 +53,7 @@ def test_torchs_warnings_about_its_own_collectives_are_not_printed() -> None:
     assert "other.function" in errors and "_all_gather_base" not in errors
 
 
+@pytest.mark.slow
 def test_parallelize_prints_nothing(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "llama gqa tied", vocab_size=257)
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}

@@ -137,7 +137,8 @@ def fourfold(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
-@pytest.mark.parametrize("choice", ["warn", pytest.param("stop", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["warn", "stop"])
 def test_a_run_on_a_disk_that_is_too_small(tmp_path: Path, prefix: str, disk: Disk, choice: str) -> None:
     """One checkpoint fits, and not two: the second is warned of, and the last is an error, or the second at once."""
     changes = {"parallel__x": 2, "checkpoint__interval": 2, "checkpoint__keep_latest_k": 1}
@@ -154,6 +155,7 @@ def test_a_run_on_a_disk_that_is_too_small(tmp_path: Path, prefix: str, disk: Di
     assert read_metrics(folder / "run" / "metrics.jsonl")[-1]["step"] == (6 if choice == "warn" else 4)
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_for_one_checkpoint(tmp_path: Path, prefix: str, disk: Disk) -> None:
     path = run_file(tmp_path, prefix, output_dir=str(disk(1 << 20)))
     done = fourfold("train", path)

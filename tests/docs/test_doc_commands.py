@@ -46,7 +46,16 @@ def commands_of(block: Block) -> Iterator[list[str]]:
 STARTS_EMPTY = ("loki.md", "huggingface.md")
 """Pages that make all the files that they name, examples of the repository aside."""
 
-LONG = ("README.md", "memorization.md", "loki.md", "huggingface.md", "getting-started.md", "planner.md", "memory.md")
+LONG = (
+    "README.md",
+    "checkpoints.md",
+    "getting-started.md",
+    "huggingface.md",
+    "loki.md",
+    "memorization.md",
+    "memory.md",
+    "planner.md",
+)
 """Pages whose commands take more than a few seconds."""
 
 

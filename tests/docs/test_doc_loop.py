@@ -106,6 +106,7 @@ def check_the_model_with_rules(program: str, folder: Path, processes: int) -> No
     assert found == pytest.approx([norm] * processes, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_program_of_torchruns_needs_no_group(tmp_path: Path) -> None:
     """On half of the processes that the page prints."""
     program = program_of("docs/parallelize.md")

@@ -371,7 +371,7 @@ def test_the_cache_does_not_move_at_every_token(llama: tuple[Any, LokiBasis]) ->
     assert len(places) <= 3 * 3  # room for 64, 128, 256
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("cache", ["proxy", "rotated"])
 def test_half_precision(llama: tuple[Any, LokiBasis], cache: str) -> None:
@@ -386,6 +386,7 @@ def test_half_precision(llama: tuple[Any, LokiBasis], cache: str) -> None:
     assert (found - expected).abs().mean() < 1.3 * rounding
 
 
+@pytest.mark.slow
 def test_a_proxy_in_bf16_only_ranks(llama: tuple[Any, LokiBasis]) -> None:
     """With all keys nothing changes; with some, nearly the same ones are chosen, and attended to exactly."""
     model, basis = llama

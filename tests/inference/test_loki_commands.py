@@ -131,6 +131,7 @@ def test_generate(cli: Cli, model: Path, basis: Path, tmp_path: Path) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.slow
 def test_nothing_but_the_text_is_printed(model: Path) -> None:
     """A fresh process, in which transformers imports its own dependencies, leaves standard error empty."""
     command = ("-m", "fourfold", "generate", "--model", model, "--prompt", "grid", "--max-new-tokens", "2")

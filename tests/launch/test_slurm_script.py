@@ -257,6 +257,7 @@ def free_job_id() -> int:
     raise AssertionError("no port is free")
 
 
+@pytest.mark.slow
 def test_a_job_saves_at_the_signal_starts_again_and_ends(cli: Cli, tmp_path: Path, prefix: str) -> None:
     """Two ranks for real: SIGUSR1 as SLURM sends it before the end of the wall time, then the requeued job."""
     changes = {"parallel__dp": 2, "training__device": "cpu", "lr_scheduler__decay_style": "constant"}

@@ -141,6 +141,7 @@ def test_command(trained: Path, cli: Cli) -> None:
     assert "does not protect membership" in " ".join(output.split())
 
 
+@pytest.mark.slow
 def test_canaries_are_audited_while_the_model_trains(trained: Path, cli: Cli) -> None:
     audit = ["--set", "audit.interval=4", "--set", f"audit.documents={ledger_path(trained / 'c')}"]
     arguments = ["train", trained / "run.toml", "--set", "name=watched", *audit, "--set", "audit.suffix=20"]

@@ -171,6 +171,7 @@ def test_beyond_a_break_even_another_layout_is_best_and_before_it_this_one(plan:
         )
 
 
+@pytest.mark.slow
 def test_more_recompute_is_a_neighbor_that_fits() -> None:
     best = make_plan(base("llama3-8b", 8192, 128), H100, PRIOR, 16)
     told = {n["change"]: n["slower"] for n in explain(best)["neighbors"]}

@@ -89,7 +89,8 @@ def change(module):
 """
 
 
-@pytest.mark.parametrize("answer", [pytest.param("stop", marks=pytest.mark.slow), "skip"])
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", ["stop", "skip"])
 def test_a_step_that_always_fails_is_found(tmp_path: Path, prefix: str, start: Start, pool: Pool, answer: str) -> None:
     """The job ends and names it, or goes on as one without its batch, to the bit."""
     changes = {"parallel__x": 2, "checkpoint__interval": 2, "fault_tolerance__max_restarts": 1}
@@ -155,6 +156,7 @@ def test_torchrun_starts_again(
     assert [json.loads(line).get("restarts") for line in attempts] == [0, 1, None]
 
 
+@pytest.mark.slow
 def test_the_second_sigterm_ends_a_job_that_cannot_save(tmp_path: Path, prefix: str, start: Start) -> None:
     path = endless(tmp_path, prefix, parallel__x=2)
     process = start(path)
@@ -180,7 +182,7 @@ def test_a_job_that_does_not_save_in_its_period_of_grace_ends(tmp_path: Path, pr
     assert process.returncode == 128 + signal.SIGTERM, errors
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{}, {"parallel__x": 2}], ids=["one process", "two local workers"])
 def test_a_signal_during_the_start_stops_before_the_first_step(
     tmp_path: Path, prefix: str, start: Start, parallel: dict[str, object]
@@ -198,6 +200,7 @@ def imports_torch(process_id: int) -> bool:
     return "libtorch" in Path(f"/proc/{process_id}/maps").read_text()
 
 
+@pytest.mark.slow
 def test_a_job_without_its_watchdog_goes_on(tmp_path: Path, prefix: str, start: Start) -> None:
     path = endless(tmp_path, prefix)
     process = start(path)

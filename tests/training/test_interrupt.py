@@ -71,7 +71,7 @@ Job.update = update
 """Imported by every Python process that finds it under the name of sitecustomize."""
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{}, {"parallel__x": 2}], ids=["one process", "two local workers"])
 def test_the_second_interrupt_stops(tmp_path: Path, prefix: str, start: Start, parallel: dict[str, object]) -> None:
     """In the middle of a step, which is not finished."""
@@ -92,6 +92,7 @@ def test_the_second_interrupt_stops(tmp_path: Path, prefix: str, start: Start, p
     assert checkpoint_steps(tmp_path) == [2]
 
 
+@pytest.mark.slow
 def test_an_interrupt_before_the_first_step_stops(tmp_path: Path, prefix: str, start: Start) -> None:
     path = endless(tmp_path, prefix, parallel__x=2)
     process = start(path)
@@ -104,6 +105,7 @@ def test_an_interrupt_before_the_first_step_stops(tmp_path: Path, prefix: str, s
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_saves(tmp_path: Path, prefix: str) -> None:
     """The kernel sends SIGHUP, and nothing can be printed any more."""
     path = endless(tmp_path, prefix)
