@@ -87,8 +87,9 @@ def clip_gradients(shards: Sequence[LocalShard], max_norm: float, loss_scale: fl
     """
     grads = [shard.grad for shard in shards if shard.grad is not None]
     weights = [1.0 / shard.replicas for shard in shards if shard.grad is not None]
-    norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).double()
-    square = (norms.square() * torch.tensor(weights, dtype=torch.float64, device=norms.device)).sum()
+    squares = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).double().square()
+    # By numbers, since a tensor of them would be copied to the device, for which the host waits.
+    square = torch.stack(torch._foreach_mul(squares.unbind(), weights)).sum()
     with purpose("gradient norm"):
         dist.all_reduce(square)
     norm = square.sqrt().float() / loss_scale

@@ -126,7 +126,9 @@ def micro_batches(
     """A loader's micro-batches as tensors on the device: this rank's share of each sequence."""
 
     def tensor(array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+        found = torch.from_numpy(array)
+        # The host does not wait for a copy from memory that the system may not move.
+        return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
     found = []
     for batch in batches:
