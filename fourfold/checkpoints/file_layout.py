@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -27,6 +27,9 @@ Box = tuple[slice, ...]
 """A part of a tensor: its range in every dim."""
 
 
+Cuts = tuple[bool, bool]
+
+
 class SavedTensor(Strict):
     """One tensor, and how it is cut."""
 
@@ -41,6 +44,11 @@ class SavedTensor(Strict):
     """The pipeline rank that writes it."""
     copy_number: int = 0
     """The one of its copies that is written."""
+
+    @property
+    def cuts(self) -> Cuts:
+        """True for x, and for y, where the axis cuts it."""
+        return self.x is not None, self.y is not None
 
 
 class Layout(Strict):
@@ -84,16 +92,17 @@ class Layout(Strict):
 
     def copies(self, tensor: SavedTensor) -> int:
         """The number of processes that hold the same part of a tensor."""
-        return math.prod(self.sizes[axis] for axis in self._copy_axes(tensor))
+        return math.prod(self.sizes[axis] for axis in self._copy_axes(tensor.cuts))
 
     def held_by(self, rank: int) -> dict[str, Box]:
         """The parts in the file of a process, in their order there; empty where it has no file."""
         place = dict(zip(AXES, _unravel(rank, list(self.sizes.values())), strict=True))
+        piece = self._number(place, self.sharded_over)
+        every_cut = itertools.product((False, True), repeat=2)
+        copy_numbers = {cuts: self._number(place, self._copy_axes(cuts)) for cuts in every_cut}
         held = {}
         for name, tensor in self.tensors.items():
-            copy = _ravel([(place[axis], self.sizes[axis]) for axis in self._copy_axes(tensor)])
-            if place["pp"] == tensor.pp and copy == tensor.copy_number:
-                piece = _ravel([(place[axis], self.sizes[axis]) for axis in self.sharded_over])
+            if tensor.pp == place["pp"] and tensor.copy_number == copy_numbers[tensor.cuts]:
                 part = self._part(self._tile(tensor, place), piece)
                 if not is_empty(part):
                     held[name] = part
@@ -109,11 +118,14 @@ class Layout(Strict):
             for piece in self._pieces(tile, wanted):
                 yield self._rank(tensor, x, y, piece), self._part(tile, piece)
 
-    def _copy_axes(self, tensor: SavedTensor) -> list[str]:
-        """The axes whose ranks hold copies of a tensor; all of them but pp that do not cut it."""
-        cutting = {"pp", *self.sharded_over}
-        cutting |= {axis for axis, dim in (("x", tensor.x), ("y", tensor.y)) if dim is not None}
+    def _copy_axes(self, cuts: Cuts) -> list[str]:
+        """The axes whose ranks hold copies of a tensor that x and y cut so: all but pp that do not cut it."""
+        cutting = {"pp", *self.sharded_over, *itertools.compress("xy", cuts)}
         return [axis for axis in AXES if axis not in cutting]
+
+    def _number(self, place: Mapping[str, int], axes: Sequence[str]) -> int:
+        """The row-major number of a place on some of the axes."""
+        return _ravel([(place[axis], self.sizes[axis]) for axis in axes])
 
     def _places(self, axis: str, tensor: SavedTensor) -> range:
         return range(self.sizes[axis] if getattr(tensor, axis) is not None else 1)
@@ -143,9 +155,9 @@ class Layout(Strict):
     def _rank(self, tensor: SavedTensor, x: int, y: int, piece: int) -> int:
         """The process that writes a part."""
         place = {"x": x, "y": y, "pp": tensor.pp}
-        for axes, number in ((self.sharded_over, piece), (self._copy_axes(tensor), tensor.copy_number)):
+        for axes, number in ((self.sharded_over, piece), (self._copy_axes(tensor.cuts), tensor.copy_number)):
             place |= zip(axes, _unravel(number, [self.sizes[axis] for axis in axes]), strict=True)
-        return _ravel([(place[axis], self.sizes[axis]) for axis in AXES])
+        return self._number(place, AXES)
 
 
 def file_of(rank: int) -> str:
