@@ -27,7 +27,7 @@ Box = tuple[slice, ...]
 """A part of a tensor: its range in every dim."""
 
 
-Cuts = tuple[bool, bool]
+Cuts = tuple[bool, ...]
 
 
 class SavedTensor(Strict):
