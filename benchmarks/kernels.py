@@ -2,7 +2,8 @@
 
     python -m benchmarks.kernels [--device cpu] [--json FILE]
 
-The first table is the largest error of outputs and gradients, over that of torch's plain attention in the same type.
+The first table is the largest error of outputs and gradients, over that of torch's plain attention in the same type;
+packed are documents by the kernel that needs no mask.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.options import add_tiny
 from fourfold.parallel.block_attention import attend_block, attend_block_backward
+from fourfold.parallel.document_attention import attend_documents, attend_documents_backward
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MASKS = ("none", "causal", "documents")
@@ -31,7 +33,10 @@ def main() -> int:
     arguments = _arguments()
     device = torch.device(arguments.device)
     lengths = [64] if arguments.tiny else [512, 4096]
-    errors = [error_of(name, mask, length, device) for name, mask, length in itertools.product(DTYPES, MASKS, lengths)]
+    errors = [
+        error_of(name, mask, length, device)
+        for name, mask, length in itertools.product(DTYPES, (*MASKS, "packed"), lengths)
+    ]
     print(f"{'type':6}{'mask':12}{'length':>8}{'ours':>12}{'plain':>12}{'ratio':>8}")
     for row in errors:
         print(
@@ -61,11 +66,7 @@ def error_of(name: str, mask: str, length: int, device: torch.device) -> dict[st
     q, k, v, gradient = (t.to(dtype) for t in inputs(length, device))
     seen = mask_of(mask, length, device)
     exact = differentiated(*(t.double() for t in (q, k, v, gradient)), seen)
-    out, lse = attend_block(q, k, v, mask == "causal", seen if mask == "documents" else None)
-    ours = (
-        out,
-        *attend_block_backward(gradient, q, out, lse, k, v, mask == "causal", seen if mask == "documents" else None),
-    )
+    ours = packed(q, k, v, gradient) if mask == "packed" else block(q, k, v, gradient, mask, seen)
     plain = differentiated(q, k, v, gradient, seen)
     error, plain_error = (
         max((float((a.double() - b).abs().max()) for a, b in zip(found, exact, strict=True)), default=0.0)
@@ -73,6 +74,28 @@ def error_of(name: str, mask: str, length: int, device: torch.device) -> dict[st
     )
     ratio = error / plain_error
     return {"type": name, "mask": mask, "length": length, "ours": error, "plain": plain_error, "ratio": ratio}
+
+
+def block(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, mask: str, seen: Tensor) -> Tensors:
+    """The attention of one step of the ring, and its gradients."""
+    how = mask == "causal", seen if mask == "documents" else None
+    out, lse = attend_block(q, k, v, *how)
+    return out, *attend_block_backward(gradient, q, out, lse, k, v, *how)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> Tensors:
+    """Attention inside documents without a mask, and its gradients."""
+    tensors = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
+    length = tensors[0].shape[1]
+    ends = torch.tensor(document_ends(length), device=q.device).expand(2, -1)
+    out, lse = attend_documents(*tensors, ends)
+    gradients = attend_documents_backward(gradient.transpose(1, 2).contiguous(), *tensors, out, lse, ends)
+    return tuple(t.transpose(1, 2) for t in (out, *gradients))
+
+
+def document_ends(length: int) -> list[int]:
+    """Three documents of different lengths."""
+    return [length // 5, length // 2, length]
 
 
 def inputs(length: int, device: torch.device) -> Tensors:
@@ -87,8 +110,8 @@ def mask_of(name: str, length: int, device: torch.device) -> Tensor:
         return torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
     places = torch.arange(length, device=device)
     causal = places[:, None] >= places
-    if name == "documents":
-        documents = places // (length // 3)
+    if name in ("documents", "packed"):
+        documents = sum((places >= end for end in document_ends(length)), torch.zeros_like(places))
         causal &= documents[:, None] == documents
     return causal[None, None].expand(2, 1, -1, -1)
 

@@ -86,7 +86,7 @@ def main() -> int:
     os.environ["PYTHONWARNINGS"] = "ignore"
     size = Size({"preset": "llama-12m"}, 8, 256, arguments.rounds, tuple(GRIDS))
     if arguments.tiny:
-        size = Size({"preset": "llama-tiny"}, 4, 64, 1, (TENSOR_GRID,))
+        size = Size({"preset": "llama-tiny", "vocab_size": 512}, 4, 64, 1, (TENSOR_GRID,))
     rows = []
     for title, section in SECTIONS.items():
         if arguments.only and title[0] not in arguments.only:

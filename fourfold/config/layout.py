@@ -30,7 +30,7 @@ def attention_split(run: RunConfig) -> AttentionSplit:
 
 
 def context_method(run: RunConfig) -> ContextMethod:
-    """The way in which the ranks of cp attend; auto: "ulysses" where the heads divide and documents are not masked."""
+    """The way in which the ranks of cp attend; auto: "ulysses" where the heads divide."""
     if run.parallel.cp_method != "auto":
         return run.parallel.cp_method
-    return "ring" if run.data.mask_documents or Sizes.of(run).uneven_heads else "ulysses"
+    return "ring" if Sizes.of(run).uneven_heads else "ulysses"

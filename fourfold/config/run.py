@@ -90,7 +90,7 @@ class ParallelConfig(Strict):
     cp_method: Literal["auto", "ring", "ulysses"] = Field(
         "auto",
         description="Attention over cp: ring passes keys and values around, ulysses exchanges heads for tokens; auto: "
-        "ulysses where the heads divide and documents are not masked.",
+        "ulysses where the heads divide.",
     )
     schedule: Schedule = Field("1F1B", description="Order in which pp runs the micro-batches, by torch's names.")
     stages_per_rank: int = Field(

@@ -25,8 +25,9 @@ class MicroBatch(Generic[Array]):
     """The token after each, IGNORE_INDEX where the loss does not count it. Without labels the model returns logits."""
     positions: Array | None = None
     """The place of each token in its document; None: in its sequence."""
-    documents: Array | None = None
-    """0, 1, 2 … within each sequence, which attention must not cross; None: it may."""
+    document_ends: Array | None = None
+    """[B, E]: where the documents of a sequence end, which attention must not cross: the last at S, repeated in
+    sequences with fewer; None: it may."""
 
     def map(self, function: Callable[[Array], Other]) -> "MicroBatch[Other]":
         """Apply ``function`` to every field that is not None."""
@@ -34,7 +35,7 @@ class MicroBatch(Generic[Array]):
         def of(field: Array | None) -> Other | None:
             return None if field is None else function(field)
 
-        return MicroBatch(function(self.tokens), of(self.labels), of(self.positions), of(self.documents))
+        return MicroBatch(function(self.tokens), of(self.labels), of(self.positions), of(self.document_ends))
 
 
 class Loader:
@@ -107,7 +108,19 @@ class Loader:
         documents = np.ascontiguousarray(windows.documents[:, :-1])
         positions = positions_of(documents)
         rows = [slice(begin, begin + self.micro_batch_size) for begin in range(0, len(tokens), self.micro_batch_size)]
-        return [MicroBatch(tokens[row], labels[row], positions[row], documents[row]) for row in rows]
+        return [MicroBatch(tokens[row], labels[row], positions[row], document_ends(documents[row])) for row in rows]
+
+
+def document_ends(documents: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where the documents of each sequence end, [B, E], from the document of each token, [B, S]."""
+    rows, length = documents.shape
+    is_last = np.ones_like(documents, dtype=bool)
+    is_last[:, :-1] = documents[:, 1:] != documents[:, :-1]
+    counts = is_last.sum(1)
+    ends = np.full((rows, counts.max()), length)
+    for row in range(rows):
+        ends[row, : counts[row]] = np.flatnonzero(is_last[row]) + 1
+    return ends
 
 
 def _micro_batches(global_batch_size: int, micro_batch_size: int, size: int) -> int:

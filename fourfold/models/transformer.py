@@ -45,22 +45,23 @@ class Transformer(nn.Module):
         tokens_BS: Tensor,
         labels_BS: Tensor | None = None,
         positions_BS: Tensor | None = None,
-        documents_BS: Tensor | None = None,
+        document_ends_BE: Tensor | None = None,
         loss_scale: Tensor | float = 1.0,
         x_BSH: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, S, vocab_size], or with labels the sum of the losses of the positions not IGNORE_INDEX; without
         the last layer its hidden states [B, S, H].
 
-        positions_BS: each token's position (default 0, 1, 2, …); documents_BS: its document, when attention must not
-        leave it (default: no such limit); loss_scale: the factor by which the caller multiplies the sum before the
-        backward; x_BSH: the hidden states of the layers before, where there are any.
+        positions_BS: each token's position (default 0, 1, 2, …); document_ends_BE: where the documents of a sequence
+        end, when attention must not leave them (default: no such limit), the last at S, repeated in rows with fewer;
+        loss_scale: the factor by which the caller multiplies the sum before the backward; x_BSH: the hidden states of
+        the layers before, where there are any.
         """
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
         if x_BSH is None:
             x_BSH = self.embed(tokens_BS, positions_BS)
-        context = self.attention_tables(positions_BS, documents_BS)
+        context = self.attention_tables(positions_BS, document_ends_BE)
         for block in self.blocks:
             x_BSH = block(x_BSH, context)
         if self.norm is None or self.lm_head is None:
@@ -180,14 +181,20 @@ class AttentionTables(nn.Module):
         super().__init__()
         self.config = config
 
-    def forward(self, positions_BS: Tensor, documents_BS: Tensor | None) -> AttentionContext:
+    def forward(self, positions_BS: Tensor, document_ends_BE: Tensor | None) -> AttentionContext:
         cos_BS1d = sin_BS1d = mask_B1SS = None
         if self.config.position_embedding == "rope":
             frequencies_d, scale = rope_frequencies(self.config, positions_BS.device)
             cos_BS1d, sin_BS1d = rope_tables(positions_BS, frequencies_d, scale)
-        if documents_BS is not None:
-            mask_B1SS = causal_within(documents_BS)
+        if document_ends_BE is not None:
+            mask_B1SS = causal_within(documents_of(document_ends_BE, positions_BS.shape[1]))
         return AttentionContext(cos_BS1d, sin_BS1d, mask_B1SS)
+
+
+def documents_of(document_ends_BE: Tensor, length: int) -> Tensor:
+    """The document of each token, 0, 1, 2 … within its sequence, [B, S]."""
+    places_BS = torch.arange(length, device=document_ends_BE.device).repeat(len(document_ends_BE), 1)
+    return torch.searchsorted(document_ends_BE, places_BS, right=True)
 
 
 def causal_within(documents_BS: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from fourfold.config.layout import AttentionSplit, ContextMethod
 from fourfold.models.transformer import AttentionContext, AttentionCore, RMSNorm
 from fourfold.parallel.communicate import gather
-from fourfold.parallel.context import SplitContext, gather_sequence, scatter_sequence
+from fourfold.parallel.context import DocumentContext, gather_sequence, scatter_sequence
+from fourfold.parallel.document_attention import attend_documents
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.linear import OverY
 from fourfold.parallel.norm import HeadNorm
@@ -71,12 +72,16 @@ class SharedAttentionCore(AttentionCore):
         return super().forward(q, k, v, context)
 
     def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
-        if not isinstance(context, SplitContext):
+        if not isinstance(context, DocumentContext):
             return super().attend(q_BSND, k_BSKD, v_BSKD, context)
-        if self.method == "ring":
-            return ring_attention(q_BSND, k_BSKD, v_BSKD, context.documents_BS, self.cp)
-        whole = AttentionContext(mask_B1SS=context.whole_mask_B1SS)
-        out_BSnD = super().attend(*gather_sequence(q_BSND, k_BSKD, v_BSKD, self.cp), whole)
+        document_ends_BE = context.document_ends_BE
+        if self.cp.size > 1 and self.method == "ring":
+            return ring_attention(q_BSND, k_BSKD, v_BSKD, document_ends_BE, self.cp)
+        q_BSnD, k_BSkD, v_BSkD = gather_sequence(q_BSND, k_BSKD, v_BSKD, self.cp)
+        if document_ends_BE is None:
+            out_BSnD = super().attend(q_BSnD, k_BSkD, v_BSkD, AttentionContext())
+        else:
+            out_BSnD, _ = attend_documents(q_BSnD, k_BSkD, v_BSkD, document_ends_BE)
         return scatter_sequence(out_BSnD, self.cp)
 
     def _my_kv_heads(self, kv: Tensor) -> Tensor:

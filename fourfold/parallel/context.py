@@ -7,13 +7,12 @@ same work. Everything but attention works token by token, and needs nothing from
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from fourfold.data.loader import MicroBatch
-from fourfold.models.transformer import AttentionContext, AttentionTables, causal_within
+from fourfold.models.transformer import AttentionContext, AttentionTables
 from fourfold.parallel.communicate import exchange
 from fourfold.parallel.grid import Axis
 
@@ -38,35 +37,33 @@ def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[
     positions = micro_batch.positions
     if positions is None:
         positions = torch.arange(micro_batch.tokens.shape[1], device=micro_batch.tokens.device)[None]
-    mine = replace(micro_batch, positions=positions).map(lambda t: take_chunks(t, cp.rank, cp.size))
-    return replace(mine, documents=micro_batch.documents)
+    by_token = replace(micro_batch, positions=positions, document_ends=None)
+    mine = by_token.map(lambda t: take_chunks(t, cp.rank, cp.size))
+    return replace(mine, document_ends=micro_batch.document_ends)
 
 
 @dataclass(frozen=True)
-class SplitContext(AttentionContext):
-    """Tables of this rank's tokens, with the documents [B, S] of all tokens of the sequence."""
+class DocumentContext(AttentionContext):
+    """Tables of this rank's tokens, with the documents of the whole sequence in place of a mask."""
 
-    documents_BS: Tensor | None = None
-
-    @cached_property
-    def whole_mask_B1SS(self) -> Tensor | None:
-        """The document mask of the whole sequence, in its own order."""
-        return None if self.documents_BS is None else causal_within(self.documents_BS)
+    document_ends_BE: Tensor | None = None
 
 
-class SplitAttentionTables(AttentionTables):
-    """The tables of this rank's tokens; document masks are made where they are needed."""
+class DocumentTables(AttentionTables):
+    """The tables of this rank's tokens, without a mask."""
 
     def __init__(self, tables: AttentionTables) -> None:
         super().__init__(tables.config)
 
-    def forward(self, positions_BS: Tensor, documents_BS: Tensor | None) -> SplitContext:
+    def forward(self, positions_BS: Tensor, document_ends_BE: Tensor | None) -> DocumentContext:
         tables = super().forward(positions_BS, None)
-        return SplitContext(tables.cos_BS1d, tables.sin_BS1d, documents_BS=documents_BS)
+        return DocumentContext(tables.cos_BS1d, tables.sin_BS1d, document_ends_BE=document_ends_BE)
 
 
 def gather_sequence(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, cp: Axis) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange some tokens of all heads for all tokens, in order, of some heads (Ulysses, arXiv 2309.14509)."""
+    if cp.size == 1:
+        return q_BTND, k_BTKD, v_BTKD
     heads = [t.unflatten(2, (cp.size, -1)) for t in (q_BTND, k_BTKD, v_BTKD)]
     parts_nBThD = torch.cat(heads, dim=3).movedim(2, 0)
     received_nBThD = exchange(parts_nBThD, cp, "attention: heads for tokens")
@@ -77,6 +74,8 @@ def gather_sequence(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, cp: Axis) ->
 
 def scatter_sequence(out_BShD: Tensor, cp: Axis) -> Tensor:
     """Exchange them back for this rank's tokens of all heads, [B, T, N, D]."""
+    if cp.size == 1:
+        return out_BShD
     parts_nBThD = torch.stack([take_chunks(out_BShD, rank, cp.size) for rank in range(cp.size)])
     received_nBThD = exchange(parts_nBThD, cp, "attention: tokens for heads")
     return received_nBThD.movedim(0, 2).flatten(2, 3)

@@ -12,7 +12,7 @@ from fourfold.config.layout import attention_split, context_method
 from fourfold.config.run import RunConfig
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.attention import OVER_Y, SharedAttentionCore
-from fourfold.parallel.context import SplitAttentionTables
+from fourfold.parallel.context import DocumentTables
 from fourfold.parallel.data_parallel import DataParallel, StepTypes, units_of
 from fourfold.parallel.embedding import Embedding
 from fourfold.parallel.float8 import use_float8
@@ -63,8 +63,8 @@ def tensor_rules(grid: Grid, run: RunConfig) -> Rules:
     attention: Rules = {
         "layers.*.self_attn.core": lambda name, m: SharedAttentionCore(m, grid, split, method, heads, kv_heads)
     }
-    if grid.cp.size > 1:
-        attention["attention_tables"] = lambda name, m: SplitAttentionTables(m)
+    if split != "sequence":  # a part of the queries needs a mask
+        attention["attention_tables"] = lambda name, m: DocumentTables(m)
     if grid.x.size * grid.y.size > 1:
         outputs: Rules = {
             "embed_*": lambda name, m: Embedding(m, grid, name),
@@ -78,7 +78,7 @@ def tensor_rules(grid: Grid, run: RunConfig) -> Rules:
     # modules; where whole blocks are compiled, the compiler does that itself.
     compiled = run.training.compile and grid.cp.size == 1
     rules = {"lm_head": inputs_and_head["lm_head"]} if compiled else inputs_and_head
-    return rules | attention if grid.cp.size > 1 else rules
+    return rules | attention if grid.cp.size > 1 or run.data.mask_documents else rules
 
 
 def apply_rules(model: nn.Module, rules: Rules, prefix: str = "") -> None:

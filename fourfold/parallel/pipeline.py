@@ -116,7 +116,7 @@ class _Step:
             hidden = self._take(Op("RECV_F", *key), Op("F", op.stage - 1, op.micro_batch))
             hidden.requires_grad_(torch.is_grad_enabled())
         batch, model = self.micro_batches[op.micro_batch], self.pipeline.stages[op.stage].model
-        inputs = (batch.tokens, batch.labels, batch.positions, batch.documents)
+        inputs = (batch.tokens, batch.labels, batch.positions, batch.document_ends)
         out = model(*inputs, self.loss_scale, hidden)
         if op.stage == self.pipeline.last_stage:
             self.outputs.append(out.detach())

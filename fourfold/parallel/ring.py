@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fourfold.models.autograd import Function
+from fourfold.models.transformer import documents_of
 from fourfold.parallel.block_attention import attend_block, attend_block_backward
 from fourfold.parallel.communicate import Pending, start_rotate
 from fourfold.parallel.context import take_chunks
@@ -22,8 +23,9 @@ from fourfold.parallel.grid import Axis
 KEYS_AND_VALUES, THEIR_GRADIENTS = "attention: keys and values", "attention: keys' and values' gradients"
 
 
-def ring_attention(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, documents_BS: Tensor | None, cp: Axis) -> Tensor:
-    """Outputs [B, T, N, D] of this rank's queries. documents_BS: of all tokens, for attention within documents."""
+def ring_attention(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, document_ends_BE: Tensor | None, cp: Axis) -> Tensor:
+    """Outputs [B, T, N, D] of this rank's queries. document_ends_BE: for attention within documents."""
+    documents_BS = None if document_ends_BE is None else documents_of(document_ends_BE, q_BTND.shape[1] * cp.size)
     q, k, v = (t.transpose(1, 2) for t in (q_BTND, k_BTKD, v_BTKD))
     out_BNTD = _Ring.apply(q, k, v, documents_BS, cp)
     return out_BNTD.transpose(1, 2)

@@ -134,7 +134,7 @@ def micro_batches(
     for batch in batches:
         _check_tokens(batch, run.model.vocab_size)
         if not run.data.mask_documents:
-            batch = replace(batch, positions=None, documents=None)
+            batch = replace(batch, positions=None, document_ends=None)
         found.append(share_of_sequences(batch.map(tensor), cp))
     return found
 

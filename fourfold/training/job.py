@@ -118,7 +118,7 @@ class Job:
     def forward(self, micro_batch: MicroBatch[Tensor], loss_scale: Tensor | float = 1.0) -> Tensor:
         """The sum of the losses of one micro-batch, or without labels its logits; without a pipeline."""
         doing("forward and backward of a micro-batch")
-        inputs = (micro_batch.tokens, micro_batch.labels, micro_batch.positions, micro_batch.documents)
+        inputs = (micro_batch.tokens, micro_batch.labels, micro_batch.positions, micro_batch.document_ends)
         result: Tensor = self.stages[0].model(*inputs, loss_scale)
         return result
 

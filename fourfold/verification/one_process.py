@@ -24,7 +24,7 @@ from fourfold.data.dataset import Windows
 from fourfold.training.job import build_model
 from fourfold.verification.batches import RandomSamples
 from fourfold.verification.float64 import InFloat64
-from fourfold.verification.reference_labels import kept_tokens, positions
+from fourfold.verification.reference_labels import document_ends, kept_tokens, positions
 
 Parameters = Mapping[str, Tensor]
 Logits = Callable[[Parameters, Tensor, Tensor, Tensor | None], Tensor]
@@ -117,7 +117,8 @@ def plain_logits(run: RunConfig) -> Logits:
         model = build_model(run)
 
     def logits(parameters: Parameters, tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None) -> Tensor:
-        out: Tensor = functional_call(model, dict(parameters), (tokens_BS, None, positions_BS, documents_BS))
+        document_ends_BE = None if documents_BS is None else document_ends(documents_BS)
+        out: Tensor = functional_call(model, dict(parameters), (tokens_BS, None, positions_BS, document_ends_BE))
         return out
 
     return logits

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from fourfold.config.loss_masks import GoldfishConfig
 from fourfold.data.dataset import Windows
@@ -39,6 +40,12 @@ def positions(documents_BS: Tensor) -> Tensor:
     """Int64 [B, S]: how many tokens of its own document, within the sequence, stand before each token."""
     same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
     return same_BSS.tril(-1).sum(dim=2)
+
+
+def document_ends(documents_BS: Tensor) -> Tensor:
+    """Int64 [B, E]: where each document of a sequence ends; the last at S, repeated in sequences with fewer."""
+    ends = [documents_S.unique_consecutive(return_counts=True)[1].cumsum(0) for documents_S in documents_BS]
+    return pad_sequence(ends, batch_first=True, padding_value=documents_BS.shape[1])
 
 
 def _dropped(

@@ -33,9 +33,9 @@ def test_packed_documents_are_as_if_alone(sizes: dict[str, Any]) -> None:
     model = make(sizes)
     rows = [[7, 1, 12], [20]]  # the lengths of the documents in each row
     tokens = some_tokens(2, 20)
-    documents = torch.tensor([[d for d, n in enumerate(row) for _ in range(n)] for row in rows])
+    ends = torch.tensor([[7, 8, 20], [20, 20, 20]])
     positions = torch.tensor([[i for n in row for i in range(n)] for row in rows])
-    packed = model(tokens, None, positions, documents)
+    packed = model(tokens, None, positions, ends)
     for row, lengths in enumerate(rows):
         begin = 0
         for length in lengths:
@@ -47,7 +47,7 @@ def test_packed_documents_are_as_if_alone(sizes: dict[str, Any]) -> None:
 
 def test_the_mask_without_documents_to_part_is_causal() -> None:
     model, tokens = make(LLAMA), some_tokens(2, 20)
-    masked = model(tokens, None, None, torch.zeros_like(tokens))
+    masked = model(tokens, None, None, torch.full((2, 1), 20))
     torch.testing.assert_close(masked, model(tokens), rtol=1e-5, atol=1e-5)
 
 

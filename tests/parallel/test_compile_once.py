@@ -30,16 +30,19 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def graphs(model: dict[str, Any], layers: int, grid: dict[str, int], mode: dict[str, Any]) -> int:
-    """The number of graphs that two steps compile, on one of the processes of a grid."""
+def graphs(
+    model: dict[str, Any], layers: int, grid: dict[str, int], mode: dict[str, Any], steps: int = 2, **sections: Any
+) -> int:
+    """The number of graphs that the first steps compile, on one of the processes of a grid."""
     torch._dynamo.reset()
     counters.clear()
-    run = tiny_run(model | {"num_hidden_layers": layers}, grid, training={"compile": True}, activation_checkpoint=mode)
+    sections |= {"training": {"compile": True}, "activation_checkpoint": mode}
+    run = tiny_run(model | {"num_hidden_layers": layers}, grid, **sections)
     dist.init_process_group("fake", rank=0, world_size=run.parallel.world_size, store=FakeStore())
     try:
         job = Job(run, Grid(run.parallel, "cpu"), CPU)
         job.initialize(0)
-        for step in range(2):
+        for step in range(steps):
             job.train_step(random_micro_batches(run, step, job.grid, CPU), step)
     finally:
         dist.destroy_process_group()
@@ -54,3 +57,13 @@ def graphs(model: dict[str, Any], layers: int, grid: dict[str, int], mode: dict[
 @pytest.mark.parametrize("mode", [SELECTIVE, {"mode": "full"}, {"mode": "none"}], ids=lambda mode: mode["mode"])
 def test_more_blocks_compile_nothing_more(model: dict[str, Any], grid: dict[str, int], mode: dict[str, Any]) -> None:
     assert graphs(model, 10, grid, mode) == graphs(model, 2, grid, mode) > 0
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("mode", [SELECTIVE, {"mode": "none"}], ids=lambda mode: mode["mode"])
+def test_documents_compile_nothing_more(mode: dict[str, Any]) -> None:
+    """Neither later blocks nor steps with more documents or fewer; the first that has another number may."""
+    packed = {"source": "python-stdlib", "mask_documents": True}
+    first = graphs(LLAMA, 2, {}, mode, steps=2, data=packed)
+    assert graphs(LLAMA, 10, {}, mode, steps=2, data=packed) == first
+    assert graphs(LLAMA, 2, {}, mode, steps=8, data=packed) == first

@@ -20,7 +20,7 @@ from fourfold.data.masks import answers_only, document_boundary
 from fourfold.data.prepare_conversations import prepare_conversations
 from fourfold.errors import UserError
 from fourfold.models.initialize import initialize
-from fourfold.models.transformer import IGNORE_INDEX, Transformer
+from fourfold.models.transformer import IGNORE_INDEX, Transformer, documents_of
 from fourfold.parallel.grid import Grid
 from fourfold.training.corpora import micro_batches, open_corpora
 from fourfold.training.job import Job
@@ -79,8 +79,9 @@ def test_a_packed_conversation_has_the_loss_that_it_has_alone(corpus: str) -> No
     model = Transformer(run.model)
     initialize(model, run.model, 0)
     batch = Loader(build_dataset([(corpus, 1.0)], 32, 0), 32, 8, 8, masks=MASKS).step(0)[0]
-    tensors = (torch.from_numpy(a) for a in (batch.tokens, batch.labels, batch.positions, batch.documents))
-    tokens, labels, positions, documents = tensors
+    tensors = (torch.from_numpy(a) for a in (batch.tokens, batch.labels, batch.positions, batch.document_ends))
+    tokens, labels, positions, ends = tensors
+    documents = documents_of(ends, 32)
     compared = 0
     with torch.no_grad():
         for row in range(len(tokens)):
@@ -88,7 +89,7 @@ def test_a_packed_conversation_has_the_loss_that_it_has_alone(corpus: str) -> No
                 mine = torch.where(documents[row] == document, labels[row], IGNORE_INDEX)
                 if (mine == IGNORE_INDEX).all():
                     continue
-                packed = model(tokens[row][None], mine[None], positions[row][None], documents[row][None])
+                packed = model(tokens[row][None], mine[None], positions[row][None], ends[row][None])
                 here = documents[row] == document
                 alone = model(tokens[row][here][None], labels[row][here][None])
                 assert packed.item() == pytest.approx(alone.item(), rel=1e-5)

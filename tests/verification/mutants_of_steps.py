@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from mutants import DP2, FROM_STEP_1, GROUPS, HASH, PACKED, STATIC, TABLE, WARMUP, X2, Y2, Mutant
+from mutants import (
+    DP2,
+    FROM_STEP_1,
+    GROUPS,
+    HASH,
+    ONE_SEQUENCE,
+    PACKED,
+    SIX_HEADS,
+    STATIC,
+    TABLE,
+    WARMUP,
+    X2,
+    X2Y2,
+    Y2,
+    Mutant,
+)
 from tiny_runs import GEMMA, GPT, NEOX
 
 MODEL = [
@@ -27,7 +42,9 @@ MODEL = [
         "models.transformer",
         "same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]",
         "same_BSS = documents_BS[:, :, None] >= documents_BS[:, None, :]",
-        sections=PACKED,
+        model=SIX_HEADS,
+        grid=X2Y2,
+        sections=PACKED | ONE_SEQUENCE,
     ),
     Mutant("the other GELU", "models.transformer", "approximate=self.approximate)", 'approximate="none")', GPT),
     Mutant("GELU for SiLU", "models.transformer", "F.silu(first_BSF)", "F.gelu(first_BSF)", grid=X2),
@@ -117,8 +134,8 @@ DATA = [
     Mutant(
         "one micro-batch has another's labels",
         "data.loader",
-        "MicroBatch(tokens[row], labels[row], positions[row], documents[row])",
-        "MicroBatch(tokens[row], labels[rows[0]], positions[row], documents[row])",
+        "MicroBatch(tokens[row], labels[row], positions[row], document_ends(documents[row]))",
+        "MicroBatch(tokens[row], labels[rows[0]], positions[row], document_ends(documents[row]))",
     ),
     Mutant(
         "goldfish drops 1 in k + 1",

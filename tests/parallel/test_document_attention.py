@@ -1,0 +1,79 @@
+"""Attention inside documents against a dense mask; its memory, by trace, against attention without documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fourfold.models.transformer import causal_within, documents_of
+from fourfold.parallel.document_attention import attend_documents
+from fourfold.verification.trace import trace
+from tests.tiny_runs import LLAMA, tiny_run
+
+ENDS = torch.tensor([[7, 8, 20, 20], [20, 20, 20, 20], [1, 9, 10, 20]])
+
+
+def inputs(dtype: torch.dtype, kv_heads: int) -> list[Tensor]:
+    """q, k, v, whose tokens are not next to one another, and the output's gradient."""
+    generator = torch.Generator().manual_seed(kv_heads)
+    wide = torch.randn(3, 20, 8 + 2 * kv_heads, 16, generator=generator, dtype=torch.float64).to(dtype)
+    q, k, v = wide[:, :, :4], wide[:, :, 8 : 8 + kv_heads], wide[:, :, 8 + kv_heads :]
+    return [q, k, v, wide[:, :, 4:8]]
+
+
+def with_gradients(attend: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    out = attend(q, k, v)
+    return (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = causal_within(documents_of(ENDS, q.shape[1]))
+    heads_first = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_it_is_dense_attention_under_the_mask(dtype: torch.dtype, kv_heads: int) -> None:
+    tensors = inputs(dtype, kv_heads)
+    found = with_gradients(lambda q, k, v: attend_documents(q, k, v, ENDS)[0], *tensors)
+    exact = with_gradients(dense, *(t.double() for t in tensors))
+    plain = with_gradients(dense, *tensors)
+    for ours, theirs, true in zip(found, plain, exact, strict=True):
+        error, limit = (ours.double() - true).abs().max(), (theirs.double() - true).abs().max()
+        assert error <= 3 * limit + 1e-12
+        assert ours.dtype == dtype
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_operators_keep_to_torchs_rules(kv_heads: int) -> None:
+    """Fake shapes and strides, aliasing, autograd's registration; gradients by differences in float64."""
+    q, k, v, _ = (t.detach() for t in inputs(torch.float64, kv_heads))
+    torch.library.opcheck(attend_documents, (q, k, v, ENDS))
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    torch.library.opcheck(attend_documents, (q, k, v, ENDS))
+    assert torch.autograd.gradcheck(lambda *qkv: attend_documents(*qkv, ENDS)[0], (q, k, v))
+
+
+@pytest.mark.parametrize("grid", [{}, {"x": 2, "y": 2}, {"cp": 2, "cp_method": "ulysses"}], ids=str)
+@pytest.mark.parametrize("modules", [[], ["attention"]], ids=["whole", "attention again"])
+def test_documents_cost_no_memory(grid: dict[str, Any], modules: list[str]) -> None:
+    """32K tokens of packed documents train in the memory of one text, and the tables of their positions."""
+    sections = {"activation_checkpoint": {"mode": "selective", "modules": modules} if modules else {}}
+    peaks = []
+    for mask_documents in (False, True):
+        run = tiny_run(
+            {**LLAMA, "max_position_embeddings": 32768},
+            grid,
+            training={"seq_length": 32768, "micro_batch_size": 2, "global_batch_size": 2, "device": "cuda"},
+            data={"source": "python-stdlib", "mask_documents": mask_documents},
+            **sections,
+        )
+        peaks.append(trace(run).memory.total_peak)
+    print(peaks)
+    assert peaks[1] <= 1.05 * peaks[0]
