@@ -135,10 +135,10 @@ class Job:
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         return clip_gradients(self.shards, self.run.optimizer.max_grad_norm, scale)
 
-    def update(self, step: int, grad_norm: Tensor) -> bool:
+    def update(self, step: int, grad_norm: Tensor | float) -> bool:
         """Step the optimizer with the clipped gradients; False where fp16 overflowed, and they were dropped instead."""
         if self.loss_scale is not None:
-            overflowed = not grad_norm.isfinite().item()
+            overflowed = not math.isfinite(grad_norm)  # waits for the device, if that was not done before
             self.loss_scale.update(overflowed)
             if overflowed:
                 return self.skip_update()

@@ -38,7 +38,7 @@ from fourfold.training.replay import Replay
 from fourfold.training.run_folder import folder_of, open_run_folder
 from fourfold.training.run_record import RunRecord
 from fourfold.training.sample import sample_text
-from fourfold.training.step_checks import LEFT_OUT, StepChecks
+from fourfold.training.step_checks import LEFT_OUT, StepChecks, figures_of_all_ranks
 from fourfold.training.supervision import supervised
 
 
@@ -93,31 +93,36 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
             checkpointer.newest = find_checkpoint(run.checkpoint.resume, run_dir / CHECKPOINTS)
         checks, replay = StepChecks(run_dir, job, checkpointer), Replay(job)
         steps, last_loss = first_step, None
-        (stopped,) = _on_any_rank([stop.is_set], device)  # while everything above was made ready
+        stopped = _on_any_rank(stop.is_set, device)  # while everything above was made ready
 
         while steps < run.training.train_steps and not stopped:
             begin_step(steps)
             step, started = steps, time.perf_counter()
-            if checks.leaves_out(step):  # the run went back from it, or failed in it again and again
-                verdict, result = LEFT_OUT, StepResult.none(device)
+            is_left_out = checks.leaves_out(step)  # the run went back from it, or failed in it again and again
+            if is_left_out:
+                result = StepResult.none(device)
             else:
                 batches = micro_batches(corpora.train.step(step), run, grid.cp, device)
                 kept = job.count_kept(batches)  # tokens of the step, over all ranks: the divisor of the summed losses
                 loss = replay.forward_backward(step, batches, kept)  # of every micro-batch; gradients summed over ranks
-                grad_norm = job.clip()
-                verdict = checks.judge(step, loss, grad_norm, kept)  # the same on every rank
-                if verdict.action == "update":
-                    updated = job.update(step, grad_norm)  # AdamW; not where fp16 gradients overflowed
-                    last_loss = loss.item()  # waits for the device
-                else:
-                    updated = job.skip_update()
-                result = StepResult(loss, grad_norm, kept, skipped=not updated)
+                result = StepResult(loss, job.clip(), kept)
+            failure = None if record is None else record.failure
+            figures = figures_of_all_ranks(result, stop.is_set, failure is not None)  # the step's one wait for a GPU
+            if figures.failed:
+                raise_together(failure)
+            stopped = figures.stopped
+            verdict = LEFT_OUT if is_left_out else checks.judge(step, figures)
+            if verdict.action == "update":
+                updated = job.update(step, figures.grad_norm)  # AdamW; not where fp16 gradients overflowed
+                last_loss = figures.loss
+            else:
+                updated = job.skip_update()
             seconds = time.perf_counter() - started
             steps = step + 1
 
             validation_loss = _validate(job, corpora) if _due(steps, run.validation.interval) else None
             if record is not None:
-                record.step(step, result, seconds, validation_loss)
+                record.step(step, figures, seconds, validation_loss, skipped=not updated)
             verdict.raise_stop()
             if verdict.action == "roll_back":
                 steps = checks.roll_back()
@@ -128,10 +133,6 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
             for callback in after_step:
                 callback.after_step(steps)
 
-            failure = None if record is None else record.failure
-            stopped, failed = _on_any_rank([stop.is_set, failure is not None], device)
-            if failed:
-                raise_together(failure)
             ends = stopped or (steps == run.training.train_steps and run.checkpoint.save_last)
             if _due(steps, run.checkpoint.interval) or ends:
                 checkpointer.save(steps, required=ends)
@@ -185,9 +186,9 @@ def _due(steps: int, interval: int) -> bool:
     return interval > 0 and steps % interval == 0
 
 
-def _on_any_rank(flags: list[bool], device: torch.device) -> list[bool]:
-    """The flags that are set on any rank: signals arrive at different times, and all must stop after the same step."""
-    found = torch.tensor(flags, dtype=torch.float32, device=device)
+def _on_any_rank(flag: bool, device: torch.device) -> bool:
+    """True where the flag is set on any rank: signals arrive at different times, and all must stop at the same step."""
+    found = torch.tensor(flag, dtype=torch.float32, device=device)
     with purpose("stop signal"):
         dist.all_reduce(found, dist.ReduceOp.MAX)
-    return [bool(flag) for flag in found.tolist()]
+    return bool(found)

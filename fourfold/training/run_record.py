@@ -19,11 +19,12 @@ from fourfold.run_file.dump import to_toml
 from fourfold.training.console import Fact, Progress
 from fourfold.training.corpora import Corpora
 from fourfold.training.flops import FLOP_FORMULA, flops_per_token, mfu, model_tflops_per_device, peak_flops
-from fourfold.training.job import Job, StepResult
+from fourfold.training.job import Job
 from fourfold.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
 from fourfold.training.outcome import Outcome
 from fourfold.training.prediction import Prediction
 from fourfold.training.run_folder import RUN_FILE, SAMPLE_FILE, SUMMARY_FILE
+from fourfold.training.step_checks import Figures
 
 
 class RunRecord:
@@ -61,15 +62,16 @@ class RunRecord:
         self.progress.close()
         self.writer.close()
 
-    def step(self, step: int, result: StepResult, seconds: float, validation_loss: float | None) -> None:
+    def step(self, step: int, figures: Figures, seconds: float, validation_loss: float | None, skipped: bool) -> None:
         """Record one step, counted from 0, that took ``seconds``; a failure waits in ``failure``."""
-        kept = result.kept_tokens.item()
-        tokens_per_second = self.tokens_per_step / seconds if kept else 0.0  # a batch that is left out takes no time
+        tokens_per_second = (
+            self.tokens_per_step / seconds if figures.kept else 0.0
+        )  # a batch that is left out takes no time
         tflops = model_tflops_per_device(self.flops.training, tokens_per_second, self.run.parallel.world_size)
         metrics = StepMetrics(
             step=step + 1,
-            loss=result.loss.item(),
-            grad_norm=result.grad_norm.item(),
+            loss=figures.loss,
+            grad_norm=figures.grad_norm,
             lr=self.job.learning_rate(step),
             tokens=(step + 1) * self.tokens_per_step,
             tokens_per_second=tokens_per_second,
@@ -77,9 +79,9 @@ class RunRecord:
             mfu=mfu(tflops, self.peak),
             peak_memory_bytes=peak_memory_bytes(self.job.device),
             step_seconds=seconds,
-            trained_token_share=kept / self.tokens_per_step,
+            trained_token_share=figures.kept / self.tokens_per_step,
             validation_loss=validation_loss,
-            skipped=result.skipped,
+            skipped=skipped,
         )
         self.progress.update(metrics)
         try:
@@ -98,6 +100,8 @@ class RunRecord:
 
     def end(self, outcome: Outcome) -> None:
         """Write the summary and the sample."""
+        if self.failure is not None:
+            raise self.failure
         seconds = time.perf_counter() - self.started
         steps = outcome.steps - self.first_step
         facts: dict[str, Fact] = {

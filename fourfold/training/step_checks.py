@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fourfold.checkpoints.checkpoint import Checkpointer, load_newest
 from fourfold.checkpoints.find import step_of
@@ -25,9 +24,24 @@ from fourfold.training.bad_steps import (
     samples_of,
     set_bad_steps_aside,
 )
-from fourfold.training.job import Job
+from fourfold.training.job import Job, StepResult
 
 REMEDY = "lower optimizer.lr or lengthen lr_scheduler.warmup_steps"
+
+
+class Figures(NamedTuple):
+    """Numbers of one step, the same on every process."""
+
+    loss: float
+    grad_norm: float
+    kept: int
+    """Tokens that the loss counts."""
+
+    stopped: bool
+    """A process has been asked to stop."""
+
+    failed: bool
+    """The record of the step before could not be written."""
 
 
 class Verdict(NamedTuple):
@@ -70,10 +84,9 @@ class StepChecks:
         """True where the batch of step ``step``, counted from 0, has brought the run back or ended it."""
         return any(leaves_out(line, step + 1) for line in self._left_out)
 
-    def judge(self, step: int, loss: Tensor, grad_norm: Tensor, kept: Tensor) -> Verdict:
+    def judge(self, step: int, figures: Figures) -> Verdict:
         """Judge step ``step``, counted from 0, by its figures over all ranks, before the weights move."""
-        figures = _mean_of_ranks(loss, grad_norm)
-        verdict = self._verdict(step, *figures, int(kept.item()))
+        verdict = self._verdict(step, figures.loss, figures.grad_norm, figures.kept)
         if verdict != GOOD:
             self._record(step, figures, verdict)
         return verdict
@@ -162,9 +175,9 @@ class StepChecks:
         folder = self.checkpointer.folder
         return Verdict("stop", f"{complaint}; {REMEDY}, and resume from the last checkpoint in {folder}")
 
-    def _record(self, step: int, figures: Sequence[float], verdict: Verdict) -> None:
+    def _record(self, step: int, figures: Figures, verdict: Verdict) -> None:
         """Write down a bad step and the numbers of its samples, and say what is done about it."""
-        loss, grad_norm = (value if math.isfinite(value) else str(value) for value in figures)
+        loss, grad_norm = (value if math.isfinite(value) else str(value) for value in figures[:2])
         line = {
             "step": step + 1,
             "action": verdict.action,
@@ -208,10 +221,15 @@ def _not_finite(loss: float, grad_norm: float) -> str | None:
     return None
 
 
-def _mean_of_ranks(loss: Tensor, grad_norm: Tensor) -> tuple[float, float]:
-    """The figures on every process alike: what they are where all agree, as they should, and NaN where one has NaN."""
-    figures = torch.stack([loss.double(), grad_norm.double()])  # a sum of equal float32 is exact in float64
+def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> Figures:
+    """Share the figures of a step and what this process has to tell, in one exchange that waits for the device.
+
+    A figure on which all agree, as they should, is what it is; it is NaN where one has NaN.
+    """
+    figures = [figure.double() for figure in (result.loss, result.grad_norm, result.kept_tokens)]
+    flags = [figures[0].new_full((), float(flag)) for flag in (stopped, failed)]
+    shared = torch.stack(figures + flags)  # a sum of equal float32 is exact in float64
     with purpose("figures of the step"):
-        dist.all_reduce(figures)
-    mean_loss, mean_norm = (figures / dist.get_world_size()).tolist()
-    return mean_loss, mean_norm
+        dist.all_reduce(shared)
+    loss, grad_norm, kept, any_stopped, any_failed = (shared / dist.get_world_size()).tolist()
+    return Figures(loss, grad_norm, round(kept), any_stopped > 0, any_failed > 0)

@@ -22,6 +22,7 @@ from tiny_huggingface import make_model
 from fourfold import __version__
 from fourfold.data.tokenizer import train_bpe
 from fourfold.run_file.load import load_run
+from fourfold.training import loop
 from fourfold.training.job import Job
 from fourfold.training.outcome import Outcome
 from fourfold.verification.parity_report import ParityReport
@@ -149,15 +150,13 @@ def test_train(cli: Cli, tmp_path: Path, prefix: str) -> None:
 
 def test_train_stopped_by_a_signal(cli: Cli, tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = run_file(tmp_path, prefix)
-    original = Job.update
 
-    def update(job: Job, step: int, grad_norm: torch.Tensor) -> bool:
+    def begin_step(step: int) -> None:
         if step == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return original(job, step, grad_norm)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Job, "update", update)
+        patched.setattr(loop, "begin_step", begin_step)
         code, output, errors = cli("train", path)
     assert (code, errors) == (3, "")
     assert "a signal or the time limit, after saving" in output

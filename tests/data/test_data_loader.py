@@ -13,7 +13,8 @@ from fourfold.data.loader import Loader, MicroBatch
 from fourfold.errors import UserError
 
 SEQ_LENGTH = 16
-FIELDS = ("tokens", "labels", "positions", "documents")
+BY_TOKEN = ("tokens", "labels", "positions")
+FIELDS = (*BY_TOKEN, "document_ends")
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,11 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> TokenWindows:
         for number in range(100):
             writer.add_document(np.arange(number % 7 * 5 + 1) + 37 * number)
     return TokenWindows(IndexedDataset(prefix), SEQ_LENGTH, seed=0)
+
+
+def documents_of_tokens(batch: MicroBatch) -> np.ndarray:
+    places = np.arange(SEQ_LENGTH)
+    return np.stack([np.searchsorted(ends, places, side="right") for ends in batch.document_ends])
 
 
 def same(one: MicroBatch, other: MicroBatch) -> bool:
@@ -36,16 +42,18 @@ def test_every_grid_sees_the_global_batch(windows: TokenWindows, size: int) -> N
         micro_batches = zip(*(loader.step(5) for loader in loaders), strict=True)
         gathered = [batch for of_all_ranks in micro_batches for batch in of_all_ranks]
         assert all(
-            getattr(batch, field).shape == (micro_batch_size, SEQ_LENGTH) for batch in gathered for field in FIELDS
+            getattr(batch, field).shape == (micro_batch_size, SEQ_LENGTH) for batch in gathered for field in BY_TOKEN
         )
         expected = windows.read(np.arange(5 * 24, 6 * 24))
         assert (np.concatenate([batch.tokens for batch in gathered]) == expected.tokens[:, :-1]).all()
-        assert (np.concatenate([batch.documents for batch in gathered]) == expected.documents[:, :-1]).all()
+        assert (np.concatenate(list(map(documents_of_tokens, gathered))) == expected.documents[:, :-1]).all()
 
 
 def test_batch_fields_agree(windows: TokenWindows) -> None:
     [batch] = Loader(windows, SEQ_LENGTH, 32, 32).step(0)
-    following = batch.documents[:, 1:] == batch.documents[:, :-1]
+    documents = documents_of_tokens(batch)
+    following = documents[:, 1:] == documents[:, :-1]
+    assert (batch.document_ends[:, -1] == SEQ_LENGTH).all()
     assert (batch.positions[:, 0] == 0).all()
     assert (batch.positions[:, 1:] == np.where(following, batch.positions[:, :-1] + 1, 0)).all()
     assert (batch.labels[:, :-1] == np.where(following, batch.tokens[:, 1:], -100)).all()

@@ -59,15 +59,15 @@ def checkpoints_of(run: RunConfig) -> list[str]:
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
-    """Have something happen in the middle of a step (from 0)."""
-    original = Job.update
+    """Have something happen when a step (from 0) begins."""
+    original = loop.begin_step
 
-    def update(job: Job, number: int, grad_norm: torch.Tensor) -> bool:
+    def begin_step(number: int) -> None:
+        original(number)
         if number == step:
             action()
-        return original(job, number, grad_norm)
 
-    monkeypatch.setattr(Job, "update", update)
+    monkeypatch.setattr(loop, "begin_step", begin_step)
 
 
 def ask_to_stop() -> None:
