@@ -22,7 +22,6 @@ from fourfold.environment import Place
 from fourfold.models.transformer import Transformer
 from fourfold.run_file.load import load_run
 from fourfold.training import loop
-from fourfold.training.job import Job
 from fourfold.training.metrics import read_metrics
 
 CHANGES = {"model__num_hidden_layers": 4, "training__micro_batch_size": 1, "optimizer__eps": 1e-3}
@@ -51,20 +50,20 @@ def on_grid(folder: Path, prefix: str, grid: dict[str, Any], **changes: Any) -> 
 
 def train_until(rank: int, world_size: int, run: RunConfig, stop: int, samples: Path | None = None) -> None:
     """Train until rank 0 is asked to stop during step ``stop``; writes the samples of each step this rank has read."""
-    update, batches = Job.update, Loader.step
+    begin_step, batches = loop.begin_step, Loader.step
     read: dict[int, list[int]] = {}
 
-    def update_and_stop(job: Job, step: int, grad_norm: torch.Tensor) -> bool:
+    def begin_and_stop(step: int) -> None:
+        begin_step(step)
         if rank == 0 and step + 1 == stop:
             os.kill(os.getpid(), signal.SIGTERM)
-        return update(job, step, grad_norm)
 
     def noted(loader: Loader, step: int) -> list[MicroBatch[NDArray[np.int64]]]:
         read[step] = loader.sample_numbers(step).flatten().tolist()
         return batches(loader, step)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Job, "update", update_and_stop)
+        patched.setattr(loop, "begin_step", begin_and_stop)
         patched.setattr(Loader, "step", noted)
         outcome = loop.train(Place(rank, rank, world_size, world_size, "local"), run)
     assert outcome.steps == stop
