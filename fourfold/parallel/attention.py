@@ -69,6 +69,10 @@ class SharedAttentionCore(AttentionCore):
             context = self._context_of_my_sequences(context, q.shape[0])
         if not self.kv_is_local:
             k, v = self._my_kv_heads(k), self._my_kv_heads(v)
+        return self.attend_here(q, k, v, context)
+
+    def attend_here(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
+        """The attention of this rank's heads, after the collectives (but those of cp): what is compiled."""
         return super().forward(q, k, v, context)
 
     def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:

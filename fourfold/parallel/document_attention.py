@@ -25,7 +25,7 @@ def attend_documents(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, document_en
 
     document_ends_BE: where each document of a sequence ends, rising; the last is S, repeated in rows with fewer.
     """
-    attend = _attend_at_once if _has_kernel(q_BSND) else _attend_in_turn
+    attend = attend_at_once if _has_kernel(q_BSND) else _attend_in_turn
     return attend(q_BSND, k_BSKD, v_BSKD, document_ends_BE)
 
 
@@ -40,26 +40,32 @@ def attend_documents_backward(
     document_ends_BE: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    differentiate = _differentiate_at_once if _has_kernel(q_BSND) else _differentiate_in_turn
+    differentiate = differentiate_at_once if _has_kernel(q_BSND) else _differentiate_in_turn
     dq, dk, dv = differentiate((grad_BSND, q_BSND, k_BSKD, v_BSKD, out_BSND), lse_NT, document_ends_BE)
     return dq, dk, dv
 
 
 def _has_kernel(q: Tensor) -> bool:
-    """The kernel for all documents at once takes half precision."""
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    """The kernel for all documents at once takes half precision.
+
+    On AMD its log-sum-exps are padded to [documents, N, S], which can be more than a mask.
+    """
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and torch.version.hip is None and is_half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
-def _attend_at_once(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, document_ends_BE: Tensor) -> tuple[Tensor, Tensor]:
+def attend_at_once(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, document_ends_BE: Tensor) -> tuple[Tensor, Tensor]:
+    """All documents in one call of a CUDA kernel."""
     length = q_BSND.shape[1]
-    begins, tokens = _begins(document_ends_BE, length), [t.flatten(0, 1) for t in (q_BSND, k_BSKD, v_BSKD)]
+    begins, tokens = begins_of(document_ends_BE, length), [t.flatten(0, 1) for t in (q_BSND, k_BSKD, v_BSKD)]
     out, lse = ATEN._flash_attention_forward(*tokens, begins, begins, length, length, 0.0, True, False)[:2]
     return out.view(q_BSND.shape), lse
 
 
-def _differentiate_at_once(tensors: Tensors, lse_NT: Tensor, document_ends_BE: Tensor) -> Tensors:
+def differentiate_at_once(tensors: Tensors, lse_NT: Tensor, document_ends_BE: Tensor) -> Tensors:
+    """tensors: the output's gradient, q, k, v and the output."""
     batch, length = tensors[0].shape[:2]
-    begins, tokens = _begins(document_ends_BE, length), [t.flatten(0, 1) for t in tensors]
+    begins, tokens = begins_of(document_ends_BE, length), [t.flatten(0, 1) for t in tensors]
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=lse_NT.device), lse_NT.new_empty(0)
     gradients = ATEN._flash_attention_backward(*tokens, lse_NT, begins, begins, length, length, 0.0, True, *no_dropout)
     return tuple(gradient.unflatten(0, (batch, length)) for gradient in gradients)
@@ -92,10 +98,10 @@ def _by_row(lse_NT: Tensor, q_BSND: Tensor) -> Tensor:
     return lse_NT.view(heads, batch, length).transpose(0, 1)
 
 
-def _begins(document_ends_BE: Tensor, length: int) -> Tensor:
+def begins_of(document_ends_BE: Tensor, length: int) -> Tensor:
     """Where the documents begin in all tokens of the batch, and the end of the last, int32 [B·E + 1]."""
-    row_begins_B1 = length * torch.arange(len(document_ends_BE), device=document_ends_BE.device)[:, None]
-    return F.pad((document_ends_BE + row_begins_B1).flatten(), (1, 0)).int()
+    rowbegins_of_B1 = length * torch.arange(len(document_ends_BE), device=document_ends_BE.device)[:, None]
+    return F.pad((document_ends_BE + rowbegins_of_B1).flatten(), (1, 0)).int()
 
 
 def _documents(document_ends_BE: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -141,5 +141,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, with a float32 total also of bf16 factors."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif total.is_cuda and torch.version.hip is None:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)  # the product is not rounded in between
     else:
         total += left @ right

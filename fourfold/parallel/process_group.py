@@ -20,6 +20,13 @@ from fourfold.parallel.numa import bind_to_gpu
 from fourfold.processes import keep_gloo_local
 
 MANY_PROCESSES = 256
+GPU_SETTINGS = {
+    "TORCH_NCCL_HIGH_PRIORITY": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+}
+"""Read when a GPU is first used: collectives start before computation that waits, and the streams of all axes, of
+neighbors on pp and of computation have hardware queues of their own (by default there are 8)."""
+
 GLOO_RELEASE_SECONDS = 0.2
 """Time for gloo's threads to release the tensors of the last collectives."""
 
@@ -57,6 +64,8 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
         )
     on_gpu = device.type == "cuda"
     if on_gpu:
+        for name, value in GPU_SETTINGS.items():
+            os.environ.setdefault(name, value)
         torch.cuda.set_device(device)
         bind_to_gpu(device)
     try:

@@ -101,8 +101,8 @@ def compile_blocks(model: Transformer, grid: ParallelConfig) -> None:
             continue
         _compile(block.mlp.activation)
         if grid.cp == 1:
-            _compile(block.self_attn.core)
+            _compile(block.self_attn.core, "attend_here")
 
 
-def _compile(module: nn.Module) -> None:
-    setattr(module, "forward", torch.compile(module.forward))  # noqa: B010 (types forbid to assign a method)
+def _compile(module: nn.Module, method: str = "forward") -> None:
+    setattr(module, method, torch.compile(getattr(module, method)))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.models.transformer import causal_within, documents_of
-from fourfold.parallel.document_attention import attend_documents
+from fourfold.parallel.document_attention import attend_at_once, attend_documents, begins_of, differentiate_at_once
 from fourfold.verification.trace import trace
 from tests.tiny_runs import LLAMA, tiny_run
 
@@ -58,6 +58,18 @@ def test_the_operators_keep_to_torchs_rules(kv_heads: int) -> None:
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     torch.library.opcheck(attend_documents, (q, k, v, ENDS))
     assert torch.autograd.gradcheck(lambda *qkv: attend_documents(*qkv, ENDS)[0], (q, k, v))
+
+
+def test_the_kernel_for_all_documents_has_the_shapes_that_are_said() -> None:
+    """By torch's own account of its kernel, without a GPU."""
+    q, k, v, grad = (t.to("meta") for t in inputs(torch.bfloat16, 2))
+    ends, said = ENDS.to("meta"), attend_documents(q, k, v, ENDS.to("meta"))
+    found = attend_at_once(q, k, v, ends)
+    assert [(t.shape, t.dtype, t.stride()) for t in found] == [(t.shape, t.dtype, t.stride()) for t in said]
+    gradients = differentiate_at_once((grad, q, k, v, found[0]), found[1], ends)
+    assert [(t.shape, t.dtype) for t in gradients] == [(t.shape, t.dtype) for t in (q, k, v)]
+    begins = begins_of(ENDS, 20)
+    assert begins.tolist() == [0, 7, 8, 20, 20, 40, 40, 40, 40, 41, 49, 50, 60] and begins.dtype == torch.int32
 
 
 @pytest.mark.parametrize("grid", [{}, {"x": 2, "y": 2}, {"cp": 2, "cp_method": "ulysses"}], ids=str)
