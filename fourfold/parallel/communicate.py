@@ -31,6 +31,9 @@ class Purpose(NamedTuple):
     operation: str | None
 
 
+ON_WAIT: ContextVar[Callable[[Tensor], None] | None] = ContextVar("on_wait", default=None)
+"""Told of every result that is waited for; the trace asks for it."""
+
 PURPOSE: ContextVar[Purpose | None] = ContextVar("purpose", default=None)
 """Purpose of the collective being issued; the trace reads it."""
 
@@ -57,6 +60,8 @@ class Pending(NamedTuple):
         """Wait for the result; on a GPU only the stream waits."""
         for work in self.works:
             work.wait()
+        if self.works and (notify := ON_WAIT.get()) is not None:
+            notify(self.out)
         return self.out if self.finish is None else self.finish(self.out)
 
 
@@ -149,8 +154,8 @@ def all_to_all(parts: Tensor, axis: Axis, why: str) -> Tensor:
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     with purpose(why, "all_to_all", axis.name):
-        dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group)
-    return received
+        work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group, async_op=True)
+    return Pending(received, [work]).wait()
 
 
 def by_all_to_all(group: dist.ProcessGroup) -> bool:

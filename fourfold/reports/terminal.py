@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -62,8 +63,32 @@ def trace_tables(report: TraceReport) -> None:
         print_table(f"Memory of one rank of {report.world_size}", ("kind", name), memory)
     rank = "the pipeline's first rank" if report.pipeline else "one rank"
     title = f"Collectives of {rank} in one optimizer step"
-    rows = [[c.axis, c.op, c.purpose, f"{c.count:,}", in_unit(c.bytes, 2**20)] for c in report.collectives]
-    print_table(title, ("axis", "operation", "purpose", "count", "MiB"), rows, words=("operation", "purpose"))
+    rows = [
+        [c.axis, c.op, c.purpose, f"{c.count:,}", in_unit(c.bytes, 2**20), in_unit(c.exposed_bytes, 2**20)]
+        for c in report.collectives
+    ]
+    header = ("axis", "operation", "purpose", "count", "MiB", "exposed")
+    print_table(title, header, rows, words=("operation", "purpose"))
+    _exposed_by_axis(report)
+
+
+def _exposed_by_axis(report: TraceReport) -> None:
+    """Print the share of each axis's bytes that no matrix product hides."""
+    sent, exposed = Counter[str](), Counter[str]()
+    for collective in report.collectives:
+        for axis in (collective.axis, "all"):
+            sent[axis] += collective.bytes
+            exposed[axis] += collective.exposed_bytes
+    rows = [
+        [axis, in_unit(sent[axis], 2**20), in_unit(exposed[axis], 2**20), f"{exposed[axis] / sent[axis]:.0%}"]
+        for axis in sorted(sent, key=lambda axis: (axis == "all", -sent[axis]))
+    ]
+    if rows:
+        print_table(
+            "Exposed: no matrix product between a collective and the wait for it",
+            ("axis", "MiB", "exposed", "share"),
+            rows,
+        )
 
 
 def _pipeline_memory(report: TraceReport) -> None:

@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fourfold.data.loader import MicroBatch
-from fourfold.parallel.communicate import PURPOSE
+from fourfold.parallel.communicate import ON_WAIT, PURPOSE, Purpose
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.recompute import OFFLOAD
 from fourfold.training.job import Job
+from fourfold.verification.exposure import Flights, Line
 
 Tag = Literal["parameters", "optimizer", "gradients", "weights", "activations", "offloaded", "batch"]
 
@@ -47,7 +48,9 @@ class Recorder(TorchDispatchMode):
         axes = [*grid.neighbors.values(), *grid.axes()[::-1]]
         self._axis_of_ranks = {tuple(dist.get_process_group_ranks(axis.group)): axis.name for axis in axes}
         self._axis_of_group: dict[str, str] = {}
-        self.collectives: dict[tuple[str, str, str], list[int]] = {}
+        self.collectives: dict[Line, list[int]] = {}
+        self.flights = Flights()
+        self._sent: tuple[Purpose, int] | None = None
         self.live: Counter[str] = Counter()
         self.peaks: Counter[tuple[str, str]] = Counter()
         self.parameters = self.gradients = self.optimizer = 0
@@ -84,6 +87,7 @@ class Recorder(TorchDispatchMode):
     def start(self) -> None:
         """Forget collectives and peaks of the construction."""
         self.collectives.clear()
+        self.flights.start()
         self.peaks.clear()
 
     def watch(self, layers: Sequence[torch.nn.Module]) -> None:
@@ -108,9 +112,12 @@ class Recorder(TorchDispatchMode):
         # FSDP2 frees and restores gathered weights by resizing their storage, which dispatches no operation.
         setattr(torch.UntypedStorage, "resize_", self._counting_resize())  # noqa: B010 (mypy: a method is replaced)
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._notified = ON_WAIT.set(lambda out: self.flights.land(out.untyped_storage()._cdata))
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        ON_WAIT.reset(self._notified)
+        self.flights.land_all()
         self._settle()
         setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
@@ -118,8 +125,11 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
+        if func.namespace == "fsdp":
+            self._land_what_is_read(args)
+        out = func(*args, **(kwargs or {}))
+        self.flights.compute(name)
         if func.namespace == "fsdp":
             tag: Tag = "gradients" if name == "chunk_cat" else "weights"
             for tensor in tree_iter((out, (kwargs or {}).get("out"))):
@@ -127,6 +137,8 @@ class Recorder(TorchDispatchMode):
                     self._tag(tensor, tag)
         elif func.namespace == "c10d" and name in OPERATIONS:
             self._collective(OPERATIONS[name], args)
+        elif func.namespace == "c10d" and name == "recv_":
+            self._receive(args[0][0])
         if not func.is_view and func.namespace != "prim":
             self._settle()
         for tensor in tree_iter(out):
@@ -152,9 +164,26 @@ class Recorder(TorchDispatchMode):
         if why == "gradients":
             for buffer in (first, whole):
                 self._tag(buffer, "gradients")
-        entry = self.collectives.setdefault((axis, operation, why), [0, 0])
+        line, storage = (axis, operation, why), first.untyped_storage()._cdata
+        entry = self.collectives.setdefault(line, [0, 0])
         entry[0] += 1
         entry[1] += whole.nbytes
+        if purpose is None and operation != "all_gather":
+            self.flights.land_all(line)  # FSDP2 sums the gradients of one unit after those of another
+        self.flights.issue(storage, line, whole.nbytes)
+        self._sent = (purpose, storage) if operation == "send" and purpose is not None else None
+
+    def _receive(self, tensor: Tensor) -> None:
+        """A ring's step waits for what it receives while it sends."""
+        if self._sent is not None and self._sent[0] is PURPOSE.get():
+            self.flights.move(self._sent[1], tensor.untyped_storage()._cdata)
+        self._sent = None
+
+    def _land_what_is_read(self, args: tuple[Any, ...]) -> None:
+        """FSDP2 waits for gathered weights where it copies them out."""
+        for tensor in tree_iter(args):
+            if isinstance(tensor, Tensor):
+                self.flights.land(tensor.untyped_storage()._cdata)
 
     def _axis_of(self, group: dist.ProcessGroup) -> str:
         if group.group_name not in self._axis_of_group:

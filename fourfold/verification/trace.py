@@ -32,13 +32,11 @@ from fourfold.verification.continuation import (
     run_at,
     small_points,
 )
+from fourfold.verification.exposure import Line
 from fourfold.verification.recorder import Recorder
 
 WINDOWS = ("early", "late")
 """Parts of a step in which the peaks of memory are linear in the layers: ``Recorder.watch``."""
-
-Line = tuple[str, str, str]
-"""Axis, operation and purpose of a collective."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,9 @@ class Collective:
     bytes: int
     """The sum over their full tensors: gathered, or before the reduction."""
 
+    exposed_bytes: int
+    """Of those that no matrix product hides: none is issued between the collective and the wait for its result."""
+
 
 @dataclass(frozen=True)
 class RankTrace:
@@ -108,8 +109,8 @@ class TraceReport:
 class Sample(NamedTuple):
     """One traced step."""
 
-    collectives: dict[Line, tuple[int, int]]
-    """Count and bytes."""
+    collectives: dict[Line, tuple[int, int, int]]
+    """Count, bytes, and exposed bytes."""
 
     memory: dict[str, tuple[int, ...]]
     """Bytes in each window."""
@@ -142,8 +143,10 @@ def _trace_rank(run: RunConfig, pp_rank: int, whole: bool, traced: dict[Point, S
     lines = dict.fromkeys(line for sample in samples.values() for line in sample.collectives)
 
     def collective(line: Line) -> Collective:
-        count = sent(lambda sample: sample.collectives.get(line, (0, 0))[0])
-        return Collective(*line, count, sent(lambda sample: sample.collectives.get(line, (0, 0))[1]))
+        def of_line(figure: int) -> int:
+            return sent(lambda sample: sample.collectives.get(line, (0, 0, 0))[figure])
+
+        return Collective(*line, *map(of_line, range(3)))
 
     def peak(name: str) -> int:
         def in_window(window: int) -> int:
@@ -194,7 +197,9 @@ def _fake_step(run: RunConfig, grid: Grid) -> Sample:
     peaks = {"activations_peak": "activations", "gathered_weights_peak": "weights", "total_peak": "total"}
     memory = {name: (size,) * len(WINDOWS) for name, size in states.items()}
     memory |= {name: tuple(recorder.peaks[kind, window] for window in WINDOWS) for name, kind in peaks.items()}
-    return Sample({line: (count, size) for line, (count, size) in recorder.collectives.items()}, memory)
+    exposed = recorder.flights.exposed
+    sent = {line: (count, size, exposed[line]) for line, (count, size) in recorder.collectives.items()}
+    return Sample(sent, memory)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from fourfold.run_file.load import load_run, make_run
 from fourfold.verification.trace import TraceReport, trace
 
 DOCS = REPOSITORY / "docs"
-PIPELINE, CONTEXT, MEMORY = (DOCS / f"{name}.md" for name in ("pipeline", "context", "memory"))
+PIPELINE, CONTEXT, MEMORY, PARALLELISM = (
+    DOCS / f"{name}.md" for name in ("pipeline", "context", "memory", "parallelism")
+)
 
 
 def sent(report: TraceReport, rank: int | None = None) -> dict[tuple[str, str, str], int]:
@@ -215,3 +218,18 @@ def test_the_memory_of_a_long_sequence_is_the_traces(column: int, method: str) -
     assert len(rows) == len(sizes)
     for row in rows:
         assert row[column] == f"{sizes.get(row[0], sizes.get(row[0].replace(' ', '_'))) / 2**30:.3f}", row[0]
+
+
+@pytest.mark.slow
+def test_the_exposed_shares_are_the_traces() -> None:
+    (command,) = [b.text for b in blocks_of(PARALLELISM) if "gpt-80b" in b.text]
+    run = load_run(REPOSITORY / "examples" / "gpt-320b-32768gpus.toml", re.findall(r"--set (\S+)", command))
+    sent, exposed = Counter[str](), Counter[str]()
+    for line in trace(run).collectives:
+        for axis in (line.axis, "all"):
+            sent[axis] += line.bytes
+            exposed[axis] += line.exposed_bytes
+    rows = tables_of(PARALLELISM)["axis | GiB of one rank in a step | exposed"]
+    assert {row[0] for row in rows} == {axis for axis in sent if sent[axis] >= 2**30}
+    for axis, size, share in rows:
+        assert (size, share) == (f"{sent[axis] / 2**30:.1f}", f"{exposed[axis] / sent[axis]:.0%}"), axis

@@ -1,0 +1,85 @@
+"""Which collectives a step's computation can hide, by the trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiny_runs import GPT, LLAMA, tiny_run
+
+from fourfold.verification.exposure import Flights
+from fourfold.verification.trace import trace
+
+LINE = ("x", "all_gather", "tokens")
+
+
+def exposed_of(model: dict[str, Any], grid: dict[str, Any], whole: bool = False, **sections: Any) -> dict[str, float]:
+    """The exposed share of the bytes of each collective, by axis and purpose."""
+    report = trace(tiny_run(model, grid, **sections), whole)
+    return {f"{c.axis} {c.op} {c.purpose}": c.exposed_bytes / c.bytes for c in report.collectives}
+
+
+def test_a_collective_is_exposed_unless_a_product_comes_before_the_wait() -> None:
+    flights = Flights()
+    flights.issue(1, LINE, 10)
+    flights.compute("add")
+    flights.land(1)
+    assert flights.exposed == {LINE: 10}
+    flights.issue(1, LINE, 5)
+    flights.compute("mm")
+    flights.issue(2, LINE, 7)
+    flights.land(1)
+    flights.land(1)
+    assert flights.exposed == {LINE: 10}
+    flights.move(2, 3)
+    flights.land_all()
+    assert flights.exposed == {LINE: 17}
+
+
+def test_sums_of_input_gradients_hide_behind_weight_gradients() -> None:
+    sums = [
+        "x reduce_scatter qkv: input gradient",
+        "y reduce_scatter o_proj: input gradient",
+        "x reduce_scatter up: input gradient",
+        "y all_reduce down: input gradient",
+    ]
+    grid = {"x": 2, "y": 2}
+    shares, without = exposed_of(LLAMA, grid), exposed_of(LLAMA, grid, overlap={"input_gradients": False})
+    assert [shares[name] for name in sums] == [0, 0, 0, 0]
+    assert [without[name] for name in sums] == [1, 1, 1, 1]
+    assert {name: share for name, share in shares.items() if name not in sums} == {
+        name: share for name, share in without.items() if name not in sums
+    }
+
+
+def test_the_sum_of_gate_hides_behind_the_product_of_up() -> None:
+    name = "y all_reduce up: outputs"
+    assert exposed_of(LLAMA, {"y": 2})[name] == 0.5
+    assert exposed_of(LLAMA, {"y": 2}, overlap={"gate_sum": False})[name] == 1
+    assert exposed_of(GPT, {"y": 2})[name] == 1
+
+
+def test_weights_are_gathered_behind_the_layer_before() -> None:
+    deep = {**LLAMA, "num_hidden_layers": 12}
+    ahead, late = (
+        exposed_of(deep, {"z": 2}, training={"global_batch_size": 4}, overlap={"weight_prefetch": layers})
+        for layers in (1, 0)
+    )
+    assert ahead["z all_gather weights"] < 0.2 < 0.4 < late["z all_gather weights"]
+    assert ahead["z reduce_scatter gradients"] < 0.2
+
+
+def test_the_ring_hides_all_but_its_last_gradients() -> None:
+    shares = exposed_of(LLAMA, {"cp": 4, "cp_method": "ring"})
+    assert shares["cp send attention: keys and values"] == 0
+    assert 0 < shares["cp send attention: keys' and values' gradients"] <= 0.25
+    assert exposed_of(LLAMA, {"cp": 2})["cp all_to_all attention: heads for tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    "grid", [{"x": 2, "y": 2, "z": 2}, {"z": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"cp": 2, "y": 2}], ids=str
+)
+def test_continuing_from_few_layers_is_exact(grid: dict[str, Any]) -> None:
+    deep = {**LLAMA, "num_hidden_layers": 14}
+    training = {"global_batch_size": 32, "micro_batch_size": 2}
+    assert exposed_of(deep, grid, training=training) == exposed_of(deep, grid, whole=True, training=training)
