@@ -198,7 +198,9 @@ def test_trace_json(cli: Cli, tmp_path: Path) -> None:
     record = json.loads(output)
     assert record["world_size"] == 4
     assert {"parameters", "gradients", "optimizer", "activations_peak"} <= set(record["memory"])
-    assert {tuple(sorted(line)) for line in record["collectives"]} == {("axis", "bytes", "count", "op", "purpose")}
+    assert {tuple(sorted(line)) for line in record["collectives"]} == {
+        ("axis", "bytes", "count", "exposed_bytes", "op", "purpose")
+    }
     assert {"x", "z"} <= {line["axis"] for line in record["collectives"]}
     assert files_in(tmp_path) == before
 
