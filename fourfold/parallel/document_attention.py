@@ -59,7 +59,7 @@ def attend_at_once(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, document_ends
     length = q_BSND.shape[1]
     begins, tokens = begins_of(document_ends_BE, length), [t.flatten(0, 1) for t in (q_BSND, k_BSKD, v_BSKD)]
     out, lse = ATEN._flash_attention_forward(*tokens, begins, begins, length, length, 0.0, True, False)[:2]
-    return out.view(q_BSND.shape), lse
+    return out.reshape(q_BSND.shape), lse
 
 
 def differentiate_at_once(tensors: Tensors, lse_NT: Tensor, document_ends_BE: Tensor) -> Tensors:
@@ -100,8 +100,8 @@ def _by_row(lse_NT: Tensor, q_BSND: Tensor) -> Tensor:
 
 def begins_of(document_ends_BE: Tensor, length: int) -> Tensor:
     """Where the documents begin in all tokens of the batch, and the end of the last, int32 [B·E + 1]."""
-    rowbegins_of_B1 = length * torch.arange(len(document_ends_BE), device=document_ends_BE.device)[:, None]
-    return F.pad((document_ends_BE + rowbegins_of_B1).flatten(), (1, 0)).int()
+    row_begins_B1 = length * torch.arange(len(document_ends_BE), device=document_ends_BE.device)[:, None]
+    return F.pad((document_ends_BE + row_begins_B1).flatten(), (1, 0)).int()
 
 
 def _documents(document_ends_BE: Tensor) -> Iterator[tuple[slice, slice]]:
