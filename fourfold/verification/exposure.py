@@ -31,7 +31,7 @@ class Flights:
         self.exposed: Counter[Line] = Counter()
         """Bytes."""
         self._products = 0
-        self._flying: dict[int, Flight] = {}
+        self._flying: dict[int | Line, Flight] = {}
 
     def start(self) -> None:
         """Forget what has been."""
@@ -43,25 +43,23 @@ class Flights:
         if operation in PRODUCTS or "attention" in operation or "attend" in operation:
             self._products += 1
 
-    def issue(self, storage: int, line: Line, size: int) -> None:
-        """Note a collective of ``size`` bytes, whose result is in ``storage``."""
-        self.land(storage)
-        self._flying[storage] = Flight(line, size, self._products)
+    def issue(self, key: int | Line, line: Line, size: int) -> None:
+        """Note a collective of ``size`` bytes; that of the same key before has landed. key: its result's storage, or
+        its line."""
+        self.land(key)
+        self._flying[key] = Flight(line, size, self._products)
 
     def move(self, storage: int, other: int) -> None:
         """The result is in another storage than was said."""
         self._flying[other] = self._flying.pop(storage)
 
-    def land(self, storage: int) -> None:
-        """Note that the step waits for what is in ``storage``."""
-        flight = self._flying.pop(storage, None)
+    def land(self, key: int | Line) -> None:
+        """Note that the step waits for the collective of a key, if there is one."""
+        flight = self._flying.pop(key, None)
         if flight is not None and flight.products == self._products:
             self.exposed[flight.line] += flight.bytes
 
-    def land_all(self, line: Line | None = None) -> None:
-        """The step waits for every collective, or every one of a line."""
-        for storage in [storage for storage, flight in self._flying.items() if line in (None, flight.line)]:
-            self.land(storage)
-
-    def __contains__(self, storage: int) -> bool:
-        return storage in self._flying
+    def land_all(self) -> None:
+        """Note that the step waits for every collective."""
+        for key in list(self._flying):
+            self.land(key)

@@ -168,9 +168,9 @@ class Recorder(TorchDispatchMode):
         entry = self.collectives.setdefault(line, [0, 0])
         entry[0] += 1
         entry[1] += whole.nbytes
-        if purpose is None and operation != "all_gather":
-            self.flights.land_all(line)  # FSDP2 sums the gradients of one unit after those of another
-        self.flights.issue(storage, line, whole.nbytes)
+        # FSDP2 waits for the sum of one unit's gradients before that of the next, when the result may have been freed.
+        is_sum_of_fsdp = purpose is None and operation != "all_gather"
+        self.flights.issue(line if is_sum_of_fsdp else storage, line, whole.nbytes)
         self._sent = (purpose, storage) if operation == "send" and purpose is not None else None
 
     def _receive(self, tensor: Tensor) -> None:

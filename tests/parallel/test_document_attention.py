@@ -50,14 +50,11 @@ def test_it_is_dense_attention_under_the_mask(dtype: torch.dtype, kv_heads: int)
         assert ours.dtype == dtype
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_the_operators_keep_to_torchs_rules(kv_heads: int) -> None:
+def test_the_operators_keep_to_torchs_rules() -> None:
     """Fake shapes and strides, aliasing, autograd's registration; gradients by differences in float64."""
-    q, k, v, _ = (t.detach() for t in inputs(torch.float64, kv_heads))
+    q, k, v = (t.detach().requires_grad_() for t in inputs(torch.float64, 2)[:3])
     torch.library.opcheck(attend_documents, (q, k, v, ENDS))
-    q, k, v = (t.requires_grad_() for t in (q, k, v))
-    torch.library.opcheck(attend_documents, (q, k, v, ENDS))
-    assert torch.autograd.gradcheck(lambda *qkv: attend_documents(*qkv, ENDS)[0], (q, k, v))
+    assert torch.autograd.gradcheck(lambda *qkv: attend_documents(*qkv, ENDS)[0], (q, k, v), fast_mode=True)
 
 
 def test_the_kernel_for_all_documents_has_the_shapes_that_are_said() -> None:
@@ -72,6 +69,7 @@ def test_the_kernel_for_all_documents_has_the_shapes_that_are_said() -> None:
     assert begins.tolist() == [0, 7, 8, 20, 20, 40, 40, 40, 40, 41, 49, 50, 60] and begins.dtype == torch.int32
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("grid", [{}, {"x": 2, "y": 2}, {"cp": 2, "cp_method": "ulysses"}], ids=str)
 @pytest.mark.parametrize("modules", [[], ["attention"]], ids=["whole", "attention again"])
 def test_documents_cost_no_memory(grid: dict[str, Any], modules: list[str]) -> None:
@@ -87,5 +85,4 @@ def test_documents_cost_no_memory(grid: dict[str, Any], modules: list[str]) -> N
             **sections,
         )
         peaks.append(trace(run).memory.total_peak)
-    print(peaks)
     assert peaks[1] <= 1.05 * peaks[0]

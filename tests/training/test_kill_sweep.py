@@ -101,7 +101,7 @@ def kill(process: subprocess.Popen[str], victim: str) -> None:
         os.kill(_workers(process)[int(victim[-1])], signal.SIGKILL)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100))
 def test_a_kill_at_any_moment_costs_no_bit(
     tmp_path: Path, prefix: str, whole: Whole, start: Start, cli: Cli, seed: int
