@@ -37,23 +37,25 @@ from fourfold.checkpoints.global_tensors import (
     trained_parts,
     weight_parts,
 )
-from fourfold.checkpoints.integrity import DamagedCheckpoint, seal
+from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, seal
 from fourfold.checkpoints.rank_files import entries_of, gather_written, read_parts, write_file
-from fourfold.checkpoints.room import check_room, remove_unfinished
+from fourfold.checkpoints.remains import remove, remove_unfinished
+from fourfold.checkpoints.room import check_room
 from fourfold.checkpoints.saved_state import CheckpointState, read_state, state_of, write_state
 from fourfold.checkpoints.verify import shapes_of, verified
 from fourfold.config.run import CheckpointConfig
-from fourfold.data.files import WriteFailed, swap_in, writing
+from fourfold.data.files import WriteFailed, flush, swap_in, writing
 from fourfold.errors import UserError
 from fourfold.models.tensor_files import Written
 from fourfold.parallel.communicate import purpose
-from fourfold.parallel.together import failing_together
+from fourfold.parallel.together import decided_by_rank_0, failing_together
 
 
 class _Save(NamedTuple):
     """A checkpoint that is being written, and what stands in it besides tensors."""
 
     step: int
+    prune: bool
     layout: Layout
     state: CheckpointState
 
@@ -68,15 +70,17 @@ class Checkpointer:
         self._pending: tuple[_Save, Future[Written | None]] | None = None
         self._beside = ThreadPoolExecutor(1) if config.async_mode == "async" else None
 
-    def save(self, step: int, required: bool = True) -> None:
+    def save(self, step: int, required: bool = True, prune: bool = True) -> None:
         """Write ``step_<step>``; with async_mode it appears when it is complete, at a later ``poll`` or ``wait``.
+
+        prune: remove older ones then, of which a run with bad steps may need one.
 
         Raises ``UserError`` on all processes for weights that are not finite, and ``WriteFailed`` where it cannot be
         written; but where it is not ``required``, the run file may ask for a warning instead.
         """
         self.wait(required=False)
         with self._allowed_to_fail(required):
-            self._save(step)
+            self._save(step, prune)
 
     def poll(self) -> None:
         """Publish an asynchronous save that has finished on all processes."""
@@ -95,7 +99,7 @@ class Checkpointer:
         with self._allowed_to_fail(required):
             self._finish(save, written.result)
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, prune: bool) -> None:
         parts = trained_parts(self.job)
         check_finite(parts, step, self.folder)
         layout, folder = layout_of(parts, self.job.grid), self._partial(step)
@@ -112,9 +116,9 @@ class Checkpointer:
         state.loss_scale = None if scale is None else (scale.scale, scale.steps_since_change)
         write = partial(write_file, folder, layout, entries_of(parts, layout, copied=self._beside is not None))
         if self._beside is None:
-            self._finish(_Save(step, layout, state), write)
+            self._finish(_Save(step, prune, layout, state), write)
         else:
-            self._pending = (_Save(step, layout, state), self._beside.submit(write))
+            self._pending = (_Save(step, prune, layout, state), self._beside.submit(write))
 
     def _partial(self, step: int) -> Path:
         return self.folder / f".step_{step}.partial"
@@ -153,10 +157,12 @@ class Checkpointer:
                         write_layout(folder, save.layout)
                         write_state(folder, save.state)
                         seal(folder, written)
+                        flush(folder)
                         swap_in(folder, finished)
-                    with writing(self.folder):
-                        self._prune(save.step)
+                        flush(self.folder)
         self.newest = finished
+        if dist.get_rank() == 0 and save.prune:
+            self._prune(save.step)
 
     def _prune(self, step: int) -> None:
         """Remove what the new checkpoint makes needless."""
@@ -170,9 +176,7 @@ class Checkpointer:
             every = self.config.keep_every
             for old in ours[: -self.config.keep_latest_k]:
                 if not every or step_of(old) % every:
-                    removed = old.with_name(f".{old.name}.removed")
-                    old.rename(removed)  # killed from here on, it leaves no half of a checkpoint under its name
-                    shutil.rmtree(removed)
+                    remove(old)
 
 
 def set_aside(checkpoint: Path, damage: DamagedCheckpoint) -> Path:
@@ -180,16 +184,19 @@ def set_aside(checkpoint: Path, damage: DamagedCheckpoint) -> Path:
 
     Raises ``DamagedCheckpoint`` where there is no other: to start again from nothing is for the user to decide.
     """
-    others = [path for path in list_checkpoints(checkpoint.parent) if path != checkpoint]
-    if not others:
-        raise DamagedCheckpoint(f"{damage}; there is none in {checkpoint.parent}")
-    dist.barrier()  # all have looked
-    if dist.get_rank() == 0:
+    complaint = str(damage).removesuffix(ELSEWHERE)
+
+    def rename() -> Path:
+        others = [path for path in list_checkpoints(checkpoint.parent) if path != checkpoint]
+        if not others:
+            raise DamagedCheckpoint(f"{complaint}; there is no other checkpoint in {checkpoint.parent}")
         aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
-        swap_in(checkpoint, aside)
-        print(f"fourfold: {damage}: it is now {aside}, and the run goes on from {others[-1]}", file=sys.stderr)
-    dist.barrier()
-    return others[-1]
+        with writing(aside):
+            swap_in(checkpoint, aside)
+        print(f"fourfold: {complaint}; it is now {aside}, and the run goes on from {others[-1]}", file=sys.stderr)
+        return others[-1]
+
+    return decided_by_rank_0(rename)
 
 
 def load_newest(path: Path, job: TrainingState, fall_back: bool) -> tuple[Path, int]:
@@ -212,14 +219,16 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
     Every process calls this. Raises ``DamagedCheckpoint``, or ``UserError`` when it belongs to another model. The job
     is untouched then, unless the damage was in the middle of a tensor file: then its weights are of no use.
     """
-    state = read_state(path)
-    check_same_model(path, state, job.run.model)
-    check_same_adapters(path, state, job.run)
+    with failing_together():
+        state = read_state(path)
+        check_same_model(path, state, job.run.model)
+        check_same_adapters(path, state, job.run)
+        if not state.weights_only:
+            check_same_order(path, state, job.run)
+        generator = state.generator(path)
     if state.weights_only:
         _load_weights(path, job, state)
         return 0
-    check_same_order(path, state, job.run)
-    generator = state.generator(path)
     with verified(path, shapes_of(state)) as layout:
         read_parts(path, layout, trained_parts(job))
     job.optimizer.set_steps_taken(state.step if state.optimizer_steps is None else state.optimizer_steps)
@@ -238,9 +247,10 @@ def load_sharded_weights(path: Path, job: TrainingState) -> None:
 
     Every process calls this. Raises ``DamagedCheckpoint``, or ``UserError`` when it belongs to another model.
     """
-    state = read_state(path)
-    check_same_model(path, state, job.run.model)
-    check_has_model(path, state)
+    with failing_together():
+        state = read_state(path)
+        check_same_model(path, state, job.run.model)
+        check_has_model(path, state)
     _load_weights(path, job, state)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from fourfold.errors import UserError
 
 STATE_FILE = "state.json"
-"""The file that makes a folder a checkpoint: it is written last."""
 FOLDER = "checkpoints"
 """Subfolder of a run's folder that holds its checkpoints."""
 
@@ -17,18 +16,27 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
+def is_step_name(name: str) -> bool:
+    """True for the name of a checkpoint of a run. Whatever has it was renamed when it was whole."""
+    return name.startswith("step_") and name[5:].isdecimal()
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
-    """List the finished checkpoints in a folder, oldest first."""
-    found = [p for p in folder.glob("step_*") if p.name[5:].isdecimal() and (p / STATE_FILE).exists()]
-    return sorted(found, key=step_of)
+    """List the checkpoints in a folder, oldest first, damaged ones too."""
+    return sorted((path for path in folder.glob("step_*") if is_step_name(path.name)), key=step_of)
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoint at ``path``, or those in a folder of checkpoints or in the folder of a run, oldest first."""
+    if (path / STATE_FILE).exists() or (is_step_name(path.name) and path.is_dir()):
+        return [path]
+    return list_checkpoints(path / FOLDER) or list_checkpoints(path)
 
 
 def newest_checkpoint(path: Path) -> Path | None:
     """The checkpoint at ``path``, or the newest one in a folder of checkpoints or in the folder of a run."""
-    if (path / STATE_FILE).exists():
-        return path
-    inside = list_checkpoints(path / FOLDER) or list_checkpoints(path)
-    return inside[-1] if inside else None
+    found = checkpoints_at(path)
+    return found[-1] if found else None
 
 
 def find_checkpoint(resume: str, folder: Path) -> Path | None:

@@ -25,6 +25,13 @@ PIECE = 2**24
 """Bytes of a file that are in memory at once, lest they count as this process's; a multiple of the page size."""
 
 
+ELSEWHERE = "; resume from another checkpoint"
+"""Ends what is said of damage, until another checkpoint has been found."""
+
+BESIDE = "huggingface"
+"""Subfolder of an imported model, with small files that its export copies; it is not checked."""
+
+
 class DamagedCheckpoint(UserError):
     """A checkpoint is not what was written."""
 
@@ -47,7 +54,7 @@ def check_small_file(file: Path) -> None:
 
 
 def check_listing(folder: Path) -> None:
-    """Check that no file of tensors is missing in the manifest, and that none is there that it does not name.
+    """Check that every file of the manifest is there, and nothing that it does not name.
 
     Raises ``DamagedCheckpoint``.
     """
@@ -56,7 +63,7 @@ def check_listing(folder: Path) -> None:
         if name not in found:
             raise _damaged(folder / name, "it is missing")
     for name in sorted(found):
-        if name.endswith(TENSORS) and name not in entries:
+        if name not in entries and not name.startswith("manifest-") and name != BESIDE:
             raise _damaged(folder / name, "it belongs to no file list of this checkpoint")
 
 
@@ -100,14 +107,14 @@ def _entries(folder: Path) -> dict[str, Written]:
     if len(manifests) != 1:
         raise _damaged(folder, "it has no manifest" if not manifests else "it has several manifests")
     (manifest,) = manifests
-    if manifest.is_symlink():
-        raise _damaged(manifest, "it is a link, and a file was written")
+    if manifest.is_symlink() or not manifest.is_file():
+        raise _damaged(manifest, "it is a link or a folder, and a file was written")
     content = manifest.read_bytes()
     if manifest.stem.removeprefix("manifest-") != xxhash.xxh3_128_hexdigest(content):
         raise _damaged(manifest, "its checksum is not the one in its name")
     try:
         entries = {name: Written(int(entry["size"]), str(entry["xxh3"])) for name, entry in parse_json(content).items()}
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, OverflowError, TypeError, KeyError, AttributeError):
         raise _damaged(manifest, "it is no list of files") from None
     for name in entries:
         if Path(name).name != name:
@@ -142,4 +149,4 @@ def _checksum(file: Path) -> str:
 
 
 def _damaged(path: Path, reason: str) -> DamagedCheckpoint:
-    return DamagedCheckpoint(f"{path} is damaged: {reason}; resume from another checkpoint")
+    return DamagedCheckpoint(f"{path} is damaged: {reason}{ELSEWHERE}")

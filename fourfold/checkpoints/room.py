@@ -41,30 +41,8 @@ def check_room(folder: Path, run: RunConfig) -> None:
         )
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what a job that was killed has left half-written."""
-    for name in (".step_*.partial", ".step_*.removed"):
-        for unfinished in folder.glob(name):
-            shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _restore_replaced(folder: Path) -> None:
-    """Give a checkpoint its name back that a killed job had taken away, and not yet given to the one in its place."""
-    for replaced in folder.glob(".step_*.replaced"):
-        name = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
-        if name.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            replaced.rename(name)
-
-
 def check_room_at_start(folder: Path, run: RunConfig) -> None:
-    """Raise ``WriteFailed`` where not even one checkpoint of the run fits, and warn where not all do that it keeps.
-
-    The run's folder is this job's alone.
-    """
-    remove_unfinished(folder)
-    _restore_replaced(folder)
+    """Raise ``WriteFailed`` where not even one checkpoint of the run fits, and warn where not all do that it keeps."""
     saves = run.training.train_steps // run.checkpoint.interval if run.checkpoint.interval else 0
     if not saves and not run.checkpoint.save_last:
         return

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from pydantic import Field, model_validator
 
-from fourfold.checkpoints.find import STATE_FILE
-from fourfold.checkpoints.integrity import DamagedCheckpoint, check_small_file
+from fourfold.checkpoints.find import STATE_FILE, is_step_name, step_of
+from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_small_file
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import LoRAConfig, RunConfig
 from fourfold.config.strict import Strict
@@ -69,19 +69,19 @@ class CheckpointState(Strict):
         return self
 
     def generator(self, path: Path) -> torch.Generator:
-        """Make a generator in the saved random state; ``UserError`` where that is invalid."""
+        """Make a generator in the saved random state; ``DamagedCheckpoint`` where that is invalid."""
         generator = torch.Generator()
         try:
             generator.set_state(torch.frombuffer(bytearray(base64.b64decode(self.rng)), dtype=torch.uint8))
         except (ValueError, RuntimeError) as error:
             raise DamagedCheckpoint(
-                f"{path / STATE_FILE} is damaged: its random state is invalid; resume from another checkpoint"
+                f"{path / STATE_FILE} is damaged: its random state is invalid{ELSEWHERE}"
             ) from error
         return generator
 
 
 def state_of(run: RunConfig, step: int) -> CheckpointState:
-    """Describe a run after ``step`` steps; the caller fills in the files, and the optimizer's steps."""
+    """Describe a run after ``step`` steps; the caller fills in the optimizer's steps."""
     return CheckpointState(
         format=FORMAT,
         step=step,
@@ -94,7 +94,7 @@ def state_of(run: RunConfig, step: int) -> CheckpointState:
 
 
 def write_state(folder: Path, state: CheckpointState) -> None:
-    """Write ``state.json``, by which a folder is a checkpoint."""
+    """Write ``state.json``."""
     (folder / STATE_FILE).write_text(state.model_dump_json(indent=1) + "\n")
 
 
@@ -106,21 +106,29 @@ def imported_state(model: ModelConfig) -> CheckpointState:
 
 
 def read_state(path: Path) -> CheckpointState:
-    """Read ``state.json``; ``DamagedCheckpoint`` where it is not what was written."""
+    """Read ``state.json``; ``DamagedCheckpoint`` where it is not what was written, ``UserError`` for another format."""
     file = path / STATE_FILE
+    if file.exists() and not file.is_file():
+        raise DamagedCheckpoint(f"{file} is damaged: it is no file{ELSEWHERE}")
     try:
         text = file.read_text(encoding="utf-8")
         known = parse_json(text)
+        has_manifest = any(path.glob("manifest-*.json"))  # the first format had none
+        if has_manifest:
+            check_small_file(file)
         if isinstance(known, dict) and isinstance(known.get("format"), int) and known["format"] != FORMAT:
             raise UserError(f"{path} has checkpoint format {known['format']}; this version of fourfold reads {FORMAT}")
         check_small_file(file)
-        return CheckpointState.model_validate_json(text)
+        state = CheckpointState.model_validate_json(text)
     except OSError as error:
         raise DamagedCheckpoint(f"cannot read the checkpoint {path}: {error.strerror}") from None
     except UserError:
         raise
     except ValueError:  # neither UTF-8 nor JSON, or not a state
-        raise DamagedCheckpoint(f"{file} is damaged; resume from another checkpoint") from None
+        raise DamagedCheckpoint(f"{file} is damaged{ELSEWHERE}") from None
+    if is_step_name(path.name) and step_of(path) != state.step:
+        raise DamagedCheckpoint(f"{path} is damaged: it has the content of step {state.step}{ELSEWHERE}")
+    return state
 
 
 def saved_model(model: ModelConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fourfold.checkpoints.file_layout import LAYOUT_FILE, Layout, read_layout
-from fourfold.checkpoints.integrity import DamagedCheckpoint, check_contents, check_files, check_listing
+from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_contents, check_files, check_listing
 from fourfold.checkpoints.rank_files import check_header
 from fourfold.checkpoints.saved_state import CheckpointState, read_state
 from fourfold.config.model import ModelConfig
@@ -66,8 +66,7 @@ def check_structure(path: Path, expected: Shapes, rank: int = 0, ranks: int = 1)
         tensor = layout.tensors.get(name)
         if tensor is None or tensor.shape != tuple(shape):
             raise DamagedCheckpoint(
-                f"{path / LAYOUT_FILE} is damaged: it does not have {name} with the shape {list(shape)}; resume from "
-                "another checkpoint"
+                f"{path / LAYOUT_FILE} is damaged: it does not have {name} with the shape {list(shape)}{ELSEWHERE}"
             )
     for writer in range(rank, layout.ranks, ranks):
         check_header(path, layout, writer)

@@ -13,26 +13,26 @@ checkpoint = typer.Typer(no_args_is_help=True, help="Check what a run has saved.
 @checkpoint.command()
 def verify(folder: Annotated[Path, typer.Argument(help="A checkpoint, a folder of them, or a run's folder.")]) -> None:
     """Compare every file of checkpoints with what was written. Exit code 1 when one is damaged."""
-    from fourfold.checkpoints.find import FOLDER, STATE_FILE, list_checkpoints
-    from fourfold.checkpoints.integrity import DamagedCheckpoint, size_of
+    from fourfold.checkpoints.find import STATE_FILE, checkpoints_at
+    from fourfold.checkpoints.integrity import size_of
     from fourfold.checkpoints.verify import verify
     from fourfold.errors import UserError, sentence
     from fourfold.training.console import format_bytes
 
-    found = (
-        [folder] if (folder / STATE_FILE).exists() else list_checkpoints(folder / FOLDER) or list_checkpoints(folder)
-    )
+    found = checkpoints_at(folder)
     if not found:
         raise UserError(f"{folder} is no checkpoint (a folder with {STATE_FILE}), and has none")
     damaged = 0
     for path in found:
         try:
             verify(path)
-        except DamagedCheckpoint as damage:
+            files, size = size_of(path)
+        except UserError as damage:
+            if not path.exists():  # the run has removed it meanwhile
+                continue
             damaged += 1
             typer.echo(sentence(damage))
         else:
-            files, size = size_of(path)
             typer.echo(f"{path} is whole: {files} files, {format_bytes(size)}")
     if damaged:
         raise typer.Exit(1)

@@ -36,7 +36,7 @@ def slurm(
     save_seconds: Annotated[
         int,
         typer.Option(
-            min=1, help="The job is told to save so long before its wall time ends: a step, a save, a margin."
+            min=1, max=65535, help="The job is told to save so long before its wall time ends: a step, a save, more."
         ),
     ] = 300,
     max_crashes: Annotated[

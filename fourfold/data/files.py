@@ -61,6 +61,19 @@ def swap_in(partial: Path, folder: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def flush(folder: Path) -> None:
+    """Have the disk keep a folder's list of names, and the content of its small files, whatever fails from here on.
+
+    Files of tensors are flushed by who writes them.
+    """
+    for path in (*folder.glob("*.json"), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to write into; it is renamed to `path` when the block ends, and removed when the block fails.

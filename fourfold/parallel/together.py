@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fourfold.errors import UserError
 from fourfold.parallel.communicate import purpose
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -25,6 +28,17 @@ def failing_together() -> Iterator[None]:
     except UserError as error:
         failure = error
     raise_together(failure)
+
+
+def decided_by_rank_0(decide: Callable[[], T]) -> T:
+    """The result of a function that rank 0 calls, on every process; a ``UserError`` of it is raised on all."""
+    found: list[Any] = [None]
+    with failing_together():
+        if dist.get_rank() == 0:
+            found = [decide()]
+    dist.broadcast_object_list(found, src=0)
+    decided: T = found[0]
+    return decided
 
 
 def raise_together(failure: UserError | None) -> None:

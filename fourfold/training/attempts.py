@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,18 @@ def _failures(lines: list[dict[str, Any]], taken: int) -> int:
 
 
 def _read(run_dir: Path) -> list[dict[str, Any]]:
-    """All whole lines: a crash may have torn the last one."""
-    path = run_dir / ATTEMPTS_FILE
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
+    """All whole lines: a crash may have torn one."""
+    path, lines = run_dir / ATTEMPTS_FILE, []
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for line in text.split("\n"):
+        with suppress(ValueError):
+            if isinstance(read := json.loads(line), dict):
+                lines.append(read)
+    return lines
 
 
 def _append(run_dir: Path, line: dict[str, Any]) -> None:
     path = run_dir / ATTEMPTS_FILE
+    is_torn = path.is_file() and not (b"\n" + path.read_bytes()).endswith(b"\n")
     with writing(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+        file.write("\n" * is_torn + json.dumps(line) + "\n")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fourfold.checkpoints.checkpoint import Checkpointer, load_newest
 from fourfold.checkpoints.find import FOLDER as CHECKPOINTS
 from fourfold.checkpoints.find import find_checkpoint
+from fourfold.checkpoints.remains import tidy
 from fourfold.checkpoints.room import check_room_at_start
 from fourfold.config.run import RunConfig
 from fourfold.data.files import writing
@@ -29,7 +30,7 @@ from fourfold.launch.stop_signals import StopRequest
 from fourfold.parallel.communicate import purpose
 from fourfold.parallel.float8 import require_float8
 from fourfold.parallel.grid import Grid
-from fourfold.parallel.together import failing_together, raise_together
+from fourfold.parallel.together import decided_by_rank_0, failing_together, raise_together
 from fourfold.training.attempts import note_end, note_start
 from fourfold.training.corpora import Corpora, micro_batches, open_corpora
 from fourfold.training.job import Job, StepResult
@@ -66,21 +67,22 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
     if run.training.float8 != "none":
         require_float8(device)
     run_dir = folder_of(run)
-    checkpoint = find_checkpoint(run.checkpoint.resume, run_dir / CHECKPOINTS)
-    is_first_process = dist.get_rank() == 0
-
-    grid = Grid(run.parallel, device.type)
-    corpora = open_corpora(run, grid.batch)
-    job = Job(run, grid, device)
-    first_step = _fill(job, corpora, checkpoint)
+    was_there, is_first_process = run_dir.is_dir(), dist.get_rank() == 0
 
     with ExitStack() as stack:
+        checkpoint = decided_by_rank_0(lambda: _checkpoint_of(run, run_dir, stack))
+        grid = Grid(run.parallel, device.type)
+        corpora = open_corpora(run, grid.batch)
         stack.callback(corpora.train.close)
+        job = Job(run, grid, device)
+        checkpoint, first_step = _fill(job, corpora, checkpoint)
+
         after_step: list[Callback] = [imported(name)(run, job, corpora.tokenizer, run_dir) for name in callbacks]
         record: RunRecord | None = None
         with failing_together():
             if is_first_process:
-                stack.enter_context(open_run_folder(run_dir))
+                if not was_there:
+                    stack.enter_context(open_run_folder(run_dir))
                 note_start(run_dir, place.restarts, run)
                 if first_step < run.training.train_steps:
                     check_room_at_start(run_dir / CHECKPOINTS, run)
@@ -90,7 +92,7 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
                         keep_small_files(local_folder(run.model.from_hf, PATTERNS), run_dir / SOURCE_FOLDER)
         checkpointer = Checkpointer(run_dir / CHECKPOINTS, job, run.checkpoint)
         if first_step:
-            checkpointer.newest = find_checkpoint(run.checkpoint.resume, run_dir / CHECKPOINTS)
+            checkpointer.newest = checkpoint
         checks, replay = StepChecks(run_dir, job, checkpointer), Replay(job)
         steps, last_loss = first_step, None
         stopped = _on_any_rank(stop.is_set, device)  # while everything above was made ready
@@ -135,7 +137,7 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
 
             ends = stopped or (steps == run.training.train_steps and run.checkpoint.save_last)
             if _due(steps, run.checkpoint.interval) or ends:
-                checkpointer.save(steps, required=ends)
+                checkpointer.save(steps, required=ends, prune=verdict.action == "update")
             checkpointer.poll()
         checkpointer.wait()
 
@@ -159,8 +161,20 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
         return outcome
 
 
-def _fill(job: Job, corpora: Corpora, checkpoint: Path | None) -> int:
-    """Fill the weights from the checkpoint, a pretrained model, or the seed; returns the steps taken."""
+def _checkpoint_of(run: RunConfig, run_dir: Path, stack: ExitStack) -> Path | None:
+    """Keep other jobs out of a run's folder that is there, until ``stack`` ends, and find what the run resumes from."""
+    if run_dir.is_dir():
+        stack.enter_context(open_run_folder(run_dir))
+        with writing(run_dir / CHECKPOINTS):
+            tidy(run_dir / CHECKPOINTS)
+    return find_checkpoint(run.checkpoint.resume, run_dir / CHECKPOINTS)
+
+
+def _fill(job: Job, corpora: Corpora, checkpoint: Path | None) -> tuple[Path | None, int]:
+    """Fill the weights from the checkpoint, a pretrained model, or the seed.
+
+    Returns the checkpoint, or the one before it where that was damaged, and the steps taken.
+    """
     run = job.run
     if run.model.from_hf is not None:
         check_same_tokenizer(run.model.from_hf, corpora.tokenizer)
@@ -170,8 +184,8 @@ def _fill(job: Job, corpora: Corpora, checkpoint: Path | None) -> int:
         else:
             job.initialize(run.training.seed)
     if checkpoint is None:
-        return 0
-    return load_newest(checkpoint, job, run.checkpoint.resume == "auto")[1]
+        return None, 0
+    return load_newest(checkpoint, job, run.checkpoint.resume == "auto")
 
 
 def _validate(job: Job, corpora: Corpora) -> float | None:

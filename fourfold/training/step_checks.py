@@ -172,8 +172,9 @@ class StepChecks:
         return sum(line["step"] - 1 > good for line in self._left_out if line["step"] <= step)
 
     def _stop(self, complaint: str) -> Verdict:
-        folder = self.checkpointer.folder
-        return Verdict("stop", f"{complaint}; {REMEDY}, and resume from the last checkpoint in {folder}")
+        newest = self.checkpointer.newest
+        where = "start again: there is no checkpoint yet" if newest is None else f"resume from {newest}"
+        return Verdict("stop", f"{complaint}; {REMEDY}, and {where}")
 
     def _record(self, step: int, figures: Figures, verdict: Verdict) -> None:
         """Write down a bad step and the numbers of its samples, and say what is done about it."""

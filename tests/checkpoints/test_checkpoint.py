@@ -237,16 +237,17 @@ def test_a_save_that_fails_says_why(tmp_path: Path, mode: str, monkeypatch: pyte
 def test_which_checkpoint_is_meant(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     assert find_checkpoint("auto", folder) is None
-    for name in ("step_9", "step_10", "step_100", "step_²", "step_x", ".step_200.partial", "step_300.superseded"):
+    for name in ("step_9", "step_10", "step_²", "step_x", ".step_200.partial", "step_300.superseded"):
         (folder / name).mkdir(parents=True)
-        if name != "step_100":  # cut off in copying
-            (folder / name / STATE_FILE).touch()
+        (folder / name / STATE_FILE).touch()
     assert find_checkpoint("auto", folder) == folder / "step_10"
     assert find_checkpoint("never", folder) is None
     for path in (tmp_path, folder, folder / "step_10"):
         assert find_checkpoint(str(path), tmp_path / "elsewhere") == folder / "step_10"
     assert find_checkpoint(str(folder / "step_9"), folder) == folder / "step_9"
-    for wrong in (folder / "step_100", tmp_path / "none", folder / "step_9" / STATE_FILE):
+    (folder / "step_100").mkdir()  # cut off in copying: damaged, and not overlooked
+    assert find_checkpoint("auto", folder) == folder / "step_100"
+    for wrong in (folder / "step_1000", tmp_path / "none", folder / "step_9" / STATE_FILE):
         with pytest.raises(UserError, match="there is no checkpoint"):
             find_checkpoint(str(wrong), folder)
 

@@ -75,6 +75,18 @@ def change_model(**changes: Any) -> Callable[[Path], object]:
     return change
 
 
+def make_pipe(file: Path) -> None:
+    """A reader would wait for someone to write."""
+    file.unlink()
+    os.mkfifo(file)
+
+
+def endless_size(path: Path) -> None:
+    content = manifest_of(path).read_bytes().replace(b'"size": ', b'"size": 1e999, "was": ')
+    manifest_of(path).unlink()
+    (path / f"manifest-{xxhash.xxh3_128_hexdigest(content)}.json").write_bytes(content)
+
+
 def truncate(path: Path) -> None:
     os.truncate(shard_of(path), shard_of(path).stat().st_size - 8)
 
@@ -139,6 +151,21 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: (path / STATE_FILE).write_text((path / STATE_FILE).read_text().replace('"step": 1', '"step": 2')),
         "state.json is damaged: its content is not what was written",
     ),
+    "changed format": (
+        lambda path: (path / STATE_FILE).write_text(
+            (path / STATE_FILE).read_text().replace('"format": 3', '"format": 7')
+        ),
+        "state.json is damaged: its content is not what was written",
+    ),
+    "added file": (
+        lambda path: (path / "more.json").write_text("{}"),
+        "more.json is damaged: it belongs to no file list",
+    ),
+    "added folder": (lambda path: (path / "more").mkdir(), "more is damaged: it belongs to no file list"),
+    "content of another step": (change_state(step=2), "step_1 is damaged: it has the content of step 2"),
+    "a pipe": (lambda path: make_pipe(path / STATE_FILE), "state.json is damaged: it is no file"),
+    "a pipe as manifest": (lambda path: make_pipe(manifest_of(path)), "it is a link or a folder"),
+    "a size without end": (endless_size, "it is no list of files"),
     "scrambled header": (scramble_header, "is damaged"),
     "scrambled header size": (scramble_header_size, "is damaged"),
     "a tensor of half its size": (halve_tensors, "it does not hold model.norm.weight as the layout says"),
@@ -300,7 +327,7 @@ def test_what_does_not_change_the_model_may_change(saved: Path) -> None:
 
 
 def test_a_checkpoint_from_before_a_key_was_there_goes_on(saved: Path, tmp_path: Path) -> None:
-    path = tmp_path / "step_2"
+    path = tmp_path / saved.name
     shutil.copytree(saved, path)
     state = json.loads((path / STATE_FILE).read_text())
     for key in ("parallel_residual", "partial_rotary_factor"):

@@ -18,6 +18,7 @@ from tiny_runs import GPT, LLAMA, tiny_run
 
 from fourfold.checkpoints import checkpoint
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint
+from fourfold.checkpoints.remains import tidy
 from fourfold.checkpoints.room import check_room_at_start, checkpoint_bytes, free_bytes
 from fourfold.config.run import CheckpointConfig, RunConfig
 from fourfold.data.files import WriteFailed
@@ -172,6 +173,7 @@ def test_room_for_what_is_kept(tmp_path: Path, disk: Disk, capsys: pytest.Captur
     folder = disk(int(4.5 * checkpoint_bytes(run)))
     (folder / ".step_3.partial").mkdir()
     (folder / ".step_3.partial" / "part").write_bytes(bytes(checkpoint_bytes(run)))
+    tidy(folder)
     check_room_at_start(folder, run)
     assert capsys.readouterr().err == "" and list(folder.iterdir()) == []
     check_room_at_start(folder, run.model_copy(update={"checkpoint": CheckpointConfig(interval=1, keep_latest_k=0)}))
@@ -198,7 +200,7 @@ def test_what_killed_jobs_left_is_removed_or_gets_its_name_back(tmp_path: Path) 
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "state.json").write_text(name)
-    check_room_at_start(tmp_path, tiny_run())
+    tidy(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_6", "step_8"]
     assert (tmp_path / "step_6" / "state.json").read_text() == ".step_6.replaced"
     assert (tmp_path / "step_8" / "state.json").read_text() == "step_8"

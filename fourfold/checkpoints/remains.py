@@ -1,0 +1,41 @@
+"""What a job that was killed has left of checkpoints, and the removal of those that are needed no more."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from shutil import rmtree
+
+
+def tidy(folder: Path) -> None:
+    """Remove half-written checkpoints, and give back the name of one whose successor has not arrived.
+
+    The run's folder is this job's alone.
+    """
+    remove_unfinished(folder)
+    for replaced in folder.glob(".step_*.replaced"):
+        name = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
+        if name.exists():
+            rmtree(replaced, ignore_errors=True)
+        else:
+            replaced.rename(name)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what was being written, or removed."""
+    for name in (".step_*.partial", ".step_*.removed"):
+        for unfinished in folder.glob(name):
+            rmtree(unfinished, ignore_errors=True)
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint; killed on the way, nothing is left under its name. A failure is only warned of."""
+    try:
+        if checkpoint.is_symlink():
+            checkpoint.unlink()
+            return
+        removed = checkpoint.with_name(f".{checkpoint.name}.removed")
+        checkpoint.rename(removed)
+        rmtree(removed)
+    except OSError as error:
+        print(f"warning: cannot remove the old checkpoint {checkpoint}: {error.strerror or error}", file=sys.stderr)

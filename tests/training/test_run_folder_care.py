@@ -1,0 +1,130 @@
+"""A run's folder in hostile hands: other jobs, files that are gone or torn, checkpoints that cannot be removed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Cli
+from tiny_corpus import run_file
+
+from fourfold.checkpoints import remains
+from fourfold.run_file.load import load_run
+from fourfold.training.attempts import note_end, note_start
+from fourfold.training.run_folder import ATTEMPTS_FILE, open_run_folder
+
+
+@pytest.fixture
+def trained(cli: Cli, tmp_path: Path, prefix: str) -> Path:
+    """The checkpoints of a run of six steps: step_2, step_4, step_6."""
+    assert cli("train", run(tmp_path, prefix, 6))[0] == 0
+    return tmp_path / "runs" / "run" / "checkpoints"
+
+
+def run(folder: Path, prefix: str, steps: int, **changes: Any) -> Path:
+    saves = {"checkpoint__interval": 2, "checkpoint__keep_latest_k": 3}
+    return run_file(folder, prefix, training__train_steps=steps, **saves, **changes)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def lose_the_state(checkpoint: Path) -> None:
+    (checkpoint / "state.json").unlink()
+
+
+def lose_all(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+    checkpoint.mkdir()
+
+
+def turn_into_a_file(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+    checkpoint.write_text("")
+
+
+@pytest.mark.parametrize("harm", [lose_the_state, lose_all, turn_into_a_file])
+def test_a_checkpoint_that_lost_its_state_is_named_and_set_aside(
+    cli: Cli, tmp_path: Path, prefix: str, trained: Path, harm: Any
+) -> None:
+    harm(trained / "step_6")
+    code, output, _ = cli("checkpoint", "verify", trained)
+    assert code == 1 and "step_6" in output and "step_4 is whole" in output
+    code, _, errors = cli("train", run(tmp_path, prefix, 8))
+    assert code == 0
+    assert f"it is now {trained / 'step_6.damaged'}, and the run goes on from {trained / 'step_4'}" in errors
+    assert "resume from another" not in errors
+    assert "step_6.damaged" in names(trained)
+
+
+def test_without_another_checkpoint_the_run_does_not_start_again(
+    cli: Cli, tmp_path: Path, prefix: str, trained: Path
+) -> None:
+    for name in ("step_2", "step_4"):
+        shutil.rmtree(trained / name)
+    lose_the_state(trained / "step_6")
+    code, _, errors = cli("train", run(tmp_path, prefix, 8))
+    assert code == 2 and "there is no other checkpoint in" in errors
+    assert names(trained) == ["step_6"]
+
+
+def test_a_flipped_bit_in_the_format_costs_one_checkpoint(cli: Cli, tmp_path: Path, prefix: str, trained: Path) -> None:
+    state = trained / "step_6" / "state.json"
+    state.write_text(state.read_text().replace('"format": 3', '"format": 7'))
+    code, _, errors = cli("train", run(tmp_path, prefix, 8))
+    assert code == 0 and "the run goes on from" in errors
+
+
+def test_a_second_job_changes_nothing(cli: Cli, tmp_path: Path, prefix: str, trained: Path) -> None:
+    lose_the_state(trained / "step_6")
+    (trained / ".step_8.partial").mkdir()
+    before = names(trained)
+    with open_run_folder(trained.parent):
+        code, _, errors = cli("train", run(tmp_path, prefix, 8))
+    assert (code, errors.count("\n")) == (2, 1) and "another job is training" in errors
+    assert names(trained) == before
+
+
+def test_a_checkpoint_whose_renaming_was_interrupted_is_resumed_from(
+    cli: Cli, tmp_path: Path, prefix: str, trained: Path
+) -> None:
+    (trained / "step_6").rename(trained / ".step_6.replaced")
+    code, output, _ = cli("train", run(tmp_path, prefix, 8))
+    assert code == 0
+    assert [line.split()[-1] for line in output.splitlines() if "starts at step" in line] == ["6"]
+
+
+def test_what_cannot_be_removed_is_warned_of(
+    cli: Cli, tmp_path: Path, prefix: str, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (trained / "step_2").rename(tmp_path / "elsewhere")
+    (trained / "step_2").symlink_to(tmp_path / "elsewhere")
+
+    def refuse(path: Path, **_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(remains, "rmtree", refuse)
+    code, _, errors = cli("train", run(tmp_path, prefix, 10))
+    assert code == 0
+    assert f"warning: cannot remove the old checkpoint {trained / 'step_4'}: Operation not permitted" in errors
+    assert {"step_6", "step_8", "step_10"} <= set(names(trained)) and "step_2" not in names(trained)
+    assert (tmp_path / "elsewhere" / "state.json").is_file()
+
+
+def test_bad_steps_do_not_prune_what_was_saved_before_them(cli: Cli, tmp_path: Path, prefix: str) -> None:
+    """The first step spoils all weights: no step after it is good, and no older checkpoint goes."""
+    changes = {"optimizer__lr": 1e30, "lr_scheduler__warmup_steps": 0, "checks__non_finite": "skip"}
+    path = run(tmp_path, prefix, 30, checks__max_in_a_row=8, **changes)
+    assert cli("train", path)[0] == 2
+    assert names(tmp_path / "runs" / "run" / "checkpoints") == ["step_2", "step_4", "step_6", "step_8"]
+
+
+def test_a_torn_line_does_not_keep_a_run_from_starting(tmp_path: Path, prefix: str) -> None:
+    file, config = tmp_path / ATTEMPTS_FILE, load_run(run(tmp_path, prefix, 8))
+    file.write_text('{"restarts": 1, "ste')
+    note_start(tmp_path, 1, config)
+    note_end(tmp_path)
+    assert file.read_text().splitlines()[1:] == ['{"restarts": 1, "steps_taken": 0}', '{"ended": true}']
