@@ -26,6 +26,9 @@ from fourfold.heartbeat import SIZE, Heartbeat
 from fourfold.launch.stop_signals import held_stop_signals
 from fourfold.launch.watchdog_process import DONE, STACK_SIGNAL, Watch
 
+LEAVE_SECONDS = 30.0
+"""Time for the watchdog to leave when the job is done."""
+
 
 @contextlib.contextmanager
 def watchdog(folder: Path, place: Place, limits: FaultToleranceConfig) -> Iterator[None]:
@@ -75,7 +78,11 @@ def watchdog(folder: Path, place: Place, limits: FaultToleranceConfig) -> Iterat
             faulthandler.unregister(STACK_SIGNAL)
             with contextlib.suppress(BrokenPipeError):  # where something has killed the watchdog
                 os.write(signals, bytes([DONE]))
-            process.wait()
+            try:
+                process.wait(LEAVE_SECONDS)
+            except subprocess.TimeoutExpired:  # something has stopped it
+                process.kill()
+                process.wait()
             os.close(signals)
 
 
