@@ -46,6 +46,7 @@ class Sizes:
     pp: Number
     zero: Number
     micro_batch: Number
+    batch_parts: Number
     stages: Number
     in_rounds: Number
     """A pipeline with one of the schedules ``IN_ROUNDS``."""
@@ -73,6 +74,7 @@ class Sizes:
             float8=training.float8 != "none",
             **{axis: getattr(grid, axis) for axis in ("x", "y", "z", "dp", "cp", "pp", "zero")},
             micro_batch=training.micro_batch_size,
+            batch_parts=run.overlap.batch_parts,
             stages=grid.pp * stages_per_rank(grid),
             in_rounds=grid.pp > 1 and grid.schedule in IN_ROUNDS,
             split_backward=grid.pp > 1 and grid.schedule in SPLIT_BACKWARD,
@@ -91,6 +93,11 @@ class Sizes:
     def tokens(self) -> Number:
         """Tokens of a micro-batch on all ranks of cp."""
         return self.micro_batch * self.seq
+
+    @cached_property
+    def together(self) -> Number:
+        """Sequences that one matrix product of a rank computes: a micro-batch, or its part where parts take turns."""
+        return self.micro_batch // (1 + (self.batch_parts - 1) * (self.x * self.y > 1))
 
     @cached_property
     def at_once(self) -> Number:
@@ -228,7 +235,7 @@ RULES: tuple[Divides | Rule, ...] = (
     Divides(("y", "cp"), "the tokens of a micro-batch", "tokens", "lm_head", "tokens of a micro-batch"),
     Rule(
         "attention cannot be shared over y besides cp: it divides neither the heads nor the micro-batch",
-        lambda s: (s.heads % (s.x * s.y) != 0) & (s.micro_batch % s.y != 0) & (s.cp > 1),
+        lambda s: (s.heads % (s.x * s.y) != 0) & (s.together % s.y != 0) & (s.cp > 1),
         lambda run, s: (
             f"attention cannot be shared over y = {s.y} besides cp = {s.cp}: neither model.num_attention_heads = "
             f"{s.heads} (over x·y = {s.x * s.y}) nor training.micro_batch_size = {s.micro_batch} divides; "
@@ -237,7 +244,7 @@ RULES: tuple[Divides | Rule, ...] = (
     ),
     Rule(
         "attention cannot be shared over y: it divides neither the heads, the micro-batch nor the sequence",
-        lambda s: (s.heads % (s.x * s.y) != 0) & (s.micro_batch % s.y != 0) & (s.seq % s.y != 0),
+        lambda s: (s.heads % (s.x * s.y) != 0) & (s.together % s.y != 0) & (s.seq % s.y != 0),
         lambda run, s: (
             f"attention cannot be shared over y = {s.y}: none of model.num_attention_heads = {s.heads} (over x·y = "
             f"{s.x * s.y}), training.micro_batch_size = {s.micro_batch} and training.seq_length = {s.seq} divides; "
@@ -245,6 +252,14 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Divides(("x", "y"), KEYS, "whole_keys", K_PROJ, "key and value features", unit="head_dim"),
+    Rule(
+        "batch_parts does not divide the micro-batch",
+        lambda s: s.micro_batch % s.batch_parts != 0,
+        lambda run, s: (
+            f"training.micro_batch_size = {s.micro_batch} cannot be split into overlap.batch_parts = {s.batch_parts}; "
+            f"{round_to_multiple(s.micro_batch, s.batch_parts)} works, and so does batch_parts = 1"
+        ),
+    ),
     Rule(
         "z · dp · micro_batch_size does not divide the global batch",
         lambda s: s.batch % s.at_once != 0,

@@ -122,6 +122,12 @@ class OverlapConfig(Strict):
 
     input_gradients: bool = Field(True, description="OAR: reduce dI of a linear layer while dW is computed.")
     gate_sum: bool = Field(True, description="Sum the product of gate over y while that of up is computed.")
+    batch_parts: int = Field(
+        1,
+        ge=1,
+        description="Parts of a micro-batch that take turns: one computes while the collectives of the others run over "
+        "x and y. They divide micro_batch_size; no effect where x·y = 1.",
+    )
     weight_prefetch: int = Field(
         1, ge=0, description="OAG: layers whose weights are gathered ahead of use; 0 gathers them when they are needed."
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from fourfold.config.layout import AttentionSplit, ContextMethod
 from fourfold.models.transformer import AttentionContext, AttentionCore, RMSNorm
 from fourfold.parallel.communicate import gather
-from fourfold.parallel.context import DocumentContext, gather_sequence, scatter_sequence
+from fourfold.parallel.context import DocumentContext, context_of_sequences, gather_sequence, scatter_sequence
 from fourfold.parallel.document_attention import attend_documents
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.linear import OverY
@@ -66,7 +65,8 @@ class SharedAttentionCore(AttentionCore):
             context = replace(context, first_query=self.y.rank * q.shape[1])
             k, v = (gather(t, self.y, 1, "attention: keys and values") for t in (k, v))
         elif self.split == "batch":
-            context = self._context_of_my_sequences(context, q.shape[0])
+            mine = slice(self.y.rank * len(q), (self.y.rank + 1) * len(q))
+            context = context_of_sequences(context, mine)
         if not self.kv_is_local:
             k, v = self._my_kv_heads(k), self._my_kv_heads(v)
         return self.attend_here(q, k, v, context)
@@ -99,15 +99,3 @@ class SharedAttentionCore(AttentionCore):
         if self.kv_needed == list(range(first, first + count)):
             return heads[:, :, first : first + count].flatten(2)
         return heads[:, :, torch.tensor(self.kv_needed, device=kv.device)].flatten(2)
-
-    def _context_of_my_sequences(self, context: AttentionContext, batch: int) -> AttentionContext:
-        mine = slice(self.y.rank * batch, (self.y.rank + 1) * batch)
-
-        def rows(table: Tensor | None) -> Tensor | None:
-            return table if table is None or table.shape[0] == 1 else table[mine]
-
-        # A batch of one sequence is not split, so that a table of one row always serves every sequence.
-        tables: dict[str, Any] = {
-            field.name: rows(getattr(context, field.name)) for field in fields(context) if field.type != "int"
-        }
-        return replace(context, **tables)

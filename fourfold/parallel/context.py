@@ -6,7 +6,8 @@ same work. Everything but attention works token by token, and needs nothing from
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from fourfold.data.loader import MicroBatch
 from fourfold.models.transformer import AttentionContext, AttentionTables
 from fourfold.parallel.communicate import exchange
 from fourfold.parallel.grid import Axis
+
+C = TypeVar("C", bound=AttentionContext)
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
@@ -47,6 +50,18 @@ class DocumentContext(AttentionContext):
     """Tables of this rank's tokens, with the documents of the whole sequence in place of a mask."""
 
     document_ends_BE: Tensor | None = None
+
+
+def context_of_sequences(context: C, sequences: slice) -> C:
+    """The tables of some sequences of a batch. One that has a single row is for every sequence, and stays."""
+
+    def rows(table: Tensor | None) -> Tensor | None:
+        return table if table is None or len(table) == 1 else table[sequences]
+
+    tables: dict[str, Any] = {
+        field.name: rows(getattr(context, field.name)) for field in fields(context) if field.type != "int"
+    }
+    return replace(context, **tables)
 
 
 class DocumentTables(AttentionTables):

@@ -1,4 +1,4 @@
-"""Put a single-device decoder on the grid: tensor → float8 → recompute → compile → data sharding."""
+"""Put a single-device decoder on the grid: tensor → float8 → parts of a batch → recompute → compile → data sharding."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fourfold.parallel.float8 import use_float8
 from fourfold.parallel.fully_sharded import FullySharded
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.head import ParallelHead
+from fourfold.parallel.interleave import interleave
 from fourfold.parallel.linear import Linear4D, LinearGroup
 from fourfold.parallel.norm import Norm
 from fourfold.parallel.recompute import compile_blocks, recompute
@@ -38,6 +39,8 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig) -> DataP
         assert_nothing_serial(model)
     if run.training.float8 != "none":
         use_float8(model, run.training.float8)
+    if grid.x.size * grid.y.size > 1:
+        interleave(model, run.overlap.batch_parts, multiple=grid.y.size if attention_split(run) == "batch" else 1)
     recompute(model, run.activation_checkpoint)
     if run.training.compile:
         compile_blocks(model, run.parallel)

@@ -7,29 +7,20 @@ weight [out/x, in/y] has input features over y and output features over x. A *tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from fourfold.config.run import OverlapConfig
-from fourfold.models.autograd import Context, FunctionOfMany, not_compiled
 from fourfold.models.lora import LoRALinear
-from fourfold.parallel.communicate import (
-    Pending,
-    all_gather,
-    reduce_scatter,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from fourfold.parallel.communicate import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from fourfold.parallel.grid import Axis, Grid
+from fourfold.parallel.linear_steps import Steps, WeightGradientsLater, linear_steps, run
 from fourfold.parallel.products import (
     Products,
     adapter_gradients,
     adapter_tiles,
-    add_to_input_gradient,
     add_to_output,
 )
 from fourfold.parallel.sharding import Tile, Tiled
@@ -37,7 +28,6 @@ from fourfold.parallel.sharding import Tile, Tiled
 if TYPE_CHECKING:
     from fourfold.parallel.deferred import WeightGradients
 
-T = TypeVar("T")
 OverY = Literal["replicate", "features", "batch", "sequence"]
 """Placement over y of the tensors between a normal and a transposed layer: a copy on each rank, or shares of a dim."""
 
@@ -125,7 +115,11 @@ class Linear4D(Tiled):
         return Tile(y=0, partial_over=("x",))
 
     def forward(self, x: Tensor) -> Tensor:
-        (out,) = linear_layers(x, [self])
+        return run(self.steps(x))
+
+    def steps(self, x: Tensor, pause: bool = False, hidden_by: WeightGradientsLater | None = None) -> Steps[Tensor]:
+        """The forward, in steps: ``linear_steps``."""
+        (out,) = yield from linear_steps(x, [self], pause, hidden_by=hidden_by)
         return self.add_bias(out)
 
     def add_bias(self, out: Tensor) -> Tensor:
@@ -165,141 +159,14 @@ class LinearGroup(nn.Module):
             assert isinstance(linear, nn.Linear)
             self.add_module(child_name, Linear4D(linear, grid, over_y, name, overlap))
 
+    def layers(self) -> list[Linear4D]:
+        return [child for child in self.children() if isinstance(child, Linear4D)]
+
     def forward(self, x_BTh: Tensor) -> list[Tensor]:
-        layers = [child for child in self.children() if isinstance(child, Linear4D)]
-        return [layer.add_bias(out) for layer, out in zip(layers, linear_layers(x_BTh, layers), strict=True)]
+        return run(self.steps(x_BTh))
 
-
-@not_compiled
-def linear_layers(x: Tensor, layers: Sequence[Linear4D]) -> tuple[Tensor, ...]:
-    """The outputs of layers that read the same input, without their biases."""
-    matrices = [matrix for layer in layers for matrix in layer.matrices()]
-    if not layers[0].transposed:
-        return _Linear.apply(x, layers, *matrices)
-    gathered, *placeholders = _Linear.apply(x, layers, *matrices)
-    return _Output.apply(gathered, layers, *placeholders, *(matrix.detach() for matrix in matrices))
-
-
-class _Linear(FunctionOfMany):
-    """The equation of ``Linear4D``. A transposed layer's forward only gathers and saves; ``_Output`` follows it.
-
-    When a block is recomputed, nothing reads the output of its last transposed layer, or the sum of it over the ranks.
-    With two functions the recomputation stops before them, once every saved tensor is there again.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Context[Sequence[Linear4D]], x: Tensor, layers: Sequence[Linear4D], *matrices: Tensor
-    ) -> tuple[Tensor, ...]:
-        first = layers[0]
-        gathered = first.reads.start_gather(x, f"{first.name}: {first.reads_what}").wait()
-        ctx.kept = layers
-        if not first.transposed:
-            ctx.save_for_backward(x if first.gather_again else gathered, *matrices)
-            return _outputs(gathered, layers, matrices)
-        gathered = gathered.detach()
-        ctx.save_for_backward(x if first.gather_again else gathered, *matrices)
-        ctx.mark_non_differentiable(gathered)
-        ctx.set_materialize_grads(False)  # no zeros for the gradient of ``gathered``
-        weights = [own[0] for own in _by_layer(layers, matrices)]
-        return gathered, *(_placeholder(gathered, len(weight), first.writes) for weight in weights)
-
-    @staticmethod
-    def backward(ctx: Context[Sequence[Linear4D]], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *matrices = ctx.saved_tensors
-        layers, first = ctx.kept, ctx.kept[0]
-        by_layer = list(_by_layer(layers, matrices))
-        again = first.gather_again
-        gathering = first.reads.start_gather(x, f"{first.name}: {first.reads_what}") if again else Pending(x)
-        # A transposed layer's first output is ``gathered``, which has no gradient.
-        whole_grads = _gather_gradients(grads[1:] if first.transposed else grads, first)
-        summing = None
-        if ctx.needs_input_grad[0]:
-            partial = first.products.input_gradient(whole_grads, [own[0] for own in by_layer])
-            for layer, grad, (_weight, *adapter) in zip(layers, whole_grads, by_layer, strict=True):
-                if adapter:
-                    add_to_input_gradient(partial, grad, adapter, layer.lora_scale)
-            summing = first.reads.start_sum(partial, f"{first.name}: input gradient")
-            if not first.overlap.input_gradients:
-                summing = Pending(summing.wait())
-        gathered = gathering.wait()
-        needed = _by_layer(layers, ctx.needs_input_grad[2:])
-        gradients: list[Tensor | None] = []
-        for layer, grad, flags, own in zip(layers, whole_grads, needed, by_layer, strict=True):
-            gradients += layer.gradients(grad, gathered, flags, *own)
-        return None if summing is None else summing.wait(), None, *gradients
-
-
-class _Output(FunctionOfMany):
-    """Puts the output of a transposed layer in the place of its placeholder; the gradient passes through."""
-
-    @staticmethod
-    def forward(
-        ctx: Context[int], gathered: Tensor, layers: Sequence[Linear4D], *placeholders_and_matrices: Tensor
-    ) -> tuple[Tensor, ...]:
-        matrices = placeholders_and_matrices[len(layers) :]
-        ctx.kept = len(matrices)
-        return _outputs(gathered, layers, matrices)
-
-    @staticmethod
-    def backward(ctx: Context[int], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *grads, *[None] * ctx.kept
-
-
-def _outputs(gathered: Tensor, layers: Sequence[Linear4D], matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The layers' products with the gathered input, summed over the ranks."""
-    by_layer = zip(layers, _by_layer(layers, matrices), strict=True)
-    return _sum_outputs((layer.product(gathered, *own) for layer, own in by_layer), layers[0])
-
-
-def _by_layer(layers: Sequence[Linear4D], flat: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Values of all matrices in one sequence, layer by layer."""
-    first = 0
-    for layer in layers:
-        count = len(layer.matrices())
-        yield flat[first : first + count]
-        first += count
-
-
-def _placeholder(gathered: Tensor, features: int, writes: Spread) -> Tensor:
-    """A tensor with the shape of an output that takes no memory."""
-    shape = [*gathered.shape[:-1], features]
-    if writes.dim is not None:
-        shape[writes.dim] //= writes.axis.size
-    return gathered.new_empty(()).expand(shape)
-
-
-def _sum_outputs(partials: Iterable[Tensor], first: Linear4D) -> tuple[Tensor, ...]:
-    """Sum the layers' products over the ranks: one by one behind the next product, or this rank's shares together."""
-    (axis, dim), why = first.writes, f"{first.name}: outputs"
-    if dim is None:
-        sums: list[Pending] = []
-        for partial in partials:  # the sum of gate runs behind the product of up
-            started = start_all_reduce(partial, axis, why)
-            sums.append(started if first.overlap.gate_sum else Pending(started.wait()))
-        return tuple(started.wait() for started in sums)
-    products = tuple(partials)
-    if axis.size == 1:
-        return products
-    if len(products) == 1:
-        return (reduce_scatter(products[0], axis, dim, why),)
-    sizes = [product.shape[-1] for product in products]
-    if dim < 2:
-        return tuple(reduce_scatter(torch.cat(products, -1), axis, dim, why).split(sizes, -1))
-    shares_BSyf = torch.cat([product.unflatten(-1, (axis.size, -1)) for product in products], -1)
-    kept_BSf = reduce_scatter(shares_BSyf, axis, 2, why).squeeze(2)
-    return tuple(kept_BSf.split([size // axis.size for size in sizes], -1))
-
-
-def _gather_gradients(grads: Sequence[Tensor], first: Linear4D) -> Sequence[Tensor]:
-    """The mirror of ``_sum_outputs``: gradients of whole outputs from the ranks' shares, in one collective."""
-    (axis, dim), why = first.writes, f"{first.name}: output gradient"
-    if dim is None or axis.size == 1:
-        return grads
-    if len(grads) == 1:
-        return (all_gather(grads[0], axis, dim, why),)
-    sizes = [grad.shape[-1] for grad in grads]
-    if dim < 2:
-        return tuple(all_gather(torch.cat(list(grads), -1), axis, dim, why).split(sizes, -1))
-    shares_BSyf = all_gather(torch.cat(list(grads), -1).unsqueeze(2), axis, 2, why)
-    return [part.flatten(2) for part in shares_BSyf.split(sizes, -1)]
+    def steps(self, x_BTh: Tensor, later: WeightGradientsLater | None = None) -> Steps[list[Tensor]]:
+        """The forward, in steps: ``linear_steps``."""
+        layers = self.layers()
+        outs = yield from linear_steps(x_BTh, layers, later=later)
+        return [layer.add_bias(out) for layer, out in zip(layers, outs, strict=True)]

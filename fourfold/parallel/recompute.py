@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -24,6 +26,9 @@ SELECTIVE = {
 backward does not read the result of the product after it."""
 
 OFFLOAD = "offload to the CPU"
+
+RECOMPUTES: ContextVar[bool] = ContextVar("recomputes", default=False)
+"""True while a part of the model runs again, whose output nothing reads."""
 
 
 def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
@@ -65,8 +70,23 @@ def _recomputing(kind: type[nn.Module], method: str, run: Callable[..., Tensor])
 
 def _checkpointed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
     # Nothing in a block is random, so there is no random state to restore.
-    out: Tensor = checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+    out: Tensor = checkpoint(
+        forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=_first_and_again
+    )
     return out
+
+
+def _first_and_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _recomputing_now()
+
+
+@contextmanager
+def _recomputing_now() -> Iterator[None]:
+    token = RECOMPUTES.set(True)
+    try:
+        yield
+    finally:
+        RECOMPUTES.reset(token)
 
 
 def _checkpointed_on_cpu(forward: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:

@@ -16,7 +16,8 @@ from fourfold.errors import UserError
 from fourfold.parallel.communicate import share, sum_gradient, sum_of, whole
 from fourfold.parallel.embedding import Embedding
 from fourfold.parallel.grid import Axis, Grid
-from fourfold.parallel.linear import Linear4D, OverY, linear_layers
+from fourfold.parallel.linear import Linear4D, OverY
+from fourfold.parallel.linear_steps import linear_steps, run
 from fourfold.parallel.sharding import Tile
 
 
@@ -96,7 +97,7 @@ class RowLinear(WholeTokensLinear):
     def forward(self, a: Tensor) -> Tensor:
         if self.split_input:
             a = share(a, self.grid.x, 2, f"{self.name}: features")
-        (out_BSh,) = linear_layers(a, [self])
+        (out_BSh,) = run(linear_steps(a, [self]))
         return self.add_bias(leave(out_BSh, self.grid, self.name))
 
 

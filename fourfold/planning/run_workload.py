@@ -67,6 +67,7 @@ def workload_of(run: RunConfig) -> Workload:
         chunk_logits=CHUNK_LOGITS["cpu" if training.device == "cpu" else "cuda"],
         overlap_x=run.overlap.input_gradients,
         gate_first=run.overlap.gate_sum,
+        batch_parts=run.overlap.batch_parts,
         overlap_z=run.overlap.weight_prefetch > 0,
         prefetch=run.overlap.weight_prefetch,
         recomputes_attention="attention" in recompute.modules,

@@ -177,6 +177,8 @@ class Program(Cases):
     """Forward collectives of x run piece by piece behind the product that reads them (AsyncTP)."""
     gate_first: Number = True
     """The sum of gate over y runs behind the product of up."""
+    batch_parts: Number = 1
+    """Parts of a micro-batch whose collectives of x and y run behind the products of the others."""
 
     overlap_z: Number = True
     """Weight gathers and gradient scatters run behind computation."""
@@ -241,6 +243,11 @@ class Workload(Cases):
         """Micro-batches that one rank runs in a step."""
         layout = self.layout
         return self.step.batch / layout.micro_batch / (layout.z * layout.dp)  # a product of three may exceed 32 bits
+
+    @property
+    def parts(self) -> Number:
+        """Parts of a micro-batch that take turns; one where nothing is split over x and y."""
+        return np.where(self.layout.x * self.layout.y > 1, self.program.batch_parts, 1)
 
     @property
     def tokens(self) -> Number:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from exact_order import directions
@@ -47,9 +47,10 @@ def collective_lines(run: RunConfig, pp_rank: int = 0) -> list[Line]:
 
 def _all_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
     stages = stages_of_rank(run, pp_rank)
+    parts = run.overlap.batch_parts if run.parallel.x * run.parallel.y > 1 else 1
     for stage in stages:
-        yield from _block_lines(run, stage)
-        yield from _context_lines(run, stage)
+        for line in (*_block_lines(run, stage), *_context_lines(run, stage)):
+            yield replace(line, count=line.count * parts)
         if stage.is_first:
             yield from _embedding_lines(run)
         if stage.is_last:
@@ -135,9 +136,10 @@ def _context_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     method = context_method(run)
     if method == "ulysses":
         parts = sizes.item * tokens * (queries + 2 * sizes.keys // ranks)
-        for purpose, size in (("heads for tokens", parts), ("tokens for heads", sizes.item * tokens * queries)):
-            count = once + forward
-            yield Line("cp", "all_to_all", f"attention: {purpose}", count, count * size)
+        # Nothing in a recomputed core reads its output.
+        back, block = sizes.item * tokens * queries, _times(run, stage, sizes.block_again)
+        for purpose, size, again in (("heads for tokens", parts, forward), ("tokens for heads", back, block)):
+            yield Line("cp", "all_to_all", f"attention: {purpose}", once + again, (once + again) * size)
         return
     pair = 2 * tokens * model.head_dim * key_value_heads(run, ranks)
     sent, back = (grid.cp - 1) * (once + forward), grid.cp * once

@@ -73,7 +73,9 @@ def traffic(run: RunConfig) -> Counter[str]:
     return counted.bytes
 
 
-def of_a_block(model: dict[str, Any], grid: dict[str, int], sequences: int) -> tuple[Workload, float, float]:
+def of_a_block(
+    model: dict[str, Any], grid: dict[str, int], sequences: int, parts: int = 1
+) -> tuple[Workload, float, float]:
     """Bytes of a forward and of a backward: of models with two and four layers half the difference. Casts of weights
     are in it, which do not grow with the tokens."""
     training = {"precision": "bf16", "seq_length": 1 << 15, "micro_batch_size": sequences}
@@ -81,10 +83,8 @@ def of_a_block(model: dict[str, Any], grid: dict[str, int], sequences: int) -> t
              "max_position_embeddings": 1 << 15, "num_key_value_heads": 4}  # fmt: skip
     if model is GPT or model is NEOX:
         sizes["num_key_value_heads"] = 8
-    runs = [
-        tiny_run(model | sizes | {"num_hidden_layers": n}, grid, training=training | {"global_batch_size": sequences})
-        for n in (2, 4)
-    ]
+    sections = {"training": training | {"global_batch_size": sequences}, "overlap": {"batch_parts": parts}}
+    runs = [tiny_run(model | sizes | {"num_hidden_layers": n}, grid, **sections) for n in (2, 4)]
     few, many = (traffic(run) for run in runs)
     forward, backward = ((many[name] - few[name]) / 2 for name in ("forward", "backward"))
     return workload_of(runs[0]), forward, backward
@@ -110,6 +110,19 @@ def test_a_block_moves_what_the_planner_says(model: dict[str, Any], grid: dict[s
         told_backward += (chains[1] - OWN_NORMS[1]) * residual
     assert forward == pytest.approx(told_forward, rel=0.07)
     assert backward == pytest.approx(told_backward, rel=0.07)
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("grid", [{"y": 2}, {"x": 2}, {"x": 2, "y": 2}], ids=str)
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_of_a_micro_batch_move_little_more(grid: dict[str, int], parts: int) -> None:
+    work, forward, backward = of_a_block(GPT, grid, 4, parts)
+    told = [parts * size for size in pointwise_traffic(work.but(micro_batch=4 / parts))]
+    if work.layout.y == 1:
+        residual = work.step.item_bytes * work.tokens * work.model.hidden / work.layout.x
+        told = [size + (OWN_LAYER_CHAINS[i] - OWN_NORMS[i]) * residual for i, size in enumerate(told)]
+    assert forward == pytest.approx(told[0], rel=0.07)
+    assert backward == pytest.approx(told[1], rel=0.07)
 
 
 def test_a_norm_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ SIX_HEADS = {
 DEEP_GPT, DEEP_LLAMA = GPT | {"num_hidden_layers": 4}, LLAMA | {"num_hidden_layers": 4}
 
 PACKED = {"data": {"source": "python-stdlib", "mask_documents": True}}
+FULL = {"activation_checkpoint": {"mode": "full"}}
+TWO_PARTS = {"overlap": {"batch_parts": 2}}
 ONE_SEQUENCE = {"training": {"micro_batch_size": 1}}
 WARMUP = {"lr_scheduler": {"warmup_steps": 100}}
 GROUPS = {"optimizer": {"groups": [{"parameters": ["layers.0.*"], "lr_ratio": 0.1}]}}

@@ -7,11 +7,13 @@ from mutants import (
     DEEP_GPT,
     DEEP_LLAMA,
     DP2,
+    FULL,
     LORA,
     ONE_SEQUENCE,
     PACKED,
     QWEN3,
     SIX_HEADS,
+    TWO_PARTS,
     ULYSSES,
     X2,
     X2Y2,
@@ -86,9 +88,9 @@ COLLECTIVES = [
 LINEAR = [
     Mutant(
         "gate's and up's gradients are exchanged",
-        "parallel.linear",
-        "in zip(layers, whole_grads, needed, by_layer, strict=True):",
-        "in zip(layers, whole_grads[::-1], needed, by_layer, strict=True):",
+        "parallel.linear_steps",
+        "zip(layers, whole_grads, _by_layer(layers, needed), by_layer, strict=True)",
+        "zip(layers, whole_grads[::-1], _by_layer(layers, needed), by_layer, strict=True)",
         GPT,
         X2,
     ),
@@ -487,12 +489,50 @@ CONTEXT = [
     Mutant(
         "a rank takes the documents of other sequences",
         "parallel.attention",
-        "mine = slice(self.y.rank * batch, (self.y.rank + 1) * batch)",
-        "mine = slice(0, batch)",
+        "mine = slice(self.y.rank * len(q), (self.y.rank + 1) * len(q))",
+        "mine = slice(0, len(q))",
         SIX_HEADS,
         X2Y2,
         PACKED,
     ),
 ]
 
-LAYERS = [*COLLECTIVES, *LINEAR, *EMBEDDING_AND_HEAD, *NORMS, *DATA_PARALLEL, *PIPELINE, *CONTEXT]
+PARTS = [
+    Mutant(  # AxoNN's overlap loses all weight gradients under torch's recomputation
+        "weight gradients that one step of the backward leaves to another are lost",
+        "parallel.linear_steps",
+        "later.start(weight_gradients)",
+        "later.start(lambda: [None] * len(needed))",
+        GPT,
+        X2Y2,
+        TWO_PARTS | FULL,
+    ),
+    Mutant(
+        "parts of a batch change places",
+        "parallel.interleave",
+        "            results.append(end.value)",
+        "            results.insert(0, end.value)",
+        GPT | {"num_hidden_layers": 3},  # an even number of exchanges is none
+        Y2,
+        TWO_PARTS,
+    ),
+    Mutant(
+        "every part of a batch takes the first one's documents",
+        "parallel.context",
+        "len(table) == 1 else table[sequences]",
+        "len(table) == 1 else table[: sequences.stop - sequences.start]",
+        grid=X2,
+        sections=TWO_PARTS | PACKED,
+    ),
+    Mutant(
+        "a step takes this rank's products for their sum",
+        "parallel.linear_steps",
+        "started = start_all_reduce(partial, axis, why)",
+        "started = (start_all_reduce(partial.clone(), axis, why).wait(), Pending(partial))[1]",
+        GPT,
+        Y2,
+        TWO_PARTS,
+    ),
+]
+
+LAYERS = [*COLLECTIVES, *LINEAR, *PARTS, *EMBEDDING_AND_HEAD, *NORMS, *DATA_PARALLEL, *PIPELINE, *CONTEXT]

@@ -86,6 +86,9 @@ def _draw(draw: random.Random) -> Table:
     if draw.random() < 0.2:
         table["training"] |= {"precision": "bf16", "master_weights": "bf16"}
         table["optimizer"]["stochastic_rounding"] = draw.random() < 0.5
+    if draw.random() < 0.4:
+        sequences = table["training"]["micro_batch_size"]
+        table["overlap"]["batch_parts"] = draw.choice([n for n in range(1, sequences + 1) if sequences % n == 0])
     return table
 
 

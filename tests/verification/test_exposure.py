@@ -59,6 +59,41 @@ def test_the_sum_of_gate_hides_behind_the_product_of_up() -> None:
     assert exposed_of(GPT, {"y": 2})[name] == 1
 
 
+IN_PARTS = [
+    "x all_gather qkv: tokens",
+    "x reduce_scatter o_proj: outputs",
+    "x all_gather up: tokens",
+    "x reduce_scatter down: outputs",
+]
+"""Between the sum of one layer and the gather of the next lies no product: what one part starts last is not hidden."""
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_of_a_micro_batch_hide_each_others_collectives(parts: int) -> None:
+    sections = {"training": {"micro_batch_size": 4}, "overlap": {"batch_parts": parts}}
+    grid, blocks = {"x": 2, "y": 2}, ("qkv", "o_proj", "up", "down")
+    computed_once = exposed_of(GPT, grid, **sections)
+    recomputed = exposed_of(GPT, grid, **sections, activation_checkpoint={"mode": "full"})
+    for name, share in computed_once.items():
+        if name.split()[2].rstrip(":") in blocks:
+            exposed = name in IN_PARTS or name == "x all_gather down: output gradient"
+            assert share == (1 / parts if exposed else 0), name
+    # The recomputation of a block hides the gathering of its output's gradient, and ends before its last product.
+    assert recomputed["x all_gather down: output gradient"] == 0
+    assert recomputed["y all_reduce up: outputs"] == 1 / parts / 2
+    for name in IN_PARTS:
+        assert recomputed[name] == 1 / parts
+
+
+def test_parts_need_no_more_memory_than_the_whole() -> None:
+    def peak(parts: int) -> int:
+        sections = {"training": {"micro_batch_size": 4}, "overlap": {"batch_parts": parts}}
+        run = tiny_run(GPT, {"x": 2, "y": 2}, activation_checkpoint={"mode": "full"}, **sections)
+        return trace(run).memory.total_peak
+
+    assert peak(4) <= peak(2) <= peak(1)
+
+
 def test_weights_are_gathered_behind_the_layer_before() -> None:
     deep = {**LLAMA, "num_hidden_layers": 12}
     ahead, late = (

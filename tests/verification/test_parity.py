@@ -43,6 +43,7 @@ DEEP_LLAMA, DEEP_GPT = LLAMA | {"num_hidden_layers": 4}, GPT | {"num_hidden_laye
 SCHEDULES = get_args(Schedule)
 FAST_SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 SIX_HEADS = {"preset": "llama-tiny", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
+TWO_PARTS, FOUR_PARTS = ({"overlap": {"batch_parts": parts}, "training": {"micro_batch_size": 4}} for parts in (2, 4))
 ONE_SEQUENCE = {"training": {"micro_batch_size": 1}}
 UNEVEN = {"preset": "llama-tiny", "hidden_size": 56, "head_dim": 8, "intermediate_size": 72}
 
@@ -57,6 +58,7 @@ CASES: dict[str, Case] = {
     "dp2 zero 3 qwen": (QWEN, {"dp": 2, "zero": 3}, {}),
     "x2 y2": (LLAMA, {"x": 2, "y": 2}, {}),
     "x2 y2, y shares the batch": (SIX_HEADS, {"x": 2, "y": 2}, {}),
+    "x2 y2 in parts": (GPT, {"x": 2, "y": 2}, TWO_PARTS | FULL | GOLDFISH),
     "y2 z2": (GPT, {"y": 2, "z": 2}, {}),
     "z2 dp2 zero 2": (QWEN, {"z": 2, "dp": 2, "zero": 2}, {}),
     "cp2 ulysses": (LLAMA, {"cp": 2, "cp_method": "ulysses"}, PACKED),
@@ -134,6 +136,39 @@ SLOW_CASES: dict[str, Case] = {
     "pp2 x2 z2 neox": (NEOX | {"num_hidden_layers": 4}, {"pp": 2, "x": 2, "z": 2}, ONE_SEQUENCE),
     "x2 y4 gpt, y shares the batch": (GPT, {"x": 2, "y": 4}, {"training": {"micro_batch_size": 4}}),
     "x2 y4, y shares the queries": (SIX_HEADS, {"x": 2, "y": 4}, PACKED | ONE_SEQUENCE),
+    "x2 in parts": (LLAMA, {"x": 2}, TWO_PARTS),
+    "y2 in parts": (LLAMA, {"y": 2}, TWO_PARTS | PACKED),
+    "x2 in four parts, some parts recomputed": (LLAMA, {"x": 2}, FOUR_PARTS | SELECTIVE | PACKED),
+    "x2 y2 in parts, y shares the batch": (SIX_HEADS, {"x": 2, "y": 2}, TWO_PARTS | PACKED),
+    "x2 y2 in four parts, y shares the queries": (SIX_HEADS, {"x": 2, "y": 2}, FOUR_PARTS | FULL),
+    "x2 y2 neox in parts, recomputed": (NEOX, {"x": 2, "y": 2}, TWO_PARTS | FULL),
+    "x2 y2 gemma in parts": (GEMMA, {"x": 2, "y": 2}, FOUR_PARTS | GROUPS),
+    "x2 in parts, no other overlap": (
+        QWEN,
+        {"x": 2, "y": 2},
+        TWO_PARTS | {"overlap": {"batch_parts": 2, "input_gradients": False, "gate_sum": False, "weight_prefetch": 0}},
+    ),
+    "x2 z2 in parts from the CPU": (DEEP_GPT, {"x": 2, "z": 2}, TWO_PARTS | OFFLOADED),
+    "y2 dp2 zero 2 in parts": (LLAMA, {"y": 2, "dp": 2, "zero": 2}, FULL | {"overlap": {"batch_parts": 2}}),
+    "x2 cp2 in parts": (LLAMA, {"x": 2, "cp": 2}, TWO_PARTS | FULL | PACKED),
+    "y2 cp2 ring in parts": (GPT, {"y": 2, "cp": 2, "cp_method": "ring"}, FOUR_PARTS | GOLDFISH),
+    "pp2 x2 in parts": (DEEP_GPT, {"pp": 2, "x": 2}, FULL | {"overlap": {"batch_parts": 2}}),
+    "pp2 y2 ZBV in parts": (
+        DEEP_GPT,
+        {"pp": 2, "y": 2, "schedule": "ZBVZeroBubble"},
+        {"overlap": {"batch_parts": 2}},
+    ),
+    "x2 y2 adapters in parts": (
+        LLAMA,
+        {"x": 2, "y": 2},
+        TWO_PARTS | {"lora": {"rank": 4, "targets": ["up_proj", "q_proj"]}},
+    ),
+    "x2 y2 z2 in parts": (QWEN, {"x": 2, "y": 2, "z": 2}, FULL | {"overlap": {"batch_parts": 2}}),
+    "x4 y2, kv not in x, in parts": (
+        LLAMA | {"num_key_value_heads": 2},
+        {"x": 4, "y": 2},
+        TWO_PARTS | SELECTIVE,
+    ),
     "x4 y2, kv not in x": (LLAMA | {"num_key_value_heads": 2}, {"x": 4, "y": 2}, SELECTIVE),
     "x4, heads repeat kv": (LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8}, {"x": 4}, {}),
     "x8 one kv head": (QWEN | {"num_key_value_heads": 1}, {"x": 8}, {}),

@@ -50,7 +50,9 @@ def attention_over_y(work: Workload) -> np.ndarray:
     model, layout = work.model, work.layout
     heads = model.queries / model.head_dim
     return np.where(
-        heads % (layout.x * layout.y) == 0, "heads", np.where(layout.micro_batch % layout.y == 0, "batch", "sequence")
+        heads % (layout.x * layout.y) == 0,
+        "heads",
+        np.where(layout.micro_batch // work.parts % layout.y == 0, "batch", "sequence"),
     )
 
 

@@ -22,8 +22,9 @@ class BlockTime(Cases):
 
     forward, backward: computation; attention_forward, activation_forward, x_again, y_again: the parts that selective
     recompute repeats; last_product, last_sum: those at the end, which full recompute skips; hideable_x, hideable_y:
-    collectives of the backward that can run during ``weight_gradients``; gate_sum, up_product: the sum of gate over y,
-    and the product that can hide it; launch_forward, launch_backward: host seconds.
+    collectives of the backward that can run during ``weight_gradients``; gate_sum, up_sum, up_product: the sum over
+    y of gate, that of gate and up, and the product that can hide the first; launch_forward, launch_backward: host
+    seconds.
     """
 
     forward: Number
@@ -41,6 +42,7 @@ class BlockTime(Cases):
     hideable_x: Number
     hideable_y: Number
     gate_sum: Number
+    up_sum: Number
     up_product: Number
     weight_gradients: Number
     launch_forward: Number
@@ -71,43 +73,54 @@ class Rates:
 
 def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockTime:
     """Seconds for each case of ``work``."""
-    model, layout, program = work.model, work.layout, work.program
+    parts = work.parts
+    part = work.but(micro_batch=work.layout.micro_batch / parts)
+    model, layout = work.model, work.layout
     rates = Rates(work, machine, constants)
     x_group = group_of(layout.x, 1, machine, constants)
     y_group = group_of(layout.y, layout.x, machine, constants)
-    forward, input_gradients, weight_gradients = _products(work, rates)
-    attend, attend_backward = _attention(work, rates)
-    pointwise_forward, pointwise_backward = (size / rates.bandwidth for size in pointwise_traffic(work))
-    x_forward, x_backward, hideable_x = _over_x(work, x_group)
-    y_forward, y_backward, hideable_y = _over_y(work, y_group)
-    collectives = 4 * (layout.x > 1) + 5 * (layout.y > 1)
-    more = np.where(_softmax_is_plain(work), attention_core.PLAIN_KERNELS, 0.0)
+    forward, input_gradients, weight_gradients = _products(part, rates)
+    attend, attend_backward = _attention(part, rates)
+    pointwise_forward, pointwise_backward = (size / rates.bandwidth for size in pointwise_traffic(part))
+    x_forward, x_backward, hideable_x = _over_x(part, x_group)
+    y_forward, y_backward, hideable_y = _over_y(part, y_group)
+    launch_forward, launch_backward = _launches(part, rates)
+    weights = model.block_weights / (layout.x * layout.y)
+    added = 3 * work.step.item_bytes * weights * (parts - 1) / rates.bandwidth  # the parts' weight gradients
+    seconds: dict[str, Number] = {
+        "forward": forward + attend + pointwise_forward,
+        "backward": input_gradients + weight_gradients + attend_backward + pointwise_backward + added / parts,
+        "attention_forward": attend,
+        "activation_forward": _activation(part, rates),
+        "last_product": _linear(part, rates, rates.matmul, model.inner / layout.x, model.hidden / layout.y)[0],
+        "last_sum": x_forward / 4,
+        "x_again": x_forward / 2,
+        "y_again": gather_seconds(part.step.item_bytes * part.tokens * model.queries / layout.x, 1, y_group),
+        "x_forward": x_forward,
+        "x_backward": x_backward,
+        "y_forward": y_forward,
+        "y_backward": y_backward,
+        "hideable_x": hideable_x,
+        "hideable_y": hideable_y,
+        "gate_sum": _gate_sum(part, y_group),
+        "up_sum": reduce_seconds(part.step.item_bytes * part.tokens * model.gate_up / layout.x, 1, y_group),
+        "up_product": _linear(part, rates, rates.matmul, model.hidden / layout.y, model.inner / layout.x)[0],
+        "weight_gradients": weight_gradients,
+        "launch_forward": launch_forward,
+        "launch_backward": launch_backward,
+    }
     head, head_x, head_y, embedding = _head(work, rates, x_group, y_group)
-    return BlockTime(
-        forward=forward + attend + pointwise_forward,
-        backward=input_gradients + weight_gradients + attend_backward + pointwise_backward,
-        attention_forward=attend,
-        activation_forward=_activation(work, rates),
-        last_product=_linear(work, rates, rates.matmul, model.inner / layout.x, model.hidden / layout.y)[0],
-        last_sum=x_forward / 4,
-        x_again=x_forward / 2,
-        y_again=gather_seconds(work.step.item_bytes * work.tokens * model.queries / layout.x, 1, y_group),
-        x_forward=x_forward,
-        x_backward=x_backward,
-        y_forward=y_forward,
-        y_backward=y_backward,
-        hideable_x=hideable_x,
-        hideable_y=hideable_y,
-        gate_sum=_gate_sum(work, y_group),
-        up_product=_linear(work, rates, rates.matmul, model.hidden / layout.y, model.inner / layout.x)[0],
-        weight_gradients=weight_gradients,
-        launch_forward=rates.launch * (host.block_launches(host.FORWARD_KERNELS, program.fused, collectives) + more),
-        launch_backward=rates.launch * (host.block_launches(host.BACKWARD_KERNELS, program.fused, collectives) + more),
-        head=head,
-        head_x=head_x,
-        head_y=head_y,
-        embedding=embedding,
-    )
+    ends = {"head": head, "head_x": head_x, "head_y": head_y, "embedding": embedding}
+    return BlockTime(**{name: parts * of_part for name, of_part in seconds.items()}, **ends)
+
+
+def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
+    """Host seconds of the forward and of the backward."""
+    collectives = 4 * (work.layout.x > 1) + 5 * (work.layout.y > 1)
+    more = np.where(_softmax_is_plain(work), attention_core.PLAIN_KERNELS, 0.0)
+    fused = work.program.fused
+    forward = rates.launch * (host.block_launches(host.FORWARD_KERNELS, fused, collectives) + more)
+    return forward, rates.launch * (host.block_launches(host.BACKWARD_KERNELS, fused, collectives) + more)
 
 
 def _products(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
@@ -188,7 +201,7 @@ def _copied(work: Workload) -> tuple[Number, Number]:
     """Bytes that fourfold copies to lay out tensors before and after collectives, in the forward and the backward.
 
     Over x all tokens, four times, if there are several sequences, since a rank's parts of them are not contiguous. Over
-    y features, which are also packed into one collective.
+    y features, which are also packed into one collective. Parts of a micro-batch are joined.
     """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens
@@ -196,7 +209,8 @@ def _copied(work: Workload) -> tuple[Number, Number]:
     qkv, queries = token * (model.queries + 2 * model.keys) / layout.x, token * model.queries / layout.x
     over_y = np.where(layout.y > 1, 4 * qkv + 2 * queries, 0)
     over_y_back = np.where(layout.y > 1, 2 * qkv * (1 + 1 / layout.y) + 2 * queries, 0)
-    return over_x + over_y, over_x + over_y_back
+    joined = np.where(work.parts > 1, 2 * token * model.hidden / (layout.x * layout.y), 0)
+    return over_x + over_y + joined, over_x + over_y_back + joined
 
 
 def _activation(work: Workload, rates: Rates) -> Number:

@@ -33,8 +33,12 @@ def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: Bl
     home = np.where(ring, 4 / step.item_bytes * layout.cp / np.maximum(layout.cp - 1, 1), 1.0)
     sending = gather_seconds((forwards + home) * pair, forwards + 1, group)
     passed = sending - hidden(sending, block.attention_forward * 2, constants.exposed)
-    heads = step.item_bytes * token / layout.cp * (2 * model.queries + 2 * model.keys)
-    exchanged = gather_seconds(forwards * heads, 2 * forwards, group)
+    one = step.item_bytes * token / layout.cp
+    returns = 2 + np.where(
+        layout.recompute == 2, layout.recomputing, 0.0
+    )
+    heads = forwards * (model.queries + 2 * model.keys) + returns * model.queries
+    exchanged = gather_seconds(one * heads, forwards + returns, group)
     return np.where(layout.cp_method == CP_METHODS.index("ulysses"), exchanged, passed)
 
 

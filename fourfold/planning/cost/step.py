@@ -181,9 +181,36 @@ def _exposed_x_and_y(work: Workload, constants: Constants, block: BlockTime) -> 
     hidden_y = np.where(overlap, hidden(hideable_y, block.weight_gradients / 2, exposed), 0.0)
     ahead = hidden(block.x_forward, (block.forward - block.attention_forward) / 2, exposed)
     hidden_x = hidden_x + np.where(program.overlap_forward, ahead * (1 + again), 0.0)
+    # A block's backward begins with gathering gradients, and the recomputation is run beside that.
+    first = hidden(block.x_backward / 4, block.forward, exposed)
+    hidden_x = hidden_x + np.where(program.is_fourfold, again * first, 0.0)
     gate = hidden(block.gate_sum, block.up_product, exposed)
     hidden_y = hidden_y + np.where(program.gate_first, gate * (1 + again), 0.0)
-    return x - hidden_x, y - hidden_y
+    by_parts_x, by_parts_y = _hidden_by_parts(work, constants, block)
+    takes_turns = work.parts > 1
+    return x - np.where(takes_turns, by_parts_x, hidden_x), y - np.where(takes_turns, by_parts_y, hidden_y)
+
+
+def _hidden_by_parts(work: Workload, constants: Constants, block: BlockTime) -> tuple[Number, Number]:
+    """Seconds of ``_exposed_x_and_y`` that the products of other parts of the micro-batch hide.
+
+    Exposed remain, as the trace has it: of each gather and sum over x in the forward, one part's, since no product lies
+    between the sum of a layer and the gather of the next; in a recomputation also one part's sum of up over y, and
+    without it the gather of one part's gradients as the backward begins.
+    """
+    layout, again, one = work.layout, _forwards_again(work), 1 / work.parts
+    computes = (block.forward, again * (block.forward - block.last_product), block.backward
+                - np.where(layout.split_backward, block.weight_gradients, 0.0))  # fmt: skip
+    over_x = (block.x_forward, again * (block.x_forward - block.last_sum), block.x_backward)
+    over_y = (block.y_forward, again * block.y_forward, block.y_backward)
+    exposed_of_x = (one, one, np.where(layout.recompute == 2, 0.0, one / 4))
+    exposed_of_y = (0.0, one * block.up_sum / np.maximum(block.y_forward, 1e-30), 0.0)
+    hidden_x = hidden_y = 0.0
+    for compute, x, y, of_x, of_y in zip(computes, over_x, over_y, exposed_of_x, exposed_of_y, strict=True):
+        x, y = (1 - of_x) * x, (1 - of_y) * y
+        share = hidden(x + y, compute, constants.exposed) / np.maximum(x + y, 1e-30)
+        hidden_x, hidden_y = hidden_x + share * x, hidden_y + share * y
+    return hidden_x, hidden_y
 
 
 def _ends(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> _Ends:

@@ -100,6 +100,7 @@ def _sizes(work: Workload) -> Sizes:
         x=x, y=y, z=z, dp=dp, cp=cp, pp=pp, zero=layout.zero,
         # Products of it exceed 32 bits.
         micro_batch=np.asarray(layout.micro_batch, np.int64),
+        batch_parts=work.program.batch_parts,
         stages=layout.pp * layout.interleave,
         in_rounds=layout.in_rounds,
         split_backward=layout.split_backward,
