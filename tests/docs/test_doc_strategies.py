@@ -222,14 +222,20 @@ def test_the_memory_of_a_long_sequence_is_the_traces(column: int, method: str) -
 
 @pytest.mark.slow
 def test_the_exposed_shares_are_the_traces() -> None:
-    (command,) = [b.text for b in blocks_of(PARALLELISM) if "gpt-80b" in b.text]
-    run = load_run(REPOSITORY / "examples" / "gpt-320b-32768gpus.toml", re.findall(r"--set (\S+)", command))
-    sent, exposed = Counter[str](), Counter[str]()
-    for line in trace(run).collectives:
-        for axis in (line.axis, "all"):
-            sent[axis] += line.bytes
-            exposed[axis] += line.exposed_bytes
-    rows = tables_of(PARALLELISM)["axis | GiB of one rank in a step | exposed"]
-    assert {row[0] for row in rows} == {axis for axis in sent if sent[axis] >= 2**30}
-    for axis, size, share in rows:
-        assert (size, share) == (f"{sent[axis] / 2**30:.1f}", f"{exposed[axis] / sent[axis]:.0%}"), axis
+    page = DOCS / "overlap.md"
+    (command,) = [b.text for b in blocks_of(page) if "gpt-80b" in b.text]
+    settings = [text for text in re.findall(r"--set (\S+)", command) if "$" not in text]
+    rows = tables_of(page)["axis | GiB of one rank in a step | exposed, 1 part | 2 parts | 4 parts"]
+    for column, parts in ((2, 1), (3, 2), (4, 4)):
+        run = load_run(REPOSITORY / "examples" / "gpt-320b-32768gpus.toml", [*settings, f"overlap.batch_parts={parts}"])
+        traced = trace(run)
+        assert f"{traced.memory.activations_peak / 2**20:,.0f}" in page.read_text(encoding="utf-8")
+        sent, exposed = Counter[str](), Counter[str]()
+        for line in traced.collectives:
+            for axis in (line.axis, "all"):
+                sent[axis] += line.bytes
+                exposed[axis] += line.exposed_bytes
+        assert {row[0] for row in rows} == {axis for axis in sent if sent[axis] >= 2**30}
+        for row in rows:
+            told = f"{sent[row[0]] / 2**30:.1f}", f"{exposed[row[0]] / sent[row[0]]:.0%}"
+            assert (row[1], row[column]) == told, (row[0], parts)
