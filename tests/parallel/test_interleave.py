@@ -29,7 +29,7 @@ def test_workers_take_one_step_after_the_other() -> None:
 
 
 def test_parts_divide_the_micro_batch() -> None:
-    with pytest.raises(UserError, match="cannot be split into overlap.batch_parts = 3; 3 works"):
+    with pytest.raises(UserError, match=r"cannot be split into overlap\.batch_parts = 3; 3 works"):
         tiny_run(LLAMA, {"x": 2}, overlap={"batch_parts": 3})
 
 
