@@ -70,9 +70,10 @@ def _recomputing(kind: type[nn.Module], method: str, run: Callable[..., Tensor])
 
 def _checkpointed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
     # Nothing in a block is random, so there is no random state to restore.
-    out: Tensor = checkpoint(
-        forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=_first_and_again
-    )
+    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if not torch.compiler.is_compiling():  # compiled code takes no contexts, and asks for none
+        how["context_fn"] = _first_and_again
+    out: Tensor = checkpoint(forward, *inputs, **how)
     return out
 
 
