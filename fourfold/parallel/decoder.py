@@ -39,7 +39,7 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig) -> DataP
         assert_nothing_serial(model)
     if run.training.float8 != "none":
         use_float8(model, run.training.float8)
-    if grid.x.size * grid.y.size > 1:
+    if run.overlap.batch_parts > 1 and grid.x.size * grid.y.size > 1:
         interleave(model, run.overlap.batch_parts, multiple=grid.y.size if attention_split(run) == "batch" else 1)
     recompute(model, run.activation_checkpoint)
     if run.training.compile:

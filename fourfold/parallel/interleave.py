@@ -28,9 +28,8 @@ def interleave(model: Transformer, parts: int, multiple: int) -> None:
     multiple: a part has a multiple of these sequences; batches that do not divide so are run whole.
     """
     for block in model.blocks:
-        if parts > 1:
-            block.__class__ = InterleavedBlock
-            vars(block).update(parts=parts, multiple=multiple)
+        block.__class__ = InterleavedBlock
+        vars(block).update(parts=parts, multiple=multiple)
 
 
 class InterleavedBlock(Block):

@@ -237,5 +237,5 @@ def test_the_exposed_shares_are_the_traces() -> None:
                 exposed[axis] += line.exposed_bytes
         assert {row[0] for row in rows} == {axis for axis in sent if sent[axis] >= 2**30}
         for row in rows:
-            told = f"{sent[row[0]] / 2**30:.1f}", f"{exposed[row[0]] / sent[row[0]]:.0%}"
-            assert (row[1], row[column]) == told, (row[0], parts)
+            traced_row = f"{sent[row[0]] / 2**30:.1f}", f"{exposed[row[0]] / sent[row[0]]:.0%}"
+            assert (row[1], row[column]) == traced_row, (row[0], parts)

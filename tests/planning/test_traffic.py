@@ -117,12 +117,12 @@ def test_a_block_moves_what_the_planner_says(model: dict[str, Any], grid: dict[s
 @pytest.mark.parametrize("parts", [2, 4])
 def test_parts_of_a_micro_batch_move_little_more(grid: dict[str, int], parts: int) -> None:
     work, forward, backward = of_a_block(GPT, grid, 4, parts)
-    told = [parts * size for size in pointwise_traffic(work.but(micro_batch=4 / parts))]
+    expected = [parts * size for size in pointwise_traffic(work.but(micro_batch=4 / parts))]
     if work.layout.y == 1:
         residual = work.step.item_bytes * work.tokens * work.model.hidden / work.layout.x
-        told = [size + (OWN_LAYER_CHAINS[i] - OWN_NORMS[i]) * residual for i, size in enumerate(told)]
-    assert forward == pytest.approx(told[0], rel=0.07)
-    assert backward == pytest.approx(told[1], rel=0.07)
+        expected = [size + (OWN_LAYER_CHAINS[i] - OWN_NORMS[i]) * residual for i, size in enumerate(expected)]
+    assert forward == pytest.approx(expected[0], rel=0.07)
+    assert backward == pytest.approx(expected[1], rel=0.07)
 
 
 def test_a_norm_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,10 +86,10 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     y_forward, y_backward, hideable_y = _over_y(part, y_group)
     launch_forward, launch_backward = _launches(part, rates)
     weights = model.block_weights / (layout.x * layout.y)
-    added = 3 * work.step.item_bytes * weights * (parts - 1) / rates.bandwidth  # the parts' weight gradients
+    added = 3 * work.step.item_bytes * weights * (1 - 1 / parts) / rates.bandwidth  # the parts' weight gradients
     seconds: dict[str, Number] = {
         "forward": forward + attend + pointwise_forward,
-        "backward": input_gradients + weight_gradients + attend_backward + pointwise_backward + added / parts,
+        "backward": input_gradients + weight_gradients + attend_backward + pointwise_backward + added,
         "attention_forward": attend,
         "activation_forward": _activation(part, rates),
         "last_product": _linear(part, rates, rates.matmul, model.inner / layout.x, model.hidden / layout.y)[0],
