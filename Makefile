@@ -4,6 +4,8 @@ VENV := .venv
 OUT ?= gpu-results
 # Named exactly: a range would fetch gigabytes of CUDA libraries where the CPU build is wanted.
 TORCH := torch==2.13.0
+# The tests start many processes: they find compiled modules, also where the shell wants none written.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-slow test-slow-part lint gpu clean
 

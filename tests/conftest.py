@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -34,6 +35,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave most cases of long matrices to the slow tests, before ``-m`` selects."""
     mark_long_matrices(items)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported out of every collection of garbage: each job ends with one."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter's end collect it."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -83,6 +83,9 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
             f"rank {place.rank} of {place.world_size} could not meet the others at {meeting_point} "
             f"({str(error).splitlines()[0]}); set MASTER_ADDR and MASTER_PORT to a free port on rank 0's host"
         ) from error
+    if not on_gpu:
+        atexit.unregister(_let_gloo_release)  # once, however many groups this process starts
+        atexit.register(_let_gloo_release)
 
 
 def _store(meeting_point: str | None, place: Place, timeout: timedelta) -> Store | None:
@@ -167,14 +170,13 @@ def end_process_group(failed: bool) -> None:
     that releases a tensor while the interpreter ends waits for the GIL, and so aborts the process
     (github.com/pytorch/pytorch/issues/190489). torch has no call that stops these threads. They stop when nothing
     refers to their group any more; where a program's own grid still does, they are given the time to release what they
-    hold.
+    hold, when the program ends.
     """
-    if not dist.is_initialized():
-        return
-    is_gloo = dist.get_backend() == "gloo"
-    if failed and not is_gloo and dist.get_world_size() > 1:
+    if not dist.is_initialized() or (failed and dist.get_backend() != "gloo" and dist.get_world_size() > 1):
         return
     dist.destroy_process_group()
     gc.collect()  # a job is full of circular references: its groups would wait for the next collection
-    if is_gloo:
-        time.sleep(GLOO_RELEASE_SECONDS)
+
+
+def _let_gloo_release() -> None:
+    time.sleep(GLOO_RELEASE_SECONDS)
