@@ -73,7 +73,7 @@ class Replicated(DataParallel):
         """Nothing is gathered."""
 
     def gathered(self) -> list[Tensor]:
-        return [weight.working.detach() for weight in self.weights.values() if weight.working is not weight.stored]
+        return [weight.working for weight in self.weights.values() if weight.working is not weight.stored]
 
     def partial_gradients(self) -> list[Tensor]:
         working = [p.grad for p in self.weights if p.grad is not None]
