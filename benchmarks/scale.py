@@ -74,14 +74,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="On the disk to measure; default: a temporary one.")
     add_tiny(parser)
     arguments = parser.parse_args()
-    layers = 2 if arguments.tiny else 96
+    layers, width = (2, 256) if arguments.tiny else (96, 2048)
     print("| processes | groups s | model s | save s | resume s | files read | on z / 2 | memory GiB |")
     print("|---|---|---|---|---|---|---|---|")
     for ranks in [8] if arguments.tiny else arguments.ranks:
         folder = Path(tempfile.mkdtemp(dir=arguments.folder))
         try:
             with multiprocessing.get_context("spawn").Pool(1) as fresh:  # its memory is that of this job alone
-                costs = fresh.apply(costs_of, (ranks, layers, folder))
+                costs = fresh.apply(costs_of, (ranks, layers, width, folder))
         finally:
             shutil.rmtree(folder)
         print(
@@ -91,10 +91,10 @@ def main() -> None:
         )
 
 
-def costs_of(ranks: int, layers: int, folder: Path) -> Costs:
+def costs_of(ranks: int, layers: int, width: int, folder: Path) -> Costs:
     """Play rank 0 of one job."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    run = run_of(ranks, layers)
+    run = run_of(ranks, layers, width)
     begin = time.perf_counter()
     grid = Grid(run.parallel, "cpu")
     groups = time.perf_counter() - begin
@@ -115,13 +115,13 @@ def costs_of(ranks: int, layers: int, folder: Path) -> Costs:
     return Costs(ranks, groups, model, save, resume, len(opened), len(elsewhere), memory)
 
 
-def run_of(ranks: int, layers: int) -> RunConfig:
+def run_of(ranks: int, layers: int, width: int) -> RunConfig:
     return make_run(
         {
             "model": {
                 "preset": "gpt-320b",
-                "hidden_size": 2048,
-                "intermediate_size": 8192,
+                "hidden_size": width,
+                "intermediate_size": 4 * width,
                 "num_attention_heads": 32,
                 "num_key_value_heads": 32,
                 "num_hidden_layers": layers,

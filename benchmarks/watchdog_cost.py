@@ -32,26 +32,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     add_tiny(parser)
     arguments = parser.parse_args()
-    rounds, count = (2, 1000) if arguments.tiny else (arguments.rounds, SIGNS)
+    rounds, count, ranks = (2, 1000, 1) if arguments.tiny else (arguments.rounds, SIGNS, 2)
     memory = Heartbeat(_shared_memory())
     heartbeat.watched(memory)
     with_watchdog = min(timeit.repeat(_sign, number=count, repeat=5)) / count
     heartbeat.watched(None)
     without = min(timeit.repeat(_sign, number=count, repeat=5)) / count
     print(f"a sign of life: {1e6 * with_watchdog:.2f} µs; without a watchdog {1e6 * without:.2f} µs")
-    signs, seconds = run_on_ranks(2, 1, steps_on_grid, rounds)
+    signs, seconds = run_on_ranks(ranks, 1, steps_on_grid, ranks, rounds)
     share = signs * with_watchdog / seconds
-    print(f"llama-tiny on x 2: {signs} signs in a step of {1e3 * seconds:.1f} ms (the fastest): {share:.3%}")
+    print(f"llama-tiny on x {ranks}: {signs} signs in a step of {1e3 * seconds:.1f} ms (the fastest): {share:.3%}")
 
 
-def steps_on_grid(rounds: int) -> tuple[int, float]:
+def steps_on_grid(ranks: int, rounds: int) -> tuple[int, float]:
     """Signs of life in a step, and the seconds of the fastest."""
     training = {"global_batch_size": 8, "micro_batch_size": 2, "seq_length": 128, "train_steps": 1000}
     run = make_run(
         {
             "model": {"preset": "llama-tiny"},
             "data": {"source": "python-stdlib"},
-            "parallel": {"x": 2},
+            "parallel": {"x": ranks},
             "training": training,
         }
     )

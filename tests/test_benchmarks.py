@@ -12,7 +12,11 @@ import pytest
 
 HELPERS = {"cache_traffic", "gpu", "options", "peers", "ranks"}
 BENCHMARKS = sorted({path.stem for path in Path(__file__).parents[1].glob("benchmarks/*.py")} - HELPERS)
-ARGUMENTS = {"train_gpu": ["--device", "cpu", "--no-compile"], "train_cpu": ["--only", "b"]}
+ARGUMENTS = {
+    "train_gpu": ["--device", "cpu", "--no-compile"],
+    "train_cpu": ["--only", "b"],
+    "loki_decode": ["--kernels", "torch"],  # the others compile for seconds
+}
 SLOW = {"pipeline_bubble", "train_cpu"}
 
 

@@ -183,7 +183,8 @@ def test_room_for_what_is_kept(tmp_path: Path, disk: Disk, capsys: pytest.Captur
         check_room_at_start(folder, run)
 
 
-@pytest.mark.parametrize("parallel", [{"parallel__x": 2}, pytest.param({}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"parallel__x": 2}, {}], ids=str)
 def test_a_run_folder_that_is_full(tmp_path: Path, prefix: str, disk: Disk, parallel: dict[str, Any]) -> None:
     """One sentence from whichever process, and nothing of a peer that left."""
     folder = disk(20 * 1024)

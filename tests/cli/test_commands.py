@@ -166,6 +166,7 @@ def test_train_stopped_by_a_signal(cli: Cli, tmp_path: Path, prefix: str, monkey
     assert (tmp_path / "runs" / "run" / "checkpoints" / "step_8" / "state.json").is_file()
 
 
+@pytest.mark.slow
 def test_local_workers_stopped_by_sigterm_save_and_exit_with_3(tmp_path: Path, prefix: str) -> None:
     """As a scheduler does it, to the process that it knows."""
     path = run_file(
@@ -422,6 +423,7 @@ def test_checkpoints_are_verified(cli: Cli, tmp_path: Path, prefix: str) -> None
     assert "is no checkpoint" in one_sentence(cli("checkpoint", "verify", tmp_path))
 
 
+@pytest.mark.slow
 def test_refusal_of_local_workers(tmp_path: Path, prefix: str) -> None:
     """What only the workers find out is one sentence of the parent, though both say it, whatever torch logs."""
     done = in_a_process("train", run_file(tmp_path, prefix, model__vocab_size=200, parallel__z=2))

@@ -110,7 +110,7 @@ def test_a_rank_keeps_a_micro_batch_more_than_the_next(model: str, micro_batches
 
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, marks=[pytest.mark.slow] if i % 2 else []) for i, row in enumerate(tables_of(MEMORY)[KEPT])],
+    [pytest.param(row, marks=[pytest.mark.slow] if i % 3 else []) for i, row in enumerate(tables_of(MEMORY)[KEPT])],
     ids=lambda row: " ".join(row[:2]),
 )
 def test_a_block_keeps_what_the_page_says(row: list[str]) -> None:
@@ -179,6 +179,7 @@ def test_who_has_which_chunks() -> None:
     assert [row[1] for row in rows] == [", ".join(map(str, chunks_of(rank, 4))) for rank in range(4)]
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("row", tables_of(MEMORY)["run file | weights | gradients | optimizer | working copy"])
 def test_the_bytes_of_a_weight(row: list[str]) -> None:
     file, *numbers = row

@@ -121,7 +121,7 @@ def test_another_model_is_refused(llama: tuple[Any, LokiBasis]) -> None:
     with pytest.raises(UserError, match="rotary embedding"):
         enable_loki(loki_model(rope_parameters={"rope_type": "default", "rope_theta": 5e4}), basis)
     for dtype in (torch.bfloat16, torch.float16):
-        enable_loki(copy.deepcopy(model).to(dtype), basis)
+        enable_loki(copy.deepcopy(model).to(dtype), basis, LokiConfig(kernels="torch"))
 
 
 def test_files_that_are_no_basis(llama: tuple[Any, LokiBasis], tmp_path: Path) -> None:

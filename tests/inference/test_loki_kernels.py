@@ -91,7 +91,7 @@ def test_kernels_compute_what_torch_does(
     torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float16])
 def test_half_precision(kernels: str, dtype: torch.dtype) -> None:
     """Ranks in float32 may prefer another key than ranks rounded to 16 bits; nearly all keys are the same set."""
     if kernels == "numba" and dtype == torch.float16:
@@ -204,10 +204,11 @@ def test_where_numba_computes(monkeypatch: pytest.MonkeyPatch) -> None:
         LokiConfig(kernels="numba").kernels_for(cpu, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "kernels"),
     [
-        pytest.param({"NUMBA_CACHE_DIR": "TMP"}, "numba", marks=pytest.mark.slow, id="full disk"),
+        pytest.param({"NUMBA_CACHE_DIR": "TMP"}, "numba", id="full disk"),
         pytest.param({"NUMBA_DISABLE_JIT": "1"}, "torch", id="disabled"),
     ],
 )

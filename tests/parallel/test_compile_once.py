@@ -59,6 +59,7 @@ def test_more_blocks_compile_nothing_more(model: dict[str, Any], grid: dict[str,
     assert graphs(model, 10, grid, mode) == graphs(model, 2, grid, mode) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("mode", [SELECTIVE, {"mode": "none"}], ids=lambda mode: mode["mode"])
 def test_documents_compile_nothing_more(mode: dict[str, Any]) -> None:

@@ -43,7 +43,8 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(folder / "runs" / "run" / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("stopped", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [1, 0])
 def test_a_rank_that_was_stopped_is_named(tmp_path: Path, prefix: str, start: Start, stopped: int) -> None:
     path = endless(tmp_path, prefix, parallel__x=2, fault_tolerance__timeout=3, fault_tolerance__max_restarts=0)
     process = start(path)
@@ -125,18 +126,14 @@ def test_a_step_that_fails_again_ends_the_job(tmp_path: Path, prefix: str, answe
     assert [line["skips"] for line in read_bad_steps(tmp_path)] == [[1]] * (answer == "skip")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rendezvous", "killed"),
     [
         (["--standalone"], [1]),
-        *(
-            pytest.param(rendezvous, killed, marks=pytest.mark.slow)
-            for rendezvous, killed in (
-                (["--standalone"], [0, 1]),
-                (["--master-port=29617"], [1]),
-                (["--master-port=29619"], [0, 1]),
-            )
-        ),
+        (["--standalone"], [0, 1]),
+        (["--master-port=29617"], [1]),
+        (["--master-port=29619"], [0, 1]),
     ],
     ids=str,
 )
@@ -214,7 +211,7 @@ def test_a_job_without_its_watchdog_goes_on(tmp_path: Path, prefix: str, start: 
 
 
 def test_the_limit_of_time_saves_and_stops(tmp_path: Path, prefix: str, cli: Cli) -> None:
-    path = endless(tmp_path, prefix, fault_tolerance__max_wall_time=0.02)
+    path = endless(tmp_path, prefix, fault_tolerance__max_wall_time=0.01)
     code, output, _ = cli("train", path)
     assert code == STOPPED
     (step,) = checkpoint_steps(tmp_path)

@@ -30,11 +30,11 @@ VICTIMS = ["rank 0", "rank 1", "parent", "group"]
 Whole = Callable[[str, int], Path]
 
 
-def killable(folder: Path, prefix: str, setting: str, steps: int) -> Path:
+def killable(folder: Path, prefix: str, steps: int, **changes: object) -> Path:
     """A run file with a checkpoint every second step, of which two are kept."""
     folder.mkdir(exist_ok=True)
     saves: dict[str, object] = {"checkpoint__interval": 2, "checkpoint__keep_latest_k": 2}
-    return run_file(folder, prefix, training__train_steps=steps, **saves, **SETTINGS[setting])
+    return run_file(folder, prefix, training__train_steps=steps, **saves, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def whole(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     def run(setting: str, steps: int) -> Path:
         if (setting, steps) not in folders:
             folder = folders[setting, steps] = tmp_path_factory.mktemp("whole")
-            path = killable(folder, prefix, setting, steps)
+            path = killable(folder, prefix, steps, **SETTINGS[setting])
             subprocess.run([*FOURFOLD, "train", str(path)], env=ONE_THREAD, check=True, timeout=LIMIT)
         return folders[setting, steps]
 
@@ -101,6 +101,20 @@ def kill(process: subprocess.Popen[str], victim: str) -> None:
         os.kill(_workers(process)[int(victim[-1])], signal.SIGKILL)
 
 
+def test_a_kill_of_one_process_costs_no_bit(tmp_path: Path, prefix: str, start: Start, cli: Cli) -> None:
+    """The short form of the sweep: the second attempt, and the run that nobody kills, need no process of their own."""
+    folders = tmp_path / "killed", tmp_path / "whole"
+    paths = [killable(folder, prefix, 40) for folder in folders]
+    process = start(paths[0])
+    wait_for_steps(paths[0], 3, process)
+    kill(process, "group")
+    ended(process)
+    assert process.returncode == -signal.SIGKILL
+    for path in paths:
+        assert cli("train", path)[0] == 0
+    assert_the_same(*folders, 40, cli)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100))
 def test_a_kill_at_any_moment_costs_no_bit(
@@ -109,7 +123,7 @@ def test_a_kill_at_any_moment_costs_no_bit(
     """Every tenth during the start, the others between two steps or in a save."""
     steps, chance = 40, random.Random(seed)
     setting, victim = list(SETTINGS)[seed % 3], VICTIMS[seed % 4]
-    path = killable(tmp_path, prefix, setting, steps)
+    path = killable(tmp_path, prefix, steps, **SETTINGS[setting])
     process = start(path)
     early = seed % 10 == 9
     if early:
@@ -165,12 +179,10 @@ def change(module):
 """.replace("SAVED", str(SAVED))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "every"),
-    [
-        (0, False),
-        *(pytest.param(rank, True, marks=pytest.mark.slow, id=f"every one of rank {rank}") for rank in (0, 1)),
-    ],
+    [(0, False), *(pytest.param(rank, True, id=f"every one of rank {rank}") for rank in (0, 1))],
 )
 def test_a_kill_before_a_file_operation_costs_no_bit(
     tmp_path: Path, prefix: str, whole: Whole, start: Start, cli: Cli, rank: int, every: bool
@@ -179,7 +191,7 @@ def test_a_kill_before_a_file_operation_costs_no_bit(
     environ = with_change(tmp_path, "fourfold.models.tensor_files", KILL_BEFORE) | {"KILL_RANK": str(rank)}
 
     def run(folder: Path, operation: int) -> str:
-        path = killable(folder, prefix, "x 2", 8)
+        path = killable(folder, prefix, 8, **SETTINGS["x 2"])
         process = start(path, environ=environ | {"KILL_FOLDER": str(folder), "KILL_BEFORE": str(operation)})
         errors = ended(process)
         assert process.returncode == 0, errors

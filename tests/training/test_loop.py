@@ -315,6 +315,7 @@ def test_on_a_grid_it_stops_on_all_ranks_and_goes_on_on_another(
         assert ours["trained_token_share"] == pytest.approx(theirs["trained_token_share"], abs=1e-6)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("grid", [{"pp": 2, "cp": 2}, {"cp": 4}, {"pp": 2, "x": 2, "schedule": "GPipe"}], ids=str)
 def test_the_sample_is_the_same_on_every_grid(
     finished: tuple[RunConfig, Outcome], pool: Pool, tmp_path: Path, prefix: str, grid: dict[str, Any]

@@ -65,7 +65,7 @@ def figures_of(run: RunConfig) -> list[tuple[int, float, float, bool]]:
     return [(r["step"], r["loss"], r["grad_norm"], r.get("skipped", False)) for r in records]
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
 def test_a_skipped_step_is_as_one_whose_gradients_never_reached_the_optimizer(
     pool: Pool, tmp_path: Path, prefix: str, grid: dict[str, Any]
@@ -91,7 +91,7 @@ def test_a_skipped_step_is_as_one_whose_gradients_never_reached_the_optimizer(
     assert bad_steps(tmp_path / "run")[2]["samples"] == [20, 21, 22, 23]
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
 def test_a_run_that_went_back_is_as_one_without_the_bad_batch(
     pool: Pool, tmp_path: Path, prefix: str, grid: dict[str, Any]
@@ -114,6 +114,7 @@ def test_a_run_that_went_back_is_as_one_without_the_bad_batch(
     ]
 
 
+@pytest.mark.slow
 def test_adapters_skip_and_go_back_alike(pool: Pool, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     base = make_model(tmp_path / "base", "qwen3", vocab_size=300)
@@ -132,7 +133,7 @@ def test_adapters_skip_and_go_back_alike(pool: Pool, tmp_path: Path) -> None:
 SPIKES = {"checks__spike": "skip", "checks__spike_window": 4, "checks__spike_sigma": 100.0}
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("policy", ["skip", "roll_back"])
 @pytest.mark.parametrize("stops", [[5, 7], [4], [8]], ids=str)
 def test_a_run_that_was_killed_judges_as_one_that_was_not(

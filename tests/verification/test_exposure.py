@@ -113,7 +113,7 @@ def test_the_ring_hides_all_but_its_last_gradients() -> None:
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
-    "grid", [{"x": 2, "y": 2, "z": 2}, {"z": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"cp": 2, "y": 2}], ids=str
+    "grid", [{"x": 2, "y": 2, "z": 2}, {"pp": 2, "dp": 2}, {"z": 2, "dp": 2}, {"cp": 2, "y": 2}], ids=str
 )
 def test_continuing_from_few_layers_is_exact(grid: dict[str, Any]) -> None:
     deep = {**LLAMA, "num_hidden_layers": 9}
