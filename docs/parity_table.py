@@ -22,6 +22,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "verification")]
 
 from mutants import Mutant  # noqa: E402 (the tests' folder is on the path from here on)
 from mutants_of_layers import LAYERS  # noqa: E402
+from mutants_of_parallelism import PARALLELISM  # noqa: E402
 from mutants_of_steps import STEPS  # noqa: E402
 from mutation import mutated  # noqa: E402
 from pool import Pool  # noqa: E402
@@ -165,7 +166,7 @@ SURVIVED = "not caught"
 
 def mutant_rows(pool: Pool, folder: Path) -> Iterable[list[str]]:
     """For every fault the figure that betrays it most."""
-    for mutant in [*LAYERS, *STEPS]:
+    for mutant in [*LAYERS, *PARALLELISM, *STEPS]:
         run = tiny_run(mutant.model, mutant.grid, output_dir=str(folder), **mutant.sections)
         report = pool.run(run.parallel.world_size, mutant_body, run, mutant)[0]
         name, ratio = max(((name, report.worst(name).ratio) for name in QUANTITIES), key=lambda pair: pair[1])

@@ -125,9 +125,7 @@ def test_the_table_of_states_says_what_the_trace_counts(zero: int, other: str) -
         assert size == pytest.approx(formula_in(formula, **letters_of(run)), rel=4e-3)
 
 
-@pytest.mark.parametrize(
-    "axis", [pytest.param("dp", marks=pytest.mark.slow), "z", pytest.param("x", marks=pytest.mark.slow), pytest.param("y", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("axis", ["z", *(pytest.param(axis, marks=pytest.mark.slow) for axis in ("dp", "x", "y"))])
 def test_the_intensity_of_an_axis_is_operations_over_bytes_sent(axis: str) -> None:
     run = tiny_run(WIDE, {axis: 4}, training={"global_batch_size": 16, "precision": "bf16"})
     letters = letters_of(run)

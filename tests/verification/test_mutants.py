@@ -8,6 +8,7 @@ import pytest
 import torch
 from mutants import Mutant
 from mutants_of_layers import LAYERS
+from mutants_of_parallelism import PARALLELISM
 from mutants_of_steps import STEPS
 from mutation import mutated
 from pool import Pool
@@ -29,7 +30,7 @@ def run_of(mutant: Mutant, folder: Path) -> RunConfig:
 
 def test_there_are_sixty_and_each_still_applies() -> None:
     """The program has moved on where this fails: write the fault for what it does now."""
-    faults = [*LAYERS, *STEPS]
+    faults = [*LAYERS, *PARALLELISM, *STEPS]
     assert len({mutant.fault for mutant in faults}) == len(faults) >= 60
     for mutant in faults:
         with mutated(f"fourfold.{mutant.module}", mutant.old, mutant.new):
@@ -37,7 +38,7 @@ def test_there_are_sixty_and_each_still_applies() -> None:
 
 
 @pytest.mark.fast_cases(6)
-@pytest.mark.parametrize("mutant", [*LAYERS, *STEPS], ids=lambda mutant: mutant.fault)
+@pytest.mark.parametrize("mutant", [*LAYERS, *PARALLELISM, *STEPS], ids=lambda mutant: mutant.fault)
 def test_parity_catches(mutant: Mutant, pool: Pool, tmp_path: Path) -> None:
     run = run_of(mutant, tmp_path)
     report = pool.run(run.parallel.world_size, mutant_body, run, mutant)[0]
