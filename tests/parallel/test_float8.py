@@ -36,7 +36,7 @@ SIXTEENS = LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_di
 
 
 def bf16_run(grid: dict[str, int], float8: str = "none", **sections: object) -> RunConfig:
-    training = {"precision": "bf16", "float8": float8, "train_steps": 16}
+    training = {"precision": "bf16", "float8": float8, "train_steps": 8}
     model = SIXTEENS | ({"num_hidden_layers": 4} if "pp" in grid else {})
     return tiny_run(model, grid, training=training, optimizer={"lr": 1e-2}, **sections)
 
