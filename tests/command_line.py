@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from unittest.mock import patch
 
 from fourfold.cli.app import main
@@ -20,3 +21,18 @@ def exit_code(*arguments: object) -> int:
         except SystemExit as leaving:
             return leaving.code if isinstance(leaving.code, int) else 0
     return 0
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def one_sentence(result: Result) -> str:
+    """What is asked of every refusal: exit code 2, one line on standard error, nothing on standard output."""
+    code, output, errors = result
+    assert "Traceback" not in errors, errors
+    assert code == 2, errors
+    assert output == ""
+    assert errors.startswith("fourfold: ")
+    assert errors.count("\n") == 1, errors
+    return errors

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
 from fourfold.data.prepare import prepare
 
 WORDS = ("grid", "axis", "tile", "shard", "gather", "reduce", "scatter", "token", "layer", "head", "norm", "loss")
+
+
+def line(**values: object) -> str:
+    """One document of a .jsonl file."""
+    return json.dumps(values) + "\n"
 
 
 def make_corpus(folder: Path, name: str = "corpus", documents: int = 60, tokenizer: str = "bytes") -> str:

@@ -8,16 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command_line import Cli, Result
-from safetensors.torch import load_file
-from tiny_corpus import make_corpus, run_file
-from tiny_huggingface import make_model
+from command_line import Cli, files_in, one_sentence
+from tiny_corpus import run_file
 
 from fourfold import __version__
 from fourfold.data.tokenizer import train_bpe
@@ -63,21 +60,6 @@ def modules_after(*arguments: object) -> tuple[int, set[str]]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     exit_code, modules = json.loads(done.stdout.splitlines()[-1])
     return exit_code, set(modules)
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def one_sentence(result: Result) -> str:
-    """What is asked of every refusal: exit code 2, one line on standard error, nothing on standard output."""
-    code, output, errors = result
-    assert "Traceback" not in errors, errors
-    assert code == 2, errors
-    assert output == ""
-    assert errors.startswith("fourfold: ")
-    assert errors.count("\n") == 1, errors
-    return errors
 
 
 def test_help(cli: Cli) -> None:
@@ -352,77 +334,6 @@ def test_wrong_override(cli: Cli, tmp_path: Path, prefix: str, override: str) ->
     assert not (tmp_path / "runs").exists()
 
 
-def test_checkpoint_of_another_model(cli: Cli, tmp_path: Path, prefix: str) -> None:
-    assert cli("train", run_file(tmp_path, prefix, training__train_steps=1))[0] == 0
-    before = files_in(tmp_path / "runs")
-    path = run_file(tmp_path, prefix, training__train_steps=1, model__num_hidden_layers=1)
-    assert "its num_hidden_layers is 2, and the run file's is 1" in one_sentence(cli("train", path))
-    assert files_in(tmp_path / "runs") == before
-    path = run_file(tmp_path, prefix, name="b", model__rope_theta=5.0, checkpoint__resume=f"{tmp_path}/runs/run")
-    assert "its rope_theta is 10000.0, and the run file's is 5.0" in one_sentence(cli("train", path))
-    assert files_in(tmp_path / "runs") == before
-
-
-def scramble_shard(checkpoint: Path) -> None:
-    with next(checkpoint.glob("*.safetensors")).open("r+b") as file:
-        file.seek(20)
-        file.write(b"\xff" * 40)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        scramble_shard,
-        lambda checkpoint: next(checkpoint.glob("*.safetensors")).unlink(),
-        lambda checkpoint: (checkpoint / "state.json").write_text("{"),
-    ],
-    ids=["scrambled shard", "missing shard", "half a state"],
-)
-def test_damaged_checkpoint(cli: Cli, tmp_path: Path, prefix: str, damage: Callable[[Path], object]) -> None:
-    assert cli("train", run_file(tmp_path, prefix, training__train_steps=1))[0] == 0
-    damage(tmp_path / "runs" / "run" / "checkpoints" / "step_1")
-    before = files_in(tmp_path / "runs")
-    assert "damaged" in one_sentence(cli("train", run_file(tmp_path, prefix)))
-    assert files_in(tmp_path / "runs") == before
-
-
-@pytest.mark.parametrize(
-    "damage", [scramble_shard, lambda path: (path / "state.json").write_text("{")], ids=["shard", "state"]
-)
-def test_a_run_steps_back_past_a_damaged_checkpoint(
-    cli: Cli, tmp_path: Path, prefix: str, damage: Callable[[Path], object]
-) -> None:
-    """The one before is used, the damaged one is set aside and named, and the run ends with the same weights."""
-    sections = {"checkpoint__interval": 1, "training__train_steps": 3}
-    straight = run_file(tmp_path, prefix, name="straight", **sections)
-    assert cli("train", straight)[0] == 0
-    path, checkpoints = run_file(tmp_path, prefix, **sections), tmp_path / "runs" / "run" / "checkpoints"
-    assert cli("train", path)[0] == 0
-    damage(checkpoints / "step_3")
-    code, _, errors = cli("train", path)
-    assert code == 0
-    assert f"it is now {checkpoints / 'step_3.damaged'}, and the run goes on from {checkpoints / 'step_2'}" in errors
-    ends = [tmp_path / "runs" / name / "checkpoints" / "step_3" for name in ("straight", "run")]
-    first, second = (load_file(next(end.glob("*.safetensors"))) for end in ends)
-    assert first.keys() == second.keys()
-    assert all(first[name].equal(second[name]) for name in first)
-
-
-def test_checkpoints_are_verified(cli: Cli, tmp_path: Path, prefix: str) -> None:
-    assert cli("train", run_file(tmp_path, prefix, checkpoint__interval=1, training__train_steps=2))[0] == 0
-    run = tmp_path / "runs" / "run"
-    code, output, _ = cli("checkpoint", "verify", run)
-    assert code == 0
-    assert [line.partition(" is ")[0] for line in output.splitlines()] == [
-        str(run / "checkpoints" / f"step_{step}") for step in (1, 2)
-    ]
-    scramble_shard(run / "checkpoints" / "step_2")
-    code, output, _ = cli("checkpoint", "verify", run / "checkpoints" / "step_2")
-    assert code == 1
-    assert "is damaged" in output
-    assert "is no checkpoint" in one_sentence(cli("checkpoint", "verify", tmp_path))
-
-
 @pytest.mark.slow
 def test_refusal_of_local_workers(tmp_path: Path, prefix: str) -> None:
     """What only the workers find out is one sentence of the parent, though both say it, whatever torch logs."""
@@ -439,67 +350,3 @@ def test_a_loss_that_is_not_a_number(cli: Cli, tmp_path: Path, prefix: str) -> N
     assert "lower optimizer.lr" in errors
     assert errors.count("\n") == 1
     assert not list((tmp_path / "runs").glob("**/*.safetensors"))
-
-
-def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, tmp_path: Path) -> None:
-    """What transformers opens, and generates with, computes what the checkpoint does."""
-    transformers = pytest.importorskip("transformers")
-    from fourfold.checkpoints.saved_weights import SavedWeights
-    from fourfold.models.transformer import Transformer
-
-    folder = make_model(tmp_path / "hf", "qwen2 tied", torch.bfloat16, vocab_size=257)
-    changes = {"model__from_hf": str(folder), "model__preset": None, "optimizer__lr": 1e-3}
-    path = run_file(tmp_path, make_corpus(tmp_path), **changes)
-    assert cli("train", path)[0] == 0
-    run = load_run(path)
-    checkpoint = tmp_path / "runs" / run.name / "checkpoints" / "step_8"
-
-    code, output, _ = cli("export-hf", tmp_path / "runs" / run.name, tmp_path / "out", "--dtype", "fp32", "--json")
-    record = json.loads(output)
-    ours = Transformer(run.model)
-    SavedWeights(checkpoint).fill({name: parameter.data for name, parameter in ours.named_parameters()})
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert (code, record["model_type"], record["parameters"]) == (0, "qwen2", theirs.num_parameters())
-    tokens = torch.randint(257, (2, 30), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = ours(tokens)
-        torch.testing.assert_close(theirs(tokens).logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
-        untrained = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        assert (untrained(tokens).logits - expected).abs().max() > 0.1
-        longer = theirs.generate(tokens[:1], max_new_tokens=1, do_sample=False, pad_token_id=0)
-    assert longer[0, -1] == expected[0, -1].argmax()
-
-    code, output, _ = cli("export-hf", checkpoint, tmp_path / "as-it-came")
-    assert code == 0
-    assert output.startswith(f"{tmp_path / 'as-it-came'}: qwen2, ")
-    config = json.loads((tmp_path / "as-it-came" / "config.json").read_text())
-    assert config == json.loads((folder / "config.json").read_text())
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "as-it-came")
-    assert back.dtype == torch.bfloat16
-
-    assert "exists" in one_sentence(cli("export-hf", checkpoint, tmp_path / "out"))
-    assert "neither a checkpoint" in one_sentence(cli("export-hf", tmp_path, tmp_path / "none"))
-    assert "no folder" in one_sentence(cli("import-hf", tmp_path / "nowhere", tmp_path / "none"))
-    assert "gpt2" in one_sentence(cli("export-hf", checkpoint, tmp_path / "none", "--model-type", "gpt2"))
-    assert not (tmp_path / "none").exists()
-
-
-def test_an_export_without_a_tokenizer_warns(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    prefix = os.path.relpath(make_corpus(tmp_path), tmp_path)
-    assert cli("train", run_file(tmp_path, prefix, training__train_steps=1))[0] == 0
-    code, _, errors = cli("export-hf", tmp_path / "runs" / "run", tmp_path / "here")
-    assert (code, errors) == (0, "")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    code, _, errors = cli("export-hf", tmp_path / "runs" / "run", tmp_path / "there")
-    assert code == 0
-    assert "there has no tokenizer" in errors and errors.endswith("or give --tokenizer PATH\n")
-
-
-def test_a_corpus_of_another_tokenizer_is_refused(cli: Cli, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    folder = make_model(tmp_path / "hf", "llama", vocab_size=300)
-    train_bpe(["some text to train on"], 280, folder / "tokenizer.json")
-    path = run_file(tmp_path, make_corpus(tmp_path), model__from_hf=str(folder), model__preset=None)
-    assert f"--tokenizer {folder / 'tokenizer.json'}" in one_sentence(cli("train", path))

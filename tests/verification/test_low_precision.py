@@ -17,10 +17,10 @@ SIXTEENS = LLAMA | {"num_key_value_heads": 8, "intermediate_size": 192, "num_hid
 """All sizes are multiples of 16 on every rank, as float8 needs them."""
 
 PRECISIONS: dict[str, dict[str, Any]] = {
-    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
     "bf16 weights": {"precision": "bf16", "master_weights": "bf16"},
     "bf16 sums": {"precision": "bf16", "reduce_dtype": "bf16"},
-    "fp16": {"precision": "fp16"},
+    "bf16": {"precision": "bf16"},
     **{
         f"float8 {recipe}": {"precision": "bf16", "float8": recipe}
         for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")

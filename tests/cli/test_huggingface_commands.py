@@ -1,0 +1,80 @@
+"""Commands on models of Hugging Face: trained, exported again, and what is refused or warned of."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import Cli, one_sentence
+from tiny_corpus import make_corpus, run_file
+from tiny_huggingface import make_model
+
+from fourfold.data.tokenizer import train_bpe
+from fourfold.run_file.load import load_run
+
+
+def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, tmp_path: Path) -> None:
+    """What transformers opens, and generates with, computes what the checkpoint does."""
+    transformers = pytest.importorskip("transformers")
+    from fourfold.checkpoints.saved_weights import SavedWeights
+    from fourfold.models.transformer import Transformer
+
+    folder = make_model(tmp_path / "hf", "qwen2 tied", torch.bfloat16, vocab_size=257)
+    changes = {"model__from_hf": str(folder), "model__preset": None, "optimizer__lr": 1e-3}
+    path = run_file(tmp_path, make_corpus(tmp_path), **changes)
+    assert cli("train", path)[0] == 0
+    run = load_run(path)
+    checkpoint = tmp_path / "runs" / run.name / "checkpoints" / "step_8"
+
+    code, output, _ = cli("export-hf", tmp_path / "runs" / run.name, tmp_path / "out", "--dtype", "fp32", "--json")
+    record = json.loads(output)
+    ours = Transformer(run.model)
+    SavedWeights(checkpoint).fill({name: parameter.data for name, parameter in ours.named_parameters()})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert (code, record["model_type"], record["parameters"]) == (0, "qwen2", theirs.num_parameters())
+    tokens = torch.randint(257, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = ours(tokens)
+        torch.testing.assert_close(theirs(tokens).logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+        untrained = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        assert (untrained(tokens).logits - expected).abs().max() > 0.1
+        longer = theirs.generate(tokens[:1], max_new_tokens=1, do_sample=False, pad_token_id=0)
+    assert longer[0, -1] == expected[0, -1].argmax()
+
+    code, output, _ = cli("export-hf", checkpoint, tmp_path / "as-it-came")
+    assert code == 0
+    assert output.startswith(f"{tmp_path / 'as-it-came'}: qwen2, ")
+    config = json.loads((tmp_path / "as-it-came" / "config.json").read_text())
+    assert config == json.loads((folder / "config.json").read_text())
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "as-it-came")
+    assert back.dtype == torch.bfloat16
+
+    assert "exists" in one_sentence(cli("export-hf", checkpoint, tmp_path / "out"))
+    assert "neither a checkpoint" in one_sentence(cli("export-hf", tmp_path, tmp_path / "none"))
+    assert "no folder" in one_sentence(cli("import-hf", tmp_path / "nowhere", tmp_path / "none"))
+    assert "gpt2" in one_sentence(cli("export-hf", checkpoint, tmp_path / "none", "--model-type", "gpt2"))
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_export_without_a_tokenizer_warns(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    prefix = os.path.relpath(make_corpus(tmp_path), tmp_path)
+    assert cli("train", run_file(tmp_path, prefix, training__train_steps=1))[0] == 0
+    code, _, errors = cli("export-hf", tmp_path / "runs" / "run", tmp_path / "here")
+    assert (code, errors) == (0, "")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, _, errors = cli("export-hf", tmp_path / "runs" / "run", tmp_path / "there")
+    assert code == 0
+    assert "there has no tokenizer" in errors and errors.endswith("or give --tokenizer PATH\n")
+
+
+def test_a_corpus_of_another_tokenizer_is_refused(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = make_model(tmp_path / "hf", "llama", vocab_size=300)
+    train_bpe(["some text to train on"], 280, folder / "tokenizer.json")
+    path = run_file(tmp_path, make_corpus(tmp_path), model__from_hf=str(folder), model__preset=None)
+    assert f"--tokenizer {folder / 'tokenizer.json'}" in one_sentence(cli("train", path))

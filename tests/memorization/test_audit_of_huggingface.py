@@ -1,0 +1,136 @@
+"""The audit of a Hugging Face model, and what is refused of one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command_line import Cli
+from tiny_corpus import line, make_corpus
+
+from fourfold.data.canaries import Canaries, ledger_path
+from fourfold.data.prepare import prepare
+from fourfold.memorization.scores import Sampling
+
+
+@pytest.fixture(scope="module")
+def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A tiny Llama of the transformers library that has learned some of a few texts, and the texts."""
+    transformers = pytest.importorskip("transformers")
+    from fourfold.data.tokenizer import train_bpe
+
+    folder = tmp_path_factory.mktemp("hugging_face")
+    make_corpus(folder, "text", documents=100)
+    texts = [json.loads(row)["text"] for row in (folder / "text.jsonl").read_text().splitlines()[:16]]
+    train_bpe(texts, 270, folder / "tokenizer.json")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=270, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=256,
+        )
+    )  # fmt: skip
+    rows = [tokenizer(text)["input_ids"][:60] for text in texts[:8]]
+    batch = torch.tensor([row for row in rows if len(row) == 60])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(120):
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder, texts
+
+
+def test_hugging_face_model(hugging_face: tuple[Path, list[str]], tmp_path: Path, cli: Cli) -> None:
+    folder, texts = hugging_face
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(line(text=text, count=int(n < 8)) for n, text in enumerate(texts)))
+    code, output, errors = cli(
+        "audit", "--model", folder, "--documents", documents, "--suffix", 10, "--prefix", 20, "--generate", 8, "--json"
+    )
+    assert code == 0, errors
+    record = json.loads(output)
+    assert record["generation"]["agrees_with_one_pass"] == 1
+    assert record["token_agreement"]["mean"] > record["control"]["token_agreement"]["mean"]
+
+
+def test_canaries_of_a_hugging_face_tokenizer(hugging_face: tuple[Path, list[str]], tmp_path: Path, cli: Cli) -> None:
+    """Its ledger is known by the tokenizer.json, its lines may hold other ends of lines, and --set is refused."""
+    folder, texts = hugging_face
+    (tmp_path / "text.jsonl").write_text("".join(line(text=f"{text}\u2028{text}") for text in texts))
+    options = {"workers": 1, "canaries": Canaries(4, (0, 2), length=30)}
+    prepare([tmp_path / "text.jsonl"], tmp_path / "c", tokenizer=folder, **options)
+    prepare([tmp_path / "text.jsonl"], tmp_path / "bytes", tokenizer="bytes", **options)
+    audit = ("audit", "--model", folder, "--suffix", 10, "--prefix", 10, "--json")
+    code, output, errors = cli(*audit, "--documents", ledger_path(tmp_path / "c"))
+    assert code == 0, errors
+    assert list(json.loads(output)["by_count"]) == ["0", "2"]
+    for more, message in (
+        (("--documents", ledger_path(tmp_path / "bytes")), "another tokenizer than the model's"),
+        (("--documents", ledger_path(tmp_path / "c"), "--set", "parallel.z=2"), "--set is for checkpoints"),
+    ):
+        code, output, errors = cli(*audit, *more)
+        assert (code, output) == (2, "")
+        assert message in errors
+
+
+def test_a_model_that_is_not_a_number_does_not_pass(
+    hugging_face: tuple[Path, list[str]], tmp_path: Path, cli: Cli
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder, texts = hugging_face
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    model.model.norm.weight.data.fill_(float("nan"))
+    shutil.copytree(folder, tmp_path / "broken")
+    model.save_pretrained(tmp_path / "broken")
+    (tmp_path / "documents.jsonl").write_text("".join(line(text=text) for text in texts))
+    arguments = ("--documents", tmp_path / "documents.jsonl", "--suffix", 10, "--prefix", 10, "--max-exact-match", 0.01)
+    code, output, errors = cli("audit", "--model", tmp_path / "broken", *arguments, "--json")
+    assert (code, output) == (2, "")
+    assert "probabilities are not numbers" in errors
+
+
+def test_pickles_and_missing_tokenizers_of_hugging_face_are_refused(
+    hugging_face: tuple[Path, list[str]], tmp_path: Path, cli: Cli
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder, texts = hugging_face
+    (tmp_path / "documents.jsonl").write_text("".join(line(text=text) for text in texts))
+    pickled, bare = tmp_path / "pickled", tmp_path / "bare"
+    shutil.copytree(folder, pickled, ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(transformers.LlamaForCausalLM.from_pretrained(folder).state_dict(), pickled / "pytorch_model.bin")
+    sizes = {"vocab_size": 270, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(bare)
+    for model, message in ((pickled, "safetensors"), (bare, "name one with --tokenizer")):
+        arguments = ("--documents", tmp_path / "documents.jsonl", "--suffix", 10, "--prefix", 10, "--json")
+        code, output, errors = cli("audit", "--model", model, *arguments)
+        assert (code, output) == (2, "")
+        assert message in errors
+
+
+def test_the_one_pass_is_what_hugging_face_generates(hugging_face: tuple[Path, list[str]]) -> None:
+    """Against the library's own greedy search, of documents that are learned and of some that are not."""
+    transformers = pytest.importorskip("transformers")
+    from fourfold.data.transformers_tokenizer import load_any_tokenizer
+    from fourfold.memorization.scorers import HuggingFaceScorer
+    from fourfold.memorization.scores import TokenScores
+
+    folder, texts = hugging_face
+    rows = [np.array(ids[:60]) for ids in load_any_tokenizer(str(folder)).encode_batch(texts)]
+    model = HuggingFaceScorer(str(folder), torch.device("cpu"), Sampling(), 3)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(folder)
+    exact = []
+    for row, fields in zip(rows, model.score(rows), strict=True):
+        prompt = torch.tensor(row[None, :-10])
+        written = theirs.generate(prompt, max_new_tokens=10, do_sample=False, attention_mask=torch.ones_like(prompt))
+        exact.append(bool(TokenScores.of(row, fields).agrees[-10:].all()))
+        same = written[0, -10:].tolist() == row[-10:].tolist() and written.shape[1] == len(row)
+        assert exact[-1] == same
+    assert any(exact)
+    assert not all(exact)
