@@ -1,0 +1,92 @@
+"""Models to parallelize, of transformers and of nobody's library, and what they compute on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_huggingface import SIZES
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"num_key_value_heads": 4, "vocab_size": 208, "pad_token_id": 3}),
+    "qwen3": (
+        "Qwen3Config",
+        {"num_key_value_heads": 4, "head_dim": 16, "vocab_size": 208, "tie_word_embeddings": True},
+    ),
+    "mistral": ("MistralConfig", {"num_key_value_heads": 4, "sliding_window": 8, "vocab_size": 208}),
+    "gpt_neox": ("GPTNeoXConfig", {"vocab_size": 208, "attention_bias": True, "intermediate_size": 96}),
+    "phi3": ("Phi3Config", {"num_key_value_heads": 4, "vocab_size": 208}),
+    "gemma": ("GemmaConfig", {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 208}),
+    "olmo2": ("Olmo2Config", {"num_key_value_heads": 4, "vocab_size": 208}),
+}
+
+
+def make(name: str, **changes: Any) -> nn.Module:
+    """The same random model wherever it is made, with no parameter that does not matter."""
+    kind, keys = FAMILIES[name]
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**(SIZES | keys | changes)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape)
+    return model.train()
+
+
+def make_batch() -> tuple[Tensor, Tensor]:
+    """Tokens [8, 16] with some of the padding, and labels that are masked unevenly."""
+    generator = torch.Generator().manual_seed(6)
+    tokens = torch.randint(4, 200, (8, 16), generator=generator)
+    tokens[:, 3] = 3
+    labels = tokens.clone()
+    for row in range(8):
+        labels[row, : row + 2] = -100
+    return tokens, labels
+
+
+def reference(name: str) -> tuple[float, float, dict[str, Tensor], dict[str, Tensor]]:
+    """Loss, gradient norm, gradients, and the weights after a step, of the untouched model on one process."""
+    model, (tokens, labels) = make(name), make_batch()
+    loss = model(input_ids=tokens, labels=labels).loss
+    loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return loss.item(), norm.item(), gradients, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    assert got.keys() == want.keys()
+    return max(((got[n] - want[n]).norm() / want[n].norm()).item() for n in want)
+
+
+class Own(nn.Module):
+    """A model of nobody's library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(32, 64, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.table(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(32), nn.ModuleDict({"up": nn.Linear(32, 48), "down": nn.Linear(48, 32)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp["down"](torch.nn.functional.gelu(self.mlp["up"](self.norm(x))))
+
+
+OWN_RULES = {"table": "embedding", "*.up": "colwise", "*.down": "rowwise", "head": "colwise_gather_output"}

@@ -1,0 +1,138 @@
+"""Models of one's own by a table of rules, and what no rule lays out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parallelized_models import OWN_RULES, Own, difference, make, make_batch, reference
+from pool import Pool
+from torch import Tensor, nn
+
+import fourfold
+from fourfold.config.run import ParallelConfig
+from fourfold.errors import UserError
+from fourfold.parallel import tensor_plan
+from fourfold.parallel.grid import Grid
+
+
+def own_body(rank: int, world_size: int, rules: dict[str, str]) -> dict[str, Tensor] | None:
+    torch.manual_seed(1)
+    model = fourfold.parallelize(Own(), Grid(ParallelConfig(x=2, y=2), "cpu"), rules=rules)
+    tokens = torch.arange(40).view(4, 10)
+    model.backward(model(tokens).float().logsumexp(-1).sum())
+    return model.gather(gradients=True)
+
+
+def test_a_model_of_ones_own_with_a_table_of_patterns(pool: Pool) -> None:
+    gradients = pool.run(4, own_body, OWN_RULES)[0]
+    torch.manual_seed(1)
+    model = Own()
+    model(torch.arange(40).view(4, 10)).logsumexp(-1).sum().backward()
+    assert difference(gradients, {name: p.grad for name, p in model.named_parameters()}) < 5e-6
+
+
+def refused(rank: int, world_size: int, grid: dict[str, int], name: str, changes: dict, rules: dict[str, str]) -> str:
+    model = Own() if name == "own" else make(name, **changes)
+    with pytest.raises(UserError) as raised:
+        fourfold.parallelize(model, Grid(ParallelConfig(**grid), "cpu"), rules=rules)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("grid", "name", "changes", "rules", "says"),
+    [
+        ({"x": 2}, "own", {}, {"table": "embedding"}, "publishes no tensor-parallel plan"),
+        ({"x": 2}, "own", {}, {k: v for k, v in OWN_RULES.items() if k != "head"}, "head (Linear, weight [64, 32])"),
+        ({"x": 2}, "own", {}, OWN_RULES | {"*.up": "diagonal"}, "layers.0.mlp.up: the style 'diagonal'"),
+        ({"x": 2}, "own", {}, OWN_RULES | {"*.norm": "colwise"}, "layers.0.norm is a LayerNorm"),
+        ({"x": 2}, "llama", {"num_key_value_heads": 1}, {}, "num_key_value_heads = 1 cannot be split over x = 2"),
+        ({"x": 2}, "llama", {"vocab_size": 201}, {}, "num_embeddings = 201 cannot be split over x = 2"),
+        ({"x": 2}, "llama", {"attention_dropout": 0.1}, {}, "self_attn.attention_dropout = 0.1"),
+        ({"cp": 2}, "llama", {}, {}, "cp = 2"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused_by_name(
+    pool: Pool, grid: dict[str, int], name: str, changes: dict, rules: dict[str, str], says: str
+) -> None:
+    assert says in pool.run(2, refused, grid, name, changes, rules)[0]
+
+
+def test_weights_inside_a_sharded_group_need_a_place(pool: Pool) -> None:
+    """Their gradients would be shares: the plan of Qwen3 names its head norms, and a Llama's need none."""
+    assert pool.run(2, unnamed_norm_body)[0].startswith("model.layers.0.self_attn.q_norm (Qwen3RMSNorm")
+    assert "'replicated_with_grad_allreduce' sums it" in pool.run(2, refused, {"x": 2}, "qwen3", {}, HEAD_NORMS)[0]
+    # The refusal is of what is wrong: computed so, exactly these gradients are.
+    gradients = pool.run(8, wrong_rule_body, HEAD_NORMS)[0]
+    wrong = {n for n, g in gradients.items() if (g - reference("qwen3")[2][n]).norm() > 1e-3 * g.norm()}
+    assert wrong == {n for n in gradients if "q_norm" in n or "k_norm" in n}, "the comparison sees it"
+
+
+HEAD_NORMS = {"*.q_norm": "replicate", "*.k_norm": "replicate"}
+
+
+class Flat(nn.Module):
+    """A layer whose norm stands in one module with the linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def make_flat() -> Own:
+    torch.manual_seed(1)
+    model = Own()
+    model.layers = nn.ModuleList([Flat(), Flat()])
+    return model
+
+
+def flat_body(rank: int, world_size: int) -> dict[str, Tensor] | None:
+    rules = OWN_RULES | {"*.norm": "replicate"}
+    model = fourfold.parallelize(make_flat(), Grid(ParallelConfig(x=2, y=2), "cpu"), rules=rules)
+    model.backward(model(torch.arange(40).view(4, 10)).logsumexp(-1).sum())
+    return model.gather(gradients=True)
+
+
+def test_a_norm_of_the_residual_may_stand_beside_split_layers(pool: Pool) -> None:
+    gradients = pool.run(4, flat_body)[0]
+    model = make_flat()
+    model(torch.arange(40).view(4, 10)).logsumexp(-1).sum().backward()
+    assert difference(gradients, {name: p.grad for name, p in model.named_parameters()}) < 5e-6
+
+
+def unnamed_norm_body(rank: int, world_size: int) -> str:
+    model = make("qwen3")
+    model._tp_plan = {key: style for key, style in model._tp_plan.items() if not key.endswith("_norm")}
+    model.config.base_model_tp_plan = {}
+    with pytest.raises(UserError) as raised:
+        fourfold.parallelize(model, Grid(ParallelConfig(x=2), "cpu"))
+    return str(raised.value)
+
+
+def wrong_rule_body(rank: int, world_size: int, rules: dict[str, str]) -> dict[str, Tensor] | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_plan, "is_of_residual", lambda *_: True)
+        model = fourfold.parallelize(make("qwen3"), Grid(ParallelConfig(x=2, y=2, z=2), "cpu"), rules=rules)
+    tokens, labels = make_batch()
+    model.backward(model(input_ids=model.rows(tokens), labels=model.rows(labels)).loss)
+    return model.gather(gradients=True)
+
+
+class Spare(Own):
+    """It has a weight that no forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.LayerNorm(32)
+
+
+def spare_body(rank: int, world_size: int) -> None:
+    model = fourfold.parallelize(Spare(), Grid(ParallelConfig(dp=2), "cpu"), rules=OWN_RULES)
+    model.backward(model(torch.arange(40).view(4, 10)).logsumexp(-1).sum())
+    assert {n for n, p in model.module.named_parameters() if p.grad is None} == {"spare.weight", "spare.bias"}
+
+
+def test_a_weight_without_a_gradient_stays_without(pool: Pool) -> None:
+    pool.run(2, spare_body)
