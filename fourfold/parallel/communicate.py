@@ -20,7 +20,7 @@ from fourfold.models.autograd import differentiable
 from fourfold.parallel.grid import Axis
 
 # torch 2.13 renamed these two; 2.11 has only the long names.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
@@ -71,7 +71,7 @@ def start_all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Pending:
         return Pending(part)
     out = part.new_empty((axis.size, *part.shape))
     with purpose(why, axis=axis.name):
-        work = _all_gather(out.view(-1), part.contiguous().view(-1), group=axis.group, async_op=True)
+        work = all_gather_single(out.view(-1), part.contiguous().view(-1), group=axis.group, async_op=True)
     return Pending(out, [work], lambda parts: _join(parts, dim))
 
 
@@ -84,7 +84,7 @@ def start_reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Pen
         received = torch.empty_like(parts)
         with purpose(why, axis=axis.name):
             work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group, async_op=True)
-        return Pending(received, [work], _sum_parts)
+        return Pending(received, [work], sum_parts)
     out = parts.new_empty(parts.shape[1:])
     with purpose(why, axis=axis.name):
         work = _reduce_scatter(out.view(-1), parts.view(-1), group=axis.group, async_op=True)
@@ -163,26 +163,6 @@ def by_all_to_all(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == "gloo"
 
 
-class ExchangeAndSum:
-    """A reduce-scatter for FSDP2's ``set_custom_reduce_scatter`` on gloo: exchanges parts, and sums this rank's."""
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> None:
-        assert op == dist.ReduceOp.SUM and not async_op, f"FSDP2 asked for {op}, and only sums are done"
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        _sum_parts(received.view(group.size(), -1), out=output_tensor)
-
-
 def all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Tensor:
     return start_all_gather(part, axis, dim, why).wait()
 
@@ -195,7 +175,7 @@ def all_reduce(partial: Tensor, axis: Axis, why: str) -> Tensor:
     return start_all_reduce(partial, axis, why).wait()
 
 
-def _sum_parts(parts: Tensor, out: Tensor | None = None) -> Tensor:
+def sum_parts(parts: Tensor, out: Tensor | None = None) -> Tensor:
     """Σ over the first dim. Of two parts torch's sum is several times slower than their addition."""
     return torch.add(parts[0], parts[1], out=out) if len(parts) == 2 else torch.sum(parts, 0, out=out)
 

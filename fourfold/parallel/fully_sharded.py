@@ -10,8 +10,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
-from fourfold.parallel.communicate import ExchangeAndSum, by_all_to_all
+from fourfold.parallel.communicate import by_all_to_all
 from fourfold.parallel.data_parallel import DataParallel, StepTypes, Units
+from fourfold.parallel.fsdp_on_gloo import GatherInBackground, SumInBackground
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.sharding import Tile, chunk
 from fourfold.parallel.state import LocalShard, replicas_of_tile
@@ -58,10 +59,12 @@ class FullySharded(DataParallel):
         shard(model, False)
         if zero in (1, 2) and z > 1:
             self._keep_z_shards_after_forward()
+        self._sums = SumInBackground()
         for module in self._units():
             if by_all_to_all(grid.axis("z").group):
-                # torch has no public base class for these; it only calls the methods that ExchangeAndSum has.
-                module.set_custom_reduce_scatter(ExchangeAndSum())  # type: ignore[arg-type]
+                # torch has no public base class for these; it only calls the methods that they have.
+                module.set_custom_all_gather(GatherInBackground())  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(self._sums)  # type: ignore[arg-type]
             # Losses are divided by the tokens of the whole step, so gradients are sums. gloo knows no scaled sum.
             if mesh.size() > 1:
                 module.set_gradient_divide_factor(1.0)
@@ -83,6 +86,8 @@ class FullySharded(DataParallel):
 
     def begin_backward(self, last: bool) -> None:
         model, self._is_complete = _fsdp(self.model), last
+        self._sums.finish()
+        self._sums.at_once = self._reads_sums()
         model.set_is_last_backward(last)
         if self.keeps_weights_for_the_step:
             model.set_reshard_after_backward(last)
@@ -103,12 +108,21 @@ class FullySharded(DataParallel):
 
     def finish_gradients(self) -> None:
         """FSDP2 sums and waits at the end of the last backward, unless weight gradients came after it."""
-        if self._is_complete:
-            return
-        self.begin_backward(last=True)
-        for group in self.fsdp_groups():
-            group.post_backward()
-        _fsdp(self.model)._get_fsdp_state()._root_post_backward_final_callback()
+        if not self._is_complete:
+            self.begin_backward(last=True)
+            for group in self.fsdp_groups():
+                group.post_backward()
+            _fsdp(self.model)._get_fsdp_state()._root_post_backward_final_callback()
+        self._sums.finish()
+
+    def _reads_sums(self) -> bool:
+        """True where FSDP2 casts the next sums, adds them to those of earlier micro-batches, or sums them over dp."""
+        if self.types.reduced != self.types.stored or (self.grid.sizes.zero == 0 and self.grid.replicas.size > 1):
+            return True
+        return any(
+            group._partial_reduce_output is not None or any(p.sharded_param.grad is not None for p in group.fsdp_params)
+            for group in self.fsdp_groups()
+        )
 
     def publish(self) -> None:
         """FSDP2 gathers what the optimizer has stepped, and casts it on the way."""

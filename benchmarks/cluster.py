@@ -1,0 +1,238 @@
+"""Overlap on an emulated cluster: what each switch hides, beside the computation and the communication alone.
+
+    bash benchmarks/cluster.sh [--grid x=2,z=2] [--rounds 5] [--json FILE]
+
+Each process is a node of its own. Contenders live in the same processes and take their steps in turn. *computation*: a
+step whose collectives only copy; *communication*: its collectives back to back, with nothing beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.options import add_tiny
+from benchmarks.ranks import one_step, random_batch
+from fourfold.config.run import RunConfig
+from fourfold.data.loader import MicroBatch
+from fourfold.errors import UserError
+from fourfold.parallel import communicate, fsdp_on_gloo
+from fourfold.parallel.grid import Grid
+from fourfold.run_file.load import make_run
+from fourfold.training.job import Job
+
+CPU = torch.device("cpu")
+MODEL = {"preset": "llama-tiny", "vocab_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+NONE = {"input_gradients": False, "gate_sum": False, "weight_prefetch": 0, "batch_parts": 1}
+ALL = {"input_gradients": True, "gate_sum": True, "weight_prefetch": 1, "batch_parts": 4}
+AXES = ("x", "y", "z", "dp")
+COLLECTIVES = {
+    "all_gather": [(communicate, "all_gather_single"), (fsdp_on_gloo, "all_gather_single")],
+    "all_reduce": [(dist, "all_reduce")],
+    "all_to_all": [(dist, "all_to_all_single")],
+}
+"""Where a step on gloo calls each, without cp and pp."""
+
+
+class Collective(NamedTuple):
+    """A collective of a step, to be repeated."""
+
+    call: Callable[..., Any]
+    shapes: list[tuple[torch.Size, torch.dtype]]
+    group: dist.ProcessGroup | None
+
+
+def main() -> int:
+    arguments = _arguments()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    grid_sizes = _grid(arguments.grid)
+    contenders = {"none": NONE, "all": ALL}
+    for name, value in ALL.items():
+        contenders[f"only {name}"] = {**NONE, name: value}
+        contenders[f"all but {name}"] = {**ALL, name: NONE[name]}
+    contenders["all, 2 parts"] = {**ALL, "batch_parts": 2}
+    plain = _run(arguments, grid_sizes, NONE)
+    grid = Grid(plain.parallel, "cpu")
+    steps = {name: _step(_run(arguments, grid_sizes, overlap), grid) for name, overlap in contenders.items()}
+    steps["computation"] = _without_communication(_step(plain, grid))
+    steps["communication"] = _alone(_step(plain, grid), random_batch(plain, 0, CPU))
+    times = _times(steps, plain, arguments.rounds)
+    if dist.get_rank() == 0:
+        rows = _rows(times)
+        _print(arguments, rows)
+        if arguments.json:
+            record = {"grid": grid_sizes, "rate": arguments.rate, "torch": torch.__version__, "rows": rows}
+            Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    dist.barrier()
+    return 0
+
+
+def _run(arguments: argparse.Namespace, grid: dict[str, int], overlap: dict[str, Any]) -> RunConfig:
+    layers, width, batch, length = (1, 64, 8, 64) if arguments.tiny else (4, arguments.width, 8, 256)
+    ranks = grid.get("dp", 1) * grid.get("z", 1)
+    return make_run(
+        {
+            "model": {
+                **MODEL,
+                "hidden_size": width,
+                "intermediate_size": 3 * width,
+                "num_hidden_layers": layers,
+            },
+            "data": {"source": "python-stdlib"},
+            "parallel": grid,
+            "training": {
+                "micro_batch_size": batch // ranks,
+                "global_batch_size": batch,
+                "seq_length": length,
+                "train_steps": 1000,
+            },
+            "overlap": {**overlap, "batch_parts": min(overlap["batch_parts"], batch // ranks)},
+            "lr_scheduler": {"decay_style": "constant"},
+        }
+    )
+
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+def _step(run: RunConfig, grid: Grid) -> Step:
+    job = Job(run, grid, CPU)
+    job.initialize(0)
+    rank, ranks = grid.batch.rank, grid.batch.size
+
+    def step(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        micro_batch = MicroBatch(tokens_BS.chunk(ranks)[rank], labels_BS.chunk(ranks)[rank])
+        return job.train_step([micro_batch], 0).loss
+
+    return step
+
+
+@contextmanager
+def _replaced(make: Callable[[str, Any], Callable[..., Any]]) -> Iterator[None]:
+    """Replace every collective by what ``make`` returns for its kind and the function that carries it out."""
+    with ExitStack() as stack:
+        for kind, places in COLLECTIVES.items():
+            for module, name in places:
+                stack.enter_context(mock.patch.object(module, name, make(kind, getattr(module, name))))
+        yield
+
+
+class Done:
+    """The work of a collective that is complete."""
+
+    def wait(self) -> bool:
+        return True
+
+
+def _without_communication(step: Step) -> Step:
+    def copy(kind: str, _: Any) -> Callable[..., Done]:
+        def collective(out: Tensor, part: Any = None, *rest: Any, **options: Any) -> Done:
+            if kind != "all_reduce":
+                out.view(-1, part.numel()).copy_(part.clone().view(1, -1))
+            return Done()
+
+        return collective
+
+    def alone(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        with _replaced(copy):
+            return step(tokens_BS, labels_BS)
+
+    return alone
+
+
+def _alone(step: Step, batch: tuple[Tensor, Tensor]) -> Step:
+    """The collectives of a step, one after the other."""
+    collectives: list[Collective] = []
+
+    def record(kind: str, call: Any) -> Callable[..., Any]:
+        def collective(*tensors: Any, **options: Any) -> Any:
+            shapes = [(tensor.shape, tensor.dtype) for tensor in tensors if isinstance(tensor, Tensor)]
+            collectives.append(Collective(call, shapes, options.get("group")))
+            return call(*tensors, **options)
+
+        return collective
+
+    with _replaced(record):
+        step(*batch)
+
+    def alone(*_: Tensor) -> Tensor:
+        for call, shapes, group in collectives:
+            call(*(torch.zeros(shape, dtype=dtype) for shape, dtype in shapes), group=group)
+        return torch.zeros(())
+
+    return alone
+
+
+def _times(steps: dict[str, Step], run: RunConfig, rounds: int) -> dict[str, list[float]]:
+    """Seconds of every contender's steps, after one that is not timed; all must compute the same first loss."""
+    losses = {name: one_step(step, random_batch(run, 0, CPU))[1] for name, step in steps.items()}
+    same = [loss for name, loss in losses.items() if name not in ("computation", "communication")]
+    assert max(same) - min(same) < 1e-4, f"losses of the first step differ: {losses}"
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(rounds):
+        for name, step in steps.items():
+            times[name].append(one_step(step, random_batch(run, 1 + i, CPU))[0])
+    return times
+
+
+def _rows(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Median seconds; median ratios within a round: to the step without overlap, and to the longer of the two alone."""
+    alone = [max(pair) for pair in zip(times["computation"], times["communication"], strict=True)]
+    rows = {}
+    for name, seconds in times.items():
+        faster = [b / a for a, b in zip(seconds, times["none"], strict=True)]
+        over = [a / b for a, b in zip(seconds, alone, strict=True)]
+        rows[name] = {
+            "seconds": statistics.median(seconds),
+            "faster": statistics.median(faster),
+            "least": min(faster),
+            "most": max(faster),
+            "over_longer": statistics.median(over),
+        }
+    return rows
+
+
+def _print(arguments: argparse.Namespace, rows: dict[str, dict[str, float]]) -> None:
+    print(f"{dist.get_world_size()} nodes, {arguments.rate} a link, {arguments.grid}, {arguments.rounds} rounds")
+    print(f"{'':26}{'seconds':>9}{'× none':>9}{'least':>7}{'most':>7}{'to the longer':>15}")
+    for name, row in rows.items():
+        print(
+            f"{name:26}{row['seconds']:9.2f}{row['faster']:9.2f}{row['least']:7.2f}{row['most']:7.2f}"
+            f"{row['over_longer']:15.2f}"
+        )
+
+
+def _grid(text: str) -> dict[str, int]:
+    sizes = dict(part.split("=") for part in text.split(","))
+    if not set(sizes) <= set(AXES) or not all(size.isdigit() for size in sizes.values()):
+        raise UserError(f"--grid {text}: sizes of {', '.join(AXES)} are needed, as in x=2,z=2")
+    return {axis: int(size) for axis, size in sizes.items()}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--grid", default="x=2,z=2", help="sizes of x, y, z and dp, as many processes as nodes")
+    parser.add_argument("--width", type=int, default=512, help="hidden size of the model, of 4 layers")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of every contender")
+    parser.add_argument("--rate", default="", help="what a link carries, for the table's head")
+    parser.add_argument("--json", metavar="FILE", help="also write the table there")
+    add_tiny(parser)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
