@@ -74,7 +74,12 @@ def _rank(
 
 
 def one_micro_batch_run(
-    parallel: dict[str, int], batch: int, seq_length: int, model: dict[str, Any], **training: Any
+    parallel: dict[str, int],
+    batch: int,
+    seq_length: int,
+    model: dict[str, Any],
+    overlap: dict[str, Any] | None = None,
+    **training: Any,
 ) -> RunConfig:
     """A run of one micro-batch a step, without a warm-up or decay of the learning rate."""
     ranks = parallel.get("dp", 1) * parallel.get("z", 1)
@@ -90,17 +95,19 @@ def one_micro_batch_run(
                 "train_steps": 1000,
                 **training,
             },
+            "overlap": overlap or {},
             "lr_scheduler": {"decay_style": "constant"},
         }
     )
 
 
-def fourfold(run: RunConfig, device: torch.device, quick_weights: bool = False) -> Step:
+def fourfold(run: RunConfig, device: torch.device, quick_weights: bool = False, grid: Grid | None = None) -> Step:
     """fourfold's own training step.
 
-    quick_weights: initial weights drawn on the device, without regard to the grid; for large models.
+    quick_weights: initial weights drawn on the device, without regard to the grid; for large models. grid: one of the
+    run's sizes that is there already.
     """
-    grid = Grid(run.parallel, device.type)
+    grid = Grid(run.parallel, device.type) if grid is None else grid
     job = Job(run, grid, device)
     if quick_weights:
         for shard in job.shards:

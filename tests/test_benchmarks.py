@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-HELPERS = {"cache_traffic", "gpu", "options", "peers", "ranks"}
+HELPERS = {"cache_traffic", "cluster_order", "cluster_overlap", "cluster_runs", "gpu", "options", "peers", "ranks"}
 BENCHMARKS = sorted({path.stem for path in Path(__file__).parents[1].glob("benchmarks/*.py")} - HELPERS)
 ARGUMENTS = {
     "train_gpu": ["--device", "cpu", "--no-compile"],

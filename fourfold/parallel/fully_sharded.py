@@ -59,12 +59,12 @@ class FullySharded(DataParallel):
         shard(model, False)
         if zero in (1, 2) and z > 1:
             self._keep_z_shards_after_forward()
-        self._sums = SumInBackground()
+        self.sums = SumInBackground()
         for module in self._units():
             if by_all_to_all(grid.axis("z").group):
                 # torch has no public base class for these; it only calls the methods that they have.
                 module.set_custom_all_gather(GatherInBackground())  # type: ignore[arg-type]
-                module.set_custom_reduce_scatter(self._sums)  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(self.sums)  # type: ignore[arg-type]
             # Losses are divided by the tokens of the whole step, so gradients are sums. gloo knows no scaled sum.
             if mesh.size() > 1:
                 module.set_gradient_divide_factor(1.0)
@@ -86,8 +86,8 @@ class FullySharded(DataParallel):
 
     def begin_backward(self, last: bool) -> None:
         model, self._is_complete = _fsdp(self.model), last
-        self._sums.finish()
-        self._sums.at_once = self._reads_sums()
+        self.sums.finish()
+        self.sums.at_once = self._reads_sums()
         model.set_is_last_backward(last)
         if self.keeps_weights_for_the_step:
             model.set_reshard_after_backward(last)
@@ -113,7 +113,7 @@ class FullySharded(DataParallel):
             for group in self.fsdp_groups():
                 group.post_backward()
             _fsdp(self.model)._get_fsdp_state()._root_post_backward_final_callback()
-        self._sums.finish()
+        self.sums.finish()
 
     def _reads_sums(self) -> bool:
         """True where FSDP2 casts the next sums, adds them to those of earlier micro-batches, or sums them over dp."""

@@ -1,8 +1,8 @@
 """Overlap on an emulated cluster: what each switch hides, beside the computation and the communication alone.
 
-    bash benchmarks/cluster.sh [--grid x=2,z=2] [--rounds 5] [--json FILE]
+    bash benchmarks/cluster.sh overlap [--grid x=2,z=2] [--rounds 5] [--json FILE]
 
-Each process is a node of its own. Contenders live in the same processes and take their steps in turn. *computation*: a
+Each process is a node. Contenders live in the same processes and take their steps in turn. *computation*: a
 step whose collectives only copy; *communication*: its collectives back to back, with nothing beside them.
 """
 
@@ -12,7 +12,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,21 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.options import add_tiny
-from benchmarks.ranks import one_step, random_batch
+from benchmarks.cluster_runs import ALL, CPU, NONE, add_cluster, cluster_run, grid_of, size_of
+from benchmarks.peers import Step
+from benchmarks.ranks import fourfold, one_step, random_batch
 from fourfold.config.run import RunConfig
-from fourfold.data.loader import MicroBatch
-from fourfold.errors import UserError
 from fourfold.parallel import communicate, fsdp_on_gloo
 from fourfold.parallel.grid import Grid
-from fourfold.run_file.load import make_run
-from fourfold.training.job import Job
 
-CPU = torch.device("cpu")
-MODEL = {"preset": "llama-tiny", "vocab_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
-NONE = {"input_gradients": False, "gate_sum": False, "weight_prefetch": 0, "batch_parts": 1}
-ALL = {"input_gradients": True, "gate_sum": True, "weight_prefetch": 1, "batch_parts": 4}
-AXES = ("x", "y", "z", "dp")
+ACTS_ON = {"input_gradients": "xy", "gate_sum": "y", "weight_prefetch": "z", "batch_parts": "xy"}
+"""The axes whose collectives a switch hides."""
 COLLECTIVES = {
     "all_gather": [(communicate, "all_gather_single"), (fsdp_on_gloo, "all_gather_single")],
     "all_reduce": [(dist, "all_reduce")],
@@ -59,17 +52,20 @@ def main() -> int:
     arguments = _arguments()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    grid_sizes = _grid(arguments.grid)
+    grid_sizes = grid_of(arguments.grid)
     contenders = {"none": NONE, "all": ALL}
     for name, value in ALL.items():
+        if not any(grid_sizes.get(axis, 1) > 1 for axis in ACTS_ON[name]):
+            continue
         contenders[f"only {name}"] = {**NONE, name: value}
         contenders[f"all but {name}"] = {**ALL, name: NONE[name]}
-    contenders["all, 2 parts"] = {**ALL, "batch_parts": 2}
-    plain = _run(arguments, grid_sizes, NONE)
+    size = size_of(arguments)
+    runs = {name: cluster_run(size, grid_sizes, overlap) for name, overlap in contenders.items()}
+    plain = runs["none"]
     grid = Grid(plain.parallel, "cpu")
-    steps = {name: _step(_run(arguments, grid_sizes, overlap), grid) for name, overlap in contenders.items()}
-    steps["computation"] = _without_communication(_step(plain, grid))
-    steps["communication"] = _alone(_step(plain, grid), random_batch(plain, 0, CPU))
+    steps = {name: fourfold(run, CPU, grid=grid) for name, run in runs.items()}
+    steps["computation"] = _without_communication(fourfold(plain, CPU, grid=grid))
+    steps["communication"] = _alone(fourfold(plain, CPU, grid=grid), random_batch(plain, 0, CPU))
     times = _times(steps, plain, arguments.rounds)
     if dist.get_rank() == 0:
         rows = _rows(times)
@@ -79,46 +75,6 @@ def main() -> int:
             Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     dist.barrier()
     return 0
-
-
-def _run(arguments: argparse.Namespace, grid: dict[str, int], overlap: dict[str, Any]) -> RunConfig:
-    layers, width, batch, length = (1, 64, 8, 64) if arguments.tiny else (4, arguments.width, 8, 256)
-    ranks = grid.get("dp", 1) * grid.get("z", 1)
-    return make_run(
-        {
-            "model": {
-                **MODEL,
-                "hidden_size": width,
-                "intermediate_size": 3 * width,
-                "num_hidden_layers": layers,
-            },
-            "data": {"source": "python-stdlib"},
-            "parallel": grid,
-            "training": {
-                "micro_batch_size": batch // ranks,
-                "global_batch_size": batch,
-                "seq_length": length,
-                "train_steps": 1000,
-            },
-            "overlap": {**overlap, "batch_parts": min(overlap["batch_parts"], batch // ranks)},
-            "lr_scheduler": {"decay_style": "constant"},
-        }
-    )
-
-
-Step = Callable[[Tensor, Tensor], Tensor]
-
-
-def _step(run: RunConfig, grid: Grid) -> Step:
-    job = Job(run, grid, CPU)
-    job.initialize(0)
-    rank, ranks = grid.batch.rank, grid.batch.size
-
-    def step(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
-        micro_batch = MicroBatch(tokens_BS.chunk(ranks)[rank], labels_BS.chunk(ranks)[rank])
-        return job.train_step([micro_batch], 0).loss
-
-    return step
 
 
 @contextmanager
@@ -216,21 +172,10 @@ def _print(arguments: argparse.Namespace, rows: dict[str, dict[str, float]]) -> 
         )
 
 
-def _grid(text: str) -> dict[str, int]:
-    sizes = dict(part.split("=") for part in text.split(","))
-    if not set(sizes) <= set(AXES) or not all(size.isdigit() for size in sizes.values()):
-        raise UserError(f"--grid {text}: sizes of {', '.join(AXES)} are needed, as in x=2,z=2")
-    return {axis: int(size) for axis, size in sizes.items()}
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--grid", default="x=2,z=2", help="sizes of x, y, z and dp, as many processes as nodes")
-    parser.add_argument("--width", type=int, default=512, help="hidden size of the model, of 4 layers")
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of every contender")
-    parser.add_argument("--rate", default="", help="what a link carries, for the table's head")
-    parser.add_argument("--json", metavar="FILE", help="also write the table there")
-    add_tiny(parser)
+    add_cluster(parser)
     return parser.parse_args()
 
 

@@ -1,0 +1,109 @@
+"""The planner's order of grids against measured steps, on an emulated cluster.
+
+    bash benchmarks/cluster.sh order [--rounds 5] [--json FILE]
+
+The machine is measured by what ``fourfold calibrate`` runs, and nothing is fitted to a step. Grids take their steps in
+turn, in the same processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.cluster_runs import ALL, CPU, add_cluster, cluster_run, size_of
+from benchmarks.ranks import fourfold, one_step, random_batch
+from fourfold.environment import Place
+from fourfold.parallel.grid import Grid
+from fourfold.planning.calibration.machine_constants import constants_for
+from fourfold.planning.machines.machine import Machine, load_machine
+from fourfold.planning.machines.write import measured_machine
+from fourfold.planning.run_workload import workload_of
+from fourfold.planning.search.plan import predict
+from fourfold.tuning.microbenchmark import measure
+
+GRIDS: list[dict[str, int]] = [
+    {"x": 4},
+    {"y": 4},
+    {"z": 4},
+    {"dp": 4},
+    {"x": 2, "y": 2},
+    {"x": 2, "z": 2},
+    {"y": 2, "z": 2},
+    {"x": 2, "dp": 2},
+    {"y": 2, "dp": 2},
+    {"dp": 2, "z": 2},
+]
+"""Grids of four nodes."""
+
+
+def main() -> int:
+    arguments = _arguments()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    runs = {_name(grid): cluster_run(size_of(arguments), grid, ALL) for grid in GRIDS}
+    grids = {name: Grid(run.parallel, "cpu") for name, run in runs.items()}
+    machine = _this_cluster()
+    steps = {name: fourfold(run, CPU, grid=grids[name]) for name, run in runs.items()}
+    batches = [random_batch(runs["x=4"], i, CPU) for i in range(1 + arguments.rounds)]
+    losses = [one_step(step, batches[0])[1] for step in steps.values()]
+    assert max(losses) - min(losses) < 1e-4, f"losses of the first step differ: {losses}"
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for batch in batches[1:]:
+        for name, step in steps.items():
+            times[name].append(one_step(step, batch)[0])
+    if dist.get_rank() == 0:
+        predicted = {
+            name: float(predict(workload_of(run), machine, constants_for(machine)).seconds)
+            for name, run in runs.items()
+        }
+        record = _record({name: statistics.median(seconds) for name, seconds in times.items()}, predicted)
+        print(f"{len(GRIDS)} grids, {arguments.rate} a link, {arguments.rounds} rounds")
+        print(f"{'':10}{'measured s':>12}{'predicted s':>13}")
+        for name, row in record["grids"].items():
+            print(f"{name:10}{row['measured']:12.2f}{row['predicted']:13.2f}")
+        print(f"Spearman {record['spearman']:.2f}; the first choice takes {record['first_choice']:.2f} × the best")
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    dist.barrier()
+    return 0
+
+
+def _this_cluster() -> Machine:
+    """The machine file of these processes, each a node, as ``fourfold calibrate`` would write it; rank 0's counts."""
+    place = Place(dist.get_rank(), 0, dist.get_world_size(), 1, launcher="torchrun")
+    return measured_machine(measure(place).record(), load_machine("laptop"), "cluster")
+
+
+def _record(measured: dict[str, float], predicted: dict[str, float]) -> dict[str, Any]:
+    order = sorted(measured, key=lambda name: measured[name])
+    ranks = [np.argsort(np.argsort([seconds[name] for name in order])) for seconds in (measured, predicted)]
+    first = min(predicted, key=lambda name: predicted[name])
+    return {
+        "grids": {name: {"measured": measured[name], "predicted": predicted[name]} for name in order},
+        "spearman": float(np.corrcoef(*ranks)[0, 1]),
+        "first_choice": measured[first] / measured[order[0]],
+    }
+
+
+def _name(grid: dict[str, int]) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in grid.items())
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_cluster(parser)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""What the benchmarks of the emulated cluster train, and their options."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.options import add_tiny
+from benchmarks.ranks import one_micro_batch_run
+from fourfold.config.run import RunConfig
+from fourfold.errors import UserError
+
+CPU = torch.device("cpu")
+NONE = {"input_gradients": False, "gate_sum": False, "weight_prefetch": 0, "batch_parts": 1}
+ALL = {"input_gradients": True, "gate_sum": True, "weight_prefetch": 1, "batch_parts": 4}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a Llama and its batch. width: of the residual stream."""
+
+    layers: int
+    width: int
+    batch: int
+    seq_length: int
+
+
+TINY = Size(1, 64, 8, 64)
+
+
+def size_of(arguments: argparse.Namespace) -> Size:
+    """The sizes that a benchmark's options ask for."""
+    return TINY if arguments.tiny else Size(arguments.layers, 1024, 16, 256)
+
+
+def cluster_run(size: Size, grid: dict[str, int], overlap: dict[str, Any]) -> RunConfig:
+    """A run of one micro-batch a step, in at most as many parts as a process has sequences."""
+    model = {
+        "preset": "llama-tiny",
+        "vocab_size": 512,
+        "hidden_size": size.width,
+        "intermediate_size": 3 * size.width,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    sequences = size.batch // (grid.get("dp", 1) * grid.get("z", 1))
+    overlap = {**overlap, "batch_parts": min(overlap["batch_parts"], sequences)}
+    return one_micro_batch_run(grid, size.batch, size.seq_length, model, overlap)
+
+
+def grid_of(text: str) -> dict[str, int]:
+    """Sizes of axes from ``x=2,z=2``. Raises ``UserError`` for anything else."""
+    sizes = dict(part.partition("=")[::2] for part in text.split(","))
+    if not set(sizes) <= {"x", "y", "z", "dp"} or not all(size.isdigit() for size in sizes.values()):
+        raise UserError(f"--grid {text}: sizes of x, y, z and dp are needed, as in x=2,z=2")
+    return {axis: int(size) for axis, size in sizes.items()}
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add the options that all benchmarks of the cluster have."""
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model, 1,024 wide")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of every contender")
+    parser.add_argument("--rate", default="", help="what a link carries, for the table's head")
+    parser.add_argument("--json", metavar="FILE", help="also write the table there")
+    add_tiny(parser)

@@ -1,0 +1,57 @@
+"""The benchmarks of the emulated cluster, in their tiny forms: on this machine's processes, and on the cluster."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool import Pool
+
+ROOT = Path(__file__).parents[1]
+
+
+def tiny(rank: int, world_size: int, name: str, out: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name, "--tiny", "--rounds", "1", "--json", out])
+        assert not importlib.import_module(f"benchmarks.{name}").main()
+
+
+def record_of(pool: Pool, folder: Path, name: str) -> dict[str, Any]:
+    pool.run(4, tiny, name, str(folder / "record.json"))
+    record: dict[str, Any] = json.loads((folder / "record.json").read_text())
+    return record
+
+
+def test_overlap(pool: Pool, tmp_path: Path) -> None:
+    rows = record_of(pool, tmp_path, "cluster_overlap")["rows"]
+    assert {"none", "all", "computation", "communication", "only batch_parts"} <= set(rows)
+    assert "only gate_sum" not in rows  # y = 1
+    assert all(row["seconds"] > 0 for row in rows.values())
+    assert rows["none"]["faster"] == 1
+
+
+@pytest.mark.slow
+def test_order(pool: Pool, tmp_path: Path) -> None:
+    record = record_of(pool, tmp_path, "cluster_order")
+    seconds = [row["measured"] for row in record["grids"].values()]
+    assert seconds == sorted(seconds) and len(seconds) == 10
+    assert record["first_choice"] >= 1 and -1 <= record["spearman"] <= 1
+
+
+@pytest.mark.slow
+def test_on_the_cluster() -> None:
+    command = ["bash", "benchmarks/cluster.sh", "overlap", "--tiny", "--rounds", "1"]
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "NODES": "4"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    if done.stdout.startswith("skipped"):
+        pytest.skip(done.stdout.strip())
+    assert "4 nodes, 400mbit a link" in done.stdout
+    listed = subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
+    assert not [line for line in listed.splitlines() if line.startswith("ff")]
