@@ -2,13 +2,14 @@
 
     bash benchmarks/cluster.sh order [--rounds 5] [--json FILE]
 
-The machine is measured by what ``fourfold calibrate`` runs, and nothing is fitted to a step. Grids take their steps in
-turn, in the same processes.
+The machine is measured by what ``fourfold calibrate`` runs, and nothing is fitted to a step. Grids take their turns in
+the same processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -22,8 +23,10 @@ import torch.distributed as dist
 
 from benchmarks.cluster_runs import ALL, CPU, add_cluster, cluster_run, size_of
 from benchmarks.ranks import fourfold, one_step, random_batch
+from fourfold.config.run import RunConfig
 from fourfold.environment import Place
 from fourfold.parallel.grid import Grid
+from fourfold.parallel.process_group import ensure_process_group
 from fourfold.planning.calibration.machine_constants import constants_for
 from fourfold.planning.machines.machine import Machine, load_machine
 from fourfold.planning.machines.write import measured_machine
@@ -51,16 +54,16 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     runs = {_name(grid): cluster_run(size_of(arguments), grid, ALL) for grid in GRIDS}
-    grids = {name: Grid(run.parallel, "cpu") for name, run in runs.items()}
+    ensure_process_group("cpu", world_size=4)
     machine = _this_cluster()
-    steps = {name: fourfold(run, CPU, grid=grids[name]) for name, run in runs.items()}
-    batches = [random_batch(runs["x=4"], i, CPU) for i in range(1 + arguments.rounds)]
-    losses = [one_step(step, batches[0])[1] for step in steps.values()]
-    assert max(losses) - min(losses) < 1e-4, f"losses of the first step differ: {losses}"
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for batch in batches[1:]:
-        for name, step in steps.items():
-            times[name].append(one_step(step, batch)[0])
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    losses = set()
+    for i in range(arguments.rounds):
+        for name, run in runs.items():
+            seconds, loss = _turn(run, i)
+            times[name].append(seconds)
+            losses.add(round(loss, 3))
+        assert len(losses) == 1 + i, f"grids compute different losses: {losses}"
     if dist.get_rank() == 0:
         predicted = {
             name: float(predict(workload_of(run), machine, constants_for(machine)).seconds)
@@ -76,6 +79,23 @@ def main() -> int:
             Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     dist.barrier()
     return 0
+
+
+def _turn(run: RunConfig, number: int) -> tuple[float, float]:
+    """Seconds of a grid's second step, and the loss of its first.
+
+    The grid is made for it: gloo's threads of many grids in a process would take much of the time of a small machine.
+    """
+    grid = Grid(run.parallel, "cpu")
+    step = fourfold(run, CPU, grid=grid)
+    loss = one_step(step, random_batch(run, 2 * number, CPU))[1]
+    seconds = one_step(step, random_batch(run, 2 * number + 1, CPU))[0]
+    for group in {id(axis.group): axis.group for axis in grid.axes()}.values():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    del step, grid
+    gc.collect()
+    return seconds, loss
 
 
 def _this_cluster() -> Machine:
