@@ -21,8 +21,10 @@ if TYPE_CHECKING:  # these import torch, which the parent of local workers does 
     from fourfold.training.outcome import Outcome
 
 
-def train(run: RunConfig) -> Outcome:
+def train(run: RunConfig, profile: bool = False) -> Outcome:
     """Train a model as a run file says, and resume where ``checkpoint.resume`` points.
+
+    profile: record the third to the fifth step after the start, in the folder ``profile`` of the run's folder.
 
     Starts one local process for each place of the grid, or joins those that torchrun or srun has started. Local
     processes import the program that starts them, so it needs ``if __name__ == "__main__":``.
@@ -37,6 +39,7 @@ def train(run: RunConfig) -> Outcome:
     if read_environment(os.environ) is None:  # all processes are this machine's
         check_machine_memory(run)
     callbacks = ["fourfold.memorization.in_training:CanaryAudit"] if run.audit.interval else []
+    callbacks += ["fourfold.verification.timeline:Timeline"] if profile else []
     for restarts in itertools.count():
         started = time.time()
         try:

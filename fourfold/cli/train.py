@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -13,7 +14,18 @@ from fourfold.cli.options import Overrides, RunFile
 from fourfold.exit_codes import STOPPED, ended_by
 
 
-def train(run_file: RunFile, overrides: Overrides = []) -> None:  # noqa: B006 (typer reads it, nobody writes it)
+def train(
+    run_file: RunFile,
+    overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="Record the third to the fifth step after the start: a trace of each process for ui.perfetto.dev, "
+            "and by axis how long collectives took, and how much of it computation hid.",
+        ),
+    ] = False,
+) -> None:
     """Train a model described by a run file.
 
     Starts one local process for each place of the grid, or joins those that torchrun or srun has started. Ctrl-C,
@@ -24,11 +36,11 @@ def train(run_file: RunFile, overrides: Overrides = []) -> None:  # noqa: B006 (
     from fourfold.environment import read_environment
     from fourfold.run_file.load import load_run
     from fourfold.training.metrics import steps_taken
-    from fourfold.training.run_folder import where_it_continues
+    from fourfold.training.run_folder import PROFILE_FILE, where_it_continues
 
     run = load_run(run_file, overrides)
     try:
-        outcome = jobs.train(run)
+        outcome = jobs.train(run, profile)
     except (KeyboardInterrupt, SystemExit) as end:
         place = read_environment(os.environ)
         if place is None or place.rank == 0:
@@ -37,11 +49,14 @@ def train(run_file: RunFile, overrides: Overrides = []) -> None:  # noqa: B006 (
             raise
         raise typer.Exit(ended_by(signal.SIGINT)) from None
     if outcome.is_first_process:
+        from fourfold.reports.profile_tables import profile_tables
         from fourfold.reports.run_report import write_run_report
 
         run_dir = Path(outcome.run_dir)
         if outcome.sample is not None:
             print(f"\nSample:\n{outcome.sample}\n")
+        if profile:
+            profile_tables(run_dir / PROFILE_FILE)
         if steps_taken(run_dir):
             print(f"Report: {write_run_report(run_dir)}")
     if outcome.stopped:

@@ -49,6 +49,9 @@ class CanaryAudit:
             if fields is not None:
                 self._write(steps, fields)
 
+    def close(self) -> None:
+        """Nothing is open."""
+
     def _write(self, steps: int, fields: list[NDArray[np.float32]]) -> None:
         scores = [TokenScores.of(d.tokens, each) for d, each in zip(self.documents, fields, strict=True)]
         training = self.run.training

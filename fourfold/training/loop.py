@@ -50,6 +50,10 @@ class Callback(Protocol):
         """Called after every optimizer step; ``steps`` counts those taken. It may run collectives and forwards."""
         ...
 
+    def close(self) -> None:
+        """Called at the end, whatever ended the training."""
+        ...
+
 
 def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcome:
     """Train the run on every process of the job; resumes where ``checkpoint.resume`` points.
@@ -78,6 +82,8 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
         checkpoint, first_step = _fill(job, corpora, checkpoint)
 
         after_step: list[Callback] = [imported(name)(run, job, corpora.tokenizer, run_dir) for name in callbacks]
+        for callback in after_step:
+            stack.callback(callback.close)
         record: RunRecord | None = None
         with failing_together():
             if is_first_process:

@@ -14,6 +14,8 @@ from fourfold.errors import UserError
 from fourfold.training.metrics import steps_taken
 
 SAMPLE_FILE, SUMMARY_FILE, RUN_FILE, ATTEMPTS_FILE = "sample.txt", "summary.json", "run.toml", "attempts.jsonl"
+PROFILE_FILE = "profile/times.json"
+"""Times of the steps that `train --profile` has recorded; the traces are beside it."""
 
 
 def folder_of(run: RunConfig) -> Path:

@@ -20,6 +20,7 @@ from fourfold.parallel.communicate import ON_WAIT, PURPOSE, Purpose
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.recompute import OFFLOAD
 from fourfold.training.job import Job
+from fourfold.verification.collective_names import CollectiveNames
 from fourfold.verification.exposure import Flights, Line
 
 Tag = Literal["parameters", "optimizer", "gradients", "weights", "activations", "offloaded", "batch"]
@@ -31,9 +32,6 @@ OPERATIONS = {
     "allreduce_": "all_reduce",
     "send": "send",
 }
-DATA_AXES = ("z", "dp", "cp", "dp_cp", "dp_z", "dp_cp_z")
-FSDP_PURPOSE = {"all_gather": "weights", "reduce_scatter": "gradients", "all_reduce": "gradients"}
-"""FSDP2 does not name the purpose of its collectives, but these are all it has."""
 
 
 class Recorder(TorchDispatchMode):
@@ -44,10 +42,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, grid: Grid) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
-        # By members: FSDP2 makes groups of its own along our axes.
-        axes = [*grid.neighbors.values(), *grid.axes()[::-1]]
-        self._axis_of_ranks = {tuple(dist.get_process_group_ranks(axis.group)): axis.name for axis in axes}
-        self._axis_of_group: dict[str, str] = {}
+        self.names = CollectiveNames(grid)
         self.collectives: dict[Line, list[int]] = {}
         self.flights = Flights()
         self._sent: tuple[Purpose, int] | None = None
@@ -154,17 +149,10 @@ class Recorder(TorchDispatchMode):
         if group.size() == 1:
             return
         whole = args[1] if operation == "reduce_scatter" else first
-        axis = self._axis_of(group)
-        purpose = PURPOSE.get()
-        if purpose is not None:
-            why, operation = purpose.why, purpose.operation or operation
-        else:
-            why = FSDP_PURPOSE[operation]
-            assert axis in DATA_AXES, f"a collective over {axis} without a purpose"
-        if why == "gradients":
+        line, purpose, storage = self.names.line(operation, group), PURPOSE.get(), first.untyped_storage()._cdata
+        if line[2] == "gradients":
             for buffer in (first, whole):
                 self._tag(buffer, "gradients")
-        line, storage = (axis, operation, why), first.untyped_storage()._cdata
         entry = self.collectives.setdefault(line, [0, 0])
         entry[0] += 1
         entry[1] += whole.nbytes
@@ -184,12 +172,6 @@ class Recorder(TorchDispatchMode):
         for tensor in tree_iter(args):
             if isinstance(tensor, Tensor):
                 self.flights.land(tensor.untyped_storage()._cdata)
-
-    def _axis_of(self, group: dist.ProcessGroup) -> str:
-        if group.group_name not in self._axis_of_group:
-            ranks = tuple(dist.get_process_group_ranks(group))
-            self._axis_of_group[group.group_name] = self._axis_of_ranks.get(ranks, "world")
-        return self._axis_of_group[group.group_name]
 
     def _find_gradients_and_weights(self) -> None:
         """Tag gradients and gathered weights, which appear on parameters and in FSDP2 without an operation."""

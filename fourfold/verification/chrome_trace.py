@@ -1,0 +1,109 @@
+"""A trace that torch's profiler has written: what its events say of computation and collectives. Times in µs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fourfold.data.files import write_output
+from fourfold.verification.step_times import Span
+
+OPERATOR = re.compile(r"(?!c10d::|autograd::|torch::)[a-z]\w*::|## Call CompiledFxGraph")
+"""Names of computation on a CPU: operators such as aten::mm, and what the compiler has made of several."""
+
+PROCESS_OF_FLIGHTS = 1 << 30
+"""No process has this number."""
+
+
+class NamedSpan(NamedTuple):
+    """A collective under way."""
+
+    axis: str
+    name: str
+    span: Span
+
+
+class ChromeTrace:
+    """The events of a file in the Trace Event Format."""
+
+    def __init__(self, path: Path) -> None:
+        self._record: dict[str, Any] = json.loads(path.read_bytes(), strict=False)
+        self._events: list[dict[str, Any]] = self._record["traceEvents"]
+
+    def span(self, start: int, end: int) -> Span:
+        """The times of the trace between two of ``time.time_ns``."""
+        origin = int(self._record["baseTimeNanoseconds"])
+        return (start - origin) / 1000, (end - origin) / 1000
+
+    def operators(self, mark: str) -> list[Span]:
+        """Computation of the CPU on the thread that has a range of the name ``mark``."""
+        thread = next(event["tid"] for event in self._events if event["name"] == mark)
+        events = (event for event in self._events if event.get("cat") == "cpu_op" and event["tid"] == thread)
+        return [_span(event) for event in events if OPERATOR.match(event["name"])]
+
+    def kernels(self) -> list[Span]:
+        """Computation of the GPU: all kernels but NCCL's."""
+        return [_span(event) for event in self._of_category("kernel") if not _is_nccl(event)]
+
+    def nccl_kernels(self, axis_of: Mapping[str, str]) -> list[NamedSpan]:
+        """Collectives on the GPU. axis_of: axis by the name of the range in which a collective is issued."""
+        ranges: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
+        for event in self._of_category("user_annotation"):
+            if event["name"] in axis_of:
+                ranges[event["tid"]].append((*_span(event), event["name"]))
+        for each in ranges.values():
+            each.sort()
+        launches = {
+            event["args"]["correlation"]: event
+            for event in self._of_category("cuda_runtime", "cuda_driver")
+            if "correlation" in event.get("args", {})
+        }
+        found = []
+        for kernel in filter(_is_nccl, self._of_category("kernel")):
+            launch = launches.get(kernel["args"].get("correlation"))
+            name = None if launch is None else _around(ranges[launch["tid"]], launch["ts"])
+            found.append(NamedSpan("other" if name is None else axis_of[name], name or kernel["name"], _span(kernel)))
+        return found
+
+    def write(self, path: Path, flights: Iterable[NamedSpan]) -> None:
+        """Write the trace, compressed, with a track more for each axis: its collectives under way."""
+        lanes: dict[tuple[str, int], float] = {}  # on a track, one event must end before the next begins
+        events: list[dict[str, Any]] = []
+        for axis, name, (start, end) in sorted(flights, key=lambda flight: flight.span):
+            lane = next((axis, number) for number in count(1) if lanes.get((axis, number), start) <= start)
+            lanes[lane] = end
+            place = {"pid": PROCESS_OF_FLIGHTS, "tid": [*lanes].index(lane)}
+            events.append({"ph": "X", "cat": "flight", "name": name, "ts": start, "dur": end - start, **place})
+        names = [("process_name", 0, "collectives under way")]
+        names += [("thread_name", tid, f"{axis} {number}") for tid, (axis, number) in enumerate(lanes)]
+        named = [
+            {"ph": "M", "name": kind, "pid": PROCESS_OF_FLIGHTS, "tid": tid, "args": {"name": name}}
+            for kind, tid, name in names
+        ]
+        text = json.dumps({**self._record, "traceEvents": self._events + named + events})
+        write_output(path, gzip.compress(text.encode(), compresslevel=5))
+
+    def _of_category(self, *categories: str) -> Iterable[dict[str, Any]]:
+        return (event for event in self._events if event.get("cat") in categories)
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _is_nccl(kernel: Mapping[str, Any]) -> bool:
+    name: str = kernel["name"]
+    return name.startswith("nccl")
+
+
+def _around(ranges: list[tuple[float, float, str]], moment: float) -> str | None:
+    """The name of the last range that began before a moment, if it was not over."""
+    place = bisect_right(ranges, moment, key=lambda each: each[0]) - 1
+    return ranges[place][2] if place >= 0 and moment <= ranges[place][1] else None

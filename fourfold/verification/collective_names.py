@@ -1,0 +1,37 @@
+"""Axis, operation and purpose of a collective, FSDP2's included, by the group that runs it."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from fourfold.parallel.communicate import PURPOSE
+from fourfold.parallel.grid import Grid
+from fourfold.verification.exposure import Line
+
+DATA_AXES = ("z", "dp", "cp", "dp_cp", "dp_z", "dp_cp_z")
+FSDP_PURPOSE = {"all_gather": "weights", "reduce_scatter": "gradients", "all_reduce": "gradients"}
+"""FSDP2 does not name the purpose of its collectives, but these are all it has."""
+
+
+class CollectiveNames:
+    """Names the collectives of a process on a grid."""
+
+    def __init__(self, grid: Grid) -> None:
+        # By members: FSDP2 makes groups of its own along our axes.
+        axes = [*grid.neighbors.values(), *grid.axes()[::-1]]
+        self._axis_of_ranks = {tuple(dist.get_process_group_ranks(axis.group)): axis.name for axis in axes}
+        self._axis_of_group: dict[str, str] = {}
+
+    def line(self, operation: str, group: dist.ProcessGroup) -> Line:
+        """Name the collective that is being issued. operation: what torch runs, which may stand for another."""
+        axis, purpose = self._axis_of(group), PURPOSE.get()
+        if purpose is not None:
+            return axis, purpose.operation or operation, purpose.why
+        assert axis in DATA_AXES, f"a collective over {axis} without a purpose"
+        return axis, operation, FSDP_PURPOSE[operation]
+
+    def _axis_of(self, group: dist.ProcessGroup) -> str:
+        if group.group_name not in self._axis_of_group:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self._axis_of_group[group.group_name] = self._axis_of_ranks.get(ranks, "world")
+        return self._axis_of_group[group.group_name]

@@ -1,0 +1,103 @@
+"""Where the time of a step goes: computing, exposed or hidden collectives, by axis. Spans of time are in µs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Self
+
+Span = tuple[float, float]
+"""Start and end."""
+
+SpanOfAxis = tuple[str, Span]
+"""A time in which something happens for a collective of an axis."""
+
+
+@dataclass(frozen=True)
+class AxisTimes:
+    """The collectives of an axis, in seconds of one process."""
+
+    issued: float
+    """One at least is under way."""
+    hidden: float
+    """One at least is under way while the process computes."""
+    exposed: float
+    """On a CPU: the process issues one or waits for one. On a GPU: one is under way, and the GPU does not compute."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The parts of a time, in seconds of one process. They add up."""
+
+    seconds: float
+    compute: float
+    exposed: float
+    idle: float
+    """Neither: reading data, Python, waiting for another device."""
+    axes: dict[str, AxisTimes]
+
+    @classmethod
+    def of(
+        cls,
+        window: Span,
+        parts: int,
+        compute: Iterable[Span],
+        flights: list[SpanOfAxis],
+        held: list[SpanOfAxis] | None,
+    ) -> Self:
+        """Share a window out, and divide all by its number of equal ``parts``.
+
+        compute: computation; flights: collectives under way; held: times in which the process could not compute for a
+        collective, or None for those in which one is under way and nothing is computed.
+        """
+        computing = _both(_union(compute), [window])
+
+        def union_of(spans: list[SpanOfAxis], axis: str | None) -> list[Span]:
+            return _both(_union(span for each, span in spans if axis in (None, each)), [window])
+
+        def exposed_of(axis: str | None) -> list[Span]:
+            return _without(union_of(flights, axis), computing) if held is None else union_of(held, axis)
+
+        def seconds(spans: list[Span]) -> float:
+            return sum(end - start for start, end in spans) / 1e6 / parts
+
+        exposed = exposed_of(None)
+        computing = _without(computing, exposed)
+        axes = {}
+        for axis in dict.fromkeys(axis for axis, _ in flights):
+            issued = union_of(flights, axis)
+            axes[axis] = AxisTimes(seconds(issued), seconds(_both(issued, computing)), seconds(exposed_of(axis)))
+        idle = _without(_without([window], computing), exposed)
+        return cls(seconds([window]), seconds(computing), seconds(exposed), seconds(idle), axes)
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """The same times as spans in order, of which no two touch."""
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        elif start < end:
+            found.append((start, end))
+    return found
+
+
+def _both(first: list[Span], second: list[Span]) -> list[Span]:
+    """The times that are in both of two unions."""
+    found, i, j = [], 0, 0
+    while i < len(first) and j < len(second):
+        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if start < end:
+            found.append((start, end))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def _without(spans: list[Span], others: list[Span]) -> list[Span]:
+    """The times of a union that are not in another."""
+    edges = [-float("inf"), *(edge for span in others for edge in span), float("inf")]
+    return _both(spans, list(pairwise(edges))[::2])

@@ -1,0 +1,120 @@
+"""``fourfold train --profile``: a trace of a few steps for each process, and where the time of a step goes by axis."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from fourfold.config.run import RunConfig
+from fourfold.data.files import temporary_name, write_output, writing
+from fourfold.data.tokenizer import Tokenizer
+from fourfold.parallel.together import failing_together
+from fourfold.training.job import Job
+from fourfold.training.run_folder import PROFILE_FILE
+from fourfold.verification.chrome_trace import ChromeTrace, NamedSpan
+from fourfold.verification.step_times import StepTimes
+from fourfold.verification.watched_collectives import WatchedCollectives
+
+WARM_UP = 2
+"""Steps before the first that is recorded: in them code is compiled, and NCCL connects."""
+
+STEPS = 3
+"""Steps that are recorded."""
+
+
+class Timeline:
+    """A callback of the training loop: records steps 3 to 5 after the start, and writes what they were."""
+
+    def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:
+        self.job, self.file = job, run_dir / PROFILE_FILE
+        self.on_gpu = job.device.type == "cuda"
+        self._taken = 0
+        self._recording, self._step = ExitStack(), ExitStack()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.file.parent, ignore_errors=True)  # of an earlier start, perhaps of more processes
+
+    def after_step(self, steps: int) -> None:
+        """Start recording, go on, or end it and write; every process of the job calls this."""
+        self._taken += 1
+        if self._taken == WARM_UP:
+            self._start()
+        elif self._taken == WARM_UP + STEPS:
+            self._end(steps)
+            return
+        if WARM_UP <= self._taken < WARM_UP + STEPS:
+            self._begin(steps)
+
+    def close(self) -> None:
+        """Leave torch as it was, also where the run ends while it is recorded."""
+        self._recording.close()
+
+    def _start(self) -> None:
+        on_device = [ProfilerActivity.CUDA] if self.on_gpu else []
+        self._profile = self._recording.enter_context(profile(activities=[ProfilerActivity.CPU, *on_device]))
+        dist.barrier()  # starting it takes one process longer than another
+        self._collectives = self._recording.enter_context(WatchedCollectives(self.job.grid, self.on_gpu))
+        self._started = self._now()
+
+    def _begin(self, steps: int) -> None:
+        self._step.close()
+        self._step = self._recording.enter_context(ExitStack())
+        self._step.enter_context(record_function(_mark(steps + 1)))
+
+    def _end(self, steps: int) -> None:
+        ended = self._now()
+        self.close()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        with failing_together():
+            mine = self._write(self.file.with_name(f"rank{rank}.json.gz"), ended, steps)
+        everyone: list[dict[str, Any]] | None = [{}] * world_size if rank == 0 else None
+        dist.gather_object(mine, everyone)
+        with failing_together():
+            if everyone is not None:
+                record = {"steps": [*range(steps - STEPS + 1, steps + 1)], "ranks": everyone}
+                write_output(self.file, json.dumps(record, indent=1))
+
+    def _now(self) -> int:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.job.device)
+        return time.time_ns()
+
+    def _write(self, path: Path, ended: int, steps: int) -> dict[str, Any]:
+        """Write the trace of this process; returns its times and what it sent in one step."""
+        temporary = temporary_name(path)
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            try:
+                self._profile.export_chrome_trace(str(temporary))
+                trace = ChromeTrace(temporary)
+            finally:
+                temporary.unlink(missing_ok=True)
+        watched = self._collectives
+        if self.on_gpu:
+            flights = trace.nccl_kernels({flight.name: flight.axis for flight in watched.flights})
+            compute, held = trace.kernels(), None
+        else:
+            flights = [NamedSpan(f.axis, f.name, trace.span(f.start, f.end or ended)) for f in watched.flights]
+            compute = trace.operators(_mark(steps))
+            held = [(axis, trace.span(start, end)) for axis, start, end in watched.held]
+        trace.write(path, flights)
+        under_way = [(flight.axis, flight.span) for flight in flights]
+        times = StepTimes.of(trace.span(self._started, ended), STEPS, compute, under_way, held)
+        lines = [
+            {"axis": axis, "op": operation, "purpose": why, "count": count / STEPS, "bytes": size / STEPS}
+            for (axis, operation, why), (count, size) in watched.sent.items()
+        ]
+        return {"rank": dist.get_rank(), **asdict(times), "collectives": lines}
+
+
+def _mark(step: int) -> str:
+    """The name of a step in the trace."""
+    return f"step {step}"

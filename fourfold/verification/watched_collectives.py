@@ -1,0 +1,125 @@
+"""Watches the collectives of a process while it runs: when each was issued, when it was done, and who waited."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from fourfold.parallel.grid import Grid
+from fourfold.verification.collective_names import CollectiveNames
+from fourfold.verification.exposure import Line
+
+OPERATIONS = {
+    "allreduce": "all_reduce",
+    "_allgather_base": "all_gather",
+    "all_gather_single": "all_gather",  # names from torch 2.13 on
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "alltoall_base": "reduce_scatter",  # how gloo's are done: parallel.communicate.by_all_to_all
+    "all_to_all_single": "reduce_scatter",
+    "send": "send",
+    "recv": "recv",
+}
+"""Methods of a process group, as torch's functions and FSDP2 call them."""
+
+
+@dataclass
+class Flight:
+    """A collective that has been issued; times in ns since 1970."""
+
+    axis: str
+    name: str
+    start: int
+    end: int | None = None
+    """None while it is under way."""
+
+    def land(self) -> None:
+        """Note the end, unless it has been."""
+        if self.end is None:
+            self.end = time.time_ns()
+
+
+class WatchedCollectives:
+    """Watches every collective, FSDP2's included, while the context lasts, and names it in a trace of the profiler.
+
+    On a GPU the ends of flights are not known here: its own trace has them.
+    """
+
+    def __init__(self, grid: Grid, on_gpu: bool) -> None:
+        self._names, self._on_gpu = CollectiveNames(grid), on_gpu
+        self.sent: dict[Line, list[int]] = {}
+        """Count and bytes of each line, as ``fourfold trace`` counts them: bytes are those of the full tensor."""
+        self.flights: list[Flight] = []
+        self.held: list[tuple[str, int, int]] = []
+        """Axis, start and end (ns since 1970) of each time in which this process issued a collective or waited."""
+        self._flight_of: WeakKeyDictionary[dist.Work, Flight] = WeakKeyDictionary()
+        self._replaced: list[tuple[type, str, Any]] = []
+
+    def __enter__(self) -> Self:
+        for method, operation in OPERATIONS.items():
+            if hasattr(dist.ProcessGroup, method):
+                self._replace(dist.ProcessGroup, method, partial(self._issuing, operation))
+        self._replace(dist.ProcessGroup, "_end_coalescing", self._ending)
+        self._replace(dist.Work, "wait", self._waiting)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for owner, method, original in self._replaced:
+            setattr(owner, method, original)
+
+    def _replace(self, owner: type, method: str, watched: Callable[[Any], Any]) -> None:
+        self._replaced.append((owner, method, vars(owner)[method]))
+        setattr(owner, method, watched(getattr(owner, method)))
+
+    def _issuing(self, operation: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def issue(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if group.size() == 1:
+                return run(group, *args, **kwargs)
+            line = self._names.line(operation, group)
+            flight = Flight(line[0], "{} {}: {}".format(*line), time.time_ns())
+            self.flights.append(flight)
+            with record_function(flight.name):
+                work = run(group, *args, **kwargs)
+            self.held.append((flight.axis, flight.start, time.time_ns()))
+            if operation != "recv":
+                whole = args[1] if operation == "reduce_scatter" else args[0]
+                entry = self.sent.setdefault(line, [0, 0])
+                entry[0] += 1
+                entry[1] += whole[0].nbytes if isinstance(whole, list) else whole.nbytes
+            if work is not None:
+                self._flight_of[work] = flight
+                if not self._on_gpu and operation not in ("send", "recv"):  # gloo does not tell when those are done
+                    work.get_future().then(lambda _: flight.land())
+            return work
+
+        return issue
+
+    def _ending(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """NCCL carries out sends and receives that were issued together where they end."""
+
+        def end(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            with record_function(self.flights[-1].name):
+                return run(group, *args, **kwargs)
+
+        return end
+
+    def _waiting(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            flight = self._flight_of.get(work)
+            if flight is None:
+                return run(work, *args, **kwargs)
+            start = time.time_ns()
+            with record_function(f"wait for {flight.name}"):
+                result = run(work, *args, **kwargs)
+            flight.land()
+            self.held.append((flight.axis, start, time.time_ns()))
+            return result
+
+        return wait
