@@ -36,7 +36,7 @@ COLLECTIVES = [
     Mutant(
         "a reduce-scatter keeps the rank's own part",
         "parallel.communicate",
-        "return Pending(received, [work], _sum_parts)",
+        "return Pending(received, [work], sum_parts)",
         "return Pending(received, [work], lambda parts: parts[axis.rank])",
         grid=X2,
     ),
@@ -49,9 +49,9 @@ COLLECTIVES = [
     ),
     Mutant(
         "FSDP2's reduce-scatter forgets a rank",
-        "parallel.communicate",
-        "_sum_parts(received.view(group.size(), -1), out=output_tensor)",
-        "output_tensor.copy_(received.view(group.size(), -1)[0])",
+        "parallel.fsdp_on_gloo",
+        "sum_parts(exchange.received.view(exchange.ranks, -1), out=exchange.sum)",
+        "exchange.sum.copy_(exchange.received.view(exchange.ranks, -1)[0])",
         grid=Z2,
     ),
     Mutant(

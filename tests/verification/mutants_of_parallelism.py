@@ -90,6 +90,13 @@ DATA_PARALLEL = [
         grid=DP2,
     ),
     Mutant(
+        "FSDP2 adds a sum that is still under way",
+        "parallel.fully_sharded",
+        "self.sums.at_once = self._reads_sums()",
+        "self.sums.at_once = False",
+        grid=Z2,
+    ),
+    Mutant(
         "FSDP2 averages gradients",
         "parallel.fully_sharded",
         "module.set_gradient_divide_factor(1.0)",
