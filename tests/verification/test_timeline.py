@@ -34,12 +34,16 @@ LATE = 0.2
 """Seconds by which one rank is late to each step."""
 
 
+def methods_of_torch() -> tuple[dict[str, Any], dict[str, Any]]:
+    return dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))
+
+
 def profiled_body(rank: int, world_size: int, run: RunConfig, folder: Path, late: int | None = None) -> float:
     """Take six steps as the training loop does; returns the seconds of one of those that are recorded."""
     grid, device = Grid(run.parallel, "cpu"), torch.device("cpu")
     job = Job(run, grid, device)
     job.initialize(0)
-    before = dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))
+    before = methods_of_torch()
     timeline, ends = Timeline(run, job, None, folder), []
     for step in range(6):
         if rank == late:
@@ -47,8 +51,8 @@ def profiled_body(rank: int, world_size: int, run: RunConfig, folder: Path, late
         job.train_step(random_micro_batches(run, step, grid, device), step)
         ends.append(time.perf_counter())
         timeline.after_step(step + 1)
+        assert (methods_of_torch() == before) == (step not in (1, 2, 3))  # only while steps are recorded
     timeline.close()
-    assert (dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))) == before
     return (ends[4] - ends[1]) / 3
 
 
@@ -104,6 +108,23 @@ def test_a_process_waits_for_one_that_is_late(pool: Pool, tmp_path: Path) -> Non
     assert waits["axes"]["x"]["issued"] >= LATE
     assert comes_late["idle"] >= LATE
     assert comes_late["exposed"] < waits["exposed"]
+
+
+def stopped_body(rank: int, world_size: int, run: RunConfig, folder: Path) -> None:
+    before = methods_of_torch()
+    timeline = Timeline(run, Job(run, Grid(run.parallel, "cpu"), torch.device("cpu")), None, folder)
+    for steps in (1, 2, 3):
+        timeline.after_step(steps)
+    assert methods_of_torch() != before
+    timeline.close()
+    assert methods_of_torch() == before
+    with torch.profiler.profile():  # of which torch allows one at a time
+        pass
+
+
+def test_a_run_that_ends_while_it_is_recorded_leaves_torch_as_it_was(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, stopped_body, tiny_run(LLAMA, {}, training={"device": "cpu"}), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_trace_shows_steps_and_the_collectives_under_way(pool: Pool, tmp_path: Path) -> None:
