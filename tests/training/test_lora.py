@@ -48,7 +48,7 @@ def parity_body(rank: int, world_size: int, run: RunConfig) -> ParityReport | No
     return parity(run, torch.device("cpu"))
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_CASES)])
 def test_layout_computes_what_one_process_computes(pool: Pool, name: str, tmp_path: Path) -> None:
     model, grid, sections = (CASES | SLOW_CASES)[name]

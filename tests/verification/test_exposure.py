@@ -111,7 +111,7 @@ def test_the_ring_hides_all_but_its_last_gradients() -> None:
     assert exposed_of(LLAMA, {"cp": 2})["cp all_to_all attention: heads for tokens"] == 1
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "grid", [{"x": 2, "y": 2, "z": 2}, {"pp": 2, "dp": 2}, {"z": 2, "dp": 2}, {"cp": 2, "y": 2}], ids=str
 )

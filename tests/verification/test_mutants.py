@@ -37,7 +37,7 @@ def test_there_are_sixty_and_each_still_applies() -> None:
             pass
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("mutant", [*LAYERS, *PARALLELISM, *STEPS], ids=lambda mutant: mutant.fault)
 def test_parity_catches(mutant: Mutant, pool: Pool, tmp_path: Path) -> None:
     run = run_of(mutant, tmp_path)

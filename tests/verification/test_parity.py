@@ -199,7 +199,7 @@ def check(pool: Pool, case: Case, folder: Path, against: Against = "plain") -> N
     assert report.ok, report.record()
 
 
-@pytest.mark.fast_cases(9)
+@pytest.mark.fast_cases(7)
 @pytest.mark.parametrize("name", CASES)
 def test_layout_computes_what_one_process_computes(pool: Pool, name: str, tmp_path: Path) -> None:
     check(pool, CASES[name], tmp_path)

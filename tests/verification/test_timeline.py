@@ -100,6 +100,7 @@ def test_a_step_sends_what_the_trace_says_and_its_parts_add_up(
             assert 0 <= times["hidden"] <= times["issued"] <= rank["seconds"]
 
 
+@pytest.mark.slow
 def test_a_process_waits_for_one_that_is_late(pool: Pool, tmp_path: Path) -> None:
     run = tiny_run(LLAMA, {"x": 2}, training={"device": "cpu"})
     record, _ = profiled(pool, run, tmp_path, late=1)
