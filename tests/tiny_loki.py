@@ -10,6 +10,9 @@ import torch
 from tiny_huggingface import SIZES
 from torch import Tensor
 
+from fourfold.inference.loki import LokiConfig
+
+SPARSE = LokiConfig(d=4, k=12, min_seq=0)
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 12}),
@@ -67,3 +70,14 @@ def slow_decode(
         scores_GS = (queries_GD @ key_SD.T * scaling).masked_fill(hidden_S, float("-inf"))
         out.append(torch.softmax(scores_GS, -1) @ value_SD)
     return torch.cat(out)
+
+
+def step_by_step(model: Any, tokens_BS: Tensor, begin: int, **more: Any) -> Tensor:
+    """Logits of a prompt of ``begin`` tokens, and of every token after it, one step each."""
+    from transformers import DynamicCache
+
+    cache = more.pop("past_key_values", None) or DynamicCache(config=model.config)
+    out = [model(tokens_BS[:, :begin], past_key_values=cache, use_cache=True, **more).logits]
+    for place in range(begin, tokens_BS.shape[1]):
+        out.append(model(tokens_BS[:, place : place + 1], past_key_values=cache, use_cache=True).logits)
+    return torch.cat(out, dim=1)

@@ -4,55 +4,33 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_loki import SHAPES, calibrated_llama, loki_model, prompt, slow_decode, windows
+from tiny_loki import SHAPES, SPARSE, loki_model, prompt, slow_decode, step_by_step, windows
 from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer
+from transformers import DynamicCache
 
 from fourfold.errors import UserError
 from fourfold.inference.loki import LokiBasis, LokiConfig, calibrate, disable_loki, enable_loki
 from fourfold.inference.loki.architecture import SUPPORTED
 from fourfold.inference.loki.basis import Components
-from fourfold.inference.loki.cache import GrowingLayer, LokiLayer, RotatedLayer, StaticLokiLayer
+from fourfold.inference.loki.cache import GrowingLayer, LokiLayer
 
-SPARSE = LokiConfig(d=4, k=12, min_seq=0)
+pytestmark = pytest.mark.usefixtures("no_gradients")
 EVERY = LokiConfig(k_f=1.0, min_seq=0)
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def llama() -> tuple[Any, LokiBasis]:
-    return calibrated_llama()
 
 
 @pytest.fixture
 def never_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loki's own path is taken even where it attends to everything."""
     monkeypatch.setattr(LokiConfig, "is_dense_at", lambda *_: False)
-
-
-def step_by_step(model: Any, tokens_BS: Tensor, begin: int, **more: Any) -> Tensor:
-    """Logits of a prompt of ``begin`` tokens, and of every token after it, one step each."""
-    cache = more.pop("past_key_values", None) or DynamicCache(config=model.config)
-    out = [model(tokens_BS[:, :begin], past_key_values=cache, use_cache=True, **more).logits]
-    for place in range(begin, tokens_BS.shape[1]):
-        out.append(model(tokens_BS[:, place : place + 1], past_key_values=cache, use_cache=True).logits)
-    return torch.cat(out, dim=1)
 
 
 @pytest.mark.fast_cases(5)
@@ -178,38 +156,6 @@ def test_prompts_in_chunks(llama: tuple[Any, LokiBasis]) -> None:
     torch.testing.assert_close(torch.cat(again, 1), expected[:, 45:])
 
 
-@pytest.mark.parametrize("cache", ["proxy", "rotated"])
-def test_a_cache_is_cropped_copied_and_reordered(llama: tuple[Any, LokiBasis], cache: str) -> None:
-    model, basis = llama
-    tokens = prompt(2)
-    enable_loki(model, basis, replace(SPARSE, cache=cache))
-    expected = step_by_step(model, tokens, 45)[:, 45]
-    held = DynamicCache(config=model.config)
-    step_by_step(model, tokens, 45, past_key_values=held)
-    held.crop(-5)
-    assert held.get_seq_length() == 45
-
-    def next_logits(one: Any, row: Tensor) -> Tensor:
-        return model(row, past_key_values=one, use_cache=True).logits[:, 0]
-
-    row = tokens[:, 45:46]
-    torch.testing.assert_close(next_logits(copy.deepcopy(held), row), expected)
-    swapped = copy.deepcopy(held)
-    swapped.reorder_cache(torch.tensor([1, 0]))
-    torch.testing.assert_close(next_logits(swapped, row.flip(0)), expected.flip(0))
-    twice = copy.deepcopy(held)
-    twice.batch_repeat_interleave(2)
-    torch.testing.assert_close(next_logits(twice, row.repeat_interleave(2, 0)), expected.repeat_interleave(2, 0))
-    one = copy.deepcopy(held)
-    one.batch_select_indices(torch.tensor([1]))
-    torch.testing.assert_close(next_logits(one, row[1:]), expected[1:])
-    held.reset()
-    assert held.get_seq_length() == 0
-    again = step_by_step(model, tokens[:, :46], 45, past_key_values=held)[:, 45]
-    disable_loki(model)
-    torch.testing.assert_close(again, expected)
-
-
 def test_beam_search_with_all_keys_is_that_of_full_attention(llama: tuple[Any, LokiBasis]) -> None:
     model, basis = llama
     tokens = prompt()
@@ -222,85 +168,6 @@ def test_beam_search_with_all_keys_is_that_of_full_attention(llama: tuple[Any, L
     disable_loki(model)
     assert torch.equal(found, expected)
     assert sparse.shape[1] > tokens.shape[1]
-
-
-def test_a_cache_of_fixed_size(llama: tuple[Any, LokiBasis]) -> None:
-    """Its tail of zeros is never chosen, and the number of keys does not depend on its length."""
-    model, basis = llama
-    tokens = prompt()
-    enable_loki(model, basis, SPARSE)
-    expected = step_by_step(model, tokens, 40)
-    fixed = StaticCache(config=model.config, max_cache_len=90)
-    found = step_by_step(model, tokens, 40, past_key_values=fixed)
-    assert isinstance(fixed.layers[0], StaticLokiLayer)
-    torch.testing.assert_close(found, expected)
-    enable_loki(model, basis, LokiConfig(k_f=0.25, min_seq=0))
-    with pytest.raises(UserError, match="give k instead of k_f"):
-        step_by_step(model, tokens, 40, past_key_values=StaticCache(config=model.config, max_cache_len=90))
-    disable_loki(model)
-
-
-def test_a_cache_that_was_filled_before(llama: tuple[Any, LokiBasis]) -> None:
-    """Full attention filled it; Loki goes on, with one width and with another, and full attention after it."""
-    model, basis = llama
-    tokens = prompt()
-
-    enable_loki(model, basis, SPARSE)
-    expected = step_by_step(model, tokens, 40)
-    disable_loki(model)
-    held = DynamicCache(config=model.config)
-    model(tokens[:, :40], past_key_values=held, use_cache=True)
-    assert type(held.layers[0]) is DynamicLayer
-    enable_loki(model, basis, replace(SPARSE, d=7))
-    model(tokens[:, 40:41], past_key_values=held, use_cache=True)
-    held.crop(-1)
-    enable_loki(model, basis, SPARSE)
-    found = [model(tokens[:, i : i + 1], past_key_values=held, use_cache=True).logits for i in range(40, 49)]
-    torch.testing.assert_close(torch.cat(found, 1), expected[:, 40:49])
-    disable_loki(model)
-    last = model(tokens[:, 49:], past_key_values=held, use_cache=True).logits
-    assert isinstance(held.layers[0], LokiLayer)
-    assert last.isfinite().all()
-    assert held.get_seq_length() == 50
-
-
-def test_keys_beside_a_proxy_are_rotated_by_another_basis(llama: tuple[Any, LokiBasis]) -> None:
-    """The cache goes on with rotated keys, and gives what one that began with them does."""
-    model, basis = llama
-    tokens, rotated = prompt(), replace(SPARSE, cache="rotated")
-    enable_loki(model, basis.random(), rotated)
-    expected = step_by_step(model, tokens[:, :43], 40)[:, 40:]
-    enable_loki(model, basis, SPARSE)
-    held = DynamicCache(config=model.config)
-    model(tokens[:, :40], past_key_values=held, use_cache=True)
-    enable_loki(model, basis.random(), rotated)
-    found = [model(tokens[:, i : i + 1], past_key_values=held, use_cache=True).logits for i in range(40, 43)]
-    disable_loki(model)
-    assert isinstance(held.layers[0], RotatedLayer)
-    torch.testing.assert_close(torch.cat(found, 1), expected)
-
-
-def test_rotated_keys_are_refused_by_an_attention_that_does_not_know_them(llama: tuple[Any, LokiBasis]) -> None:
-    model, basis = llama
-    tokens = prompt()
-    enable_loki(model, basis, replace(SPARSE, cache="rotated"))
-    held = DynamicCache(config=model.config)
-    model(tokens[:, :40], past_key_values=held, use_cache=True)
-    assert isinstance(held.layers[0], RotatedLayer)
-    row = tokens[:, 40:41]
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(UserError, match="start a new cache"):
-        model(row, past_key_values=held, use_cache=True)
-    model.set_attn_implementation("loki")
-    enable_loki(model, basis.random(), replace(SPARSE, cache="rotated"))
-    with pytest.raises(UserError, match="another basis"):
-        model(row, past_key_values=held, use_cache=True)
-    enable_loki(model, basis, SPARSE)
-    with pytest.raises(UserError, match="start a new cache"):
-        model(row, past_key_values=held, use_cache=True)
-    disable_loki(model)
-    with pytest.raises(UserError, match="keys rotated for Loki"):
-        model(row, past_key_values=held, use_cache=True)
 
 
 def test_skipped_and_short(llama: tuple[Any, LokiBasis]) -> None:
@@ -356,19 +223,6 @@ def test_a_copy_of_a_model_is_on_its_own(llama: tuple[Any, LokiBasis]) -> None:
     copied = copy.deepcopy(model)
     disable_loki(model)
     torch.testing.assert_close(step_by_step(copied, tokens, 40), expected)
-
-
-def test_the_cache_does_not_move_at_every_token(llama: tuple[Any, LokiBasis]) -> None:
-    model, basis = llama
-    tokens = prompt(1, 200)
-    enable_loki(model, basis, SPARSE)
-    held = DynamicCache(config=model.config)
-    places = set()
-    for i in range(200):
-        model(tokens[:, i : i + 1], past_key_values=held, use_cache=True)
-        places |= {(buffer, held.layers[0].buffers[buffer].filled.data_ptr()) for buffer in range(3)}
-    disable_loki(model)
-    assert len(places) <= 3 * 3  # room for 64, 128, 256
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_loki import calibrated_llama, loki_model, windows
+from tiny_loki import loki_model, windows
 
 pytest.importorskip("transformers")
 
@@ -20,11 +20,6 @@ from fourfold.inference.loki.key_hooks import observe_keys, undo_rotary
 from fourfold.inference.loki.principal_components import Moments
 from fourfold.inference.loki.select import SAMPLED, choose_keys, places_above_threshold, top_places
 from fourfold.inference.loki.simulate import Probe, simulate
-
-
-@pytest.fixture
-def llama() -> tuple[Any, LokiBasis]:
-    return calibrated_llama()
 
 
 def test_streamed_covariance_is_that_of_all_keys_together() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_loki import calibrated_llama, loki_model, prompt, windows
+from tiny_loki import SPARSE, loki_model, prompt, windows
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -27,13 +27,6 @@ from fourfold.inference.loki.cache import LokiLayer
 from fourfold.inference.loki.fingerprint import sample_matrix
 from fourfold.inference.loki.key_hooks import observe_keys
 from fourfold.inference.loki.quality import measure_quality
-
-SPARSE = LokiConfig(d=4, k=12, min_seq=0)
-
-
-@pytest.fixture
-def llama() -> tuple[Any, LokiBasis]:
-    return calibrated_llama()
 
 
 def test_a_sample_of_a_large_matrix() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,11 +15,7 @@ from fourfold.inference.loki import LokiConfig, attend
 from fourfold.inference.loki.attend import attend_to_chosen, decode
 from fourfold.inference.loki.select import DecodeStep
 
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 @pytest.fixture(params=["torch", "numba"])
