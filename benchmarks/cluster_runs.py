@@ -33,7 +33,7 @@ TINY = Size(1, 64, 8, 64)
 
 def size_of(arguments: argparse.Namespace) -> Size:
     """The sizes that a benchmark's options ask for."""
-    return TINY if arguments.tiny else Size(arguments.layers, 512, 8, 256)
+    return TINY if arguments.tiny else Size(arguments.layers, arguments.width, arguments.batch, 256)
 
 
 def cluster_run(size: Size, grid: dict[str, int], overlap: dict[str, Any]) -> RunConfig:
@@ -62,7 +62,9 @@ def grid_of(text: str) -> dict[str, int]:
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add the options that all benchmarks of the cluster have."""
-    parser.add_argument("--layers", type=int, default=4, help="layers of the model, 512 wide")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model")
+    parser.add_argument("--width", type=int, default=512, help="width of its residual stream")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of 256 tokens in a step")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of every contender")
     parser.add_argument("--rate", default="", help="what a link carries, for the table's head")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")

@@ -26,7 +26,7 @@ def check_layout(run: RunConfig) -> None:
 def attention_split(run: RunConfig) -> AttentionSplit:
     """The dimension along which the y ranks share the attention: heads where they divide, else batch, else queries."""
     sizes = Sizes.of(run)
-    return "heads" if sizes.whole_heads else "batch" if sizes.together % sizes.y == 0 else "sequence"
+    return "heads" if sizes.whole_heads else "sequence" if sizes.splits_queries else "batch"
 
 
 def context_method(run: RunConfig) -> ContextMethod:

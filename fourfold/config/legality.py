@@ -96,8 +96,10 @@ class Sizes:
 
     @cached_property
     def together(self) -> Number:
-        """Sequences that one matrix product of a rank computes: a micro-batch, or its part where parts take turns."""
-        return self.micro_batch // (1 + (self.batch_parts - 1) * (self.x * self.y > 1))
+        """Sequences that one matrix product of a rank computes: a micro-batch, or its part where parts take turns and
+        are sequences."""
+        parts_are_sequences = (self.x * self.y > 1) & (self.micro_batch % self.batch_parts == 0)
+        return self.micro_batch // (1 + (self.batch_parts - 1) * parts_are_sequences)
 
     @cached_property
     def at_once(self) -> Number:
@@ -119,6 +121,11 @@ class Sizes:
     def whole_heads(self) -> Number:
         """The heads divide over x and y."""
         return self.heads % (self.x * self.y) == 0
+
+    @cached_property
+    def splits_queries(self) -> Number:
+        """y shares the attention by queries, as it divides neither the heads nor the sequences."""
+        return (self.heads % (self.x * self.y) != 0) & (self.together % self.y != 0)
 
     @property
     def whole_keys(self) -> Number:
@@ -235,7 +242,7 @@ RULES: tuple[Divides | Rule, ...] = (
     Divides(("y", "cp"), "the tokens of a micro-batch", "tokens", "lm_head", "tokens of a micro-batch"),
     Rule(
         "attention cannot be shared over y besides cp: it divides neither the heads nor the micro-batch",
-        lambda s: (s.heads % (s.x * s.y) != 0) & (s.together % s.y != 0) & (s.cp > 1),
+        lambda s: s.splits_queries & (s.cp > 1),
         lambda run, s: (
             f"attention cannot be shared over y = {s.y} besides cp = {s.cp}: neither model.num_attention_heads = "
             f"{s.heads} (over x·y = {s.x * s.y}) nor training.micro_batch_size = {s.micro_batch} divides; "
@@ -244,7 +251,7 @@ RULES: tuple[Divides | Rule, ...] = (
     ),
     Rule(
         "attention cannot be shared over y: it divides neither the heads, the micro-batch nor the sequence",
-        lambda s: (s.heads % (s.x * s.y) != 0) & (s.together % s.y != 0) & (s.seq % s.y != 0),
+        lambda s: s.splits_queries & (s.seq % s.y != 0),
         lambda run, s: (
             f"attention cannot be shared over y = {s.y}: none of model.num_attention_heads = {s.heads} (over x·y = "
             f"{s.x * s.y}), training.micro_batch_size = {s.micro_batch} and training.seq_length = {s.seq} divides; "
@@ -253,10 +260,20 @@ RULES: tuple[Divides | Rule, ...] = (
     ),
     Divides(("x", "y"), KEYS, "whole_keys", K_PROJ, "key and value features", unit="head_dim"),
     Rule(
-        "batch_parts does not divide the micro-batch",
-        lambda s: s.micro_batch % s.batch_parts != 0,
+        "batch_parts divides neither the micro-batch nor its tokens",
+        lambda s: (
+            (s.x * s.y > 1)
+            & (s.micro_batch % s.batch_parts != 0)
+            & ((s.seq // (s.cp * s.x) % s.batch_parts != 0) | s.splits_queries)
+        ),
         lambda run, s: (
-            f"training.micro_batch_size = {s.micro_batch} cannot be split into overlap.batch_parts = {s.batch_parts}; "
+            (
+                f"training.micro_batch_size = {s.micro_batch} cannot be split into"
+                if s.splits_queries
+                else f"neither training.micro_batch_size = {s.micro_batch} nor a rank's {s.seq // (s.cp * s.x)} tokens "
+                f"of a sequence (over cp·x = {s.cp * s.x}) can be split into"
+            )
+            + f" overlap.batch_parts = {s.batch_parts}; a micro_batch_size of "
             f"{round_to_multiple(s.micro_batch, s.batch_parts)} works, and so does batch_parts = 1"
         ),
     ),

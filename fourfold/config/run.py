@@ -126,7 +126,7 @@ class OverlapConfig(Strict):
         1,
         ge=1,
         description="Parts of a micro-batch that take turns: one computes while the collectives of the others run over "
-        "x and y. They divide micro_batch_size; no effect where x·y = 1.",
+        "x and y. They divide micro_batch_size, else a rank's tokens of a sequence; no effect where x·y = 1.",
     )
     weight_prefetch: int = Field(
         1, ge=0, description="OAG: layers whose weights are gathered ahead of use; 0 gathers them when they are needed."

@@ -40,7 +40,7 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig) -> DataP
     if run.training.float8 != "none":
         use_float8(model, run.training.float8)
     if run.overlap.batch_parts > 1 and grid.x.size * grid.y.size > 1:
-        interleave(model, run.overlap.batch_parts, multiple=grid.y.size if attention_split(run) == "batch" else 1)
+        interleave(model, run.overlap.batch_parts, attention_split(run), grid)
     recompute(model, run.activation_checkpoint)
     if run.training.compile:
         compile_blocks(model, run.parallel)

@@ -1,20 +1,23 @@
 """Parts of a micro-batch that take turns: while one computes, the collectives of the others run (Domino).
 
 No sequence needs the hidden states of another, so that a block can take each of its steps for one part of the sequences
-after the other (Wang et al. 2024, arXiv 2409.15241). The backward, and a block's recomputation, do the same.
+after the other (Wang et al. 2024, arXiv 2409.15241). Where they are too few, parts are tokens of all sequences, which
+need each other in the attention alone. The backward, and a block's recomputation, do the same.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from fourfold.config.layout import AttentionSplit
 from fourfold.models.transformer import MLP, AttentionContext, Block, Transformer
 from fourfold.parallel.context import context_of_sequences
+from fourfold.parallel.grid import Grid
 from fourfold.parallel.linear import Linear4D, LinearGroup
 from fourfold.parallel.linear_steps import Steps, WeightGradientsLater
 from fourfold.parallel.recompute import RECOMPUTES
@@ -22,14 +25,15 @@ from fourfold.parallel.recompute import RECOMPUTES
 T = TypeVar("T")
 
 
-def interleave(model: Transformer, parts: int, multiple: int) -> None:
-    """Run the blocks of a model, whose layers are on the grid, for parts of the sequences in turn.
+def interleave(model: Transformer, parts: int, split: AttentionSplit, grid: Grid) -> None:
+    """Run the blocks of a model, whose layers are on the grid, for parts of a micro-batch in turn.
 
-    multiple: a part has a multiple of these sequences; batches that do not divide so are run whole.
+    split: how y shares the attention. A batch that does not divide into parts is run whole.
     """
+    multiple = grid.y.size if split == "batch" else 1
     for block in model.blocks:
         block.__class__ = InterleavedBlock
-        vars(block).update(parts=parts, multiple=multiple)
+        vars(block).update(parts=parts, multiple=multiple, by_tokens=split != "sequence", token_ranks=grid.x.size)
 
 
 class InterleavedBlock(Block):
@@ -37,17 +41,30 @@ class InterleavedBlock(Block):
 
     parts: int
     multiple: int
+    """A part has a multiple of these sequences."""
+    by_tokens: bool
+    """Parts may be tokens of all sequences."""
+    token_ranks: int
+    """Ranks that share the tokens of the residual stream."""
 
     def forward(self, x_BTh: Tensor, context: AttentionContext) -> Tensor:
-        size, rest = divmod(len(x_BTh), self.parts)
-        if rest or size % self.multiple:
-            return super().forward(x_BTh, context)
-        places = [slice(first, first + size) for first in range(0, len(x_BTh), size)]
-        parts = zip(x_BTh.split(size), places, strict=True)
-        return torch.cat(in_turn(self.steps(part, context_of_sequences(context, place)) for part, place in parts))
+        sequences, tokens = x_BTh.shape[:2]
+        if sequences % (self.parts * self.multiple) == 0:
+            size = sequences // self.parts
+            places = [slice(first, first + size) for first in range(0, sequences, size)]
+            parts = zip(x_BTh.split(size), places, strict=True)
+            return torch.cat(in_turn(self.steps(part, context_of_sequences(context, place)) for part, place in parts))
+        if self.by_tokens and tokens % self.parts == 0:
+            joined = JoinedAttention(lambda q, k, v: self.self_attn.core(q, k, v, context), self.token_ranks)
+            workers = [self.steps(part, context, joined) for part in x_BTh.split(tokens // self.parts, 1)]
+            return torch.cat(in_turn(workers), 1)
+        return super().forward(x_BTh, context)
 
-    def steps(self, x_BTh: Tensor, context: AttentionContext) -> Steps[Tensor]:
-        """``Block.forward``, in steps that end where a collective has started."""
+    def steps(self, x_BTh: Tensor, context: AttentionContext, joined: JoinedAttention | None = None) -> Steps[Tensor]:
+        """``Block.forward``, in steps that end where a collective has started.
+
+        joined: the attention of all parts, where each has only some tokens of its sequences.
+        """
         qkv, o_proj, up, down_proj = self.self_attn.qkv, self.self_attn.o_proj, self.mlp.up, self.mlp.down_proj
         assert isinstance(qkv, LinearGroup) and isinstance(up, LinearGroup)
         assert isinstance(o_proj, Linear4D) and isinstance(down_proj, Linear4D)
@@ -55,7 +72,13 @@ class InterleavedBlock(Block):
         is_summed = o_proj.writes.axis.size > 1 and not self.parallel_residual
         of_up = WeightGradientsLater(up.layers()) if is_summed else None
         q, k, v = yield from qkv.steps(self.input_layernorm(x_BTh))
-        attended_BTh = x_BTh + (yield from o_proj.steps(self.self_attn.core(q, k, v, context), hidden_by=of_up))
+        if joined is None:
+            heads = self.self_attn.core(q, k, v, context)
+        else:
+            joined.give(q, k, v)
+            yield  # the others give theirs
+            heads = joined.take()
+        attended_BTh = x_BTh + (yield from o_proj.steps(heads, hidden_by=of_up))
         mlp_reads_BTh = x_BTh if self.parallel_residual else attended_BTh
         up_BSf = yield from up.steps(self.post_attention_layernorm(mlp_reads_BTh), later=of_up)
         if type(self.mlp).down is not MLP.down:  # it runs again in the backward, as a whole
@@ -64,6 +87,34 @@ class InterleavedBlock(Block):
         down_steps = down_proj.steps(self.mlp.activation(*up_BSf), pause=RECOMPUTES.get())
         out_BTh: Tensor = attended_BTh + (yield from down_steps)
         return out_BTh
+
+
+class JoinedAttention:
+    """The attention of whole sequences, whose tokens come and go in parts, [B, ranks · t, features].
+
+    ranks: each part has t tokens from every rank that shares the residual stream, one rank's after the other's.
+    """
+
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], ranks: int) -> None:
+        self._attend, self._ranks = attend, ranks
+        self._given: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._attended = deque[Tensor]()
+
+    def give(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Add the next part."""
+        self._given.append((q, k, v))
+
+    def take(self) -> Tensor:
+        """The output of the next part, once all have been given."""
+        if not self._attended:
+            parts, given = len(self._given), zip(*self._given, strict=True)
+            self._given = []
+            q, k, v = (
+                torch.stack([t.unflatten(1, (self._ranks, -1)) for t in each], 2).flatten(1, 3) for each in given
+            )
+            whole = self._attend(q, k, v).unflatten(1, (self._ranks, parts, -1))
+            self._attended.extend(part.flatten(1, 2) for part in whole.unbind(2))
+        return self._attended.popleft()
 
 
 def in_turn(workers: Iterable[Steps[T]]) -> list[T]:

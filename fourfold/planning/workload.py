@@ -250,6 +250,17 @@ class Workload(Cases):
         return np.where(self.layout.x * self.layout.y > 1, self.program.batch_parts, 1)
 
     @property
+    def together(self) -> Number:
+        """Sequences of one part: all, where they are too few to divide, and a part is some tokens of each."""
+        whole = self.layout.micro_batch
+        return np.where(whole % self.parts == 0, whole // self.parts, whole)
+
+    @property
+    def parts_are_tokens(self) -> Number:
+        """Parts of a micro-batch are tokens of all its sequences, and attention runs once for all of them."""
+        return (self.parts > 1) & (self.together == self.layout.micro_batch)
+
+    @property
     def tokens(self) -> Number:
         """Tokens of a micro-batch on one rank, gathered over x."""
         return self.layout.micro_batch * self.step.seq / self.layout.cp

@@ -12,7 +12,7 @@ from tiny_runs import LLAMA, tiny_run
 
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
-from fourfold.parallel.interleave import in_turn
+from fourfold.parallel.interleave import JoinedAttention, in_turn
 
 
 def test_workers_take_one_step_after_the_other() -> None:
@@ -29,8 +29,11 @@ def test_workers_take_one_step_after_the_other() -> None:
 
 
 def test_parts_divide_the_micro_batch() -> None:
-    with pytest.raises(UserError, match=r"cannot be split into overlap\.batch_parts = 3; 3 works"):
-        tiny_run(LLAMA, {"x": 2}, overlap={"batch_parts": 3})
+    in_threes = {"overlap": {"batch_parts": 3}, "training": {"micro_batch_size": 2}}
+    with pytest.raises(UserError, match=r"nor a rank's 16 tokens .* overlap\.batch_parts = 3; .* of 3 works"):
+        tiny_run(LLAMA, {"x": 2}, **in_threes)
+    with pytest.raises(UserError, match=r"= 2 cannot be split into overlap\.batch_parts = 3; .* of 3 works"):
+        tiny_run(LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}, {"y": 4}, **in_threes)
 
 
 def logits_body(rank: int, world_size: int, run: RunConfig) -> list[torch.Tensor]:
@@ -40,7 +43,28 @@ def logits_body(rank: int, world_size: int, run: RunConfig) -> list[torch.Tensor
 
 
 def test_batches_of_any_size_are_evaluated(pool: Pool) -> None:
-    """Two sequences as two parts; one, and three, as a whole."""
+    """Two sequences as two parts; one, and three, as two parts of their tokens."""
     parts, whole = (pool.run(2, logits_body, tiny_run(LLAMA, {"x": 2}, overlap={"batch_parts": n}))[0] for n in (2, 1))
     for of_parts, of_whole in zip(parts, whole, strict=True):
         torch.testing.assert_close(of_parts, of_whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_attention_sees_all_tokens_in_order(ranks: int) -> None:
+    """Two ranks share the residual stream: a part has tokens of both, and each of them has consecutive ones."""
+    x_BSF = torch.arange(2 * 12 * 3).reshape(2, 12, 3).float()
+    seen: list[torch.Tensor] = []
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        seen.extend(qkv)
+        return qkv[0] + 100
+
+    joined = JoinedAttention(attend, ranks)
+    shares = [share.chunk(3, 1) for share in x_BSF.chunk(ranks, 1)]
+    parts = [torch.cat(part, 1) for part in zip(*shares, strict=True)]
+    for part in parts:
+        joined.give(part, -part, 2 * part)
+    for part in parts:
+        torch.testing.assert_close(joined.take(), part + 100)
+    for found, expected in zip(seen, (x_BSF, -x_BSF, 2 * x_BSF), strict=True):
+        torch.testing.assert_close(found, expected)

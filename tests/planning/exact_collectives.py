@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from exact_order import directions
 from exact_parameters import Stage, stages_of_rank, tiles_of, weight_shards
 
 from fourfold.config.layout import CHUNK_LOGITS, attention_split, context_method
-from fourfold.config.run import RunConfig
+from fourfold.config.run import ParallelConfig, RunConfig
 from fourfold.config.stages import rank_of_stage, splits_backward, stages_per_rank
 
 FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
@@ -48,9 +49,11 @@ def collective_lines(run: RunConfig, pp_rank: int = 0) -> list[Line]:
 def _all_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
     stages = stages_of_rank(run, pp_rank)
     parts = run.overlap.batch_parts if run.parallel.x * run.parallel.y > 1 else 1
+    attended = 1 if run.training.micro_batch_size % parts else parts  # parts that are tokens are attended to together
     for stage in stages:
-        for line in (*_block_lines(run, stage), *_context_lines(run, stage)):
-            yield replace(line, count=line.count * parts)
+        of_attention = [*_key_lines(run, stage), *_context_lines(run, stage)]
+        for lines, times in ((_block_lines(run, stage), parts), (of_attention, attended)):
+            yield from (replace(line, count=line.count * times) for line in lines)
         if stage.is_first:
             yield from _embedding_lines(run)
         if stage.is_last:
@@ -85,18 +88,19 @@ def _times(run: RunConfig, stage: Stage, again: bool) -> int:
     return (stage.layers + repeated) * run.gradient_accumulation_steps
 
 
+def _line(grid: ParallelConfig, axis: str, op: str, purpose: str, size: int, count: int) -> Iterator[Line]:
+    if getattr(grid, axis) > 1:
+        yield Line(axis, op, purpose, count, count * size)
+
+
 def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     model, grid, sizes = run.model, run.parallel, _Sizes(run)
     x, item, tokens, residual = grid.x, sizes.item, sizes.tokens, sizes.residual
-    features, queries, keys = sizes.queries + 2 * sizes.keys, sizes.queries, sizes.keys
+    features, queries = sizes.queries + 2 * sizes.keys, sizes.queries
     inner, ups = model.intermediate_size, 2 if model.gated_mlp else 1
     once, forward = _times(run, stage, False), _times(run, stage, sizes.block_again)
     gathers, norms = _times(run, stage, sizes.gathers_again), _times(run, stage, sizes.norms_again)
-
-    def line(axis: str, op: str, purpose: str, size: int, count: int) -> Iterator[Line]:
-        if getattr(grid, axis) > 1:
-            yield Line(axis, op, purpose, count, count * size)
-
+    line = partial(_line, grid)
     yield from line("x", "all_gather", "qkv: tokens", residual, gathers)
     yield from line("x", "reduce_scatter", "o_proj: outputs", residual, forward)
     yield from line("x", "all_gather", "up: tokens", residual, gathers)
@@ -114,6 +118,12 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     yield from line("y", "all_reduce", "norm: statistics", sizes.sums * tokens // x, 2 * norms)
     yield from line("y", "all_reduce", "norm: statistics' gradient", sizes.sums_back * tokens // x, 2 * once)
 
+
+def _key_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
+    """Keys and values that ranks of x and y share in the attention."""
+    model, grid, sizes = run.model, run.parallel, _Sizes(run)
+    x, item, tokens, keys, once = grid.x, sizes.item, sizes.tokens, sizes.keys, _times(run, stage, False)
+    line = partial(_line, grid)
     ranks = x * grid.y if sizes.split == "heads" else x
     apart = model.num_key_value_heads % ranks != 0
     mine = tokens // grid.y if sizes.split == "batch" else tokens

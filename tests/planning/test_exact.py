@@ -126,10 +126,14 @@ def test_formulas_equal_the_trace_with_other_steps(model: str, grid: dict[str, i
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("mode", ["full", "none", "selective attention mlp gathers"])
 @pytest.mark.parametrize("grid", [{"x": 2, "y": 2}, {"y": 4}, {"x": 2, "z": 2}, {"x": 2, "cp": 2}], ids=str)
-@pytest.mark.parametrize(("model", "parts"), [("llama", 2), ("gpt", 4), ("uneven", 2)])
-def test_formulas_equal_the_trace_of_parts_in_turn(model: str, parts: int, grid: dict[str, int], mode: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "parts", "sequences"), [("llama", 2, 4), ("gpt", 4, 4), ("uneven", 2, 4), ("llama", 2, 1), ("gpt", 4, 2)]
+)
+def test_formulas_equal_the_trace_of_parts_in_turn(
+    model: str, parts: int, sequences: int, grid: dict[str, int], mode: str
+) -> None:
     """The memory of a backward is that of a part, and the formulas have the whole's."""
-    run = run_of(model, grid, mode, micro_batch_size=4)
+    run = run_of(model, grid, mode, micro_batch_size=sequences)
     run = run.model_copy(update={"overlap": run.overlap.model_copy(update={"batch_parts": parts})})
     memory, work = assert_equal_to_the_trace(run).memory, workload_of(run)
     assert 0.9 < peak_bytes(work, work.model.layers, 1) / memory.activations_peak < 1.25

@@ -89,6 +89,8 @@ def _draw(draw: random.Random) -> Table:
     if draw.random() < 0.4:
         sequences = table["training"]["micro_batch_size"]
         table["overlap"]["batch_parts"] = draw.choice([n for n in range(1, sequences + 1) if sequences % n == 0])
+    elif draw.random() < 0.25:
+        table["overlap"]["batch_parts"] = draw.choice((2, 3, 4))
     return table
 
 

@@ -85,6 +85,21 @@ def test_parts_of_a_micro_batch_hide_each_others_collectives(parts: int) -> None
         assert recomputed[name] == 1 / parts
 
 
+AROUND_ATTENTION = ["y reduce_scatter qkv: outputs", "y all_gather o_proj: inputs", "y all_gather qkv: output gradient"]
+"""Attention waits for the tokens of all parts."""
+
+
+def test_parts_of_a_sequence_hide_each_others_collectives() -> None:
+    sections = {"training": {"micro_batch_size": 1}, "overlap": {"batch_parts": 4}}
+    for mode in ("none", "full"):
+        shares = exposed_of(GPT, {"x": 2, "y": 2}, **sections, activation_checkpoint={"mode": mode})
+        for name in (*IN_PARTS, *AROUND_ATTENTION):
+            assert shares[name] == 1 / 4, name
+        assert shares["x all_gather down: output gradient"] == (1 / 4 if mode == "none" else 0)
+        for name in ("o_proj: output gradient", "qkv: input gradient", "up: input gradient"):
+            assert all(share == 0 for line, share in shares.items() if line.endswith(name)), name
+
+
 def test_parts_need_no_more_memory_than_the_whole() -> None:
     def peak(parts: int) -> int:
         sections = {"training": {"micro_batch_size": 4}, "overlap": {"batch_parts": parts}}

@@ -45,6 +45,7 @@ FAST_SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 SIX_HEADS = {"preset": "llama-tiny", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
 TWO_PARTS, FOUR_PARTS = ({"overlap": {"batch_parts": parts}, "training": {"micro_batch_size": 4}} for parts in (2, 4))
 ONE_SEQUENCE = {"training": {"micro_batch_size": 1}}
+TOKENS_IN_TWO, TOKENS_IN_FOUR = ({"overlap": {"batch_parts": parts}, **ONE_SEQUENCE} for parts in (2, 4))
 UNEVEN = {"preset": "llama-tiny", "hidden_size": 56, "head_dim": 8, "intermediate_size": 72}
 
 # Two to a line: the model, the grid, and what else is on. Global batch 8 in micro-batches of 2, so that most grids
@@ -164,6 +165,28 @@ SLOW_CASES: dict[str, Case] = {
         TWO_PARTS | {"lora": {"rank": 4, "targets": ["up_proj", "q_proj"]}},
     ),
     "x2 y2 z2 in parts": (QWEN, {"x": 2, "y": 2, "z": 2}, FULL | {"overlap": {"batch_parts": 2}}),
+    "x2 y2 parts of tokens": (LLAMA, {"x": 2, "y": 2}, TOKENS_IN_TWO | FULL),
+    "x2 z2 parts of packed tokens": (QWEN, {"x": 2, "z": 2}, TOKENS_IN_FOUR | SELECTIVE | PACKED),
+    "x2 y2 parts of tokens, y shares the batch": (
+        SIX_HEADS,
+        {"x": 2, "y": 2},
+        {"overlap": {"batch_parts": 4}} | PACKED,
+    ),
+    "y2 cp2 ring parts of tokens": (GPT, {"y": 2, "cp": 2, "cp_method": "ring"}, TOKENS_IN_FOUR | GOLDFISH),
+    "x2 cp2 parts of tokens": (LLAMA, {"x": 2, "cp": 2}, TOKENS_IN_TWO | PACKED),
+    "x2 gpt parts of tokens of several sequences": (GPT, {"x": 2, "dp": 2, "zero": 3}, {"overlap": {"batch_parts": 8}}),
+    "pp2 x2 ZBV parts of tokens": (DEEP_GPT, {"pp": 2, "x": 2, "schedule": "ZBVZeroBubble"}, TOKENS_IN_TWO),
+    "pp2 y2 neox parts of tokens": (NEOX, {"pp": 2, "y": 2}, TOKENS_IN_TWO | FULL),
+    "x4 y2, kv not in x, parts of tokens": (
+        LLAMA | {"num_key_value_heads": 2},
+        {"x": 4, "y": 2},
+        TOKENS_IN_TWO | SELECTIVE,
+    ),
+    "x2 y2 adapters, parts of tokens": (
+        LLAMA,
+        {"x": 2, "y": 2},
+        TOKENS_IN_TWO | {"lora": {"rank": 4, "targets": ["up_proj", "q_proj"]}},
+    ),
     "x4 y2, kv not in x, in parts": (
         LLAMA | {"num_key_value_heads": 2},
         {"x": 4, "y": 2},

@@ -52,7 +52,7 @@ def attention_over_y(work: Workload) -> np.ndarray:
     return np.where(
         heads % (layout.x * layout.y) == 0,
         "heads",
-        np.where(layout.micro_batch // work.parts % layout.y == 0, "batch", "sequence"),
+        np.where(work.together % layout.y == 0, "batch", "sequence"),
     )
 
 

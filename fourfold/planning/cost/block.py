@@ -22,9 +22,9 @@ class BlockTime(Cases):
 
     forward, backward: computation; attention_forward, activation_forward, x_again, y_again: the parts that selective
     recompute repeats; last_product, last_sum: those at the end, which full recompute skips; hideable_x, hideable_y:
-    collectives of the backward that can run during ``weight_gradients``; gate_sum, up_sum, up_product: the sum over
-    y of gate, that of gate and up, and the product that can hide the first; launch_forward, launch_backward: host
-    seconds.
+    collectives of the backward that can run during ``weight_gradients``; gate_sum, up_sum, qkv_sum: sums over y of
+    gate, of gate and up, and of queries, keys and values; up_product: the product that can hide that of gate;
+    launch_forward, launch_backward: host seconds.
     """
 
     forward: Number
@@ -43,6 +43,7 @@ class BlockTime(Cases):
     hideable_y: Number
     gate_sum: Number
     up_sum: Number
+    qkv_sum: Number
     up_product: Number
     weight_gradients: Number
     launch_forward: Number
@@ -81,7 +82,7 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     y_group = group_of(layout.y, layout.x, machine, constants)
     forward, input_gradients, weight_gradients = _products(part, rates)
     attend, attend_backward = _attention(part, rates)
-    pointwise_forward, pointwise_backward = (size / rates.bandwidth for size in pointwise_traffic(part))
+    pointwise_forward, pointwise_backward = (size / parts / rates.bandwidth for size in pointwise_traffic(work))
     x_forward, x_backward, hideable_x = _over_x(part, x_group)
     y_forward, y_backward, hideable_y = _over_y(part, y_group)
     launch_forward, launch_backward = _launches(part, rates)
@@ -103,6 +104,9 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
         "hideable_x": hideable_x,
         "hideable_y": hideable_y,
         "gate_sum": _gate_sum(part, y_group),
+        "qkv_sum": gather_seconds(
+            part.step.item_bytes * part.tokens * (model.queries + 2 * model.keys) / layout.x, 1, y_group
+        ),
         "up_sum": reduce_seconds(part.step.item_bytes * part.tokens * model.gate_up / layout.x, 1, y_group),
         "up_product": _linear(part, rates, rates.matmul, model.hidden / layout.y, model.inner / layout.x)[0],
         "weight_gradients": weight_gradients,
@@ -201,16 +205,18 @@ def _copied(work: Workload) -> tuple[Number, Number]:
     """Bytes that fourfold copies to lay out tensors before and after collectives, in the forward and the backward.
 
     Over x all tokens, four times, if there are several sequences, since a rank's parts of them are not contiguous. Over
-    y features, which are also packed into one collective. Parts of a micro-batch are joined.
+    y features, which are also packed into one collective. Parts of a micro-batch are joined; tokens also
+    before the attention, after which they are parted again.
     """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens
-    over_x = np.where((layout.x > 1) & (layout.micro_batch > 1), 8 * token * model.hidden / layout.y, 0)
+    over_x = np.where((layout.x > 1) & (work.together > 1), 8 * token * model.hidden / layout.y, 0)
     qkv, queries = token * (model.queries + 2 * model.keys) / layout.x, token * model.queries / layout.x
     over_y = np.where(layout.y > 1, 4 * qkv + 2 * queries, 0)
     over_y_back = np.where(layout.y > 1, 2 * qkv * (1 + 1 / layout.y) + 2 * queries, 0)
     joined = np.where(work.parts > 1, 2 * token * model.hidden / (layout.x * layout.y), 0)
-    return over_x + over_y + joined, over_x + over_y_back + joined
+    around = np.where(work.parts_are_tokens, 2 * (qkv + queries) / layout.y, 0)
+    return over_x + over_y + joined + around, over_x + over_y_back + joined + around
 
 
 def _activation(work: Workload, rates: Rates) -> Number:

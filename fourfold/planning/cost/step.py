@@ -196,7 +196,8 @@ def _hidden_by_parts(work: Workload, constants: Constants, block: BlockTime) -> 
 
     Exposed remain, as the trace has it: of each gather and sum over x in the forward, one part's, since no product lies
     between the sum of a layer and the gather of the next; in a recomputation also one part's sum of up over y, and
-    without it the gather of one part's gradients as the backward begins.
+    without it the gather of one part's gradients as the backward begins. Where parts are tokens, one part's
+    collectives over y around the attention, which waits for all.
     """
     layout, again, one = work.layout, _forwards_again(work), 1 / work.parts
     computes = (block.forward, again * (block.forward - block.last_product), block.backward
@@ -204,7 +205,12 @@ def _hidden_by_parts(work: Workload, constants: Constants, block: BlockTime) -> 
     over_x = (block.x_forward, again * (block.x_forward - block.last_sum), block.x_backward)
     over_y = (block.y_forward, again * block.y_forward, block.y_backward)
     exposed_of_x = (one, one, np.where(layout.recompute == 2, 0.0, one / 4))
-    exposed_of_y = (0.0, one * block.up_sum / np.maximum(block.y_forward, 1e-30), 0.0)
+    of_qkv, of_heads = (np.where(work.parts_are_tokens, sums, 0.0) for sums in (block.qkv_sum, block.y_again))
+    sums_over_y = (of_qkv + of_heads, of_qkv + of_heads + block.up_sum, of_qkv)
+    exposed_of_y = [
+        one * sums / np.maximum(whole, 1e-30)
+        for sums, whole in zip(sums_over_y, (block.y_forward, block.y_forward, block.y_backward), strict=True)
+    ]
     hidden_x = hidden_y = 0.0
     for compute, x, y, of_x, of_y in zip(computes, over_x, over_y, exposed_of_x, exposed_of_y, strict=True):
         x, y = (1 - of_x) * x, (1 - of_y) * y
