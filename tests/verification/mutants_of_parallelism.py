@@ -42,6 +42,14 @@ PARTS = [
         TWO_PARTS,
     ),
     Mutant(
+        "tokens of a sequence's parts are joined part by part, not rank by rank",
+        "parallel.interleave",
+        "(self._ranks, -1)) for t in each], 2)",
+        "(self._ranks, -1)) for t in each], 1)",
+        grid=X2,
+        sections=TWO_PARTS | ONE_SEQUENCE,
+    ),
+    Mutant(
         "every part of a batch takes the first one's documents",
         "parallel.context",
         "len(table) == 1 else table[sequences]",
