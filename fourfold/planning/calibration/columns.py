@@ -67,7 +67,8 @@ class MeasuredRow(BaseModel):
     ffn_hidden: Count | None = Field(None, description="width of the MLP; default: 4 · hidden")
     mlp: Literal["gelu", "sqrelu", "geglu", "swiglu"] = Field(
         "gelu",
-        description="`swiglu` has rotary embeddings; `gelu` and `geglu` have one table for embedding and head, others two",
+        description="`swiglu` has rotary embeddings; `gelu` and `geglu` have one table for embedding and head, the "
+        "others two",
     )
     heads: Count | None = Field(None, description="query heads")
     kv_heads: Count | None = Field(None, description="key and value heads; default: heads")
@@ -130,7 +131,8 @@ class MeasuredRow(BaseModel):
     out_of_memory: Flag = Field(False, description="`yes`: the run failed for want of memory")
 
 
-NEEDED = tuple(name for name, field in MeasuredRow.model_fields.items() if field.is_required()) + (
+NEEDED = (
+    *(name for name, field in MeasuredRow.model_fields.items() if field.is_required()),
     "machine", "layers", "hidden", "heads", "seq_len", "global_batch", "micro_batch", "tp", "pp", "sharding",
     "recompute",
 )  # fmt: skip

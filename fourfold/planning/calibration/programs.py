@@ -45,8 +45,9 @@ MEGATRON_LM = Traits(
 PROGRAMS: dict[str, Traits] = {
     "megatron-lm": MEGATRON_LM,
     "nemo": MEGATRON_LM._replace(
-        source="NVIDIA/NeMo scripts/performance/helpers.py, and Megatron-Bridge's recipes: grad_reduce_in_fp32 = False, "
-        "fused SwiGLU and loss, sequence parallelism; Transformer Engine keeps the inputs of FP8 products in a byte",
+        source="NVIDIA/NeMo scripts/performance/helpers.py, and Megatron-Bridge's recipes: grad_reduce_in_fp32 = "
+        "False, fused SwiGLU and loss, sequence parallelism; Transformer Engine keeps the inputs of FP8 products in 8 "
+        "bits",
         fused_gate=True, fused_loss=True, half_sums=True, keeps_float8_inputs=True, seq_parallel=True,
     ),
     "deepspeed": Traits(
@@ -58,9 +59,7 @@ PROGRAMS: dict[str, Traits] = {
         "as deepspeed; its fork of Megatron-LM reduces over tp without overlap (megatron/mpu/layers.py)",
         tp_overlap="none", deepspeed=True,
     ),
-    "torchtitan": Traits(
-        "pytorch/torchtitan: FSDP2, fused where compiled; AsyncTP is an option (docs/async_tp.md)", tp_overlap="backward"
-    ),
+    "torchtitan": Traits("pytorch/torchtitan: FSDP2, fused where compiled; AsyncTP is an option"),
     "llm-foundry": Traits(
         "mosaicml/llm-foundry: FSDP, and the fused loss of llmfoundry/models/mpt/modeling_mpt.py", fused_loss=True
     ),

@@ -40,10 +40,10 @@ class Scored:
 
 
 def fit_rows(rows: Sequence[Row]) -> Calibration:
-    """Fit the constants to the rows with a measured step; raises ``UserError`` where there is none."""
-    timed = [row for row in rows if row.seconds is not None]
+    """Fit the constants to the undoubted rows with a measured step; raises ``UserError`` where there is none."""
+    timed = [row for row in rows if row.seconds is not None and not row.doubt]
     if not timed:
-        raise UserError("no row to calibrate on has a step time; give step_time_s or calc_step_time_s")
+        raise UserError("no row to calibrate on has a step time; give step_seconds")
     return fit(
         stack([row.work for row in timed]),
         stack_machines([row.machine for row in timed]),
@@ -68,9 +68,14 @@ def predict_rows(rows: Sequence[Row], calibration: Calibration) -> list[Scored]:
 
 
 def summary(scored: Sequence[Scored]) -> dict[str, Any]:
-    """Score dense rows in 16 bits with a complete configuration, by source; other timed rows count as "others"."""
-    dense = [s for s in scored if s.row.dense_half and s.error is not None]
-    others = [s for s in scored if not s.row.dense_half and s.error is not None]
+    """Score dense rows in 16 bits with a complete configuration, by source.
+
+    Timed rows of doubtful measurements count as "doubtful", and the rest as "others".
+    """
+    timed = [s for s in scored if s.error is not None]
+    dense = [s for s in timed if s.row.dense_half]
+    doubtful = [s for s in timed if s.row.doubt]
+    others = [s for s in timed if not s.row.dense_half and not s.row.doubt]
     by_source = {source: errors_of([s for s in dense if s.row.source == source])
                  for source in sorted({s.row.source for s in dense})}  # fmt: skip
     return {
@@ -78,6 +83,7 @@ def summary(scored: Sequence[Scored]) -> dict[str, Any]:
         **errors_of(dense),
         "by_source": by_source,
         "others": {"rows": len(others), **errors_of(others)},
+        "doubtful": errors_of(doubtful),
         "sweeps": sweeps_of(dense),
         "memory": memory_of(scored),
     }
