@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,9 @@ from fourfold.planning.machines.machine import stack_machines
 
 MIN_SWEEP, MIN_RANKED = 3, 8
 """Least points of a sweep for its regret, and for its rank correlation."""
+
+KEYS: dict[str, Callable[[Row], str]] = {"source": lambda row: row.source, "machine": lambda row: row.machine.name}
+"""What may be left out of a fit."""
 
 Statistics = dict[str, float | int | None]
 """Errors by name; None where there are no rows."""
@@ -39,8 +42,11 @@ class Scored:
         return None if self.row.seconds is None else self.seconds / self.row.seconds - 1
 
 
-def fit_rows(rows: Sequence[Row]) -> Calibration:
-    """Fit the constants to the undoubted rows with a measured step; raises ``UserError`` where there is none."""
+def fit_rows(rows: Sequence[Row], known: bool = True) -> Calibration:
+    """Fit the constants to the undoubted rows with a measured step; raises ``UserError`` where there is none.
+
+    With ``known`` also what each source has for itself.
+    """
     timed = [row for row in rows if row.seconds is not None and not row.doubt]
     if not timed:
         raise UserError("no row to calibrate on has a step time; give step_seconds")
@@ -50,6 +56,7 @@ def fit_rows(rows: Sequence[Row]) -> Calibration:
         np.array([row.seconds for row in timed]),
         [row.machine.name for row in timed],
         [row.source for row in timed],
+        known,
     )
 
 
@@ -65,6 +72,16 @@ def predict_rows(rows: Sequence[Row], calibration: Calibration) -> list[Scored]:
     return [
         Scored(*values) for values in zip(rows, seconds.tolist(), (memory / 1e9).tolist(), p_oom.tolist(), strict=True)
     ]
+
+
+def predict_left_out(rows: Sequence[Row], by: str) -> list[Scored]:
+    """Predict the rows of each source, or of each machine, with constants fitted to those of all others."""
+    key = KEYS[by]
+    scored = []
+    for name in dict.fromkeys(map(key, rows)):
+        fitted = fit_rows([row for row in rows if key(row) != name], known=False)
+        scored += predict_rows([row for row in rows if key(row) == name], fitted)
+    return scored
 
 
 def summary(scored: Sequence[Scored]) -> dict[str, Any]:
