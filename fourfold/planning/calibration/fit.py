@@ -69,7 +69,7 @@ def fit(
     work: Workload, machine: Machine, seconds: np.ndarray, machines: Sequence[str], sources: Sequence[str],
     known: bool = True,
 ) -> Calibration:  # fmt: skip
-    """Find the constants that make the measured ``seconds`` likeliest, between sources and, if ``known``, within each."""
+    """Find the constants that make ``seconds`` likeliest, between sources and, if ``known``, within each."""
     counts = Counter(sources)
     weights = np.array([counts[source] ** -0.5 for source in sources])
     cases = (work, machine, seconds, machines, sources)
