@@ -132,7 +132,7 @@ def test_the_page_shows_the_shipped_constants_and_every_row() -> None:
 @pytest.mark.slow
 def test_the_page_is_what_the_script_makes() -> None:
     module, (rows, skipped) = script(), read_rows([measured_table()])
-    left_out = {by: predict_left_out(rows, by) for by in ("source", "machine")}
+    left_out = module.all_left_out(rows)
     made = module.page(rows, skipped, fit_rows(rows), left_out)
     same_text(made.splitlines(), (DOCS / "planner_validation.md").read_text(encoding="utf-8").splitlines())
     for kind, interval in module.intervals(left_out).items():
