@@ -11,7 +11,7 @@ from fourfold.errors import UserError
 from fourfold.planning.calibration.fit import Calibration
 from fourfold.planning.calibration.machine_constants import shipped
 from fourfold.planning.calibration.published import Figure, figures, weak_scaling
-from fourfold.planning.calibration.rows import Row, read_rows
+from fourfold.planning.calibration.rows import Row, measured_table, read_rows
 from fourfold.planning.calibration.score import (
     KEYS,
     Scored,
@@ -73,6 +73,8 @@ def validate(
     rows, skipped = read_rows([file])
     if not rows:
         raise UserError(f"{file} has no row that can be predicted: {', '.join(skipped) or 'it is empty'}")
+    if file == measured_table() and not machine_only:
+        constants += ", fitted to these rows"
     alone = predict_rows(rows, Calibration())
     if leave_out is not None:
         if len(set(map(KEYS[leave_out], rows))) < 2:
