@@ -204,13 +204,13 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
 def _copied(work: Workload) -> tuple[Number, Number]:
     """Bytes that fourfold copies to lay out tensors before and after collectives, in the forward and the backward.
 
-    Over x all tokens, four times, if there are several sequences, since a rank's parts of them are not contiguous. Over
-    y features, which are also packed into one collective. Parts of a micro-batch are joined; tokens also
-    before the attention, after which they are parted again.
+    Over x all tokens before and after the attention, if there are several sequences, since a rank's parts of them are
+    not contiguous. Over y features, which are also packed into one collective. Parts of a micro-batch are joined;
+    tokens also before the attention, after which they are parted again.
     """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens
-    over_x = np.where((layout.x > 1) & (work.together > 1), 8 * token * model.hidden / layout.y, 0)
+    over_x = np.where((layout.x > 1) & (work.together > 1), 4 * token * model.hidden / layout.y, 0)
     qkv, queries = token * (model.queries + 2 * model.keys) / layout.x, token * model.queries / layout.x
     over_y = np.where(layout.y > 1, 4 * qkv + 2 * queries, 0)
     over_y_back = np.where(layout.y > 1, 2 * qkv * (1 + 1 / layout.y) + 2 * queries, 0)
