@@ -256,7 +256,9 @@ def peak_bytes(
     )
     again = np.where(full, block.whole, np.where(mlp_again, block.mlp_again, 0))
     # A block's own weights are whole in its backward, and counted as gathered weights.
-    in_block = again + backward + waiting + weights - of_block
+    # The input of the block that the backward comes to next is on its way back from the host's memory.
+    arriving = np.where(full & layout.offload & (recomputed > 1), block.full, 0)
+    in_block = again + backward + arriving + waiting + weights - of_block
     # In other schedules the backward of a micro-batch's head directly follows its forward.
     heads_wait = np.where(has_head & (layout.pp > 1) & layout.forwards_first, in_flight - 1, 0)
     kept = in_flight * kept + heads_wait * block.head_kept
