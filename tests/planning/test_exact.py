@@ -149,6 +149,11 @@ def test_formulas_equal_the_trace_with_inputs_on_the_cpu(model: str, grid: dict[
     assert_activations_too(run.model_copy(update={"activation_checkpoint": recompute}), within=0.01)
 
 
+def test_formulas_equal_the_trace_where_queries_are_split_and_share_keys() -> None:
+    """Key-value heads are repeated under the mask."""
+    assert_activations_too(run_of("uneven", {"y": 8}, "none", micro_batch_size=1, seq_length=256))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("grid", [{"x": 4}, {"x": 2, "y": 2}, {"y": 4}, {"z": 4, "dp": 2, "zero": 2}], ids=str)

@@ -65,8 +65,10 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     gathered = (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
     # Features arrive from the sum over y in one buffer, of which v keeps the whole alive where it is not gathered.
     one_buffer = (layout.y > 1) & ~np.asarray(model.biases, bool) & ~gathered
-    rotated = np.where(model.rope, p.queries + p.keys, 0)
-    plain = np.where(model.rope, p.keys, p.queries + 2 * p.keys)
+    # Under a mask, of which below, key-value heads are repeated for all query heads that share them.
+    read = np.where(split == "sequence", p.whole_queries, p.keys)
+    rotated = np.where(model.rope, p.queries + read, 0)
+    plain = np.where(model.rope, read, p.queries + 2 * read)
     qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
     normed = np.where(model.head_norms, (p.queries + p.keys) * (1 + 4 / step.item_bytes), 0)
     # Without a fused kernel the softmax's output, dropout's output and its mask are kept for every pair of tokens.
