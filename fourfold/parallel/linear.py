@@ -32,9 +32,10 @@ OverY = Literal["replicate", "features", "batch", "sequence"]
 """Placement over y of the tensors between a normal and a transposed layer: a copy on each rank, or shares of a dim."""
 
 SHARED_DIM: dict[OverY, int | None] = {"replicate": None, "batch": 0, "sequence": 1, "features": 2}
-TOKEN_DIM: dict[OverY, int] = {"replicate": 0, "batch": 1, "sequence": 1, "features": 1}
-"""Dim along which the ranks' tokens are joined. In the MLP, where no token meets another, rank after rank,
-[x · B, T, …], as they arrive: nothing is copied. Attention needs whole sequences, [B, x · T, …]."""
+TOKEN_DIM: dict[OverY, int] = {"replicate": 0, "features": 0, "batch": 1, "sequence": 1}
+"""Dim along which the ranks' tokens are joined. Rank after rank, [x · B, T, …], they stay as they arrive; the MLP needs
+nothing else, and attention puts its own heads in order. Where y shares sequences or queries, they must be whole, [B,
+x · T, …], and are copied with all channels."""
 
 NORMAL_BIAS: dict[OverY, Tile] = {
     "replicate": Tile(x=0),

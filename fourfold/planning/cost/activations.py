@@ -63,8 +63,9 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     p, split = pieces(work), attention_over_y(work)
     ranks = layout.x * np.where(split == "heads", layout.y, 1)
     gathered = (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
-    # Features arrive from the sum over y in one buffer, of which v keeps the whole alive where it is not gathered.
-    one_buffer = (layout.y > 1) & ~np.asarray(model.biases, bool) & ~gathered
+    # Features arrive from the sum over y in one buffer, of which v keeps the whole alive where it is not gathered, or
+    # copied.
+    one_buffer = (layout.y > 1) & ~np.asarray(model.biases, bool) & ~gathered & ~puts_in_order(work)
     # Under a mask, of which below, key-value heads are repeated for all query heads that share them.
     read = np.where(split == "sequence", p.whole_queries, p.keys)
     rotated = np.where(model.rope, p.queries + read, 0)
@@ -78,6 +79,12 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     mask = np.where(split == "sequence", step.item_bytes * step.seq**2 / layout.y, 0)
     arriving = step.item_bytes * work.tokens * (model.queries + 2 * model.keys) / (layout.x * layout.y)
     return qkv + normed + log_sums(work) + scores + mask, arriving
+
+
+def puts_in_order(work: Workload) -> Number:
+    """True where attention copies its rank's heads to have whole sequences, and copies what it returns."""
+    is_own = np.asarray(work.program.is_fourfold, bool)
+    return is_own & (work.layout.x > 1) & (work.together > 1) & (attention_over_y(work) == "heads")
 
 
 def heads_here(work: Workload) -> Number:
@@ -114,7 +121,7 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     out = np.where(gathers, p.whole_queries, p.queries)
     # Likewise where heads are exchanged: the projection reads the tokens that have come back.
     exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
-    core = core + np.where(gathers | exchanged, p.queries, 0)
+    core = core + np.where(gathers | exchanged | puts_in_order(work), p.queries, 0)
     # In parallel, attention and MLP have norms that read, and keep, the same tensor.
     read = np.where(model.parallel_residual, 1, 2) * p.residual
     # The attention kernel keeps its output in 16 bits, whatever the projection after it reads.
