@@ -48,7 +48,7 @@ PARTS = [
         "(self._ranks, -1)) for t in each], 1)",
         SIX_HEADS,
         X2Y2,  # y shares the batch
-        TWO_PARTS,
+        {"overlap": {"batch_parts": 4}},
     ),
     Mutant(
         "every part of a batch takes the first one's documents",
@@ -81,7 +81,7 @@ TOKENS_AND_INPUTS = [
         "tokens are joined sequence by sequence, and parted rank by rank",
         "parallel.communicate",
         "parts.movedim(0, dim).flatten(dim, dim + 1)",
-        "parts.movedim(0, dim or 1).flatten(dim, dim + 1)",
+        "parts.movedim(0, dim or parts.dim() // 4).flatten(dim, dim + 1)",  # of tokens alone
         grid=X2,
     ),
     Mutant(
