@@ -1,4 +1,5 @@
-"""Put a single-device decoder on the grid: tensor → float8 → parts of a batch → recompute → compile → data sharding."""
+"""Put a single-device decoder on the grid: tensor → float8 → parts of a batch → recompute → compile → offload → data
+sharding."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from fourfold.parallel.head import ParallelHead
 from fourfold.parallel.interleave import interleave
 from fourfold.parallel.linear import Linear4D, LinearGroup
 from fourfold.parallel.norm import Norm
+from fourfold.parallel.offload import offload_inputs
 from fourfold.parallel.recompute import compile_blocks, recompute
 from fourfold.parallel.replicated import Replicated
 from fourfold.parallel.sharding import Tiled, tie_again, tied_names
@@ -44,6 +46,8 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig) -> DataP
     recompute(model, run.activation_checkpoint)
     if run.training.compile:
         compile_blocks(model, run.parallel)
+    if run.activation_checkpoint.offload:
+        offload_inputs(model, run.activation_checkpoint)
     units, types = units_of(model), StepTypes.of(run.training)
     if grid.z.size == 1 and (run.parallel.zero == 0 or grid.replicas.size == 1):
         return Replicated(model, units, grid, types)

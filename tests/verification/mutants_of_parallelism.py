@@ -46,8 +46,9 @@ PARTS = [
         "parallel.interleave",
         "(self._ranks, -1)) for t in each], 2)",
         "(self._ranks, -1)) for t in each], 1)",
-        grid=X2,
-        sections=TWO_PARTS | ONE_SEQUENCE,
+        SIX_HEADS,
+        X2Y2,  # y shares the batch
+        {"overlap": {"batch_parts": 4}},
     ),
     Mutant(
         "every part of a batch takes the first one's documents",
@@ -65,6 +66,31 @@ PARTS = [
         GPT,
         Y2,
         TWO_PARTS,
+    ),
+]
+
+TOKENS_AND_INPUTS = [
+    Mutant(
+        "attention takes the tokens of ranks for those of sequences",
+        "parallel.attention",
+        "t.unflatten(0, (ranks, -1)).transpose(0, 1)",
+        "t.unflatten(0, (-1, ranks))",
+        grid=X2,
+    ),
+    Mutant(
+        "tokens are joined sequence by sequence, and parted rank by rank",
+        "parallel.communicate",
+        "parts.movedim(0, dim).flatten(dim, dim + 1)",
+        "parts.movedim(0, dim or parts.dim() // 4).flatten(dim, dim + 1)",  # of tokens alone
+        grid=X2,
+    ),
+    Mutant(
+        "the input of the block before comes back from the CPU",
+        "parallel.offload",
+        "self._copies.start(tensor, self._copy)",
+        "self._copies.start(tensor, self._before._copy if self._before else self._copy)",
+        grid=Z2,
+        sections={"activation_checkpoint": {"mode": "full", "offload": True}},
     ),
 ]
 
@@ -314,4 +340,4 @@ CONTEXT = [
     ),
 ]
 
-PARALLELISM = [*PARTS, *DATA_PARALLEL, *PIPELINE, *CONTEXT]
+PARALLELISM = [*PARTS, *TOKENS_AND_INPUTS, *DATA_PARALLEL, *PIPELINE, *CONTEXT]
