@@ -69,6 +69,7 @@ def _draw(draw: random.Random) -> Table:
         "input_gradients": draw.random() < 0.7,
         "gate_sum": draw.random() < 0.7,
         "weight_prefetch": draw.choice((0, 1, 1, 3)),
+        "shards_per_node": draw.choice((1, 2, 2, 3, 4)),
     }
     table["activation_checkpoint"] = _recompute(draw)
     if draw.random() < 0.3:
