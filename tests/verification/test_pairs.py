@@ -19,8 +19,7 @@ from fourfold.verification.parity_report import ParityReport
 
 
 class Settings(NamedTuple):
-    """One layout of at most 8 processes. accumulate: four micro-batches a step, else one. per_node: ranks of a shard group
-    in a node."""
+    """One layout of at most 8 processes. accumulate: four micro-batches a step, else one. per_node: shards."""
 
     x: int
     y: int
