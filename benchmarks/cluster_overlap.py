@@ -63,7 +63,9 @@ def main() -> int:
     every = ALL | {"shards_per_node": _shards_per_node(grid_sizes)}
     contenders = {"none": NONE, "all": every}
     for name, value in every.items():
-        if value == NONE[name] or not any(grid_sizes.get(axis, 1) > 1 for axis in ACTS_ON[name]):
+        if value == NONE[name] or arguments.switch not in (None, name):
+            continue
+        if not any(grid_sizes.get(axis, 1) > 1 for axis in ACTS_ON[name]):
             continue
         contenders[f"only {name}"] = {**NONE, name: value}
         contenders[f"all but {name}"] = {**every, name: NONE[name]}
@@ -191,6 +193,7 @@ def _print(arguments: argparse.Namespace, rows: dict[str, dict[str, float]]) -> 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--grid", default="x=2,z=2", help="sizes of x, y, z and dp, as many processes as nodes")
+    parser.add_argument("--switch", choices=ACTS_ON, help="leave out the others' own rows")
     add_cluster(parser)
     return parser.parse_args()
 
