@@ -11,7 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fourfold.config.run import AXES, ParallelConfig
 from fourfold.errors import UserError
-from fourfold.parallel.process_group import ensure_process_group, group_among, limit_waiting, warn_of_slow_groups
+from fourfold.parallel.process_group import (
+    ensure_process_group,
+    group_among,
+    limit_waiting,
+    warn_of_other_nodes,
+    warn_of_slow_groups,
+)
 
 FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
 """Axes that some collectives take as one."""
@@ -113,6 +119,7 @@ class Grid:
             return whole.group
         if (name, per_node) not in self.levels:
             assert whole.size % per_node == 0, f"{name} has {whole.size} ranks, {per_node} in a node"
+            warn_of_other_nodes(per_node * self.x.size * self.y.size)
             outer = [axis for axis in AXES if axis not in name.split("_")]
             ranks = self.mesh.mesh.permute([AXES.index(axis) for axis in (*outer, *name.split("_"))])
             nodes = ranks.reshape(-1, whole.size // per_node, per_node)

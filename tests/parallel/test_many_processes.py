@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fourfold.config.run import ParallelConfig
 from fourfold.parallel import numa
 from fourfold.parallel.grid import Grid
-from fourfold.parallel.process_group import warn_of_slow_groups
+from fourfold.parallel.process_group import warn_of_other_nodes, warn_of_slow_groups
 
 
 @pytest.mark.parametrize(
@@ -53,3 +53,15 @@ def test_groups_that_are_made_one_by_one_are_warned_of(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == ""
     warn_of_slow_groups("cuda")
     assert "made one by one" in capsys.readouterr().err
+
+
+def test_nodes_of_other_sizes_are_noted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    warn_of_other_nodes(8)  # no launcher says anything
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "16"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    warn_of_other_nodes(8)
+    assert capsys.readouterr().err == ""
+    warn_of_other_nodes(4)
+    assert "nodes of 4 processes, and this one has 8" in capsys.readouterr().err
