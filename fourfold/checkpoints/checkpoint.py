@@ -102,7 +102,8 @@ class Checkpointer:
     def _save(self, step: int, prune: bool) -> None:
         parts = trained_parts(self.job)
         check_finite(parts, step, self.folder)
-        layout, folder = layout_of(parts, self.job.grid), self._partial(step)
+        per_node = self.job.run.overlap.shards_per_node
+        layout, folder = layout_of(parts, self.job.grid, per_node), self._partial(step)
         with failing_together():
             if dist.get_rank() == 0:
                 remove_unfinished(self.folder)

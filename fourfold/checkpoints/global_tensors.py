@@ -93,7 +93,7 @@ def weight_parts(job: TrainingState) -> Parts:
     }
 
 
-def layout_of(parts: Parts, grid: Grid) -> Layout:
+def layout_of(parts: Parts, grid: Grid, shards_per_node: int = 1) -> Layout:
     """The layout of a checkpoint of these tensors; a collective of the ranks of pp, each of which has its own stages.
 
     A tensor that several stages have is written by the first of them. Replicas over dp and cp take turns. Of what x or
@@ -103,6 +103,7 @@ def layout_of(parts: Parts, grid: Grid) -> Layout:
     layout = Layout(
         sizes={axis: grid.axis(axis).size for axis in AXES},
         sharded_over=("dp", "cp", "z") if grid.sizes.zero else ("z",),
+        shards_per_node=shards_per_node,
         tensors={},
     )
     turns = 1 if grid.sizes.zero else grid.replicas.size

@@ -51,7 +51,7 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig) -> DataP
     units, types = units_of(model), StepTypes.of(run.training)
     if grid.z.size == 1 and (run.parallel.zero == 0 or grid.replicas.size == 1):
         return Replicated(model, units, grid, types)
-    return FullySharded(model, units, grid, types, run.overlap.weight_prefetch)
+    return FullySharded(model, units, grid, types, run.overlap.weight_prefetch, run.overlap.shards_per_node)
 
 
 def tensor_rules(grid: Grid, run: RunConfig) -> Rules:
