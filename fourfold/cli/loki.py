@@ -129,7 +129,7 @@ def evaluate(
 
 
 def _open(
-    names: tuple[str, str],
+    names: tuple[str, str | None],
     tokenizer: str | None,
     dtype: str,
     device: str | None,

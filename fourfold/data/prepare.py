@@ -137,7 +137,7 @@ def _check_request(
             "choose one tokenizer: --tokenizer bytes, --tokenizer PATH of a tokenizer.json, or --train-tokenizer VOCAB"
         )
     if workers is not None and workers < 1:
-        raise UserError(f"workers is {workers}; at least 1 process is needed")
+        raise UserError(f"--workers {workers}: at least 1 process is needed")
     check_fraction(validation_fraction)
     if canaries is not None:
         canaries.check()
@@ -148,7 +148,7 @@ def _check_request(
 
 def check_fraction(validation_fraction: float) -> None:
     if not 0 <= validation_fraction < 1:
-        raise UserError(f"validation_fraction is {validation_fraction}; it must be at least 0 and below 1")
+        raise UserError(f"--validation-fraction {validation_fraction} must be at least 0 and below 1")
 
 
 def _finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | None] | None:
@@ -173,6 +173,8 @@ def _finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | Non
 @contextmanager
 def unfinished(prefix: Path) -> Iterator[Path]:
     """Yield the locked folder of unfinished parts, which is removed when nothing is left in it."""
+    if prefix.name in ("", ".."):
+        raise UserError(f"--out {prefix} is a folder; name the corpus in it, such as {prefix / 'corpus'}")
     parts = Path(f"{prefix}.parts")
     try:
         parts.mkdir(parents=True, exist_ok=True)
@@ -229,8 +231,8 @@ def _check_filled(splits: dict[str, Split], request: _Request) -> None:
     for name, split in splits.items():
         if split.documents == 0:
             raise UserError(
-                f"{', '.join(request.inputs)}: validation_fraction {request.validation_fraction} leaves none for "
-                f"{name} (documents: {documents}); choose another fraction or seed, or add documents"
+                f"{', '.join(request.inputs)}: --validation-fraction {request.validation_fraction} leaves none "
+                f"for {name} (documents: {documents}); choose another fraction, or add documents"
             )
 
 

@@ -47,8 +47,15 @@ class TransformersTokenizer:
 AnyTokenizer = Tokenizer | TransformersTokenizer
 
 
-def load_any_tokenizer(name: str) -> AnyTokenizer:
-    """Open the tokenizer of a model's folder or of an id of the Hub, or "bytes"."""
+NO_CORPORA = (
+    "the corpora of the run file, whose paths begin at the folder in which training was started, were not found"
+)
+
+
+def load_any_tokenizer(name: str | None) -> AnyTokenizer:
+    """Open the tokenizer of a model's folder or of an id of the Hub, or "bytes". Raises ``UserError`` for None."""
+    if name is None:
+        raise UserError(f"the model has no tokenizer: {NO_CORPORA}; start there, or name a tokenizer with --tokenizer")
     return ByteTokenizer() if name == "bytes" else TransformersTokenizer(name)
 
 

@@ -172,14 +172,17 @@ def test_refusals(tmp_path: Path, inputs: Path) -> None:
 
     refused("choose one tokenizer: --tokenizer bytes, .* or --train-tokenizer VOCAB")
     refused("choose one tokenizer", tokenizer="bytes", train_tokenizer_vocab=300)
-    refused("workers is 0", tokenizer="bytes", workers=0)
-    refused("validation_fraction is 1", tokenizer="bytes", validation_fraction=1.0)
+    refused("--workers 0: at least 1", tokenizer="bytes", workers=0)
+    refused("--validation-fraction 1.0 must be at least 0 and below 1", tokenizer="bytes", validation_fraction=1.0)
     refused("leaves none for", tokenizer="bytes", validation_fraction=0.5)
     (inputs / "b0.txt").write_text("")
     refused("no document has any text", tokenizer="bytes")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be made"):
         prepare([inputs], tmp_path / "file" / "c", tokenizer="bytes")
+    for folder in (".", "..", "/"):
+        with pytest.raises(UserError, match="is a folder; name the corpus in it"):
+            prepare([inputs], folder, tokenizer="bytes")
 
 
 def test_second_preparation_of_the_same_corpus_is_refused(tmp_path: Path, inputs: Path) -> None:

@@ -218,3 +218,9 @@ def test_the_limit_of_time_saves_and_stops(tmp_path: Path, prefix: str, cli: Cli
     assert 0 < step < 100_000
     assert "a signal or the time limit, after saving" in output
     assert f"step_{step}: no step is lost. The same command continues from it." in output
+
+
+def test_the_limit_of_time_before_the_first_step(tmp_path: Path, prefix: str, cli: Cli) -> None:
+    code, output, _ = cli("train", endless(tmp_path, prefix, fault_tolerance__max_wall_time=1e-9))
+    assert code == STOPPED and not checkpoint_steps(tmp_path)
+    assert "a signal or the time limit, before the first checkpoint" in output and "Done" not in output
