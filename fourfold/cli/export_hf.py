@@ -15,7 +15,7 @@ def export_hf(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     dtype: Annotated[
         StoredDtype,
-        typer.Option(help="Type of the weights; auto: that of the model the run began with, else as stored."),
+        typer.Option(help="Type of the weights; auto: the original model's, else as stored."),
     ] = "auto",
     model_type: Annotated[
         str | None,

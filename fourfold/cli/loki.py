@@ -99,10 +99,10 @@ def evaluate(
     device: options.DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what Loki loses on a text: recall of the best keys, captured attention, perplexity.
+    """Measure the quality that Loki loses on a text: recall of the best keys, captured attention, perplexity.
 
     It is compared with full attention, with the exact best keys (no ranking can do better), and with random directions
-    (the control). --tasks also runs tasks of lm-eval, of which those that generate exercise decoding.
+    (the control). --tasks also runs tasks of lm-eval; those that generate text exercise decoding.
 
     Example: fourfold loki evaluate --model exported --basis basis.safetensors --text held_out.txt --loki d=32
     """

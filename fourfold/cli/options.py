@@ -15,7 +15,7 @@ Overrides = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 StoredDtype = Literal["auto", "fp32", "bf16", "fp16"]
-"""Type of a model's weights; auto is that of the stored ones."""
+"""Type of a model's weights; auto: as stored."""
 
 
 def show(record: dict[str, Any] | None, as_json: bool, tables: Callable[[dict[str, Any]], object]) -> None:

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file as it was found: its absolute path, and size and time of change to notice another content."""
+    """A file as it was found: its absolute path, with size and modification time to notice a change."""
 
     path: str
     size: int

@@ -223,7 +223,7 @@ class Parallelized(nn.Module):
         return [asdict(placed) for placed in self.placed]
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Free gathered weights where no backward will, so that the next forward gathers those that were stepped."""
+        """Free gathered weights where no backward will free them, so that the next forward gathers the updated ones."""
         if not torch.is_grad_enabled():
             self.stage.free_gathered()
 

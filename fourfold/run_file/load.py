@@ -58,8 +58,8 @@ ELSEWHERE = {
 """Names that other frameworks have for the same keys."""
 
 CLOSE_SPELLING = 0.75
-"""Similarity above which a key counts as a misspelling: of seq_lenght and seq_length it is 0.9, of streaming and train
-0.71."""
+"""Similarity above which a key counts as a misspelling: 0.9 for seq_lenght and seq_length, 0.71 for streaming and
+train."""
 
 WRONG_TYPES = {
     "model_type": "must be a section of keys",

@@ -19,8 +19,8 @@ from fourfold.training.run_folder import ATTEMPTS_FILE
 def note_start(run_dir: Path, restarts: int, run: RunConfig) -> None:
     """Record, on rank 0, that an attempt begins to train.
 
-    Where the step that comes next has failed more than ``fault_tolerance.max_restarts`` times, its batch is noted as
-    one to leave out, if the run file asks for that. Raises ``UserError`` if not, or if that has been done.
+    Where the next step has failed more than ``fault_tolerance.max_restarts`` times, its batch is recorded as one to
+    leave out, if the run file says so. Raises ``UserError`` if it does not, or if the batch was already left out.
     """
     taken = steps_taken(run_dir)
     failures = _failures(_read(run_dir), taken) if restarts else 0
@@ -30,7 +30,7 @@ def note_start(run_dir: Path, restarts: int, run: RunConfig) -> None:
 
 
 def note_end(run_dir: Path) -> None:
-    """Record that this attempt ended as it should."""
+    """Record that this attempt ended normally."""
     _append(run_dir, {"ended": True})
 
 

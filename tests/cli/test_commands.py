@@ -89,7 +89,7 @@ def test_wrong_usage(cli: Cli, arguments: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("columns", [80, 100])
 def test_help_fills_the_width(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    for command, words in (("train", "as [fault_tolerance] says."), ("evaluate", "--set parallel.z=2.")):
+    for command, words in (("train", "as set in [fault_tolerance]."), ("evaluate", "--set parallel.z=2.")):
         _, page, _ = cli(command, "--help")
         paragraph = page.partition("╭")[0].rstrip().split("\n \n")[-1].split("\n \n")[-1]
         lines = [line.strip() for line in paragraph.splitlines() if line.strip()]

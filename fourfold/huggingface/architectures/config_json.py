@@ -214,7 +214,7 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
-    """The folder of a model: ``name`` itself, or what the Hub's cache has of that id, downloaded where it must be.
+    """The folder of a model: ``name`` itself, or the Hub's cache of that id, downloaded if needed.
 
     patterns: the files that are needed. Raises ``UserError`` for a name that is neither.
     """
