@@ -177,7 +177,7 @@ def read_layout(folder: Path) -> Layout:
     try:
         return Layout.model_validate_json(file.read_bytes())
     except ValueError:
-        raise DamagedCheckpoint(f"{file} is damaged: it is no layout; resume from another checkpoint") from None
+        raise DamagedCheckpoint(f"{file} is damaged: it is not a layout; resume from another checkpoint") from None
 
 
 def intersection(some: Box, other: Box) -> Box:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fourfold.cli import loki_options as options
-from fourfold.cli.options import AsJson, show
+from fourfold.cli.options import AsJson, TaskFolder, TaskLimit, show
 from fourfold.errors import UserError
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ def evaluate(
     tasks: Annotated[
         str, typer.Option(metavar="gsm8k,…", help="Tasks of lm-eval, to run with full attention and with Loki.")
     ] = "",
-    limit: Annotated[int | None, typer.Option(help="Documents per task.")] = None,
-    include_path: Annotated[Path | None, typer.Option(help="A folder of your own tasks.")] = None,
+    limit: TaskLimit = None,
+    include_path: TaskFolder = None,
     tokenizer: options.TokenizerName = None,
     dtype: options.DtypeName = "auto",
     device: options.DeviceName = None,

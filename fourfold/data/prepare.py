@@ -91,9 +91,18 @@ def prepare(
     """
     began = time.monotonic()
     encoding = text_encoding(encoding)
-    request = _check_request(
-        inputs, tokenizer, train_tokenizer_vocab, workers, text_key, validation_fraction, seed, canaries, encoding
-    )
+    if (tokenizer is None) == (train_tokenizer_vocab is None):
+        raise UserError(
+            "choose one tokenizer: --tokenizer bytes, --tokenizer PATH of a tokenizer.json, or --train-tokenizer VOCAB"
+        )
+    if workers is not None and workers < 1:
+        raise UserError(f"--workers {workers}: at least 1 process is needed")
+    check_fraction(validation_fraction)
+    if canaries is not None:
+        canaries.check()
+    identity = f"train {train_tokenizer_vocab}" if tokenizer is None else load_tokenizer(tokenizer).fingerprint
+    names = [str(item) for item in inputs]
+    request = _Request(names, list_inputs(names), text_key, identity, validation_fraction, seed, canaries, encoding)
     prefix = Path(output_prefix)
     if not force and (finished := _finished(prefix, request)) is not None:
         return PrepareSummary(*finished, _files(prefix, *finished, canaries), time.monotonic() - began, reused=True)
@@ -119,31 +128,6 @@ def prepare(
         made = _publish(splits, prefix, request, loaded)
         _remove_all_but(parts, set())
     return PrepareSummary(*made, _files(prefix, *made, canaries), time.monotonic() - began, reused=False)
-
-
-def _check_request(
-    inputs: Iterable[str | Path],
-    tokenizer: str | Path | None,
-    train_tokenizer_vocab: int | None,
-    workers: int | None,
-    text_key: str,
-    validation_fraction: float,
-    seed: int,
-    canaries: Canaries | None,
-    encoding: str,
-) -> _Request:
-    if (tokenizer is None) == (train_tokenizer_vocab is None):
-        raise UserError(
-            "choose one tokenizer: --tokenizer bytes, --tokenizer PATH of a tokenizer.json, or --train-tokenizer VOCAB"
-        )
-    if workers is not None and workers < 1:
-        raise UserError(f"--workers {workers}: at least 1 process is needed")
-    check_fraction(validation_fraction)
-    if canaries is not None:
-        canaries.check()
-    identity = f"train {train_tokenizer_vocab}" if tokenizer is None else load_tokenizer(tokenizer).fingerprint
-    names = [str(item) for item in inputs]
-    return _Request(names, list_inputs(names), text_key, identity, validation_fraction, seed, canaries, encoding)
 
 
 def check_fraction(validation_fraction: float) -> None:

@@ -56,12 +56,6 @@ def list_inputs(inputs: Iterable[str | Path]) -> list[InputFile]:
     return files
 
 
-def iter_documents(inputs: Iterable[str | Path], text_key: str = "text") -> Iterator[str]:
-    """Yield every document of `inputs` in order, as `list_inputs` and `read_documents` find them."""
-    for file in list_inputs(inputs):
-        yield from read_documents(file.path, text_key)
-
-
 def text_encoding(name: str) -> str:
     """Return Python's own name of a text encoding. Raises UserError for an unknown one."""
     try:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
-from fourfold.errors import UserError
+from fourfold.errors import UserError, first_line
 from fourfold.extras import import_extra
 
 
@@ -76,11 +76,6 @@ def import_transformers() -> Any:
     transformers = import_extra("transformers", "huggingface", "Hugging Face models and chat templates need")
     transformers.utils.logging.disable_progress_bar()
     return transformers
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _no_tokenizer(name: str, reason: str) -> str:

@@ -134,7 +134,7 @@ class Parallelized(nn.Module):
         """This process's share of a batch that every process has; dp and z share out its first dim."""
         axis = self.grid.batch
         if len(batch) % axis.size:
-            raise UserError(f"a batch of {len(batch)} sequences cannot be shared out over z·dp = {axis.size}")
+            raise UserError(f"a batch of {len(batch)} sequences cannot be divided over z·dp = {axis.size}")
         return batch.chunk(axis.size)[axis.rank]
 
     def count(self, labels: Tensor) -> Tensor:

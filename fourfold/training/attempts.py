@@ -39,11 +39,11 @@ def _answer_failures(run_dir: Path, step: int, failures: int, run: RunConfig) ->
     reason = f"step {step} failed {failures} times in a row (fault_tolerance.max_restarts = {limit})"
     if run.fault_tolerance.failing_step == "stop":
         raise UserError(
-            f"{reason}; after a look at what the attempts printed, start the run again, or with "
+            f"{reason}; read what the attempts printed, then start the run again, or with "
             "fault_tolerance.failing_step = 'skip', which leaves out a batch that no attempt gets past"
         )
     if any(leaves_out(line, step) for line in read_bad_steps(run_dir)):
-        raise UserError(f"{reason}, although its batch was left out; look at what the attempts printed")
+        raise UserError(f"{reason}, although its batch was left out; read what the attempts printed")
     samples = samples_of(step, run.training.global_batch_size)
     note_bad_step(run_dir, {"step": step, "action": "leave_out", "reason": reason, "samples": samples, "skips": [step]})
     print(f"fourfold: {reason}: its batch is left out; see {run_dir / BAD_STEPS_FILE}", file=sys.stderr)

@@ -61,7 +61,7 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
     callbacks: ``"package.module:name"`` of each ``Callback``, strings so that the loop need not know them.
     """
     if run.lora.rank and run.model.from_hf is None:
-        raise UserError("lora trains additions to a model that stays as it is; name that model in model.from_hf")
+        raise UserError("lora trains adapters for a frozen model; name that model in model.from_hf")
     with supervised(place, run) as stop:
         return _train(place, run, callbacks, stop)
 

@@ -67,7 +67,7 @@ class Replay:
         hosts = _gathered(platform.node())
         named = "; ".join(f"rank {rank} ({hosts[rank]}), in {what}" for rank, what in sorted(ranks.items()))
         raise UserError(
-            f"step {step + 1}, computed twice, gave different bits on {named}: no weight has moved; take that device "
+            f"step {step + 1}, computed twice, gave different bits on {named}: no weight has changed; take that device "
             "out of the job, and resume from the last checkpoint"
         )
 

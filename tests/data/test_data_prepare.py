@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_corpus import documents_of
 
 from fourfold.data import prepare as module
 from fourfold.data import tokenize_shards as workers
@@ -14,7 +15,6 @@ from fourfold.data.indexed import IndexedDataset
 from fourfold.data.manifest import corpus_tokenizer, read_manifest, validation_prefix
 from fourfold.data.prepare import prepare
 from fourfold.data.shards import Shard
-from fourfold.data.sources import iter_documents
 from fourfold.errors import UserError
 
 
@@ -51,7 +51,7 @@ def names(folder: Path) -> list[str]:
 def test_content(tmp_path: Path, inputs: Path) -> None:
     summary = prepare([inputs], tmp_path / "out" / "c", tokenizer="bytes", workers=1)
     corpus = IndexedDataset(tmp_path / "out" / "c")
-    expected = [[*text.encode(), 256] for text in iter_documents([inputs])]
+    expected = [[*text.encode(), 256] for text in documents_of([inputs])]
     offsets = corpus.document_offsets
     assert [corpus.read(a, b - a).tolist() for a, b in pairwise(offsets)] == expected
     assert summary.train.documents == 205
@@ -75,7 +75,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path: Path, inputs: Path) -> N
     tokenizer = corpus_tokenizer(tmp_path / "4" / "c")
     corpus = IndexedDataset(tmp_path / "4" / "c")
     decoded = tokenizer.decode(corpus.read(0, int(corpus.document_offsets[1])).tolist())
-    assert decoded in list(iter_documents([inputs]))
+    assert decoded in documents_of([inputs])
 
 
 def test_validation_split_partitions_the_documents(tmp_path: Path, inputs: Path) -> None:
@@ -87,7 +87,7 @@ def test_validation_split_partitions_the_documents(tmp_path: Path, inputs: Path)
     summary = prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1, validation_fraction=0.2, seed=1)
     held_out = documents(validation_prefix(tmp_path / "c"))
     kept = documents(tmp_path / "c")
-    every = [text.encode() + b"\0" for text in iter_documents([inputs])]
+    every = [text.encode() + b"\0" for text in documents_of([inputs])]
     assert sorted(held_out + kept) == sorted(every)
     assert 20 < len(held_out) == summary.validation.documents < 65
     other = prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1, validation_fraction=0.2, seed=2)
