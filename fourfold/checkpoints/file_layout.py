@@ -39,7 +39,7 @@ class SavedTensor(Strict):
     x: int | None = None
     """The dim that the axis x cuts; None: its ranks hold copies."""
     y: int | None = None
-    """The same of y, which cuts what x has left."""
+    """The same for y, which cuts the parts that x has cut."""
     pp: int = 0
     """The pipeline rank that writes it."""
     copy_number: int = 0
@@ -55,9 +55,9 @@ class Layout(Strict):
     """The tensors of a checkpoint, and the grid that wrote them."""
 
     sizes: dict[str, int]
-    """Of the axes of the grid."""
+    """Sizes of the grid's axes."""
     sharded_over: tuple[str, ...] = Field(strict=False)
-    """The axes that cut the first dim of what x and y have left, as torch.chunk does."""
+    """The axes that cut the first dim of the parts of x and y, as torch.chunk does."""
     shards_per_node: int = Field(1, ge=1)
     """Neighbors among them whose pieces are apart: ``parallel.sharding.piece_of``."""
     tensors: dict[str, SavedTensor]
@@ -182,7 +182,7 @@ def read_layout(folder: Path) -> Layout:
     try:
         return Layout.model_validate_json(file.read_bytes())
     except ValueError:
-        raise DamagedCheckpoint(f"{file} is damaged: it is no layout; resume from another checkpoint") from None
+        raise DamagedCheckpoint(f"{file} is damaged: it is not a layout; resume from another checkpoint") from None
 
 
 def intersection(some: Box, other: Box) -> Box:

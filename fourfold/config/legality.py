@@ -141,7 +141,7 @@ class Sizes:
 
     @property
     def uneven_heads(self) -> Number:
-        """True where these ranks cannot all have equally many whole heads of queries and of keys."""
+        """True where these ranks cannot all have the same number of whole heads of queries and of keys."""
         return (self.heads % self.head_ranks != 0) | (self.kv_heads % self.head_ranks != 0)
 
     @property
@@ -192,7 +192,7 @@ class Divides:
     key: str
     """Name in the run file."""
     unit: str = ""
-    """Name in ``Sizes`` of what the number is a multiple of in any case."""
+    """Name in ``Sizes`` of the unit, of which the number is always a multiple."""
     unit_key: str = ""
     """Name in the run file of the unit, where that is what a user sets and the number follows."""
 

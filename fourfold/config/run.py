@@ -309,7 +309,7 @@ class ValidationConfig(Strict):
 
 
 class AuditConfig(Strict):
-    """An audit of canaries while the model trains, into memorization.jsonl; `fourfold audit` says more."""
+    """Audits of canaries during training, written to memorization.jsonl; `fourfold audit` measures more."""
 
     interval: int = Field(0, ge=0, description="Steps between audits; 0 never audits. The last step is audited too.")
     documents: PathText | None = Field(None, description="Ledger of canaries, or any documents: a .jsonl file.")
