@@ -75,14 +75,15 @@ class FullySharded(DataParallel):
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
         assert isinstance(parameter, DTensor), f"{name} is not sharded by FSDP2"
-        global_shape = tile.global_shape(tuple(parameter.shape), self.grid)
+        global_shape = tile.global_shape(tuple(tile.as_tile(parameter).shape), self.grid)
         zero = self.grid.sizes.zero
         sharded_over = self.grid.axis("z") if zero == 0 else self.grid.tokens
-        rows, *rest = tile.slices(global_shape, self.grid)
-        mine = chunk(rows, sharded_over.size, sharded_over.rank)
+        slices = list(tile.slices(global_shape, self.grid))
+        dim = tile.sharded_dim
+        slices[dim] = chunk(slices[dim], sharded_over.size, sharded_over.rank)
         replicas = replicas_of_tile(tile, self.grid) * (self.grid.replicas.size if zero == 0 else 1)
-        local = parameter.to_local().detach()
-        return LocalShard(name, parameter, local, tile, global_shape, (mine, *rest), replicas)
+        local = tile.as_tile(parameter.to_local().detach())
+        return LocalShard(name, parameter, local, tile, global_shape, tuple(slices), replicas)
 
     def begin_backward(self, last: bool) -> None:
         model, self._is_complete = _fsdp(self.model), last

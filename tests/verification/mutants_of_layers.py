@@ -121,8 +121,8 @@ LINEAR = [
     Mutant(
         "a deferred weight gradient is lost",
         "parallel.deferred",
-        "receive(linear.weight, linear.products.weight_gradient(grad, x))",
-        "receive(linear.weight, linear.products.weight_gradient(grad * 0, x))",
+        "linear.products.weight_gradient(grad, x)",
+        "linear.products.weight_gradient(grad * 0, x)",
         DEEP_GPT,
         {"pp": 2, "schedule": "ZBVZeroBubble"},
         ONE_SEQUENCE,
