@@ -36,8 +36,10 @@ class Way(Strict, frozen=True):
         return copied(left, self.left), copied(right, self.right)
 
     def describe(self) -> str:
-        names = [f"{side} {copy}" for side, copy in (("left", self.left), ("right", self.right)) if copy != "none"]
-        return ", ".join(names) or "as stored"
+        """The copies in words; nothing without any."""
+        return ", ".join(
+            f"{side} {copy}" for side, copy in (("left", self.left), ("right", self.right)) if copy != "none"
+        )
 
 
 class LayerLayout(Strict, frozen=True):

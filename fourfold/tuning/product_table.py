@@ -38,6 +38,11 @@ class TunedLayer(Strict):
     layout: LayerLayout
     gains: dict[str, Gain]
 
+    @property
+    def gain(self) -> float:
+        """That of the three products together."""
+        return sum(each.seconds for each in self.gains.values()) / sum(e.seconds / e.gain for e in self.gains.values())
+
 
 class ProductTable(Strict):
     """Tuned layers of one machine by type and sizes (``key_of``)."""

@@ -6,12 +6,12 @@ product for each way to store the weight; new rounds, in which it takes turns wi
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ HOPELESS = 1.15
 
 NOMINATING_ROUNDS = 3
 DECIDING_SECONDS, FEWEST_ROUNDS, MOST_ROUNDS = 2.0, 7, 21
-GPU_SECONDS = 2e-3
-"""A product on a GPU is repeated for about this time, of which the launches are a small part."""
+LEAST_SECONDS = 2e-3
+"""A product is repeated for about this time, of which the clock's steps and a GPU's launches are a small part."""
 
 _WEIGHT_COPIES = (Way(), Way(right="turned"), Way(right="padded"), Way(right="turned and padded"), Way(left="padded"))
 WAYS = {
@@ -46,6 +46,9 @@ WAYS = {
     ),
 }
 """The copies that are tried for each product. Its other operand has its columns in the way of the sum already."""
+
+
+K = TypeVar("K", bound=Hashable)
 
 
 class Candidate(NamedTuple):
@@ -84,6 +87,18 @@ def tune_layer(sizes: ProductSizes, dtype: torch.dtype, device: torch.device) ->
     )
 
 
+def layer_ratios(layout: LayerLayout, sizes: ProductSizes, dtype: torch.dtype, device: torch.device) -> list[float]:
+    """Seconds of the three products together as stored, over those in ``layout``, in new rounds in which both run."""
+
+    def whole_layer(layout: LayerLayout) -> Callable[[], object]:
+        own = {product: Candidate(layout.turned, getattr(layout, product)) for product in WAYS}
+        calls = [_calls(product, [each], sizes, dtype, device)[each] for product, each in own.items()]
+        return lambda: [call() for call in calls]
+
+    times = _rounds({each: whole_layer(each) for each in (LayerLayout(), layout)}, MOST_ROUNDS, device)
+    return [base / own for base, own in zip(times[LayerLayout()], times[layout], strict=True)]
+
+
 def _turning_pays(seconds: dict[str, float], by_product: dict[str, dict[bool, Chosen]]) -> bool:
     """True where the layer is faster with a turned weight, whether or not the output is computed again."""
 
@@ -100,14 +115,15 @@ def _tune_product(
     """Seconds with operands as stored, and the best copies where the weight is stored as it is, and turned."""
     candidates = [Candidate(turned, way) for turned in (False, True) for way in WAYS[product]]
     calls = _calls(product, candidates, sizes, dtype, device)
-    times = _rounds(calls, candidates, 1, device)
+    times = _rounds(calls, 1, device)
     kept = [c for c in candidates if c.way == Way() or times[c][0] < HOPELESS * times[AS_STORED][0]]
-    times = _rounds(calls, kept, NOMINATING_ROUNDS, device)
+    times = _rounds({each: calls[each] for each in kept}, NOMINATING_ROUNDS, device)
     medians = {candidate: statistics.median(each) for candidate, each in times.items()}
     nominated = {turned: _nominee(medians, turned) for turned in (False, True)}
     finalists = list(dict.fromkeys([AS_STORED, *nominated.values()]))
     rounds = math.ceil(DECIDING_SECONDS / (medians[AS_STORED] * len(finalists)))
-    times = _rounds(calls, finalists, min(max(rounds, FEWEST_ROUNDS), MOST_ROUNDS), device)
+    rounds = min(max(rounds, FEWEST_ROUNDS), MOST_ROUNDS)
+    times = _rounds({each: calls[each] for each in finalists}, rounds, device)
     chosen = {turned: Chosen(each.way, _ratios(times, each)) for turned, each in nominated.items()}
     if chosen[False].ratios[0] < LEAST_GAIN:
         chosen[False] = Chosen(Way(), (1.0, 1.0, 1.0))
@@ -150,32 +166,36 @@ def _calls(
     return {candidate: call(*candidate) for candidate in candidates}
 
 
-def _rounds(
-    calls: dict[Candidate, Callable[[], Tensor]], candidates: Sequence[Candidate], rounds: int, device: torch.device
-) -> dict[Candidate, list[float]]:
-    """Seconds of each candidate in each round; every round begins with another one."""
-    times: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
-    calls[AS_STORED]()
-    for number in range(rounds):
-        first = number % len(candidates)
-        for candidate in itertools.chain(candidates[first:], candidates[:first]):
-            times[candidate].append(_seconds(calls[candidate], device))
+def _rounds(calls: Mapping[K, Callable[[], object]], rounds: int, device: torch.device) -> dict[K, list[float]]:
+    """Seconds of each call in each round; every round begins with another one."""
+    times: dict[K, list[float]] = {name: [] for name in calls}
+    turns = deque(calls)
+    calls[turns[0]]()
+    for _ in range(rounds):
+        for name in turns:
+            times[name].append(_seconds(calls[name], device))
+        turns.rotate()
     return times
 
 
-def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
-    """Seconds of one call; on one thread of a processor without those in which other programs ran."""
-    if device.type != "cuda":
-        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-        begin = clock()
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, from as many as fill ``LEAST_SECONDS``."""
+    timed = _gpu_seconds if device.type == "cuda" else _cpu_seconds
+    once = timed(call, 1)
+    repetitions = math.ceil(LEAST_SECONDS / max(once, 1e-7))
+    return timed(call, repetitions) / repetitions if repetitions > 1 else once
+
+
+def _cpu_seconds(call: Callable[[], object], repetitions: int) -> float:
+    """On one thread without those in which other programs ran."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    begin = clock()
+    for _ in range(repetitions):
         call()
-        return clock() - begin
-    once = _gpu_seconds(call, 1)
-    repetitions = max(1, math.ceil(GPU_SECONDS / once))
-    return _gpu_seconds(call, repetitions) / repetitions if repetitions > 1 else once
+    return clock() - begin
 
 
-def _gpu_seconds(call: Callable[[], Tensor], repetitions: int) -> float:
+def _gpu_seconds(call: Callable[[], object], repetitions: int) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(repetitions):

@@ -173,8 +173,8 @@ TUNED_PRODUCTS = [
     Mutant(
         "a copy of an operand is kept for the next product of its size",
         "parallel.product_layouts",
-        "copy = rows.new_empty(rows.shape[0], width)[:, : rows.shape[1]].copy_(rows)",
-        "copy = vars(copied).setdefault(rows.shape, rows.new_empty(rows.shape[0], width)[:, : rows.shape[1]].copy_(rows))",
+        "return copy.T if by_columns else copy",
+        "return vars(copied).setdefault((how, matrix.shape), copy.T if by_columns else copy)",
         grid=X2,
         sections=TUNED,
     ),
