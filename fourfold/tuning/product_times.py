@@ -24,7 +24,7 @@ from fourfold.tuning.product_table import Gain, TunedLayer
 LEAST_GAIN = 1.02
 """A layout is taken if it is faster by this factor in three of four rounds."""
 
-HOPELESS = 1.15
+HOPELESS = 1.1
 """What is slower than operands as stored by this factor in the first round is timed no more."""
 
 NOMINATING_ROUNDS = 3
