@@ -2,8 +2,8 @@
 
     python -m benchmarks.products [--device cpu] [--json FILE] [--threads 1]
 
-Sizes are those of one rank of a grid on which a model of that size trains, with one sequence of 2,048 tokens over
-cp 4 in two parts. Every layer for which another layout is chosen is measured again: all three products, in new rounds
+Sizes are those of one rank of a grid on which a model of that size trains, with two sequences of 2,048 tokens over
+cp 8 in four parts. Every layer for which another layout is chosen is measured again: all three products, in new rounds
 in which both take turns.
 """
 
@@ -78,10 +78,11 @@ def run_of(preset: str) -> Any:
         {
             "model": {"preset": preset},
             "data": {"source": "python-stdlib"},
-            "parallel": {**grid, "cp": 4},
-            "overlap": {"batch_parts": 2},
+            "parallel": {**grid, "cp": 8},
+            "overlap": {"batch_parts": 4},
             "training": {
-                "global_batch_size": 1,
+                "global_batch_size": 2,
+                "micro_batch_size": 2,
                 "seq_length": 64 if preset == "gpt-tiny" else 2048,
                 "train_steps": 1,
             },

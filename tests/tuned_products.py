@@ -54,7 +54,7 @@ def forced_layouts(*runs: RunConfig) -> Iterator[None]:
     os.environ["XDG_CACHE_HOME"] = str(Path(tuned[0].output_dir) / "cache")
     keys = [key_of(s, DTYPES[run.training.precision]) for run in tuned for s in product_sizes(run).values()]
     layers = zip(dict.fromkeys(keys), itertools.cycle(LAYOUTS))
-    table = {key: TunedLayer(layout=layout, gains={}) for key, layout in layers}
+    table = {key: TunedLayer(layout=layout, gains={}, other_order=1.0) for key, layout in layers}
     write_table(ProductTable(machine=machine_of(torch.device("cpu")), layers=table))
     try:
         yield

@@ -50,6 +50,7 @@ def layer_records(names: Mapping[str, ProductSizes], layers: Mapping[ProductSize
             **sizes._asdict(),
             "turned": tuned.layout.turned,
             "gain": tuned.gain,
+            "other_order": tuned.other_order,
             "products": {
                 product: {"copies": getattr(tuned.layout, product).describe(), **gain.model_dump()}
                 for product, gain in tuned.gains.items()

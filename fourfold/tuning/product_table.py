@@ -37,6 +37,8 @@ class TunedLayer(Strict):
 
     layout: LayerLayout
     gains: dict[str, Gain]
+    other_order: float = Field(gt=0)
+    """The gain of the three together with the weight in the order that was not chosen."""
 
     @property
     def gain(self) -> float:

@@ -28,7 +28,7 @@ HOPELESS = 1.1
 """What is slower than operands as stored by this factor in the first round is timed no more."""
 
 NOMINATING_ROUNDS = 3
-DECIDING_SECONDS, FEWEST_ROUNDS, MOST_ROUNDS = 2.0, 7, 21
+DECIDING_SECONDS, FEWEST_ROUNDS, MOST_ROUNDS = 1.0, 7, 21
 LEAST_SECONDS = 2e-3
 """A product is repeated for about this time, of which the clock's steps and a GPU's launches are a small part."""
 
@@ -78,12 +78,14 @@ def tune_layer(sizes: ProductSizes, dtype: torch.dtype, device: torch.device) ->
         seconds[product], by_product[product] = _tune_product(product, sizes, dtype, device)
     turned = _turning_pays(seconds, by_product)
     chosen = {product: both[turned] for product, both in by_product.items()}
+    others = sum(seconds[product] / both[not turned].ratios[1] for product, both in by_product.items())
     return TunedLayer(
         layout=LayerLayout(turned=turned, **{product: each.way for product, each in chosen.items()}),
         gains={
             product: Gain(seconds=seconds[product], low=each.ratios[0], gain=each.ratios[1], high=each.ratios[2])
             for product, each in chosen.items()
         },
+        other_order=sum(seconds.values()) / others,
     )
 
 

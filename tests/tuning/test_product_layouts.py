@@ -105,7 +105,7 @@ def layouts_body(rank: int, world_size: int, run: RunConfig, folder: str) -> Any
     """The layouts of a run on a rank whose own table has other ones."""
     os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank}"
     layers = {
-        key_of(sizes, torch.float32): TunedLayer(layout=LAYOUTS[rank], gains={})
+        key_of(sizes, torch.float32): TunedLayer(layout=LAYOUTS[rank], gains={}, other_order=1.0)
         for sizes in product_sizes(run).values()
     }
     write_table(ProductTable(machine=machine_of(CPU), layers=layers))

@@ -102,6 +102,7 @@ TABLE = ProductTable(
         key_of(SIZES, torch.bfloat16): TunedLayer(
             layout=LayerLayout(turned=True, output=Way(right="padded")),
             gains={"output": Gain(seconds=0.5, gain=1.5, low=1.25, high=1.75)},
+            other_order=0.75,
         )
     },
 )
