@@ -2,9 +2,9 @@
 
     python -m benchmarks.products [--device cpu] [--json FILE] [--threads 1]
 
-Sizes are those of one rank of a grid on which a model of that size trains, with two sequences of 2,048 tokens over
-cp 8 in four parts. Every layer for which another layout is chosen is measured again: all three products, in new rounds
-in which both take turns.
+Sizes are those of one rank of a grid on which a model of that size trains, with two sequences of 2,048 tokens; on a CPU
+over cp 8 in four parts, so that it takes minutes. Every layer for which another layout is chosen is measured again: all
+three products, in new rounds in which both take turns.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.options import add_tiny
 from fourfold.config.layout import product_sizes
+from fourfold.config.run import RunConfig
 from fourfold.models.dtypes import DTYPES
 from fourfold.parallel.product_layouts import LayerLayout
 from fourfold.reports.product_tables import HEADER, product_rows
@@ -57,7 +58,7 @@ def main() -> int:
 
 def tuned(preset: str, precision: str, device: torch.device) -> dict[str, Any]:
     """Measure the layers of a preset on its grid, and print them."""
-    names = product_sizes(run_of(preset))
+    names = product_sizes(run_of(preset, device))
     layers = {sizes: tune_layer(sizes, DTYPES[precision], device) for sizes in dict.fromkeys(names.values())}
     records = layer_records(names, layers)
     for record, (sizes, layer) in zip(records, layers.items(), strict=True):
@@ -71,15 +72,16 @@ def tuned(preset: str, precision: str, device: torch.device) -> dict[str, Any]:
     return {"preset": preset, "grid": GRIDS.get(preset), "precision": precision, "layers": records}
 
 
-def run_of(preset: str) -> Any:
+def run_of(preset: str, device: torch.device) -> RunConfig:
     """A run of the preset on its grid."""
     grid = GRIDS.get(preset, {"x": 2})
+    cp, parts = (8, 4) if device.type == "cpu" else (1, 1)
     return make_run(
         {
             "model": {"preset": preset},
             "data": {"source": "python-stdlib"},
-            "parallel": {**grid, "cp": 8},
-            "overlap": {"batch_parts": 4},
+            "parallel": {**grid, "cp": cp},
+            "overlap": {"batch_parts": parts},
             "training": {
                 "global_batch_size": 2,
                 "micro_batch_size": 2,

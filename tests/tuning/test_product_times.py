@@ -17,6 +17,7 @@ from fourfold.config.layout import ProductSizes
 from fourfold.errors import UserError
 from fourfold.parallel.product_layouts import LaidOutProducts, LayerLayout, Way
 from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.machines.names import FOLDER
 from fourfold.tuning.product_table import (
     Gain,
     ProductTable,
@@ -152,7 +153,7 @@ def test_the_command_measures_once(cli: Cli, tmp_path: Path, monkeypatch: pytest
     assert code == 0 and "input gradient" in " ".join(out.split()) and record["machine"][:9] in out
     tuned = tmp_path / "tuned.toml"
     base = tmp_path / "base.toml"
-    base.write_text((Path(load_machine.__code__.co_filename).parent / "laptop.toml").read_text())
+    base.write_text((FOLDER / "laptop.toml").read_text())
     assert cli("tune-matmul", run, "--machine", base, "--out", tuned)[0] == 0
     machine = load_machine(str(tuned))
     for kind, rate in record["rates"].items():
