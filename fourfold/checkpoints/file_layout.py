@@ -40,6 +40,8 @@ class SavedTensor(Strict):
     """The dim that the axis x cuts; None: its ranks hold copies."""
     y: int | None = None
     """The same for y, which cuts the parts that x has cut."""
+    sharded_dim: int = 0
+    """The dim in which ``sharded_over`` cuts the parts of x and y."""
     pp: int = 0
     """The pipeline rank that writes it."""
     copy_number: int = 0
@@ -57,7 +59,7 @@ class Layout(Strict):
     sizes: dict[str, int]
     """Sizes of the grid's axes."""
     sharded_over: tuple[str, ...] = Field(strict=False)
-    """The axes that cut the first dim of the parts of x and y, as torch.chunk does."""
+    """The axes that cut the parts of x and y, as torch.chunk does."""
     shards_per_node: int = Field(1, ge=1)
     """Neighbors among them whose pieces are apart: ``parallel.sharding.piece_of``."""
     tensors: dict[str, SavedTensor]
@@ -74,6 +76,7 @@ class Layout(Strict):
             if (
                 tensor.dtype not in SAFETENSORS_DTYPES
                 or not self._divides(tensor)
+                or not 0 <= tensor.sharded_dim < max(len(tensor.shape), 1)
                 or not 0 <= tensor.pp < self.sizes["pp"]
                 or not 0 <= tensor.copy_number < self.copies(tensor)
             ):
@@ -107,7 +110,7 @@ class Layout(Strict):
         held = {}
         for name, tensor in self.tensors.items():
             if tensor.pp == place["pp"] and tensor.copy_number == copy_numbers[tensor.cuts]:
-                part = self._part(self._tile(tensor, place), piece)
+                part = self._part(tensor, self._tile(tensor, place), piece)
                 if not is_empty(part):
                     held[name] = part
         return held
@@ -119,8 +122,8 @@ class Layout(Strict):
             tile = self._tile(tensor, {"x": x, "y": y})
             if is_empty(intersection(tile, wanted)):
                 continue
-            for piece in self._pieces(tile, wanted):
-                yield self._rank(tensor, x, y, piece), self._part(tile, piece)
+            for piece in self._pieces(tensor, tile, wanted):
+                yield self._rank(tensor, x, y, piece), self._part(tensor, tile, piece)
 
     def _copy_axes(self, cuts: Cuts) -> list[str]:
         """The axes whose ranks hold copies of a tensor that x and y cut so: all but pp that do not cut it."""
@@ -138,19 +141,18 @@ class Layout(Strict):
         cuts = ((tensor.x, self.sizes["x"], place["x"]), (tensor.y, self.sizes["y"], place["y"]))
         return cut(tensor.shape, cuts)
 
-    def _part(self, tile: Box, piece: int) -> Box:
-        if not tile:
-            return tile
-        rows, *rest = tile
-        return chunk(rows, self._shards, piece), *rest
+    def _part(self, tensor: SavedTensor, tile: Box, piece: int) -> Box:
+        cut_dim = tensor.sharded_dim
+        return tuple(chunk(each, self._shards, piece) if dim == cut_dim else each for dim, each in enumerate(tile))
 
-    def _pieces(self, tile: Box, wanted: Box) -> range:
+    def _pieces(self, tensor: SavedTensor, tile: Box, wanted: Box) -> range:
         """The pieces of a tile that overlap a box which overlaps the tile."""
         if not tile:
             return range(1)
-        rows, size = tile[0], math.ceil((tile[0].stop - tile[0].start) / self._shards)
-        common = intersection(tile, wanted)[0]
-        return range((common.start - rows.start) // size, (common.stop - 1 - rows.start) // size + 1)
+        dim = tensor.sharded_dim
+        whole, common = tile[dim], intersection(tile, wanted)[dim]
+        size = math.ceil((whole.stop - whole.start) / self._shards)
+        return range((common.start - whole.start) // size, (common.stop - 1 - whole.start) // size + 1)
 
     @property
     def _shards(self) -> int:

@@ -110,6 +110,7 @@ def layout_of(parts: Parts, grid: Grid, shards_per_node: int = 1) -> Layout:
     for number, (name, (shard, local)) in enumerate(parts.items()):
         dtype, tile = SAFETENSORS_NAMES[local.dtype], shard.tile
         tensor = SavedTensor(dtype=dtype, shape=shard.global_shape, x=tile.x, y=tile.y, pp=grid.pp.rank)
+        tensor.sharded_dim = tile.sharded_dim
         tensor.copy_number = number % turns * (layout.copies(tensor) // turns)
         mine[name] = tensor
     stages: list[dict[str, SavedTensor]] = [mine] * grid.pp.size

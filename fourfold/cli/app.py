@@ -26,6 +26,7 @@ from fourfold.cli.prepare import prepare
 from fourfold.cli.report import report
 from fourfold.cli.trace import trace
 from fourfold.cli.train import train
+from fourfold.cli.tune_matmul import tune_matmul
 from fourfold.errors import UserError, sentence
 from fourfold.exit_codes import CRASH, HANG, REFUSED
 from fourfold.launch.local_workers import JobHung, WorkerFailed
@@ -47,6 +48,7 @@ for command in (
     audit,
     evaluate,
     calibrate,
+    tune_matmul,
     import_hf,
     export_hf,
     generate,

@@ -158,6 +158,11 @@ class TrainingConfig(Strict):
         description="Matrix products of the blocks in 8-bit floats, by torchao's recipe of that name; with "
         "precision = 'bf16', on a GPU that has them.",
     )
+    tuned_products: Literal["off", "cached", "measured"] = Field(
+        "off",
+        description="Memory layouts of the blocks' matrix products. cached: those that `fourfold tune-matmul` found to "
+        "be faster on this machine; measured: it also runs at the start, for sizes that it has not measured.",
+    )
     compile: bool = Field(False, description="torch.compile each block.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seeds the weights and the order of the samples.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")

@@ -86,13 +86,13 @@ class FullySharded(DataParallel):
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
         assert isinstance(parameter, DTensor), f"{name} is not sharded by FSDP2"
-        global_shape = tile.global_shape(tuple(parameter.shape), self.grid)
+        global_shape = tile.global_shape(tuple(tile.as_tile(parameter).shape), self.grid)
         zero = self.grid.sizes.zero
-        rows, *rest = tile.slices(global_shape, self.grid)
-        mine = chunk(rows, self._shards.size(), self._shards.rank())
+        slices, dim = list(tile.slices(global_shape, self.grid)), tile.sharded_dim
+        slices[dim] = chunk(slices[dim], self._shards.size(), self._shards.rank())
         replicas = replicas_of_tile(tile, self.grid) * (self.grid.replicas.size if zero == 0 else 1)
-        local = parameter.to_local().detach()
-        return LocalShard(name, parameter, local, tile, global_shape, (mine, *rest), replicas)
+        local = tile.as_tile(parameter.to_local().detach())
+        return LocalShard(name, parameter, local, tile, global_shape, tuple(slices), replicas)
 
     def begin_backward(self, last: bool) -> None:
         model, self._is_complete = _fsdp(self.model), last

@@ -22,6 +22,7 @@ def random_table(seed: int) -> Table:
     while True:
         table = _draw(draw)
         if is_legal(table):
+            table["training"]["tuned_products"] = draw.choice(("off", "off", "cached"))
             return table
 
 
