@@ -1,4 +1,4 @@
-"""Put a single-device decoder on the grid: tensor → products → batch parts → recompute → compile → offload → sharding."""
+"""Put a decoder on the grid: tensor → products → batch parts → recompute → compile → offload → data sharding."""
 
 from __future__ import annotations
 
