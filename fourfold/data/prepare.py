@@ -91,16 +91,7 @@ def prepare(
     """
     began = time.monotonic()
     encoding = text_encoding(encoding)
-    if (tokenizer is None) == (train_tokenizer_vocab is None):
-        raise UserError(
-            "choose one tokenizer: --tokenizer bytes, --tokenizer PATH of a tokenizer.json, or --train-tokenizer VOCAB"
-        )
-    if workers is not None and workers < 1:
-        raise UserError(f"--workers {workers}: at least 1 process is needed")
-    check_fraction(validation_fraction)
-    if canaries is not None:
-        canaries.check()
-    identity = f"train {train_tokenizer_vocab}" if tokenizer is None else load_tokenizer(tokenizer).fingerprint
+    identity = _checked(tokenizer, train_tokenizer_vocab, workers, validation_fraction, canaries)
     names = [str(item) for item in inputs]
     request = _Request(names, list_inputs(names), text_key, identity, validation_fraction, seed, canaries, encoding)
     prefix = Path(output_prefix)
@@ -128,6 +119,26 @@ def prepare(
         made = _publish(splits, prefix, request, loaded)
         _remove_all_but(parts, set())
     return PrepareSummary(*made, _files(prefix, *made, canaries), time.monotonic() - began, reused=False)
+
+
+def _checked(
+    tokenizer: str | Path | None,
+    train_vocab: int | None,
+    workers: int | None,
+    fraction: float,
+    canaries: Canaries | None,
+) -> str:
+    """Raise UserError for options that cannot work; the fingerprint of the tokenizer, or what to train."""
+    if (tokenizer is None) == (train_vocab is None):
+        raise UserError(
+            "choose one tokenizer: --tokenizer bytes, --tokenizer PATH of a tokenizer.json, or --train-tokenizer VOCAB"
+        )
+    if workers is not None and workers < 1:
+        raise UserError(f"--workers {workers}: at least 1 process is needed")
+    check_fraction(fraction)
+    if canaries is not None:
+        canaries.check()
+    return f"train {train_vocab}" if tokenizer is None else load_tokenizer(tokenizer).fingerprint
 
 
 def check_fraction(validation_fraction: float) -> None:
