@@ -41,6 +41,15 @@ def gpu_record(out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[st
 def test_one_command_answers_what_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     code, record = gpu_record(tmp_path, monkeypatch)
+    assert set(record["parts"]) == {
+        "doctor",
+        "kernels",
+        "one_step",
+        "train_gpu",
+        "loki_decode",
+        "parity",
+        "pipeline_bubble",
+    }
     assert {part["result"] for part in record["parts"].values()} == {"done"}
     assert all(part["figures"] for part in record["parts"].values())
     assert code == 0

@@ -82,6 +82,8 @@ PUBLIC_DESPITE_UNDERSCORE = {
     "_loglikelihood_tokens": "lm-eval's TemplateLM, which calls it",
 }
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
+ONE_MAKERS = {"amdsmi", "apex", "cupy", "flash_attn", "nvidia", "pynvml", "rocm", "transformer_engine", "xformers"}
+"""Packages for the GPUs of one maker."""
 
 
 @cache
@@ -233,6 +235,15 @@ def test_no_import_points_upwards() -> None:
         if ROOMS.index(room(other)) > ROOMS.index(room(module))
     }
     assert upward - KNOWN_UPWARD == set()
+
+
+def test_nothing_imports_what_only_one_maker_of_gpus_has() -> None:
+    """It would not start on another's."""
+    for path in MODULES.values():
+        for node in ast.walk(tree(path)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.split(".")[0] for name in names} & ONE_MAKERS, path
 
 
 def test_no_modules_import_each_other() -> None:

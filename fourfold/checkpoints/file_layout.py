@@ -18,7 +18,7 @@ from fourfold.checkpoints.integrity import DamagedCheckpoint, check_small_file
 from fourfold.config.run import AXES
 from fourfold.config.strict import Strict
 from fourfold.models.dtypes import SAFETENSORS_DTYPES
-from fourfold.parallel.sharding import chunk, cut
+from fourfold.parallel.sharding import chunk, cut, piece_of
 
 LAYOUT_FILE = "layout.json"
 MOST_RANKS = 2**20
@@ -39,9 +39,9 @@ class SavedTensor(Strict):
     x: int | None = None
     """The dim that the axis x cuts; None: its ranks hold copies."""
     y: int | None = None
-    """The same of y, which cuts what x has left."""
+    """The same for y, which cuts the parts that x has cut."""
     sharded_dim: int = 0
-    """The dim in which ``sharded_over`` cuts what x and y have left."""
+    """The dim in which ``sharded_over`` cuts the parts of x and y."""
     pp: int = 0
     """The pipeline rank that writes it."""
     copy_number: int = 0
@@ -57,9 +57,11 @@ class Layout(Strict):
     """The tensors of a checkpoint, and the grid that wrote them."""
 
     sizes: dict[str, int]
-    """Of the axes of the grid."""
+    """Sizes of the grid's axes."""
     sharded_over: tuple[str, ...] = Field(strict=False)
-    """The axes that cut what x and y have left, as torch.chunk does."""
+    """The axes that cut the parts of x and y, as torch.chunk does."""
+    shards_per_node: int = Field(1, ge=1)
+    """Neighbors among them whose pieces are apart: ``parallel.sharding.piece_of``."""
     tensors: dict[str, SavedTensor]
 
     @model_validator(mode="after")
@@ -68,6 +70,8 @@ class Layout(Strict):
             raise ValueError(f"impossible sizes {self.sizes}")
         if self.sharded_over not in (("z",), ("dp", "cp", "z")):
             raise ValueError(f"impossible sharded_over {self.sharded_over}")
+        if self._shards > self.shards_per_node and self._shards % self.shards_per_node:
+            raise ValueError(f"impossible shards_per_node {self.shards_per_node}")
         for name, tensor in self.tensors.items():
             if (
                 tensor.dtype not in SAFETENSORS_DTYPES
@@ -100,7 +104,7 @@ class Layout(Strict):
     def held_by(self, rank: int) -> dict[str, Box]:
         """The parts in the file of a process, in their order there; empty where it has no file."""
         place = dict(zip(AXES, _unravel(rank, list(self.sizes.values())), strict=True))
-        piece = self._number(place, self.sharded_over)
+        piece = piece_of(self._number(place, self.sharded_over), self._shards, self.shards_per_node)
         every_cut = itertools.product((False, True), repeat=2)
         copy_numbers = {cuts: self._number(place, self._copy_axes(cuts)) for cuts in every_cut}
         held = {}
@@ -157,7 +161,8 @@ class Layout(Strict):
     def _rank(self, tensor: SavedTensor, x: int, y: int, piece: int) -> int:
         """The process that writes a part."""
         place = {"x": x, "y": y, "pp": tensor.pp}
-        for axes, number in ((self.sharded_over, piece), (self._copy_axes(tensor.cuts), tensor.copy_number)):
+        neighbors = piece_of(piece, self._shards, max(self._shards // self.shards_per_node, 1))
+        for axes, number in ((self.sharded_over, neighbors), (self._copy_axes(tensor.cuts), tensor.copy_number)):
             place |= zip(axes, _unravel(number, [self.sizes[axis] for axis in axes]), strict=True)
         return self._number(place, AXES)
 
@@ -179,7 +184,7 @@ def read_layout(folder: Path) -> Layout:
     try:
         return Layout.model_validate_json(file.read_bytes())
     except ValueError:
-        raise DamagedCheckpoint(f"{file} is damaged: it is no layout; resume from another checkpoint") from None
+        raise DamagedCheckpoint(f"{file} is damaged: it is not a layout; resume from another checkpoint") from None
 
 
 def intersection(some: Box, other: Box) -> Box:

@@ -1,4 +1,4 @@
-"""Checks a run's layout, and tells how it divides the attention."""
+"""Checks a run's layout, and determines how it divides the attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Put a single-device decoder on the grid: tensor → products → batch parts → recompute → compile → sharding."""
+"""Put a decoder on the grid: tensor → products → batch parts → recompute → compile → offload → data sharding."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from fourfold.parallel.head import ParallelHead
 from fourfold.parallel.interleave import interleave
 from fourfold.parallel.linear import Linear4D, LinearGroup
 from fourfold.parallel.norm import Norm
+from fourfold.parallel.offload import offload_inputs
 from fourfold.parallel.product_layouts import Layouts, lay_out_products
 from fourfold.parallel.recompute import compile_blocks, recompute
 from fourfold.parallel.replicated import Replicated
@@ -50,10 +51,12 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts:
     recompute(model, run.activation_checkpoint)
     if run.training.compile:
         compile_blocks(model, run.parallel)
+    if run.activation_checkpoint.offload:
+        offload_inputs(model, run.activation_checkpoint)
     units, types = units_of(model), StepTypes.of(run.training)
     if grid.z.size == 1 and (run.parallel.zero == 0 or grid.replicas.size == 1):
         return Replicated(model, units, grid, types)
-    return FullySharded(model, units, grid, types, run.overlap.weight_prefetch)
+    return FullySharded(model, units, grid, types, run.overlap.weight_prefetch, run.overlap.shards_per_node)
 
 
 def tensor_rules(grid: Grid, run: RunConfig, own_products: bool = False) -> Rules:

@@ -68,6 +68,18 @@ def cut(shape: Sequence[int], cuts: Sequence[tuple[int | None, int, int]]) -> tu
     return tuple(slice(b, b + n) for b, n in zip(begin, length, strict=True))
 
 
+def piece_of(rank: int, ranks: int, per_node: int) -> int:
+    """The number of the piece that a rank of a shard group holds: its own, unless the group has two levels.
+
+    There the first ranks of all nodes have the first pieces, and so on (``TwoLevels.rank``). Of a piece it gives the
+    rank where per_node is the number of nodes.
+    """
+    if not 1 < per_node < ranks:
+        return rank
+    node, place = divmod(rank, per_node)
+    return place * (ranks // per_node) + node
+
+
 def chunk(rows: slice, pieces: int, piece: int) -> slice:
     """One piece of rows cut as torch.chunk, and so FSDP2, does: the last ones may be shorter, or empty."""
     size = math.ceil((rows.stop - rows.start) / pieces)

@@ -60,8 +60,8 @@ class Job:
     def __init__(
         self, run: RunConfig, grid: Grid, device: torch.device, stages: dict[int, DataParallel] | None = None
     ) -> None:
-        """Give memory to ``stages`` (default: ``meta_stages``, with the products' layouts of this machine);
-        ``initialize`` them then, or load a checkpoint. Every process calls it."""
+        """Allocate memory for ``stages`` (default: ``meta_stages``, with the products' layouts of this machine); then
+        ``initialize`` them, or load a checkpoint. Every process calls it."""
         if run.optimizer.groups:
             check_groups(run.optimizer, trained_shapes(run.model, run.lora))
         self.run, self.grid, self.device = run, grid, device
@@ -91,7 +91,7 @@ class Job:
         self.publish()
 
     def publish(self) -> None:
-        """Have the next forward compute with the stored weights, which have changed."""
+        """Make the next forward compute with the stored weights, which have changed."""
         for stage in self.stages.values():
             stage.publish()
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 from fourfold.data.loader import MicroBatch
 from fourfold.parallel.communicate import ON_WAIT, PURPOSE, Purpose
 from fourfold.parallel.grid import Grid
-from fourfold.parallel.recompute import OFFLOAD
+from fourfold.parallel.offload import OFFLOAD
 from fourfold.training.job import Job
 from fourfold.verification.collective_names import CollectiveNames
 from fourfold.verification.exposure import Flights, Line

@@ -44,6 +44,7 @@ class Mutant(NamedTuple):
     sections: dict[str, Any] = {}  # noqa: RUF012
 
 
-X2, Y2, Z2, DP2 = {"x": 2}, {"y": 2}, {"z": 2}, {"dp": 2}
+IN_NODES = {"overlap": {"shards_per_node": 2}}
+X2, Y2, Z2, DP2, Z4 = {"x": 2}, {"y": 2}, {"z": 2}, {"dp": 2}, {"z": 4}
 X2Y2, CP2 = {"x": 2, "y": 2}, {"cp": 2, "cp_method": "ring"}
 ULYSSES = {"cp": 2, "cp_method": "ulysses"}

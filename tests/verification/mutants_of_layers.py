@@ -51,8 +51,8 @@ COLLECTIVES = [
     Mutant(
         "FSDP2's reduce-scatter forgets a rank",
         "parallel.fsdp_on_gloo",
-        "sum_parts(exchange.received.view(exchange.ranks, -1), out=exchange.sum)",
-        "exchange.sum.copy_(exchange.received.view(exchange.ranks, -1)[0])",
+        "sum_parts(self.received.view(self.ranks, -1), out=self.sum)",
+        "self.sum.copy_(self.received.view(self.ranks, -1)[0])",
         grid=Z2,
     ),
     Mutant(

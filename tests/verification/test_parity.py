@@ -45,6 +45,7 @@ SCHEDULES = get_args(Schedule)
 FAST_SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 SIX_HEADS = {"preset": "llama-tiny", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
 TWO_PARTS, FOUR_PARTS = ({"overlap": {"batch_parts": parts}, "training": {"micro_batch_size": 4}} for parts in (2, 4))
+NODES_OF_2 = {"overlap": {"shards_per_node": 2}}
 ONE_SEQUENCE = {"training": {"micro_batch_size": 1}}
 TOKENS_IN_TWO, TOKENS_IN_FOUR = ({"overlap": {"batch_parts": parts}, **ONE_SEQUENCE} for parts in (2, 4))
 TUNED = {"training": {"tuned_products": "cached"}}
@@ -84,6 +85,7 @@ CASES: dict[str, Case] = {
     "x2 y2 gemma": (GEMMA, {"x": 2, "y": 2}, SELECTIVE),
     "pp2 dp2 zero 2 gemma": (GEMMA | {"num_hidden_layers": 4}, {"pp": 2, "dp": 2, "zero": 2}, ONE_SEQUENCE),
     "x2 goldfish": (LLAMA, {"x": 2}, GOLDFISH),
+    "z4 in nodes of 2": (GPT, {"z": 4}, ONE_SEQUENCE | NODES_OF_2),
     "z2 dp2 zero 3 goldfish packed": (GPT, {"z": 2, "dp": 2, "zero": 3}, GOLDFISH | PACKED),
     "x2 z2 tuned products": (LLAMA, {"x": 2, "z": 2}, TUNED),
     "x2 y2 tuned products, recomputed": (GPT, {"x": 2, "y": 2}, TUNED | FULL),
@@ -231,6 +233,36 @@ SLOW_CASES: dict[str, Case] = {
     "x8 one kv head": (QWEN | {"num_key_value_heads": 1}, {"x": 8}, {}),
     "y8": (GPT | {"num_attention_heads": 8}, {"y": 8}, {}),
     "z8 uneven": (UNEVEN, {"z": 8}, ONE_SEQUENCE),
+    "z4 in nodes of 2, uneven, recomputed": (UNEVEN, {"z": 4}, FULL | NODES_OF_2),
+    "z4 in nodes of 2, bf16 weights": (
+        LLAMA,
+        {"z": 4},
+        NODES_OF_2 | {"training": {"precision": "bf16", "master_weights": "bf16", "micro_batch_size": 1}},
+    ),
+    **{
+        f"z4 dp2 zero {zero} in nodes of {per_node}": (
+            DEEP_GPT,
+            {"z": 4, "dp": 2, "zero": zero},
+            ONE_SEQUENCE | {"overlap": {"shards_per_node": per_node, "weight_prefetch": 3}},
+        )
+        for zero in (0, 1, 2, 3)
+        for per_node in (2, 4)
+    },
+    "z2 dp4 zero 2 in nodes of 2": (QWEN, {"z": 2, "dp": 4, "zero": 2}, ONE_SEQUENCE | NODES_OF_2),
+    "z2 cp2 zero 1 in nodes of 2": (QWEN, {"z": 2, "cp": 2, "zero": 1}, NODES_OF_2 | PACKED),
+    "dp6 zero 3 in nodes of 3": (
+        LLAMA,
+        {"dp": 6, "zero": 3},
+        {"overlap": {"shards_per_node": 3}, "training": {"global_batch_size": 12, "micro_batch_size": 1}},
+    ),
+    "x2 z4 in nodes of 2 in parts": (LLAMA, {"x": 2, "z": 4}, {"overlap": {"shards_per_node": 2, "batch_parts": 2}}),
+    "pp2 z4 in nodes of 2": (DEEP_GPT, {"pp": 2, "z": 4}, ONE_SEQUENCE | NODES_OF_2 | OFFLOADED),
+    "pp2 z2 dp2 zero 2 interleaved in nodes of 2": (
+        DEEP_LLAMA,
+        {"pp": 2, "z": 2, "dp": 2, "zero": 2, "schedule": "Interleaved1F1B"},
+        ONE_SEQUENCE | NODES_OF_2,
+    ),
+    "z4 adapters in nodes of 2": (LLAMA, {"z": 4}, NODES_OF_2 | {"lora": {"rank": 4}}),
     **{
         f"x2 {axis}2 dp2 zero {zero} {name}": (model, {"x": 2, axis: 2, "dp": 2, "zero": zero}, ONE_SEQUENCE)
         for axis in ("y", "z")

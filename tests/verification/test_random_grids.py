@@ -42,6 +42,7 @@ def test_random_runs_are_many_kinds() -> None:
     sizes = Counter((axis, table["parallel"][axis]) for table in tables for axis in AXES)
     assert all(sizes[axis, 2] for axis in AXES)
     assert sum(sizes[axis, 3] for axis in AXES) > 3
+    assert any(1 < t["overlap"]["shards_per_node"] < t["parallel"]["z"] for t in tables)
     assert {"masks", "lora"} <= {section for table in tables for section in table}
     assert len({str(table) for table in tables}) == len(tables)
 

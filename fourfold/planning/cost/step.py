@@ -131,7 +131,7 @@ def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockT
         x=x,
         y=y,
         cp=exposed_cp(work, machine, constants, block),
-        offload=_offload(work, machine),
+        offload=_offload(work, machine, constants, block),
         launch=0.0,
         z=0.0,
     )
@@ -141,13 +141,15 @@ def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockT
     return layer._replace(launch=launch, z=exposed_z(work, constants, sending, layer.device + launch))
 
 
-def _offload(work: Workload, machine: Machine) -> Number:
-    """Seconds in which a block's input goes to the host's memory and comes back, with nothing beside it
-    (parallel.recompute)."""
+def _offload(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
+    """Seconds of copying a block's input to the host's memory and back that its forward, and the recomputation and
+    backward of the block after it, do not hide (parallel.offload)."""
     layout = work.layout
     residual = work.step.item_bytes * work.tokens * work.model.hidden / (layout.x * layout.y)
-    seconds = 2 * residual * layout.recomputing / np.maximum(machine.host, 1.0)  # refused where it is unknown
-    return np.where((layout.recompute == 2) & layout.offload, seconds, 0.0)
+    copy = residual / np.maximum(machine.host, 1.0)  # refused where it is unknown
+    beside = (block.forward, block.forward + block.backward)
+    seconds = sum(copy - hidden(copy, computing, constants.exposed) for computing in beside)
+    return np.where((layout.recompute == 2) & layout.offload, seconds * layout.recomputing, 0.0)
 
 
 def _forwards_again(work: Workload) -> Number:
