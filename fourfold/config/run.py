@@ -83,8 +83,7 @@ class ParallelConfig(Strict):
     cp: AxisSize = Field(1, description="Splits the sequence (context parallel).")
     pp: AxisSize = Field(1, description="Splits the layers (pipeline parallel).")
     zero: Literal[0, 1, 2, 3] = Field(
-        0,
-        description="Also sharded over dp·cp: 1 optimizer states, 2 also gradients, 3 also parameters.",
+        0, description="Also sharded over dp·cp: 1 optimizer states, 2 also gradients, 3 also parameters."
     )
 
     cp_method: Literal["auto", "ring", "ulysses"] = Field(
@@ -99,7 +98,7 @@ class ParallelConfig(Strict):
     layers_per_stage: tuple[int, ...] | None = Field(
         None,
         strict=False,
-        description="Layers of each stage, first to last. Default: balanced, counting embedding and head.",
+        description="Layers of each stage, in order. Default: balanced, counting embedding and head.",
     )
 
     @property

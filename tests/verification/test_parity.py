@@ -255,6 +255,7 @@ SLOW_CASES: dict[str, Case] = {
         {"dp": 6, "zero": 3},
         {"overlap": {"shards_per_node": 3}, "training": {"global_batch_size": 12, "micro_batch_size": 1}},
     ),
+    "z4 in nodes of 2, tuned products": (UNEVEN, {"z": 4}, TUNED | NODES_OF_2),
     "x2 z4 in nodes of 2 in parts": (LLAMA, {"x": 2, "z": 4}, {"overlap": {"shards_per_node": 2, "batch_parts": 2}}),
     "pp2 z4 in nodes of 2": (DEEP_GPT, {"pp": 2, "z": 4}, ONE_SEQUENCE | NODES_OF_2 | OFFLOADED),
     "pp2 z2 dp2 zero 2 interleaved in nodes of 2": (
