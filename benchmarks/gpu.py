@@ -43,7 +43,7 @@ def parts(arguments: argparse.Namespace, out: Path) -> dict[str, list[str]]:
     """The programs, by name; each writes <name>.json into ``out``, or prints JSON."""
     device, tiny = ["--device", arguments.device], ["--tiny"] if arguments.tiny else []
     found = {"doctor": ["-m", "fourfold", "doctor", "--json"]}
-    for name in ("kernels", "one_step", "train_gpu", "loki_decode"):
+    for name in ("kernels", "one_step", "products", "train_gpu", "loki_decode"):
         found[name] = ["-m", f"benchmarks.{name}", *device, *tiny, "--json", str(out / f"{name}.json")]
     if arguments.device == "cuda":
         found["loki_decode"] += ["--dtype", "bf16"]

@@ -1,12 +1,14 @@
 """Run parity on many grids, random run files and faulty programs, and write docs/parity.md: python docs/parity_table.py
 
-Prints each row as it comes, and at the end the score: false alarms, and faults that were caught.
+Prints each row as it comes, and at the end the score: false alarms, and faults that were caught. With
+``--new-faults`` only the faults that the page does not have yet are run, and all else of the page stays.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -28,12 +30,12 @@ from mutation import mutated  # noqa: E402
 from pool import Pool  # noqa: E402
 from random_runs import random_table, run_of  # noqa: E402
 from tiny_runs import tiny_run  # noqa: E402
+from tuned_products import parity_on_cpu  # noqa: E402
 
 from fourfold.config.run import AXES, ParallelConfig, RunConfig  # noqa: E402
 from fourfold.run_file.load import load_run  # noqa: E402
 from fourfold.verification.comparison import Against  # noqa: E402
 from fourfold.verification.low_precision import PrecisionError, precision_error  # noqa: E402
-from fourfold.verification.parity import parity  # noqa: E402
 from fourfold.verification.parity_report import ParityReport  # noqa: E402
 
 RUN_FILE = HERE.parent / "examples" / "parity.toml"
@@ -98,27 +100,44 @@ SIXTEENS = {**MODELS["Llama"], "model.num_key_value_heads": 8, "model.intermedia
 """All sizes are multiples of 16 on every rank, as float8 needs them."""
 
 
+FAULTS = [*LAYERS, *PARALLELISM, *STEPS]
+FAULTS_HEADER = ("fault", "file", "grid", "betrayed by")
+
+
 def main() -> None:
+    if sys.argv[1:] == ["--new-faults"]:
+        return add_new_faults()
     with closing(Pool()) as pool, tempfile.TemporaryDirectory() as folder:
         grids = list(grid_rows(pool, Path(folder)))
         precisions = list(precision_rows(pool, Path(folder)))
         alarms = random_runs(pool, Path(folder))
-        mutants = list(mutant_rows(pool, Path(folder)))
+        mutants = [mutant_row(fault, pool, Path(folder)) for fault in FAULTS]
     caught = sum(row[-1] != SURVIVED for row in mutants)
-    score = f"{alarms} false alarms in {RANDOM_RUNS} random run files; {caught} of {len(mutants)} faults caught."
+    score = f"{alarms} false alarms in {RANDOM_RUNS} random run files; {score_of(mutants)}"
     print(score)
     (HERE / "parity.md").write_text(page(grids, precisions, mutants, score), encoding="utf-8")
     failed = sum(any(float(cell) > 10 for cell in row[3:]) for row in grids)
     sys.exit(1 if alarms or failed or caught < len(mutants) else 0)
 
 
+def add_new_faults() -> None:
+    path = HERE / "parity.md"
+    before, _, rest = path.read_text(encoding="utf-8").partition(table(FAULTS_HEADER, [])[0])
+    old, *after = rest.split("\n\n", 1)
+    known = {row[0]: row for row in (line.strip("| ").split(" | ") for line in old.splitlines()[2:])}
+    with closing(Pool()) as pool, tempfile.TemporaryDirectory() as folder:
+        rows = [known.get(fault.fault) or mutant_row(fault, pool, Path(folder)) for fault in FAULTS]
+    before = re.sub(r"\d+ of \d+ faults caught\.", score_of(rows), before)
+    path.write_text("\n\n".join([before + "\n".join(table(FAULTS_HEADER, rows)), *after]), encoding="utf-8")
+
+
 def parity_body(rank: int, world_size: int, run: RunConfig, steps: int, against: Against) -> ParityReport | None:
-    return parity(run, torch.device("cpu"), steps, against)
+    return parity_on_cpu(run, steps, against)
 
 
 def mutant_body(rank: int, world_size: int, run: RunConfig, mutant: Mutant) -> ParityReport | None:
     with mutated(f"fourfold.{mutant.module}", mutant.old, mutant.new):
-        return parity(run, torch.device("cpu"), 2, "transformers")
+        return parity_on_cpu(run, 2, "transformers")
 
 
 def precision_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError | None:
@@ -164,17 +183,20 @@ def random_runs(pool: Pool, folder: Path) -> int:
 SURVIVED = "not caught"
 
 
-def mutant_rows(pool: Pool, folder: Path) -> Iterable[list[str]]:
-    """For every fault the figure that betrays it most."""
-    for mutant in [*LAYERS, *PARALLELISM, *STEPS]:
-        run = tiny_run(mutant.model, mutant.grid, output_dir=str(folder), **mutant.sections)
-        report = pool.run(run.parallel.world_size, mutant_body, run, mutant)[0]
-        name, ratio = max(((name, report.worst(name).ratio) for name in QUANTITIES), key=lambda pair: pair[1])
-        figure = f"{QUANTITIES[name]}, {report.worst(name).tensor}: {ratio:,.0f}"
-        if ratio <= report.limit:
-            figure = f"initial weights: {report.initial:.0f}" if not report.ok else SURVIVED
-        grid = ParallelConfig(**mutant.grid).describe()
-        yield printed([mutant.fault, f"`{mutant.module.replace('.', '/')}.py`", grid, figure])
+def mutant_row(mutant: Mutant, pool: Pool, folder: Path) -> list[str]:
+    """A fault, and the figure that betrays it most."""
+    run = tiny_run(mutant.model, mutant.grid, output_dir=str(folder), **mutant.sections)
+    report = pool.run(run.parallel.world_size, mutant_body, run, mutant)[0]
+    name, ratio = max(((name, report.worst(name).ratio) for name in QUANTITIES), key=lambda pair: pair[1])
+    figure = f"{QUANTITIES[name]}, {report.worst(name).tensor}: {ratio:,.0f}"
+    if ratio <= report.limit:
+        figure = f"initial weights: {report.initial:.0f}" if not report.ok else SURVIVED
+    grid = ParallelConfig(**mutant.grid).describe()
+    return printed([mutant.fault, f"`{mutant.module.replace('.', '/')}.py`", grid, figure])
+
+
+def score_of(faults: list[list[str]]) -> str:
+    return f"{sum(row[-1] != SURVIVED for row in faults)} of {len(faults)} faults caught."
 
 
 def settings(keys: dict[str, Any], folder: Path) -> list[str]:
@@ -217,7 +239,7 @@ def page(grids: list[list[str]], precisions: list[list[str]], mutants: list[list
         "@precisions@": "\n".join(
             table(("precision", "one process", *(name_of(grid) for grid in PRECISION_GRIDS)), precisions)
         ),
-        "@faults@": "\n".join(table(("fault", "file", "grid", "betrayed by"), mutants)),
+        "@faults@": "\n".join(table(FAULTS_HEADER, mutants)),
     }
     for mark, part in parts.items():
         text = text.replace(mark, part)

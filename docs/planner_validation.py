@@ -1,11 +1,13 @@
-"""Score the planner on measured rows; write docs/planner_validation.md and the constants that fourfold ships:
+"""Score the planner on the measured rows that come with fourfold; write docs/planner_validation.md and the constants
+that fourfold ships:
 
-python docs/planner_validation.py FOLDER_OF_CSV_FILES
+python docs/planner_validation.py
 """
 
 from __future__ import annotations
 
-import sys
+import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +15,135 @@ import numpy as np
 
 from fourfold.planning.calibration.fit import Calibration, to_toml
 from fourfold.planning.calibration.published import figures, weak_scaling
-from fourfold.planning.calibration.rows import Row, read_rows
-from fourfold.planning.calibration.score import errors_of, fit_rows, predict_rows, summary, sweeps_of
-from fourfold.planning.cases import stack
-from fourfold.planning.cost.memory import CACHED, UNUSABLE, peak_memory, runtime_bytes
+from fourfold.planning.calibration.rows import Row, measured_table, read_rows, read_table
+from fourfold.planning.calibration.score import (
+    KEYS,
+    Scored,
+    errors_of,
+    fit_rows,
+    memory_of,
+    predict_left_out,
+    predict_rows,
+    summary,
+)
 from fourfold.planning.machines.constants import NAMES, PRIORS
-from fourfold.planning.machines.machine import stack_machines
 
 HERE = Path(__file__).parent
 SHIPPED = HERE.parent / "fourfold" / "planning" / "calibration" / "calibrated.toml"
 SEEDS = range(8)
-SHIPPED_SEED = 0
 SHARE = 0.1
-NOISE_OF_MEMORY = 0.12
-"""Standard deviation of one measured memory row around its prediction."""
-CACHED_SPREAD = 0.05
-"""Standard deviation of ``CACHED`` around its prior, ``UNUSABLE``."""
 NEVER_FITTED = ("S3",)
 """Korthikanti et al.: all eight rows are held out."""
 
 
 def main() -> None:
-    rows, skipped = read_rows(sorted(Path(sys.argv[1]).glob("*.csv")))
-    splits = {seed: split(rows, seed) for seed in SEEDS}
-    scores = {seed: summary(predict_rows(held_out, fit_rows(fitted))) for seed, (fitted, held_out) in splits.items()}
-    fitted, _ = splits[SHIPPED_SEED]
-    calibration = fit_rows(fitted)
+    rows, skipped = read_rows([measured_table()])
+    calibration = fit_rows(rows)
     SHIPPED.write_text(
         "# Factors on the priors of planning/machines/constants.py, by docs/planner_validation.py.\n"
         + to_toml(calibration),
         encoding="utf-8",
     )
-    (HERE / "planner_validation.md").write_text(page(rows, skipped, fitted, scores, calibration), encoding="utf-8")
-    means = [score["mean_abs_error"] for score in scores.values()]
-    print(f"mean {np.mean(means):.4f} ({min(means):.4f} to {max(means):.4f}) over seeds; {len(fitted)} rows fitted")
+    left_out = {by: predict_left_out(rows, by) for by in KEYS}
+    (HERE / "planner_validation.md").write_text(page(rows, skipped, calibration, left_out), encoding="utf-8")
+    for by, scored in left_out.items():
+        print(f"{by} left out: mean {percent(errors_of(dense(scored))['mean_abs_error'])}")
+
+
+def page(rows: list[Row], skipped: dict[str, int], calibration: Calibration, left_out: dict[str, list[Scored]]) -> str:
+    lines = [
+        "# How well the planner predicts",
+        "",
+        "<!-- Written by docs/planner_validation.py. -->",
+        "",
+        f"The planner predicts {len(rows):,} published rows (step times or memory of training runs), which come with "
+        "fourfold.",
+        "Headline figures are for dense models in bf16 or fp16 with a complete configuration. FP8 and incomplete rows",
+        "are listed as *others*, doubtful measurements apart.",
+        "",
+        *left_out_section(rows, left_out),
+        *within_section(rows),
+        *published_section(calibration),
+        *constants_section(calibration),
+        *rows_section(skipped),
+        *every_row_section(calibration, rows, left_out["source"]),
+    ]
+    return "\n".join(lines)
+
+
+def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list[str]:
+    alone = predict_rows(rows, Calibration())
+    by_source, by_machine = summary(left_out["source"]), summary(left_out["machine"])
+    memory = by_source["memory"]
+    return [
+        "## A source that nothing was fitted to",
+        "",
+        "Your own cluster and program are like a publication that the constants have never seen. Every source is",
+        "predicted with constants that are fitted to the rows of all others, and beside it every machine:",
+        "",
+        *table(("source left out", "median", "mean", "bias"), error_rows(left_out["source"], "source")),
+        "",
+        *table(("machine left out", "median", "mean", "bias"), error_rows(left_out["machine"], "machine")),
+        "",
+        "Without fitted constants (machine files and priors only): mean "
+        f"{percent(errors_of(dense(alone))['mean_abs_error'])}, median "
+        f"{percent(errors_of(dense(alone))['median_abs_error'])}.",
+        "The noise between sources (`NOISE_BETWEEN` in `calibration/fit.py`) and the weight of a source's rows were",
+        "chosen among a few values by these same errors.",
+        "",
+        *table(
+            ("ranking and memory", "source left out", "machine left out"),
+            [
+                (f"sweeps: {key.replace('_', ' ')}", number(value), number(by_machine["sweeps"][key]))
+                for key, value in by_source["sweeps"].items()
+            ],
+        ),
+        "",
+        "A sweep is a set of rows that differ only in layout; its regret is how much slower the predicted best is than",
+        "the measured best.",
+        "",
+        f"No constant of the memory is fitted. Over {memory['rows']} rows its mean error is "
+        f"{percent(memory['mean_abs_error'])} (bias {memory['bias']:+.1%}):",
+        "",
+        *table(("source", "rows", "mean", "bias"), memory_rows(left_out["source"])),
+        "",
+        f"Of {memory['fitting_rows']} rows that ran and name their recompute {percent(memory['fit_recall'])} are "
+        f"predicted to fit, and of {memory['out_of_memory_rows']} that ran",
+        f"out of memory {percent(memory['oom_recall'])} not to. One is missed (S11, 206B): the same layout with one "
+        "layer per stage less was measured at 59 GB, and",
+        "a layer with its activations takes 8 GB. What ran out there was not the memory of a step.",
+        "",
+    ]
+
+
+def within_section(rows: list[Row]) -> list[str]:
+    """Hold out rows of sources of which a tenth is fitted."""
+    scores = []
+    for seed in SEEDS:
+        fitted, held_out = split(rows, seed)
+        scores.append(summary(predict_rows(held_out, fit_rows(fitted))))
+    found = []
+    names = ["all", *sorted({s for score in scores for s in score["by_source"]}), "others"]
+    for name in names:
+        apart = [s if name == "all" else s[name] if name in s else s["by_source"].get(name) for s in scores]
+        each = [e for e in apart if e and e["mean_abs_error"] is not None]
+        means = [e["mean_abs_error"] for e in each]
+        label = f"{name} ({round(np.mean([e['count'] for e in each]))})"
+        medians = np.mean([e["median_abs_error"] for e in each])
+        found.append((label, percent(medians), percent(np.mean(means)), percent(max(means))))
+    regret = [score["sweeps"]["regret_mean"] for score in scores]
+    return [
+        "## Other rows of a known source",
+        "",
+        "Where some runs of a program on a machine are known, the others are predicted better. The constants are",
+        "fitted to a random tenth of the rows (one draw a row of `numpy.random.default_rng(seed)` below 0.1) and the",
+        f"rest are held out, for {len(SEEDS)} seeds. S3 (Korthikanti et al. 2022) is never fitted here.",
+        "",
+        *table(("held out", "median", "mean", "worst seed's mean"), found),
+        "",
+        f"Mean regret within sweeps: {percent(float(np.mean(regret)))}.",
+        "",
+    ]
 
 
 def split(rows: list[Row], seed: int) -> tuple[list[Row], list[Row]]:
@@ -57,62 +154,9 @@ def split(rows: list[Row], seed: int) -> tuple[list[Row], list[Row]]:
     return [r for r, f in zip(rows, fit, strict=True) if f], [r for r, f in zip(rows, fit, strict=True) if not f]
 
 
-def page(
-    rows: list[Row],
-    skipped: dict[str, int],
-    fitted: list[Row],
-    scores: dict[int, dict[str, Any]],
-    calibration: Calibration,
-) -> str:
-    scored, alone = predict_rows(rows, calibration), predict_rows(rows, Calibration())
-    in_fit = {(row.source, row.row_id) for row in fitted}
-    dense = [s for s in alone if s.row.dense_half and s.error is not None]
-    whole = sweeps_of([s for s in scored if s.row.dense_half and s.error is not None])
-    lines = [
-        "# How well the planner predicts",
-        "",
-        "<!-- Written by docs/planner_validation.py. -->",
-        "",
-        f"The planner predicts {len(rows)} published rows (step times or memory of training runs). Skipped: "
-        + ", ".join(f"{count} ({reason})" for reason, count in skipped.items())
-        + ".",
-        "",
-        "The constants of `planning/machines/constants.py` are fitted to a random tenth of the rows (one draw a row of",
-        "`numpy.random.default_rng(seed)` below 0.1), and the others are held out. S3 (Korthikanti et al. 2022) is",
-        f"never fitted. The constants that fourfold ships are those of seed {SHIPPED_SEED}, {len(fitted)} rows.",
-        "Headline figures are for dense models in bf16 or fp16 with a complete configuration; FP8 and incomplete rows",
-        "are listed as *others*.",
-        "",
-        "## Held-out error of the step time",
-        "",
-        *table(("rows", "median", "mean", "worst seed's mean"), held_out_rows(scores)),
-        "",
-        "Without fitted constants (machine files and priors only): mean "
-        f"{percent(errors_of(dense)['mean_abs_error'])}, median {percent(errors_of(dense)['median_abs_error'])} over "
-        f"{len(dense)} rows.",
-        "",
-        "## Ranking within sweeps, and memory",
-        "",
-        *table(("what", "mean over seeds"), other_scores(scores)),
-        "",
-        "A sweep is a set of rows that differ only in layout; its regret is how much slower the predicted best is than",
-        "the measured best. A sweep with fitted rows removed may have fewer than the eight points that a rank",
-        "correlation needs. Over all rows, with the shipped constants, the rank correlation is",
-        f"{whole['spearman_median']:.2f} in the median of {whole['ranked']} sweeps ({whole['spearman_min']:.2f} in the "
-        f"worst), and the mean regret of {whole['count']} sweeps is {percent(whole['regret_mean'])}.",
-        "",
-        "`oom recall` is the recall on rows that ran out of memory, `fit recall` on rows that fitted. Of the three",
-        "rows that ran out of memory one is missed (S11, 206B): the same layout with one layer per stage less was",
-        "measured at 59 GB, and a layer with its activations takes 8 GB. What ran out there was not the memory of a",
-        "step.",
-        "",
-        "Fitting rows are those that ran, whether or not their memory was measured, and that name their recompute.",
-        "Rows are read by the source code of their programs: DeepSpeed shards the state of a",
-        "bf16 optimizer at any stage and all-reduces fp32 gradients (`deepspeed/runtime/bf16_optimizer.py`),",
-        "and its pipeline keeps what it has sent (`runtime/pipe/engine.py`); NVIDIA's recipes have bf16 gradients, a",
-        "fused loss and SwiGLU, and Transformer Engine stores the inputs of FP8 matmuls in one byte (NeMo,",
-        "`scripts/performance/helpers.py`); llm-foundry has a fused loss (`models/mpt/modeling_mpt.py`).",
-        "",
+def published_section(calibration: Calibration) -> list[str]:
+    header = ("model", "machine", "GPUs", "published", "as run", "error", "layout", "best")
+    return [
         "## Published figures",
         "",
         "PFLOP/s of the whole job, counting recompute and the full attention square, with the constants that fourfold",
@@ -120,9 +164,7 @@ def page(
         "supports (AxoNN: x, y, z, dp, full recompute). *Best*: the fastest of all layouts, in the same convention.",
         "None of these rows was fitted.",
         "",
-        *table(
-            ("model", "machine", "GPUs", "published", "as run", "error", "layout", "best"), published_rows(calibration)
-        ),
+        *table(header, published_rows(calibration)),
         "",
         "Why errors exceed 15 %: the fitted rows include no run on an MI250X and none on a Slingshot network, so",
         "Frontier and Perlmutter are predicted from their machine files and the constants that all programs share.",
@@ -135,68 +177,133 @@ def page(
         "",
         *table(("GPUs", "model", "published", "predicted", "layout"), weak_rows(calibration)),
         "",
+    ]
+
+
+def constants_section(calibration: Calibration) -> list[str]:
+    levels = [key for key in calibration.offsets if key.startswith(("all", "machine"))]
+    return [
         "## Constants",
         "",
-        "The prior, and the factors on it: for all machines, and for each machine with fitted rows.",
+        "The constants that fourfold ships are fitted to all rows that are not doubtful: the prior, and the factors on",
+        "it for all machines, and for each machine with rows. How they are fitted is in `calibration/fit.py`.",
         "",
         *table(
-            ("constant", "prior", "spread", *constant_levels(calibration), "source of the prior"),
-            constants(calibration),
+            ("constant", "prior", "spread", *levels, "source of the prior"),
+            [
+                (name, f"{PRIORS[name].median:g}", f"{PRIORS[name].spread:g}",
+                 *(f"{np.exp(calibration.offsets[level][i]):.2f}" for level in levels), PRIORS[name].source)
+                for i, name in enumerate(NAMES)
+            ],
         ),
-        "",
-        f"Allocator and workspaces (`CACHED` in `planning/cost/memory.py`): {fitted_overhead(fitted):.3f} from the "
-        f"{sum(row.memory_gb is not None for row in fitted)} fitted rows with memory, prior {UNUSABLE}.",
-        "",
-        "## Every row",
-        "",
-        "Seconds and GB, measured and predicted with the shipped constants; *fit* marks the rows of the fit.",
-        "",
-        *table(
-            ("source", "row", "s", "predicted", "error", "machine files only", "GB", "predicted", "fit"),
-            (
-                (
-                    s.row.source, s.row.row_id, number(s.row.seconds), number(s.seconds),
-                    "" if s.error is None else f"{s.error:+.1%}", "" if a.error is None else f"{a.error:+.1%}",
-                    "OOM" if s.row.out_of_memory else number(s.row.memory_gb), number(s.memory_gb),
-                    "fit" if (s.row.source, s.row.row_id) in in_fit else "",
-                )
-                for s, a in zip(scored, alone, strict=True)
-            ),
-        ),
-        "",
-        "Regenerate this page with:",
-        "",
-        "```sh",
-        "# not run by the tests: it needs the tables of measured rows",
-        "python docs/planner_validation.py FOLDER_OF_CSV_FILES",
-        "```",
         "",
     ]  # fmt: skip
-    return "\n".join(lines)
 
 
-def held_out_rows(scores: dict[int, dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Average over the seeds: all rows, then each source, then the others."""
-    found = []
-    names = ["all", *sorted({s for score in scores.values() for s in score["by_source"]}), "others"]
-    for name in names:
-        apart = [s if name == "all" else s[name] if name in s else s["by_source"].get(name) for s in scores.values()]
-        each = [e for e in apart if e and e["mean_abs_error"] is not None]
-        means = [e["mean_abs_error"] for e in each]
-        medians = [e["median_abs_error"] for e in each]
-        label = f"{name} ({round(np.mean([e['count'] for e in each]))})"
-        found.append((label, percent(np.mean(medians)), percent(np.mean(means)), percent(max(means))))
-    return found
+def rows_section(skipped: dict[str, int]) -> list[str]:
+    """Say where the rows are from, which are not predicted, and which are doubtful."""
+    measured = read_table(measured_table())
+    counts = Counter(row.source for row in measured)
+    bibliography = tomllib.loads(measured_table().with_name("sources.toml").read_text(encoding="utf-8"))
+    doubts: dict[tuple[str, str], list[str]] = {}
+    for row in measured:
+        if row.doubt:
+            doubts.setdefault((row.source, row.doubt), []).append(row.row_id)
+    return [
+        "## The rows",
+        "",
+        f"`fourfold/planning/calibration/measured.csv` has {len(measured):,} rows, and `sources.toml` beside it the "
+        "bibliography.",
+        "[planner.md](planner.md) lists the columns. The rows were collected from repositories and papers, and converted",
+        "once from a table whose columns were free text: every text was mapped to values by hand, and what a source does",
+        "not print is named in the column `derived`. A step time that is not printed follows from tokens/s or FLOP/s",
+        "(`time_from`). Earlier, words were looked for in that text, which misread rows: 28 of S5 that can be predicted",
+        "were taken for FSDP (they say `FSDP=0`), 9 of S5 with FSDP did not have the fused operations of NeMo, and one",
+        "of S9 that recomputes every second layer was taken for selective recompute. Rows of S11 and S12 name Jean Zay",
+        "instead of a DGX A100 with a slower network. Two sources stay out, tables of the NeMo Framework Launcher (29",
+        "rows, of which 18 in FP8 could be predicted): the licence found in that repository, an evaluation agreement,",
+        "counts benchmark results as confidential.",
+        "",
+        f"Not predicted: {', '.join(f'{count} ({reason})' for reason, count in skipped.items())}.",
+        "",
+        *table(
+            ("source", "rows", "title", "where", "licence", "read"),
+            [(name, f"{counts[name]}", entry["title"], entry["where"], entry["licence"], entry["read"])
+             for name, entry in bibliography.items()],
+        ),
+        "",
+        "Doubtful rows, which are never fitted and are scored apart:",
+        "",
+        *table(("source", "rows", "why"), [(s, ", ".join(ids), why) for (s, why), ids in doubts.items()]),
+        "",
+        "A row says which program ran (`planning/calibration/programs.py`), and a program's flags are read from its",
+        "source code:",
+        "",
+        *table(("program", "source of its flags"), program_rows()),
+        "",
+    ]  # fmt: skip
 
 
-def other_scores(scores: dict[int, dict[str, Any]]) -> list[tuple[str, str]]:
-    found = []
-    for part in ("sweeps", "memory"):
-        for key in next(iter(scores.values()))[part]:
-            values = [score[part][key] for score in scores.values() if score[part][key] is not None]
-            if values:
-                found.append((f"{part}: {key.replace('_', ' ')}", f"{np.mean(values):.3g}"))
-    return found
+def every_row_section(calibration: Calibration, rows: list[Row], left_out: list[Scored]) -> list[str]:
+    apart = {(s.row.source, s.row.row_id): s for s in left_out}
+    scored, alone = predict_rows(rows, calibration), predict_rows(rows, Calibration())
+    return [
+        "## Every row",
+        "",
+        "Seconds and GB, measured and predicted with constants fitted to all other sources; then the errors with the",
+        "shipped constants, and without any.",
+        "",
+        *table(
+            ("source", "row", "s", "predicted", "error", "shipped", "machine files only", "GB", "predicted"),
+            [every_row(apart[s.row.source, s.row.row_id], s, a) for s, a in zip(scored, alone, strict=True)],
+        ),
+        "",
+        "Regenerate this page, and the shipped constants, with:",
+        "",
+        "```sh",
+        "# not run by the tests: it takes minutes and writes into the repository",
+        "python docs/planner_validation.py",
+        "```",
+        "",
+    ]
+
+
+def every_row(apart: Scored, shipped: Scored, alone: Scored) -> tuple[str, ...]:
+    row = apart.row
+    errors = ("" if s.error is None else f"{s.error:+.1%}" for s in (apart, shipped, alone))
+    return (
+        row.source, row.row_id, number(row.seconds), number(apart.seconds), *errors,
+        "OOM" if row.out_of_memory else number(row.memory_gb), number(apart.memory_gb),
+    )  # fmt: skip
+
+
+def error_rows(scored: list[Scored], by: str) -> list[tuple[str, ...]]:
+    """Errors of all rows, of each source or machine, of the doubtful ones and of the others."""
+    result = summary(scored)
+    groups = {"all": dense(scored)}
+    for s in dense(scored):
+        groups.setdefault(KEYS[by](s.row), []).append(s)
+    found = {name: errors_of(group) for name, group in groups.items()}
+    found |= {"doubtful": result["doubtful"], "others": result["others"]}
+    return [
+        (f"{name} ({e['count']})", percent(e["median_abs_error"]), percent(e["mean_abs_error"]), f"{e['bias']:+.1%}")
+        for name, e in found.items()
+    ]
+
+
+def memory_rows(scored: list[Scored]) -> list[tuple[str, ...]]:
+    groups: dict[str, list[Scored]] = {}
+    for s in scored:
+        if s.row.memory_gb is not None:
+            groups.setdefault(s.row.source, []).append(s)
+    scores = {name: memory_of(group) for name, group in groups.items()}
+    return [(name, f"{m['rows']}", percent(m["mean_abs_error"]), f"{m['bias']:+.1%}") for name, m in scores.items()]
+
+
+def program_rows() -> list[tuple[str, str]]:
+    from fourfold.planning.calibration.programs import PROGRAMS
+
+    return [(name, traits.source) for name, traits in PROGRAMS.items()]
 
 
 def published_rows(calibration: Calibration) -> list[tuple[str, ...]]:
@@ -215,41 +322,19 @@ def weak_rows(calibration: Calibration) -> list[tuple[str, ...]]:
     ]  # fmt: skip
 
 
-def constant_levels(calibration: Calibration) -> list[str]:
-    return [key for key in calibration.offsets if not key.startswith("program")]
-
-
-def constants(calibration: Calibration) -> list[tuple[str, ...]]:
-    levels = constant_levels(calibration)
-    return [
-        (name, f"{prior.median:g}", f"{prior.spread:g}",
-         *(f"{np.exp(calibration.offsets[level][i]):.2f}" for level in levels), prior.source)
-        for i, (name, prior) in enumerate((name, PRIORS[name]) for name in NAMES)
-    ]  # fmt: skip
-
-
-def fitted_overhead(fitted: list[Row]) -> float:
-    """Estimate the allocator's overhead as a share of the allocated bytes, from fitted rows with memory and a prior."""
-    rows = [row for row in fitted if row.memory_gb is not None]
-    work, machine = stack([row.work for row in rows]), stack_machines([row.machine for row in rows])
-    runtime = np.where(work.program.count_runtime, runtime_bytes(work, machine), 0)
-    allocated = (peak_memory(work, machine) - runtime) / (1 + CACHED)
-    shares = np.clip((np.array([row.memory_gb * 1e9 for row in rows]) - runtime) / allocated - 1, -0.1, 0.4)
-    return float(
-        (UNUSABLE / CACHED_SPREAD**2 + shares.sum() / NOISE_OF_MEMORY**2)
-        / (CACHED_SPREAD**-2 + len(rows) / NOISE_OF_MEMORY**2)
-    )
+def dense(scored: list[Scored]) -> list[Scored]:
+    return [s for s in scored if s.row.dense_half and s.error is not None]
 
 
 def table(header: tuple[str, ...], rows: Any) -> list[str]:
     return [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def percent(value: float) -> str:
+def percent(value: Any) -> str:
     return f"{value:.1%}"
 
 
-def number(value: float | None) -> str:
+def number(value: Any) -> str:
     return "" if value is None else f"{value:.4g}"
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 COLUMNS = {
-    "row_id": "1", "source_id": "T", "gpu_type": "A100-80GB", "gpus_per_node": "8", "interconnect": "",
-    "n_gpus": "8", "model": "m", "layers": "12", "hidden": "1024", "ffn_hidden": "4096", "mlp_type": "gelu",
-    "heads": "16", "kv_heads": "", "vocab": "51200", "seq_len": "1024", "global_batch_seqs": "64", "micro_batch": "2",
-    "tp": "1", "pp": "1", "vpp": "1", "cp": "1", "dp": "8", "ep": "1", "zero_fsdp": "none", "act_ckpt": "full",
-    "seq_parallel": "no", "precision": "bf16", "attention_impl": "FlashAttention", "mem_gb_per_gpu": "",
-    "mem_kind": "", "source_ref": "", "notes": "", "grade": "A", "step_time_s": "1", "end": "end",
+    "row_id": "1", "source": "T", "machine": "dgx-a100", "gpus": "8", "gpus_per_node": "8", "node_gbits": "",
+    "model": "m", "architecture": "", "layers": "12", "hidden": "1024", "ffn_hidden": "4096", "mlp": "gelu",
+    "heads": "16", "kv_heads": "", "vocab": "51200", "seq_len": "1024", "global_batch": "64", "micro_batch": "2",
+    "precision": "bf16", "tp": "1", "pp": "1", "vpp": "1", "cp": "1", "ep": "1", "seq_parallel": "no",
+    "end_layers": "", "program": "megatron-lm", "sharding": "none", "shard_group": "", "recompute": "full",
+    "recompute_what": "", "recompute_every": "", "attention": "flash", "compiled": "", "tp_overlap": "",
+    "blocking": "", "memory_gb": "", "memory_kind": "", "out_of_memory": "", "notes": "", "complete": "", "doubt": "",
+    "step_seconds": "1",
 }  # fmt: skip
 HEADER = ",".join(COLUMNS)
 

@@ -52,6 +52,6 @@ def test_on_the_cluster() -> None:
     assert done.returncode == 0, done.stderr
     if done.stdout.startswith("skipped"):
         pytest.skip(done.stdout.strip())
-    assert "4 nodes, 400mbit a link" in done.stdout
+    assert "4 processes, 400mbit a link" in done.stdout
     listed = subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
     assert not [line for line in listed.splitlines() if line.startswith("ff")]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from typer.core import TyperGroup
 
 from fourfold.cli.options import AsJson, Overrides, show
 from fourfold.config.presets import PRESETS
+from fourfold.errors import UserError
 from fourfold.planning.machines.names import machine_names
 
 if TYPE_CHECKING:
@@ -116,6 +117,16 @@ def validate(
     machine_only: Annotated[
         bool, typer.Option("--machine-only", help="Use no fitted constants: machine files and priors only.")
     ] = False,
+    measured: Annotated[
+        bool, typer.Option("--measured", help="Take the table of published rows that comes with fourfold as FILE.csv.")
+    ] = False,
+    leave_out: Annotated[
+        Literal["source", "machine"] | None,
+        typer.Option(
+            help="Predict the rows of each source, or machine, from those of all others; takes minutes.",
+            show_default=False,
+        ),
+    ] = None,
     rows: Annotated[bool, typer.Option("--rows", help="Print every row.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -123,10 +134,15 @@ def validate(
 
     Example: fourfold plan validate rows.csv --calibrate-on others.csv
     """
+    from fourfold.planning.calibration.rows import measured_table
     from fourfold.planning.calibration.validation import validate as compare
     from fourfold.reports.plan_terminal import validation_tables
 
-    result = compare(file, calibrate_on, machine_only)
+    if measured:
+        if file is not None:
+            raise UserError("FILE.csv and --measured contradict each other; give one")
+        file = measured_table()
+    result = compare(file, calibrate_on, machine_only, leave_out)
     show(result.record(rows), as_json, lambda _: validation_tables(result, rows))
 
 

@@ -19,8 +19,8 @@ def trace(
 ) -> None:
     """Show what one rank holds and sends in a training step, at any number of processes, on this machine.
 
-    The real step runs in one process without data. Bytes of a collective are those of its full tensor: gathered, or
-    before the reduction.
+    The real step runs in one process without data. The bytes of a collective are the size of its full tensor: after a
+    gather, or before a reduction.
     """
     from fourfold.run_file.load import load_run
 

@@ -131,6 +131,12 @@ class OverlapConfig(Strict):
     weight_prefetch: int = Field(
         1, ge=0, description="OAG: layers whose weights are gathered ahead of use; 0 gathers them when they are needed."
     )
+    shards_per_node: int = Field(
+        1,
+        ge=1,
+        description="Ranks of a shard group (z; with parallel.zero dp·cp·z) in a node: its GPUs / (x·y). More than 1: "
+        "weights are gathered, and gradients summed, inside nodes and across them, not in one ring over all.",
+    )
 
 
 class TrainingConfig(Strict):
@@ -151,6 +157,11 @@ class TrainingConfig(Strict):
         "none",
         description="Matrix products of the blocks in 8-bit floats, by torchao's recipe of that name; with "
         "precision = 'bf16', on a GPU that has them.",
+    )
+    tuned_products: Literal["off", "cached", "measured"] = Field(
+        "off",
+        description="Memory layouts of the blocks' matrix products. cached: those that `fourfold tune-matmul` found to "
+        "be faster on this machine; measured: it also runs at the start, for sizes that it has not measured.",
     )
     compile: bool = Field(False, description="torch.compile each block.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seeds the weights and the order of the samples.")
@@ -303,7 +314,7 @@ class ValidationConfig(Strict):
 
 
 class AuditConfig(Strict):
-    """An audit of canaries while the model trains, into memorization.jsonl; `fourfold audit` says more."""
+    """Audits of canaries during training, written to memorization.jsonl; `fourfold audit` measures more."""
 
     interval: int = Field(0, ge=0, description="Steps between audits; 0 never audits. The last step is audited too.")
     documents: PathText | None = Field(None, description="Ledger of canaries, or any documents: a .jsonl file.")

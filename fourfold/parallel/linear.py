@@ -8,6 +8,7 @@ weight [out/x, in/y] has input features over y and output features over x. A *tr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -130,9 +131,16 @@ class Linear4D(Tiled):
     def add_bias(self, out: Tensor) -> Tensor:
         return out if self.bias is None else out + self.bias
 
+    def turn(self) -> None:
+        """Store the weight, which is on the meta device, as its transpose."""
+        assert self.weight.is_meta
+        self.weight = nn.Parameter(self.weight.detach().T.contiguous(), self.weight.requires_grad)
+        self.tiles["weight"] = replace(self.tiles["weight"], turned=True)
+
     def matrices(self) -> tuple[Tensor, ...]:
-        """The weight, and the adapter's A and B if there is one."""
-        return (self.weight, self.lora_A, self.lora_B) if self.lora_scale else (self.weight,)
+        """The weight W, and the adapter's A and B if there is one."""
+        weight = self.tiles["weight"].as_tile(self.weight)
+        return (weight, self.lora_A, self.lora_B) if self.lora_scale else (weight,)
 
     def product(self, x: Tensor, weight: Tensor, *adapter: Tensor) -> Tensor:
         """x Wᵀ, with the adapter's addition."""

@@ -143,6 +143,18 @@ def warn_of_slow_groups(device_type: str) -> None:
         )
 
 
+def warn_of_other_nodes(processes: int) -> None:
+    """Print a warning where the launcher has not started nodes of so many processes."""
+    place = read_environment(os.environ)
+    started = None if place is None or dist.get_backend() not in ("gloo", "nccl") else place.local_world_size
+    if dist.get_rank() == 0 and started not in (None, processes):
+        print(
+            f"warning: overlap.shards_per_node is meant for nodes of {processes} processes, and this one "
+            f"has {started}; the two levels of gathers and sums are not those of the network",
+            file=sys.stderr,
+        )
+
+
 def gpu_of(place: Place, gpus: int) -> torch.device:
     """This process's GPU; number 0 where srun shows each task a GPU of its own only.
 

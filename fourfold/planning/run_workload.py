@@ -70,6 +70,7 @@ def workload_of(run: RunConfig) -> Workload:
         batch_parts=run.overlap.batch_parts,
         overlap_z=run.overlap.weight_prefetch > 0,
         prefetch=run.overlap.weight_prefetch,
+        shards_per_node=run.overlap.shards_per_node,
         recomputes_attention="attention" in recompute.modules,
         recomputes_mlp="mlp" in recompute.modules,
         recomputes_gathers="gathers" in recompute.modules,

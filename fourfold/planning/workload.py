@@ -186,6 +186,8 @@ class Program(Cases):
     """The gradient sum over dp runs behind the last backward."""
     prefetch: Number = 1
     """Blocks gathered ahead."""
+    shards_per_node: Number = 1
+    """Ranks of a shard group in a node, where more than 1: its collectives run inside nodes and across them."""
     weights_kept: Number = False
     """Weights are gathered once per step, not per micro-batch (distributed optimizers)."""
     half_weights: Number = False

@@ -62,6 +62,9 @@ def trace_tables(report: TraceReport) -> None:
         memory = [(kind.replace("_", " "), in_unit(size, unit)) for kind, size in asdict(report.memory).items()]
         print_table(f"Memory of one rank of {report.world_size}", ("kind", name), memory)
     rank = "the pipeline's first rank" if report.pipeline else "one rank"
+    if not report.collectives:
+        print(f"No collectives: {rank} computes the whole optimizer step")
+        return
     title = f"Collectives of {rank} in one optimizer step"
     rows = [
         [c.axis, c.op, c.purpose, f"{c.count:,}", in_unit(c.bytes, 2**20), in_unit(c.exposed_bytes, 2**20)]
@@ -83,12 +86,9 @@ def _exposed_by_axis(report: TraceReport) -> None:
         [axis, in_unit(sent[axis], 2**20), in_unit(exposed[axis], 2**20), f"{exposed[axis] / sent[axis]:.0%}"]
         for axis in sorted(sent, key=lambda axis: (axis == "all", -sent[axis]))
     ]
-    if rows:
-        print_table(
-            "Exposed: no matrix product between a collective and the wait for it",
-            ("axis", "MiB", "exposed", "share"),
-            rows,
-        )
+    print_table(
+        "Exposed: no matrix product between a collective and the wait for it", ("axis", "MiB", "exposed", "share"), rows
+    )
 
 
 def _pipeline_memory(report: TraceReport) -> None:

@@ -31,7 +31,7 @@ class Flights:
         self.exposed: Counter[Line] = Counter()
         """Bytes."""
         self._products = 0
-        self._flying: dict[int | Line, Flight] = {}
+        self._flying: dict[int | Line, list[Flight]] = {}
 
     def start(self) -> None:
         """Forget what has been."""
@@ -44,20 +44,23 @@ class Flights:
             self._products += 1
 
     def issue(self, key: int | Line, line: Line, size: int) -> None:
-        """Note a collective of ``size`` bytes; that of the same key before has landed. key: its result's storage, or
-        its line."""
-        self.land(key)
-        self._flying[key] = Flight(line, size, self._products)
+        """Note a collective of ``size`` bytes; that of the same key and line before has landed.
+
+        key: its result's storage, or its line. Two levels of a gather have the same result: they land together.
+        """
+        if any(flight.line == line for flight in self._flying.get(key, ())):
+            self.land(key)
+        self._flying.setdefault(key, []).append(Flight(line, size, self._products))
 
     def move(self, storage: int, other: int) -> None:
         """The result is in another storage than was said."""
         self._flying[other] = self._flying.pop(storage)
 
     def land(self, key: int | Line) -> None:
-        """Note that the step waits for the collective of a key, if there is one."""
-        flight = self._flying.pop(key, None)
-        if flight is not None and flight.products == self._products:
-            self.exposed[flight.line] += flight.bytes
+        """Note that the step waits for the collectives of a key, if there are any."""
+        for flight in self._flying.pop(key, ()):
+            if flight.products == self._products:
+                self.exposed[flight.line] += flight.bytes
 
     def land_all(self) -> None:
         """Note that the step waits for every collective."""

@@ -182,8 +182,7 @@ def test_a_memory_is_printed_with_three_digits(size: float, text: str) -> None:
 
 def measured_rows(path: Path, first: int, count: int) -> Path:
     lines = [
-        row_text(row_id=str(first + i), tp=2**(i % 4), dp=8 // 2**(i % 4), micro_batch=1 + (i // 4) % 2,
-                 step_time_s=1 + 0.1 * i)
+        row_text(row_id=str(first + i), tp=2 ** (i % 4), micro_batch=1 + (i // 4) % 2, step_seconds=1 + 0.1 * i)
         for i in range(count)
     ]  # fmt: skip
     path.write_text("\n".join([HEADER, *lines]), encoding="utf-8")

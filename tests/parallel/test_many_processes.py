@@ -16,7 +16,7 @@ from fourfold.config.run import ParallelConfig
 from fourfold.environment import Place
 from fourfold.parallel import numa, process_group
 from fourfold.parallel.grid import Grid
-from fourfold.parallel.process_group import warn_of_slow_groups
+from fourfold.parallel.process_group import warn_of_other_nodes, warn_of_slow_groups
 
 
 @pytest.mark.parametrize(
@@ -87,3 +87,15 @@ def test_settings_of_a_gpu_are_made_before_it_is_used(
     assert int(seen[-1][queues]) > 4 and left_alone not in seen[-1]
     os.environ[queues] = "3"
     assert start()[queues] == "3", "the user's own setting stays"
+
+
+def test_nodes_of_other_sizes_are_noted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    warn_of_other_nodes(8)  # no launcher says anything
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "16"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    warn_of_other_nodes(8)
+    assert capsys.readouterr().err == ""
+    warn_of_other_nodes(4)
+    assert "nodes of 4 processes, and this one has 8" in capsys.readouterr().err

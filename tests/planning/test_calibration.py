@@ -91,16 +91,15 @@ def test_a_calibration_is_written_and_read() -> None:
 
 def table_of(path: Path, count: int, slower: float) -> Path:
     """Rows whose measured seconds are predictions times ``slower``."""
-    layouts = [(1, 8), (2, 4), (4, 2), (8, 1)]
     texts = [
-        row_text(row_id=str(i), tp=layouts[i % 4][0], dp=layouts[i % 4][1], hidden=1024 * (1 + i % 3), heads=16,
-                 ffn_hidden=4096 * (1 + i % 3), global_batch_seqs=64, step_time_s=1)
+        row_text(row_id=str(i), tp=2 ** (i % 4), hidden=1024 * (1 + i % 3), heads=16, ffn_hidden=4096 * (1 + i % 3),
+                 global_batch=64, step_seconds=1)
         for i in range(count)
     ]  # fmt: skip
     path.write_text("\n".join([HEADER, *texts]), encoding="utf-8")
     rows, _ = read_rows([path])
     seconds = [s.seconds * slower for s in predict_rows(rows, Calibration())]
-    texts = [text.replace(",1,end", f",{value},end") for text, value in zip(texts, seconds, strict=True)]
+    texts = [text.removesuffix(",1") + f",{value}" for text, value in zip(texts, seconds, strict=True)]
     path.write_text("\n".join([HEADER, *texts]), encoding="utf-8")
     return path
 

@@ -154,6 +154,27 @@ def test_formulas_equal_the_trace_where_queries_are_split_and_share_keys() -> No
     assert_activations_too(run_of("uneven", {"y": 8}, "none", micro_batch_size=1, seq_length=256))
 
 
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(
+    ("grid", "per_node"),
+    [
+        ({"z": 4, "dp": 2, "zero": 2}, 2),
+        ({"z": 4}, 2),
+        ({"dp": 8, "zero": 3}, 4),
+        ({"x": 2, "z": 4, "zero": 1}, 2),
+        ({"z": 2, "dp": 4, "zero": 1}, 4),
+        ({"z": 6, "cp": 2}, 3),
+        ({"pp": 2, "z": 4, "dp": 2, "zero": 2, "schedule": "Interleaved1F1B"}, 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", ["llama", "gpt"])
+def test_formulas_equal_the_trace_in_nodes(model: str, grid: dict[str, Any], per_node: int) -> None:
+    run = run_of(model, grid, "none", layers=6)
+    run = run.model_copy(update={"overlap": run.overlap.model_copy(update={"shards_per_node": per_node})})
+    assert_equal_to_the_trace(run)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("grid", [{"x": 4}, {"x": 2, "y": 2}, {"y": 4}, {"z": 4, "dp": 2, "zero": 2}], ids=str)

@@ -1,26 +1,31 @@
-"""Measured rows are read as they were run, or skipped with a reason; scores follow their definitions."""
+"""Measured rows are read as they were run; a mistake is an error, and what cannot be predicted has a reason."""
 
 from __future__ import annotations
 
+import csv
+import tomllib
 from pathlib import Path
 
 import pytest
 from planner_rows import COLUMNS, HEADER, row_text
 
 from fourfold.errors import UserError
+from fourfold.planning.calibration.columns import MeasuredRow, column_table, parse_cells
 from fourfold.planning.calibration.fit import Calibration
-from fourfold.planning.calibration.rows import Skipped, read_rows, row_of
-from fourfold.planning.calibration.score import Scored, errors_of, memory_of, predict_rows, sweeps_of
+from fourfold.planning.calibration.programs import PROGRAMS
+from fourfold.planning.calibration.rows import Skipped, measured_table, read_rows, read_table, row_of
+from fourfold.planning.calibration.score import Scored, errors_of, memory_of, predict_rows, summary, sweeps_of
 from fourfold.planning.cost.activations import head_bytes, kept_by_block
 from fourfold.planning.cost.memory import CACHED, CATEGORIES, stage_memory
 from fourfold.planning.machines.machine import load_machine
-from fourfold.planning.workload import Workload
+from fourfold.planning.workload import Program, Workload
 
 A100 = load_machine("dgx-a100")
 
 
 def row(**cells: object):
-    return row_of(dict(zip(COLUMNS, row_text(**cells).split(","), strict=True)))
+    text = {**COLUMNS, **{name: str(value) for name, value in cells.items()}}
+    return row_of(parse_cells({name: cell for name, cell in text.items() if cell}))
 
 
 def held(work: Workload, *names: str) -> float:
@@ -29,9 +34,7 @@ def held(work: Workload, *names: str) -> float:
 
 
 def test_a_megatron_row() -> None:
-    megatron = row(
-        tp=2, pp=2, vpp=3, dp=2, zero_fsdp="distributed optimizer (ZeRO-1)", seq_parallel="yes", act_ckpt="none"
-    )
+    megatron = row(tp=2, pp=2, vpp=3, sharding="zero1", seq_parallel="yes", recompute="none")
     work = megatron.work
     layout, program = work.layout, work.program
     assert (layout.x, layout.pp, layout.interleave, layout.dp, layout.z, layout.zero) == (2, 2, 3, 2, 1, 1)
@@ -41,32 +44,48 @@ def test_a_megatron_row() -> None:
     assert megatron.machine.name == "dgx-a100" and megatron.dense_half
 
 
-def test_an_fsdp_row() -> None:
-    work = row(n_gpus=64, zero_fsdp="FSDP2 full shard (group 8)", global_batch_seqs=128).work
+def test_what_ranks_shard() -> None:
+    work = row(gpus=64, program="torchtitan", sharding="fsdp", shard_group=8, global_batch=128).work
     assert (work.layout.z, work.layout.dp, work.layout.zero) == (8, 8, 0)
     assert not work.program.half_weights
-    work = row(zero_fsdp="ZeRO-3 (DeepSpeed)").work
+    work = row(gpus=64, program="fms-fsdp", sharding="hsdp", global_batch=128).work
+    assert (work.layout.z, work.layout.dp) == (8, 8)
+    work = row(program="deepspeed", sharding="zero3").work
     assert (work.layout.z, work.layout.dp, work.layout.zero) == (1, 8, 3)
 
 
-def test_the_notes_of_a_torchtitan_row() -> None:
-    """They name compilation, and the overlap of tensor-parallel collectives."""
-    sharded = {"zero_fsdp": "FSDP2 full shard (group 1)", "tp": 8}
+def test_no_text_changes_a_prediction() -> None:
+    """Words that once meant something: FSDP=0 was read as FSDP, and made a step five times slower."""
+    told = "FSDP=0; torch.compile; DeepSpeed; AsyncTP; CUDA_LAUNCH_BLOCKING=1; MoE; OOM; NVIDIA/NeMo"
+    plain, worded = row(tp=2), row(tp=2, notes=told)
+    assert plain.work == worded.work and plain.machine == worded.machine and plain.sweep == worded.sweep
+
+
+def test_compilation_and_overlap_of_tensor_parallelism() -> None:
+    sharded = {"program": "torchtitan", "sharding": "fsdp", "shard_group": 1, "tp": 8}
     vanilla, asynchronous, eager = (
-        row(**sharded, notes=notes).work.program
-        for notes in ("torch.compile; vanilla TP", "torch.compile; AsyncTP", "eager (no torch.compile)")
+        row(**sharded, compiled=compiled, tp_overlap=overlap).work.program
+        for compiled, overlap in (("yes", "none"), ("yes", "pieces"), ("no", ""))
     )
     assert (vanilla.fused, vanilla.overlap_x, vanilla.overlap_forward) == (True, False, False)
     assert (asynchronous.fused, asynchronous.overlap_x, asynchronous.overlap_forward) == (True, True, True)
-    assert not eager.fused
+    assert (eager.fused, eager.overlap_x, eager.overlap_forward) == (False, True, False)
+
+
+def test_recompute() -> None:
+    layout = row(recompute="full", recompute_every=2).work.layout
+    assert (layout.recompute, layout.recompute_every) == (2, 2)
+    work = row(recompute="selective", recompute_what="ops").work
+    assert work.layout.recompute == 1 and work.program.recomputes_per_op
+    assert row(recompute="").work.layout.recompute == 0 and not row(recompute="").ran
 
 
 def test_what_deepspeed_keeps() -> None:
     """In bf16 it shards the optimizer's state whatever the stage, sums fp32 gradients in all-reduces and keeps them
     beside the others; a stage of a pipeline keeps what it has sent."""
-    bf16 = row(zero_fsdp="ZeRO-0 (DeepSpeed)", precision="bf16", pp=2, dp=4).work
+    bf16 = row(program="deepspeed", pp=2).work
     assert (bf16.layout.zero, bf16.program.all_reduces_gradients, bf16.program.gradient_bytes) == (1, True, 6)
-    fp16 = row(zero_fsdp="ZeRO-0 (DeepSpeed)", precision="fp16", pp=2, dp=4).work
+    fp16 = row(program="deepspeed", precision="fp16", pp=2).work
     assert (fp16.layout.zero, fp16.step.reduce_bytes, fp16.program.gradient_copy) == (0, 2, True)
     for work in (bf16, fp16):
         kept, alone = (held(work.but(stage_keeps=more), "activations") for more in (work.program.stage_keeps, 0))
@@ -74,7 +93,7 @@ def test_what_deepspeed_keeps() -> None:
 
 
 def test_the_optimizers_copy_of_gradients_is_made_when_activations_are_gone() -> None:
-    work = row(zero_fsdp="ZeRO-0 (DeepSpeed)", precision="fp16").work
+    work = row(program="megatron-deepspeed", precision="fp16", attention="unfused").work
     assert held(work, *CATEGORIES) == held(work.but(gradient_copy=False), *CATEGORIES)
     few = work.but(micro_batch=1, seq=64, batch=8)
     few_alone = few.but(gradient_copy=False)
@@ -87,8 +106,7 @@ def test_the_optimizers_copy_of_gradients_is_made_when_activations_are_gone() ->
 
 def test_what_nvidias_recipes_keep() -> None:
     """Gradients in bf16; a fused SwiGLU and loss; in FP8 the inputs of products in a byte."""
-    how = {"source_ref": "NVIDIA/NeMo@1:docs", "zero_fsdp": "distributed optimizer (ZeRO-1)", "act_ckpt": "none"}
-    cells = {**how, "mlp_type": "swiglu", "tp": 2, "dp": 4, "seq_parallel": ""}
+    cells = {"program": "nemo", "sharding": "zero1", "recompute": "none", "mlp": "swiglu", "tp": 2, "seq_parallel": ""}
     work = row(**cells).work
     assert work.step.reduce_bytes == 2 and not work.model.tied
     assert work.program.split_residual and not work.program.keeps_float8_inputs
@@ -104,45 +122,32 @@ def test_what_nvidias_recipes_keep() -> None:
 
 
 def test_other_programs_are_not_nvidias() -> None:
-    work = row(zero_fsdp="distributed optimizer (ZeRO-1)", mlp_type="swiglu", tp=2, dp=4, seq_parallel="").work
+    work = row(sharding="zero1", mlp="swiglu", tp=2, seq_parallel="").work
     program = work.program
     assert work.step.reduce_bytes == 4 and not (program.split_residual or program.fused_gate or program.fused_loss)
-    assert row(source_ref="mosaicml/llm-foundry@1:README.md", zero_fsdp="FSDP FULL_SHARD").work.program.fused_loss
+    assert row(program="llm-foundry", sharding="fsdp").work.program.fused_loss
+    assert row(program="fourfold", sharding="zero1", compiled="yes").work.program == Program(fused=True)
 
 
-@pytest.mark.parametrize(
-    ("text", "node"),
-    [
-        ("NVLink3; 4x Omni-Path 100 Gb/s per node", 50e9),
-        ("NVLink; 8x HDR InfiniBand 200 Gb/s per node", 200e9),
-        ("800 Gb/s per node (README)", 100e9),
-        ("NVLink in host; 400 Gb/s RDMA per GPU", 400e9),
-        ("", 200e9),
-    ],
-)
-def test_the_network_of_a_row(text: str, node: float) -> None:
-    assert row(interconnect=text).machine.node == node
+@pytest.mark.parametrize(("gbits", "node"), [(400, 50e9), (1600, 200e9), ("", A100.node)])
+def test_the_network_of_a_row(gbits: object, node: float) -> None:
+    assert row(node_gbits=gbits).machine.node == node
 
 
 @pytest.mark.parametrize(
     ("cells", "reason"),
     [
         ({"ep": 8}, "mixture of experts"),
-        ({"gpu_type": "TPU v4"}, "unknown GPU"),
+        ({"architecture": "moe"}, "mixture of experts"),
+        ({"architecture": "hybrid"}, "hybrid model"),
+        ({"machine": ""}, "no machine"),
         ({"layers": ""}, "no layers"),
         ({"micro_batch": ""}, "no micro_batch"),
         ({"tp": 3}, "does not divide"),
-        ({"step_time_s": ""}, "nothing measured"),
-        ({"hidden": "wide"}, "hidden is not a number"),
-        ({"precision": "NVFP4"}, "below 8 bits"),
+        ({"step_seconds": ""}, "nothing measured"),
+        ({"precision": "nvfp4"}, "below 8 bits"),
         ({"micro_batch": 16}, "more than the global batch"),
-        ({"heads": 0}, "heads is not between 0"),
-        ({"hidden": -1024}, "hidden is not between 0"),
-        ({"seq_len": "nan"}, "seq_len is not between 0"),
-        ({"step_time_s": "inf"}, "step_time_s is not between 0"),
-        ({"layers": 1.5}, "layers is not a whole number"),
-        ({"vpp": 99, "pp": 2, "dp": 4}, "more than the layers"),
-        ({"zero_fsdp": "FSDP2 (group 0)"}, "a group of no GPUs"),
+        ({"vpp": 99, "pp": 2}, "more than the layers"),
     ],
 )
 def test_a_row_that_cannot_be_predicted_has_a_reason(cells: dict[str, object], reason: str) -> None:
@@ -150,14 +155,60 @@ def test_a_row_that_cannot_be_predicted_has_a_reason(cells: dict[str, object], r
         row(**cells)
 
 
+@pytest.mark.parametrize(
+    ("cells", "sentence"),
+    [
+        ({"hidden": "wide"}, "hidden = 'wide'"),
+        ({"heads": 0}, "heads = '0': input should be greater than or equal to 1"),
+        ({"hidden": -1024}, "hidden = '-1024'"),
+        ({"seq_len": "nan"}, "seq_len = 'nan'"),
+        ({"step_seconds": "inf"}, "step_seconds = 'inf'"),
+        ({"layers": 1.5}, "layers = '1.5': give a whole number"),
+        ({"shard_group": 0}, "shard_group = '0'"),
+        ({"sharding": "FSDP=0"}, "sharding = 'FSDP=0': input should be 'none', 'zero1'.* or 'hsdp'"),
+        ({"seq_parallel": "maybe"}, "seq_parallel = 'maybe': give yes or no"),
+        ({"program": "megatron"}, "program = 'megatron': there are megatron-lm, nemo, .*other"),
+        ({"program": ""}, "program is empty"),
+        ({"precision": ""}, "precision is empty; give fp32, fp16, bf16"),
+        ({"machine": "A100-80GB"}, "machine 'A100-80GB' is unknown; did you mean"),
+    ],
+)
+def test_a_mistaken_cell_names_its_row_and_column(tmp_path: Path, cells: dict[str, object], sentence: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join([HEADER, row_text(), row_text(row_id="b7", **cells)]))
+    with pytest.raises(UserError, match=rf"rows\.csv, line 3 \(b7\): {sentence}"):
+        read_rows([path])
+
+
+@pytest.mark.parametrize(
+    ("header", "sentence"),
+    [
+        (HEADER.replace("program,", ""), "has no column program; docs/planner.md lists the columns$"),
+        (HEADER.replace(",recompute,", ",act_ckpt,"), "has no column recompute"),
+        (HEADER.replace(",", ";"), "must be separated by commas"),
+        (HEADER + ",step_second", "has a column 'step_second' that is not known; did you mean step_seconds"),
+        (HEADER + ",quux", "has a column 'quux' that is not known; remove it, or keep its text in notes"),
+        (HEADER + ",tp", "has two columns tp"),
+        ("a,b", "has no column gpus, precision, program, machine"),
+    ],
+)
+def test_a_mistaken_header_names_the_column(tmp_path: Path, header: str, sentence: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(header + "\n" + row_text())
+    with pytest.raises(UserError, match=sentence):
+        read_rows([path])
+
+
 def test_a_file_that_is_no_table_is_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(HEADER.encode() + b"\n\xe9\n")
     with pytest.raises(UserError, match="is not a CSV file in UTF-8"):
         read_rows([path])
-    path.write_text(HEADER.replace(",", ";"))
-    with pytest.raises(UserError, match="must be separated by commas"):
+    path.write_text(f"{HEADER}\n{row_text()},more")
+    with pytest.raises(UserError, match="line 2 has more cells than columns"):
         read_rows([path])
+    with pytest.raises(UserError, match="cannot be read"):
+        read_rows([tmp_path / "none.csv"])
 
 
 def test_a_file_is_read_and_its_skipped_rows_counted(tmp_path: Path) -> None:
@@ -166,30 +217,51 @@ def test_a_file_is_read_and_its_skipped_rows_counted(tmp_path: Path) -> None:
     rows, skipped = read_rows([path])
     assert len(rows) == 2 and skipped == {"mixture of experts": 2}
     assert [r.dense_half for r in rows] == [True, False]
-    path.write_text("a,b\n1,2\n")
-    with pytest.raises(UserError, match="has no column gpu_type"):
-        read_rows([path])
-    with pytest.raises(UserError, match="cannot be read"):
-        read_rows([tmp_path / "none.csv"])
+
+
+def test_doubtful_rows_are_scored_apart() -> None:
+    scored = predict_rows([row(), row(doubt="two iterations only", step_seconds=50)], Calibration())
+    result = summary(scored)
+    assert result["rows"] == 1 and result["doubtful"]["count"] == 1 and result["others"]["count"] == 0
+
+
+def test_the_table_that_comes_with_fourfold() -> None:
+    """Every source is in the bibliography, row names are unique, and every flag of a program has its source."""
+    table = read_table(measured_table())
+    assert len({(r.source, r.row_id) for r in table}) == len(table) > 1000
+    sources = tomllib.loads(measured_table().with_name("sources.toml").read_text(encoding="utf-8"))
+    assert set(sources) == {r.source for r in table}
+    assert all(set(entry) >= {"title", "where", "licence", "read"} for entry in sources.values())
+    assert measured_table().stat().st_size < 400_000
+    assert all(traits.source for traits in PROGRAMS.values())
+    with measured_table().open(encoding="utf-8", newline="") as file:
+        assert csv.DictReader(file).fieldnames == list(MeasuredRow.model_fields)
+
+
+def test_the_page_lists_the_columns() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    assert "\n".join(column_table()) in page
 
 
 def test_out_of_memory_rows() -> None:
-    assert row(mem_gb_per_gpu="OOM", step_time_s="").out_of_memory
-    scored = predict_rows([row(mem_gb_per_gpu="OOM", step_time_s="", hidden=20480, heads=128), row(mem_gb_per_gpu=30)],
-                   Calibration())  # fmt: skip
+    failed = {"out_of_memory": "yes", "step_seconds": ""}
+    assert row(**failed).out_of_memory
+    scored = predict_rows([row(**failed, hidden=20480, heads=128), row(memory_gb=30)], Calibration())
     memory = memory_of(scored)
     assert memory["oom_recall"] == 1 and memory["fit_recall"] == 1 and memory["rows"] == 1
+    assert row(memory_gb=30, memory_kind="device").work.program.count_runtime
+    assert not row(memory_gb=30).work.program.count_runtime
 
 
 def test_whatever_ran_fitted() -> None:
     """A row with only a time counts among those that fitted if it names its recompute."""
-    scored = predict_rows([row(), row(act_ckpt=""), row(hidden=20480, heads=128)], Calibration())
+    scored = predict_rows([row(), row(recompute=""), row(hidden=20480, heads=128)], Calibration())
     memory = memory_of(scored)
     assert memory["fitting_rows"] == 2 and memory["fit_recall"] == 0.5
 
 
 def scored_row(measured: float, predicted: float) -> Scored:
-    return Scored(row(step_time_s=measured), predicted, 1.0, 0.0)
+    return Scored(row(step_seconds=measured), predicted, 1.0, 0.0)
 
 
 def test_errors_and_sweeps() -> None:

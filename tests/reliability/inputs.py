@@ -149,7 +149,7 @@ def make_machine(folder: Path) -> None:
 
 
 def make_rows(folder: Path) -> None:
-    (folder / "rows.csv").write_text(as_csv([COLUMNS, {**COLUMNS, "tp": "2", "dp": "4", "mem_gb_per_gpu": "20"}]))
+    (folder / "rows.csv").write_text(as_csv([COLUMNS, {**COLUMNS, "tp": "2", "memory_gb": "20"}]))
 
 
 def as_csv(rows: Any) -> str:

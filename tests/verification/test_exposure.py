@@ -119,6 +119,28 @@ def test_weights_are_gathered_behind_the_layer_before() -> None:
     assert ahead["z reduce_scatter gradients"] < 0.2
 
 
+def test_both_levels_hide_where_one_does() -> None:
+    deep, training = {**LLAMA, "num_hidden_layers": 12}, {"global_batch_size": 8}
+    one, two = (
+        exposed_of(deep, {"z": 4}, training=training, overlap={"shards_per_node": per_node}) for per_node in (1, 2)
+    )
+    for line in ("all_gather weights", "reduce_scatter gradients"):
+        assert two[f"z inside nodes {line}"] == two[f"z across nodes {line}"] == one[f"z {line}"]
+
+
+def test_two_levels_of_a_gather_land_together() -> None:
+    flights, inside = Flights(), ("z inside nodes", "all_gather", "weights")
+    flights.issue(1, LINE, 5)
+    flights.issue(1, inside, 10)
+    flights.compute("mm")
+    flights.land(1)
+    assert not flights.exposed
+    flights.issue(1, LINE, 5)
+    flights.issue(1, inside, 10)
+    flights.land(1)
+    assert flights.exposed == {LINE: 5, inside: 10}
+
+
 def test_the_ring_hides_all_but_its_last_gradients() -> None:
     shares = exposed_of(LLAMA, {"cp": 4, "cp_method": "ring"})
     assert shares["cp send attention: keys and values"] == 0

@@ -1,47 +1,26 @@
-"""Reads measured rows: CSV with one training configuration per line, its step time and memory.
+"""Reads tables of measured runs (``columns``) as workloads to predict.
 
-docs/planner.md lists the columns; others are ignored. Empty cells are inferred from the rest of the row, or the row is
-skipped with a reason.
+A row that is mistaken is an error; one that is right and cannot be predicted is counted by its reason.
 """
 
 from __future__ import annotations
 
 import csv
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from fourfold.errors import UserError
+from fourfold.planning.calibration.columns import MeasuredRow, check_header, parse_cells
+from fourfold.planning.calibration.programs import PROGRAMS, Traits
 from fourfold.planning.machines.machine import Machine, load_machine
-from fourfold.planning.workload import OTHER_PROGRAM, ModelShape, Workload
-
-NEEDED = ("gpu_type", "n_gpus", "layers", "hidden", "heads", "seq_len", "global_batch_seqs", "tp", "pp", "precision")
-
-MACHINES = (
-    (r"A100.*40", "dgx-a100-40"),
-    (r"A100", "dgx-a100"),
-    (r"H100.*9[56]GB HBM2e", "grand-teton-h100"),
-    (r"GH200|H100.*GH200", "alps"),
-    (r"H100", "dgx-h100"),
-    (r"H200", "h200"),
-    (r"GB200", "gb200"),
-    (r"GB300", "gb300"),
-    (r"B200", "b200"),
-    (r"B300", "b300"),
-    (r"MI250X", "frontier"),
-    (r"MI300X", "mi300x"),
-)
-"""Machines by a pattern of the GPU's name; the first match counts."""
-
-LARGEST = 1e12
-"""Bound of every number in a row."""
-WHOLE = ("n_gpus", "layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "seq_len", "tp", "pp", "cp", "vpp",
-         "micro_batch", "gpus_per_node")  # fmt: skip
+from fourfold.planning.workload import OTHER_PROGRAM, RECOMPUTE, ModelShape, Program, Workload
 
 GPT_VOCABULARY = 51200
 """GPT-2's, padded: assumed where a row names none."""
+FLOAT8 = ("fp8", "mxfp8")
 
 
 @dataclass(frozen=True)
@@ -58,9 +37,12 @@ class Row:
     ran: bool
     """The run fitted, and the row names its recompute."""
     dense_half: bool
-    """A complete configuration of a dense model in 16 bits."""
+    """A complete configuration of a dense model in 16 bits, whose measurement is not doubted."""
     sweep: tuple[str, ...]
     """Equal in rows that differ only in layout."""
+    program: str = "fourfold"
+    doubt: str = ""
+    """Why the measurement is doubtful."""
 
 
 class Skipped(ValueError):
@@ -68,223 +50,198 @@ class Skipped(ValueError):
 
 
 def read_rows(paths: Sequence[str | Path]) -> tuple[list[Row], dict[str, int]]:
-    """Read the rows that can be predicted; count the others by reason."""
+    """Read the rows that can be predicted; count the others by reason.
+
+    Raises ``UserError`` for a file that is no such table, and for a cell that its column does not allow.
+    """
     rows: list[Row] = []
     skipped: dict[str, int] = {}
     for path in paths:
-        for record in _records(Path(path)):
+        for measured in read_table(Path(path)):
             try:
-                rows.append(row_of(record))
+                rows.append(row_of(measured))
             except Skipped as reason:
                 skipped[str(reason)] = skipped.get(str(reason), 0) + 1
     return rows, skipped
 
 
-def _records(path: Path) -> list[dict[str, str]]:
+def measured_table() -> Path:
+    """The table that comes with fourfold (``sources.toml`` has its bibliography)."""
+    return Path(str(files("fourfold.planning.calibration") / "measured.csv"))
+
+
+def read_table(path: Path) -> list[MeasuredRow]:
+    """Read and check every row of a table."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
-            missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
-            if missing:
-                hint = "; its columns must be separated by commas" if ";" in "".join(reader.fieldnames or ()) else ""
-                raise UserError(f"{path} has no column {', '.join(missing)}; docs/planner.md lists the columns{hint}")
-            return list(reader)
+            if mistake := check_header(list(reader.fieldnames or ())):
+                raise UserError(f"{path} {mistake}")
+            return [_checked(path, reader.line_num, record) for record in reader]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} is not a CSV file in UTF-8: {error}") from None
 
 
-def row_of(record: Mapping[str, str]) -> Row:
-    """Make a row from its cells; raises ``Skipped`` with the reason."""
-    cells = {key: (value or "").strip() for key, value in record.items() if key}
-    machine = _machine(cells)
-    text = cells["precision"].lower()
-    if any(word in text for word in ("fp4", "nvfp4", "int8")):
+def _checked(path: Path, line: int, record: dict[str | None, Any]) -> MeasuredRow:
+    if None in record:
+        raise UserError(f"{path}, line {line} has more cells than columns; put quotes around a cell with commas")
+    cells = {str(key): value.strip() for key, value in record.items() if value and value.strip()}
+    try:
+        measured = parse_cells(cells)
+        if measured.machine is not None:
+            load_machine(measured.machine)
+    except (ValueError, UserError) as error:
+        name = f" ({cells['row_id']})" if "row_id" in cells else ""
+        raise UserError(f"{path}, line {line}{name}: {error}") from None
+    return measured
+
+
+def row_of(measured: MeasuredRow) -> Row:
+    """Make the workload of a row; raises ``Skipped`` with the reason."""
+    if measured.precision == "nvfp4":
         raise Skipped("precision below 8 bits")
-    eight = "8" in text
-    if (
-        (_number(cells, "ep") or 1) > 1
-        or "moe" in cells.get("notes", "").lower()
-        or "grok" in cells.get("model", "").lower()
-    ):
+    if measured.architecture == "hybrid":
+        raise Skipped("hybrid model")
+    if measured.architecture == "moe" or measured.ep > 1:
         raise Skipped("mixture of experts")
-    layers, hidden, heads, seq, batch, gpus = (
-        _required(cells, name) for name in ("layers", "hidden", "heads", "seq_len", "global_batch_seqs", "n_gpus")
-    )
-    tp, pp, cp = (_number(cells, name) or 1 for name in ("tp", "pp", "cp"))
-    if not cells["tp"] or not cells["pp"]:
-        raise Skipped("no tp or pp")
-    copies = gpus / (tp * pp * cp)
-    if copies < 1 or copies != int(copies):
-        raise Skipped("tp · pp · cp does not divide the GPUs")
-    micro_batch = _required(cells, "micro_batch")
-    if micro_batch * copies > batch * 1.0001:
-        raise Skipped("micro_batch · dp is more than the global batch")
-    seconds = _number(cells, "step_time_s")
-    if seconds is None:
-        seconds = _number(cells, "calc_step_time_s")
-    kind = cells.get("mem_kind", "").lower()
-    out_of_memory = "oom" in kind or "oom" in cells.get("mem_gb_per_gpu", "").lower() or cells.get("grade") == "M"
-    memory = None if out_of_memory else _number(cells, "mem_gb_per_gpu")
-    if memory is not None and "gib" in kind:
-        memory *= 2**30 / 1e9
-    if seconds is None and memory is None and not out_of_memory:
+    for name in ("machine", "layers", "hidden", "heads", "seq_len", "global_batch", "tp", "pp", "micro_batch"):
+        if getattr(measured, name) is None:
+            raise Skipped(f"no {name}")
+    if measured.step_seconds is None and measured.memory_gb is None and not measured.out_of_memory:
         raise Skipped("nothing measured")
-    work = _model(cells, layers, hidden, heads).but(**_program(cells, machine, text, eight, copies), seq=seq,
-                   batch=batch, micro_batch=micro_batch, x=tp, pp=pp, cp=cp,
-                   interleave=max(_number(cells, "vpp") or 1, 1),
-                   count_runtime=memory is None or "smi" in kind)  # fmt: skip
-    chunks = work.layout.pp * work.layout.interleave
-    if chunks > work.model.layers + 2:
-        raise Skipped("pp · vpp is more than the layers")
-    ends = work.model.layers % chunks != 0 and (work.model.layers + 2) % chunks == 0
-    work = work.but(ends=float(ends or "embedding counted as a layer" in cells.get("notes", "")))
-    source = cells.get("source_id") or "unnamed"
-    complete = cells.get("grade", "A") in ("A", "A-")
+    work, machine = _model(measured).but(**_step(measured), **_program(measured)), _machine(measured)
+    work = _divided(work.but(**_layout(measured, machine)), measured)
     return Row(
-        row_id=cells.get("row_id", ""),
-        source=source,
+        row_id=measured.row_id,
+        source=measured.source,
         work=work,
         machine=machine,
-        seconds=seconds,
-        memory_gb=memory,
-        out_of_memory=out_of_memory,
-        ran=not out_of_memory and bool(cells.get("act_ckpt")),
-        dense_half=not eight and complete and "32" not in text,
-        sweep=tuple(cells.get(k, "") for k in ("source_id", "model", "layers", "hidden", "heads", "n_gpus",
-                                               "global_batch_seqs", "seq_len", "precision", "gpu_type")),
+        seconds=measured.step_seconds,
+        memory_gb=None if measured.out_of_memory else measured.memory_gb,
+        out_of_memory=measured.out_of_memory,
+        ran=not measured.out_of_memory and measured.recompute is not None,
+        dense_half=measured.precision in ("bf16", "fp16") and measured.complete and not measured.doubt,
+        sweep=tuple(str(getattr(measured, name)) for name in (
+            "source", "model", "layers", "hidden", "heads", "gpus", "global_batch", "seq_len", "precision", "machine")),
+        program=measured.program,
+        doubt=measured.doubt,
     )  # fmt: skip
 
 
-def _required(cells: Mapping[str, str], name: str) -> float:
-    number = _number(cells, name)
-    if number is None:
-        raise Skipped(f"no {name}")
-    return number
+def _machine(measured: MeasuredRow) -> Machine:
+    """Load the machine, with the node size and the network adapters that the row names."""
+    assert measured.machine is not None
+    machine = load_machine(measured.machine)
+    if measured.gpus_per_node and machine.domain <= 8:
+        machine = replace(machine, gpus_per_node=measured.gpus_per_node, domain=measured.gpus_per_node)
+    return machine if measured.node_gbits is None else replace(machine, node=measured.node_gbits / 8 * 1e9)
 
 
-def _number(cells: Mapping[str, str], name: str) -> float | None:
-    """Read a positive number; None where the cell is empty."""
-    if not cells.get(name):
-        return None
-    try:
-        number = float(cells[name])
-    except ValueError:
-        raise Skipped(f"{name} is not a number") from None
-    if not 0 < number < LARGEST:
-        raise Skipped(f"{name} is not between 0 and {LARGEST:g}")
-    if name in WHOLE and number != int(number):
-        raise Skipped(f"{name} is not a whole number")
-    return number
-
-
-def _machine(cells: Mapping[str, str]) -> Machine:
-    """Load the machine of the GPU, with the node size and the network adapters that the row names."""
-    name = next((name for pattern, name in MACHINES if re.search(pattern, cells["gpu_type"], re.IGNORECASE)), None)
-    if name is None:
-        raise Skipped("unknown GPU")
-    machine = load_machine(name)
-    changes: dict[str, Any] = {}
-    per_node = _number(cells, "gpus_per_node")
-    if per_node and machine.domain <= 8:
-        changes["gpus_per_node"] = per_node
-        changes["domain"] = per_node
-    link = cells.get("interconnect", "")
-    adapters = re.search(r"(\d+)\s*x[^;]*?(\d+)\s*Gb/s", link, re.IGNORECASE)
-    node = re.search(r"(\d+)\s*Gb/s per node", link, re.IGNORECASE)
-    if adapters:
-        changes["node"] = float(adapters[1]) * float(adapters[2]) / 8 * 1e9
-    elif node:
-        changes["node"] = float(node[1]) / 8 * 1e9
-    elif per_gpu := re.search(r"(\d+)\s*Gb/s(?: \w+)* per GPU", link, re.IGNORECASE):
-        changes["node"] = float(per_gpu[1]) / 8 * 1e9 * (per_node or machine.gpus_per_node)
-    return replace(machine, **changes)
-
-
-def _model(cells: Mapping[str, str], layers: float, hidden: float, heads: float) -> Workload:
-    gated = cells.get("mlp_type", "").lower() in ("swiglu", "geglu")
-    inner = _number(cells, "ffn_hidden") or 4 * hidden
-    vocab = _number(cells, "vocab")
-    if vocab is None:
-        vocab = GPT_VOCABULARY
-    # Models of GPT's kind have one table for both ends; Llama's and Nemotron's have two.
-    tied = cells.get("mlp_type", "").lower() in ("gelu", "geglu", "")
-    kv_heads = _number(cells, "kv_heads") or heads
+def _model(measured: MeasuredRow) -> Workload:
+    hidden, heads = measured.hidden, measured.heads
+    assert measured.layers and hidden and heads
+    inner = measured.ffn_hidden or 4 * hidden
+    gated = measured.mlp in ("swiglu", "geglu")
     head_dim = hidden / heads
     return Workload(
-        ModelShape(layers=layers, hidden=hidden, queries=hidden, keys=kv_heads * head_dim,
-                   head_dim=head_dim, inner=inner, gate_up=inner * (2 if gated else 1), vocab=vocab, tied=tied),
-        program=OTHER_PROGRAM,
+        ModelShape(layers=measured.layers, hidden=hidden, queries=hidden, keys=(measured.kv_heads or heads) * head_dim,
+                   head_dim=head_dim, inner=inner, gate_up=inner * (2 if gated else 1),
+                   vocab=measured.vocab or GPT_VOCABULARY, tied=measured.mlp in ("gelu", "geglu"),
+                   rope=measured.mlp == "swiglu"),
+        program=Program() if measured.program == "fourfold" else OTHER_PROGRAM,
     )  # fmt: skip
 
 
-def _program(
-    cells: Mapping[str, str], machine: Machine, precision: str, eight: bool, copies: float
-) -> dict[str, float | bool]:
-    """Infer layout and program from the texts of the row."""
-    sharding = cells.get("zero_fsdp", "").lower()
-    checkpoint = cells.get("act_ckpt", "").lower()
-    attention = cells.get("attention_impl", "").lower()
-    notes = cells.get("notes", "").lower()
-    unfused = "unfused" in attention or (not attention and precision.startswith("fp16"))
-    deepspeed = "deepspeed" in sharding or "deepspeed" in notes
-    fsdp = "fsdp" in sharding or "hsdp" in sharding
-    compiled = "compile" in notes.replace("no torch.compile", "")
-    program = cells.get("source_ref", "").lower()
-    # NVIDIA's recipes: gradients in bf16 (grad_reduce_in_fp32 = False), fused SwiGLU and loss, Transformer Engine.
-    recipe = not fsdp and any(name in program for name in ("nvidia/nemo", "megatron-bridge", "dgxc-benchmarking"))
-    distributed = "distributed optimizer" in sharding
-    zero = next((int(d) for d in re.findall(r"zero-(\d+)", sharding)), 1 if distributed else 0)
-    shares_state = deepspeed and precision.startswith("bf16") and zero < 2
-    reduce_bytes = 2 if precision.startswith("fp16") or (fsdp and not distributed) or recipe else 4
-    if shares_state:
-        zero = 1  # DeepSpeed's BF16_Optimizer shards its state whatever the stage, and sums gradients in all-reduces
-    if zero > 3:
-        raise Skipped("zero_fsdp names a ZeRO stage above 3")
-    z = 1.0
-    if fsdp and "zero-1" not in sharding:
-        group = re.search(r"group (\d+)", sharding)
-        if group and int(group[1]) < 1:
-            raise Skipped("zero_fsdp names a group of no GPUs")
-        z = min(float(group[1]) if group else (machine.gpus_per_node if "hsdp" in sharding else copies), copies)
-        if copies % z:
-            z = copies
-        zero = 0
-    elif fsdp:
-        zero = 1
-    parallel_sequence = cells.get("seq_parallel", "").lower()[:1] == "y" or (recipe and not cells.get("seq_parallel"))
+def _step(measured: MeasuredRow) -> dict[str, Any]:
+    traits = PROGRAMS[measured.program]
+    half_sums = measured.precision == "fp16" or measured.sharding in ("fsdp", "hsdp") or traits.half_sums
     return {
-        "z": z,
-        "dp": copies / z,
-        "zero": zero,
-        "bits": 8 if eight else (32 if precision == "fp32" else 16),
-        "reduce_bytes": reduce_bytes,
-        "recompute": 2 if checkpoint.startswith("full") else 1 if checkpoint.startswith("selective") else 0,
-        "split_residual": parallel_sequence,
-        "flash": not unfused,
-        "fused": compiled or not (fsdp or deepspeed),
-        "overlap_x": not deepspeed and "unfused" not in attention and "vanilla tp" not in notes,
-        # NVIDIA's recipes since Hopper (tp_comm_overlap), and torchtitan's AsyncTP, split products and their
-        # collectives into pieces.
-        "overlap_forward": "asynctp" in notes or (distributed and machine.units > 108 and parallel_sequence),
-        "overlap_z": True,
-        "overlap_dp": distributed or fsdp,
-        "weights_kept": zero in (1, 2),
-        "half_weights": not fsdp,
-        "rope": cells.get("mlp_type", "").lower() == "swiglu",
-        "chunk_logits": 1 << 40,
-        "blocking": "launch_blocking=1" in notes,
-        "regather": parallel_sequence and "mode" not in cells.get("seq_parallel", ""),
-        "gradient_copy": deepspeed and precision.startswith("fp16"),
-        "gradient_bytes": 6 if shares_state else 0,
-        "all_reduces_gradients": shares_state,
-        # DeepSpeed's stages keep what they have sent, and the first, which is the fullest, its dropout's mask.
-        "stage_keeps": 1.5 if deepspeed else 0,
-        # Megatron-LM's gradient_accumulation_fusion.
-        "fuses_accumulation": not (fsdp or deepspeed),
-        "fused_loss": recipe or "llm-foundry" in program,
-        "fused_gate": recipe or compiled,
-        "keeps_float8_inputs": recipe and eight,
-        "recomputes_per_op": "per-op" in checkpoint or "2nd layer" in checkpoint,
+        "seq": measured.seq_len,
+        "batch": measured.global_batch,
+        "bits": 8 if measured.precision in FLOAT8 else 32 if measured.precision == "fp32" else 16,
+        "reduce_bytes": 2 if half_sums and measured.program != "fourfold" else 4,
     }
+
+
+def _layout(measured: MeasuredRow, machine: Machine) -> dict[str, Any]:
+    """Divide the GPUs, and say what the data-parallel ranks shard."""
+    assert measured.tp and measured.pp and measured.micro_batch and measured.global_batch
+    copies = measured.gpus / (measured.tp * measured.pp * measured.cp)
+    if copies < 1 or copies != int(copies):
+        raise Skipped("tp · pp · cp does not divide the GPUs")
+    if measured.micro_batch * copies > measured.global_batch * 1.0001:
+        raise Skipped("micro_batch · dp is more than the global batch")
+    z, zero = 1.0, float(measured.sharding[-1]) if measured.sharding.startswith("zero") else 0.0
+    if measured.sharding in ("fsdp", "hsdp"):
+        whole = machine.gpus_per_node if measured.sharding == "hsdp" else copies
+        z = min(measured.shard_group or whole, copies)
+        z = copies if copies % z else z
+    elif _shares_optimizer(measured):
+        zero = max(zero, 1.0)
+    return {
+        "x": measured.tp, "pp": measured.pp, "cp": measured.cp, "interleave": measured.vpp,
+        "micro_batch": measured.micro_batch, "z": z, "dp": copies / z, "zero": zero,
+        "recompute": float(RECOMPUTE.index(measured.recompute or "none")), "recompute_every": measured.recompute_every,
+    }  # fmt: skip
+
+
+def _shares_optimizer(measured: MeasuredRow) -> bool:
+    """DeepSpeed's BF16_Optimizer shards its state whatever the stage, and sums gradients in all-reduces."""
+    traits = PROGRAMS[measured.program]
+    return traits.deepspeed and measured.precision == "bf16" and measured.sharding in ("none", "zero1")
+
+
+def _program(measured: MeasuredRow) -> dict[str, Any]:
+    """The flags of the program, which the row's own columns override."""
+    traits = PROGRAMS[measured.program]
+    fsdp = measured.sharding in ("fsdp", "hsdp")
+    parallel_sequence = traits.seq_parallel if measured.seq_parallel is None else measured.seq_parallel
+    shared = {
+        "flash": measured.attention == "flash",
+        "blocking": measured.blocking,
+        "count_runtime": measured.memory_gb is None or measured.memory_kind == "device",
+    }
+    if measured.program == "fourfold":
+        return {**shared, "fused": measured.compiled}
+    overlap = measured.tp_overlap or traits.tp_overlap
+    return {
+        **shared,
+        **_deepspeed(measured, traits),
+        "fused": measured.compiled or traits.fused,
+        "fused_gate": measured.compiled or traits.fused_gate,
+        "fused_loss": traits.fused_loss,
+        "fuses_accumulation": traits.fuses_accumulation,
+        "keeps_float8_inputs": traits.keeps_float8_inputs and measured.precision in FLOAT8,
+        "split_residual": parallel_sequence,
+        "regather": parallel_sequence and traits.regathers,
+        "overlap_x": overlap != "none",
+        "overlap_forward": overlap == "pieces",
+        "overlap_z": True,
+        "overlap_dp": fsdp or (traits.hides_sums and measured.sharding != "none"),
+        "weights_kept": measured.sharding in ("zero1", "zero2") or _shares_optimizer(measured),
+        "half_weights": not fsdp,
+        "chunk_logits": 1 << 40,
+        "recomputes_per_op": measured.recompute_what == "ops",
+    }
+
+
+def _deepspeed(measured: MeasuredRow, traits: Traits) -> dict[str, Any]:
+    shares = _shares_optimizer(measured)
+    return {
+        "gradient_copy": traits.deepspeed and measured.precision == "fp16",
+        "gradient_bytes": 6 if shares else 0,
+        "all_reduces_gradients": shares,
+        # DeepSpeed's stages keep what they have sent, and the first, which is the fullest, its dropout's mask.
+        "stage_keeps": 1.5 if traits.deepspeed else 0,
+    }
+
+
+def _divided(work: Workload, measured: MeasuredRow) -> Workload:
+    """Divide the layers into stages, counting embedding and head where the row or the numbers say so."""
+    layers, chunks = work.model.layers, work.layout.pp * work.layout.interleave
+    if chunks > layers + 2:
+        raise Skipped("pp · vpp is more than the layers")
+    fits_with_ends = layers % chunks != 0 and (layers + 2) % chunks == 0
+    return work.but(ends=float(measured.end_layers or fits_with_ends))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,9 @@ from fourfold.planning.machines.machine import stack_machines
 
 MIN_SWEEP, MIN_RANKED = 3, 8
 """Least points of a sweep for its regret, and for its rank correlation."""
+
+KEYS: dict[str, Callable[[Row], str]] = {"source": lambda row: row.source, "machine": lambda row: row.machine.name}
+"""What may be left out of a fit."""
 
 Statistics = dict[str, float | int | None]
 """Errors by name; None where there are no rows."""
@@ -39,17 +42,21 @@ class Scored:
         return None if self.row.seconds is None else self.seconds / self.row.seconds - 1
 
 
-def fit_rows(rows: Sequence[Row]) -> Calibration:
-    """Fit the constants to the rows with a measured step; raises ``UserError`` where there is none."""
-    timed = [row for row in rows if row.seconds is not None]
+def fit_rows(rows: Sequence[Row], known: bool = True) -> Calibration:
+    """Fit the constants to the undoubted rows with a measured step; raises ``UserError`` where there is none.
+
+    With ``known`` also what each source has for itself.
+    """
+    timed = [row for row in rows if row.seconds is not None and not row.doubt]
     if not timed:
-        raise UserError("no row to calibrate on has a step time; give step_time_s or calc_step_time_s")
+        raise UserError("no row to calibrate on has a step time; give step_seconds")
     return fit(
         stack([row.work for row in timed]),
         stack_machines([row.machine for row in timed]),
         np.array([row.seconds for row in timed]),
         [row.machine.name for row in timed],
         [row.source for row in timed],
+        known,
     )
 
 
@@ -67,10 +74,25 @@ def predict_rows(rows: Sequence[Row], calibration: Calibration) -> list[Scored]:
     ]
 
 
+def predict_left_out(rows: Sequence[Row], by: str) -> list[Scored]:
+    """Predict the rows of each source, or of each machine, with constants fitted to those of all others."""
+    key = KEYS[by]
+    scored = []
+    for name in dict.fromkeys(map(key, rows)):
+        fitted = fit_rows([row for row in rows if key(row) != name], known=False)
+        scored += predict_rows([row for row in rows if key(row) == name], fitted)
+    return scored
+
+
 def summary(scored: Sequence[Scored]) -> dict[str, Any]:
-    """Score dense rows in 16 bits with a complete configuration, by source; other timed rows count as "others"."""
-    dense = [s for s in scored if s.row.dense_half and s.error is not None]
-    others = [s for s in scored if not s.row.dense_half and s.error is not None]
+    """Score dense rows in 16 bits with a complete configuration, by source.
+
+    Timed rows of doubtful measurements count as "doubtful", and the rest as "others".
+    """
+    timed = [s for s in scored if s.error is not None]
+    dense = [s for s in timed if s.row.dense_half]
+    doubtful = [s for s in timed if s.row.doubt]
+    others = [s for s in timed if not s.row.dense_half and not s.row.doubt]
     by_source = {source: errors_of([s for s in dense if s.row.source == source])
                  for source in sorted({s.row.source for s in dense})}  # fmt: skip
     return {
@@ -78,6 +100,7 @@ def summary(scored: Sequence[Scored]) -> dict[str, Any]:
         **errors_of(dense),
         "by_source": by_source,
         "others": {"rows": len(others), **errors_of(others)},
+        "doubtful": errors_of(doubtful),
         "sweeps": sweeps_of(dense),
         "memory": memory_of(scored),
     }

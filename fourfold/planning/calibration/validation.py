@@ -12,7 +12,15 @@ from fourfold.planning.calibration.fit import Calibration
 from fourfold.planning.calibration.machine_constants import shipped
 from fourfold.planning.calibration.published import Figure, figures, weak_scaling
 from fourfold.planning.calibration.rows import Row, read_rows
-from fourfold.planning.calibration.score import Scored, errors_of, fit_rows, predict_rows, summary
+from fourfold.planning.calibration.score import (
+    KEYS,
+    Scored,
+    errors_of,
+    fit_rows,
+    predict_left_out,
+    predict_rows,
+    summary,
+)
 
 
 @dataclass(frozen=True)
@@ -46,29 +54,39 @@ class Validation:
         return record
 
 
-def validate(file: Path | None, calibration_files: Sequence[Path], machine_only: bool) -> Validation:
+def validate(
+    file: Path | None, calibration_files: Sequence[Path], machine_only: bool, leave_out: str | None = None
+) -> Validation:
     """Score the rows of ``file``, with constants fitted to ``calibration_files`` or those that come with fourfold.
 
-    Rows that appear in both are held out of the fit. Raises ``UserError`` where there are no rows to predict or fit.
+    Rows that appear in both are held out of the fit. With ``leave_out``, "source" or "machine", the rows of each are
+    predicted from those of all others. Raises ``UserError`` where there are no rows to predict or fit.
     """
-    if machine_only and calibration_files:
-        raise UserError("--machine-only and --calibrate-on contradict each other; give one")
+    if machine_only + bool(calibration_files) + (leave_out is not None) > 1:
+        raise UserError("--machine-only, --calibrate-on and --leave-out contradict each other; give one")
     constants = "machine files and priors only" if machine_only else "shipped with fourfold"
     calibration = Calibration() if machine_only else shipped()
     if file is None:
-        if calibration_files:
-            raise UserError("--calibrate-on needs a FILE.csv to validate")
+        if calibration_files or leave_out:
+            raise UserError(f"{'--leave-out' if leave_out else '--calibrate-on'} needs rows: FILE.csv, or --measured")
         return Validation(constants, {}, [], [], figures(calibration), weak_scaling(calibration))
     rows, skipped = read_rows([file])
     if not rows:
         raise UserError(f"{file} has no row that can be predicted: {', '.join(skipped) or 'it is empty'}")
+    alone = predict_rows(rows, Calibration())
+    if leave_out is not None:
+        if len(set(map(KEYS[leave_out], rows))) < 2:
+            raise UserError(f"--leave-out {leave_out} needs rows of at least two {leave_out}s")
+        return Validation(
+            f"fitted to all other {leave_out}s", skipped, predict_left_out(rows, leave_out), alone, [], []
+        )
     if calibration_files:
         others = held_out(read_rows(calibration_files)[0], rows)
         if not others:
             raise UserError("every row to calibrate on is also to be validated; give other rows")
         calibration = fit_rows(others)
-        constants = f"fitted to {sum(row.seconds is not None for row in others)} rows"
-    return Validation(constants, skipped, predict_rows(rows, calibration), predict_rows(rows, Calibration()), [], [])
+        constants = f"fitted to {sum(row.seconds is not None and not row.doubt for row in others)} rows"
+    return Validation(constants, skipped, predict_rows(rows, calibration), alone, [], [])
 
 
 def held_out(rows: Sequence[Row], validated: Sequence[Row]) -> list[Row]:

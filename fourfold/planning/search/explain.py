@@ -13,7 +13,7 @@ from fourfold.planning.cost.step import PARTS
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.search.fastest import evaluate
 from fourfold.planning.search.plan import Plan, Prediction, make_plan, of_blocks, predict
-from fourfold.planning.search.space import AXES, PIPELINES, REASONS, Limits
+from fourfold.planning.search.space import AXES, PIPELINES, REASONS, Limits, refusal
 from fourfold.planning.workload import SCHEDULES
 
 KNOBS = {
@@ -163,6 +163,19 @@ def neighbors(plan: Plan) -> list[Neighbor]:
     return table + [look(change, text) for change, text in _other_pipelines(here)]
 
 
+def in_nodes(plan: Plan) -> list[Neighbor]:
+    """The best layout with its shard groups in two levels, where they are several nodes of several ranks."""
+    work, machine = plan.best.work, plan.machine
+    fast = max(machine.domain, machine.gpus_per_node)
+    per_node, now = int(fast // (work.layout.x * work.layout.y)), work.program.shards_per_node
+    other = work.but(shards_per_node=1 if now > 1 else per_node)
+    shards = work.layout.z * (work.layout.dp * work.layout.cp if work.layout.zero else 1)
+    if not 1 < per_node < shards or refusal(other, machine):
+        return []
+    slower = predict(other, machine, plan.constants).seconds / plan.best.seconds - 1
+    return [Neighbor(f"overlap.shards_per_node {now} → {other.program.shards_per_node}", slower, "")]
+
+
 def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
     """Changes to the schedules before and after this one in ``space.PIPELINES``."""
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in PIPELINES]
@@ -208,7 +221,7 @@ def explain(plan: Plan, own: Prediction | None = None, limits: Limits | None = N
         "layouts": {name: p.describe() for name, p in shown.items()},
         "waterfall": {"columns": list(shown), "seconds": waterfall(list(shown.values()))},
         "break_evens": [vars(b) | {"sentence": b.sentence()} for b in break_evens(plan)],
-        "neighbors": [vars(n) for n in table],
+        "neighbors": [vars(n) for n in [*table, *in_nodes(plan)]],
         "basin": basin(table),
         "next_doubling": next_doubling(plan, limits),
     }

@@ -101,6 +101,7 @@ def _sizes(work: Workload) -> Sizes:
         # Products of it exceed 32 bits.
         micro_batch=np.asarray(layout.micro_batch, np.int64),
         batch_parts=work.program.batch_parts,
+        shards_per_node=work.program.shards_per_node,
         stages=layout.pp * layout.interleave,
         in_rounds=layout.in_rounds,
         split_backward=layout.split_backward,

@@ -1,0 +1,184 @@
+"""The columns of a table of measured training runs: one CSV line is one configuration with its step time or memory."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from fourfold.planning.calibration.programs import PROGRAMS
+
+LARGEST = 1e12
+"""Bound of every number in a row."""
+
+
+def _whole(number: float) -> float:
+    if number != int(number):
+        raise ValueError("give a whole number")
+    return number
+
+
+def _yes_or_no(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise ValueError("give yes or no")
+    return text == "yes"
+
+
+def _program(name: str) -> str:
+    if name not in PROGRAMS:
+        raise ValueError(f"there are {', '.join(PROGRAMS)}; other, where it is none of these")
+    return name
+
+
+Size = Annotated[float, Field(gt=0, lt=LARGEST)]
+Count = Annotated[float, Field(ge=1, lt=LARGEST), AfterValidator(_whole)]
+Flag = Annotated[bool, BeforeValidator(_yes_or_no)]
+
+
+class MeasuredRow(BaseModel):
+    """One measured training run. None: the source does not say."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    row_id: str = Field("", description="name of the row, unique within its source")
+    source: str = Field("unnamed", description="name of the publication, or of your own series of measurements")
+    where: str = Field("", description="text: file and line, or table, of the source")
+    system: str = Field("", description="text: the cluster")
+    notes: str = Field("", description="text that no program reads")
+    derived: str = Field("", description="text: what the source does not print and follows from the rest")
+    complete: Flag = Field(True, description="`no`: the source leaves part of the configuration open; scored apart")
+    doubt: str = Field("", description="why the measurement is doubtful; such rows are scored apart and never fitted")
+
+    machine: str | None = Field(None, description="a machine that comes with fourfold, or a `.toml` of your own")
+    gpus: Count = Field(description="GPUs of the run")
+    gpus_per_node: Count | None = Field(None, description="default: the machine's")
+    node_gbits: Size | None = Field(
+        None, description="Gb/s that all network adapters of a node carry; default: the machine's"
+    )
+
+    model: str = Field("", description="text: the model's name; rows of one sweep have the same")
+    architecture: Literal["dense", "moe", "hybrid"] = Field(
+        "dense", description="`moe` and `hybrid` (blocks other than attention and MLP) are not predicted"
+    )
+    layers: Count | None = Field(None, description="blocks")
+    hidden: Count | None = Field(None, description="width of the residual stream")
+    ffn_hidden: Count | None = Field(None, description="width of the MLP; default: 4 · hidden")
+    mlp: Literal["gelu", "sqrelu", "geglu", "swiglu"] = Field(
+        "gelu",
+        description="`swiglu` has rotary embeddings; `gelu` and `geglu` have one table for embedding and head, the "
+        "others two",
+    )
+    heads: Count | None = Field(None, description="query heads")
+    kv_heads: Count | None = Field(None, description="key and value heads; default: heads")
+    vocab: Count | None = Field(None, description="rows of the vocabulary; default: GPT-2's, 51,200")
+
+    seq_len: Count | None = Field(None, description="tokens of a sequence")
+    global_batch: Count | None = Field(None, description="sequences of a step")
+    micro_batch: Count | None = Field(None, description="sequences of a micro-batch on one rank")
+    precision: Literal["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"] = Field(
+        description="of the matrix products; nvfp4 is not predicted"
+    )
+
+    tp: Count | None = Field(None, description="tensor parallelism")
+    pp: Count | None = Field(None, description="pipeline stages")
+    vpp: Count = Field(1.0, description="chunks of layers on each stage (interleaved 1F1B)")
+    cp: Count = Field(1.0, description="context parallelism")
+    ep: Count = Field(1.0, description="expert parallelism")
+    seq_parallel: Flag | None = Field(
+        None, description="the residual stream is sharded over tp; default: the program's"
+    )
+    end_layers: Flag = Field(
+        False, description="embedding and head count as a layer each where layers are divided into stages"
+    )
+
+    program: Annotated[str, AfterValidator(_program)] = Field(
+        description="the training program: a name of `planning/calibration/programs.py`"
+    )
+    sharding: Literal["none", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = Field(
+        "none", description="what data-parallel ranks shard; `hsdp`: within a group, one node by default"
+    )
+    shard_group: Count | None = Field(None, description="GPUs of a group of fsdp or hsdp; default for fsdp: all")
+    recompute: Literal["none", "selective", "full"] | None = Field(
+        None, description="activations that the backward computes again"
+    )
+    recompute_what: Literal["attention", "ops", "layers"] = Field(
+        "attention",
+        description="what selective recompute repeats: the attention core; all but attention and every second matrix "
+        "product (torchtitan's per-op); or some of the layers",
+    )
+    recompute_every: Count = Field(1.0, description="every n-th layer recomputes")
+    attention: Literal["flash", "unfused"] = Field(
+        "flash", description="one fused kernel, or scores that pass through memory"
+    )
+    compiled: Flag = Field(False, description="torch.compile fuses pointwise operations")
+    tp_overlap: Literal["none", "backward", "pieces"] | None = Field(
+        None,
+        description="tensor-parallel collectives run behind nothing; behind weight gradients; or also piece by piece "
+        "behind the products that read them (AsyncTP, tp_comm_overlap); default: the program's",
+    )
+    blocking: Flag = Field(False, description="the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)")
+
+    step_seconds: Size | None = Field(None, description="seconds of an optimizer step")
+    time_from: Literal["printed", "tokens", "flops"] = Field(
+        "printed", description="step time as the source prints it, or from its tokens/s, or from its FLOP/s"
+    )
+    memory_gb: Size | None = Field(None, description="10⁹ bytes of the fullest GPU at the peak")
+    memory_kind: Literal["device", "allocator"] = Field(
+        "allocator", description="all that the device holds (nvidia-smi), or what PyTorch's allocator has reserved"
+    )
+    out_of_memory: Flag = Field(False, description="`yes`: the run failed for want of memory")
+
+
+NEEDED = (
+    *(name for name, field in MeasuredRow.model_fields.items() if field.is_required()),
+    "machine", "layers", "hidden", "heads", "seq_len", "global_batch", "micro_batch", "tp", "pp", "sharding",
+    "recompute",
+)  # fmt: skip
+"""Columns that every table has, though their cells may be empty where they are not required."""
+
+
+def check_header(names: list[str]) -> str | None:
+    """Say what is wrong with the names of a table's columns; None where nothing is."""
+    known = MeasuredRow.model_fields
+    if missing := [name for name in NEEDED if name not in names]:
+        hint = "; its columns must be separated by commas" if any(";" in name for name in names) else ""
+        return f"has no column {', '.join(missing)}; docs/planner.md lists the columns{hint}"
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        return f"has two columns {twice}; keep one"
+    if unknown := next((name for name in names if name not in known), None):
+        close = difflib.get_close_matches(unknown, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else "remove it, or keep its text in notes"
+        return f"has a column {unknown!r} that is not known; {hint}"
+    return None
+
+
+def parse_cells(cells: Mapping[str, str]) -> MeasuredRow:
+    """Make a row from its cells, which are not empty; raises ``ValueError`` with a sentence that names the column."""
+    try:
+        return MeasuredRow.model_validate(cells)
+    except ValidationError as error:
+        first = error.errors()[0]
+        column = first["loc"][0]
+        if first["type"] == "missing":
+            raise ValueError(f"{column} is empty; {_choices(str(column))}") from None
+        reason = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]
+        raise ValueError(f"{column} = {first['input']!r}: {reason[0].lower()}{reason[1:]}") from None
+
+
+def _choices(column: str) -> str:
+    choices = get_args(MeasuredRow.model_fields[column].annotation)
+    return f"give {', '.join(map(str, choices))}" if choices else "docs/planner.md says what it holds"
+
+
+def column_table() -> list[str]:
+    """Write the columns as a table of Markdown."""
+    lines = ["| column | |", "|---|---|"]
+    for name, field in MeasuredRow.model_fields.items():
+        choices = [c for part in (field.annotation, *get_args(field.annotation)) for c in get_args(part)
+                   if isinstance(c, str)]  # fmt: skip
+        needed = " (needed)" if name in NEEDED else ""
+        values = f" One of {', '.join(f'`{c}`' for c in choices)}." if choices else ""
+        lines.append(f"| `{name}`{needed} | {field.description}.{values} |")
+    return lines

@@ -1,0 +1,78 @@
+"""Training programs by name: what each fuses, keeps and hides, with the source of every statement."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Overlap = Literal["none", "backward", "pieces"]
+
+
+class Traits(NamedTuple):
+    """How a program runs a step, where a row does not say; the defaults are PyTorch's FSDP without a compiler."""
+
+    source: str
+    """Where the program's own code or documentation shows this."""
+    fused: bool = False
+    """Pointwise operations are fused without torch.compile."""
+    fused_gate: bool = False
+    """A gated MLP keeps gate, up and their product, and no activation between."""
+    fused_loss: bool = False
+    """The loss reads 16-bit logits."""
+    fuses_accumulation: bool = False
+    """Weight-gradient products add to the gradients of earlier micro-batches."""
+    half_sums: bool = False
+    """Gradients are summed over ranks in 16 bits, whatever the precision."""
+    keeps_float8_inputs: bool = False
+    """FP8 products keep their inputs in FP8."""
+    hides_sums: bool = False
+    """The sum of the gradients over sharded data-parallel ranks runs behind the backward."""
+    tp_overlap: Overlap = "backward"
+    """What hides tensor-parallel collectives."""
+    seq_parallel: bool = False
+    """Tensor parallelism comes with sequence parallelism."""
+    regathers: bool = True
+    """With sequence parallelism inputs are kept sharded and gathered again in the backward."""
+    deepspeed: bool = False
+    """Optimizer and pipeline are DeepSpeed's."""
+
+
+MEGATRON_LM = Traits(
+    "NVIDIA/Megatron-LM: fused kernels (megatron/core/fusions), gradient_accumulation_fusion and the distributed "
+    "optimizer's overlapped sums (megatron/core/distributed)",
+    fused=True, fuses_accumulation=True, hides_sums=True,
+)  # fmt: skip
+
+PROGRAMS: dict[str, Traits] = {
+    "megatron-lm": MEGATRON_LM,
+    "nemo": MEGATRON_LM._replace(
+        source="NVIDIA/NeMo scripts/performance/helpers.py, and Megatron-Bridge's recipes: grad_reduce_in_fp32 = "
+        "False, fused SwiGLU and loss, sequence parallelism; Transformer Engine keeps the inputs of FP8 products in 8 "
+        "bits",
+        fused_gate=True, fused_loss=True, half_sums=True, keeps_float8_inputs=True, seq_parallel=True,
+    ),
+    "deepspeed": Traits(
+        "deepspeed/runtime/bf16_optimizer.py shards the optimizer of bf16 at any stage and all-reduces fp32 gradients; "
+        "runtime/fp16/unfused_optimizer.py copies gradients to fp32; runtime/pipe/engine.py keeps what it has sent",
+        tp_overlap="none", deepspeed=True,
+    ),
+    "megatron-deepspeed": Traits(
+        "as deepspeed; its fork of Megatron-LM reduces over tp without overlap (megatron/mpu/layers.py)",
+        tp_overlap="none", deepspeed=True,
+    ),
+    "torchtitan": Traits("pytorch/torchtitan: FSDP2, fused where compiled; AsyncTP is an option"),
+    "llm-foundry": Traits(
+        "mosaicml/llm-foundry: FSDP, and the fused loss of llmfoundry/models/mpt/modeling_mpt.py", fused_loss=True
+    ),
+    "fms-fsdp": Traits("foundation-model-stack/fms-fsdp README.md: FSDP and torch.compile"),
+    "lit-gpt": Traits("jzhang38/TinyLlama README.md: FSDP on Lightning"),
+    "nanotron": Traits(
+        "huggingface/nanotron: tensor parallelism in reduce-scatter mode keeps gathered inputs "
+        "(src/nanotron/parallel/tensor_parallel); gradients accumulate in fp32 (optim/gradient_accumulator.py)",
+        fused=True, fuses_accumulation=True, regathers=False,
+    ),
+    "maxtext": Traits("AI-Hypercomputer/maxtext: sharded by XLA"),
+    "paxml": Traits("google/paxml: sharded by XLA"),
+    "axonn": Traits("axonn-ai/axonn: four-dimensional tensor and data parallelism"),
+    "fourfold": Traits("this project: the flags are those of its own runs"),
+    "other": Traits("PyTorch's FSDP without a compiler"),
+}  # fmt: skip
