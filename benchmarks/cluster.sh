@@ -31,6 +31,7 @@ cleanup() {
         for process in $(ip netns pids "$name-$node" 2>/dev/null); do
             kill -9 "$process" 2>/dev/null || true
         done
+        ip link delete "$name-$node" 2>/dev/null || true # with its peer; the namespace may take longer to go
         ip netns delete "$name-$node" 2>/dev/null || true
     done
     ip link delete "$name"
