@@ -22,11 +22,10 @@ def exposed_of(model: dict[str, Any], grid: dict[str, Any], whole: bool = False,
 def test_a_collective_is_exposed_unless_a_product_comes_before_the_wait() -> None:
     flights = Flights()
     flights.issue(1, LINE, 10)
-    flights.compute("add")
     flights.land(1)
     assert flights.exposed == {LINE: 10}
     flights.issue(1, LINE, 5)
-    flights.compute("mm")
+    flights.compute()
     flights.issue(2, LINE, 7)
     flights.land(1)
     flights.land(1)

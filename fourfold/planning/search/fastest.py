@@ -172,4 +172,5 @@ def in_parts(work: Workload, parts: Sequence[int]) -> Workload:
     """Every point in each number of parts."""
     count = np.size(work.layout.x)
     repeated = work.map_arrays(lambda array: np.tile(array, len(parts)))
-    return repeated.but(batch_parts=np.repeat(np.array(parts, dtype=np.int32), count))
+    each: Workload = repeated.but(batch_parts=np.repeat(np.array(parts, dtype=np.int32), count))
+    return each
