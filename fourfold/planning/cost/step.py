@@ -197,7 +197,8 @@ def _hidden_by_parts(work: Workload, constants: Constants, block: BlockTime) -> 
     Exposed remain, as the trace has it: of each gather and sum over x in the forward, one part's, since no product lies
     between the sum of a layer and the gather of the next; in a recomputation also one part's sum of up over y, and
     without it the gather of one part's gradients as the backward begins. Where parts are tokens, one part's
-    collectives over y around the attention, which waits for all.
+    collectives over y around the attention, which waits for all. A part hides nothing of its own: of the computation
+    all but one part's is beside them. Collectives over x, on the faster links, are hidden first.
     """
     layout, again, one = work.layout, _forwards_again(work), 1 / work.parts
     computes = (block.forward, again * (block.forward - block.last_product), block.backward
@@ -214,8 +215,9 @@ def _hidden_by_parts(work: Workload, constants: Constants, block: BlockTime) -> 
     hidden_x = hidden_y = 0.0
     for compute, x, y, of_x, of_y in zip(computes, over_x, over_y, exposed_of_x, exposed_of_y, strict=True):
         x, y = (1 - of_x) * x, (1 - of_y) * y
-        share = hidden(x + y, compute, constants.exposed) / np.maximum(x + y, 1e-30)
-        hidden_x, hidden_y = hidden_x + share * x, hidden_y + share * y
+        beside = (1 - one) * compute
+        hidden_x = hidden_x + hidden(x, beside, constants.exposed)
+        hidden_y = hidden_y + hidden(y, np.maximum(beside - x, 0.0), constants.exposed)
     return hidden_x, hidden_y
 
 
