@@ -49,6 +49,8 @@ class _Layer(NamedTuple):
     offload: Number
     launch: Number
     z: Number
+    z_first: Number
+    """More for a rank's first block: no block is before it in the forward, or after it in the backward."""
 
     @property
     def total(self) -> Number:
@@ -79,7 +81,8 @@ def step_parts(
     several = layout.pp > 1
     # A rank has the layers, and the share of head and embedding, of an average stage; the rest is waiting.
     layers, tables = work.micro_batches * _mean_layers(work), work.micro_batches / layout.pp
-    z_layers, z_tables = layers * layer.z, tables * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
+    z_layers = layers * layer.z + work.micro_batches * layer.z_first
+    z_tables = tables * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
     z = z_layers * share_of_z(work, machine, constants, 2) + z_tables * share_of_z(work, machine, constants, 1)
     logits = block.head + ends.table + np.where(several, 0.0, block.embedding + ends.table)
     dispersion = 1 + constants.dispersion * slowest_of(layout.gpus / machine.gpus_per_node)
@@ -134,11 +137,15 @@ def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockT
         offload=_offload(work, machine),
         launch=0.0,
         z=0.0,
+        z_first=0.0,
     )
     host = block.launch_forward * (1 + _forwards_again(work)) + block.launch_backward
     launch = np.where(work.program.blocking, host, overlapped(layer.device, host) - layer.device)
     sending = weight_traffic_seconds(work, machine, constants, weights, 2)
-    return layer._replace(launch=launch, z=exposed_z(work, constants, sending, layer.device + launch))
+    z = exposed_z(work, constants, sending, layer.device + launch)
+    outermost = weight_traffic_seconds(work, machine, constants, weights, 1)
+    z_first = np.where(work.program.is_fourfold, outermost * (1 - z / np.maximum(sending, 1e-30)), 0.0)
+    return layer._replace(launch=launch, z=z, z_first=z_first)
 
 
 def _offload(work: Workload, machine: Machine) -> Number:
