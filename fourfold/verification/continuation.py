@@ -59,7 +59,11 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Poin
     few = (3 if target.micro_batches > 1 else 4) + run.overlap.weight_prefetch
     counts = [target.layers]
     backlog = timed and grid.z == 1 and grid.zero == 0 and grid.dp * grid.cp > 1
-    if not backlog and target.layers > few + 1 and all(len(layers) == target.layers for layers in layers_of_rank(run, pp_rank)):
+    if (
+        not backlog
+        and target.layers > few + 1
+        and all(len(layers) == target.layers for layers in layers_of_rank(run, pp_rank))
+    ):
         counts = [few, few + 1]
     return [point._replace(layers=layers) for point, layers in itertools.product(pipelines, counts)]
 

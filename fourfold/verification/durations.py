@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -65,7 +66,7 @@ class Durations:
 
     def collective(self, operation: str, axis: str, size: int, ranks: tuple[int, ...]) -> int:
         """Picoseconds of a collective alone on its links. size: bytes of the full tensor."""
-        return self._collective(operation, axis, size, len(ranks), min(abs(b - a) for a, b in _pairs(ranks)))
+        return self._collective(operation, axis, size, len(ranks), min(abs(b - a) for a, b in pairwise(ranks)))
 
     def _of_product(self, first: _Matrix, second: _Matrix, in_float8: bool) -> int:
         """Outputs of linear layers read a transposed second operand, weight gradients a transposed first."""
@@ -105,7 +106,3 @@ def picoseconds(seconds: Any) -> int:
 def _matrix(tensor: Tensor) -> _Matrix:
     *_, rows, columns = tensor.shape
     return _Matrix(rows, columns, tensor.stride(-2) == 1 and rows > 1)
-
-
-def _pairs(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
-    return list(zip(ranks, ranks[1:], strict=False))
