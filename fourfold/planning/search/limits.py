@@ -19,6 +19,7 @@ CHOICE_OF: dict[str, tuple[str, Callable[[Any], str]]] = {
     "schedule": ("pipelines", lambda pipeline: str(pipeline[0])),
     "interleave": ("pipelines", lambda pipeline: str(pipeline[1])),
     "cp_method": ("contexts", str),
+    "batch_parts": ("parts", str),
 }
 """The field of ``Limits`` that a limit restricts, and the text by which it names an entry."""
 CHOICES = {
@@ -26,8 +27,8 @@ CHOICES = {
 }
 LARGEST_SIZE = 1 << 24
 SYNTAX = (
-    "write it as x<=8 (axes alone), pp=1, micro_batch=1, zero=0, interleave=2, schedule=1F1B, cp_method=ring or "
-    "recompute=full"
+    "write it as x<=8 (axes alone), pp=1, micro_batch=1, batch_parts=2, zero=0, interleave=2, schedule=1F1B, "
+    "cp_method=ring or recompute=full"
 )
 
 
