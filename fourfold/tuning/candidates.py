@@ -1,0 +1,105 @@
+"""The layouts that a tuner may try, with the planner's prediction of each: seconds by part, and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+
+from fourfold.planning.cost.memory import needed_bytes, peak_memory
+from fourfold.planning.cost.step import PARTS, step_parts
+from fourfold.planning.machines.constants import Constants
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.search.fastest import search
+from fourfold.planning.search.space import Limits
+from fourfold.planning.workload import Workload
+
+KNOBS = ("x", "y", "z", "dp", "cp", "pp", "micro_batch", "schedule", "interleave", "cp_method", "zero", "recompute",
+         "recompute_every", "offload")  # fmt: skip
+"""Fields of a layout that a tuner may choose."""
+SIZES = ("x", "y", "z", "dp", "cp", "pp", "micro_batch", "interleave", "recompute_every")
+"""Knobs that are compared by the logarithm of their ratio; the others by whether they are equal."""
+MOST = 4096
+"""Layouts that are kept of a search, fastest first: each trial adds to the covariance of all."""
+MOST_LIKELY_OUT = 0.5
+"""Layouts that are more likely to run out of memory than this are left out before the first trial."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Legal layouts of one model, step and machine, as arrays [n]."""
+
+    work: Workload
+    machine: Machine
+    seconds_by_part: np.ndarray
+    """[n, parts] predicted seconds of a step, in the order of ``planning.cost.step.PARTS``."""
+    needed: np.ndarray
+    """[n] predicted bytes that the fullest rank needs."""
+
+    @property
+    def count(self) -> int:
+        return len(self.needed)
+
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """[n] predicted seconds of a step."""
+        return np.asarray(self.seconds_by_part.sum(axis=1))
+
+    @cached_property
+    def shares(self) -> np.ndarray:
+        """[n, parts] shares of a step, whose rows sum to one."""
+        return np.asarray(self.seconds_by_part / self.seconds[:, None])
+
+    @cached_property
+    def knobs(self) -> dict[str, np.ndarray]:
+        """[n] values by knob."""
+        return {name: np.broadcast_to(getattr(self.work.layout, name), self.needed.shape) for name in KNOBS}
+
+    @cached_property
+    def features(self) -> np.ndarray:
+        """[n, features] knobs such that a distance of one is a factor of two, or another choice."""
+        columns = []
+        for name, values in self.knobs.items():
+            if name in SIZES:
+                columns.append(np.log2(values.astype(float)))
+            elif len(kinds := np.unique(values)) > 1:
+                columns += [np.where(values == kind, np.sqrt(0.5), 0.0) for kind in kinds]
+        return np.stack(columns, axis=1)
+
+    def point(self, index: int) -> Workload:
+        """One layout, with plain numbers."""
+        point = self.work.take(np.array(index))
+        numbers = {name: value.item() for name, value in vars(point.layout).items() if isinstance(value, np.generic)}
+        return point.but(**numbers)
+
+    def but_with(self, constants: Constants) -> Self:
+        """The same layouts, predicted with other constants."""
+        return replace(self, seconds_by_part=parts_of(self.work, self.machine, constants))
+
+
+def candidates_of(work: Workload, machine: Machine, constants: Constants) -> Candidates:
+    """Predict layouts that are known to be legal."""
+    needed = needed_bytes(peak_memory(work, machine), work, machine)
+    needed = np.broadcast_to(needed, np.shape(work.layout.micro_batch))
+    return Candidates(work, machine, parts_of(work, machine, constants), needed)
+
+
+def parts_of(work: Workload, machine: Machine, constants: Constants) -> np.ndarray:
+    """[n, parts] predicted seconds of a step."""
+    shape = np.shape(work.layout.micro_batch)
+    parts = step_parts(work, machine, constants)
+    return np.stack([np.broadcast_to(parts[name], shape) for name in PARTS], axis=1)
+
+
+def search_candidates(base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits) -> Candidates:
+    """Every legal layout within the limits that may fit, or the ``MOST`` fastest of them.
+
+    Raises ``UserError`` where the limits leave none.
+    """
+    found = search(base, machine, constants, gpus, limits)
+    legal = np.flatnonzero(np.isfinite(found.seconds))
+    may_fit = legal[found.p_oom[legal] <= MOST_LIKELY_OUT]
+    fastest = may_fit[np.argsort(found.seconds[may_fit], kind="stable")][:MOST]
+    return candidates_of(found.work.take(fastest).with_float_arrays(), machine, constants)

@@ -1,0 +1,151 @@
+"""Proposes the next trial: legal layouts that are likely to fit, by the lower bound of their step time.
+
+Predictions order the first trials. After each trial the residual model corrects them, and the memory margin moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from fourfold.tuning.candidates import Candidates
+from fourfold.tuning.memory_margin import MemoryMargin, needs_as_much
+from fourfold.tuning.residual import NOISE, Posterior, posterior
+
+Outcome = Literal["done", "hopeless", "out of memory", "crashed", "hung", "refused"]
+"""hopeless: ended early, after a few steps that were far slower than the best trial's."""
+
+BOUND = 1.0
+"""Standard deviations below the expected log seconds at which the lower bound is."""
+BETTER, UNLIKELY = 0.02, 0.05
+"""The search ends when it is at most so likely that a layout is by this share faster than the best."""
+MOST_LIKELY_OUT = 0.2
+"""Layouts that are more likely to run out of memory are not tried."""
+MOST_TRIALS_OF_ONE = 3
+"""Trials of one layout: repeats tell noise from a difference."""
+CRASHES = 2
+"""Crashes after which a value of a knob that has never worked is no longer tried."""
+DRAWN = 512
+"""Candidates with the lowest bounds whose log seconds are drawn together, for the chance that one is better."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trial's result; ``seconds``: of a step, where enough were taken; ``memory_bytes``: needed, where measured."""
+
+    index: int
+    outcome: Outcome
+    seconds: float | None = None
+    memory_bytes: float | None = None
+    noise: float = NOISE
+    """Standard deviation of the logarithm of ``seconds``."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The layout to try next, or the end of the search where ``index`` is None; ``why`` says it in words."""
+
+    index: int | None
+    why: str
+    chance: float | None = None
+    """The probability that a layout is ``BETTER`` than the best trial; None before there is one."""
+
+
+def propose(candidates: Candidates, trials: Sequence[Trial], running: Sequence[int] = (), seed: int = 0) -> Proposal:
+    """Choose the next layout. ``running``: candidates that are tried right now."""
+    may = eligible(candidates, trials)
+    may[list(running)] = False
+    times = Counter(trial.index for trial in trials)
+    timed = [trial for trial in trials if trial.seconds is not None]
+    if not may.any():
+        return Proposal(None, "every layout that is likely to fit was tried")
+    if not timed:
+        index = int(np.flatnonzero(may)[np.argmin(candidates.seconds[may])])
+        return Proposal(index, "the fastest by prediction of those that are likely to fit")
+    belief = posterior_of(candidates, timed)
+    best = incumbent(belief, timed)
+    bound = belief.mean - BOUND * belief.spread_against(best)
+    bound[~may] = np.inf
+    for trial in timed:  # a layout against itself has no spread: its bound is its own uncertainty
+        if bound[trial.index] < np.inf:
+            bound[trial.index] = belief.mean[trial.index]
+    chance = chance_of_better(belief, bound, best, seed)
+    if chance < UNLIKELY:
+        return Proposal(None, f"the chance that another layout is {BETTER:.0%} faster is {chance:.1%}", chance)
+    others = bound.copy()
+    others[best] = np.inf
+    index = int(np.argmin(others))
+    if not np.isfinite(others[index]):
+        return Proposal(None, "every layout that is likely to fit was tried", chance)
+    gain = 1 - math.exp(belief.mean[index] - belief.mean[best])
+    kind = "again, as the difference is within noise" if times[index] else "the best lower bound"
+    return Proposal(index, f"{kind}: expected {gain:+.1%} against the best, chance of any better {chance:.0%}", chance)
+
+
+def posterior_of(candidates: Candidates, timed: Sequence[Trial]) -> Posterior:
+    """The belief after trials with a step time."""
+    return posterior(
+        candidates,
+        np.array([trial.index for trial in timed]),
+        np.array([trial.seconds for trial in timed]),
+        np.array([trial.noise for trial in timed]),
+    )
+
+
+def incumbent(belief: Posterior, timed: Sequence[Trial]) -> int:
+    """The tried layout with the least expected time."""
+    done = sorted({trial.index for trial in timed if trial.outcome == "done"} or {trial.index for trial in timed})
+    return done[int(np.argmin(belief.mean[done]))]
+
+
+def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
+    """[n] True where a layout is likely to fit, needs less memory than any that ran out, and may be tried (again)."""
+    may = p_out(candidates, trials) <= MOST_LIKELY_OUT
+    counts = Counter(trial.index for trial in trials)
+    for trial in trials:
+        if trial.outcome == "out of memory":
+            may &= ~needs_as_much(candidates, trial.index)
+        if trial.outcome != "done" or counts[trial.index] >= MOST_TRIALS_OF_ONE:
+            may[trial.index] = False
+    return may & ~_values_that_crash(candidates, trials)
+
+
+def p_out(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
+    """[n] probability of running out of memory, after the trials."""
+    margin = MemoryMargin(candidates)
+    for trial in trials:
+        if trial.outcome == "out of memory":
+            margin.ran_out(trial.index)
+        elif trial.memory_bytes is not None:
+            margin.measured(trial.index, trial.memory_bytes)
+        elif trial.outcome in ("done", "hopeless"):
+            margin.fitted(trial.index)
+    return margin.p_out()
+
+
+def chance_of_better(belief: Posterior, bound: np.ndarray, best: int, seed: int = 0) -> float:
+    """Probability that any layout with a finite bound is ``BETTER`` than the incumbent."""
+    lowest = np.argsort(bound, kind="stable")[:DRAWN]
+    others = lowest[np.isfinite(bound[lowest]) & (lowest != best)]
+    if not len(others):
+        return 0.0
+    drawn = belief.draws(np.append(others, best), seed)
+    return float((drawn[:, :-1].min(axis=1) < drawn[:, -1] + math.log(1 - BETTER)).mean())
+
+
+def _values_that_crash(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
+    """[n] True for layouts with a value of a knob that has crashed ``CRASHES`` times or more and never worked."""
+    found = np.zeros(candidates.count, dtype=bool)
+    crashed = [trial.index for trial in trials if trial.outcome in ("crashed", "hung")]
+    worked = [trial.index for trial in trials if trial.outcome in ("done", "hopeless", "out of memory")]
+    for values in candidates.knobs.values():
+        counts = Counter(values[crashed].tolist())
+        bad = [value for value, times in counts.items() if times >= CRASHES and value not in values[worked]]
+        if worked:  # else nothing is known to differ from what crashed
+            found |= np.isin(values, bad)
+    return found
