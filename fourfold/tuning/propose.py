@@ -9,16 +9,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from fourfold.tuning.candidates import Candidates
 from fourfold.tuning.memory_margin import MemoryMargin, needs_as_much
-from fourfold.tuning.residual import NOISE, Posterior, posterior
-
-Outcome = Literal["done", "hopeless", "out of memory", "crashed", "hung", "refused"]
-"""hopeless: ended early, after a few steps that were far slower than the best trial's."""
+from fourfold.tuning.residual import Posterior, posterior
+from fourfold.tuning.result import Trial
 
 BOUND = 1.0
 """Standard deviations below the expected log seconds at which the lower bound is."""
@@ -32,18 +29,6 @@ CRASHES = 2
 """Crashes after which a value of a knob that has never worked is no longer tried."""
 DRAWN = 512
 """Candidates with the lowest bounds whose log seconds are drawn together, for the chance that one is better."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One trial's result; ``seconds``: of a step, where enough were taken; ``memory_bytes``: needed, where measured."""
-
-    index: int
-    outcome: Outcome
-    seconds: float | None = None
-    memory_bytes: float | None = None
-    noise: float = NOISE
-    """Standard deviation of the logarithm of ``seconds``."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +46,7 @@ def propose(candidates: Candidates, trials: Sequence[Trial], running: Sequence[i
     may = eligible(candidates, trials)
     may[list(running)] = False
     times = Counter(trial.index for trial in trials)
-    timed = [trial for trial in trials if trial.seconds is not None]
+    timed = [trial for trial in trials if trial.result.seconds is not None]
     if not may.any():
         return Proposal(None, "every layout that is likely to fit was tried")
     if not timed:
@@ -92,14 +77,16 @@ def posterior_of(candidates: Candidates, timed: Sequence[Trial]) -> Posterior:
     return posterior(
         candidates,
         np.array([trial.index for trial in timed]),
-        np.array([trial.seconds for trial in timed]),
-        np.array([trial.noise for trial in timed]),
+        np.array([trial.result.seconds for trial in timed]),
+        np.array([trial.result.noise for trial in timed]),
     )
 
 
 def incumbent(belief: Posterior, timed: Sequence[Trial]) -> int:
     """The tried layout with the least expected time."""
-    done = sorted({trial.index for trial in timed if trial.outcome == "done"} or {trial.index for trial in timed})
+    done = sorted(
+        {trial.index for trial in timed if trial.result.outcome == "done"} or {trial.index for trial in timed}
+    )
     return done[int(np.argmin(belief.mean[done]))]
 
 
@@ -108,9 +95,9 @@ def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
     may = p_out(candidates, trials) <= MOST_LIKELY_OUT
     counts = Counter(trial.index for trial in trials)
     for trial in trials:
-        if trial.outcome == "out of memory":
+        if trial.result.outcome == "out of memory":
             may &= ~needs_as_much(candidates, trial.index)
-        if trial.outcome != "done" or counts[trial.index] >= MOST_TRIALS_OF_ONE:
+        if trial.result.outcome != "done" or counts[trial.index] >= MOST_TRIALS_OF_ONE:
             may[trial.index] = False
     return may & ~_values_that_crash(candidates, trials)
 
@@ -119,11 +106,11 @@ def p_out(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
     """[n] probability of running out of memory, after the trials."""
     margin = MemoryMargin(candidates)
     for trial in trials:
-        if trial.outcome == "out of memory":
+        if trial.result.outcome == "out of memory":
             margin.ran_out(trial.index)
-        elif trial.memory_bytes is not None:
-            margin.measured(trial.index, trial.memory_bytes)
-        elif trial.outcome in ("done", "hopeless"):
+        elif trial.result.memory_bytes is not None:
+            margin.measured(trial.index, trial.result.memory_bytes)
+        elif trial.result.outcome in ("done", "hopeless"):
             margin.fitted(trial.index)
     return margin.p_out()
 
@@ -141,8 +128,8 @@ def chance_of_better(belief: Posterior, bound: np.ndarray, best: int, seed: int 
 def _values_that_crash(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
     """[n] True for layouts with a value of a knob that has crashed ``CRASHES`` times or more and never worked."""
     found = np.zeros(candidates.count, dtype=bool)
-    crashed = [trial.index for trial in trials if trial.outcome in ("crashed", "hung")]
-    worked = [trial.index for trial in trials if trial.outcome in ("done", "hopeless", "out of memory")]
+    crashed = [trial.index for trial in trials if trial.result.outcome in ("crashed", "hung")]
+    worked = [trial.index for trial in trials if trial.result.outcome in ("done", "hopeless", "out of memory")]
     for values in candidates.knobs.values():
         counts = Counter(values[crashed].tolist())
         bad = [value for value, times in counts.items() if times >= CRASHES and value not in values[worked]]
