@@ -218,10 +218,13 @@ def verdicts(record: dict[str, Any]) -> None:
             found = {"median trials": statistics.median(trials),
                      "failures": sum(one["failed_to_goal"] for one in each) / sum(until)}  # fmt: skip
             record["goals"][f"{space}, {method}"] = found
-            goals = GOALS.get(method, {})
-            verdict = [f"{name} {value:.3g}" + (f" (goal ≤ {goals[name]:g}: {'met' if value <= goals[name] else 'MISSED'})"
-                       if name in goals else "") for name, value in found.items()]  # fmt: skip
-            print(f"  {method:12} {', '.join(verdict)}")
+            print(f"  {method:12} " + ", ".join(_verdict(method, name, value) for name, value in found.items()))
+
+
+def _verdict(method: str, name: str, value: float) -> str:
+    goal = GOALS.get(method, {}).get(name)
+    met = "" if goal is None else f" (goal ≤ {goal:g}: {'met' if value <= goal else 'MISSED'})"
+    return f"{name} {value:.3g}{met}"
 
 
 def synthetic_sweep() -> Sweep:

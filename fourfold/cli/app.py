@@ -26,6 +26,7 @@ from fourfold.cli.prepare import prepare
 from fourfold.cli.report import report
 from fourfold.cli.trace import trace
 from fourfold.cli.train import train
+from fourfold.cli.tune import tune
 from fourfold.errors import UserError, sentence
 from fourfold.exit_codes import CRASH, HANG, REFUSED
 from fourfold.launch.local_workers import JobHung, WorkerFailed
@@ -46,6 +47,7 @@ for command in (
     audit,
     evaluate,
     calibrate,
+    tune,
     import_hf,
     export_hf,
     generate,

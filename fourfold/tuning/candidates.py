@@ -8,11 +8,12 @@ from typing import Self
 
 import numpy as np
 
-from fourfold.planning.cost.memory import needed_bytes, peak_memory
+from fourfold.errors import UserError
+from fourfold.planning.cost.memory import needed_bytes, peak_memory, runtime_bytes
 from fourfold.planning.cost.step import PARTS, step_parts
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.search.fastest import search
+from fourfold.planning.search.fastest import Found, search
 from fourfold.planning.search.space import Limits
 from fourfold.planning.workload import Workload
 
@@ -93,13 +94,28 @@ def parts_of(work: Workload, machine: Machine, constants: Constants) -> np.ndarr
     return np.stack([np.broadcast_to(parts[name], shape) for name in PARTS], axis=1)
 
 
-def search_candidates(base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits) -> Candidates:
+def search_candidates(
+    base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits, on_gpu: bool = True
+) -> Candidates:
     """Every legal layout within the limits that may fit, or the ``MOST`` fastest of them.
 
-    Raises ``UserError`` where the limits leave none.
+    on_gpu: else no communication library takes memory for each group. Raises ``UserError`` where none is left.
     """
     found = search(base, machine, constants, gpus, limits)
     legal = np.flatnonzero(np.isfinite(found.seconds))
-    may_fit = legal[found.p_oom[legal] <= MOST_LIKELY_OUT]
-    fastest = may_fit[np.argsort(found.seconds[may_fit], kind="stable")][:MOST]
-    return candidates_of(found.work.take(fastest).with_float_arrays(), machine, constants)
+    fastest = legal[np.argsort(found.seconds[legal], kind="stable")]
+    may_fit = found.p_oom[fastest] <= MOST_LIKELY_OUT
+    fastest = (fastest[may_fit] if on_gpu else fastest)[:MOST]
+    if not len(fastest):
+        raise UserError(_nothing_left(found, machine, gpus))
+    candidates = candidates_of(found.work.take(fastest).with_float_arrays(), machine, constants)
+    if on_gpu:
+        return candidates
+    # gloo keeps no buffers to speak of.
+    return replace(candidates, needed=candidates.needed - runtime_bytes(candidates.work, machine) + machine.reserved)
+
+
+def _nothing_left(found: Found, machine: Machine, gpus: int) -> str:
+    reasons = found.rejected()
+    most = max(reasons, key=lambda reason: reasons[reason])
+    return f"no layout of {gpus} devices of {machine.name} is left to try: most often {most}; allow more with --space"

@@ -53,6 +53,10 @@ class Ledger:
             if trial.state.is_finished() and "result" in trial.user_attrs
         ]
 
+    def reasons(self) -> dict[int, str]:
+        """Why each trial was proposed, by number."""
+        return {trial.number: trial.user_attrs.get("why", "") for trial in self.study.get_trials(deepcopy=False)}
+
     def unfinished(self) -> list[tuple[int, int]]:
         """Number and candidate of every trial that was begun and has no result: of a search that was killed."""
         from optuna.trial import TrialState
@@ -68,7 +72,9 @@ class Ledger:
         knobs = dict(zip(self.choices, self._knobs[index], strict=True))
         self.study.enqueue_trial(knobs)
         trial = self.study.ask()
-        assert self._suggested(trial) == self._knobs[index], "the trial that was enqueued is the next"
+        while self._suggested(trial) != self._knobs[index]:  # enqueued by a search that was killed at that moment
+            self._tell(trial, {}, None)
+            trial = self.study.ask()
         trial.set_user_attr("why", why)
         return trial.number
 

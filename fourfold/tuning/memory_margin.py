@@ -10,10 +10,12 @@ import numpy as np
 from fourfold.planning.cost.memory import SPREAD, normal_share
 from fourfold.tuning.candidates import Candidates
 
-SHIFTS = np.linspace(-0.8, 0.8, 161)
+SHIFTS = np.linspace(-1.5, 1.5, 301)
 """Logarithms of the factor by which all layouts of a search may need more than predicted."""
 APART = 0.03
 """Standard deviation of a layout's bytes around the prediction times that factor, of the logarithm."""
+RARELY, FAR_OFF = 0.02, 8
+"""The probability that the planner's memory is wrong by many times its uncertainty, and how many."""
 NEVER = 1e-9
 """Least likelihood of an outcome: a trial that fails for another reason must not decide everything."""
 
@@ -30,8 +32,8 @@ class MemoryMargin:
     """The distribution of the factor between needed and predicted bytes, which all layouts of a search share."""
 
     candidates: Candidates
-    log_weight: np.ndarray = field(default_factory=lambda: -(SHIFTS**2) / (SPREAD**2 - APART**2) / 2)
-    """[shifts] logarithm of the weight of each of ``SHIFTS``, from the planner's own uncertainty at first."""
+    log_weight: np.ndarray = field(default_factory=lambda: _prior())
+    """[shifts] logarithm of the weight of each of ``SHIFTS``."""
 
     def measured(self, index: int, used: float) -> None:
         """Learn from a trial that needed so many bytes."""
@@ -57,6 +59,14 @@ class MemoryMargin:
         return np.asarray(normal_share((SHIFTS[:, None] - headroom) / APART))
 
 
+def _prior() -> np.ndarray:
+    """[shifts] the planner's own uncertainty; with a small probability it is far off."""
+    one = SPREAD**2 - APART**2
+    far = (FAR_OFF * SPREAD) ** 2
+    usual, unusual = np.exp(-(SHIFTS**2) / one / 2) / one**0.5, np.exp(-(SHIFTS**2) / far / 2) / far**0.5
+    return np.asarray(np.log((1 - RARELY) * usual + RARELY * unusual))
+
+
 def needs_as_much(candidates: Candidates, index: int) -> np.ndarray:
     """[n] True for layouts that need at least the memory of one, whatever the model of memory says.
 
@@ -72,4 +82,4 @@ def needs_as_much(candidates: Candidates, index: int) -> np.ndarray:
     for name in AS_IT_IS:
         found &= knobs[name] == knobs[name][index]
     # States that are sharded over dp shrink as it grows.
-    return found & ((knobs["zero"] == 0) | (knobs["dp"] <= knobs["dp"][index]))
+    return np.asarray(found & ((knobs["zero"] == 0) | (knobs["dp"] <= knobs["dp"][index])))

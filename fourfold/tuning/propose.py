@@ -25,6 +25,9 @@ MOST_LIKELY_OUT = 0.2
 """Layouts that are more likely to run out of memory are not tried."""
 MOST_TRIALS_OF_ONE = 3
 """Trials of one layout: repeats tell noise from a difference."""
+NOISE, NOISE_WEIGHT = 0.02, 2
+"""Standard deviation of the logarithm of a step time between equal runs before any repeat, and the number of repeats
+that count as much."""
 CRASHES = 2
 """Crashes after which a value of a knob that has never worked is no longer tried."""
 DRAWN = 512
@@ -56,9 +59,8 @@ def propose(candidates: Candidates, trials: Sequence[Trial], running: Sequence[i
     best = incumbent(belief, timed)
     bound = belief.mean - BOUND * belief.spread_against(best)
     bound[~may] = np.inf
-    for trial in timed:  # a layout against itself has no spread: its bound is its own uncertainty
-        if bound[trial.index] < np.inf:
-            bound[trial.index] = belief.mean[trial.index]
+    for index in {trial.index for trial in timed} & set(np.flatnonzero(may).tolist()):
+        bound[index] = belief.mean[index]  # a repeat tells less than a new layout
     chance = chance_of_better(belief, bound, best, seed)
     if chance < UNLIKELY:
         return Proposal(None, f"the chance that another layout is {BETTER:.0%} faster is {chance:.1%}", chance)
@@ -67,19 +69,32 @@ def propose(candidates: Candidates, trials: Sequence[Trial], running: Sequence[i
     index = int(np.argmin(others))
     if not np.isfinite(others[index]):
         return Proposal(None, "every layout that is likely to fit was tried", chance)
-    gain = 1 - math.exp(belief.mean[index] - belief.mean[best])
+    slower = math.exp(belief.mean[index] - belief.mean[best]) - 1
     kind = "again, as the difference is within noise" if times[index] else "the best lower bound"
-    return Proposal(index, f"{kind}: expected {gain:+.1%} against the best, chance of any better {chance:.0%}", chance)
+    expected = f"expected {abs(slower):.1%} {'slower' if slower > 0 else 'faster'} than the best"
+    return Proposal(index, f"{kind}: {expected}; chance that any is {BETTER:.0%} faster: {chance:.0%}", chance)
 
 
 def posterior_of(candidates: Candidates, timed: Sequence[Trial]) -> Posterior:
     """The belief after trials with a step time."""
+    noise = noise_between_runs(timed)
     return posterior(
         candidates,
         np.array([trial.index for trial in timed]),
         np.array([trial.result.seconds for trial in timed]),
-        np.array([trial.result.noise for trial in timed]),
+        np.array([math.hypot(noise, trial.result.noise) for trial in timed]),
     )
+
+
+def noise_between_runs(timed: Sequence[Trial]) -> float:
+    """Standard deviation of the logarithm of the step time between equal runs: ``NOISE``, and what repeats show."""
+    logs: dict[int, list[float]] = {}
+    for trial in timed:
+        assert trial.result.seconds is not None
+        logs.setdefault(trial.index, []).append(math.log(trial.result.seconds))
+    squares = sum(float(np.var(each)) * len(each) for each in logs.values())
+    degrees = sum(len(each) - 1 for each in logs.values())
+    return math.sqrt((NOISE_WEIGHT * NOISE**2 + squares) / (NOISE_WEIGHT + degrees))
 
 
 def incumbent(belief: Posterior, timed: Sequence[Trial]) -> int:
@@ -99,7 +114,7 @@ def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
             may &= ~needs_as_much(candidates, trial.index)
         if trial.result.outcome != "done" or counts[trial.index] >= MOST_TRIALS_OF_ONE:
             may[trial.index] = False
-    return may & ~_values_that_crash(candidates, trials)
+    return np.asarray(may & ~_values_that_crash(candidates, trials))
 
 
 def p_out(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:

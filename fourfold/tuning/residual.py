@@ -50,7 +50,7 @@ class Posterior:
         everyone, best = np.arange(self.candidates.count), np.array([incumbent])
         own = prior_variance(self.candidates) - (self.covariance_factor**2).sum(axis=0)
         shared = self.covariance(everyone, best)[:, 0]
-        return np.sqrt(np.maximum(own + self.covariance(best, best)[0, 0] - 2 * shared, 0))
+        return np.asarray(np.sqrt(np.maximum(own + self.covariance(best, best)[0, 0] - 2 * shared, 0)))
 
     def draws(self, index: np.ndarray, seed: int) -> np.ndarray:
         """[draws, index] log seconds of some candidates, drawn together."""
@@ -76,7 +76,7 @@ def prior_variance(candidates: Candidates) -> np.ndarray:
 
 
 def posterior(candidates: Candidates, index: np.ndarray, seconds: np.ndarray, noise: np.ndarray) -> Posterior:
-    """Condition on trials: candidates at ``index`` took ``seconds``, with ``noise`` as standard deviation of the log."""
+    """Condition on trials: candidates at ``index`` took ``seconds``; ``noise``: standard deviation of their logs."""
     ratio = np.log(seconds) - np.log(candidates.seconds[index])
     among = prior_covariance(candidates, index, index) + np.diag(noise**2)
     lower = np.linalg.cholesky(among)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-NOISE = 0.02
-"""Standard deviation of the logarithm of one trial's step time between equal runs."""
-
 Outcome = Literal["done", "hopeless", "out of memory", "crashed", "hung", "refused"]
 """hopeless: ended early, after a few steps that were far slower than the best trial's; refused: not a legal run."""
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -20,8 +17,8 @@ class Result:
     outcome: Outcome
     seconds: float | None = None
     """The median step; None where too few were taken."""
-    noise: float = NOISE
-    """Standard deviation of the logarithm of ``seconds``."""
+    noise: float = 0.0
+    """Standard error of the logarithm of ``seconds``, from the spread of the trial's own steps."""
     memory_bytes: float | None = None
     """Allocated by the fullest process; None where it was not measured."""
     reason: str = ""

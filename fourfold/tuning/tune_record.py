@@ -1,0 +1,178 @@
+"""What a search found: its trials, the best layout and the calibration, which are written, and what mattered."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fourfold.data.files import write_output
+from fourfold.errors import UserError
+from fourfold.planning.calibration.machine_constants import constants_for
+from fourfold.planning.calibration.machine_fit import FittedMachine, fit_machine
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.machines.write import machine_toml
+from fourfold.planning.search.plan import describe_layout
+from fourfold.run_file.dump import to_toml
+from fourfold.training.metrics import METRICS_FILE
+from fourfold.tuning.candidates import Candidates
+from fourfold.tuning.propose import Proposal, p_out, posterior_of
+from fourfold.tuning.result import Result
+from fourfold.tuning.sensitivity import Sensitivity, sensitivity, surrogate
+from fourfold.tuning.trial_run import RUN_FOLDER
+from fourfold.tuning.tuner import TRIALS, Search, best_of
+
+BEST_FILE, MACHINE_FILE, RECORD_FILE = "best.toml", "machine.toml", "tune.json"
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """One trial, for people."""
+
+    number: int
+    layout: str
+    knobs: dict[str, float]
+    predicted_seconds: float
+    """By the constants that the search began with."""
+    predicted_bytes: float
+    result: Result
+    why: str
+
+
+@dataclass(frozen=True)
+class TuneRecord:
+    """The whole answer of a search."""
+
+    name: str
+    gpus: int
+    machine: str
+    memory: float
+    """Bytes of a device, or what --memory-limit allows."""
+    method: str
+    layouts: int
+    """Legal layouts that may fit."""
+    trials: list[TrialRecord]
+    best: str
+    best_seconds: float
+    """Expected, after all its trials and those of its like."""
+    predicted_first: str
+    """The layout that the planner alone would have chosen."""
+    predicted_first_seconds: float | None
+    """Measured; None where it was not tried, or failed."""
+    own: str
+    own_seconds: float | None
+    """Of the run file's own layout: expected after the trials; None where it is not among the layouts."""
+    end: Proposal
+    error_before: float
+    """Root mean square of log(measured / predicted) over the trials, their mean taken out: the error that matters to
+    the order of layouts."""
+    error_after: float | None
+    """Mean error of the calibrated constants on trials that were held out of their fit; None where they are too few."""
+    planner: Sensitivity
+    trees: Sensitivity | None
+    files: dict[str, str]
+
+    def record(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
+
+def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
+    """Write the best run file, the calibration and the record of a search into its folder.
+
+    base: the machine as its file has it. Raises ``UserError`` where no trial was done.
+    """
+    candidates, trials = search.subject.candidates, search.ledger.trials()
+    best = best_of(candidates, trials)
+    if best is None:
+        counts = Counter((trial.result.outcome, trial.result.reason) for trial in trials)
+        (outcome, reason), times = counts.most_common(1)[0] if counts else (("none", end.why), 0)
+        raise UserError(
+            f"none of {len(trials)} trials was done: {times} {outcome} ({reason}); their logs are in "
+            f"{search.folder / TRIALS}"
+        )
+    done = [trial for trial in trials if trial.result.outcome == "done"]
+    timed = [trial for trial in trials if trial.result.seconds is not None]
+    belief = posterior_of(candidates, timed)
+    fitted = _calibrated(search, base, [trial.number for trial in done])
+    calibrated = np.log(candidates.but_with(constants_for(fitted.machine)).seconds)
+    held_out = fitted.held_out["mean_abs_error"]
+    grown = surrogate(candidates, trials)
+    files = {"run file": search.folder / BEST_FILE, "machine file": search.folder / MACHINE_FILE}
+    seconds = float(np.exp(belief.mean[best]))
+    comment = (
+        f"# The fastest of {len(trials)} trials on {search.subject.request.gpus} devices: {seconds:.4g} s a step.\n"
+    )
+    write_output(files["run file"], comment + to_toml(search.subject.run(best)))
+    title = f"{base.name}, calibrated on {fitted.rows} trials of `fourfold tune`"
+    write_output(files["machine file"], machine_toml(fitted.machine, title, base))
+    first, why = (
+        int(np.argmin(np.where(p_out(candidates, []) > 0.05, np.inf, candidates.seconds))),
+        search.ledger.reasons(),
+    )
+    own = _own_index(search)
+    record = TuneRecord(
+        name=search.subject.request.name,
+        gpus=search.subject.request.gpus,
+        machine=base.name,
+        memory=float(candidates.machine.memory),
+        method=search.settings.method,
+        layouts=candidates.count,
+        trials=[
+            TrialRecord(
+                trial.number, layout_of(candidates, trial.index), knobs_of(candidates, trial.index),
+                float(candidates.seconds[trial.index]), float(candidates.needed[trial.index]), trial.result,
+                why[trial.number],
+            )
+            for trial in trials
+        ],
+        best=layout_of(candidates, best),
+        best_seconds=seconds,
+        predicted_first=layout_of(candidates, first),
+        predicted_first_seconds=next((t.result.seconds for t in done if t.index == first), None),
+        own="" if own is None else layout_of(candidates, own),
+        own_seconds=None if own is None else float(np.exp(belief.mean[own])),
+        end=end,
+        error_before=_error_of_order(candidates, [(t.index, t.result.seconds) for t in done if t.result.seconds]),
+        error_after=None if held_out is None else float(held_out),
+        planner=sensitivity(candidates, calibrated, best, len(done), None if held_out is None else float(held_out)),
+        trees=None if grown is None else sensitivity(candidates, grown[0], best, grown[1], grown[2]),
+        files={name: str(path) for name, path in files.items()},
+    )  # fmt: skip
+    write_output(search.folder / RECORD_FILE, json.dumps(record.record(), indent=1) + "\n")
+    return record
+
+
+def layout_of(candidates: Candidates, index: int) -> str:
+    return describe_layout(candidates.point(index))
+
+
+def knobs_of(candidates: Candidates, index: int) -> dict[str, float]:
+    return {name: float(values[index]) for name, values in candidates.knobs.items()}
+
+
+def _calibrated(search: Search, base: Machine, numbers: list[int]) -> FittedMachine:
+    """Fit the constants to the trials that were done."""
+    folders = [search.folder / TRIALS / f"{number:04d}" / RUN_FOLDER for number in numbers]
+    return fit_machine([folder / METRICS_FILE for folder in folders], base, search.folder.name)
+
+
+def _own_index(search: Search) -> int | None:
+    """The run file's own layout among the candidates."""
+    own, candidates = search.subject.request.own, search.subject.candidates
+    if own is None:
+        return None
+    same = np.ones(candidates.count, dtype=bool)
+    for name, values in candidates.knobs.items():
+        same &= values == getattr(own.layout, name)
+    return int(np.argmax(same)) if same.any() else None
+
+
+def _error_of_order(candidates: Candidates, measured: list[tuple[int, float]]) -> float:
+    ratios = np.array([math.log(seconds / candidates.seconds[index]) for index, seconds in measured])
+    return float(np.std(ratios))
