@@ -102,7 +102,9 @@ def search_candidates(
     on_gpu: else no communication library takes memory for each group. Raises ``UserError`` where none is left.
     """
     found = search(base, machine, constants, gpus, limits)
-    legal = np.flatnonzero(np.isfinite(found.seconds))
+    # Of n blocks or fewer, every n-th is the first one: a larger number says the same.
+    same = found.work.layout.recompute_every > base.model.layers
+    legal = np.flatnonzero(np.isfinite(found.seconds) & ~same)
     fastest = legal[np.argsort(found.seconds[legal], kind="stable")]
     may_fit = found.p_oom[fastest] <= MOST_LIKELY_OUT
     fastest = (fastest[may_fit] if on_gpu else fastest)[:MOST]

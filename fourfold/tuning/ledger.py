@@ -1,6 +1,6 @@
 """The ledger of a search: an Optuna study, in a journal that several machines can read and append to.
 
-Layouts are Optuna's parameters, one a knob. Every result is told with its constraints ("runs", "memory", "legal": at
+Layouts are Optuna's parameters, one for each knob that has a choice. Every result is told with its constraints ("runs", "memory", "legal": at
 most 0 where it holds), so that a failure is never a bare FAIL, which samplers would ignore and propose again.
 """
 
@@ -39,10 +39,12 @@ class Ledger:
     def __init__(self, candidates: Candidates, study: optuna.Study) -> None:
         self.candidates, self.study = candidates, study
         columns = {
-            name: [_named(name, value) for value in values.tolist()] for name, values in candidates.knobs.items()
+            name: [_named(name, value) for value in values.tolist()]
+            for name, values in candidates.knobs.items()
+            if (values != values[0]).any()
         }
         self.choices = {name: sorted(set(column)) for name, column in columns.items()}
-        self._knobs = list(zip(*columns.values(), strict=True))
+        self._knobs = list(zip(*columns.values(), strict=True)) if columns else [()]
         self._index = {knobs: index for index, knobs in enumerate(self._knobs)}
 
     def trials(self) -> list[Trial]:

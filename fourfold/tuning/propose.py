@@ -30,7 +30,7 @@ NOISE, NOISE_WEIGHT = 0.02, 2
 that count as much."""
 CRASHES = 2
 """Crashes after which a value of a knob that has never worked is no longer tried."""
-DRAWN = 512
+DRAWN = 256
 """Candidates with the lowest bounds whose log seconds are drawn together, for the chance that one is better."""
 
 

@@ -27,6 +27,8 @@ REMAINDER, LENGTH = 0.11, 1.0
 (``Candidates.features``): the likeliest on 44 published sweeps of 295 rows, with constants that never saw their machine
 (docs/tuner.md)."""
 DRAWS = 2048
+JITTER = 1e-8
+"""Variance that keeps a covariance positive where rounding would not."""
 assert tuple(SPREADS) == PARTS
 
 
@@ -54,10 +56,9 @@ class Posterior:
 
     def draws(self, index: np.ndarray, seed: int) -> np.ndarray:
         """[draws, index] log seconds of some candidates, drawn together."""
-        covariance = self.covariance(index, index)
-        values, vectors = np.linalg.eigh(covariance)
+        covariance = self.covariance(index, index) + JITTER * np.eye(len(index))
         normal = np.random.default_rng(seed).standard_normal((DRAWS, len(index)))
-        return np.asarray(self.mean[index] + normal * np.sqrt(np.maximum(values, 0)) @ vectors.T)
+        return np.asarray(self.mean[index] + normal @ np.linalg.cholesky(covariance).T)
 
 
 def prior_covariance(candidates: Candidates, one: np.ndarray, other: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ EXPLAINED = 200
 """Layouts over which a knob's importance is averaged."""
 LEAST_TRIALS, FOLDS = 5, 5
 """Layouts with a step time that a surrogate needs, and folds of its cross-validation."""
-TREES = 200
+TREES = 100
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from fourfold.run_file.dump import to_toml
 from fourfold.training.metrics import METRICS_FILE
 from fourfold.tuning.candidates import Candidates
 from fourfold.tuning.propose import Proposal, p_out, posterior_of
-from fourfold.tuning.result import Result
+from fourfold.tuning.result import Result, Trial
 from fourfold.tuning.sensitivity import Sensitivity, sensitivity, surrogate
 from fourfold.tuning.trial_run import RUN_FOLDER
 from fourfold.tuning.tuner import TRIALS, Search, best_of
@@ -59,14 +59,14 @@ class TuneRecord:
     trials: list[TrialRecord]
     best: str
     best_seconds: float
-    """Expected, after all its trials and those of its like."""
+    """Measured: the median of its trials."""
     predicted_first: str
     """The layout that the planner alone would have chosen."""
     predicted_first_seconds: float | None
-    """Measured; None where it was not tried, or failed."""
+    """Measured: the median of its trials; None where it was not tried, or failed."""
     own: str
     own_seconds: float | None
-    """Of the run file's own layout: expected after the trials; None where it is not among the layouts."""
+    """Of the run file's own layout, expected after the trials; None where it is not among the layouts."""
     end: Proposal
     error_before: float
     """Root mean square of log(measured / predicted) over the trials, their mean taken out: the error that matters to
@@ -104,7 +104,8 @@ def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
     held_out = fitted.held_out["mean_abs_error"]
     grown = surrogate(candidates, trials)
     files = {"run file": search.folder / BEST_FILE, "machine file": search.folder / MACHINE_FILE}
-    seconds = float(np.exp(belief.mean[best]))
+    seconds = _median(done, best)
+    assert seconds is not None
     comment = (
         f"# The fastest of {len(trials)} trials on {search.subject.request.gpus} devices: {seconds:.4g} s a step.\n"
     )
@@ -134,7 +135,7 @@ def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
         best=layout_of(candidates, best),
         best_seconds=seconds,
         predicted_first=layout_of(candidates, first),
-        predicted_first_seconds=next((t.result.seconds for t in done if t.index == first), None),
+        predicted_first_seconds=_median(done, first),
         own="" if own is None else layout_of(candidates, own),
         own_seconds=None if own is None else float(np.exp(belief.mean[own])),
         end=end,
@@ -146,6 +147,12 @@ def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
     )  # fmt: skip
     write_output(search.folder / RECORD_FILE, json.dumps(record.record(), indent=1) + "\n")
     return record
+
+
+def _median(done: Sequence[Trial], index: int) -> float | None:
+    """The median step of a layout's trials; None where it has none."""
+    seconds = [trial.result.seconds for trial in done if trial.index == index and trial.result.seconds is not None]
+    return float(np.median(seconds)) if seconds else None
 
 
 def layout_of(candidates: Candidates, index: int) -> str:

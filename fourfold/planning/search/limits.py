@@ -32,7 +32,7 @@ SYNTAX = (
 
 
 def parse_limits(settings: Sequence[str], option: str = "--limit") -> Limits:
-    """Parse settings of an option; raises ``UserError`` for one that is unknown, and where two contradict each other."""
+    """Parse settings of an option; raises ``UserError`` for an unknown one, and where two contradict each other."""
     at_most: list[tuple[str, int]] = []
     fixed: list[tuple[str, tuple[int, ...]]] = []
     limits = EVERYTHING
