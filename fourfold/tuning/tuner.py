@@ -73,8 +73,8 @@ class Subject:
         """A text in which searches differ whose trials must not be mixed."""
         assert self.request.run is not None
         knobs = {name: values.tolist() for name, values in self.candidates.knobs.items()}
-        text = to_toml(self.request.run) + json.dumps([knobs, self.candidates.seconds.tolist(), float(self.machine.memory), method])
-        return hashlib.sha256(text.encode()).hexdigest()
+        differing = [knobs, self.candidates.seconds.tolist(), float(self.machine.memory), method]
+        return hashlib.sha256((to_toml(self.request.run) + json.dumps(differing)).encode()).hexdigest()
 
 
 class Search:
