@@ -137,6 +137,6 @@ def _memory(result: TuneRecord) -> str:
 def _sensitivity(explained: Sensitivity, whose: str) -> str:
     error = "" if explained.error is None else f", error {explained.error:.0%} on held-out trials"
     title = (
-        f"How much a knob matters to {whose}: mean |Shapley value| of log seconds ({explained.trials} layouts{error})"
+        f"How much a knob matters to {whose}: mean |Shapley value| of log seconds ({explained.layouts} layouts{error})"
     )
     return stacked_bars(title, {name: {"": value} for name, value in explained.importance.items()}, width=1072)

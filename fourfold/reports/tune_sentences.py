@@ -30,7 +30,7 @@ def summary_of(result: TuneRecord) -> str:
     if result.trees is not None:
         first = next(iter(result.trees.importance), None)
         sentences.append(
-            f"Trees that are fitted to {counted(result.trees.trials, 'layout')} alone, with an error of "
+            f"Trees that are fitted to {counted(result.trees.layouts, 'layout')} alone, with an error of "
             f"{math.expm1(result.trees.error or 0):.0%} on those held out, put {first} first."
         )
     sentences.append(f"The search ended because {result.end.why}.")

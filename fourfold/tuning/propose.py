@@ -80,7 +80,7 @@ def posterior_of(candidates: Candidates, timed: Sequence[Trial]) -> Posterior:
     noise = noise_between_runs(timed)
     return posterior(
         candidates,
-        np.array([trial.index for trial in timed]),
+        np.array([trial.index for trial in timed], dtype=int),
         np.array([trial.result.seconds for trial in timed]),
         np.array([math.hypot(noise, trial.result.noise) for trial in timed]),
     )
@@ -138,6 +138,12 @@ def chance_of_better(belief: Posterior, bound: np.ndarray, best: int, seed: int 
         return 0.0
     drawn = belief.draws(np.append(others, best), seed)
     return float((drawn[:, :-1].min(axis=1) < drawn[:, -1] + math.log(1 - BETTER)).mean())
+
+
+def doubt(candidates: Candidates, seed: int = 0) -> float:
+    """Probability, before any trial, that a layout is ``BETTER`` than the one that the planner puts first."""
+    bound = np.where(eligible(candidates, []), candidates.seconds, np.inf)
+    return chance_of_better(posterior_of(candidates, []), bound, int(np.argmin(bound)), seed)
 
 
 def _values_that_crash(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:

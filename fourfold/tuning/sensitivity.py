@@ -34,13 +34,15 @@ class Sensitivity:
     """Mean size over the layouts, largest first."""
     of_best: dict[str, float]
     """Of the best layout against the mean of all: negative where its value is a faster one."""
-    trials: int
+    layouts: int
+    """Tried layouts that the explained model was fitted to."""
     error: float | None
-    """Root mean square error of the logarithm, on trials that were held out of the fit; None where there are none."""
+    """Of the model, on trials that were held out of its fit; None where there were none. Of the planner the mean, of
+    trees the root mean square of the logarithm."""
 
 
 def sensitivity(
-    candidates: Candidates, log_seconds: np.ndarray, best: int, trials: int, error: float | None
+    candidates: Candidates, log_seconds: np.ndarray, best: int, layouts: int, error: float | None
 ) -> Sensitivity:
     """Explain ``log_seconds`` [n] of all candidates by their knobs."""
     knobs = varying_knobs(candidates)
@@ -50,7 +52,7 @@ def sensitivity(
     order = np.argsort(-sizes, kind="stable")
     names, of_best = list(knobs), shapley_values(codes, log_seconds, best)
     return Sensitivity(
-        {names[i]: float(sizes[i]) for i in order}, {names[i]: float(of_best[i]) for i in order}, trials, error
+        {names[i]: float(sizes[i]) for i in order}, {names[i]: float(of_best[i]) for i in order}, layouts, error
     )
 
 

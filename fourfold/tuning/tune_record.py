@@ -17,6 +17,7 @@ from fourfold.planning.calibration.machine_constants import constants_for
 from fourfold.planning.calibration.machine_fit import FittedMachine, fit_machine
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.machines.write import machine_toml
+from fourfold.planning.search.fastest import MAX_P_OUT_OF_MEMORY
 from fourfold.planning.search.plan import describe_layout
 from fourfold.run_file.dump import to_toml
 from fourfold.training.metrics import METRICS_FILE
@@ -71,8 +72,6 @@ class TuneRecord:
     error_before: float
     """Root mean square of log(measured / predicted) over the trials, their mean taken out: the error that matters to
     the order of layouts."""
-    error_after: float | None
-    """Mean error of the calibrated constants on trials that were held out of their fit; None where they are too few."""
     planner: Sensitivity
     trees: Sensitivity | None
     files: dict[str, str]
@@ -87,66 +86,81 @@ def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
 
     base: the machine as its file has it. Raises ``UserError`` where no trial was done.
     """
-    candidates, trials = search.subject.candidates, search.ledger.trials()
-    best = best_of(candidates, trials)
+    trials = search.ledger.trials()
+    best = best_of(search.subject.candidates, trials)
     if best is None:
-        counts = Counter((trial.result.outcome, trial.result.reason) for trial in trials)
-        (outcome, reason), times = counts.most_common(1)[0] if counts else (("none", end.why), 0)
-        raise UserError(
-            f"none of {len(trials)} trials was done: {times} {outcome} ({reason}); their logs are in "
-            f"{search.folder / TRIALS}"
-        )
-    done = [trial for trial in trials if trial.result.outcome == "done"]
-    timed = [trial for trial in trials if trial.result.seconds is not None]
-    belief = posterior_of(candidates, timed)
-    fitted = _calibrated(search, base, [trial.number for trial in done])
-    calibrated = np.log(candidates.but_with(constants_for(fitted.machine)).seconds)
-    held_out = fitted.held_out["mean_abs_error"]
-    grown = surrogate(candidates, trials)
+        raise UserError(_nothing_done(search, trials, end))
+    fitted = _calibrated(search, base, [trial.number for trial in trials if trial.result.outcome == "done"])
     files = {"run file": search.folder / BEST_FILE, "machine file": search.folder / MACHINE_FILE}
-    seconds = _median(done, best)
-    assert seconds is not None
-    comment = (
-        f"# The fastest of {len(trials)} trials on {search.subject.request.gpus} devices: {seconds:.4g} s a step.\n"
-    )
+    record = _record(search, trials, best, end, fitted, {name: str(path) for name, path in files.items()})
+    comment = f"# The fastest of {len(trials)} trials on {record.gpus} devices: {record.best_seconds:.4g} s a step.\n"
     write_output(files["run file"], comment + to_toml(search.subject.run(best)))
     title = f"{base.name}, calibrated on {fitted.rows} trials of `fourfold tune`"
     write_output(files["machine file"], machine_toml(fitted.machine, title, base))
-    first, why = (
-        int(np.argmin(np.where(p_out(candidates, []) > 0.05, np.inf, candidates.seconds))),
-        search.ledger.reasons(),
+    write_output(search.folder / RECORD_FILE, json.dumps(record.record(), indent=1) + "\n")
+    return record
+
+
+def _nothing_done(search: Search, trials: Sequence[Trial], end: Proposal) -> str:
+    counts = Counter((trial.result.outcome, trial.result.reason) for trial in trials)
+    if not counts:
+        return f"no trial was made: {end.why}"
+    (outcome, reason), times = counts.most_common(1)[0]
+    return (
+        f"none of {len(trials)} trials was done: {times} {outcome} ({reason}); their logs are in "
+        f"{search.folder / TRIALS}"
     )
-    own = _own_index(search)
-    record = TuneRecord(
-        name=search.subject.request.name,
-        gpus=search.subject.request.gpus,
-        machine=base.name,
+
+
+def _record(
+    search: Search, trials: Sequence[Trial], best: int, end: Proposal, fitted: FittedMachine, files: dict[str, str]
+) -> TuneRecord:
+    candidates, request = search.subject.candidates, search.subject.request
+    done = [trial for trial in trials if trial.result.outcome == "done"]
+    belief = posterior_of(candidates, [trial for trial in trials if trial.result.seconds is not None])
+    calibrated = np.log(candidates.but_with(constants_for(fitted.machine)).seconds)
+    held_out, grown = fitted.held_out["mean_abs_error"], surrogate(candidates, trials)
+    # The planner's own margin of memory.
+    fits = p_out(candidates, []) <= MAX_P_OUT_OF_MEMORY
+    first, own = int(np.argmin(np.where(fits, candidates.seconds, np.inf))), _own_index(search)
+    best_seconds = _median(done, best)
+    assert best_seconds is not None
+    return TuneRecord(
+        name=request.name,
+        gpus=request.gpus,
+        machine=search.subject.machine.name,
         memory=float(candidates.machine.memory),
         method=search.settings.method,
         layouts=candidates.count,
-        trials=[
-            TrialRecord(
-                trial.number, layout_of(candidates, trial.index), knobs_of(candidates, trial.index),
-                float(candidates.seconds[trial.index]), float(candidates.needed[trial.index]), trial.result,
-                why[trial.number],
-            )
-            for trial in trials
-        ],
+        trials=_trial_records(search, trials),
         best=layout_of(candidates, best),
-        best_seconds=seconds,
+        best_seconds=best_seconds,
         predicted_first=layout_of(candidates, first),
         predicted_first_seconds=_median(done, first),
         own="" if own is None else layout_of(candidates, own),
         own_seconds=None if own is None else float(np.exp(belief.mean[own])),
         end=end,
-        error_before=_error_of_order(candidates, [(t.index, t.result.seconds) for t in done if t.result.seconds]),
-        error_after=None if held_out is None else float(held_out),
-        planner=sensitivity(candidates, calibrated, best, len(done), None if held_out is None else float(held_out)),
+        error_before=_error_of_order(candidates, done),
+        planner=sensitivity(candidates, calibrated, best, len(done), held_out),
         trees=None if grown is None else sensitivity(candidates, grown[0], best, grown[1], grown[2]),
-        files={name: str(path) for name, path in files.items()},
-    )  # fmt: skip
-    write_output(search.folder / RECORD_FILE, json.dumps(record.record(), indent=1) + "\n")
-    return record
+        files=files,
+    )
+
+
+def _trial_records(search: Search, trials: Sequence[Trial]) -> list[TrialRecord]:
+    candidates, why = search.subject.candidates, search.ledger.reasons()
+    return [
+        TrialRecord(
+            trial.number,
+            layout_of(candidates, trial.index),
+            {name: float(values[trial.index]) for name, values in candidates.knobs.items()},
+            float(candidates.seconds[trial.index]),
+            float(candidates.needed[trial.index]),
+            trial.result,
+            why[trial.number],
+        )
+        for trial in trials
+    ]
 
 
 def _median(done: Sequence[Trial], index: int) -> float | None:
@@ -157,10 +171,6 @@ def _median(done: Sequence[Trial], index: int) -> float | None:
 
 def layout_of(candidates: Candidates, index: int) -> str:
     return describe_layout(candidates.point(index))
-
-
-def knobs_of(candidates: Candidates, index: int) -> dict[str, float]:
-    return {name: float(values[index]) for name, values in candidates.knobs.items()}
 
 
 def _calibrated(search: Search, base: Machine, numbers: list[int]) -> FittedMachine:
@@ -180,6 +190,8 @@ def _own_index(search: Search) -> int | None:
     return int(np.argmax(same)) if same.any() else None
 
 
-def _error_of_order(candidates: Candidates, measured: list[tuple[int, float]]) -> float:
-    ratios = np.array([math.log(seconds / candidates.seconds[index]) for index, seconds in measured])
+def _error_of_order(candidates: Candidates, done: Sequence[Trial]) -> float:
+    ratios = [
+        math.log(trial.result.seconds / candidates.seconds[trial.index]) for trial in done if trial.result.seconds
+    ]
     return float(np.std(ratios))

@@ -21,7 +21,7 @@ from fourfold.run_file.dump import to_toml
 from fourfold.tuning.attempt import Attempt
 from fourfold.tuning.candidates import Candidates
 from fourfold.tuning.ledger import Ledger, Method, open_ledger
-from fourfold.tuning.propose import Proposal, incumbent, posterior_of, propose
+from fourfold.tuning.propose import BETTER, Proposal, doubt, incumbent, posterior_of, propose
 from fourfold.tuning.result import Result, Trial
 from fourfold.tuning.slurm_trial import cancel
 from fourfold.tuning.trial_process import TrialProcess
@@ -94,6 +94,7 @@ class Search:
     def run(self) -> Proposal:
         """Try layouts until the search ends; returns the proposal, or what else, that ended it."""
         with locked_folder(self.folder, f"another search runs in {self.folder}; wait for it, or choose another --out"):
+            self._report(self._doubt())
             try:
                 self._take_up()
                 while True:
@@ -105,6 +106,13 @@ class Search:
             finally:
                 for attempt in self._running:
                     attempt.process.end()
+
+    def _doubt(self) -> str:
+        chance = doubt(self.subject.candidates, self.settings.seed)
+        return (
+            f"{self.subject.candidates.count} legal layouts; before any trial, the chance that one is {BETTER:.0%} "
+            f"faster than the planner's first is {chance:.0%}"
+        )
 
     def _take_up(self) -> None:
         """Note the results of trials that were done when the search was killed, and begin its others again."""

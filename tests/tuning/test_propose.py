@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fake_trials import tiny_candidates, true_seconds
 
 from fourfold.tuning.candidates import Candidates
 from fourfold.tuning.memory_margin import MemoryMargin, needs_as_much
-from fourfold.tuning.propose import MOST_LIKELY_OUT, UNLIKELY, eligible, p_out, posterior_of, propose
+from fourfold.tuning.propose import MOST_LIKELY_OUT, UNLIKELY, doubt, eligible, p_out, posterior_of, propose
 from fourfold.tuning.residual import prior_covariance, prior_variance
 from fourfold.tuning.result import Outcome, Result, Trial
 
@@ -61,6 +63,13 @@ def test_the_end_is_a_matter_of_chance(candidates: Candidates) -> None:
     assert propose(candidates, far_ahead).index is None
     first = propose(candidates, [done(best, float(candidates.seconds[best]))])
     assert first.index is not None and first.chance is not None and first.chance > UNLIKELY
+
+
+def test_doubt_is_about_layouts_that_are_predicted_alike(candidates: Candidates) -> None:
+    parts = candidates.seconds_by_part.copy()
+    parts[np.argmin(candidates.seconds)] /= 10
+    assert doubt(candidates) > 0.5
+    assert doubt(replace(candidates, seconds_by_part=parts)) < 0.01
 
 
 def test_what_is_within_noise_is_tried_again(candidates: Candidates) -> None:

@@ -92,7 +92,7 @@ def test_an_interrupted_search_goes_on(tmp_path: Path, moment: int) -> None:
     lines: list[str] = []
 
     def interrupt(line: str) -> None:
-        lines.append(line)
+        lines.extend([line] * line.startswith("trial"))
         if len(lines) == moment + 1:
             raise KeyboardInterrupt
 

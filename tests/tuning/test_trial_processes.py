@@ -164,7 +164,7 @@ def test_a_search_from_the_command_line(tmp_path: Path, prefix: str, cli: Cli, m
     code, output, errors = cli(*command, "--trials", 2)
     assert code == 0, errors
     assert "2 trials were made" in output.replace("\n", " ")
-    assert errors.count("trial ") == 1, "the first is known"
+    assert errors.count("\ntrial ") == 1, "the first is known"
     page = (tmp_path / "tune-run" / "tune.html").read_text()
     for part in ("Seconds a step of the trials", "Knobs of the trials", "against memory", "Shapley"):
         assert part in page
