@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from fourfold.cli.options import AsJson, Overrides, RunFile, show
+from fourfold.exit_codes import ended_by
 
 
 def tune(
@@ -66,6 +68,11 @@ def tune(
     search, base = search_for(
         run_file, overrides, nproc, machine, space, out, settings, slurm, job, lambda line: typer.echo(line, err=True)
     )
-    result = finish(search, base, search.run())
+    try:
+        end = search.run()
+    except KeyboardInterrupt:
+        typer.echo(f"\nStopped. The trials are in {search.folder}; the same command continues.", err=True)
+        raise typer.Exit(ended_by(signal.SIGINT)) from None
+    result = finish(search, base, end)
     write_tune_report(search.folder / "tune.html", result)
     show(result.record(), as_json, lambda _: tune_tables(result))

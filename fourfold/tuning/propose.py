@@ -1,6 +1,7 @@
 """Proposes the next trial: legal layouts that are likely to fit, by the lower bound of their step time.
 
-Predictions order the first trials. After each trial the residual model corrects them, and the memory margin moves.
+Predictions order the first trials. After each trial the residual model corrects them, and the memory margin moves. When
+no new layout is likely to be better, tried ones that are within noise of the best are tried again.
 """
 
 from __future__ import annotations
@@ -48,7 +49,6 @@ def propose(candidates: Candidates, trials: Sequence[Trial], running: Sequence[i
     """Choose the next layout. ``running``: candidates that are tried right now."""
     may = eligible(candidates, trials)
     may[list(running)] = False
-    times = Counter(trial.index for trial in trials)
     timed = [trial for trial in trials if trial.result.seconds is not None]
     if not may.any():
         return Proposal(None, "every layout that is likely to fit was tried")
@@ -57,22 +57,27 @@ def propose(candidates: Candidates, trials: Sequence[Trial], running: Sequence[i
         return Proposal(index, "the fastest by prediction of those that are likely to fit")
     belief = posterior_of(candidates, timed)
     best = incumbent(belief, timed)
+    tried = np.isin(np.arange(candidates.count), [trial.index for trial in timed])
     bound = belief.mean - BOUND * belief.spread_against(best)
-    bound[~may] = np.inf
-    for index in {trial.index for trial in timed} & set(np.flatnonzero(may).tolist()):
-        bound[index] = belief.mean[index]  # a repeat tells less than a new layout
-    chance = chance_of_better(belief, bound, best, seed)
-    if chance < UNLIKELY:
-        return Proposal(None, f"the chance that another layout is {BETTER:.0%} faster is {chance:.1%}", chance)
-    others = bound.copy()
-    others[best] = np.inf
-    index = int(np.argmin(others))
-    if not np.isfinite(others[index]):
-        return Proposal(None, "every layout that is likely to fit was tried", chance)
+    new = np.where(may & ~tried, bound, np.inf)
+    chance = chance_of_better(belief, new, best, seed)
+    if chance >= UNLIKELY:
+        index = int(np.argmin(new))
+        return Proposal(index, f"the best lower bound: {_expected(belief, index, best, chance)}", chance)
+    known = np.where(may & tried, bound, np.inf)
+    again = chance_of_better(belief, known, best, seed)
+    if again >= UNLIKELY:
+        known[best] = np.inf
+        index = int(np.argmin(known))
+        return Proposal(index, f"again, as it is within noise: {_expected(belief, index, best, again)}", again)
+    end = f"the chance that a layout is {BETTER:.0%} faster is {chance:.1%} for new ones and {again:.1%} for tried ones"
+    return Proposal(None, end, max(chance, again))
+
+
+def _expected(belief: Posterior, index: int, best: int, chance: float) -> str:
     slower = math.exp(belief.mean[index] - belief.mean[best]) - 1
-    kind = "again, as the difference is within noise" if times[index] else "the best lower bound"
-    expected = f"expected {abs(slower):.1%} {'slower' if slower > 0 else 'faster'} than the best"
-    return Proposal(index, f"{kind}: {expected}; chance that any is {BETTER:.0%} faster: {chance:.0%}", chance)
+    than = f"expected {abs(slower):.1%} {'slower' if slower > 0 else 'faster'} than the best"
+    return f"{than}; chance that one is {BETTER:.0%} faster: {chance:.0%}"
 
 
 def posterior_of(candidates: Candidates, timed: Sequence[Trial]) -> Posterior:

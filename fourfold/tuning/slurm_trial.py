@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from fourfold.data.files import write_output
-from fourfold.errors import UserError
 from fourfold.launch.job_scripts.slurm_script import SlurmJob, slurm_script
 from fourfold.launch.job_scripts.slurm_site import Site
 from fourfold.run_file.load import load_run
@@ -26,19 +25,14 @@ class SlurmTrial:
         own = [*job.sbatch, f"output={(folder / LOG).absolute()}", "no-requeue"]
         job = replace(job, sbatch=own, max_crashes=0)
         write_output(folder / SCRIPT, slurm_script(str(run_file), load_run(run_file), site, job))
-        try:
-            with (folder / JOB).open("wb") as answer, (folder / SUBMISSION).open("wb") as errors:
-                self._process = subprocess.Popen(
-                    ["sbatch", "--wait", "--parsable", str(folder / SCRIPT)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=answer,
-                    stderr=errors,
-                    start_new_session=True,
-                )
-        except FileNotFoundError:
-            raise UserError(
-                "--slurm needs sbatch, which is not on this machine; start the search on a login node"
-            ) from None
+        with (folder / JOB).open("wb") as answer, (folder / SUBMISSION).open("wb") as errors:
+            self._process = subprocess.Popen(
+                ["sbatch", "--wait", "--parsable", str(folder / SCRIPT)],
+                stdin=subprocess.DEVNULL,
+                stdout=answer,
+                stderr=errors,
+                start_new_session=True,
+            )
 
     def has_started(self) -> bool:
         return (self._folder / LOG).is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -97,4 +98,6 @@ def _locally(gpus: int) -> Start:
 
 def _by_slurm(name: str, job: SlurmJob) -> Start:
     site = load_site(name)
+    if shutil.which("sbatch") is None:
+        raise UserError("--slurm needs sbatch, which is not on this machine; start the search on a login node")
     return lambda run_file, folder, slot: SlurmTrial(run_file, folder, site, job)

@@ -87,7 +87,7 @@ class Search:
         self.ledger: Ledger = open_ledger(
             folder, subject.candidates, settings.method, settings.seed, subject.fingerprint(settings.method)
         )
-        self._start, self._report = start, report
+        self.start, self._report = start, report
         self._running: list[Attempt] = []
         self._began = time.monotonic()
 
@@ -162,7 +162,7 @@ class Search:
             shutil.rmtree(folder / RUN_FOLDER, ignore_errors=True)
         write_output(folder / RUN_FILE, to_toml(run))
         slot = min(set(range(self.settings.at_once)) - {attempt.slot for attempt in self._running}, default=0)
-        process = self._start(folder / RUN_FILE, folder, slot)
+        process = self.start(folder / RUN_FILE, folder, slot)
         self._running.append(
             Attempt(number, index, slot, run, folder, process, self.subject.machine, self.subject.on_gpu,
                     self.settings.timeout, self.settings.memory_limit)

@@ -124,8 +124,8 @@ def die(*_):
 
 search, _ = fake_search(Path({folder!r}), trials=8)
 if moment == "begun":  # in the ledger, but not started
-    start = search._start
-    search._start = lambda *place: (die(), start(*place))[1]
+    start = search.start
+    search.start = lambda *place: (die(), start(*place))[1]
 elif moment == "measured":  # done, but not noted
     note = search._note
     search._note = lambda *result: (die(), note(*result))[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -21,8 +22,11 @@ from fourfold.run_file.load import load_run
 from fourfold.tuning.attempt import Attempt
 from fourfold.tuning.result import Result
 from fourfold.tuning.slurm_trial import SlurmTrial
+from fourfold.tuning.start_search import search_for
 from fourfold.tuning.trial_process import LocalTrial, TrialProcess
 from fourfold.tuning.trial_run import trial_run
+from fourfold.tuning.tune_record import finish
+from fourfold.tuning.tuner import Settings
 
 LAPTOP = load_machine("laptop")
 
@@ -88,6 +92,39 @@ def test_a_run_that_is_refused_says_why(tmp_path: Path, prefix: str) -> None:
     result = local(run, trial)
     assert result.outcome == "refused"
     assert "micro_batch_size" in result.reason
+
+
+@pytest.mark.slow
+def test_a_search_goes_on_when_a_worker_is_killed(tmp_path: Path, prefix: str) -> None:
+    """Three real trials of two processes; of the first one a worker gets SIGKILL."""
+    pytest.importorskip("optuna")
+    path = run_file(tmp_path, prefix, training__device="cpu", parallel__dp=2)
+    killed: list[int] = []
+
+    class Killed(LocalTrial):
+        """The first trial's worker is killed once both are there."""
+
+        def exit_code(self) -> int | None:
+            workers = children_of(children_of(os.getpid())[0]) if not killed and children_of(os.getpid()) else []
+            if len(workers) > 2:
+                killed.append(workers[-1])
+                os.kill(workers[-1], signal.SIGKILL)
+            return super().exit_code()
+
+    search, base = search_for(path, (), None, "laptop", ["recompute=none"], tmp_path / "s", Settings(trials=3, steps=2),
+                              None, None, lambda line: None)  # fmt: skip
+    search.start = lambda run, folder, slot: Killed(run, folder, {})
+    result = finish(search, base, search.run())
+    outcomes = [trial.result.outcome for trial in result.trials]
+    assert outcomes[0] == "crashed" and "SIGKILL" in result.trials[0].result.reason, result.trials[0].result
+    assert outcomes[1] == "done" and len(outcomes) == 3
+
+
+def children_of(process: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{process}/task").iterdir():
+        found += map(int, (task / "children").read_text().split())
+    return found
 
 
 SBATCH = """#!{python}
