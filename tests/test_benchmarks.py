@@ -17,14 +17,14 @@ ARGUMENTS = {
     "train_cpu": ["--only", "b"],
     "loki_decode": ["--kernels", "torch"],  # the others compile for seconds
 }
-SLOW = {"pipeline_bubble", "train_cpu"}
+SLOW = {"pipeline_bubble", "train_cpu", "tuner_cpu"}
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in BENCHMARKS]
 )
 def test_the_tiny_form_runs(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("optuna" if name.startswith("tuner") else "transformers")
     monkeypatch.setattr(sys, "argv", [name, "--tiny", *ARGUMENTS.get(name, [])])
     assert not importlib.import_module(f"benchmarks.{name}").main()
     output = capfd.readouterr().out

@@ -26,6 +26,7 @@ from fourfold.cli.prepare import prepare
 from fourfold.cli.report import report
 from fourfold.cli.trace import trace
 from fourfold.cli.train import train
+from fourfold.cli.tune import tune
 from fourfold.cli.tune_matmul import tune_matmul
 from fourfold.errors import UserError, sentence
 from fourfold.exit_codes import CRASH, HANG, REFUSED
@@ -49,6 +50,7 @@ for command in (
     evaluate,
     calibrate,
     tune_matmul,
+    tune,
     import_hf,
     export_hf,
     generate,

@@ -41,10 +41,11 @@ OUT_OF_MEMORY = len(REASONS) - 1
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the search: largest or fixed sizes of axes, and the choices that it tries."""
+    """Limits of the search: largest sizes of axes, or the one or several that they may have, and the choices that it
+    tries."""
 
     at_most: tuple[tuple[str, int], ...] = ()
-    fixed: tuple[tuple[str, int], ...] = ()
+    fixed: tuple[tuple[str, int | tuple[int, ...]], ...] = ()
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     recomputes: tuple[tuple[int, int, bool], ...] = RECOMPUTES
     micro_batches: tuple[int, ...] = MICRO_BATCHES
@@ -59,8 +60,8 @@ def all_layouts(base: Workload, gpus: int, limits: Limits) -> Workload:
     axes = factorisations(gpus, len(AXES)).astype(np.int32)
     for name, most in limits.at_most:
         axes = axes[axes[:, AXES.index(name)] <= most]
-    for name, size in limits.fixed:
-        axes = axes[axes[:, AXES.index(name)] == size]
+    for name, sizes in limits.fixed:
+        axes = axes[np.isin(axes[:, AXES.index(name)], sizes)]
     columns = {name: axes[:, i] for i, name in enumerate(AXES)}
     columns = _crossed(columns, {"micro_batch": limits.micro_batches})
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in limits.pipelines]
