@@ -96,9 +96,7 @@ class ParallelConfig(Strict):
         2, ge=2, description="Stages of one rank of pp in the interleaved schedules; the V-shaped have 2, the others 1."
     )
     layers_per_stage: tuple[int, ...] | None = Field(
-        None,
-        strict=False,
-        description="Layers of each stage, in order. Default: balanced, counting embedding and head.",
+        None, strict=False, description="Layers of each stage. Default: balanced, counting embedding and head."
     )
 
     @property
