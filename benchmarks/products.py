@@ -23,12 +23,12 @@ from fourfold.config.layout import product_sizes
 from fourfold.config.run import RunConfig
 from fourfold.models.dtypes import DTYPES
 from fourfold.parallel.product_layouts import LayerLayout
+from fourfold.products.product_report import layer_records
+from fourfold.products.product_table import machine_of
+from fourfold.products.product_times import layer_ratios, tune_layer
 from fourfold.reports.product_tables import HEADER, product_rows
 from fourfold.reports.tables import print_table
 from fourfold.run_file.load import make_run
-from fourfold.tuning.product_report import layer_records
-from fourfold.tuning.product_table import machine_of
-from fourfold.tuning.product_times import layer_ratios, tune_layer
 
 GRIDS = {
     "gpt-5b": {"x": 8},

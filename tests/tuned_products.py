@@ -14,7 +14,7 @@ from fourfold.config.layout import product_sizes
 from fourfold.config.run import RunConfig
 from fourfold.models.dtypes import DTYPES
 from fourfold.parallel.product_layouts import LayerLayout, Way
-from fourfold.tuning.product_table import ProductTable, TunedLayer, key_of, machine_of, write_table
+from fourfold.products.product_table import ProductTable, TunedLayer, key_of, machine_of, write_table
 from fourfold.verification.comparison import Against
 from fourfold.verification.parity import as_verified, parity, resharded
 from fourfold.verification.parity_report import ParityReport

@@ -38,7 +38,7 @@ def tune_matmul(
     if (machine is None) != (out is None):
         raise UserError("--machine and --out are the machine file to start from and the one to write; give both")
     run = load_run(run_file, overrides)
-    from fourfold.tuning.product_report import tune_products  # brings torch, which no mistake should wait for
+    from fourfold.products.product_report import tune_products  # brings torch, which no mistake should wait for
 
     base = load_machine(str(machine)) if machine is not None else None
     record = tune_products(run, again)

@@ -26,9 +26,9 @@ from fourfold.parallel.grid import Grid
 from fourfold.parallel.pipeline import Pipeline, TiedEnds, tied_ends_as_one
 from fourfold.parallel.product_layouts import Layouts
 from fourfold.parallel.state import LocalShard, clip_gradients, initialize_shards, sum_partial_gradients
+from fourfold.products.product_choice import agreed_layouts
 from fourfold.training.loss_scaling import LossScale
 from fourfold.training.optimizer import ShardedAdamW, check_groups, learning_rate
-from fourfold.tuning.product_choice import agreed_layouts
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from fourfold.config.layout import ProductSizes
 from fourfold.heartbeat import doing
 from fourfold.parallel.product_layouts import LaidOutProducts, LayerLayout, Way
-from fourfold.tuning.product_table import Gain, TunedLayer
+from fourfold.products.product_table import Gain, TunedLayer
 
 LEAST_GAIN = 1.02
 """A layout is taken if it is faster by this factor in three of four rounds."""

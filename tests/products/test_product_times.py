@@ -18,7 +18,7 @@ from fourfold.errors import UserError
 from fourfold.parallel.product_layouts import LaidOutProducts, LayerLayout, Way
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.machines.names import FOLDER
-from fourfold.tuning.product_table import (
+from fourfold.products.product_table import (
     Gain,
     ProductTable,
     TunedLayer,
@@ -28,7 +28,7 @@ from fourfold.tuning.product_table import (
     table_file,
     write_table,
 )
-from fourfold.tuning.product_times import LEAST_GAIN, layer_ratios, tune_layer
+from fourfold.products.product_times import LEAST_GAIN, layer_ratios, tune_layer
 
 CPU = torch.device("cpu")
 SIZES = ProductSizes(64, 64, 64)

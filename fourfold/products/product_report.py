@@ -14,8 +14,8 @@ from fourfold.environment import Place
 from fourfold.launch.job_processes import device_of
 from fourfold.models.dtypes import DTYPES
 from fourfold.processes import available_cores
-from fourfold.tuning.product_choice import tuned_layers
-from fourfold.tuning.product_table import TunedLayer, machine_of, table_file
+from fourfold.products.product_choice import tuned_layers
+from fourfold.products.product_table import TunedLayer, machine_of, table_file
 
 KINDS = {"output": "nt", "input_gradient": "nn", "weight_gradient": "tn"}
 """The products by the keys of a machine file's section ``layouts``, which are those of operands as stored."""

@@ -12,8 +12,8 @@ from fourfold.config.run import RunConfig
 from fourfold.models.dtypes import DTYPES
 from fourfold.parallel.product_layouts import LayerLayout, Layouts
 from fourfold.parallel.together import decided_by_rank_0
-from fourfold.tuning.product_table import TunedLayer, key_of, machine_of, read_table, write_table
-from fourfold.tuning.product_times import tune_layer
+from fourfold.products.product_table import TunedLayer, key_of, machine_of, read_table, write_table
+from fourfold.products.product_times import tune_layer
 
 
 def agreed_layouts(run: RunConfig, device: torch.device) -> Layouts:

@@ -20,9 +20,9 @@ from fourfold.parallel.grid import Grid
 from fourfold.parallel.linear import Linear4D
 from fourfold.parallel.product_layouts import PADDED_TO, Copy, LaidOutProducts, LayerLayout, copied
 from fourfold.parallel.products import Products
+from fourfold.products.product_choice import agreed_layouts
+from fourfold.products.product_table import ProductTable, TunedLayer, key_of, machine_of, write_table
 from fourfold.training.job import Job
-from fourfold.tuning.product_choice import agreed_layouts
-from fourfold.tuning.product_table import ProductTable, TunedLayer, key_of, machine_of, write_table
 from fourfold.verification.batches import random_micro_batches
 
 CPU = torch.device("cpu")
