@@ -7,7 +7,11 @@ from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.planning.budget import Costs, costs
-from fourfold.planning.calibration.machine_constants import constants_for, outside_calibrated_range
+from fourfold.planning.calibration.machine_constants import (
+    constants_for,
+    outside_calibrated_range,
+    shipped_interval,
+)
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.request import Request
 from fourfold.planning.scaling import Point, scaling_curve
@@ -31,6 +35,8 @@ class PlanRecord:
     costs: Costs | None
     extrapolation: list[str]
     """The features of the best layout that are outside the calibrated range."""
+    interval: tuple[float, float] | None
+    """The 5th and 95th percentile of the best layout's step seconds; None on a machine that the user calibrated."""
     curve: list[Point]
     """The strong-scaling curve around the requested number of GPUs."""
 
@@ -54,6 +60,7 @@ class PlanRecord:
             "explanation": self.explanation,
             "costs": None if self.costs is None else asdict(self.costs),
             "extrapolation": self.extrapolation,
+            "step_seconds_90": None if self.interval is None else list(self.interval),
         }
 
 
@@ -79,6 +86,7 @@ def plan_request(
     if with_curve:
         sizes = [int(request.gpus * factor) for factor in (0.25, 0.5, 1, 2, 4) if request.gpus * factor >= 1]
         curve = scaling_curve(request.base, machine, constants, sizes, False, limits, request.name)
+    interval = shipped_interval(machine)
     return PlanRecord(
         request=request,
         plan=plan,
@@ -89,5 +97,6 @@ def plan_request(
         if tokens
         else None,
         extrapolation=outside_calibrated_range(machine, best.work),
+        interval=None if interval is None else (best.seconds * interval[0], best.seconds * interval[1]),
         curve=curve,
     )

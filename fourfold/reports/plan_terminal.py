@@ -37,6 +37,12 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
         + "; ".join(f"{count:,} ({reason})" for reason, count in plan.found.rejected().items())
         + "."
     )
+    if result.interval is not None:
+        low, high = result.interval
+        console.print(
+            f"With a probability of 90 % a step of the best layout takes {low:.3g} to {high:.3g} s, judging by "
+            "programs that no constant was fitted to."
+        )
     if result.extrapolation:
         console.print(f"Extrapolation: {'; '.join(result.extrapolation)}.")
     if result.costs is not None:

@@ -2,7 +2,7 @@
 
 An interval is a pair of factors on the predicted seconds: the 5th and the 95th percentile of measured over predicted.
 Every source weighs the same, as the next program is a new source and not a new row. There are two kinds of
-extrapolation: to a new program on a machine with fitted rows, and to a machine without any.
+extrapolation: to a new program on a machine with fitted rows, and to a new program on a machine without any.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ import numpy as np
 
 from fourfold.planning.calibration.score import Scored
 
-KINDS = {
-    "known machine": "a new program on a machine that others were measured on",
-    "new machine": "a machine on which nothing was measured",
-}
+KINDS = ("known machine", "new machine")
 LOW, HIGH = 0.05, 0.95
 
 

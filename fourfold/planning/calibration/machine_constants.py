@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +16,30 @@ from fourfold.planning.workload import Workload
 
 
 @cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads((files("fourfold.planning.calibration") / "calibrated.toml").read_text(encoding="utf-8"))
+
+
+@cache
 def shipped() -> Calibration:
-    """The calibration that comes with fourfold: fitted to a tenth of published rows (docs/planner_validation.md)."""
-    table = tomllib.loads((files("fourfold.planning.calibration") / "calibrated.toml").read_text(encoding="utf-8"))
-    return from_table(table["constants"])
+    """The calibration that comes with fourfold, fitted to the rows that do too (docs/planner_validation.md)."""
+    return from_table(_table()["constants"])
+
+
+def kind_of_extrapolation(machine: Machine) -> str | None:
+    """The key of ``intervals.KINDS`` for predictions on a machine; None where its own measurements calibrated it."""
+    if is_calibrated(machine):
+        return None
+    return "known machine" if f"machine {machine.name}" in shipped().offsets else "new machine"
+
+
+def shipped_interval(machine: Machine) -> tuple[float, float] | None:
+    """Factors on predicted seconds, between which the measured ones lie with a probability of 90 %."""
+    kind = kind_of_extrapolation(machine)
+    if kind is None:
+        return None
+    low, high = _table()["intervals"][kind]
+    return low, high
 
 
 def constants_for(machine: Machine) -> Constants:

@@ -43,7 +43,7 @@ def fit_machine(paths: Sequence[Path], base: Machine, name: str, seed: int = 0) 
     own = base.name not in machine_names()
     rows = [replace(row, machine=base) if own or row.source == RUN_SOURCE else row for row in rows]
     rows = [replace(row, source=name) if row.source == RUN_SOURCE else row for row in rows]
-    rows = [row for row in rows if row.seconds is not None]
+    rows = [row for row in rows if row.seconds is not None and not row.doubt]
     if others := sorted({row.machine.name for row in rows} - {base.name}):
         raise UserError(
             f"the rows are of {' and '.join(others)}, and --machine is {base.name}; calibrate one machine at a time, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -74,13 +74,18 @@ def predict_rows(rows: Sequence[Row], calibration: Calibration) -> list[Scored]:
     ]
 
 
-def predict_left_out(rows: Sequence[Row], by: str) -> list[Scored]:
-    """Predict the rows of each source, or of each machine, with constants fitted to those of all others."""
+def predict_left_out(rows: Sequence[Row], by: str, known_source: bool = True) -> list[Scored]:
+    """Predict the rows of each source, or of each machine, with constants fitted to those of all others.
+
+    Without ``known_source`` a row's source counts as new, although other machines may have rows of it.
+    """
     key = KEYS[by]
     scored = []
     for name in dict.fromkeys(map(key, rows)):
         fitted = fit_rows([row for row in rows if key(row) != name], known=False)
-        scored += predict_rows([row for row in rows if key(row) == name], fitted)
+        own = [row for row in rows if key(row) == name]
+        found = predict_rows(own if known_source else [replace(row, source="") for row in own], fitted)
+        scored += [replace(s, row=row) for s, row in zip(found, own, strict=True)]
     return scored
 
 

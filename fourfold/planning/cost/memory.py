@@ -21,7 +21,7 @@ UNUSABLE = 0.06
 and libraries have workspaces (Megatron-LM's own estimate adds 5 %)."""
 CACHED = 0.12
 """``UNUSABLE`` and the blocks that the allocator keeps while there is room and gives back before it runs out: fitted to
-the memory rows of the tenth that the other constants are fitted to, with a prior of ``UNUSABLE``."""
+a tenth of the memory rows that come with fourfold, with a prior of ``UNUSABLE``."""
 COMMUNICATOR = 0.5e9
 """Bytes of one group: NCCL's channels with 4 to 8 MB for each of a few protocols and peers, in both directions."""
 SPREAD = 0.07

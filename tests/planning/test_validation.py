@@ -1,0 +1,140 @@
+"""Evidence: what is left out of a fit stays out, intervals cover what they claim, and the page is the script's."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from planner_rows import HEADER, row_text
+
+from fourfold.errors import UserError
+from fourfold.planning.calibration.fit import Calibration
+from fourfold.planning.calibration.intervals import KINDS, coverage, interval_of
+from fourfold.planning.calibration.machine_constants import kind_of_extrapolation, shipped, shipped_interval
+from fourfold.planning.calibration.rows import Row, measured_table, read_rows
+from fourfold.planning.calibration.score import Scored, fit_rows, predict_left_out, predict_rows
+from fourfold.planning.calibration.validation import validate
+from fourfold.planning.machines.machine import load_machine
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def table_of(path: Path, sources: dict[str, float]) -> Path:
+    """Rows of several sources, each slower than the priors predict by its factor."""
+    texts, slower = [], []
+    for source, factor in sources.items():
+        for i in range(8):
+            texts.append(row_text(row_id=str(i), source=source, tp=2 ** (i % 4), hidden=1024 * (1 + i % 3), heads=16,
+                                  ffn_hidden=4096 * (1 + i % 3), step_seconds=1))  # fmt: skip
+            slower.append(factor)
+    path.write_text("\n".join([HEADER, *texts]), encoding="utf-8")
+    rows, _ = read_rows([path])
+    seconds = [s.seconds * f for s, f in zip(predict_rows(rows, Calibration()), slower, strict=True)]
+    texts = [text.removesuffix(",1") + f",{value}" for text, value in zip(texts, seconds, strict=True)]
+    path.write_text("\n".join([HEADER, *texts]), encoding="utf-8")
+    return path
+
+
+def errors(scored: list[Scored], source: str) -> np.ndarray:
+    return np.array([s.error for s in scored if s.row.source == source])
+
+
+def test_a_source_left_out_is_predicted_from_the_others(tmp_path: Path) -> None:
+    """Its own rows do not help it: it is as far off as the others are fast; fitted, it is not."""
+    rows, _ = read_rows([table_of(tmp_path / "t.csv", {"a": 1.0, "b": 1.0, "slow": 1.5})])
+    left_out = predict_left_out(rows, "source")
+    assert len(left_out) == len(rows)
+    assert errors(left_out, "slow").mean() < -0.25
+    assert np.abs(errors(predict_rows(rows, fit_rows(rows)), "slow")).mean() < 0.05
+    without = fit_rows([row for row in rows if row.source != "slow"], known=False)
+    slow = predict_rows([row for row in rows if row.source == "slow"], without)
+    assert errors(left_out, "slow").tolist() == errors(slow, "slow").tolist()
+
+
+def test_many_rows_of_one_source_do_not_speak_for_all(tmp_path: Path) -> None:
+    """Copies of a source's rows move what all have in common less than as many other sources would."""
+    few, _ = read_rows([table_of(tmp_path / "few.csv", {"a": 1.0, "slow": 1.5})])
+    one = fit_rows([*few, *[row for row in few if row.source == "slow"] * 3], known=False)
+    many, _ = read_rows([table_of(tmp_path / "many.csv", {"a": 1.0, "b": 1.5, "c": 1.5, "d": 1.5, "e": 1.5})])
+    several = fit_rows(many, known=False)
+    fresh = [row for row in few if row.source == "a"]
+    unknown = [Row(**{**vars(row), "source": "new"}) for row in fresh]
+    slowness = [errors(predict_rows(unknown, fitted), "new").mean() for fitted in (one, several)]
+    assert 0 < slowness[0] < slowness[1]
+
+
+def test_leaving_out_needs_two(tmp_path: Path) -> None:
+    table = table_of(tmp_path / "t.csv", {"a": 1.0, "b": 1.2})
+    record = validate(table, [], False, "source").record()
+    assert record["constants"] == "fitted to all other sources" and record["rows"] == 16
+    with pytest.raises(UserError, match="needs rows of at least two machines"):
+        validate(table, [], False, "machine")
+    with pytest.raises(UserError, match="contradict each other"):
+        validate(table, [table], False, "source")
+    with pytest.raises(UserError, match="--leave-out needs rows"):
+        validate(None, [], False, "source")
+
+
+def scored_rows(row: Row, source: str, ratios: list[float]) -> list[Scored]:
+    return [Scored(Row(**{**vars(row), "source": source, "seconds": ratio}), 1.0, 1.0, 0.0) for ratio in ratios]
+
+
+def test_intervals_weigh_sources_alike(tmp_path: Path) -> None:
+    row = read_rows([table_of(tmp_path / "t.csv", {"a": 1.0})])[0][0]
+    many, one = scored_rows(row, "a", [0.9] * 500 + [1.1] * 500), scored_rows(row, "b", [1.0, 2.0])
+    low, high = interval_of(many + one)
+    assert low == pytest.approx(0.9) and 1.1 < high <= 2.0
+    assert interval_of(many)[1] == pytest.approx(1.1)
+    shares = coverage(many + one)
+    assert shares == {"a": 0.5, "b": 0.5}  # 1.1 is in 1 to 2, and 1.0 in 0.9 to 1.1
+
+
+def test_the_interval_of_a_machine() -> None:
+    assert kind_of_extrapolation(load_machine("dgx-a100")) == "known machine"
+    assert kind_of_extrapolation(load_machine("frontier")) == "new machine"
+    for name in ("dgx-a100", "frontier"):
+        low, high = shipped_interval(load_machine(name)) or (0, 0)
+        assert 0.5 < low < 1 < high < 3
+    assert len(KINDS) == 2
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("planner_validation", DOCS / "planner_validation.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def same_text(found: list[str], expected: list[str]) -> None:
+    """Equal but for the last digits of numbers, which differ between processors."""
+    number = re.compile(r"-?\d+\.\d+")
+    assert [number.sub("#", line) for line in found] == [number.sub("#", line) for line in expected]
+    values = [[float(n) for line in text for n in number.findall(line)] for text in (found, expected)]
+    assert values[0] == pytest.approx(values[1], rel=0.02, abs=0.11)
+
+
+def test_the_page_shows_the_shipped_constants_and_every_row() -> None:
+    """Each row's errors with the shipped constants and without any, and its memory, are the page's."""
+    page = (DOCS / "planner_validation.md").read_text(encoding="utf-8")
+    module, (rows, _) = script(), read_rows([measured_table()])
+    lines = module.every_row_section(shipped(), rows, predict_rows(rows, shipped()))
+    cells = {tuple(line.split(" | ")[:3]): line.split(" | ") for line in lines if line.startswith("|")}
+    shown = [line.split(" | ") for line in page[page.index("## Every row") :].splitlines() if line.startswith("|")]
+    assert [tuple(row[:3]) for row in shown] == list(cells)
+    same_text(["|".join(row[5:]) for row in shown], ["|".join(cells[tuple(row[:3])][5:]) for row in shown])
+
+
+@pytest.mark.slow
+def test_the_page_is_what_the_script_makes() -> None:
+    module, (rows, skipped) = script(), read_rows([measured_table()])
+    left_out = module.all_left_out(rows)
+    made = module.page(rows, skipped, fit_rows(rows), left_out)
+    same_text(made.splitlines(), (DOCS / "planner_validation.md").read_text(encoding="utf-8").splitlines())
+    for kind, interval in module.intervals(left_out).items():
+        machine = load_machine("dgx-a100" if kind == "known machine" else "frontier")
+        assert shipped_interval(machine) == pytest.approx(interval, abs=0.01)
