@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from fourfold.planning.calibration.error_intervals import KINDS, coverage, interval_of
 from fourfold.planning.calibration.fit import Calibration, to_toml
-from fourfold.planning.calibration.intervals import KINDS, coverage, interval_of
 from fourfold.planning.calibration.published import figures, weak_scaling
 from fourfold.planning.calibration.rows import Row, measured_table, read_rows, read_table
 from fourfold.planning.calibration.score import (

@@ -12,8 +12,8 @@ import pytest
 from planner_rows import HEADER, row_text
 
 from fourfold.errors import UserError
+from fourfold.planning.calibration.error_intervals import KINDS, coverage, interval_of
 from fourfold.planning.calibration.fit import Calibration
-from fourfold.planning.calibration.intervals import KINDS, coverage, interval_of
 from fourfold.planning.calibration.machine_constants import kind_of_extrapolation, shipped, shipped_interval
 from fourfold.planning.calibration.rows import Row, measured_table, read_rows
 from fourfold.planning.calibration.score import Scored, fit_rows, predict_left_out, predict_rows
