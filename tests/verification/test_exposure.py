@@ -249,7 +249,7 @@ AGREEMENT = {
 BOUNDS = {"x": 0.15, "y": 0.10, "z": 0.15}
 """Of the planner's exposed seconds from the trace's, as a share of these."""
 Y_IN_PARTS = {"x": 0.30, "y": 0.30, "z": 0.15}
-"""The same with parts and y: the planner does not follow which part waits for which, and counts pointwise operations."""
+"""The same with parts and y: the planner does not follow which part waits for which."""
 
 
 @pytest.mark.fast_cases(2)
