@@ -204,7 +204,7 @@ def thin_links() -> Machine:
     return replace(machine, units=1, base=1e-9, intra_hop=1e-9, inter_hop=1e-9, **slow)
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("grid", "sections"),
     [
@@ -224,8 +224,9 @@ def test_seconds_continued_from_few_layers_are_those_of_all(
 ) -> None:
     machine = thin_links()
     links = {name: getattr(machine, name) * faster for name in ("intra2", "intra4", "intra8", "intra_far", "node")}
-    deep = {**LLAMA, "num_hidden_layers": 10}
-    training = {"global_batch_size": 24, "micro_batch_size": 2}
+    deep, micro_batches = {**LLAMA, "num_hidden_layers": 8}, 6 if "pp" in grid or "zero" in grid else 1
+    ranks = grid.get("z", 1) * grid.get("dp", 1)
+    training = {"global_batch_size": 2 * ranks * micro_batches, "micro_batch_size": 2}
     few, whole = (
         seconds_of(replace(machine, **links), deep, grid, all_layers, training=training, **sections)
         for all_layers in (False, True)
@@ -269,8 +270,8 @@ AGREEMENT = {
 """Grid, sequences of a micro-batch, its parts, recompute."""
 BOUNDS = {"x": 0.15, "y": 0.10, "z": 0.15}
 """Of the planner's exposed seconds from the trace's, as a share of these."""
-ONE_LINK_BUSY = {"x": 0.30, "y": 0.30, "z": 0.15}
-"""The same where y leaves the node and takes longer than all products: the planner also counts pointwise operations."""
+Y_IN_PARTS = {"x": 0.30, "y": 0.30, "z": 0.15}
+"""The same with parts and y: the planner does not follow which part waits for which."""
 
 
 @pytest.mark.fast_cases(2)
@@ -290,6 +291,6 @@ def test_exposed_seconds_of_the_planner_are_those_of_the_trace(name: str, machin
         assert line.exposed_seconds is not None
         exposed[line.axis if line.axis in "xy" else "z"] += line.exposed_seconds
     predicted = predict(workload_of(run), machine, constants_for(machine)).parts
-    bounds = ONE_LINK_BUSY if parts == 4 and "y" in grid else BOUNDS
+    bounds = Y_IN_PARTS if parts > 1 and "y" in grid else BOUNDS
     for axis, seconds in {"x": predicted["x"], "y": predicted["y"], "z": predicted["z"] + predicted["dp"]}.items():
         assert seconds == pytest.approx(exposed[axis], rel=bounds[axis], abs=2e-4), axis

@@ -159,9 +159,9 @@ def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np
 
 def _candidates(work: Workload, scores: Scores) -> np.ndarray:
     """Places of the points that may be among the fastest ``RANKED`` in more parts."""
-    fits: np.ndarray = scores.fits[np.asarray(work.layout.x * work.layout.y)[scores.fits] > 1]
+    fits = scores.fits[np.asarray(work.layout.x * work.layout.y)[scores.fits] > 1]
     if not len(fits):
-        return fits
+        return np.empty(0, dtype=np.intp)
     ranked = min(RANKED, len(scores.fits)) - 1
     limit = float(np.partition(scores.seconds[scores.fits], ranked)[ranked])
     candidates: np.ndarray = fits[scores.least[fits] <= limit]
