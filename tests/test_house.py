@@ -64,6 +64,7 @@ LONG_FUNCTIONS = {
     "fourfold.cli.audit.audit": "its options, one a line",
     "fourfold.cli.generate.generate": "its options, one a line",
     "fourfold.cli.prepare.prepare": "its options, one a line",
+    "fourfold.cli.tune.tune": "its options, one a line",
     "fourfold.data.prepare_conversations.prepare_conversations": "one pass over the conversations",
     "fourfold.inference.loki.triton_kernels.decode": "one GPU kernel",
     "fourfold.planning.calibration.rows._program": "one table",
