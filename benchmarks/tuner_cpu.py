@@ -66,7 +66,7 @@ def main() -> int:
 
 def _all_parts(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     ranks, space = (1, TINY_SPACE) if arguments.tiny else (8, SPACE)
-    rounds, trials, steps = (1, 2, 2) if arguments.tiny else (arguments.rounds, arguments.trials, 8)
+    rounds, trials, steps = (1, 2, 2) if arguments.tiny else (arguments.rounds, arguments.trials, 12)
     machine = "laptop" if arguments.tiny else str(calibrated(folder, ranks))
     settings = Settings(trials=trials, steps=steps)
     search, _ = search_for(

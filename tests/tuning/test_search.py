@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from fake_trials import fake_search, true_seconds
 
 from fourfold.errors import UserError
 from fourfold.planning.machines.machine import load_machine
+from fourfold.reports.tune_report import write_tune_report
+from fourfold.reports.tune_sentences import ended_early, summary_of
 from fourfold.run_file.load import load_run
 from fourfold.tuning.memory_margin import needs_as_much
 from fourfold.tuning.tune_record import BEST_FILE, MACHINE_FILE, RECORD_FILE, finish
@@ -196,6 +199,16 @@ def test_what_a_search_leaves(tmp_path: Path) -> None:
     assert load_machine(str(tmp_path / "s" / MACHINE_FILE)).efficiency
     assert json.loads((tmp_path / "s" / RECORD_FILE).read_text())["best"] == result.best
     assert result.error_before > 0
+
+    write_tune_report(tmp_path / "tune.html", result)
+    page = (tmp_path / "tune.html").read_text()
+    for part in (summary_of(result), *ended_early(result), *(trial.why for trial in result.trials)):
+        assert escape(part) in page
+    (failure,) = ended_early(result)
+    assert "crashed" in failure and "the pump is broken" in failure
+    assert page.count("stroke-dasharray") >= 2, "the failed trial's line, and the limit of memory"
+    assert page.count("<polyline") == len(result.trials)
+    assert result.trees is not None and result.trees.error is not None and result.trees.layouts >= 5
 
 
 def test_a_search_without_a_trial_that_works_says_why(tmp_path: Path) -> None:
