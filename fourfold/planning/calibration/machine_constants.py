@@ -27,7 +27,7 @@ def shipped() -> Calibration:
 
 
 def kind_of_extrapolation(machine: Machine) -> str | None:
-    """The key of ``error_intervals.KINDS`` for predictions on a machine; None where its own measurements calibrated it."""
+    """The key of ``error_intervals.KINDS`` for a machine; None where its own measurements calibrated it."""
     if is_calibrated(machine):
         return None
     return "known machine" if f"machine {machine.name}" in shipped().offsets else "new machine"
