@@ -4,13 +4,13 @@
 #     bash benchmarks/cluster.sh overlap [options of benchmarks/cluster_overlap.py]
 #     bash benchmarks/cluster.sh order [options of benchmarks/cluster_order.py]
 #
-# NODES (4), RATE (400mbit) and PYTHON (python) come from the environment. Needs root, ip and tc (iproute2); ends with
-# 0 and a reason where one is missing.
+# NODES (4), PER_NODE (processes of a node: 1), RATE (400mbit) and PYTHON (python) come from the environment. Needs root,
+# ip and tc (iproute2); ends with 0 and a reason where one is missing.
 set -euo pipefail
 
 module=benchmarks.cluster_${1:?overlap or order}
 shift
-nodes=${NODES:-4} rate=${RATE:-400mbit} python=${PYTHON:-python}
+nodes=${NODES:-4} per_node=${PER_NODE:-1} rate=${RATE:-400mbit} python=${PYTHON:-python}
 name=ff$$ # of the bridge, and the beginning of every other name
 
 skip() {
@@ -31,6 +31,7 @@ cleanup() {
         for process in $(ip netns pids "$name-$node" 2>/dev/null); do
             kill -9 "$process" 2>/dev/null || true
         done
+        ip link delete "$name-$node" 2>/dev/null || true # with its peer; the namespace may take longer to go
         ip netns delete "$name-$node" 2>/dev/null || true
     done
     ip link delete "$name"
@@ -57,7 +58,7 @@ done
 export GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1
 for ((node = nodes - 1; node >= 0; node--)); do
     ip netns exec "$name-$node" "$python" -m torch.distributed.run --nnodes "$nodes" --node-rank "$node" \
-        --nproc-per-node 1 --master-addr 10.77.0.1 --master-port 29500 -m "$module" --rate "$rate" "$@" &
+        --nproc-per-node "$per_node" --master-addr 10.77.0.1 --master-port 29500 -m "$module" --rate "$rate" "$@" &
     processes[node]=$!
 done
 status=0

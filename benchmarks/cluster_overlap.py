@@ -2,14 +2,15 @@
 
     bash benchmarks/cluster.sh overlap [--grid x=2,z=2] [--rounds 5] [--json FILE]
 
-Each process is a node. Contenders live in the same processes and take their steps in turn. *computation*: a
-step whose collectives only copy; *communication*: its collectives back to back, with nothing beside them.
+Contenders live in the same processes and take their steps in turn. *computation*: a step whose collectives only copy;
+*communication*: its collectives back to back, with nothing beside them. With PER_NODE=2 and z=4 a switch more.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import warnings
@@ -30,7 +31,13 @@ from fourfold.config.run import RunConfig
 from fourfold.parallel import communicate, fsdp_on_gloo
 from fourfold.parallel.grid import Grid
 
-ACTS_ON = {"input_gradients": "xy", "gate_sum": "y", "weight_prefetch": "z", "batch_parts": "xy"}
+ACTS_ON = {
+    "input_gradients": "xy",
+    "gate_sum": "y",
+    "weight_prefetch": "z",
+    "batch_parts": "xy",
+    "shards_per_node": "z",
+}
 """The axes whose collectives a switch hides."""
 COLLECTIVES = {
     "all_gather": [(communicate, "all_gather_single"), (fsdp_on_gloo, "all_gather_single")],
@@ -53,12 +60,15 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     grid_sizes = grid_of(arguments.grid)
-    contenders = {"none": NONE, "all": ALL}
-    for name, value in ALL.items():
+    every = ALL | {"shards_per_node": _shards_per_node(grid_sizes)}
+    contenders = {"none": NONE, "all": every}
+    for name, value in every.items():
+        if value == NONE[name] or arguments.switch not in (None, name):
+            continue
         if not any(grid_sizes.get(axis, 1) > 1 for axis in ACTS_ON[name]):
             continue
         contenders[f"only {name}"] = {**NONE, name: value}
-        contenders[f"all but {name}"] = {**ALL, name: NONE[name]}
+        contenders[f"all but {name}"] = {**every, name: NONE[name]}
     size = size_of(arguments)
     runs = {name: cluster_run(size, grid_sizes, overlap) for name, overlap in contenders.items()}
     plain = runs["none"]
@@ -75,6 +85,13 @@ def main() -> int:
             Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     dist.barrier()
     return 0
+
+
+def _shards_per_node(grid_sizes: dict[str, int]) -> int:
+    """Ranks of z in a node, as torchrun has started them."""
+    tensor = grid_sizes.get("x", 1) * grid_sizes.get("y", 1)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // tensor
+    return per_node if 1 < per_node < grid_sizes.get("z", 1) else 1
 
 
 @contextmanager
@@ -163,7 +180,8 @@ def _rows(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 def _print(arguments: argparse.Namespace, rows: dict[str, dict[str, float]]) -> None:
-    print(f"{dist.get_world_size()} nodes, {arguments.rate} a link, {arguments.grid}, {arguments.rounds} rounds")
+    where = f"{dist.get_world_size()} processes, {arguments.rate} a link of a node"
+    print(f"{where}, {arguments.grid}, {arguments.rounds} rounds")
     print(f"{'':26}{'seconds':>9}{'× none':>9}{'least':>7}{'most':>7}{'to the longer':>15}")
     for name, row in rows.items():
         print(
@@ -175,6 +193,7 @@ def _print(arguments: argparse.Namespace, rows: dict[str, dict[str, float]]) -> 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--grid", default="x=2,z=2", help="sizes of x, y, z and dp, as many processes as nodes")
+    parser.add_argument("--switch", choices=ACTS_ON, help="leave out the others' own rows")
     add_cluster(parser)
     return parser.parse_args()
 

@@ -14,8 +14,8 @@ from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 
 CPU = torch.device("cpu")
-NONE = {"input_gradients": False, "gate_sum": False, "weight_prefetch": 0, "batch_parts": 1}
-ALL = {"input_gradients": True, "gate_sum": True, "weight_prefetch": 1, "batch_parts": 4}
+NONE = {"input_gradients": False, "gate_sum": False, "weight_prefetch": 0, "batch_parts": 1, "shards_per_node": 1}
+ALL = NONE | {"input_gradients": True, "gate_sum": True, "weight_prefetch": 1, "batch_parts": 4}
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def parts(arguments: argparse.Namespace, out: Path) -> dict[str, list[str]]:
     """The programs, by name; each writes <name>.json into ``out``, or prints JSON."""
     device, tiny = ["--device", arguments.device], ["--tiny"] if arguments.tiny else []
     found = {"doctor": ["-m", "fourfold", "doctor", "--json"]}
-    for name in ("kernels", "one_step", "train_gpu", "loki_decode"):
+    for name in ("kernels", "one_step", "products", "train_gpu", "loki_decode"):
         found[name] = ["-m", f"benchmarks.{name}", *device, *tiny, "--json", str(out / f"{name}.json")]
     if arguments.device == "cuda":
         found["loki_decode"] += ["--dtype", "bf16"]
@@ -53,11 +53,21 @@ def parts(arguments: argparse.Namespace, out: Path) -> dict[str, list[str]]:
         found["calibrate"] = ["-m", "fourfold", "calibrate", "--out", str(out / "machine.toml"), "--json"]
     processes = torch.cuda.device_count() if arguments.device == "cuda" else 2
     if processes > 1:
-        sizes = {"x": 1, "y": 1, "z": processes, "dp": 1, "pp": 1}
-        settings = [word for axis, size in sizes.items() for word in ("--set", f"parallel.{axis}={size}")]
-        settings += ["--set", f"training.global_batch_size={4 * processes}"]
-        found["parity"] = ["-m", "fourfold", "parity", "examples/parity.toml", "--json", *settings]
+        found["parity"] = parity_under_torchrun(processes)
+        options = [*device, *tiny, "--pp", str(processes), "--steps", "3", "--json", str(out / "pipeline_bubble.json")]
+        found["pipeline_bubble"] = ["-m", "benchmarks.pipeline_bubble", *options]
     return found
+
+
+def parity_under_torchrun(processes: int) -> list[str]:
+    """Parity on x = 2 and y = 2, as far as the number of processes has these factors, and z."""
+    x = 2 if processes % 2 == 0 else 1
+    y = 2 if processes % 4 == 0 else 1
+    sizes = {"x": x, "y": y, "z": processes // (x * y), "dp": 1, "pp": 1}
+    settings = [word for axis, size in sizes.items() for word in ("--set", f"parallel.{axis}={size}")]
+    settings += ["--set", f"training.global_batch_size={4 * processes}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*launcher, "-m", "fourfold", "parity", "examples/parity.toml", "--json", *settings]
 
 
 def outcome_of(name: str, command: list[str], out: Path) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""The bubble of real pipelines on a CPU, from their own timelines, beside the formula's and the schedule's.
+"""The bubble of real pipelines on one machine, from their own timelines, beside the formula's and the schedule's.
 
-    python -m benchmarks.pipeline_bubble [--pp 2] [--steps 5] [--json results.json]
+    python -m benchmarks.pipeline_bubble [--device cuda] [--pp 2] [--steps 5] [--json results.json]
 
 Idle is a rank's time between the first operation of any rank and the last, less what it computes; the share is the
-median over the steps. Every rank needs a core of its own, or it waits for that too.
+median over the steps. On GPUs the times are those of events in their streams, and blocks are as wide as Llama 3 8B's;
+on a CPU every rank needs a core of its own, or it waits for that too.
 """
 
 from __future__ import annotations
@@ -12,55 +13,67 @@ import argparse
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.options import add_tiny
-from benchmarks.ranks import run_on_ranks
+from benchmarks.ranks import draw_quickly
+from benchmarks.train_gpu import LLAMA3_8B
 from fourfold.config.run import RunConfig
+from fourfold.environment import Place
+from fourfold.launch.job_processes import device_of, run_on_grid
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.schedule import bubble, schedule_ops, timeline
+from fourfold.parallel.stopwatch import Stopwatch
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
-MICRO_BATCHES = (4, 16)
+MICRO_BATCHES = (2, 8)
+"""For each stage."""
+
 MODEL = {"preset": "llama-tiny", "hidden_size": 256, "head_dim": 32, "intermediate_size": 704, "num_hidden_layers": 8}
 COMPUTED = ("F", "B", "I", "W")
 
 
-def run_of(pp: int, schedule: str, micro_batches: int) -> RunConfig:
+def run_of(pp: int, schedule: str, micro_batches: int, device: str) -> RunConfig:
+    small: dict[str, Any] = {"micro_batch_size": 2, "seq_length": 256}
+    large: dict[str, Any] = {"micro_batch_size": 1, "seq_length": 4096, "precision": "bf16"}
+    sizes = large if device == "cuda" else small
     return make_run(
         {
-            "model": MODEL,
+            "model": {**LLAMA3_8B, "num_hidden_layers": 4 * pp} if device == "cuda" else MODEL,
             "data": {"source": "python-stdlib"},
             "parallel": {"pp": pp, "schedule": schedule},
             "training": {
-                "micro_batch_size": 2,
-                "global_batch_size": 2 * micro_batches,
-                "seq_length": 256,
+                **sizes,
+                "global_batch_size": sizes["micro_batch_size"] * micro_batches,
                 "train_steps": 100,
-                "device": "cpu",
+                "device": device,
             },
+            "activation_checkpoint": {"mode": "selective" if device == "cuda" else "none"},
         }
     )
 
 
-def idle_shares(run: RunConfig, steps: int) -> list[float]:
+def idle_shares(place: Place, run: RunConfig, steps: int) -> list[float]:
     """Of every step after the first."""
-    job = Job(run, Grid(run.parallel, "cpu"), torch.device("cpu"))
-    job.initialize(0)
+    device = device_of(place, run.training.device)
+    job = Job(run, Grid(run.parallel, device.type), device)
+    draw_quickly(job)
+    assert job.pipeline is not None
+    stopwatch = job.pipeline.stopwatch = Stopwatch(device)
     shares = []
     for step in range(steps + 1):
         micro_batches = random_micro_batches(run, step, job.grid, job.device)
         dist.barrier()
         job.train_step(micro_batches, step)
-        spans, waits = job.pipeline.spans, job.pipeline.waits
+        spans, waits = stopwatch.spans(), stopwatch.waits()
         busy = sum(span.end - span.begin for span in spans if span.op.kind in COMPUTED)
         busy -= sum(wait.end - wait.begin for wait in waits)
-        everyone: list[tuple[float, float, float]] = [None] * dist.get_world_size()
+        everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (spans[0].begin, spans[-1].end, busy))
         begins, ends, busies = zip(*everyone, strict=True)
         shares.append(1 - sum(busies) / (len(busies) * (max(ends) - min(begins))))
@@ -69,18 +82,20 @@ def idle_shares(run: RunConfig, steps: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--pp", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", type=Path)
     add_tiny(parser)
     arguments = parser.parse_args()
-    schedules, counts = (("1F1B",), (2,)) if arguments.tiny else (SCHEDULES, MICRO_BATCHES)
+    schedules, counts = (("1F1B",), (1,)) if arguments.tiny else (SCHEDULES, MICRO_BATCHES)
     rows = []
     print("| schedule | micro-batches | measured | op list | 1F1B's formula |\n|---|---|---|---|---|")
     for schedule in schedules:
-        for micro_batches in counts:
-            run = run_of(arguments.pp, schedule, micro_batches)
-            measured = statistics.median(run_on_ranks(arguments.pp, 1, idle_shares, run, arguments.steps))
+        for micro_batches in (arguments.pp * count for count in counts):
+            run = run_of(arguments.pp, schedule, micro_batches, arguments.device)
+            task = ("benchmarks.pipeline_bubble:idle_shares", [run, arguments.steps], arguments.pp)
+            measured = statistics.median(run_on_grid(*task, wanted_device=arguments.device))
             planned = bubble(timeline(schedule_ops(run.parallel, micro_batches), run.parallel))
             formula = (arguments.pp - 1) / (micro_batches + arguments.pp - 1)
             rows.append(

@@ -110,9 +110,7 @@ def fourfold(run: RunConfig, device: torch.device, quick_weights: bool = False, 
     grid = Grid(run.parallel, device.type) if grid is None else grid
     job = Job(run, grid, device)
     if quick_weights:
-        for shard in job.shards:
-            shard.local.fill_(1.0) if len(shard.global_shape) == 1 else shard.local.normal_(0.0, 0.02)
-        job.publish()
+        draw_quickly(job)
     else:
         job.initialize(run.training.seed)
     rank, ranks = grid.batch.rank, grid.batch.size
@@ -122,6 +120,13 @@ def fourfold(run: RunConfig, device: torch.device, quick_weights: bool = False, 
         return job.train_step([micro_batch], 0).loss
 
     return step
+
+
+def draw_quickly(job: Job) -> None:
+    """Draw initial weights on the device, without regard to the grid."""
+    for shard in job.shards:
+        shard.local.fill_(1.0) if len(shard.global_shape) == 1 else shard.local.normal_(0.0, 0.02)
+    job.publish()
 
 
 def random_batch(run: RunConfig, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -30,12 +30,12 @@ from mutation import mutated  # noqa: E402
 from pool import Pool  # noqa: E402
 from random_runs import random_table, run_of  # noqa: E402
 from tiny_runs import tiny_run  # noqa: E402
+from tuned_products import parity_on_cpu  # noqa: E402
 
 from fourfold.config.run import AXES, ParallelConfig, RunConfig  # noqa: E402
 from fourfold.run_file.load import load_run  # noqa: E402
 from fourfold.verification.comparison import Against  # noqa: E402
 from fourfold.verification.low_precision import PrecisionError, precision_error  # noqa: E402
-from fourfold.verification.parity import parity  # noqa: E402
 from fourfold.verification.parity_report import ParityReport  # noqa: E402
 
 RUN_FILE = HERE.parent / "examples" / "parity.toml"
@@ -132,12 +132,12 @@ def add_new_faults() -> None:
 
 
 def parity_body(rank: int, world_size: int, run: RunConfig, steps: int, against: Against) -> ParityReport | None:
-    return parity(run, torch.device("cpu"), steps, against)
+    return parity_on_cpu(run, steps, against)
 
 
 def mutant_body(rank: int, world_size: int, run: RunConfig, mutant: Mutant) -> ParityReport | None:
     with mutated(f"fourfold.{mutant.module}", mutant.old, mutant.new):
-        return parity(run, torch.device("cpu"), 2, "transformers")
+        return parity_on_cpu(run, 2, "transformers")
 
 
 def precision_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError | None:

@@ -1,6 +1,20 @@
-"""``python -m fourfold`` is the command ``fourfold``."""
+"""``fourfold`` and ``python -m fourfold``."""
 
-from fourfold.cli.app import main
+import signal
+import sys
+
+from fourfold.exit_codes import ended_by
+
+
+def main() -> None:
+    """Run the command line. Ctrl-C ends it without a traceback, even while its modules are still being imported."""
+    try:
+        from fourfold.cli import app
+
+        app.main()
+    except KeyboardInterrupt:
+        sys.exit(ended_by(signal.SIGINT))
+
 
 if __name__ == "__main__":  # workers import this module
     main()

@@ -12,3 +12,8 @@ def sentence(error: Exception) -> str:
     """The message of an error in one line that a terminal shows as it is, and that is not too long to read."""
     text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in str(error).strip())
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 200]} … {text[-200:]}"
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -17,14 +17,14 @@ ARGUMENTS = {
     "train_cpu": ["--only", "b"],
     "loki_decode": ["--kernels", "torch"],  # the others compile for seconds
 }
-SLOW = {"pipeline_bubble", "train_cpu"}
+SLOW = {"pipeline_bubble", "train_cpu", "tuner_cpu"}
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in BENCHMARKS]
 )
 def test_the_tiny_form_runs(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("optuna" if name.startswith("tuner") else "transformers")
     monkeypatch.setattr(sys, "argv", [name, "--tiny", *ARGUMENTS.get(name, [])])
     assert not importlib.import_module(f"benchmarks.{name}").main()
     output = capfd.readouterr().out
@@ -41,6 +41,15 @@ def gpu_record(out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[st
 def test_one_command_answers_what_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     code, record = gpu_record(tmp_path, monkeypatch)
+    assert set(record["parts"]) == {
+        "doctor",
+        "kernels",
+        "one_step",
+        "train_gpu",
+        "loki_decode",
+        "parity",
+        "pipeline_bubble",
+    }
     assert {part["result"] for part in record["parts"].values()} == {"done"}
     assert all(part["figures"] for part in record["parts"].values())
     assert code == 0

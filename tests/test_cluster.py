@@ -45,13 +45,17 @@ def test_order(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_on_the_cluster() -> None:
-    command = ["bash", "benchmarks/cluster.sh", "overlap", "--tiny", "--rounds", "1"]
-    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "NODES": "4"}
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "grid", "switch"), [(4, 1, "x=2,z=2", "batch_parts"), (2, 2, "z=4", "shards_per_node")]
+)
+def test_on_the_cluster(nodes: int, per_node: int, grid: str, switch: str) -> None:
+    command = ["bash", "benchmarks/cluster.sh", "overlap", "--tiny", "--rounds", "1", "--grid", grid]
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    environment |= {"NODES": str(nodes), "PER_NODE": str(per_node)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     if done.stdout.startswith("skipped"):
         pytest.skip(done.stdout.strip())
-    assert "4 nodes, 400mbit a link" in done.stdout
+    assert "4 processes, 400mbit a link" in done.stdout and f"only {switch}" in done.stdout
     listed = subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
     assert not [line for line in listed.splitlines() if line.startswith("ff")]

@@ -43,6 +43,7 @@ ROOMS = (
     "checkpoints",
     "huggingface",
     "launch",
+    "products",
     "training",
     "inference",
     "tuning",
@@ -64,6 +65,7 @@ LONG_FUNCTIONS = {
     "fourfold.cli.audit.audit": "its options, one a line",
     "fourfold.cli.generate.generate": "its options, one a line",
     "fourfold.cli.prepare.prepare": "its options, one a line",
+    "fourfold.cli.tune.tune": "its options, one a line",
     "fourfold.data.prepare_conversations.prepare_conversations": "one pass over the conversations",
     "fourfold.inference.loki.triton_kernels.decode": "one GPU kernel",
     "fourfold.planning.calibration.rows._program": "one table",
@@ -82,6 +84,8 @@ PUBLIC_DESPITE_UNDERSCORE = {
     "_loglikelihood_tokens": "lm-eval's TemplateLM, which calls it",
 }
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
+ONE_MAKERS = {"amdsmi", "apex", "cupy", "flash_attn", "nvidia", "pynvml", "rocm", "transformer_engine", "xformers"}
+"""Packages for the GPUs of one maker."""
 
 
 @cache
@@ -233,6 +237,15 @@ def test_no_import_points_upwards() -> None:
         if ROOMS.index(room(other)) > ROOMS.index(room(module))
     }
     assert upward - KNOWN_UPWARD == set()
+
+
+def test_nothing_imports_what_only_one_maker_of_gpus_has() -> None:
+    """It would not start on another's."""
+    for path in MODULES.values():
+        for node in ast.walk(tree(path)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.split(".")[0] for name in names} & ONE_MAKERS, path
 
 
 def test_no_modules_import_each_other() -> None:

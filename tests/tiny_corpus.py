@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 from fourfold.data.prepare import prepare
+from fourfold.data.sources import list_inputs, read_documents
 
 WORDS = ("grid", "axis", "tile", "shard", "gather", "reduce", "scatter", "token", "layer", "head", "norm", "loss")
 
@@ -14,6 +16,11 @@ WORDS = ("grid", "axis", "tile", "shard", "gather", "reduce", "scatter", "token"
 def line(**values: object) -> str:
     """One document of a .jsonl file."""
     return json.dumps(values) + "\n"
+
+
+def documents_of(inputs: Iterable[str | Path]) -> list[str]:
+    """Every document of these inputs, in order."""
+    return [text for file in list_inputs(inputs) for text in read_documents(file.path, "text")]
 
 
 def make_corpus(folder: Path, name: str = "corpus", documents: int = 60, tokenizer: str = "bytes") -> str:

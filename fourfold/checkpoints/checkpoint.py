@@ -73,10 +73,10 @@ class Checkpointer:
     def save(self, step: int, required: bool = True, prune: bool = True) -> None:
         """Write ``step_<step>``; with async_mode it appears when it is complete, at a later ``poll`` or ``wait``.
 
-        prune: remove older ones then, of which a run with bad steps may need one.
+        prune: remove older ones then; a run with bad steps may still need one.
 
         Raises ``UserError`` on all processes for weights that are not finite, and ``WriteFailed`` where it cannot be
-        written; but where it is not ``required``, the run file may ask for a warning instead.
+        written; where it is not ``required``, the run file may turn the error into a warning.
         """
         self.wait(required=False)
         with self._allowed_to_fail(required):
@@ -102,7 +102,8 @@ class Checkpointer:
     def _save(self, step: int, prune: bool) -> None:
         parts = trained_parts(self.job)
         check_finite(parts, step, self.folder)
-        layout, folder = layout_of(parts, self.job.grid), self._partial(step)
+        per_node = self.job.run.overlap.shards_per_node
+        layout, folder = layout_of(parts, self.job.grid, per_node), self._partial(step)
         with failing_together():
             if dist.get_rank() == 0:
                 remove_unfinished(self.folder)
@@ -125,7 +126,7 @@ class Checkpointer:
 
     @contextmanager
     def _allowed_to_fail(self, required: bool) -> Iterator[None]:
-        """Warn of a ``WriteFailed`` where neither the caller nor the run file takes it for an error."""
+        """Warn of a ``WriteFailed`` where neither the caller nor the run file treats it as an error."""
         try:
             yield
         except WriteFailed as failure:
@@ -145,7 +146,7 @@ class Checkpointer:
             raise
 
     def _finish(self, save: _Save, write: Callable[[], Written | None]) -> None:
-        """Describe, rename and prune, on rank 0, when every rank has written; all hear of a failure."""
+        """Describe, rename and prune, on rank 0, when every rank has written; a failure is raised on all ranks."""
         folder, finished = self._partial(save.step), self.folder / f"step_{save.step}"
         with self._removed_on_failure(save.step):
             with failing_together(), writing(folder):
@@ -182,7 +183,7 @@ class Checkpointer:
 def set_aside(checkpoint: Path, damage: DamagedCheckpoint) -> Path:
     """Rename a damaged checkpoint, and return the newest of the others; every process calls this.
 
-    Raises ``DamagedCheckpoint`` where there is no other: to start again from nothing is for the user to decide.
+    Raises ``DamagedCheckpoint`` where there is no other: whether to start afresh is for the user to decide.
     """
     complaint = str(damage).removesuffix(ELSEWHERE)
 
@@ -217,7 +218,7 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
     """Fill a job's weights and optimizer from a checkpoint that any grid has written; returns the steps taken.
 
     Every process calls this. Raises ``DamagedCheckpoint``, or ``UserError`` when it belongs to another model. The job
-    is untouched then, unless the damage was in the middle of a tensor file: then its weights are of no use.
+    is untouched then, unless the damage was in the middle of a tensor file: then its weights are unusable.
     """
     with failing_together():
         state = read_state(path)

@@ -56,8 +56,8 @@ def check_same_order(path: Path, state: CheckpointState, run: RunConfig) -> None
     """Raise ``UserError`` when the run's steps read other samples than those before the checkpoint did."""
     for key, was, now in _differences(state.training, sample_order(run)):
         raise UserError(
-            f"the checkpoint {path} was trained with training.{key} = {was}, and the run file has {now}, with which "
-            "samples would be repeated or skipped; set it back, or set checkpoint.resume = 'never'"
+            f"the checkpoint {path} was trained with training.{key} = {was}, and the run file has {now}, which would "
+            "repeat or skip samples; set it back, or set checkpoint.resume = 'never'"
         )
 
 

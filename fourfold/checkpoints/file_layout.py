@@ -18,7 +18,7 @@ from fourfold.checkpoints.integrity import DamagedCheckpoint, check_small_file
 from fourfold.config.run import AXES
 from fourfold.config.strict import Strict
 from fourfold.models.dtypes import SAFETENSORS_DTYPES
-from fourfold.parallel.sharding import chunk, cut
+from fourfold.parallel.sharding import chunk, cut, piece_of
 
 LAYOUT_FILE = "layout.json"
 MOST_RANKS = 2**20
@@ -39,7 +39,9 @@ class SavedTensor(Strict):
     x: int | None = None
     """The dim that the axis x cuts; None: its ranks hold copies."""
     y: int | None = None
-    """The same of y, which cuts what x has left."""
+    """The same for y, which cuts the parts that x has cut."""
+    sharded_dim: int = 0
+    """The dim in which ``sharded_over`` cuts the parts of x and y."""
     pp: int = 0
     """The pipeline rank that writes it."""
     copy_number: int = 0
@@ -55,9 +57,11 @@ class Layout(Strict):
     """The tensors of a checkpoint, and the grid that wrote them."""
 
     sizes: dict[str, int]
-    """Of the axes of the grid."""
+    """Sizes of the grid's axes."""
     sharded_over: tuple[str, ...] = Field(strict=False)
-    """The axes that cut the first dim of what x and y have left, as torch.chunk does."""
+    """The axes that cut the parts of x and y, as torch.chunk does."""
+    shards_per_node: int = Field(1, ge=1)
+    """Neighbors among them whose pieces are apart: ``parallel.sharding.piece_of``."""
     tensors: dict[str, SavedTensor]
 
     @model_validator(mode="after")
@@ -66,10 +70,13 @@ class Layout(Strict):
             raise ValueError(f"impossible sizes {self.sizes}")
         if self.sharded_over not in (("z",), ("dp", "cp", "z")):
             raise ValueError(f"impossible sharded_over {self.sharded_over}")
+        if self._shards > self.shards_per_node and self._shards % self.shards_per_node:
+            raise ValueError(f"impossible shards_per_node {self.shards_per_node}")
         for name, tensor in self.tensors.items():
             if (
                 tensor.dtype not in SAFETENSORS_DTYPES
                 or not self._divides(tensor)
+                or not 0 <= tensor.sharded_dim < max(len(tensor.shape), 1)
                 or not 0 <= tensor.pp < self.sizes["pp"]
                 or not 0 <= tensor.copy_number < self.copies(tensor)
             ):
@@ -97,13 +104,13 @@ class Layout(Strict):
     def held_by(self, rank: int) -> dict[str, Box]:
         """The parts in the file of a process, in their order there; empty where it has no file."""
         place = dict(zip(AXES, _unravel(rank, list(self.sizes.values())), strict=True))
-        piece = self._number(place, self.sharded_over)
+        piece = piece_of(self._number(place, self.sharded_over), self._shards, self.shards_per_node)
         every_cut = itertools.product((False, True), repeat=2)
         copy_numbers = {cuts: self._number(place, self._copy_axes(cuts)) for cuts in every_cut}
         held = {}
         for name, tensor in self.tensors.items():
             if tensor.pp == place["pp"] and tensor.copy_number == copy_numbers[tensor.cuts]:
-                part = self._part(self._tile(tensor, place), piece)
+                part = self._part(tensor, self._tile(tensor, place), piece)
                 if not is_empty(part):
                     held[name] = part
         return held
@@ -115,8 +122,8 @@ class Layout(Strict):
             tile = self._tile(tensor, {"x": x, "y": y})
             if is_empty(intersection(tile, wanted)):
                 continue
-            for piece in self._pieces(tile, wanted):
-                yield self._rank(tensor, x, y, piece), self._part(tile, piece)
+            for piece in self._pieces(tensor, tile, wanted):
+                yield self._rank(tensor, x, y, piece), self._part(tensor, tile, piece)
 
     def _copy_axes(self, cuts: Cuts) -> list[str]:
         """The axes whose ranks hold copies of a tensor that x and y cut so: all but pp that do not cut it."""
@@ -134,19 +141,18 @@ class Layout(Strict):
         cuts = ((tensor.x, self.sizes["x"], place["x"]), (tensor.y, self.sizes["y"], place["y"]))
         return cut(tensor.shape, cuts)
 
-    def _part(self, tile: Box, piece: int) -> Box:
-        if not tile:
-            return tile
-        rows, *rest = tile
-        return chunk(rows, self._shards, piece), *rest
+    def _part(self, tensor: SavedTensor, tile: Box, piece: int) -> Box:
+        cut_dim = tensor.sharded_dim
+        return tuple(chunk(each, self._shards, piece) if dim == cut_dim else each for dim, each in enumerate(tile))
 
-    def _pieces(self, tile: Box, wanted: Box) -> range:
+    def _pieces(self, tensor: SavedTensor, tile: Box, wanted: Box) -> range:
         """The pieces of a tile that overlap a box which overlaps the tile."""
         if not tile:
             return range(1)
-        rows, size = tile[0], math.ceil((tile[0].stop - tile[0].start) / self._shards)
-        common = intersection(tile, wanted)[0]
-        return range((common.start - rows.start) // size, (common.stop - 1 - rows.start) // size + 1)
+        dim = tensor.sharded_dim
+        whole, common = tile[dim], intersection(tile, wanted)[dim]
+        size = math.ceil((whole.stop - whole.start) / self._shards)
+        return range((common.start - whole.start) // size, (common.stop - 1 - whole.start) // size + 1)
 
     @property
     def _shards(self) -> int:
@@ -155,7 +161,8 @@ class Layout(Strict):
     def _rank(self, tensor: SavedTensor, x: int, y: int, piece: int) -> int:
         """The process that writes a part."""
         place = {"x": x, "y": y, "pp": tensor.pp}
-        for axes, number in ((self.sharded_over, piece), (self._copy_axes(tensor.cuts), tensor.copy_number)):
+        neighbors = piece_of(piece, self._shards, max(self._shards // self.shards_per_node, 1))
+        for axes, number in ((self.sharded_over, neighbors), (self._copy_axes(tensor.cuts), tensor.copy_number)):
             place |= zip(axes, _unravel(number, [self.sizes[axis] for axis in axes]), strict=True)
         return self._number(place, AXES)
 
@@ -177,7 +184,7 @@ def read_layout(folder: Path) -> Layout:
     try:
         return Layout.model_validate_json(file.read_bytes())
     except ValueError:
-        raise DamagedCheckpoint(f"{file} is damaged: it is no layout; resume from another checkpoint") from None
+        raise DamagedCheckpoint(f"{file} is damaged: it is not a layout; resume from another checkpoint") from None
 
 
 def intersection(some: Box, other: Box) -> Box:

@@ -71,7 +71,7 @@ class SavedPart(NamedTuple):
 
 
 Parts = Mapping[str, SavedPart]
-"""Of global tensors, by their names in a checkpoint."""
+"""Parts of global tensors, by their names in a checkpoint."""
 
 
 def trained_parts(job: TrainingState) -> Parts:
@@ -93,22 +93,24 @@ def weight_parts(job: TrainingState) -> Parts:
     }
 
 
-def layout_of(parts: Parts, grid: Grid) -> Layout:
+def layout_of(parts: Parts, grid: Grid, shards_per_node: int = 1) -> Layout:
     """The layout of a checkpoint of these tensors; a collective of the ranks of pp, each of which has its own stages.
 
-    A tensor that several stages have is written by the first of them. Replicas over dp and cp take turns. Of what x or
-    y do not cut, which is little, their first rank writes all, lest many files be read for it.
+    A tensor that several stages have is written by the first of them. Replicas over dp and cp take turns. Tensors that
+    x or y do not cut are small; the first rank of the axis writes them all, so that few files have to be read for them.
     """
     mine: dict[str, SavedTensor] = {}
     layout = Layout(
         sizes={axis: grid.axis(axis).size for axis in AXES},
         sharded_over=("dp", "cp", "z") if grid.sizes.zero else ("z",),
+        shards_per_node=shards_per_node,
         tensors={},
     )
     turns = 1 if grid.sizes.zero else grid.replicas.size
     for number, (name, (shard, local)) in enumerate(parts.items()):
         dtype, tile = SAFETENSORS_NAMES[local.dtype], shard.tile
         tensor = SavedTensor(dtype=dtype, shape=shard.global_shape, x=tile.x, y=tile.y, pp=grid.pp.rank)
+        tensor.sharded_dim = tile.sharded_dim
         tensor.copy_number = number % turns * (layout.copies(tensor) // turns)
         mine[name] = tensor
     stages: list[dict[str, SavedTensor]] = [mine] * grid.pp.size

@@ -15,7 +15,7 @@ from fourfold.models.tensor_files import Entry, split_into_files, write_tensors
 
 
 def write_weights(folder: Path, model: ModelConfig, entries: Sequence[Entry]) -> dict[str, int]:
-    """Write whole tensors into a folder, as a pipeline would whose every rank has a file; the size of every file."""
+    """Write whole tensors into a folder, in one file for each rank of a pipeline; returns the size of every file."""
     files = split_into_files(entries)
     written = {file_of(rank): write_tensors(folder / file_of(rank), tensors) for rank, tensors in enumerate(files)}
     tensors = {

@@ -22,11 +22,11 @@ from fourfold.parsing import parse_json
 
 TENSORS = ".safetensors"
 PIECE = 2**24
-"""Bytes of a file that are in memory at once, lest they count as this process's; a multiple of the page size."""
+"""Bytes of a file that are mapped at a time, to keep this process's memory small; a multiple of the page size."""
 
 
 ELSEWHERE = "; resume from another checkpoint"
-"""Ends what is said of damage, until another checkpoint has been found."""
+"""The end of a message about damage as long as no other checkpoint has been found."""
 
 BESIDE = "huggingface"
 """Subfolder of an imported model, with small files that its export copies; it is not checked."""
@@ -136,7 +136,7 @@ def _found(file: Path) -> Written:
 
 
 def _checksum(file: Path) -> str:
-    """XXH3 of a file that is mapped, which is three times as fast as reading, and let go piece by piece."""
+    """XXH3 of a file, mapped and released piece by piece: three times as fast as reading it."""
     checksum = xxhash.xxh3_128()
     with file.open("rb") as opened:
         if size := file.stat().st_size:

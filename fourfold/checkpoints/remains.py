@@ -1,4 +1,4 @@
-"""What a job that was killed has left of checkpoints, and the removal of those that are needed no more."""
+"""Cleans up checkpoints that a killed job has left behind, and removes those that are no longer needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shutil import rmtree
 
 
 def tidy(folder: Path) -> None:
-    """Remove half-written checkpoints, and give back the name of one whose successor has not arrived.
+    """Remove half-written checkpoints, and restore the name of one whose successor is not complete.
 
     The run's folder is this job's alone.
     """
@@ -29,7 +29,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; killed on the way, nothing is left under its name. A failure is only warned of."""
+    """Remove a checkpoint; a kill midway leaves nothing under its name. A failure is only a warning."""
     try:
         if checkpoint.is_symlink():
             checkpoint.unlink()

@@ -13,7 +13,7 @@ from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import trained_shapes
 
 HEADER_BYTES = 512
-"""At most so much is written about one tensor in one file, its name and place."""
+"""The most bytes that one file spends on describing one tensor: its name and place."""
 
 
 def checkpoint_bytes(run: RunConfig) -> int:
@@ -42,7 +42,8 @@ def check_room(folder: Path, run: RunConfig) -> None:
 
 
 def check_room_at_start(folder: Path, run: RunConfig) -> None:
-    """Raise ``WriteFailed`` where not even one checkpoint of the run fits, and warn where not all do that it keeps."""
+    """Raise ``WriteFailed`` where not even one checkpoint of the run fits, and warn where those that it keeps do not
+    all fit."""
     saves = run.training.train_steps // run.checkpoint.interval if run.checkpoint.interval else 0
     if not saves and not run.checkpoint.save_last:
         return

@@ -1,4 +1,4 @@
-"""A checkpoint is whole: every file what was written, and every tensor there with all its parts."""
+"""Verifies a checkpoint: every file is as it was written, and every tensor is there with all its parts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def verify(path: Path) -> tuple[CheckpointState, Layout]:
 
 @contextmanager
 def verified(path: Path, expected: Shapes) -> Iterator[Layout]:
-    """Check a checkpoint, of which every process reads a share, and yield its layout to a block that loads it.
+    """Check a checkpoint, each process a share of it, and yield its layout to a block that loads it.
 
     The structure is checked before the block, and the contents beside it. Raises ``DamagedCheckpoint`` on all processes
-    when any of them has found damage; what the block has filled is then of no use. The block has no collectives.
+    when any of them has found damage; what the block has filled is then unusable. The block has no collectives.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with failing_together():

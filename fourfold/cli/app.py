@@ -26,12 +26,15 @@ from fourfold.cli.prepare import prepare
 from fourfold.cli.report import report
 from fourfold.cli.trace import trace
 from fourfold.cli.train import train
+from fourfold.cli.tune import tune
+from fourfold.cli.tune_matmul import tune_matmul
 from fourfold.errors import UserError, sentence
 from fourfold.exit_codes import CRASH, HANG, REFUSED
 from fourfold.launch.local_workers import JobHung, WorkerFailed
 
 app = typer.Typer(
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     add_completion=False,
     help="Train large language models on a four-dimensional grid of devices.",
@@ -46,6 +49,8 @@ for command in (
     audit,
     evaluate,
     calibrate,
+    tune_matmul,
+    tune,
     import_hf,
     export_hf,
     generate,
@@ -73,9 +78,13 @@ def main() -> None:
         print(f"fourfold: {sentence(error)}", file=sys.stderr)
         sys.exit(REFUSED)
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        if error.errno == errno.ENAMETOOLONG:
+            problem = f"{reprlib.repr(error.filename)} is too long for the name of a file"
+        elif isinstance(error, PermissionError) and error.filename is not None:
+            problem = f"cannot open {error.filename}: {error.strerror}"
+        else:
             raise
-        print(f"fourfold: {reprlib.repr(error.filename)} is too long for the name of a file", file=sys.stderr)
+        print(f"fourfold: {problem}", file=sys.stderr)
         sys.exit(REFUSED)
     except JobHung as error:
         print(f"fourfold: {error}", file=sys.stderr)

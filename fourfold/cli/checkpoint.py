@@ -21,7 +21,7 @@ def verify(folder: Annotated[Path, typer.Argument(help="A checkpoint, a folder o
 
     found = checkpoints_at(folder)
     if not found:
-        raise UserError(f"{folder} is no checkpoint (a folder with {STATE_FILE}), and has none")
+        raise UserError(f"{folder} is not a checkpoint (a folder with {STATE_FILE}), and contains none")
     damaged = 0
     for path in found:
         try:

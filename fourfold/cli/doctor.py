@@ -20,8 +20,8 @@ def doctor(
     """Examine this machine before a run: versions, devices, links, limits, ports, disk, and an all-reduce.
 
     Each finding is one line: ok, a warning, or an error, with what to do. Exit code 1 when there is an error. It takes
-    a minute or two. Started with srun or torchrun, the all-reduce goes over all processes, and of the other machines
-    the warnings and errors are shown; with --json every machine prints a line.
+    a minute or two. Under srun or torchrun the all-reduce includes all processes, and other machines show only their
+    warnings and errors; with --json every machine prints one line.
     """
     import os
     import socket

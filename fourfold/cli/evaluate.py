@@ -7,16 +7,16 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import AsJson, Overrides, show
+from fourfold.cli.options import AsJson, Overrides, TaskFolder, TaskLimit, show
 
 
 def evaluate(
     model: Annotated[str, typer.Option(metavar="CHECKPOINT|RUN|HF", help="The model to evaluate.", show_default=False)],
     text: Annotated[list[Path], typer.Option(metavar="FILE", help="A text to predict; repeatable.")] = [],  # noqa: B006
     tasks: Annotated[str, typer.Option(metavar="NAMES", help="Tasks of lm-eval, separated by commas.")] = "",
-    include_path: Annotated[Path | None, typer.Option(help="A folder of your own tasks.")] = None,
+    include_path: TaskFolder = None,
     num_fewshot: Annotated[int | None, typer.Option(help="Examples in a task's prompt. Default: the task's.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Documents per task. Default: all.")] = None,
+    limit: TaskLimit = None,
     overlap: Annotated[int, typer.Option(help="Tokens that each window repeats from the one before.")] = 1,
     context: Annotated[
         int | None,

@@ -15,10 +15,14 @@ def export_hf(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     dtype: Annotated[
         StoredDtype,
-        typer.Option(help="Type of the weights; auto: that of the model the run began with, else as stored."),
+        typer.Option(help="Type of the weights; auto: the original model's, else as stored."),
     ] = "auto",
     model_type: Annotated[
-        str | None, typer.Option(metavar="FAMILY", help="llama, mistral, qwen2, qwen3, phi3 or gpt2, if it matters.")
+        str | None,
+        typer.Option(
+            metavar="FAMILY",
+            help="Which of the families that compute the same: mistral for a Llama without biases, for example.",
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="PATH", help="A tokenizer.json. Default: the original's, or the corpus's.")
@@ -31,6 +35,7 @@ def export_hf(
     With config.json, generation_config.json and the tokenizer; one tensor is in memory at a time. A run with LoRA
     becomes an adapter that peft opens.
     """
+    from fourfold.data.transformers_tokenizer import NO_CORPORA
     from fourfold.huggingface.export_model import export_huggingface
     from fourfold.reports.terminal import print_transferred
 
@@ -38,7 +43,5 @@ def export_hf(
     show(transferred.record(), as_json, print_transferred)
     if not transferred.has_tokenizer:
         typer.echo(
-            f"warning: {out} has no tokenizer: the corpora of the run file, whose paths begin at the folder in which "
-            "training was started, were not found; export from there, or give --tokenizer PATH",
-            err=True,
+            f"warning: {out} has no tokenizer: {NO_CORPORA}; export from there, or give --tokenizer PATH", err=True
         )

@@ -17,8 +17,8 @@ def import_hf(
 ) -> None:
     """Write a Hugging Face model as a checkpoint that any grid reads.
 
-    Weights keep their type, and one is in memory at a time. A run begins with the result by checkpoint.resume, and
-    without it by model.from_hf.
+    Weights keep their type; only one is in memory at a time. Name the result in checkpoint.resume to start a run from
+    it. No import is needed to start from model.from_hf.
     """
     from fourfold.huggingface.import_model import import_huggingface
     from fourfold.reports.terminal import print_transferred

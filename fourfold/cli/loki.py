@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fourfold.cli import loki_options as options
-from fourfold.cli.options import AsJson, show
+from fourfold.cli.options import AsJson, TaskFolder, TaskLimit, show
 from fourfold.errors import UserError
 
 if TYPE_CHECKING:
@@ -92,17 +92,17 @@ def evaluate(
     tasks: Annotated[
         str, typer.Option(metavar="gsm8k,…", help="Tasks of lm-eval, to run with full attention and with Loki.")
     ] = "",
-    limit: Annotated[int | None, typer.Option(help="Documents per task.")] = None,
-    include_path: Annotated[Path | None, typer.Option(help="A folder of your own tasks.")] = None,
+    limit: TaskLimit = None,
+    include_path: TaskFolder = None,
     tokenizer: options.TokenizerName = None,
     dtype: options.DtypeName = "auto",
     device: options.DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what Loki loses on a text: recall of the best keys, captured attention, perplexity.
+    """Measure the quality that Loki loses on a text: recall of the best keys, captured attention, perplexity.
 
     It is compared with full attention, with the exact best keys (no ranking can do better), and with random directions
-    (the control). --tasks also runs tasks of lm-eval, of which those that generate exercise decoding.
+    (the control). --tasks also runs tasks of lm-eval; those that generate text exercise decoding.
 
     Example: fourfold loki evaluate --model exported --basis basis.safetensors --text held_out.txt --loki d=32
     """
@@ -129,7 +129,7 @@ def evaluate(
 
 
 def _open(
-    names: tuple[str, str],
+    names: tuple[str, str | None],
     tokenizer: str | None,
     dtype: str,
     device: str | None,

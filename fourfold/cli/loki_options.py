@@ -19,7 +19,7 @@ ModelName = Annotated[
     str, typer.Option("--model", metavar="DIR|ID|RUN", help="A Hugging Face model, or a run or checkpoint of fourfold.")
 ]
 TokenizerName = Annotated[str | None, typer.Option(metavar="DIR|ID|bytes", help="Default: the model's own.")]
-DtypeName = Annotated[StoredDtype, typer.Option(help="Type of the weights; auto: that of the stored ones.")]
+DtypeName = Annotated[StoredDtype, typer.Option(help="Type of the weights; auto: as stored.")]
 DeviceName = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")]
 BasisFile = Annotated[
     Path | None, typer.Option(metavar="BASIS.safetensors", help="The file that `fourfold loki calibrate` wrote.")

@@ -18,8 +18,8 @@ def masks(
 ) -> None:
     """Show which tokens a run's masks leave out, on its own data, before training.
 
-    Prints training sequences that show which tokens are trained, the share of these, the longest passage without a gap,
-    and how much of a document a model could repeat at most.
+    Prints training sequences with their trained tokens marked, the share of tokens that are trained, the longest
+    passage without a gap, and how much of a document a model could repeat at most.
     """
     from fourfold.memorization.goldfish_laws import expected_extraction
     from fourfold.reports.terminal import masks_view

@@ -14,8 +14,10 @@ Overrides = Annotated[
     list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key of the run file; repeatable.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+TaskLimit = Annotated[int | None, typer.Option("--limit", help="Documents per task. Default: all.")]
+TaskFolder = Annotated[Path | None, typer.Option("--include-path", help="A folder of your own tasks.")]
 StoredDtype = Literal["auto", "fp32", "bf16", "fp16"]
-"""Type of a model's weights; auto is that of the stored ones."""
+"""Type of a model's weights; auto: as stored."""
 
 
 def show(record: dict[str, Any] | None, as_json: bool, tables: Callable[[dict[str, Any]], object]) -> None:

@@ -14,7 +14,7 @@ def parity(
     steps: Annotated[int, typer.Option(min=1, help="Training steps to compare.")] = 3,
     against: Annotated[
         Literal["plain", "transformers"],
-        typer.Option(help="Model of the reference: ours in plain PyTorch, or that of the transformers library."),
+        typer.Option(help="The reference model: fourfold's own in plain PyTorch, or the transformers library's."),
     ] = "plain",
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)

@@ -50,7 +50,8 @@ Limit = Annotated[
         "--limit",
         metavar="NAME=VALUE|AXIS<=N",
         help="Search fewer layouts, such as pp=1, x<=8 or recompute=full; repeatable. Axes: x, y, z, dp, cp, pp. "
-        "Sizes: micro_batch. zero: 0, 1, 2, 3. recompute: none, selective, full. interleave: 1, 2, 3, 4, 6, 8. "
+        "Sizes: micro_batch. batch_parts: 1, 2, 4. zero: 0, 1, 2, 3. recompute: none, selective, full. "
+        "interleave: 1, 2, 3, 4, 6, 8. "
         "cp_method: ring, ulysses. schedule: 1F1B, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, and, "
         "searched only if named, GPipe, LoopedBFS, DualPipeV.",
     ),

@@ -19,7 +19,7 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="INPUTS...",
-            help="Files (.txt, .jsonl, either also as .gz, .parquet), folders or globs of them, or python-stdlib.",
+            help="Files (.txt, .txt.gz, .jsonl, .jsonl.gz, .parquet), folders or globs of them, or python-stdlib.",
             show_default=False,
         ),
     ],
@@ -35,7 +35,7 @@ def prepare(
         Literal["text", "sft"], typer.Option(help="sft: rows of messages, or of prompt and completion.")
     ] = "text",
     chat_template: Annotated[
-        Path | None, typer.Option(help="With --format sft: a Jinja file. Default: that of the tokenizer's folder.")
+        Path | None, typer.Option(help="A Jinja file, for --format sft. Default: the one in the tokenizer's folder.")
     ] = None,
     text_key: Annotated[str, typer.Option(help="The key, or column, that holds the text.")] = "text",
     encoding: Annotated[str, typer.Option(help="Encoding of .txt files, such as latin-1 or utf-16.")] = "utf-8",
@@ -49,20 +49,21 @@ def prepare(
         int | None, typer.Option(help="Documents to plant for each number of --repeats, as an audit's probes.")
     ] = None,
     repeats: Annotated[
-        str, typer.Option(help="Numbers of times that canaries are planted; those of 0 are the control.")
+        str, typer.Option(help="How many times canaries are planted; those planted 0 times are the control.")
     ] = "0,1,4,16",
     canary_tokens: Annotated[int, typer.Option(help="Tokens of a canary.")] = 100,
-    canary_noise: Annotated[float, typer.Option(help="Share of tokens that each copy has replaced at random.")] = 0.0,
-    canary_shift: Annotated[int, typer.Option(help="Each copy begins up to this many tokens late.")] = 0,
+    canary_noise: Annotated[float, typer.Option(help="Share of each copy's tokens that are replaced at random.")] = 0.0,
+    canary_shift: Annotated[int, typer.Option(help="Cut up to this many tokens off the start of each copy.")] = 0,
     canaries_from: Annotated[
-        str | None, typer.Option(metavar="FILE.jsonl|random", help="Their texts. Default: taken out of the input.")
+        str | None,
+        typer.Option(metavar="FILE.jsonl|random", help="Texts of the canaries. Default: taken from the input."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Build the corpus again, even if it is complete.")] = False,
 ) -> None:
     """Tokenize text into a corpus to train on.
 
     Writes Megatron-LM's indexed format (OUT.bin, OUT.idx) and OUT.json, which describes it; the tokenizer is
-    kept beside it as OUT-tokenizer.json. When an interrupted preparation is started again, it continues.
+    kept beside it as OUT-tokenizer.json. An interrupted preparation continues when it is started again.
 
     With --canaries, documents are planted a known number of times at random places, and OUT-canaries.jsonl lists them
     for `fourfold audit`.

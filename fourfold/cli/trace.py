@@ -15,18 +15,28 @@ def trace(
     whole: Annotated[
         bool, typer.Option(help="Run every layer and micro-batch instead of continuing from a few (slow).")
     ] = False,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE.toml",
+            help="Print seconds too, on a machine that comes with fourfold or that a machine file describes.",
+        ),
+    ] = None,
     overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
 ) -> None:
     """Show what one rank holds and sends in a training step, at any number of processes, on this machine.
 
-    The real step runs in one process without data. Bytes of a collective are those of its full tensor: gathered, or
-    before the reduction.
+    The real step runs in one process without data. The bytes of a collective are the size of its full tensor: after a
+    gather, or before a reduction. With a machine, seconds are those of the planner's terms: of each collective alone,
+    and exposed, where the products that run beside it take less time.
     """
+    from fourfold.planning.machines.machine import load_machine
     from fourfold.run_file.load import load_run
 
     run = load_run(run_file, overrides)
+    where = None if machine is None else load_machine(machine)
     from fourfold.reports.terminal import trace_tables
     from fourfold.verification.trace import trace as trace_run  # brings torch, which no mistake should wait for
 
-    report = trace_run(run, whole)
+    report = trace_run(run, whole, where)
     show(report.record(), as_json, lambda _: trace_tables(report))

@@ -30,7 +30,7 @@ def train(
 
     Starts one local process for each place of the grid, or joins those that torchrun or srun has started. Ctrl-C,
     SIGTERM, SIGHUP and SIGUSR1 save a checkpoint and stop with exit code 3; a second one does not wait (130, 143). A
-    job that hangs ends with 4. Local processes that crash or hang are started again, as [fault_tolerance] says.
+    job that hangs ends with 4. Local processes that crash or hang are restarted, as set in [fault_tolerance].
     """
     from fourfold import jobs
     from fourfold.environment import read_environment

@@ -37,5 +37,5 @@ class FaultToleranceConfig(Strict):
 
     @property
     def group_timeout(self) -> timedelta:
-        """Timeout of collectives: longer than the watchdog's, which can say more than they."""
+        """Timeout of collectives: longer than the watchdog's, whose report says more."""
         return timedelta(seconds=1.2 * self.timeout + 60 if self.timeout else 600)

@@ -1,8 +1,8 @@
-"""Checks a run's layout, and tells how it divides the attention."""
+"""Checks a run's layout, and determines how it divides the attention."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fourfold.config.legality import RULES, Sizes
 from fourfold.config.run import RunConfig
@@ -15,12 +15,46 @@ CHUNK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
 """Logits that one rank makes at once: as many as fit a CPU's cache; enough rows for a GPU's matrix units."""
 
 
+class ProductSizes(NamedTuple):
+    """Sizes of the products of one linear layer on one rank."""
+
+    tokens: int
+    """Rows of its input, which it multiplies at once."""
+    outputs: int
+    inputs: int
+
+
+def product_sizes(run: RunConfig) -> dict[str, ProductSizes]:
+    """The sizes of the linear layers of a block, by name."""
+    model, grid, training = run.model, run.parallel, run.training
+    parts = run.overlap.batch_parts if grid.x * grid.y > 1 else 1
+    tokens = training.micro_batch_size * training.seq_length // grid.cp // parts
+    hidden, inner = model.hidden_size, model.intermediate_size
+    queries, keys = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
+    from_residual = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "up_proj": inner}
+    if model.gated_mlp:
+        from_residual["gate_proj"] = inner
+    sizes = {name: ProductSizes(tokens, out // grid.x, hidden // grid.y) for name, out in from_residual.items()}
+    for name, features in (("o_proj", queries), ("down_proj", inner)):
+        sizes[name] = ProductSizes(tokens, hidden // grid.y, features // grid.x)
+    return sizes
+
+
 def check_layout(run: RunConfig) -> None:
     """Raise ``UserError`` when the model, the batch or the sequence cannot be divided over the grid."""
     sizes = Sizes.of(run)
     for rule in RULES:
         if rule.broken(sizes):
             raise UserError(rule.sentence(run, sizes))
+    training, grid = run.training, run.parallel
+    if training.tuned_products != "off":
+        if training.float8 != "none":
+            raise UserError("training.float8 lays out products itself; set training.tuned_products = 'off'")
+        if training.compile and grid.x * grid.y * grid.cp == 1:
+            raise UserError(
+                "training.compile lays out the products of whole blocks itself, where x, y and cp are 1; set "
+                "training.tuned_products = 'off', or compile = false"
+            )
 
 
 def attention_split(run: RunConfig) -> AttentionSplit:

@@ -47,6 +47,7 @@ class Sizes:
     zero: Number
     micro_batch: Number
     batch_parts: Number
+    shards_per_node: Number
     stages: Number
     in_rounds: Number
     """A pipeline with one of the schedules ``IN_ROUNDS``."""
@@ -75,6 +76,7 @@ class Sizes:
             **{axis: getattr(grid, axis) for axis in ("x", "y", "z", "dp", "cp", "pp", "zero")},
             micro_batch=training.micro_batch_size,
             batch_parts=run.overlap.batch_parts,
+            shards_per_node=run.overlap.shards_per_node,
             stages=grid.pp * stages_per_rank(grid),
             in_rounds=grid.pp > 1 and grid.schedule in IN_ROUNDS,
             split_backward=grid.pp > 1 and grid.schedule in SPLIT_BACKWARD,
@@ -139,8 +141,17 @@ class Sizes:
 
     @property
     def uneven_heads(self) -> Number:
-        """True where these ranks cannot all have equally many whole heads of queries and of keys."""
+        """True where these ranks cannot all have the same number of whole heads of queries and of keys."""
         return (self.heads % self.head_ranks != 0) | (self.kv_heads % self.head_ranks != 0)
+
+    @property
+    def uneven_nodes(self) -> Number:
+        """True where shard groups do not consist of whole nodes, nor whole nodes of shard groups."""
+        over_z, over_all = self.zero < 3, self.zero > 0
+        everyone = self.dp * self.cp * self.z
+        return (over_z & _is_uneven(self.z, self.shards_per_node)) | (
+            over_all & _is_uneven(everyone, self.shards_per_node)
+        )
 
     @property
     def float8_sizes(self) -> dict[str, Number]:
@@ -181,7 +192,7 @@ class Divides:
     key: str
     """Name in the run file."""
     unit: str = ""
-    """Name in ``Sizes`` of what the number is a multiple of in any case."""
+    """Name in ``Sizes`` of the unit, of which the number is always a multiple."""
     unit_key: str = ""
     """Name in the run file of the unit, where that is what a user sets and the number follows."""
 
@@ -278,6 +289,15 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
+        "shards_per_node and the ranks of a shard group do not divide each other",
+        lambda s: s.uneven_nodes,
+        lambda run, s: (
+            f"overlap.shards_per_node = {s.shards_per_node} and the ranks of a shard group (z = {s.z}"
+            + (f", dp·cp·z = {s.dp * s.cp * s.z}" if s.zero else "")
+            + ") must divide each other, so that all nodes have as many of them; shards_per_node = 1 works"
+        ),
+    ),
+    Rule(
         "z · dp · micro_batch_size does not divide the global batch",
         lambda s: s.batch % s.at_once != 0,
         lambda run, s: (
@@ -357,6 +377,10 @@ RULES: tuple[Divides | Rule, ...] = (
     ),
 )
 """A layout is refused for the first rule that it breaks."""
+
+
+def _is_uneven(ranks: Number, per_node: Number) -> Number:
+    return (ranks % per_node != 0) & (per_node % ranks != 0)
 
 
 def _is_split(counts: tuple[int, ...], stages: int, layers: int) -> bool:

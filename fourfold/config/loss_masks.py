@@ -43,7 +43,7 @@ class GoldfishConfig(Strict):
 
 
 class ResponsesConfig(Strict):
-    """Fine-tuning on responses: only tokens between the markers are trained on, and the closing marker.
+    """Fine-tuning on responses: only the tokens between the markers, and the closing marker, are trained on.
 
     A response lasts until the closing marker or the end of its document. One whose opening marker is before the
     sequence is left out.

@@ -16,7 +16,7 @@ IGNORE_INDEX = -100
 MOST_LAYERS = 100_000
 
 MOST_PARAMETERS = 2**58
-"""More have no size in bytes in 64 bits."""
+"""With more parameters, sizes in bytes overflow 64 bits."""
 
 UNSET = 0
 """Default of a size that ``ModelConfig`` derives from the others."""

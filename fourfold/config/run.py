@@ -83,8 +83,7 @@ class ParallelConfig(Strict):
     cp: AxisSize = Field(1, description="Splits the sequence (context parallel).")
     pp: AxisSize = Field(1, description="Splits the layers (pipeline parallel).")
     zero: Literal[0, 1, 2, 3] = Field(
-        0,
-        description="Also sharded over dp·cp: 1 optimizer states, 2 also gradients, 3 also parameters.",
+        0, description="Also sharded over dp·cp: 1 optimizer states, 2 also gradients, 3 also parameters."
     )
 
     cp_method: Literal["auto", "ring", "ulysses"] = Field(
@@ -97,9 +96,7 @@ class ParallelConfig(Strict):
         2, ge=2, description="Stages of one rank of pp in the interleaved schedules; the V-shaped have 2, the others 1."
     )
     layers_per_stage: tuple[int, ...] | None = Field(
-        None,
-        strict=False,
-        description="Layers of each stage, first to last. Default: balanced, counting embedding and head.",
+        None, strict=False, description="Layers of each stage. Default: balanced, counting embedding and head."
     )
 
     @property
@@ -131,6 +128,12 @@ class OverlapConfig(Strict):
     weight_prefetch: int = Field(
         1, ge=0, description="OAG: layers whose weights are gathered ahead of use; 0 gathers them when they are needed."
     )
+    shards_per_node: int = Field(
+        1,
+        ge=1,
+        description="Ranks of a shard group (z; with parallel.zero dp·cp·z) in a node: its GPUs / (x·y). More than 1: "
+        "weights are gathered, and gradients summed, inside nodes and across them, not in one ring over all.",
+    )
 
 
 class TrainingConfig(Strict):
@@ -151,6 +154,11 @@ class TrainingConfig(Strict):
         "none",
         description="Matrix products of the blocks in 8-bit floats, by torchao's recipe of that name; with "
         "precision = 'bf16', on a GPU that has them.",
+    )
+    tuned_products: Literal["off", "cached", "measured"] = Field(
+        "off",
+        description="Memory layouts of the blocks' matrix products. cached: those that `fourfold tune-matmul` found to "
+        "be faster on this machine; measured: it also runs at the start, for sizes that it has not measured.",
     )
     compile: bool = Field(False, description="torch.compile each block.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seeds the weights and the order of the samples.")
@@ -303,7 +311,7 @@ class ValidationConfig(Strict):
 
 
 class AuditConfig(Strict):
-    """An audit of canaries while the model trains, into memorization.jsonl; `fourfold audit` says more."""
+    """Audits of canaries during training, written to memorization.jsonl; `fourfold audit` measures more."""
 
     interval: int = Field(0, ge=0, description="Steps between audits; 0 never audits. The last step is audited too.")
     documents: PathText | None = Field(None, description="Ledger of canaries, or any documents: a .jsonl file.")

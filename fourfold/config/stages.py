@@ -63,7 +63,7 @@ def balanced(layers: int, stages: int, first: float, last: float) -> tuple[int, 
     work[0] += first
     work[-1] += last
     for _ in range(layers - stages):
-        # The least loaded, and of equals the one in the middle: the ends hold the embedding and the head.
+        # The least loaded; among equals the one in the middle, since the ends hold the embedding and the head.
         at = min(range(stages), key=lambda i: (work[i], abs(2 * i - stages + 1)))
         counts[at] += 1
         work[at] += 1.0

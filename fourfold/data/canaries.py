@@ -43,9 +43,9 @@ class Canaries:
     length: int = 100
     """Tokens of each."""
     noise: float = 0.0
-    """The share of tokens that each copy has replaced at random (near-duplicates)."""
+    """The share of each copy's tokens that are replaced at random (near-duplicates)."""
     shift: int = 0
-    """The most tokens by which a copy begins late."""
+    """The most tokens that are cut off the start of a copy."""
     source: str | None = None
     """None takes documents out of the corpus, "random" makes sequences of random tokens, else a .jsonl file."""
     seed: int = 0
@@ -74,7 +74,7 @@ def ledger_path(prefix: str | Path) -> Path:
 def copy_of(
     tokens: NDArray[np.int64], canary: int, copy: int, canaries: Canaries, tokenizer: Vocabulary
 ) -> NDArray[np.int64]:
-    """Return a copy of a canary as it is planted: a pure function of the canary's and the copy's number.
+    """Return a copy of a canary as it is planted: a pure function of the numbers of the canary and the copy.
 
     Where the noise would put a special token, which might end the document, the canary's own token stays.
     """
@@ -140,10 +140,10 @@ class Pieces:
 
 
 def plant(split: Split, canaries: Canaries, tokenizer: Tokenizer, text_key: str, ledger: Path) -> Split:
-    """Write the corpus of `split` again, beside it, with the canaries at random places between pieces of it.
+    """Rewrite the corpus of `split`, beside it, with the canaries at random places between its pieces.
 
     A piece is a document; a corpus of too few documents, such as books, is cut into passages. Pieces that become
-    canaries are taken out, so that a canary of 0 repeats is nowhere. Writes the ledger.
+    canaries are taken out, so that a canary with 0 repeats occurs nowhere. Writes the ledger.
     Raises UserError when the source has too little text.
     """
     corpus = IndexedDataset(split.prefix)

@@ -57,7 +57,7 @@ class Samples(Protocol):
 
 class TokenWindows:
     """One corpus as windows of `seq_length` + 1 tokens: window i starts at token i·seq_length, so that neighbors
-    share one token and every token but the first is predicted once. A rest shorter than a window is left out.
+    share one token and every token but the first is predicted once. A remainder shorter than a window is left out.
 
     Sample n is a window: epoch n // len(self) visits all of them in an order of its own, drawn from `seed`. `look_back`
     tokens before each are read too, for masks.

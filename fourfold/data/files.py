@@ -18,7 +18,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def is_file_name(name: str) -> bool:
-    """True for what can be the name of a file in a folder, and is no path."""
+    """True for the name of a file in a folder, as opposed to a path."""
     return name not in ("", ".", "..") and Path(name).name == name and "\0" not in name and len(os.fsencode(name)) < 256
 
 
@@ -62,9 +62,9 @@ def swap_in(partial: Path, folder: Path) -> None:
 
 
 def flush(folder: Path) -> None:
-    """Have the disk keep a folder's list of names, and the content of its small files, whatever fails from here on.
+    """Flush a folder's directory entries, and the content of its small files, to the disk.
 
-    Files of tensors are flushed by who writes them.
+    Tensor files are flushed when they are written.
     """
     for path in (*folder.glob("*.json"), folder):
         descriptor = os.open(path, os.O_RDONLY)

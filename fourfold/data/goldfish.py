@@ -70,7 +70,7 @@ def goldfish_mask(
 
 
 def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]:
-    """Return [samples, S], True where a target is left out, which the h tokens before it in its document decide.
+    """Return [samples, S], True where a target is left out; the h tokens before it in its document decide.
 
     The key is a dot product with odd 64-bit coefficients, which no two orders of the same tokens share, mixed and
     compared with 2^64/k; so a mask for 2k is part of the one for k. The first h tokens of a document are kept, and

@@ -73,7 +73,8 @@ class IndexedDataset:
         self._bin = bin_path(prefix)
         for path in (self._idx, self._bin):
             if not path.is_file():
-                raise UserError(f"{path} does not exist; `fourfold prepare INPUTS --out {prefix}` makes it")
+                where = "" if path.is_absolute() else f" in {Path.cwd()}, where the paths of corpora begin"
+                raise UserError(f"{path} does not exist{where}; `fourfold prepare INPUTS --out {prefix}` makes it")
         self._map_index()
         self._bin_bytes = self._bin.stat().st_size
         self._check_documents()

@@ -29,7 +29,7 @@ def document_boundary(windows: Windows) -> NDArray[np.bool_]:
 
 
 def answers_only(windows: Windows) -> NDArray[np.bool_]:
-    """Train the assistant's part of a conversation, and all of a text."""
+    """Keep the assistant's turns of a conversation, and all of a plain text."""
     if windows.answers is None:
         return np.ones(windows.tokens[:, 1:].shape, dtype=bool)
     return windows.answers[:, 1:]

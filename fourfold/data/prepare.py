@@ -91,9 +91,9 @@ def prepare(
     """
     began = time.monotonic()
     encoding = text_encoding(encoding)
-    request = _check_request(
-        inputs, tokenizer, train_tokenizer_vocab, workers, text_key, validation_fraction, seed, canaries, encoding
-    )
+    identity = _checked(tokenizer, train_tokenizer_vocab, workers, validation_fraction, canaries)
+    names = [str(item) for item in inputs]
+    request = _Request(names, list_inputs(names), text_key, identity, validation_fraction, seed, canaries, encoding)
     prefix = Path(output_prefix)
     if not force and (finished := _finished(prefix, request)) is not None:
         return PrepareSummary(*finished, _files(prefix, *finished, canaries), time.monotonic() - began, reused=True)
@@ -121,34 +121,29 @@ def prepare(
     return PrepareSummary(*made, _files(prefix, *made, canaries), time.monotonic() - began, reused=False)
 
 
-def _check_request(
-    inputs: Iterable[str | Path],
+def _checked(
     tokenizer: str | Path | None,
-    train_tokenizer_vocab: int | None,
+    train_vocab: int | None,
     workers: int | None,
-    text_key: str,
-    validation_fraction: float,
-    seed: int,
+    fraction: float,
     canaries: Canaries | None,
-    encoding: str,
-) -> _Request:
-    if (tokenizer is None) == (train_tokenizer_vocab is None):
+) -> str:
+    """Raise UserError for options that cannot work; the fingerprint of the tokenizer, or what to train."""
+    if (tokenizer is None) == (train_vocab is None):
         raise UserError(
             "choose one tokenizer: --tokenizer bytes, --tokenizer PATH of a tokenizer.json, or --train-tokenizer VOCAB"
         )
     if workers is not None and workers < 1:
-        raise UserError(f"workers is {workers}; at least 1 process is needed")
-    check_fraction(validation_fraction)
+        raise UserError(f"--workers {workers}: at least 1 process is needed")
+    check_fraction(fraction)
     if canaries is not None:
         canaries.check()
-    identity = f"train {train_tokenizer_vocab}" if tokenizer is None else load_tokenizer(tokenizer).fingerprint
-    names = [str(item) for item in inputs]
-    return _Request(names, list_inputs(names), text_key, identity, validation_fraction, seed, canaries, encoding)
+    return f"train {train_vocab}" if tokenizer is None else load_tokenizer(tokenizer).fingerprint
 
 
 def check_fraction(validation_fraction: float) -> None:
     if not 0 <= validation_fraction < 1:
-        raise UserError(f"validation_fraction is {validation_fraction}; it must be at least 0 and below 1")
+        raise UserError(f"--validation-fraction {validation_fraction} must be at least 0 and below 1")
 
 
 def _finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | None] | None:
@@ -173,6 +168,8 @@ def _finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest | Non
 @contextmanager
 def unfinished(prefix: Path) -> Iterator[Path]:
     """Yield the locked folder of unfinished parts, which is removed when nothing is left in it."""
+    if prefix.name in ("", ".."):
+        raise UserError(f"--out {prefix} is a folder; name the corpus in it, such as {prefix / 'corpus'}")
     parts = Path(f"{prefix}.parts")
     try:
         parts.mkdir(parents=True, exist_ok=True)
@@ -229,8 +226,8 @@ def _check_filled(splits: dict[str, Split], request: _Request) -> None:
     for name, split in splits.items():
         if split.documents == 0:
             raise UserError(
-                f"{', '.join(request.inputs)}: validation_fraction {request.validation_fraction} leaves none for "
-                f"{name} (documents: {documents}); choose another fraction or seed, or add documents"
+                f"{', '.join(request.inputs)}: --validation-fraction {request.validation_fraction} leaves none "
+                f"for {name} (documents: {documents}); choose another fraction, or add documents"
             )
 
 

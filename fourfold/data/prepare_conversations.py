@@ -65,7 +65,7 @@ def prepare_conversations(
             for name, split in splits.items():
                 if split.documents == 0:
                     raise UserError(f"{', '.join(names)}: there is no conversation for {name}")
-            # An earlier corpus of that name is given up now, and not before every row has been read.
+            # An earlier corpus of that name is given up only after every row has been read.
             for target in (prefix, validation_prefix(prefix)):
                 manifest_path(target).unlink(missing_ok=True)
         train, validation = write_manifests(

@@ -11,7 +11,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def show_progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress of a task over `total` bytes; yields the function that reports so many more as done."""
+    """Show the progress of a task over `total` bytes; yields a function that adds to the bytes done."""
     if sys.stderr.isatty():
         with _terminal_bar(name, total) as advance:
             yield advance

@@ -47,7 +47,7 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """The name of the result: equal exactly if tokenizer and input (by size and time of change) are equal."""
+        """The name of the result: equal exactly if tokenizer and input (by size and modification time) are equal."""
         encoding = [] if self.encoding == UTF_8 else [self.encoding]
         return digest([[asdict(piece) for piece in self.pieces], self.text_key, self.fingerprint, *encoding])
 

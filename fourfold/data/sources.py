@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file as it was found: its absolute path, and size and time of change to notice another content."""
+    """A file as it was found: its absolute path, with size and modification time to notice a change."""
 
     path: str
     size: int
@@ -54,12 +54,6 @@ def list_inputs(inputs: Iterable[str | Path]) -> list[InputFile]:
         status = path.stat()
         files.append(InputFile(str(path.resolve()), status.st_size, status.st_mtime_ns))
     return files
-
-
-def iter_documents(inputs: Iterable[str | Path], text_key: str = "text") -> Iterator[str]:
-    """Yield every document of `inputs` in order, as `list_inputs` and `read_documents` find them."""
-    for file in list_inputs(inputs):
-        yield from read_documents(file.path, text_key)
 
 
 def text_encoding(name: str) -> str:
@@ -142,7 +136,7 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _reader(path: Path, text_key: str, start: int, stop: int | None, encoding: str) -> Iterator[str | None]:
@@ -231,10 +225,10 @@ def _text(line: bytes, key: str) -> str | None:
     """Return the text in one JSON line; raises ValueError for an invalid one."""
     row = _row(line, f' with "{key}"')
     if key not in row:
-        raise ValueError(f'no key "{key}" among {", ".join(sorted(row)) or "none"}; choose one with text_key')
+        raise ValueError(f'no key "{key}" among {", ".join(sorted(row)) or "none"}; choose one with --text-key')
     text = row[key]
     if text is not None and not isinstance(text, str):
-        raise ValueError(f'"{key}" holds a {type(text).__name__}, not text; choose another with text_key')
+        raise ValueError(f'"{key}" holds a {type(text).__name__}, not text; choose another with --text-key')
     # JSON may escape half a character ("\\ud800"), which no encoding of Unicode can hold.
     return text and text.encode(errors="replace").decode()
 
@@ -258,10 +252,10 @@ def _read_parquet(path: Path, key: str) -> Iterator[str | None]:
     with _opened_parquet(path) as file:
         names = file.schema_arrow.names
         if key not in names:
-            raise UserError(f'{path} has no column "{key}" among {", ".join(names)}; choose one with text_key')
+            raise UserError(f'{path} has no column "{key}" among {", ".join(names)}; choose one with --text-key')
         kind = file.schema_arrow.field(key).type
         if str(kind) not in ("string", "large_string"):
-            raise UserError(f'{path}: column "{key}" holds {kind}, not text; choose another with text_key')
+            raise UserError(f'{path}: column "{key}" holds {kind}, not text; choose another with --text-key')
         for batch in file.iter_batches(columns=[key]):
             yield from batch.column(0).to_pylist()
 

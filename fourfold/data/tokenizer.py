@@ -117,7 +117,7 @@ class HFTokenizer:
             token = self._tokenizer.token_to_id(name)
             if token is not None:
                 return token
-        raise UserError(f"{self.path} has no token that ends a document: looked for {', '.join(names)}; name one")
+        raise UserError(f"{self.path} has no token that ends a document; add one of {', '.join(names)}")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> HFTokenizer:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
-from fourfold.errors import UserError
+from fourfold.errors import UserError, first_line
 from fourfold.extras import import_extra
 
 
@@ -47,8 +47,15 @@ class TransformersTokenizer:
 AnyTokenizer = Tokenizer | TransformersTokenizer
 
 
-def load_any_tokenizer(name: str) -> AnyTokenizer:
-    """Open the tokenizer of a model's folder or of an id of the Hub, or "bytes"."""
+NO_CORPORA = (
+    "the corpora of the run file, whose paths begin at the folder in which training was started, were not found"
+)
+
+
+def load_any_tokenizer(name: str | None) -> AnyTokenizer:
+    """Open the tokenizer of a model's folder or of an id of the Hub, or "bytes". Raises ``UserError`` for None."""
+    if name is None:
+        raise UserError(f"the model has no tokenizer: {NO_CORPORA}; start there, or name a tokenizer with --tokenizer")
     return ByteTokenizer() if name == "bytes" else TransformersTokenizer(name)
 
 
@@ -69,11 +76,6 @@ def import_transformers() -> Any:
     transformers = import_extra("transformers", "huggingface", "Hugging Face models and chat templates need")
     transformers.utils.logging.disable_progress_bar()
     return transformers
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _no_tokenizer(name: str, reason: str) -> str:

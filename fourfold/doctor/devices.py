@@ -35,7 +35,7 @@ FIELDS = (
     "ecc.errors.uncorrected.volatile.total",
 )
 MOST_USED = 0.1
-"""Share of a GPU's memory above which another program must be holding it."""
+"""Used share of a GPU's memory above which another program must be holding it."""
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 

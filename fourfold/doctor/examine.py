@@ -22,8 +22,8 @@ from fourfold.environment import read_environment
 def examine(folder: Path) -> Iterator[Finding]:
     """Findings, in order, as they are made; ``folder``: where runs are written.
 
-    Under torchrun or srun the first process of every machine examines its machine; all take part in the collective
-    test, of which the first process of the job reports.
+    Under torchrun or srun the first process of every machine examines its machine; all processes take part in the
+    collective test, and the first one of the job reports it.
     """
     place = read_environment(os.environ)
     if place is None or place.local_rank == 0:

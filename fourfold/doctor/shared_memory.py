@@ -11,7 +11,7 @@ from fourfold.training.console import format_bytes
 
 FOLDER = Path("/dev/shm")
 LEAST, ENOUGH = 32 * 2**20, 2**30
-"""Below the first NCCL fails between GPUs of one machine; containers often have 64 MiB, which few GPUs fill."""
+"""Below the first, NCCL fails between GPUs of one machine. Containers often have 64 MiB, which a few GPUs fill."""
 ADVICE = "start the container with --shm-size=16g or --ipc=host, or remove old files there"
 
 

@@ -84,8 +84,8 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
 def prefix_token(tokenizer: AnyTokenizer, subject: ScoredModel) -> int:
     """Return the token from which the first token of a text is predicted.
 
-    It is the one that begins texts, or else the one that ends them. A corpus does not record the former, but the model
-    that training began with may.
+    The beginning-of-text token, or else the end-of-text token. A corpus does not record the former, but the original
+    model may.
     """
     begin = tokenizer.bos_id
     source = None if subject.checkpoint is None else source_of(subject.checkpoint)

@@ -27,7 +27,7 @@ ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json
 
 @dataclass(frozen=True)
 class Adapted:
-    """One adapter of peft's for a tensor of theirs, from the adapters (rank r each) of the parameters that it joins.
+    """One peft adapter for a Hugging Face tensor, from the adapters (rank r each) of the parameters that it joins.
 
     Its rank is r times their number: A stacks their A, and B has each part's B in the rows and columns of that part and
     zeros elsewhere. Its product is exactly theirs.

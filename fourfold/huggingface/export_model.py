@@ -117,8 +117,10 @@ def _export_adapter(checkpoint: Path, saved: SavedWeights, out: Path) -> Transfe
 
 
 @contextmanager
-def as_huggingface(name: str) -> Iterator[tuple[str, str]]:
-    """The folders (or ids of the Hub) of a model for transformers and of its tokenizer, which may be "bytes".
+def as_huggingface(name: str) -> Iterator[tuple[str, str | None]]:
+    """The folders (or ids of the Hub) of a model for transformers and of its tokenizer.
+
+    The tokenizer may be "bytes", and is None where the run's corpora are not found.
 
     A checkpoint or run of ours is exported into a temporary folder for as long as the block lasts, in the types in
     which its weights are stored, adapters merged. Raises ``UserError`` where there is no model of that name.
@@ -132,8 +134,10 @@ def as_huggingface(name: str) -> Iterator[tuple[str, str]]:
     with tempfile.TemporaryDirectory(prefix="fourfold-") as temporary:
         folder = Path(temporary) / "model"
         export_huggingface(checkpoint, folder, merge=SavedWeights(checkpoint).state.lora is not None)
-        has_tokenizer = (folder / TOKENIZER_FILE).is_file()
-        yield str(folder), str(folder) if has_tokenizer or _tokenizer_of(checkpoint) is None else "bytes"
+        if (folder / TOKENIZER_FILE).is_file():
+            yield str(folder), str(folder)
+        else:
+            yield str(folder), "bytes" if _tokenizer_of(checkpoint) is not None else None
 
 
 def _joined(weights: SavedWeights | Merged, tensor: TheirTensor, dtype: torch.dtype) -> Tensor:

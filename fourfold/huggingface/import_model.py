@@ -47,7 +47,7 @@ def import_huggingface(name: str, out: Path) -> Transferred:
 
 
 def load_pretrained(job: TrainingState, name: str) -> None:
-    """Fill a job's weights from a Hugging Face model, of which every process reads the slices it holds.
+    """Fill a job's weights from a Hugging Face model; every process reads only the slices that it holds.
 
     LoRA's adapters are initialized as at the start of a run.
     """

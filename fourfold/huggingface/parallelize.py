@@ -134,7 +134,7 @@ class Parallelized(nn.Module):
         """This process's share of a batch that every process has; dp and z share out its first dim."""
         axis = self.grid.batch
         if len(batch) % axis.size:
-            raise UserError(f"a batch of {len(batch)} sequences cannot be shared out over z·dp = {axis.size}")
+            raise UserError(f"a batch of {len(batch)} sequences cannot be divided over z·dp = {axis.size}")
         return batch.chunk(axis.size)[axis.rank]
 
     def count(self, labels: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class Parallelized(nn.Module):
         return [asdict(placed) for placed in self.placed]
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Free gathered weights where no backward will, so that the next forward gathers those that were stepped."""
+        """Free gathered weights where no backward will free them, so that the next forward gathers the updated ones."""
         if not torch.is_grad_enabled():
             self.stage.free_gathered()
 

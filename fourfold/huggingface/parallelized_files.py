@@ -75,7 +75,7 @@ def write_checkpoint(
 
     def prepare() -> None:
         if folder.exists() and not (folder / PROGRESS_FILE).is_file():
-            raise UserError(f"{folder} exists and is no checkpoint of a parallelized model; choose another folder")
+            raise UserError(f"{folder} exists and is not a checkpoint of a parallelized model; choose another folder")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         (partial / PROGRESS_FILE).write_text(json.dumps(numbers) + "\n")
@@ -97,7 +97,7 @@ def read_numbers(folder: Path, with_optimizer: bool) -> Numbers:
     try:
         numbers: Numbers = parse_json((folder / PROGRESS_FILE).read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is no checkpoint of a parallelized model: {error}") from None
+        raise UserError(f"{folder} is not a checkpoint of a parallelized model: {error}") from None
     if with_optimizer and not numbers:
         raise UserError(f"{folder} was saved without an optimizer; load it without one, to begin with a new one")
     return numbers

@@ -19,7 +19,7 @@ from fourfold.huggingface.model_folder import GENERATION_FILE, PATTERNS, TOKENIZ
 
 
 def check_same_tokenizer(name: str, tokenizer: AnyTokenizer | None) -> None:
-    """Raise ``UserError`` when a corpus was made with another vocabulary than that of the model ``name``.
+    """Raise ``UserError`` when a corpus was made with a vocabulary other than the model's, ``name``.
 
     Nothing is checked where the corpus or the model names no tokenizer.
     """

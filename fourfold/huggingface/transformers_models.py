@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from fourfold.data.transformers_tokenizer import first_line, import_transformers
-from fourfold.errors import UserError
+from fourfold.data.transformers_tokenizer import import_transformers
+from fourfold.errors import UserError, first_line
 from fourfold.models.dtypes import DTYPES
 
 

@@ -34,18 +34,18 @@ def run_on_grid(
 ) -> Any:
     """Call ``function(place, *args)`` on every process of the job, inside a default process group.
 
-    function: ``"package.module:name"``, a string so that the parent of local workers need not import it. timeout: of
-    waiting for another process. heeds_stop_signals: the function enters ``stop_request``, until which the signals are
-    held back. restarts: the times that local workers were started before.
-    Returns the result of this process's call, or of rank 0's where the workers were started here.
-    Raises UserError for a launcher that does not fit, or when a worker raises it, and WorkerFailed for a defect.
+    function: ``"package.module:name"``, a string so that the parent of local workers need not import it. timeout: for
+    waiting for another process. heeds_stop_signals: the function enters ``stop_request``; the signals are held back
+    until then. restarts: the times that local workers were started before. Returns the result of this process's call,
+    or of rank 0's where the workers were started here. Raises UserError for a launcher that does not fit, or when a
+    worker raises it, and WorkerFailed for a defect.
     """
     place = read_environment(os.environ)
     if place is not None or world_size == 1:
         with held_stop_signals() if heeds_stop_signals else contextlib.nullcontext():
             return _run_here(place, function, args, world_size, wanted_device, timeout)
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
-        meeting_point = Path(folder, "store").as_uri()  # a file: no port that another program could have
+        meeting_point = Path(folder, "store").as_uri()  # a file, since another program could take a port
         task = (meeting_point, function, args, wanted_device, timeout)
         return run_workers(run_in_group, task, world_size, heeds_stop_signals, restarts)
 

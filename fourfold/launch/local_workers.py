@@ -30,7 +30,7 @@ from fourfold.launch.stop_signals import RELAYED_INTERRUPT, leave_terminal
 from fourfold.processes import available_cores, end_with_parent, keep_gloo_local
 
 ECHO_SECONDS = 0.5
-"""Time after a worker's failure without further reports, after which the cause is chosen among the reports."""
+"""Once no report has followed a worker's failure for this long, the cause is chosen among the reports."""
 
 RELAYED = {
     signal.SIGTERM: signal.SIGTERM,
@@ -38,7 +38,7 @@ RELAYED = {
     signal.SIGHUP: signal.SIGHUP,
     signal.SIGINT: RELAYED_INTERRUPT,
 }
-"""Signals that this process receives, and those that it sends to the workers for them."""
+"""Signals that this process receives, and the ones that it sends to the workers instead."""
 
 
 class WorkerFailed(RuntimeError):
@@ -54,7 +54,7 @@ class Report:
     value: Any
     """Its return value, the sentence of its UserError, its exit code, or its traceback."""
     time: float = field(default_factory=time.monotonic)
-    """When, by the clock that the processes of a machine share."""
+    """Its time, by the clock that the processes of a machine share."""
 
 
 class JobHung(WorkerFailed):
@@ -126,7 +126,7 @@ def _start(
 
 def _work(place: Place, task: bytes, sender: Connection, heeds_stop_signals: bool) -> None:
     """Run the task and report. It is unpickled here, because that may import torch."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers by way of their parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers through their parent
     if not heeds_stop_signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*RELAYED, *RELAYED.values()})
     end_with_parent()
@@ -240,7 +240,7 @@ def _interrupt_ignored() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block the stop signals while workers start: they inherit that, and are silent until they are ready."""
+    """Block the stop signals while workers start: they inherit the block, which holds until they are ready."""
     resource_tracker.ensure_running()  # when it starts, it unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*RELAYED, *RELAYED.values()})
     try:

@@ -74,7 +74,7 @@ def stop_request(announce: bool = True, launched: bool = False, seconds: float =
 
 @contextmanager
 def held_stop_signals() -> Iterator[None]:
-    """Have stop signals wait for ``stop_request``: before it, they would end the program without a word."""
+    """Hold stop signals back until ``stop_request``: before it, they would end the program silently."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -92,7 +92,7 @@ def _memory() -> str | None:
 
 
 def _leave_when_told(ended: int) -> None:
-    """Leave with the exit code that the watchdog sends; the main thread may wait in a collective for ever."""
+    """Leave with the exit code that the watchdog sends; the main thread may wait in a collective forever."""
     code = os.read(ended, 1)
     os.close(ended)
     if code:

@@ -1,4 +1,5 @@
-"""The process beside a rank that waits for its signs of life; imports nothing but the standard library and those."""
+"""The process beside a rank that waits for its signs of life; imports nothing but the standard library and the
+heartbeat."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ STACK_SIGNAL = signal.SIGQUIT
 """The signal at which a rank writes its stacks; no scheduler sends it."""
 
 DONE = 0
-"""Among the numbers of the signals: nothing is left to watch."""
+"""Sent in place of a signal's number: nothing is left to watch."""
 
 SAME_STOP_SECONDS = 1.0
 """Within this time a second signal is the same stop, delivered twice."""
@@ -44,7 +45,7 @@ class Watch(NamedTuple):
     heartbeat: int
     stacks: int
     signals: int
-    """The numbers of the signals that the rank receives; its end is the rank's."""
+    """A pipe with the numbers of the signals that the rank receives; it closes when the rank ends."""
     tell: int
     """The exit code with which the rank must leave is written here."""
     process: int
@@ -133,7 +134,7 @@ def end_rank(watch: Watch, code: int) -> None:
 
 
 def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
-    """Write this rank's report; the first rank that can says which one fell silent, and the others wait for that."""
+    """Write this rank's report; the first rank that is able to names the one that fell silent, and the others wait."""
     folder = Path(watch.folder)
     verdict = folder / "hang.txt"
     try:
@@ -151,7 +152,7 @@ def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
             text = describe(_reports(folder), watch.world_size, folder)
             _write(verdict, text)
             print(f"fourfold: {text}", file=sys.stderr, end="", flush=True)
-        if report.state in STOPPED:  # it goes on for that, so not before the others have reported
+        if report.state in STOPPED:  # this resumes it, so only after the others have reported
             _write_report(folder, report._replace(stacks=_stacks(watch)))
     except OSError as error:
         print(f"fourfold: rank {watch.rank} hangs, and {folder}: {error.strerror}", file=sys.stderr, flush=True)

@@ -106,7 +106,7 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
 
 
 def _goldfish(request: AuditRequest, run: RunConfig | None) -> GoldfishConfig | None:
-    """Return the mask to replay: that of --run, which must be replayable, or else the model's own if it is."""
+    """Return the mask to replay: the one of --run, which must be replayable, or else the model's own if that is."""
     if request.run is not None:
         config = load_run(request.run).masks.goldfish
         if config.strategy == "none":
@@ -209,5 +209,5 @@ def _generated(
 
 
 def _with_text(document: AuditDocument, tokenizer: AnyTokenizer) -> AuditDocument:
-    """Replace the text by that of the scored tokens: truncated text must not count."""
+    """Replace the text by the decoded scored tokens: truncated text must not count."""
     return replace(document, text=tokenizer.decode(document.tokens.tolist()))

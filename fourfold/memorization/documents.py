@@ -34,7 +34,7 @@ class AuditDocument:
 
     @property
     def shift(self) -> int:
-        """The most tokens by which a copy begins late."""
+        """The most tokens that were cut off the start of a copy."""
         return 0 if self.planted is None else self.planted.shift
 
     def cut(self, longest: int) -> AuditDocument:

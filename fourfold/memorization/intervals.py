@@ -38,9 +38,9 @@ def difference(successes: int, trials: int, other_successes: int, other_trials: 
     return rate - other - below, rate - other + above
 
 
-def bootstrap(statistic: Callable[[NDArray[Any]], float], values: NDArray[Any], seed: int = 0) -> Interval:
+def bootstrap(statistic: Callable[[NDArray[Any]], float], values: NDArray[Any]) -> Interval:
     """Return the percentile interval of a statistic of rows, resampled with replacement."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     found = [statistic(values[generator.integers(0, len(values), len(values))]) for _ in range(RESAMPLES)]
     return _quantiles(found)
 
@@ -69,12 +69,12 @@ def auc(members: NDArray[np.float64], controls: NDArray[np.float64]) -> float:
     return float((below + not_above).mean() / (2 * len(controls)))
 
 
-def auc_interval(members: NDArray[np.float64], controls: NDArray[np.float64], seed: int = 0) -> Interval:
+def auc_interval(members: NDArray[np.float64], controls: NDArray[np.float64]) -> Interval:
     """Return the percentile interval of the AUC, resampling members and controls separately.
 
     Where the two separate perfectly every resample has an AUC of 1 (or 0), and the rule of three gives the other end.
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     found = [
         auc(
             members[generator.integers(0, len(members), len(members))],

@@ -56,7 +56,8 @@ class GridScorer:
     @classmethod
     def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: Sampling) -> GridScorer:
         """Load a checkpoint's weights onto the grid of ``run``, without an optimizer."""
-        job = Job(run, Grid(run.parallel, device.type), device)
+        training = run.training.model_copy(update={"tuned_products": "off"})  # they are for whole steps
+        job = Job(run.model_copy(update={"training": training}), Grid(run.parallel, device.type), device)
         load_sharded_weights(checkpoint, job)
         return cls(job, sampling)
 

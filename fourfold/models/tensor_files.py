@@ -27,10 +27,10 @@ from fourfold.parsing import parse_json
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 CHUNK_BYTES = 1 << 24
-"""Read at once; then the file is closed, so that its pages leave this process's memory."""
+"""Bytes read at once; then the file is closed, so that its pages leave this process's memory."""
 
 PIECE_BYTES = 1 << 24
-"""Written at once."""
+"""Bytes written at once."""
 
 SHARD_BYTES = 5 * 10**9
 """Largest size of a file that is written, as of Hugging Face's."""

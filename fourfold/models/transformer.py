@@ -150,6 +150,9 @@ class AttentionCore(nn.Module):
         elif q_BSND.shape[1] != k_BSKD.shape[1]:
             mask = torch.ones(q_BSND.shape[1], k_BSKD.shape[1], dtype=torch.bool, device=q_BSND.device)
             mask = mask.tril(context.first_query)
+        if mask is not None:
+            # Kernels that take a mask want as many key-value heads as query heads; else torch would keep all scores.
+            k_BSKD, v_BSKD = (t.repeat_interleave(q_BSND.shape[2] // t.shape[2], dim=2) for t in (k_BSKD, v_BSKD))
         out_BNSD = F.scaled_dot_product_attention(
             q_BSND.transpose(1, 2),
             k_BSKD.transpose(1, 2),

@@ -44,6 +44,7 @@ class SharedAttentionCore(AttentionCore):
         self.k_norm = HeadNorm(core.k_norm, grid) if isinstance(core.k_norm, RMSNorm) else None
         self.split, self.x, self.y = split, grid.x, grid.y
         self.method, self.cp = method, grid.cp
+        self.token_ranks = grid.x.size
         ranks, rank = grid.x.size, grid.x.rank
         if split == "heads":
             ranks, rank = ranks * grid.y.size, rank * grid.y.size + grid.y.rank
@@ -67,9 +68,12 @@ class SharedAttentionCore(AttentionCore):
         elif self.split == "batch":
             mine = slice(self.y.rank * len(q), (self.y.rank + 1) * len(q))
             context = context_of_sequences(context, mine)
+        else:
+            q, k, v = (whole_sequences(t, self.token_ranks) for t in (q, k, v))
         if not self.kv_is_local:
             k, v = self._my_kv_heads(k), self._my_kv_heads(v)
-        return self.attend_here(q, k, v, context)
+        out = self.attend_here(q, k, v, context)
+        return rank_after_rank(out, self.token_ranks) if self.split == "heads" else out
 
     def attend_here(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
         """The attention of this rank's heads, after the collectives (but those of cp): what is compiled."""
@@ -99,3 +103,15 @@ class SharedAttentionCore(AttentionCore):
         if self.kv_needed == list(range(first, first + count)):
             return heads[:, :, first : first + count].flatten(2)
         return heads[:, :, torch.tensor(self.kv_needed, device=kv.device)].flatten(2)
+
+
+def whole_sequences(t: Tensor, ranks: int) -> Tensor:
+    """Tokens of whole sequences, [B, n · T, …], from those of n ranks one after the other, [n · B, T, …]."""
+    by_sequence_BnTf: Tensor = t.unflatten(0, (ranks, -1)).transpose(0, 1)
+    return by_sequence_BnTf.flatten(1, 2)
+
+
+def rank_after_rank(t: Tensor, ranks: int) -> Tensor:
+    """The inverse of ``whole_sequences``."""
+    by_rank_nBTf: Tensor = t.unflatten(1, (ranks, -1)).transpose(0, 1)
+    return by_rank_nBTf.flatten(0, 1)

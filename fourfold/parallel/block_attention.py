@@ -11,6 +11,9 @@ from torch import Tensor
 
 ATEN = torch.ops.aten
 
+LSE_MULTIPLE = 32 if torch.version.hip is None else 1
+"""CUDA's kernel for masks pads the queries of its log-sum-exps to a multiple of this; AMD's takes them as they are."""
+
 
 def attend_block(
     q_BNQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, causal: bool, mask_B1QS: Tensor | None
@@ -59,7 +62,7 @@ def attend_block_backward(
         dq, dk, dv = backward(*tensors, out_BNQD, lse_BNQ.contiguous(), *lengths, 0.0, causal, no_dropout, no_dropout)
     else:
         no_dropout = torch.zeros((), dtype=torch.int64, device=q_BNQD.device)
-        lse = torch.nn.functional.pad(lse_BNQ, (0, -lse_BNQ.shape[2] % 32))
+        lse = torch.nn.functional.pad(lse_BNQ, (0, -lse_BNQ.shape[2] % LSE_MULTIPLE)).contiguous()
         backward = ATEN._scaled_dot_product_efficient_attention_backward
         wanted = (True, True, True, False)
         dq, dk, dv, _ = backward(*tensors, bias, out_BNQD, lse, no_dropout, no_dropout, 0.0, wanted, causal)

@@ -21,7 +21,7 @@ from fourfold.parallel.grid import Axis
 
 # torch 2.13 renamed these two; 2.11 has only the long names.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Purpose(NamedTuple):
@@ -87,7 +87,7 @@ def start_reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Pen
         return Pending(received, [work], sum_parts)
     out = parts.new_empty(parts.shape[1:])
     with purpose(why, axis=axis.name):
-        work = _reduce_scatter(out.view(-1), parts.view(-1), group=axis.group, async_op=True)
+        work = reduce_scatter_single(out.view(-1), parts.view(-1), group=axis.group, async_op=True)
     return Pending(out, [work])
 
 

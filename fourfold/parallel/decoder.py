@@ -1,4 +1,4 @@
-"""Put a single-device decoder on the grid: tensor → float8 → parts of a batch → recompute → compile → data sharding."""
+"""Put a decoder on the grid: tensor → products → batch parts → recompute → compile → offload → data sharding."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from fourfold.parallel.head import ParallelHead
 from fourfold.parallel.interleave import interleave
 from fourfold.parallel.linear import Linear4D, LinearGroup
 from fourfold.parallel.norm import Norm
+from fourfold.parallel.offload import offload_inputs
+from fourfold.parallel.product_layouts import Layouts, lay_out_products
 from fourfold.parallel.recompute import compile_blocks, recompute
 from fourfold.parallel.replicated import Replicated
 from fourfold.parallel.sharding import Tiled, tie_again, tied_names
@@ -30,13 +32,18 @@ Rules = dict[str, Callable[[str, Any], nn.Module]]
 """A pattern of module names → a function of (name, module) that makes the replacement."""
 
 
-def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig) -> DataParallel:
-    """Turn a model on the meta device into this process's part of it, still on the meta device."""
+def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts: Layouts | None = None) -> DataParallel:
+    """Turn a model on the meta device into this process's part of it, still on the meta device.
+
+    layouts: of the blocks' products, the same on every process.
+    """
     tied = tied_names(model)
-    apply_rules(model, tensor_rules(grid, run))
+    apply_rules(model, tensor_rules(grid, run, own_products=bool(layouts)))
     tie_again(model, tied)
     if grid.x.size * grid.y.size > 1:
         assert_nothing_serial(model)
+    if layouts:
+        lay_out_products(model, layouts)
     if run.training.float8 != "none":
         use_float8(model, run.training.float8)
     if run.overlap.batch_parts > 1 and grid.x.size * grid.y.size > 1:
@@ -44,14 +51,19 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig) -> DataP
     recompute(model, run.activation_checkpoint)
     if run.training.compile:
         compile_blocks(model, run.parallel)
+    if run.activation_checkpoint.offload:
+        offload_inputs(model, run.activation_checkpoint)
     units, types = units_of(model), StepTypes.of(run.training)
     if grid.z.size == 1 and (run.parallel.zero == 0 or grid.replicas.size == 1):
         return Replicated(model, units, grid, types)
-    return FullySharded(model, units, grid, types, run.overlap.weight_prefetch)
+    return FullySharded(model, units, grid, types, run.overlap.weight_prefetch, run.overlap.shards_per_node)
 
 
-def tensor_rules(grid: Grid, run: RunConfig) -> Rules:
-    """The layout of a decoder's modules over (x, y): the first pattern that matches a name decides."""
+def tensor_rules(grid: Grid, run: RunConfig, own_products: bool = False) -> Rules:
+    """The layout of a decoder's modules over (x, y): the first pattern that matches a name decides.
+
+    own_products: every linear layer of the blocks is ours, also on one process of (x, y).
+    """
     overlap, model = run.overlap, run.model
     split = attention_split(run)
     method = context_method(run)
@@ -68,19 +80,20 @@ def tensor_rules(grid: Grid, run: RunConfig) -> Rules:
     }
     if split != "sequence":  # a part of the queries needs a mask
         attention["attention_tables"] = lambda name, m: DocumentTables(m)
+    outputs: Rules = {
+        "layers.*.self_attn.o_proj": lambda name, m: Linear4D(
+            m, grid, OVER_Y[split], "o_proj", overlap, transposed=True
+        ),
+        "layers.*.mlp.down_proj": lambda name, m: Linear4D(m, grid, "replicate", "down", overlap, transposed=True),
+    }
     if grid.x.size * grid.y.size > 1:
-        outputs: Rules = {
-            "embed_*": lambda name, m: Embedding(m, grid, name),
-            "layers.*.self_attn.o_proj": lambda name, m: Linear4D(
-                m, grid, OVER_Y[split], "o_proj", overlap, transposed=True
-            ),
-            "layers.*.mlp.down_proj": lambda name, m: Linear4D(m, grid, "replicate", "down", overlap, transposed=True),
-        }
-        return inputs_and_head | attention | outputs
+        return inputs_and_head | attention | outputs | {"embed_*": lambda name, m: Embedding(m, grid, name)}
     # On one process of (x, y) these issue no collective, but make fewer passes over memory than autograd on the plain
     # modules; where whole blocks are compiled, the compiler does that itself.
     compiled = run.training.compile and grid.cp.size == 1
     rules = {"lm_head": inputs_and_head["lm_head"]} if compiled else inputs_and_head
+    if own_products:
+        rules = rules | outputs
     return rules | attention if grid.cp.size > 1 or run.data.mask_documents else rules
 
 

@@ -28,7 +28,8 @@ class WeightGradients:
     def compute(self, receive: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Compute each gradient, and pass it to ``receive`` with its parameter."""
         for linear, grad, x in self._operands:
-            receive(linear.weight, linear.products.weight_gradient(grad, x))
+            gradient = linear.products.weight_gradient(grad, x)
+            receive(linear.weight, linear.tiles["weight"].as_tile(gradient))
         self._operands.clear()
 
 

@@ -7,7 +7,6 @@ Every rank scales its own tiles, so that no maximum is exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,18 +80,12 @@ class Float8Products(Products):
         out: Tensor = torch.mm(left, right).unflatten(0, x.shape[:-1])
         return out
 
-    def input_gradient(self, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-        total, *others = map(self._input_gradient, grads, weights)
-        for other in others:
-            total += other
-        return total
-
-    def _input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, grad: Tensor, weight: Tensor, total: Tensor | None = None) -> Tensor:
         c = self.config
         left = self._rounded(grad.flatten(0, -2), c.cast_config_grad_output, "GRAD_OUTPUT", -1)
         right = self._rounded(weight.T, c.cast_config_weight_for_grad_input, "WEIGHT", -1)
         gradient: Tensor = torch.mm(left, right.t()).unflatten(0, grad.shape[:-1])
-        return gradient
+        return gradient if total is None else total.add_(gradient)
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         c = self.config

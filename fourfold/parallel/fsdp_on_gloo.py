@@ -6,7 +6,8 @@ FSDP2 issues them on streams of their own and goes on. A CPU has no streams: glo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from concurrent.futures import Future
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -14,26 +15,48 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.parallel.communicate import all_gather_single, sum_parts
+from fourfold.parallel.fsdp_in_levels import Allocation
+from fourfold.parallel.grid import TwoLevels
 
 IN_FLIGHT = 2
 """Sums at a time; each holds two copies of a unit's gradients."""
 
 
-class Allocation:
-    """Where FSDP2 has its buffers: ordinary memory."""
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
 class GatherInBackground(Allocation):
-    """An all-gather for ``set_custom_all_gather``; FSDP2 waits for it before it reads the weights."""
+    """An all-gather for ``set_custom_all_gather``; FSDP2 waits for it before it reads the weights.
+
+    In two levels a thread waits for the end of the first, and begins the second.
+    """
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup | TwoLevels, async_op: bool = False
     ) -> dist.Work:
-        work: dist.Work = all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
-        return work
+        if not isinstance(group, TwoLevels):
+            return _gather(output_tensor, input_tensor, group)
+        mine = output_tensor.view(group.inside.size, -1)[group.inside.rank]
+        first = _gather(mine, input_tensor, group.across.group)
+
+        def then() -> dist.Work:
+            first.wait()
+            return _gather(output_tensor, mine, group.inside.group)
+
+        return OneAfterTheOther(first, group.gathers.submit(then))
+
+
+def _gather(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    work: dist.Work = all_gather_single(out, part, group=group, async_op=True)
+    return work
+
+
+class OneAfterTheOther(dist.Work):
+    """Two collectives, the second of which is issued when the first is complete."""
+
+    def __init__(self, first: dist.Work, second: Future[dist.Work]) -> None:
+        super().__init__()
+        self._first, self._second = first, second
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return self._first.wait() and self._second.result().wait()
 
 
 class Exchange(NamedTuple):
@@ -41,38 +64,63 @@ class Exchange(NamedTuple):
 
     work: dist.Work
     received: Tensor
-    sum: Tensor
     ranks: int
+    sum: Tensor
+
+    @classmethod
+    def start(cls, parts: Tensor, group: dist.ProcessGroup, out: Tensor) -> Exchange:
+        received = torch.empty_like(parts)
+        work = dist.all_to_all_single(received, parts, group=group, async_op=True)
+        return cls(work, received, group.size(), out)
+
+    def finish(self) -> Tensor:
+        self.work.wait()
+        return sum_parts(self.received.view(self.ranks, -1), out=self.sum)
+
+
+class InsideNode(NamedTuple):
+    """An exchange inside a node; its sum, one of a node, belongs to that of all nodes."""
+
+    exchange: Exchange
+    nodes: dist.ProcessGroup
+    sum: Tensor
 
 
 class SumInBackground(Allocation):
     """A reduce-scatter for ``set_custom_reduce_scatter``: exchanges parts, and sums this rank's later.
 
-    FSDP2 only makes views of the sum, unless it casts it, adds to it or sums it over replicas; ``at_once`` then.
+    In two levels the sum of this rank's node is exchanged with those of the others. FSDP2 only makes views of the sum,
+    unless it casts it, adds to it or sums it over replicas; ``at_once`` then.
     """
 
     def __init__(self) -> None:
         self.at_once = False
         """True where the sum is read as soon as it is returned."""
+        self._inside: deque[InsideNode] = deque()
         self._exchanges: deque[Exchange] = deque()
 
     def __call__(
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | TwoLevels,
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM and not async_op, f"FSDP2 asked for {op}, and only sums are done"
-        received = torch.empty_like(input_tensor)
-        work = dist.all_to_all_single(received, input_tensor, group=group, async_op=True)
-        self._exchanges.append(Exchange(work, received, output_tensor, group.size()))
+        if isinstance(group, TwoLevels):
+            inside = group.inside_for_sums
+            of_node = input_tensor.new_empty(input_tensor.numel() // inside.size)
+            exchange = Exchange.start(input_tensor, inside.group, of_node)
+            self._inside.append(InsideNode(exchange, group.across.group, output_tensor))
+        else:
+            self._exchanges.append(Exchange.start(input_tensor, group, output_tensor))
         self.finish(left=0 if self.at_once else IN_FLIGHT)
 
     def finish(self, left: int = 0) -> None:
-        """Wait until at most ``left`` sums are not complete."""
-        while len(self._exchanges) > left:
-            exchange = self._exchanges.popleft()
-            exchange.work.wait()
-            sum_parts(exchange.received.view(exchange.ranks, -1), out=exchange.sum)
+        """Wait until at most ``left`` sums are not complete, of which one is inside a node."""
+        while len(self._inside) > min(left, 1):
+            inside = self._inside.popleft()
+            self._exchanges.append(Exchange.start(inside.exchange.finish(), inside.nodes, inside.sum))
+        while len(self._inside) + len(self._exchanges) > left:
+            self._exchanges.popleft().finish()

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
 from fourfold.parallel.communicate import by_all_to_all
 from fourfold.parallel.data_parallel import DataParallel, StepTypes, Units
+from fourfold.parallel.fsdp_in_levels import GatherInLevels, SumInLevels, in_levels
 from fourfold.parallel.fsdp_on_gloo import GatherInBackground, SumInBackground
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.sharding import Tile, chunk
@@ -26,8 +28,11 @@ class FullySharded(DataParallel):
     until the step ends. 3: gathered from all of (dp·cp·z) in forward and backward.
     """
 
-    def __init__(self, model: nn.Module, units: Units, grid: Grid, types: StepTypes, prefetch: int) -> None:
-        """prefetch: blocks whose weights are gathered ahead."""
+    def __init__(
+        self, model: nn.Module, units: Units, grid: Grid, types: StepTypes, prefetch: int, per_node: int = 1
+    ) -> None:
+        """prefetch: blocks whose weights are gathered ahead. per_node: shards of a group in a node; where it is more
+        than 1, groups over several nodes communicate in two levels."""
         super().__init__(model, units, grid, types)
         policy = MixedPrecisionPolicy(
             param_dtype=types.working,
@@ -35,7 +40,11 @@ class FullySharded(DataParallel):
             cast_forward_inputs=False,  # activations have the weights' type already, rotary tables must stay float32
         )
         zero, z = grid.sizes.zero, grid.z.size
-        mesh = grid.hybrid_mesh if zero == 0 else grid.tokens_mesh
+        if zero == 0:
+            mesh = in_levels(grid.hybrid_mesh, grid.shards("z", per_node))
+        else:
+            mesh = in_levels(grid.tokens_mesh, grid.shards("dp_cp_z", per_node))
+        self._shards = mesh.get_group(mesh.ndim - 1)
         reshard = z > 1 or zero == 3
         self.keeps_weights_for_the_step = zero in (1, 2) and z == 1
         self.waits_for_the_last = zero == 1
@@ -58,13 +67,15 @@ class FullySharded(DataParallel):
             shard(last, False)
         shard(model, False)
         if zero in (1, 2) and z > 1:
-            self._keep_z_shards_after_forward()
+            self._keep_z_shards_after_forward(in_levels(grid.hybrid_mesh, grid.shards("z", per_node)))
         self.sums = SumInBackground()
+        on_gloo = by_all_to_all(grid.axis("z").group)
+        gathers, sums = (GatherInBackground(), self.sums) if on_gloo else (GatherInLevels(), SumInLevels())
         for module in self._units():
-            if by_all_to_all(grid.axis("z").group):
+            if on_gloo or grid.levels:
                 # torch has no public base class for these; it only calls the methods that they have.
-                module.set_custom_all_gather(GatherInBackground())  # type: ignore[arg-type]
-                module.set_custom_reduce_scatter(self.sums)  # type: ignore[arg-type]
+                module.set_custom_all_gather(gathers)  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
             # Losses are divided by the tokens of the whole step, so gradients are sums. gloo knows no scaled sum.
             if mesh.size() > 1:
                 module.set_gradient_divide_factor(1.0)
@@ -75,14 +86,13 @@ class FullySharded(DataParallel):
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
         assert isinstance(parameter, DTensor), f"{name} is not sharded by FSDP2"
-        global_shape = tile.global_shape(tuple(parameter.shape), self.grid)
+        global_shape = tile.global_shape(tuple(tile.as_tile(parameter).shape), self.grid)
         zero = self.grid.sizes.zero
-        sharded_over = self.grid.axis("z") if zero == 0 else self.grid.tokens
-        rows, *rest = tile.slices(global_shape, self.grid)
-        mine = chunk(rows, sharded_over.size, sharded_over.rank)
+        slices, dim = list(tile.slices(global_shape, self.grid)), tile.sharded_dim
+        slices[dim] = chunk(slices[dim], self._shards.size(), self._shards.rank())
         replicas = replicas_of_tile(tile, self.grid) * (self.grid.replicas.size if zero == 0 else 1)
-        local = parameter.to_local().detach()
-        return LocalShard(name, parameter, local, tile, global_shape, (mine, *rest), replicas)
+        local = tile.as_tile(parameter.to_local().detach())
+        return LocalShard(name, parameter, local, tile, global_shape, tuple(slices), replicas)
 
     def begin_backward(self, last: bool) -> None:
         model, self._is_complete = _fsdp(self.model), last
@@ -148,13 +158,13 @@ class FullySharded(DataParallel):
                     found.append(whole.grad)
         return found
 
-    def _keep_z_shards_after_forward(self) -> None:
+    def _keep_z_shards_after_forward(self, z_mesh: DeviceMesh) -> None:
         """Keep gathered weights as z shards from forward to backward.
 
         FSDP2's own argument for this makes new process groups for every shard group: where x, y or pp make several
         shard groups, they would deadlock.
         """
-        z_shards = HSDPMeshInfo(self.grid.hybrid_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        z_shards = HSDPMeshInfo(z_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
         for group in self.fsdp_groups():
             if group.post_forward_mesh_info is not None:
                 group.post_forward_mesh_info = z_shards

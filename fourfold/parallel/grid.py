@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fourfold.config.run import AXES, ParallelConfig
 from fourfold.errors import UserError
-from fourfold.parallel.process_group import ensure_process_group, group_among, limit_waiting, warn_of_slow_groups
+from fourfold.parallel.process_group import (
+    ensure_process_group,
+    group_among,
+    limit_waiting,
+    warn_of_other_nodes,
+    warn_of_slow_groups,
+)
 
 FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
 """Axes that some collectives take as one."""
@@ -23,6 +31,30 @@ class Axis:
     size: int
     rank: int
     group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class TwoLevels:
+    """The ranks of an axis as nodes: those inside this process's node, and those with its place in the other nodes.
+
+    FSDP2 takes it for a process group, of which it calls ``size`` and ``rank``.
+    """
+
+    whole: Axis
+    inside: Axis
+    across: Axis
+    inside_for_sums: Axis
+    """The same ranks as ``inside``; on gloo in a group of their own, since ``gathers`` issues in the other."""
+    gathers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    """On gloo, the thread that issues the second level of gathers, in the order in which all ranks began them."""
+
+    def size(self) -> int:
+        return self.whole.size
+
+    def rank(self) -> int:
+        """The number of this process's shard: the shards of all processes with its place in their nodes are neighbors,
+        so that both levels find their parts in one piece."""
+        return self.inside.rank * self.across.size + self.across.rank
 
 
 class Grid:
@@ -56,6 +88,8 @@ class Grid:
         self._axes |= {name: self._axis(name, mesh) for name, mesh in flat.items()}
         self.neighbors = self._neighbors()
         """This process's neighbors on pp, by their rank there: a pair, with a group of its own."""
+        self.levels: dict[tuple[str, int], TwoLevels] = {}
+        """Axes that ``shards`` has divided, by name and ranks in a node."""
         for axis in (*self._axes.values(), *self.neighbors.values()):
             limit_waiting(axis.group, device_type)
         self.x, self.y, self.z, self.cp, self.pp = (self._axes[name] for name in ("x", "y", "z", "cp", "pp"))
@@ -73,6 +107,33 @@ class Grid:
     def axes(self) -> list[Axis]:
         """All of them, the single ones first."""
         return list(self._axes.values())
+
+    def shards(self, name: str, per_node: int) -> dist.ProcessGroup | TwoLevels:
+        """The ranks of the axis ``z`` or ``dp_cp_z``, in two levels where they are several nodes of several ranks.
+
+        per_node: its ranks in a node; where there are more, a divisor of their number. The first call makes the groups:
+        every process of the job must come here with the same arguments.
+        """
+        whole = self._axes[name]
+        if not 1 < per_node < whole.size:
+            return whole.group
+        if (name, per_node) not in self.levels:
+            assert whole.size % per_node == 0, f"{name} has {whole.size} ranks, {per_node} in a node"
+            warn_of_other_nodes(per_node * self.x.size * self.y.size)
+            outer = [axis for axis in AXES if axis not in name.split("_")]
+            ranks = self.mesh.mesh.permute([AXES.index(axis) for axis in (*outer, *name.split("_"))])
+            nodes = ranks.reshape(-1, whole.size // per_node, per_node)
+            inside, across = nodes.flatten(0, 1), nodes.mT.flatten(0, 1)
+            first, second = self._level(name, inside), self._level(name, across)
+            again = self._level(name, inside) if dist.get_backend(first.group) == "gloo" else first
+            self.levels[name, per_node] = TwoLevels(whole, first, second, again)
+        return self.levels[name, per_node]
+
+    def _level(self, name: str, sets: Tensor) -> Axis:
+        group = group_among(sets.tolist())
+        assert group is not None, "every process is in one of the sets"
+        limit_waiting(group, self.device_type)
+        return Axis(name, group.size(), group.rank(), group)
 
     def _neighbors(self) -> dict[int, Axis]:
         """Make a group for each pair of neighbors on the ring of pp.

@@ -30,10 +30,10 @@ def interleave(model: Transformer, parts: int, split: AttentionSplit, grid: Grid
 
     split: how y shares the attention. A batch that does not divide into parts is run whole.
     """
-    multiple = grid.y.size if split == "batch" else 1
+    multiple, ranks = (grid.y.size, grid.x.size) if split == "batch" else (1, 1)
     for block in model.blocks:
         block.__class__ = InterleavedBlock
-        vars(block).update(parts=parts, multiple=multiple, by_tokens=split != "sequence", token_ranks=grid.x.size)
+        vars(block).update(parts=parts, multiple=multiple, by_tokens=split != "sequence", token_ranks=ranks)
 
 
 class InterleavedBlock(Block):
@@ -45,7 +45,7 @@ class InterleavedBlock(Block):
     by_tokens: bool
     """Parts may be tokens of all sequences."""
     token_ranks: int
-    """Ranks that share the tokens of the residual stream."""
+    """Ranks that share the tokens of the residual stream, where attention reads them sequence by sequence."""
 
     def forward(self, x_BTh: Tensor, context: AttentionContext) -> Tensor:
         sequences, tokens = x_BTh.shape[:2]
@@ -92,7 +92,7 @@ class InterleavedBlock(Block):
 class JoinedAttention:
     """The attention of whole sequences, whose tokens come and go in parts, [B, ranks · t, features].
 
-    ranks: each part has t tokens from every rank that shares the residual stream, one rank's after the other's.
+    ranks: each sequence of a part has t tokens from every one of so many ranks, one rank's after the other's.
     """
 
     def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], ranks: int) -> None:
@@ -113,7 +113,7 @@ class JoinedAttention:
                 torch.stack([t.unflatten(1, (self._ranks, -1)) for t in each], 2).flatten(1, 3) for each in given
             )
             whole = self._attend(q, k, v).unflatten(1, (self._ranks, parts, -1))
-            self._attended.extend(part.flatten(1, 2) for part in whole.unbind(2))
+            self._attended.extend(part.flatten(1, 2).contiguous() for part in whole.unbind(2))
         return self._attended.popleft()
 
 

@@ -8,6 +8,7 @@ weight [out/x, in/y] has input features over y and output features over x. A *tr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -32,6 +33,11 @@ OverY = Literal["replicate", "features", "batch", "sequence"]
 """Placement over y of the tensors between a normal and a transposed layer: a copy on each rank, or shares of a dim."""
 
 SHARED_DIM: dict[OverY, int | None] = {"replicate": None, "batch": 0, "sequence": 1, "features": 2}
+TOKEN_DIM: dict[OverY, int] = {"replicate": 0, "features": 0, "batch": 1, "sequence": 1}
+"""Dim along which the ranks' tokens are joined. Rank after rank, [x · B, T, …], they stay as they arrive; the MLP needs
+nothing else, and attention puts its own heads in order. Where y shares sequences or queries, they must be whole, [B,
+x · T, …], and are copied with all channels."""
+
 NORMAL_BIAS: dict[OverY, Tile] = {
     "replicate": Tile(x=0),
     "features": Tile(x=0, y=0),
@@ -94,7 +100,7 @@ class Linear4D(Tiled):
     ) -> None:
         super().__init__()
         self.name, self.overlap, self.transposed = name, overlap or OverlapConfig(), transposed
-        tokens, shared = Spread(self.token_axis(grid), 1), Spread(grid.y, SHARED_DIM[over_y])
+        tokens, shared = Spread(self.token_axis(grid), TOKEN_DIM[over_y]), Spread(grid.y, SHARED_DIM[over_y])
         self.reads, self.writes = (shared, tokens) if transposed else (tokens, shared)
         self.reads_what = "inputs" if transposed else "tokens"
         tile = Tile(x=1, y=0) if transposed else Tile(x=0, y=1)
@@ -125,9 +131,16 @@ class Linear4D(Tiled):
     def add_bias(self, out: Tensor) -> Tensor:
         return out if self.bias is None else out + self.bias
 
+    def turn(self) -> None:
+        """Store the weight, which is on the meta device, as its transpose."""
+        assert self.weight.is_meta
+        self.weight = nn.Parameter(self.weight.detach().T.contiguous(), self.weight.requires_grad)
+        self.tiles["weight"] = replace(self.tiles["weight"], turned=True)
+
     def matrices(self) -> tuple[Tensor, ...]:
-        """The weight, and the adapter's A and B if there is one."""
-        return (self.weight, self.lora_A, self.lora_B) if self.lora_scale else (self.weight,)
+        """The weight W, and the adapter's A and B if there is one."""
+        weight = self.tiles["weight"].as_tile(self.weight)
+        return (weight, self.lora_A, self.lora_B) if self.lora_scale else (weight,)
 
     def product(self, x: Tensor, weight: Tensor, *adapter: Tensor) -> Tensor:
         """x Wᵀ, with the adapter's addition."""

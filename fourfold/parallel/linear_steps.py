@@ -155,10 +155,11 @@ class _Keep(FunctionOfMany):
         whole_grads = grads if writing is None else writing.wait()
         d_input = None
         if ctx.needs_input_grad[0]:
-            d_input = first.products.input_gradient(whole_grads, [own[0] for own in by_layer])
-            for layer, grad, (_weight, *adapter) in zip(layers, whole_grads, by_layer, strict=True):
+            for layer, grad, (weight, *adapter) in zip(layers, whole_grads, by_layer, strict=True):
+                d_input = layer.products.input_gradient(grad, weight, d_input)
                 if adapter:
                     add_to_input_gradient(d_input, grad, adapter, layer.lora_scale)
+            assert d_input is not None
             if reading is not None:
                 d_input = _start_input_gradient(d_input, first, reading)
         needed = ctx.needs_input_grad[3:]

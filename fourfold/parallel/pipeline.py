@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,9 @@ from fourfold.parallel.data_parallel import DataParallel
 from fourfold.parallel.deferred import WeightGradients, weight_gradients_deferred
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.linear import Linear4D
-from fourfold.parallel.schedule import Op, Span, schedule_ops, with_transfers
+from fourfold.parallel.schedule import Op, schedule_ops, with_transfers
 from fourfold.parallel.state import LocalShard
+from fourfold.parallel.stopwatch import Stopwatch
 
 HIDDEN_STATES, THEIR_GRADIENTS = "pipeline: hidden states", "pipeline: hidden states' gradients"
 
@@ -36,10 +37,8 @@ class Pipeline:
             stage: [module for module in part.model.modules() if isinstance(module, Linear4D)]
             for stage, part in stages.items()
         }
-        self.spans: list[Span] = []
-        """When each operation of the last step ran, in seconds."""
-        self.waits: list[Span] = []
-        """When the last step waited for another rank, within its spans."""
+        self.stopwatch: Stopwatch | None = None
+        """Takes the times of the last step's operations, where one is given."""
         self._ops: dict[int, list[Op]] = {}
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch[Tensor]], loss_scale: Tensor) -> list[Tensor]:
@@ -87,7 +86,9 @@ class _Step:
         self.weight_gradients: dict[tuple[int, int], WeightGradients] = {}
         self.backwards: dict[int, int] = dict.fromkeys(pipeline.stages, 0)
         self.outputs: list[Tensor] = []
-        pipeline.spans, pipeline.waits = [], []
+        self.stopwatch = pipeline.stopwatch
+        if self.stopwatch is not None:
+            self.stopwatch.start()
 
     def run(self, ops: Sequence[Op]) -> list[Tensor]:
         """Run this rank's operations in order; the outputs of the last stage."""
@@ -102,9 +103,8 @@ class _Step:
             "RECV_B": self._receive,
         }
         for op in ops:
-            begin = time.perf_counter()
-            handlers[op.kind](op)
-            self.pipeline.spans.append(Span(op, begin, time.perf_counter()))
+            with nullcontext() if self.stopwatch is None else self.stopwatch.span(op):
+                handlers[op.kind](op)
         for pending in self.leaving.values():
             pending.wait()
         return self.outputs
@@ -156,10 +156,8 @@ class _Step:
         """The tensor that another rank has sent, or that another stage of this rank has computed."""
         if computed_here in self.to_send:
             return self.to_send.pop(computed_here)
-        begin, pending = time.perf_counter(), self.arriving.pop(received)
-        tensor = pending.wait()
-        self.pipeline.waits.append(Span(received, begin, time.perf_counter()))
-        return tensor
+        with nullcontext() if self.stopwatch is None else self.stopwatch.wait(received):
+            return self.arriving.pop(received).wait()
 
     def _send(self, op: Op) -> None:
         forward = op.kind == "SEND_F"

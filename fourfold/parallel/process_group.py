@@ -20,12 +20,14 @@ from fourfold.parallel.numa import bind_to_gpu
 from fourfold.processes import keep_gloo_local
 
 MANY_PROCESSES = 256
-GPU_SETTINGS = {
-    "TORCH_NCCL_HIGH_PRIORITY": "1",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-}
+NVIDIA_SETTINGS = {"TORCH_NCCL_HIGH_PRIORITY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Read when a GPU is first used: collectives start before computation that waits, and the streams of all axes, of
 neighbors on pp and of computation have hardware queues of their own (by default there are 8)."""
+
+AMD_SETTINGS = {"TORCH_NCCL_HIGH_PRIORITY": "1", "GPU_MAX_HW_QUEUES": "8"}
+"""The same for HIP, where streams of one priority have 4 queues by default, and those that share a queue run one after
+the other (github.com/pytorch/pytorch/pull/188316); more queues than streams cost time (16 for 5 streams took 4 to 14 %
+of the throughput in github.com/pytorch/torchtitan/pull/4032, and 8 nothing)."""
 
 GLOO_RELEASE_SECONDS = 0.2
 """Time for gloo's threads to release the tensors of the last collectives."""
@@ -64,7 +66,7 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
         )
     on_gpu = device.type == "cuda"
     if on_gpu:
-        for name, value in GPU_SETTINGS.items():
+        for name, value in (NVIDIA_SETTINGS if torch.version.hip is None else AMD_SETTINGS).items():
             os.environ.setdefault(name, value)
         torch.cuda.set_device(device)
         bind_to_gpu(device)
@@ -137,6 +139,18 @@ def warn_of_slow_groups(device_type: str) -> None:
             "warning: the process group was started without a device_id, so the groups of the grid are made one by "
             "one, which takes minutes with many processes; give init_process_group device_id=torch.device('cuda', "
             "local_rank), or leave it to Grid",
+            file=sys.stderr,
+        )
+
+
+def warn_of_other_nodes(processes: int) -> None:
+    """Print a warning where the launcher has not started nodes of so many processes."""
+    place = read_environment(os.environ)
+    started = None if place is None or dist.get_backend() not in ("gloo", "nccl") else place.local_world_size
+    if dist.get_rank() == 0 and started not in (None, processes):
+        print(
+            f"warning: overlap.shards_per_node is meant for nodes of {processes} processes, and this one "
+            f"has {started}; the two levels of gathers and sums are not those of the network",
             file=sys.stderr,
         )
 

@@ -20,12 +20,11 @@ class Products:
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         return x @ weight.T
 
-    def input_gradient(self, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-        """Σ grad @ weight over layers that read one input, accumulated inside the products."""
-        total = grads[0] @ weights[0]
-        flat = total.flatten(0, -2)
-        for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            flat.addmm_(grad.flatten(0, -2), weight)
+    def input_gradient(self, grad: Tensor, weight: Tensor, total: Tensor | None = None) -> Tensor:
+        """grad @ weight; added inside the product to ``total``, that of another layer that reads the same input."""
+        if total is None:
+            return grad @ weight
+        total.view(-1, total.shape[-1]).addmm_(grad.flatten(0, -2), weight)
         return total
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Activation checkpointing, offloading and compilation of a model's parts."""
+"""Activation checkpointing and compilation of a model's parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.config.run import ActivationCheckpointConfig, ParallelConfig
 from fourfold.models.transformer import Transformer
-from fourfold.parallel.communicate import purpose
 from fourfold.parallel.linear import Linear4D
 
 SELECTIVE = {
@@ -25,50 +24,49 @@ SELECTIVE = {
 """Methods of a block that each name in the run file recomputes. Of ``mlp.down`` only the activation runs again: the
 backward does not read the result of the product after it."""
 
-OFFLOAD = "offload to the CPU"
-
 RECOMPUTES: ContextVar[bool] = ContextVar("recomputes", default=False)
 """True while a part of the model runs again, whose output nothing reads."""
 
 
 def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
     """Keep only the inputs of every n-th block ("full"), or of named parts of those blocks ("selective"), and run them
-    again in the backward. With ``offload`` the inputs of blocks are kept in the CPU's memory.
+    again in the backward. Those whose inputs are offloaded are left to ``offload``.
     """
     for block in model.blocks[:: config.every]:
-        if config.mode == "full":
-            _recompute(block, "forward", _checkpointed_on_cpu if config.offload else _checkpointed)
+        if config.mode == "full" and not config.offload:
+            _recompute(block, "forward")
         elif config.mode == "selective":
             for name in config.modules:
                 for path in SELECTIVE.get(name, ()):
                     module, _, method = path.rpartition(".")
-                    _recompute(block.get_submodule(module), method, _checkpointed)
+                    _recompute(block.get_submodule(module), method)
             if "gathers" in config.modules:
                 for linear in (module for module in block.modules() if isinstance(module, Linear4D)):
                     linear.gather_again = True
 
 
-def _recompute(module: nn.Module, method: str, run: Callable[..., Tensor]) -> None:
+def _recompute(module: nn.Module, method: str) -> None:
     """Change a method of a module; its name, hooks and parameters stay as they are."""
-    module.__class__ = _recomputing(type(module), method, run)
+    module.__class__ = _recomputing(type(module), method)
 
 
-_CLASSES: dict[tuple[type[nn.Module], str, Callable[..., Tensor]], type[nn.Module]] = {}
+_CLASSES: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
 
 
-def _recomputing(kind: type[nn.Module], method: str, run: Callable[..., Tensor]) -> type[nn.Module]:
+def _recomputing(kind: type[nn.Module], method: str) -> type[nn.Module]:
     """The class like ``kind`` with one method that runs again in the backward.
 
     All blocks have the same: a compiler that sees a function of its own in each would compile each anew.
     """
 
     def again(self: nn.Module, *inputs: Any) -> Tensor:
-        return run(partial(getattr(kind, method), self), *inputs)
+        return checkpointed(partial(getattr(kind, method), self), *inputs)
 
-    return _CLASSES.setdefault((kind, method, run), type(kind.__name__, (kind,), {method: again}))
+    return _CLASSES.setdefault((kind, method), type(kind.__name__, (kind,), {method: again}))
 
 
-def _checkpointed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
+def checkpointed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Call a function of which nothing but the inputs is kept, and again in the backward."""
     # Nothing in a block is random, so there is no random state to restore.
     how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if not torch.compiler.is_compiling():  # compiled code takes no contexts, and asks for none
@@ -88,30 +86,6 @@ def _recomputing_now() -> Iterator[None]:
         yield
     finally:
         RECOMPUTES.reset(token)
-
-
-def _checkpointed_on_cpu(forward: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
-    """Keep the first input on the CPU until the backward."""
-    kept, first = _OnCPU(x), [x]
-
-    def run() -> Tensor:
-        # Nothing here holds the input after the first run, so that its memory is freed.
-        return forward(first.pop() if first else kept.back(), *others)
-
-    return _checkpointed(run)
-
-
-class _OnCPU:
-    """A copy of a tensor in the CPU's memory."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.device, self.requires_grad = tensor.device, tensor.requires_grad
-        with purpose(OFFLOAD, axis=""):
-            self.copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
-            self.copy.copy_(tensor.detach(), non_blocking=True)
-
-    def back(self) -> Tensor:
-        return self.copy.to(self.device, non_blocking=True).requires_grad_(self.requires_grad)
 
 
 def compile_blocks(model: Transformer, grid: ParallelConfig) -> None:

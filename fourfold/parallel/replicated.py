@@ -45,9 +45,10 @@ class Replicated(DataParallel):
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
         stored = self.weights[parameter].stored
-        shape = tile.global_shape(tuple(stored.shape), self.grid)
+        local = tile.as_tile(stored.detach())
+        shape = tile.global_shape(tuple(local.shape), self.grid)
         replicas = replicas_of_tile(tile, self.grid) * self.grid.replicas.size
-        return LocalShard(name, stored, stored.detach(), tile, shape, tile.slices(shape, self.grid), replicas)
+        return LocalShard(name, stored, local, tile, shape, tile.slices(shape, self.grid), replicas)
 
     def begin_backward(self, last: bool) -> None:
         for bucket in self._buckets:

@@ -18,12 +18,14 @@ class Tile:
     """The cut of a parameter into the tiles that the ranks of one (x, y) plane hold.
 
     x, y: the dim that the axis splits, or None where its ranks hold the same values. Where both split one dim, x is
-    the outer cut. partial_over: axes over which each rank's gradient is only its share of the sum.
+    the outer cut. partial_over: axes over which each rank's gradient is only its share of the sum. turned: the
+    parameter is a matrix whose tile is stored as its transpose; shapes and slices here are the tile's.
     """
 
     x: int | None = None
     y: int | None = None
     partial_over: tuple[str, ...] = ()
+    turned: bool = False
 
     def local_shape(self, shape: tuple[int, ...], grid: Grid) -> tuple[int, ...]:
         """The shape of one rank's tile of a parameter of the global ``shape``."""
@@ -42,6 +44,15 @@ class Tile:
                 shape[dim] *= axis.size
         return tuple(shape)
 
+    @property
+    def sharded_dim(self) -> int:
+        """The dim of the tile that FSDP2 cuts: the first of the parameter as it is stored."""
+        return 1 if self.turned else 0
+
+    def as_tile(self, stored: Tensor) -> Tensor:
+        """The tile that is stored as ``stored``, without a copy; also the reverse."""
+        return stored.T if self.turned else stored
+
     def slices(self, shape: tuple[int, ...], grid: Grid) -> tuple[slice, ...]:
         """The part of the global parameter that is this rank's tile."""
         return cut(shape, ((self.x, grid.x.size, grid.x.rank), (self.y, grid.y.size, grid.y.rank)))
@@ -55,6 +66,18 @@ def cut(shape: Sequence[int], cuts: Sequence[tuple[int | None, int, int]]) -> tu
             length[dim] //= pieces
             begin[dim] += piece * length[dim]
     return tuple(slice(b, b + n) for b, n in zip(begin, length, strict=True))
+
+
+def piece_of(rank: int, ranks: int, per_node: int) -> int:
+    """The number of the piece that a rank of a shard group holds: its own, unless the group has two levels.
+
+    There the first ranks of all nodes have the first pieces, and so on (``TwoLevels.rank``). Of a piece it gives the
+    rank where per_node is the number of nodes.
+    """
+    if not 1 < per_node < ranks:
+        return rank
+    node, place = divmod(rank, per_node)
+    return place * (ranks // per_node) + node
 
 
 def chunk(rows: slice, pieces: int, piece: int) -> slice:

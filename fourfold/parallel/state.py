@@ -29,7 +29,7 @@ class LocalShard:
     name: str
     parameter: nn.Parameter
     local: Tensor
-    """The plain tensor that the optimizer steps."""
+    """The plain tensor that the optimizer steps, or a view of it as the tile has it (``Tile.as_tile``)."""
     tile: Tile
     global_shape: tuple[int, ...]
     slices: tuple[slice, ...]
@@ -40,13 +40,13 @@ class LocalShard:
     @property
     def current(self) -> Tensor:
         """The local tensor that the parameter has now; it must still be ``local``."""
-        return self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter
+        return self.tile.as_tile(self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter)
 
     @property
     def grad(self) -> Tensor | None:
         """The local gradient, fully summed only after ``sum_partial_gradients``."""
         grad = self.parameter.grad
-        return grad.to_local() if isinstance(grad, DTensor) else grad
+        return None if grad is None else self.tile.as_tile(grad.to_local() if isinstance(grad, DTensor) else grad)
 
 
 def replicas_of_tile(tile: Tile, grid: Grid) -> int:

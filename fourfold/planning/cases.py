@@ -30,6 +30,16 @@ class Cases:
         """Select the cases at ``index``."""
         return self.map_arrays(lambda array: array[index])
 
+    def followed_by(self, more: Self) -> Self:
+        """The cases of both; scalars are the same in both."""
+        joined: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Cases):
+                joined[name] = value.followed_by(getattr(more, name))
+            elif isinstance(value, np.ndarray) and value.ndim:
+                joined[name] = np.concatenate([value, getattr(more, name)])
+        return replace(self, **joined)
+
     def with_float_arrays(self) -> Self:
         """A copy whose arrays of integers are arrays of floats."""
         return self.map_arrays(lambda array: array.astype(float) if array.dtype.kind == "i" else array)

@@ -62,7 +62,7 @@ def request_from_options(
         run = load_run(run_file, overrides)
         sizes, name, own = run.model, run.name, workload_of(run)
         gpus = gpus or run.parallel.world_size
-        base = own.but(**dict.fromkeys(AXES, 1), micro_batch=1, zero=0, recompute=0)
+        base = own.but(**dict.fromkeys(AXES, 1), micro_batch=1, batch_parts=1, zero=0, recompute=0)
     else:
         assert model is not None
         if gpus is None:

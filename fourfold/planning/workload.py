@@ -84,6 +84,8 @@ class Layout(Cases):
     """Index into ``CP_METHODS``."""
     micro_batch: Number = 1
     """Sequences."""
+    batch_parts: Number = 1
+    """Parts of a micro-batch whose collectives of x and y run behind the products of the others."""
     recompute: Number = 0
     """Index into ``RECOMPUTE``."""
     recompute_every: Number = 1
@@ -177,8 +179,6 @@ class Program(Cases):
     """Forward collectives of x run piece by piece behind the product that reads them (AsyncTP)."""
     gate_first: Number = True
     """The sum of gate over y runs behind the product of up."""
-    batch_parts: Number = 1
-    """Parts of a micro-batch whose collectives of x and y run behind the products of the others."""
 
     overlap_z: Number = True
     """Weight gathers and gradient scatters run behind computation."""
@@ -186,6 +186,8 @@ class Program(Cases):
     """The gradient sum over dp runs behind the last backward."""
     prefetch: Number = 1
     """Blocks gathered ahead."""
+    shards_per_node: Number = 1
+    """Ranks of a shard group in a node, where more than 1: its collectives run inside nodes and across them."""
     weights_kept: Number = False
     """Weights are gathered once per step, not per micro-batch (distributed optimizers)."""
     half_weights: Number = False
@@ -247,7 +249,7 @@ class Workload(Cases):
     @property
     def parts(self) -> Number:
         """Parts of a micro-batch that take turns; one where nothing is split over x and y."""
-        return np.where(self.layout.x * self.layout.y > 1, self.program.batch_parts, 1)
+        return np.where(self.layout.x * self.layout.y > 1, self.layout.batch_parts, 1)
 
     @property
     def together(self) -> Number:

@@ -5,7 +5,7 @@ from html import escape
 
 from fourfold.reports.numbers import format_number
 
-_LEFT, _TOP, _BOTTOM, _RIGHT = 44, 8, 40, 92
+_WIDTH, _LEFT, _TOP, _BOTTOM, _RIGHT = 520, 44, 8, 40, 92
 _STEPS = 24  # of the color bar
 
 
@@ -16,14 +16,13 @@ def heat_map(
     row_label: str,
     column_label: str,
     limits: tuple[float, float],
-    width: int = 520,
 ) -> str:
     """Draw an HTML figure of a matrix; `limits` are the values of the palest and the darkest cell.
 
     Give maps that are to be compared the same limits. A cell's value appears under the pointer.
     """
     rows, columns = len(values), len(values[0])
-    cell = (width - _LEFT - _RIGHT) / columns
+    cell = (_WIDTH - _LEFT - _RIGHT) / columns
     tall = max(5.0, min(cell, 320 / rows, 28.0))
     height = round(_TOP + tall * rows + _BOTTOM)
     cells = "".join(
@@ -47,8 +46,8 @@ def heat_map(
         f"{escape(row_label)}</text>"
     )
     svg = (
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">{cells}{marks}{names}'
-        f"{_bar(width, foot, limits)}</svg>"
+        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title)}">{cells}{marks}{names}'
+        f"{_bar(foot, limits)}</svg>"
     )
     return f'<figure class="chart"><figcaption><b>{escape(title)}</b></figcaption>{svg}</figure>'
 
@@ -64,9 +63,9 @@ def _stride(count: int, most: int) -> int:
     return next(step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 100, 1000) if count / step <= most)
 
 
-def _bar(width: int, foot: float, limits: tuple[float, float]) -> str:
+def _bar(foot: float, limits: tuple[float, float]) -> str:
     """Draw the color bar on the right, the largest value on top."""
-    left, step = width - _RIGHT + 18, (foot - _TOP) / _STEPS
+    left, step = _WIDTH - _RIGHT + 18, (foot - _TOP) / _STEPS
     low, high = limits
     boxes = "".join(
         f'<rect class="cell" x="{left}" y="{_TOP + i * step:.1f}" width="12" height="{step + 0.3:.1f}" '

@@ -81,11 +81,11 @@ def line_chart(
     return figure(title + (", log scale" if log_y else ""), [s.name for s in series], svg)
 
 
-def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], *, x_label: str = "", width: int = 520) -> str:
+def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], *, width: int = 520) -> str:
     """Draw an HTML figure with one horizontal bar per entry of `bars`: label to (part to value, none negative).
 
     Parts of the same name have the same color, in the order of their first appearance. The total stands at the end of
-    the bar, a part's value appears under the pointer. Name the unit in `title` or `x_label`.
+    the bar, a part's value appears under the pointer. Name the unit in `title`.
     """
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
     totals = {label: sum(bar.values()) for label, bar in bars.items()}
@@ -102,9 +102,7 @@ def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], *, x_label
         f'<text x="{axis(t)}" y="{bottom + 14}" text-anchor="middle">{label}</text>'
         for t, label in zip(ticks, format_ticks(ticks), strict=True)
     )
-    height = bottom + (BOTTOM if x_label else 22)
-    x_title = f'<text x="{(left + width - right) / 2}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>'
-    svg = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">{labels}{x_title}{rows}</svg>'
+    svg = f'<svg viewBox="0 0 {width} {bottom + 22}" role="img" aria-label="{escape(title)}">{labels}{rows}</svg>'
     return figure(title, parts, svg)
 
 

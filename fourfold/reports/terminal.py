@@ -62,33 +62,49 @@ def trace_tables(report: TraceReport) -> None:
         memory = [(kind.replace("_", " "), in_unit(size, unit)) for kind, size in asdict(report.memory).items()]
         print_table(f"Memory of one rank of {report.world_size}", ("kind", name), memory)
     rank = "the pipeline's first rank" if report.pipeline else "one rank"
+    if not report.collectives:
+        print(f"No collectives: {rank} computes the whole optimizer step")
+        return
     title = f"Collectives of {rank} in one optimizer step"
     rows = [
-        [c.axis, c.op, c.purpose, f"{c.count:,}", in_unit(c.bytes, 2**20), in_unit(c.exposed_bytes, 2**20)]
+        [c.axis, c.op, c.purpose, f"{c.count:,}", *_mebibytes(c.bytes, c.exposed_bytes),
+         *_milliseconds(c.seconds, c.exposed_seconds)]
         for c in report.collectives
-    ]
-    header = ("axis", "operation", "purpose", "count", "MiB", "exposed")
+    ]  # fmt: skip
+    timed = any(c.seconds is not None for c in report.collectives)
+    header = ("axis", "operation", "purpose", "count", "MiB", "exposed", *(("ms", "exposed ms") if timed else ()))
     print_table(title, header, rows, words=("operation", "purpose"))
     _exposed_by_axis(report)
 
 
 def _exposed_by_axis(report: TraceReport) -> None:
-    """Print the share of each axis's bytes that no matrix product hides."""
-    sent, exposed = Counter[str](), Counter[str]()
+    """Print the share of each axis's bytes that no matrix product hides, and of its seconds on a machine."""
+    sent, exposed, timed = Counter[str](), Counter[str](), dict[str, tuple[float, float]]()
     for collective in report.collectives:
         for axis in (collective.axis, "all"):
             sent[axis] += collective.bytes
             exposed[axis] += collective.exposed_bytes
+            if collective.seconds is not None and collective.exposed_seconds is not None:
+                seconds, waited = timed.get(axis, (0.0, 0.0))
+                timed[axis] = seconds + collective.seconds, waited + collective.exposed_seconds
     rows = [
-        [axis, in_unit(sent[axis], 2**20), in_unit(exposed[axis], 2**20), f"{exposed[axis] / sent[axis]:.0%}"]
+        [axis, *_mebibytes(sent[axis], exposed[axis]), f"{exposed[axis] / sent[axis]:.0%}",
+         *_milliseconds(*timed.get(axis, ()))]
         for axis in sorted(sent, key=lambda axis: (axis == "all", -sent[axis]))
-    ]
-    if rows:
-        print_table(
-            "Exposed: no matrix product between a collective and the wait for it",
-            ("axis", "MiB", "exposed", "share"),
-            rows,
-        )
+    ]  # fmt: skip
+    print_table(
+        "Exposed: no matrix product between a collective and the wait for it",
+        ("axis", "MiB", "exposed", "share", *(("ms", "exposed ms") if timed else ())),
+        rows,
+    )
+
+
+def _mebibytes(*sizes: int) -> list[str]:
+    return [in_unit(size, 2**20) for size in sizes]
+
+
+def _milliseconds(*seconds: float | None) -> list[str]:
+    return [f"{1e3 * value:,.3g}" for value in seconds if value is not None]
 
 
 def _pipeline_memory(report: TraceReport) -> None:

@@ -58,8 +58,23 @@ ELSEWHERE = {
 """Names that other frameworks have for the same keys."""
 
 CLOSE_SPELLING = 0.75
-"""Similarity above which a key counts as a misspelling: of seq_lenght and seq_length it is 0.9, of streaming and train
-0.71."""
+"""Similarity above which a key counts as a misspelling: 0.9 for seq_lenght and seq_length, 0.71 for streaming and
+train."""
+
+WRONG_TYPES = {
+    "model_type": "must be a section of keys",
+    "list_type": "must be a list",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be text in quotes",
+    "string_pattern_mismatch": "must be letters, digits, '.', '_' and '-', and not begin with '.'",
+}
+"""What pydantic's types of errors mean in a run file."""
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -91,7 +106,8 @@ def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequen
         mistakes = error.errors()
         first = next((m for m in mistakes if m["type"] == "extra_forbidden"), mistakes[0])
         place = ".".join(str(part) for part in first["loc"])
-        source = next((f"--set {text}" for text in overrides if text.partition("=")[0].strip() == place), where)
+        unknown = first["type"] == "extra_forbidden"
+        source = next((f"--set {text}" for text in overrides if _sets(text, place, unknown)), where)
         raise UserError(f"{source}: {_sentence(first, place, len(mistakes) - 1)}") from None
     check_layout(run)
     run.model.check_countable()
@@ -117,6 +133,12 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     table[name] = value
 
 
+def _sets(override: str, place: str, unknown: bool) -> bool:
+    """Whether an override sets the key at `place`, or made the unknown section there."""
+    key = override.partition("=")[0].strip()
+    return key == place or (unknown and key.startswith(f"{place}."))
+
+
 def _sentence(first: ErrorDetails, place: str, more: int) -> str:
     """One sentence for the first mistake, with the number of the others."""
     if first["type"] == "extra_forbidden":
@@ -127,7 +149,8 @@ def _sentence(first: ErrorDetails, place: str, more: int) -> str:
         reason = str(first["ctx"]["error"])
         text = f"[{place}] {reason}" if place else reason
     else:
-        text = f"{place} = {_shortened(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
+        problem = WRONG_TYPES.get(first["type"], f"{first['msg'][0].lower()}{first['msg'][1:]}")
+        text = f"{place} = {_shortened(first['input'])}: {problem}"
     return text + (f" (and {more} more mistake{'s' if more > 1 else ''})" if more else "")
 
 

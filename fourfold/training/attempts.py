@@ -19,8 +19,8 @@ from fourfold.training.run_folder import ATTEMPTS_FILE
 def note_start(run_dir: Path, restarts: int, run: RunConfig) -> None:
     """Record, on rank 0, that an attempt begins to train.
 
-    Where the step that comes next has failed more than ``fault_tolerance.max_restarts`` times, its batch is noted as
-    one to leave out, if the run file asks for that. Raises ``UserError`` if not, or if that has been done.
+    Where the next step has failed more than ``fault_tolerance.max_restarts`` times, its batch is recorded as one to
+    leave out, if the run file says so. Raises ``UserError`` if it does not, or if the batch was already left out.
     """
     taken = steps_taken(run_dir)
     failures = _failures(_read(run_dir), taken) if restarts else 0
@@ -30,7 +30,7 @@ def note_start(run_dir: Path, restarts: int, run: RunConfig) -> None:
 
 
 def note_end(run_dir: Path) -> None:
-    """Record that this attempt ended as it should."""
+    """Record that this attempt ended normally."""
     _append(run_dir, {"ended": True})
 
 
@@ -39,11 +39,11 @@ def _answer_failures(run_dir: Path, step: int, failures: int, run: RunConfig) ->
     reason = f"step {step} failed {failures} times in a row (fault_tolerance.max_restarts = {limit})"
     if run.fault_tolerance.failing_step == "stop":
         raise UserError(
-            f"{reason}; after a look at what the attempts printed, start the run again, or with "
+            f"{reason}; read what the attempts printed, then start the run again, or with "
             "fault_tolerance.failing_step = 'skip', which leaves out a batch that no attempt gets past"
         )
     if any(leaves_out(line, step) for line in read_bad_steps(run_dir)):
-        raise UserError(f"{reason}, although its batch was left out; look at what the attempts printed")
+        raise UserError(f"{reason}, although its batch was left out; read what the attempts printed")
     samples = samples_of(step, run.training.global_batch_size)
     note_bad_step(run_dir, {"step": step, "action": "leave_out", "reason": reason, "samples": samples, "skips": [step]})
     print(f"fourfold: {reason}: its batch is left out; see {run_dir / BAD_STEPS_FILE}", file=sys.stderr)

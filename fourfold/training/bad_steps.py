@@ -1,4 +1,4 @@
-"""The record of bad steps: bad_steps.jsonl in a run's folder, from which a run that goes on knows what to leave out."""
+"""The record of bad steps: bad_steps.jsonl in a run's folder, from which a resumed run reads what to leave out."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Progress:
     a validation loss, without control codes; the fields come in torchtitan's order (step, loss, grad_norm, memory,
     tokens/s, tflops, mfu), then lr and ETA, and the share of tokens trained where masks leave some out. tokens/s counts
     all devices together, tflops one of them; mfu is shown where the device has a published peak. `is_tty` overrides
-    what standard output says of itself.
+    whether standard output is a terminal.
     """
 
     def __init__(self, total_steps: int, total_tokens: int, is_tty: bool | None = None, log_interval: int = 10) -> None:
@@ -55,7 +55,7 @@ class Progress:
         self._shown_any = True
 
     def close(self) -> None:
-        """Leave the last state of the live display standing and give the terminal back."""
+        """Keep the last state of the live display on the screen, and release the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -113,7 +113,7 @@ def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, T
 def _training_data(
     run: RunConfig, train: list[Source], tokenizer: Tokenizer | None
 ) -> tuple[Mixture, list[LossMask], Goldfish | None]:
-    """The training data, the masks of the loss besides goldfish, and that one."""
+    """The training data, the masks of the loss besides goldfish, and the goldfish mask."""
     training = run.training
     masks, goldfish = build_masks(run.masks, tokenizer, training.seq_length, training.global_batch_size)
     look_back = 0 if goldfish is None else goldfish.look_back
@@ -127,7 +127,7 @@ def micro_batches(
 
     def tensor(array: NDArray[np.int64]) -> Tensor:
         found = torch.from_numpy(array)
-        # The host does not wait for a copy from memory that the system may not move.
+        # The host does not wait for a copy from pinned memory.
         return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
     found = []
@@ -140,7 +140,7 @@ def micro_batches(
 
 
 def _check_tokens(batch: MicroBatch[NDArray[np.int64]], vocab_size: int) -> None:
-    """Raise ``UserError`` for an unknown token, which the embedding would treat as one of another rank."""
+    """Raise ``UserError`` for a token outside the vocabulary, which the embedding would treat as another rank's."""
     smallest, largest = int(batch.tokens.min()), int(batch.tokens.max())
     if batch.labels is not None:
         largest = max(largest, int(batch.labels.max()))

@@ -24,7 +24,9 @@ from fourfold.parallel.data_parallel import DataParallel
 from fourfold.parallel.decoder import parallelize_decoder
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.pipeline import Pipeline, TiedEnds, tied_ends_as_one
+from fourfold.parallel.product_layouts import Layouts
 from fourfold.parallel.state import LocalShard, clip_gradients, initialize_shards, sum_partial_gradients
+from fourfold.products.product_choice import agreed_layouts
 from fourfold.training.loss_scaling import LossScale
 from fourfold.training.optimizer import ShardedAdamW, check_groups, learning_rate
 
@@ -58,11 +60,12 @@ class Job:
     def __init__(
         self, run: RunConfig, grid: Grid, device: torch.device, stages: dict[int, DataParallel] | None = None
     ) -> None:
-        """Give memory to ``stages`` (default: ``meta_stages``); ``initialize`` them then, or load a checkpoint."""
+        """Allocate memory for ``stages`` (default: ``meta_stages``, with the products' layouts of this machine); then
+        ``initialize`` them, or load a checkpoint. Every process calls it."""
         if run.optimizer.groups:
             check_groups(run.optimizer, trained_shapes(run.model, run.lora))
         self.run, self.grid, self.device = run, grid, device
-        self.stages = meta_stages(run, grid) if stages is None else stages
+        self.stages = meta_stages(run, grid, agreed_layouts(run, device)) if stages is None else stages
         """This process's pipeline stages by number; without a pipeline the whole model is stage 0."""
         for stage in self.stages.values():
             stage.materialize(device)
@@ -88,7 +91,7 @@ class Job:
         self.publish()
 
     def publish(self) -> None:
-        """Have the next forward compute with the stored weights, which have changed."""
+        """Make the next forward compute with the stored weights, which have changed."""
         for stage in self.stages.values():
             stage.publish()
 
@@ -212,12 +215,15 @@ def build_model(run: RunConfig, layers: range | None = None) -> Transformer:
     return model
 
 
-def meta_stages(run: RunConfig, grid: Grid) -> dict[int, DataParallel]:
-    """This process's part of the model by pipeline stage, on the meta device; the whole never exists."""
+def meta_stages(run: RunConfig, grid: Grid, layouts: Layouts | None = None) -> dict[int, DataParallel]:
+    """This process's part of the model by pipeline stage, on the meta device; the whole never exists.
+
+    layouts: of the blocks' products, the same on every process.
+    """
     stages: dict[int, DataParallel] = {}
     for number, layers in enumerate(stage_layers(run.model, run.parallel)):
         if rank_of_stage(number, run.parallel) == grid.pp.rank:
             with torch.device("meta"):
                 model = build_model(run, layers)
-            stages[number] = parallelize_decoder(model, grid, run)
+            stages[number] = parallelize_decoder(model, grid, run, layouts)
     return stages

@@ -61,7 +61,7 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[str] = ()) -> Outcom
     callbacks: ``"package.module:name"`` of each ``Callback``, strings so that the loop need not know them.
     """
     if run.lora.rank and run.model.from_hf is None:
-        raise UserError("lora trains additions to a model that stays as it is; name that model in model.from_hf")
+        raise UserError("lora trains adapters for a frozen model; name that model in model.from_hf")
     with supervised(place, run) as stop:
         return _train(place, run, callbacks, stop)
 
@@ -168,7 +168,7 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
 
 
 def _checkpoint_of(run: RunConfig, run_dir: Path, stack: ExitStack) -> Path | None:
-    """Keep other jobs out of a run's folder that is there, until ``stack`` ends, and find what the run resumes from."""
+    """Keep other jobs out of an existing run folder until ``stack`` ends, and find where the run resumes."""
     if run_dir.is_dir():
         stack.enter_context(open_run_folder(run_dir))
         with writing(run_dir / CHECKPOINTS):

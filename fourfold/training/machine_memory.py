@@ -1,4 +1,4 @@
-"""The memory of this machine is more than the model's: asked before any process starts."""
+"""Checks, before any process starts, that this machine's memory can hold the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ GPUS = ("/dev/nvidiactl", "/dev/kfd")
 def check_machine_memory(run: RunConfig) -> None:
     """Raise ``UserError`` for a model that this machine's memory cannot hold, where its processes run on the CPU.
 
-    However it is split, all processes together hold its weights, gradients and moments; LoRA's, the weights.
+    However the model is split, all processes together hold its weights, gradients and moments; with LoRA, only the
+    weights.
     """
     if run.training.device == "cuda" or (run.training.device == "auto" and any(Path(file).exists() for file in GPUS)):
         return

@@ -67,7 +67,11 @@ class ShardedAdamW:
         """seed: for stochastic rounding, which rounds all replicas of a weight the same way."""
         self.shards, self.config, self.seed = list(shards), config, seed
         self._steps = 0  # AdamW counts in tensors, which the trace on fake tensors cannot read
-        self.parameters = [nn.Parameter(shard.local, requires_grad=shard.parameter.requires_grad) for shard in shards]
+        # As they are stored: fused kernels go through the memory of weight, gradient and moments in one order.
+        self.parameters = [
+            nn.Parameter(shard.tile.as_tile(shard.local), requires_grad=shard.parameter.requires_grad)
+            for shard in shards
+        ]
         self.treatments = [treatment(shard.name, len(shard.global_shape), config) for shard in self.shards]
         groups = [
             {
@@ -86,8 +90,9 @@ class ShardedAdamW:
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
             # The memory that is updated must be the memory that the model (or FSDP2's all-gather) reads.
             assert _same_memory(shard.current, parameter), f"{shard.name} has moved"
+            gradient = None if shard.grad is None else shard.tile.as_tile(shard.grad)
             # A gradient in another dtype (a float32 sum for bf16 weights) is applied in the weights' dtype.
-            parameter.grad = None if shard.grad is None else shard.grad.to(parameter.dtype).contiguous()
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype).contiguous()
         self._steps += 1
         if self.config.stochastic_rounding:
             self._step_and_round(lr)
@@ -107,9 +112,9 @@ class ShardedAdamW:
         for index, (parameter, shard) in enumerate(zip(self.parameters, self.shards, strict=True)):
             if shard.grad is None:
                 continue
-            moments, count = self.moments(index), self.adamw.state[parameter]["step"]
-            wide, grad = parameter.float(), shard.grad.float()
-            first, second = moments["exp_avg"], moments["exp_avg_sq"]
+            first, second = (shard.tile.as_tile(moment) for moment in self.moments(index).values())
+            count = self.adamw.state[parameter]["step"]
+            wide, grad = parameter.float(), shard.tile.as_tile(shard.grad).float().contiguous()
             adamw(
                 *([wide], [grad], [first], [second], [], [count]),
                 fused=True,
@@ -128,7 +133,7 @@ class ShardedAdamW:
             parameter.copy_(stochastically_rounded(wide, generator))
 
     def moments(self, index: int) -> dict[str, Tensor]:
-        """First and second moment of shard ``index``; zeros before the first step."""
+        """First and second moment of shard ``index``, as its ``local``; zeros before the first step."""
         parameter = self.parameters[index]
         state = self.adamw.state[parameter]
         if not state:
@@ -136,7 +141,7 @@ class ShardedAdamW:
             dtype = torch.float32 if self.config.stochastic_rounding else parameter.dtype
             state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        return {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+        return {name: self.shards[index].tile.as_tile(state[name]) for name in ("exp_avg", "exp_avg_sq")}
 
     def steps_taken(self) -> int:
         """Steps that changed the weights."""

@@ -35,7 +35,7 @@ class Prediction:
         self._seconds: list[float] = []
 
     def after_step(self, metrics: StepMetrics) -> Facts | None:
-        """Note a step; after the last one measured, write the comparison down and return it to show."""
+        """Note a step; after the last one measured, record the comparison and return it."""
         if self.machine is None or len(self._seconds) == STEPS:
             return None
         self._seconds.append(metrics.step_seconds)

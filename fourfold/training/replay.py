@@ -1,4 +1,4 @@
-"""Silent corruption of computing: now and then a step is computed twice, and replicas of weights are compared."""
+"""Detects silent data corruption: computes a step twice now and then, and compares the replicas of weights."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from fourfold.training.job import Job
 class Replay:
     """Computes the gradients of every ``checks.replay_interval``-th step twice, and compares them bit for bit.
 
-    Every process calls it. What a process gives to others is compared too, so that the one that computed something else
-    is told from those that received it. Before, the copies of weights and moments that several processes hold are
-    compared: a wrong weight that stays is the same in both passes.
+    Every process calls it. What a process sends to others is compared too: this distinguishes the process that computed
+    something different from those that received it. Before that, the copies of weights and moments that several
+    processes hold are compared, since a weight that stays wrong gives the same result in both passes.
     """
 
     def __init__(self, job: Job) -> None:
@@ -48,7 +48,7 @@ class Replay:
 
     def _watched(self, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> tuple[Tensor, list[Given]]:
         inputs = CollectiveInputs()
-        if self.job.run.training.compile:  # what is compiled would not be, inside of a dispatch mode
+        if self.job.run.training.compile:  # compiled code would not stay compiled inside a dispatch mode
             loss = self.job.forward_backward(micro_batches, kept)
         else:
             with inputs:
@@ -67,7 +67,7 @@ class Replay:
         hosts = _gathered(platform.node())
         named = "; ".join(f"rank {rank} ({hosts[rank]}), in {what}" for rank, what in sorted(ranks.items()))
         raise UserError(
-            f"step {step + 1}, computed twice, gave different bits on {named}: no weight has moved; take that device "
+            f"step {step + 1}, computed twice, gave different bits on {named}: no weight has changed; take that device "
             "out of the job, and resume from the last checkpoint"
         )
 
@@ -125,7 +125,7 @@ def _odd_ones(everyone: Sequence[dict[tuple[str, str], int]]) -> tuple[str, list
 
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
-    """Have kernels of GPUs that add in any order, as attention's backward does, add in one."""
+    """Make GPU kernels that add in any order, such as attention's backward, add in a fixed one."""
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(before or device.type == "cuda", warn_only=warn or not before)
     try:

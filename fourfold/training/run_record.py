@@ -110,14 +110,14 @@ class RunRecord:
             "tokens/s, everything included": steps * self.tokens_per_step / seconds if steps else None,
             "seconds": round(seconds, 1),
             "checkpoint": outcome.checkpoint,
-            "ended by": "a signal or the time limit, after saving" if outcome.stopped else "the last step",
+            "ended by": _ended_by(outcome),
         }
         if steps:  # a run that was finished already keeps the summary of its last steps
             write_output(self.run_dir / SUMMARY_FILE, json.dumps({**self.facts, **facts}, indent=1))
         if outcome.sample is not None:
             write_output(self.run_dir / SAMPLE_FILE, outcome.sample)
         self.progress.close()
-        self.progress.print_facts("Done", facts)
+        self.progress.print_facts("Stopped" if outcome.stopped else "Done", facts)
 
     def _facts(self, corpora: Corpora, masked: MaskStatistics | None, total_tokens: int) -> dict[str, Fact]:
         run, model = self.run, self.run.model
@@ -148,6 +148,14 @@ class RunRecord:
                 f"{masked.drop_rate:.1%} not trained, at most {masked.longest_undropped_span} kept in a row"
             )
         return facts
+
+
+def _ended_by(outcome: Outcome) -> str:
+    if not outcome.stopped:
+        return "the last step"
+    return (
+        f"a signal or the time limit, {'before the first checkpoint' if outcome.checkpoint is None else 'after saving'}"
+    )
 
 
 def _warn_about_data(corpora: Corpora, masked: MaskStatistics | None, seq_length: int) -> None:

@@ -81,7 +81,7 @@ class StepChecks:
         self._left_out: list[dict[str, Any]] = earlier[0]
 
     def leaves_out(self, step: int) -> bool:
-        """True where the batch of step ``step``, counted from 0, has brought the run back or ended it."""
+        """True where the batch of step ``step``, counted from 0, has made the run roll back or end."""
         return any(leaves_out(line, step + 1) for line in self._left_out)
 
     def judge(self, step: int, figures: Figures) -> Verdict:
@@ -223,9 +223,9 @@ def _not_finite(loss: float, grad_norm: float) -> str | None:
 
 
 def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> Figures:
-    """Share the figures of a step and what this process has to tell, in one exchange that waits for the device.
+    """Combine the figures of a step and the flags of all processes, in one exchange that waits for the device.
 
-    A figure on which all agree, as they should, is what it is; it is NaN where one has NaN.
+    A figure on which all ranks agree, as they should, is unchanged; it is NaN where any rank has NaN.
     """
     figures = [figure.double() for figure in (result.loss, result.grad_norm, result.kept_tokens)]
     flags = [figures[0].new_full((), float(flag)) for flag in (stopped, failed)]

@@ -1,4 +1,4 @@
-"""Everything around a training job that ends it in order: stop signals, the limit of time, and the watchdog."""
+"""Everything that ends a training job from outside: stop signals, the time limit, and the watchdog."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Microbenchmarks of the user's own devices."""
+"""Microbenchmarks of the user's own devices; the search for the fastest layout by real trials."""

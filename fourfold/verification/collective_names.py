@@ -21,13 +21,18 @@ class CollectiveNames:
         axes = [*grid.neighbors.values(), *grid.axes()[::-1]]
         self._axis_of_ranks = {tuple(dist.get_process_group_ranks(axis.group)): axis.name for axis in axes}
         self._axis_of_group: dict[str, str] = {}
+        for levels in grid.levels.values():
+            axis = self._axis_of(levels.whole.group)
+            self._axis_of_group[levels.across.group.group_name] = f"{axis} across nodes"
+            for inside in (levels.inside, levels.inside_for_sums):
+                self._axis_of_group[inside.group.group_name] = f"{axis} inside nodes"
 
     def line(self, operation: str, group: dist.ProcessGroup) -> Line:
         """Name the collective that is being issued. operation: what torch runs, which may stand for another."""
         axis, purpose = self._axis_of(group), PURPOSE.get()
         if purpose is not None:
             return axis, purpose.operation or operation, purpose.why
-        assert axis in DATA_AXES, f"a collective over {axis} without a purpose"
+        assert axis.split()[0] in DATA_AXES, f"a collective over {axis} without a purpose"
         return axis, operation, FSDP_PURPOSE[operation]
 
     def _axis_of(self, group: dist.ProcessGroup) -> str:

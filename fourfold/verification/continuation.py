@@ -36,8 +36,12 @@ def layers_of_rank(run: RunConfig, pp_rank: int) -> list[range]:
     return [layers for stage, layers in stages if rank_of_stage(stage, run.parallel) == pp_rank]
 
 
-def small_points(run: RunConfig, pp_rank: int) -> list[Point]:
-    """The points to trace in place of a rank's part of the run: one, two or four, or the run itself if it is small."""
+def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Point]:
+    """The points to trace in place of a rank's part of the run: one, two or four, or the run itself if it is small.
+
+    timed: for seconds too. Sums over replicas that hold whole weights are waited for at the end alone, and a backlog of
+    them is not linear in the layers: all are traced.
+    """
     target, grid = point_of(run, pp_rank), run.parallel
     pipelines = [target]
     if grid.pp > 1 and grid.schedule == "1F1B":
@@ -54,7 +58,12 @@ def small_points(run: RunConfig, pp_rank: int) -> list[Point]:
     # micro-batch gradients outgrow activations only after some layers.
     few = (3 if target.micro_batches > 1 else 4) + run.overlap.weight_prefetch
     counts = [target.layers]
-    if target.layers > few + 1 and all(len(layers) == target.layers for layers in layers_of_rank(run, pp_rank)):
+    backlog = timed and grid.z == 1 and grid.zero == 0 and grid.dp * grid.cp > 1
+    if (
+        not backlog
+        and target.layers > few + 1
+        and all(len(layers) == target.layers for layers in layers_of_rank(run, pp_rank))
+    ):
         counts = [few, few + 1]
     return [point._replace(layers=layers) for point, layers in itertools.product(pipelines, counts)]
 

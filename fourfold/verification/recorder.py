@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_iter
 from fourfold.data.loader import MicroBatch
 from fourfold.parallel.communicate import ON_WAIT, PURPOSE, Purpose
 from fourfold.parallel.grid import Grid
-from fourfold.parallel.recompute import OFFLOAD
+from fourfold.parallel.offload import OFFLOAD
 from fourfold.training.job import Job
 from fourfold.verification.collective_names import CollectiveNames
+from fourfold.verification.durations import PRODUCTS, Durations, is_attention
 from fourfold.verification.exposure import Flights, Line
 
 Tag = Literal["parameters", "optimizer", "gradients", "weights", "activations", "offloaded", "batch"]
@@ -40,11 +41,12 @@ class Recorder(TorchDispatchMode):
     A storage is counted from its first appearance until Python forgets it, or FSDP2 shrinks it to nothing.
     """
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Grid, durations: Durations | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         self.names = CollectiveNames(grid)
         self.collectives: dict[Line, list[int]] = {}
-        self.flights = Flights()
+        self.flights = Flights(durations.exposed if durations is not None else 0.0)
+        self._durations = durations
         self._sent: tuple[Purpose, int] | None = None
         self.live: Counter[str] = Counter()
         self.peaks: Counter[tuple[str, str]] = Counter()
@@ -124,7 +126,8 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "fsdp":
             self._land_what_is_read(args)
         out = func(*args, **(kwargs or {}))
-        self.flights.compute(name)
+        if name in PRODUCTS or is_attention(name):
+            self.flights.compute(0 if self._durations is None else self._durations.operation(name, args))
         if func.namespace == "fsdp":
             tag: Tag = "gradients" if name == "chunk_cat" else "weights"
             for tensor in tree_iter((out, (kwargs or {}).get("out"))):
@@ -158,7 +161,11 @@ class Recorder(TorchDispatchMode):
         entry[1] += whole.nbytes
         # FSDP2 waits for the sum of one unit's gradients before that of the next, when the result may have been freed.
         is_sum_of_fsdp = purpose is None and operation != "all_gather"
-        self.flights.issue(line if is_sum_of_fsdp else storage, line, whole.nbytes)
+        duration = 0
+        if self._durations is not None:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            duration = self._durations.collective(line[1], line[0], whole.nbytes, ranks)
+        self.flights.issue(line if is_sum_of_fsdp else storage, line, whole.nbytes, duration)
         self._sent = (purpose, storage) if operation == "send" and purpose is not None else None
 
     def _receive(self, tensor: Tensor) -> None:

@@ -22,6 +22,7 @@ from fourfold.data.loader import MicroBatch
 from fourfold.parallel.context import share_of_sequences
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.head import ParallelHead
+from fourfold.planning.machines.machine import Machine
 from fourfold.training.job import Job, meta_stages
 from fourfold.verification.continuation import (
     Point,
@@ -32,6 +33,7 @@ from fourfold.verification.continuation import (
     run_at,
     small_points,
 )
+from fourfold.verification.durations import PICOSECOND, Durations
 from fourfold.verification.exposure import Line
 from fourfold.verification.recorder import Recorder
 
@@ -76,6 +78,12 @@ class Collective:
     exposed_bytes: int
     """Of those that no matrix product hides: none is issued between the collective and the wait for its result."""
 
+    seconds: float | None = None
+    """The sum over their durations on a machine, each alone on its axis; None without a machine."""
+
+    exposed_seconds: float | None = None
+    """For how long the step waits for them, and is slower beside them."""
+
 
 @dataclass(frozen=True)
 class RankTrace:
@@ -102,36 +110,42 @@ class TraceReport:
     """One rank for each place on pp, where there are several."""
 
     def record(self) -> dict[str, Any]:
-        """The report as JSON values."""
-        return asdict(self)
+        """The report as JSON values; seconds only where a machine is known."""
+        record = asdict(self)
+        for rank in (record, *record["pipeline"]):
+            rank["collectives"] = [{k: v for k, v in c.items() if v is not None} for c in rank["collectives"]]
+        return record
 
 
 class Sample(NamedTuple):
     """One traced step."""
 
-    collectives: dict[Line, tuple[int, int, int]]
-    """Count, bytes, and exposed bytes."""
+    collectives: dict[Line, tuple[int, ...]]
+    """Count, bytes, exposed bytes, and picoseconds and exposed picoseconds on a machine."""
 
     memory: dict[str, tuple[int, ...]]
     """Bytes in each window."""
 
 
-def trace(run: RunConfig, whole: bool = False) -> TraceReport:
-    """Trace a run; ``whole`` runs every layer and micro-batch instead of extrapolating from a few."""
+def trace(run: RunConfig, whole: bool = False, machine: Machine | None = None) -> TraceReport:
+    """Trace a run, with seconds on a machine; ``whole`` runs every layer and micro-batch instead of extrapolating from
+    a few."""
     traced: dict[Point, Sample] = {}
-    ranks = [_trace_rank(run, pp_rank, whole, traced) for pp_rank in range(run.parallel.pp)]
+    ranks = [_trace_rank(run, pp_rank, whole, machine, traced) for pp_rank in range(run.parallel.pp)]
     first = ranks[0]
     return TraceReport(run.parallel.world_size, first.memory, first.collectives, ranks if len(ranks) > 1 else [])
 
 
-def _trace_rank(run: RunConfig, pp_rank: int, whole: bool, traced: dict[Point, Sample]) -> RankTrace:
+def _trace_rank(
+    run: RunConfig, pp_rank: int, whole: bool, machine: Machine | None, traced: dict[Point, Sample]
+) -> RankTrace:
     """traced: the steps traced so far; ranks in the middle of a pipeline share them."""
     target = point_of(run, pp_rank)
-    points = [target] if whole else small_points(run, pp_rank)
+    points = [target] if whole else small_points(run, pp_rank, timed=machine is not None)
     samples: dict[Point, Sample] = {}
     for point in points:
         if point not in traced:
-            traced[point] = _trace_step(run_at(run, point), point.pp_rank)
+            traced[point] = _trace_step(run_at(run, point), point.pp_rank, machine)
         samples[point] = traced[point]
 
     def sent(value: Callable[[Sample], int]) -> int:
@@ -144,9 +158,10 @@ def _trace_rank(run: RunConfig, pp_rank: int, whole: bool, traced: dict[Point, S
 
     def collective(line: Line) -> Collective:
         def of_line(figure: int) -> int:
-            return sent(lambda sample: sample.collectives.get(line, (0, 0, 0))[figure])
+            return sent(lambda sample: sample.collectives.get(line, (0, 0, 0, 0, 0))[figure])
 
-        return Collective(*line, *map(of_line, range(3)))
+        seconds = [] if machine is None else [PICOSECOND * of_line(figure) for figure in (3, 4)]
+        return Collective(*line, *map(of_line, range(3)), *seconds)
 
     def peak(name: str) -> int:
         def in_window(window: int) -> int:
@@ -163,14 +178,14 @@ def _trace_rank(run: RunConfig, pp_rank: int, whole: bool, traced: dict[Point, S
     )
 
 
-def _trace_step(run: RunConfig, pp_rank: int) -> Sample:
+def _trace_step(run: RunConfig, pp_rank: int, machine: Machine | None) -> Sample:
     """Run one real training step on fake tensors, as a rank at one place on pp."""
     world_size = run.parallel.world_size
     with fake_processes(world_size, pp_rank * (world_size // run.parallel.pp)):
-        return _fake_step(run, Grid(run.parallel, "cpu"))
+        return _fake_step(run, Grid(run.parallel, "cpu"), None if machine is None else Durations(run, machine))
 
 
-def _fake_step(run: RunConfig, grid: Grid) -> Sample:
+def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None) -> Sample:
     stages = meta_stages(run, grid)
     # The chunks of the machine that the run is for, not of the one that traces.
     for stage in stages.values():
@@ -184,7 +199,7 @@ def _fake_step(run: RunConfig, grid: Grid) -> Sample:
             share_of_sequences(MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(fields))), grid.cp)
             for _ in range(run.gradient_accumulation_steps)
         ]
-        recorder = Recorder(grid)
+        recorder = Recorder(grid, durations)
         recorder.exclude(micro_batches)
         with recorder:
             job = Job(run, grid, torch.device("cpu"), stages)
@@ -197,8 +212,10 @@ def _fake_step(run: RunConfig, grid: Grid) -> Sample:
     peaks = {"activations_peak": "activations", "gathered_weights_peak": "weights", "total_peak": "total"}
     memory = {name: (size,) * len(WINDOWS) for name, size in states.items()}
     memory |= {name: tuple(recorder.peaks[kind, window] for window in WINDOWS) for name, kind in peaks.items()}
-    exposed = recorder.flights.exposed
-    sent = {line: (count, size, exposed[line]) for line, (count, size) in recorder.collectives.items()}
+    exposed, taken, waited = recorder.flights.exposed, recorder.flights.taken, recorder.flights.waited
+    sent = {
+        line: (*figures, exposed[line], taken[line], waited[line]) for line, figures in recorder.collectives.items()
+    }
     return Sample(sent, memory)
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -59,6 +60,7 @@ class WatchedCollectives:
         self.flights: list[Flight] = []
         self.held: list[tuple[str, int, int]] = []
         """Axis, start and end (ns since 1970) of each time in which this process issued a collective or waited."""
+        self._step_thread = get_ident()
         self._flight_of: WeakKeyDictionary[dist.Work, Flight] = WeakKeyDictionary()
         self._replaced: list[tuple[type, str, Any]] = []
 
@@ -87,7 +89,7 @@ class WatchedCollectives:
             self.flights.append(flight)
             with record_function(flight.name):
                 work = run(group, *args, **kwargs)
-            self.held.append((flight.axis, flight.start, time.time_ns()))
+            self._hold(flight.axis, flight.start)
             if operation != "recv":
                 whole = args[1] if operation == "reduce_scatter" else args[0]
                 entry = self.sent.setdefault(line, [0, 0])
@@ -119,7 +121,12 @@ class WatchedCollectives:
             with record_function(f"wait for {flight.name}"):
                 result = run(work, *args, **kwargs)
             flight.land()
-            self.held.append((flight.axis, start, time.time_ns()))
+            self._hold(flight.axis, start)
             return result
 
         return wait
+
+    def _hold(self, axis: str, start: int) -> None:
+        """Note what the thread of the step has done until now; others wait too (``parallel.fsdp_on_gloo``)."""
+        if get_ident() == self._step_thread:
+            self.held.append((axis, start, time.time_ns()))

@@ -23,7 +23,10 @@ from fourfold.config.run import AXES, RunConfig
 
 def random_layout(draw: random.Random) -> Layout:
     sizes = {axis: draw.choice([1, 1, 2, 3]) for axis in AXES}
-    layout = Layout(sizes=sizes, sharded_over=draw.choice([("z",), ("dp", "cp", "z")]), tensors={})
+    sharded_over = draw.choice([("z",), ("dp", "cp", "z")])
+    shards = math.prod(sizes[axis] for axis in sharded_over)
+    per_node = draw.choice([*(n for n in range(1, shards + 1) if shards % n == 0), 2 * shards])
+    layout = Layout(sizes=sizes, sharded_over=sharded_over, shards_per_node=per_node, tensors={})
     for number in range(4):
         dims = [None, *range(draw.choice([1, 2]))]
         x, y = draw.choice(dims), draw.choice(dims)

@@ -80,4 +80,4 @@ def test_checkpoints_are_verified(cli: Cli, tmp_path: Path, prefix: str) -> None
     code, output, _ = cli("checkpoint", "verify", run / "checkpoints" / "step_2")
     assert code == 1
     assert "is damaged" in output
-    assert "is no checkpoint" in one_sentence(cli("checkpoint", "verify", tmp_path))
+    assert "is not a checkpoint" in one_sentence(cli("checkpoint", "verify", tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from command_line import Cli, files_in, one_sentence
 from tiny_corpus import run_file
 
 from fourfold import __version__
+from fourfold.__main__ import main
 from fourfold.data.tokenizer import train_bpe
 from fourfold.run_file.load import load_run
 from fourfold.training import loop
@@ -82,6 +84,47 @@ def test_wrong_usage(cli: Cli, arguments: tuple[str, ...]) -> None:
     assert (code, output) == (2, "")
     assert "Usage: fourfold" in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_help_fills_the_width(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for command, words in (("train", "as set in [fault_tolerance]."), ("evaluate", "--set parallel.z=2.")):
+        _, page, _ = cli(command, "--help")
+        paragraph = page.partition("╭")[0].rstrip().split("\n \n")[-1].split("\n \n")[-1]
+        lines = [line.strip() for line in paragraph.splitlines() if line.strip()]
+        assert lines[-1].endswith(words.split(" ")[-1]) and words in " ".join(lines)
+        prose = lines[lines.index(next(line for line in lines if line.startswith(("Starts", "For a text")))) :]
+        assert min(map(len, prose[:-1])) > columns - 20
+        assert max(map(len, page.splitlines())) <= columns
+
+
+def test_ctrl_c_while_modules_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "fourfold.cli.app":
+                raise KeyboardInterrupt
+
+    import fourfold.cli
+
+    monkeypatch.delitem(sys.modules, "fourfold.cli.app")
+    monkeypatch.delattr(fourfold.cli, "app")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 130
+
+
+def test_a_file_that_may_not_be_read(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+
+    def refuse(path: Path, *_: object, **__: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    errors = one_sentence(cli("report", tmp_path))
+    assert f"cannot open {tmp_path / 'metrics.jsonl'}: Permission denied" in errors
 
 
 def test_help_and_mistakes_do_not_wait_for_torch(tmp_path: Path, prefix: str) -> None:
@@ -186,6 +229,12 @@ def test_trace_json(cli: Cli, tmp_path: Path) -> None:
     }
     assert {"x", "z"} <= {line["axis"] for line in record["collectives"]}
     assert files_in(tmp_path) == before
+
+
+def test_trace_of_one_process_has_no_empty_table(cli: Cli, tmp_path: Path) -> None:
+    code, output, errors = cli("trace", run_file(tmp_path, "/nowhere/corpus"))
+    assert (code, errors) == (0, "")
+    assert output.endswith("No collectives: one rank computes the whole optimizer step\n")
 
 
 def test_trace_of_a_pipeline_shows_every_place_on_it(cli: Cli, tmp_path: Path) -> None:

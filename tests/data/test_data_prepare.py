@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_corpus import documents_of
 
 from fourfold.data import prepare as module
 from fourfold.data import tokenize_shards as workers
@@ -14,7 +15,6 @@ from fourfold.data.indexed import IndexedDataset
 from fourfold.data.manifest import corpus_tokenizer, read_manifest, validation_prefix
 from fourfold.data.prepare import prepare
 from fourfold.data.shards import Shard
-from fourfold.data.sources import iter_documents
 from fourfold.errors import UserError
 
 
@@ -51,7 +51,7 @@ def names(folder: Path) -> list[str]:
 def test_content(tmp_path: Path, inputs: Path) -> None:
     summary = prepare([inputs], tmp_path / "out" / "c", tokenizer="bytes", workers=1)
     corpus = IndexedDataset(tmp_path / "out" / "c")
-    expected = [[*text.encode(), 256] for text in iter_documents([inputs])]
+    expected = [[*text.encode(), 256] for text in documents_of([inputs])]
     offsets = corpus.document_offsets
     assert [corpus.read(a, b - a).tolist() for a, b in pairwise(offsets)] == expected
     assert summary.train.documents == 205
@@ -75,7 +75,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path: Path, inputs: Path) -> N
     tokenizer = corpus_tokenizer(tmp_path / "4" / "c")
     corpus = IndexedDataset(tmp_path / "4" / "c")
     decoded = tokenizer.decode(corpus.read(0, int(corpus.document_offsets[1])).tolist())
-    assert decoded in list(iter_documents([inputs]))
+    assert decoded in documents_of([inputs])
 
 
 def test_validation_split_partitions_the_documents(tmp_path: Path, inputs: Path) -> None:
@@ -87,7 +87,7 @@ def test_validation_split_partitions_the_documents(tmp_path: Path, inputs: Path)
     summary = prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1, validation_fraction=0.2, seed=1)
     held_out = documents(validation_prefix(tmp_path / "c"))
     kept = documents(tmp_path / "c")
-    every = [text.encode() + b"\0" for text in iter_documents([inputs])]
+    every = [text.encode() + b"\0" for text in documents_of([inputs])]
     assert sorted(held_out + kept) == sorted(every)
     assert 20 < len(held_out) == summary.validation.documents < 65
     other = prepare([inputs], tmp_path / "c", tokenizer="bytes", workers=1, validation_fraction=0.2, seed=2)
@@ -172,14 +172,17 @@ def test_refusals(tmp_path: Path, inputs: Path) -> None:
 
     refused("choose one tokenizer: --tokenizer bytes, .* or --train-tokenizer VOCAB")
     refused("choose one tokenizer", tokenizer="bytes", train_tokenizer_vocab=300)
-    refused("workers is 0", tokenizer="bytes", workers=0)
-    refused("validation_fraction is 1", tokenizer="bytes", validation_fraction=1.0)
+    refused("--workers 0: at least 1", tokenizer="bytes", workers=0)
+    refused("--validation-fraction 1.0 must be at least 0 and below 1", tokenizer="bytes", validation_fraction=1.0)
     refused("leaves none for", tokenizer="bytes", validation_fraction=0.5)
     (inputs / "b0.txt").write_text("")
     refused("no document has any text", tokenizer="bytes")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be made"):
         prepare([inputs], tmp_path / "file" / "c", tokenizer="bytes")
+    for folder in (".", "..", "/"):
+        with pytest.raises(UserError, match="is a folder; name the corpus in it"):
+            prepare([inputs], folder, tokenizer="bytes")
 
 
 def test_second_preparation_of_the_same_corpus_is_refused(tmp_path: Path, inputs: Path) -> None:

@@ -7,10 +7,11 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from tiny_corpus import documents_of
 
 from fourfold.data.indexed import IndexedDataset
 from fourfold.data.prepare import prepare
-from fourfold.data.sources import iter_documents, list_inputs, read_documents
+from fourfold.data.sources import list_inputs, read_documents
 from fourfold.errors import UserError
 
 ROWS = [{"text": "eins"}, {"text": ""}, {"text": "zwei\nzeilen"}, {"text": None}, {"text": "drei ü"}]
@@ -26,7 +27,7 @@ def test_text_and_json_lines(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_bytes(jsonl(ROWS) + b"\n")
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(jsonl(ROWS)))
     (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"packed\ntext"))
-    assert list(iter_documents([tmp_path])) == ["one\r\n\ndocument", *TEXTS, *TEXTS, "packed\ntext"]
+    assert documents_of([tmp_path]) == ["one\r\n\ndocument", *TEXTS, *TEXTS, "packed\ntext"]
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -55,9 +56,9 @@ def test_inputs_in_order(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "sub/c.txt", ".hidden/d.txt", "ignored.bin"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert list(iter_documents([tmp_path])) == ["a.txt", "b.txt", "sub/c.txt"]
-    assert list(iter_documents([tmp_path / "b.txt", f"{tmp_path}/a*"])) == ["b.txt", "a.txt"]
-    assert list(iter_documents([f"{tmp_path}/**/c.txt"])) == ["sub/c.txt"]
+    assert documents_of([tmp_path]) == ["a.txt", "b.txt", "sub/c.txt"]
+    assert documents_of([tmp_path / "b.txt", f"{tmp_path}/a*"]) == ["b.txt", "a.txt"]
+    assert documents_of([f"{tmp_path}/**/c.txt"]) == ["sub/c.txt"]
     for item, message in (
         ("none.txt", "does not exist"),
         ("x*", "no file of a readable"),
@@ -173,6 +174,6 @@ def test_python_stdlib() -> None:
     files = list_inputs(["python-stdlib"])
     assert files == list_inputs(["python-stdlib"])
     assert not any("site-packages" in file.path for file in files)
-    texts = list(iter_documents(["python-stdlib"]))
+    texts = documents_of(["python-stdlib"])
     assert sum(map(len, texts)) >= 5_000_000
     assert len(texts) > 100

@@ -55,6 +55,7 @@ LONG = (
     "memorization.md",
     "memory.md",
     "planner.md",
+    "tuner.md",
 )
 """Pages whose commands take more than a few seconds."""
 

@@ -18,6 +18,10 @@ from fourfold.config.run import ParallelConfig, RunConfig
 from fourfold.config.stages import stage_layers
 from fourfold.parallel.context import chunks_of
 from fourfold.parallel.schedule import bubble, schedule_ops, timeline
+from fourfold.planning.calibration.machine_constants import constants_for
+from fourfold.planning.cost.exposed import weight_traffic_seconds
+from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.run_workload import workload_of_model
 from fourfold.run_file.load import load_run, make_run
 from fourfold.verification.trace import TraceReport, trace
 
@@ -219,6 +223,42 @@ def test_the_memory_of_a_long_sequence_is_the_traces(column: int, method: str) -
     assert len(rows) == len(sizes)
     for row in rows:
         assert row[column] == f"{sizes.get(row[0], sizes.get(row[0].replace(' ', '_'))) / 2**30:.3f}", row[0]
+
+
+def test_two_levels_are_predicted_from_the_machine_files() -> None:
+    header = "machine | z | GPT-5B, ms | faster | GPT-20B, ms | faster"
+    rows = tables_of(DOCS / "overlap.md")[header]
+    assert len(rows) == 15
+    for name, z, *cells in rows:
+        machine = load_machine(name)
+        expected = []
+        for preset in ("gpt-5b", "gpt-20b"):
+            work = workload_of_model(ModelConfig(**PRESETS[preset])).but(z=int(z.replace(",", "")))
+            one, two = (
+                1e3 * float(weight_traffic_seconds(work.but(shards_per_node=n), machine, constants_for(machine),
+                                                   work.model.block_weights, 2))
+                for n in (1, machine.gpus_per_node)
+            )  # fmt: skip
+            expected += [f"{one:.1f} → {two:.1f}", f"{one / two:.2f}"]
+        assert cells == expected, (name, z)
+
+
+def test_bytes_of_two_levels_are_the_traces() -> None:
+    """What the rings of the trace's full tensors send."""
+    run = tiny_run(LLAMA, {"z": 8}, training={"global_batch_size": 16})
+    flat, levels = (
+        sent(trace(run.model_copy(update={"overlap": run.overlap.model_copy(update={"shards_per_node": n})})))
+        for n in (1, 4)
+    )
+    one, inside, across = tables_of(DOCS / "overlap.md")[
+        "level | bytes that a rank sends | bytes that leave a node | steps"
+    ]
+    for op, why in (("all_gather", "weights"), ("reduce_scatter", "gradients")):
+        letters = {"F": flat["z", op, why], "n": 8, "I": 4}
+        assert formula_in(one[1], **letters) == 7 / 8 * flat["z", op, why]
+        assert formula_in(inside[1], **letters) == 3 / 4 * levels["z inside nodes", op, why]
+        assert formula_in(across[1], **letters) == 1 / 2 * levels["z across nodes", op, why]
+        assert formula_in(across[2], **letters) == 4 * formula_in(across[1], **letters)
 
 
 @pytest.mark.slow

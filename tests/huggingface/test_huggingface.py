@@ -319,7 +319,9 @@ def test_ids_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match="there is no folder nobody/nothing, and the Hub does not give it: "):
+    with pytest.raises(
+        UserError, match="there is no folder nobody/nothing, and the Hub has no such model or cannot be reached: "
+    ):
         import_huggingface("nobody/nothing", tmp_path / "ours")
 
     folder = make_model(tmp_path / "hf", "gpt2")

@@ -240,7 +240,7 @@ def refusing_body(rank: int, world_size: int, folder: Path) -> None:
     tokens, labels = (model.rows(each) for each in make_batch())
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model" / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserError, match="is no checkpoint of a parallelized model"):
+    with pytest.raises(UserError, match="is not a checkpoint of a parallelized model"):
         model.save(folder / "model")
     with pytest.raises(UserError, match="cannot write"):
         model.save(folder / "model" / "thesis.txt" / "step_1")

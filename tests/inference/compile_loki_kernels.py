@@ -9,8 +9,9 @@ from triton.compiler import ASTSource
 
 from fourfold.inference.loki import triton_kernels
 
-SHARED_BYTES = 99 * 1024
-"""What a block can have on the GPUs that have least (compute capability 8.6 and 8.9)."""
+TARGETS = [(GPUTarget("cuda", 90, 32), "cubin", 99 * 1024), (GPUTarget("hip", "gfx942", 64), "hsaco", 64 * 1024)]
+"""An H100, with warps of 32 threads, and an MI300, with wavefronts of 64: machine code, and the shared memory that a
+block can have (NVIDIA's is that of compute capability 8.6 and 8.9, which have least)."""
 
 ALIGNED = [["tt.divisibility", 16]]
 SIZES = {"G": 4, "GP": 16, "PP": 32, "MASKED": True, "ENDS": True, "LEVEL": 2}
@@ -45,11 +46,11 @@ def compile_all(dtype: torch.dtype, width: int, d: int, reduce: str) -> None:
             for place, type_ in enumerate(signature.values())
             if type_ == "i32" or type_.startswith("*")
         }
-        source = ASTSource(kernel, signature, fixed, attributes)
-        binary = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-        assert len(binary.asm["cubin"]) > 0
-        assert binary.metadata.shared <= SHARED_BYTES, (name, dtype, d, width, binary.metadata.shared)
-        print(name, dtype, width, d, reduce, "sm_90", binary.metadata.shared)
+        for target, code, most_shared in TARGETS:
+            binary = triton.compile(ASTSource(kernel, signature, fixed, attributes), target=target)
+            assert len(binary.asm[code]) > 0
+            assert binary.metadata.shared <= most_shared, (name, dtype, d, width, binary.metadata.shared)
+            print(name, dtype, width, d, reduce, target.arch, binary.metadata.warp_size, binary.metadata.shared)
 
 
 if __name__ == "__main__":

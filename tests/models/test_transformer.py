@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.config.model import ModelConfig
@@ -49,6 +50,21 @@ def test_the_mask_without_documents_to_part_is_causal() -> None:
     model, tokens = make(LLAMA), some_tokens(2, 20)
     masked = model(tokens, None, None, torch.full((2, 1), 20))
     torch.testing.assert_close(masked, model(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_under_a_mask_kernels_get_as_many_key_value_heads_as_query_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No fused kernel of a GPU takes a mask and fewer of them: torch would compute and keep all scores."""
+    attend, heads = F.scaled_dot_product_attention, []
+
+    def noting(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **how: Any) -> Tensor:
+        heads.append((q.shape[1], k.shape[1], v.shape[1], attn_mask is not None, how["enable_gqa"]))
+        return attend(q, k, v, attn_mask=attn_mask, **how)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    model, tokens = make({**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 4}), some_tokens(2, 20)
+    model(tokens, None, None, torch.full((2, 1), 20))
+    model(tokens)
+    assert set(heads) == {(8, 8, 8, True, False), (8, 4, 4, False, True)}
 
 
 @pytest.mark.parametrize("sizes", [LLAMA, GPT], ids=["llama", "gpt"])

@@ -54,7 +54,11 @@ def graphs(
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("grid", [{}, {"x": 2}, {"z": 2}, {"cp": 2}, {"x": 2, "y": 2}], ids=str)
-@pytest.mark.parametrize("mode", [SELECTIVE, {"mode": "full"}, {"mode": "none"}], ids=lambda mode: mode["mode"])
+@pytest.mark.parametrize(
+    "mode",
+    [SELECTIVE, {"mode": "full", "offload": True}, {"mode": "full"}, {"mode": "none"}],
+    ids=["selective", "offload", "full", "none"],
+)
 def test_more_blocks_compile_nothing_more(model: dict[str, Any], grid: dict[str, int], mode: dict[str, Any]) -> None:
     assert graphs(model, 10, grid, mode) == graphs(model, 2, grid, mode) > 0
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.models.transformer import causal_within
+from fourfold.parallel import block_attention
 from fourfold.parallel.block_attention import attend_block, attend_block_backward
 from fourfold.parallel.context import chunks_of, in_order, take_chunks
 from fourfold.parallel.ring import block_of_step, merge
@@ -165,3 +167,26 @@ def test_parts_merge_to_the_whole(mask: str) -> None:
             torch.testing.assert_close(dk, k.grad[:, :, keys], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(dv, v.grad[:, :, keys], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(dq, q.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("multiple", "padded"), [(32, 32), (1, 20)], ids=["CUDA", "AMD"])
+def test_log_sum_exps_have_the_length_that_a_gpus_kernel_wants(
+    monkeypatch: pytest.MonkeyPatch, multiple: int, padded: int
+) -> None:
+    """CUDA's kernel under a mask pads them, and AMD's refuses those that are padded. On tensors without values."""
+    lengths = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func._overloadpacket.__name__ == "_scaled_dot_product_efficient_attention_backward":
+                lengths.append(args[6].shape[-1])
+                assert args[6].is_contiguous()
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(block_attention, "LSE_MULTIPLE", multiple)
+    with torch.device("meta"), Watching():
+        q, grad, out = torch.empty(3, 1, 4, 20, 16)
+        k, v = torch.empty(2, 1, 2, 24, 16)
+        mask, lse = torch.ones(1, 1, 20, 24, dtype=torch.bool), torch.empty(1, 4, 20)
+        attend_block_backward(grad, q, out, lse, k, v, False, mask)
+    assert lengths == [padded]

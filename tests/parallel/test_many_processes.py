@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fourfold.config.run import ParallelConfig
-from fourfold.parallel import numa
+from fourfold.environment import Place
+from fourfold.parallel import numa, process_group
 from fourfold.parallel.grid import Grid
-from fourfold.parallel.process_group import warn_of_slow_groups
+from fourfold.parallel.process_group import warn_of_other_nodes, warn_of_slow_groups
 
 
 @pytest.mark.parametrize(
@@ -53,3 +56,46 @@ def test_groups_that_are_made_one_by_one_are_warned_of(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == ""
     warn_of_slow_groups("cuda")
     assert "made one by one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("hip", "queues", "left_alone"),
+    [
+        (None, "CUDA_DEVICE_MAX_CONNECTIONS", "GPU_MAX_HW_QUEUES"),
+        ("7", "GPU_MAX_HW_QUEUES", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    ],
+    ids=["NVIDIA", "AMD"],
+)
+def test_settings_of_a_gpu_are_made_before_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, queues: str, left_alone: str
+) -> None:
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: seen.append(dict(os.environ)))
+    monkeypatch.setattr(process_group, "bind_to_gpu", lambda _: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    for name in ("TORCH_NCCL_HIGH_PRIORITY", queues, left_alone):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+
+    def start() -> dict[str, str]:
+        place = Place(0, 0, 1, 1, launcher="local")
+        process_group.start_process_group(place, None, torch.device("cuda", 0), timedelta(minutes=1))
+        return seen[-1]
+
+    assert start()["TORCH_NCCL_HIGH_PRIORITY"] == "1"
+    assert int(seen[-1][queues]) > 4 and left_alone not in seen[-1]
+    os.environ[queues] = "3"
+    assert start()[queues] == "3", "the user's own setting stays"
+
+
+def test_nodes_of_other_sizes_are_noted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    warn_of_other_nodes(8)  # no launcher says anything
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "16"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    warn_of_other_nodes(8)
+    assert capsys.readouterr().err == ""
+    warn_of_other_nodes(4)
+    assert "nodes of 4 processes, and this one has 8" in capsys.readouterr().err

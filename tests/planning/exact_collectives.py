@@ -221,16 +221,28 @@ def _weight_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     gathers = _gathers(run, stage)
     groups = [(tiles.block, tiles.layers, gathers.block), (tiles.last, 1, gathers.last)]
     groups += [(tiles.embedding, 1, gathers.embedding), (tiles.positions, 1, gathers.embedding)]
+    levels, levels_of_z = _levels(run, axis, shards), _levels(run, "z", grid.z)
     for parts, count, (from_all, from_z) in groups:
         if not parts or count == 0:
             continue
         padded = sum(part.chunk(shards) for part in parts) * shards
-        yield Line(axis, "all_gather", "weights", count * from_all, count * from_all * item * padded)
-        yield Line("z", "all_gather", "weights", count * from_z, count * from_z * item * padded)
         sums = count * (1 if grid.zero == 1 else steps)
-        yield Line(axis, "reduce_scatter", "gradients", sums, sums * reduced * padded)
+        for name, share in levels:
+            yield Line(name, "all_gather", "weights", count * from_all, count * from_all * item * padded // share)
+            yield Line(name, "reduce_scatter", "gradients", sums, sums * reduced * padded // share)
+        for name, share in levels_of_z:
+            yield Line(name, "all_gather", "weights", count * from_z, count * from_z * item * padded // share)
         if grid.zero == 0 and grid.dp * grid.cp > 1:
             yield Line(replicas, "all_reduce", "gradients", count, count * reduced * padded // shards)
+
+
+def _levels(run: RunConfig, axis: str, ranks: int) -> list[tuple[str, int]]:
+    """The groups over which an axis communicates, and by how much their full tensors are smaller: across nodes, each
+    rank of a node has the part of its own place (``parallel.fsdp_in_levels``)."""
+    per_node = run.overlap.shards_per_node
+    if not 1 < per_node < ranks:
+        return [(axis, 1)]
+    return [(f"{axis} inside nodes", 1), (f"{axis} across nodes", per_node)]
 
 
 class _Gathers(NamedTuple):

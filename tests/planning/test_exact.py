@@ -92,10 +92,10 @@ def assert_equal_to_the_trace(run: RunConfig) -> TraceReport:
     return traced
 
 
-def assert_activations_too(run: RunConfig) -> None:
+def assert_activations_too(run: RunConfig, within: float = 0.05) -> None:
     memory = assert_equal_to_the_trace(run).memory
     work = workload_of(run)
-    assert peak_bytes(work, work.model.layers, 1) == pytest.approx(memory.activations_peak, rel=0.05)
+    assert peak_bytes(work, work.model.layers, 1) == pytest.approx(memory.activations_peak, rel=within)
 
 
 @pytest.mark.fast_cases(3)
@@ -137,6 +137,42 @@ def test_formulas_equal_the_trace_of_parts_in_turn(
     run = run.model_copy(update={"overlap": run.overlap.model_copy(update={"batch_parts": parts})})
     memory, work = assert_equal_to_the_trace(run).memory, workload_of(run)
     assert 0.9 < peak_bytes(work, work.model.layers, 1) / memory.activations_peak < 1.25
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("grid", [{"x": 2, "z": 2}, {}, {"y": 2}, {"z": 2, "dp": 2, "zero": 2}], ids=str)
+@pytest.mark.parametrize("model", ["llama", "gpt"])
+def test_formulas_equal_the_trace_with_inputs_on_the_cpu(model: str, grid: dict[str, int], every: int) -> None:
+    run = run_of(model, grid, "full", layers=6, every=every)
+    recompute = run.activation_checkpoint.model_copy(update={"offload": True})
+    assert_activations_too(run.model_copy(update={"activation_checkpoint": recompute}), within=0.01)
+
+
+def test_formulas_equal_the_trace_where_queries_are_split_and_share_keys() -> None:
+    """Key-value heads are repeated under the mask."""
+    assert_activations_too(run_of("uneven", {"y": 8}, "none", micro_batch_size=1, seq_length=256))
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(
+    ("grid", "per_node"),
+    [
+        ({"z": 4, "dp": 2, "zero": 2}, 2),
+        ({"z": 4}, 2),
+        ({"dp": 8, "zero": 3}, 4),
+        ({"x": 2, "z": 4, "zero": 1}, 2),
+        ({"z": 2, "dp": 4, "zero": 1}, 4),
+        ({"z": 6, "cp": 2}, 3),
+        ({"pp": 2, "z": 4, "dp": 2, "zero": 2, "schedule": "Interleaved1F1B"}, 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", ["llama", "gpt"])
+def test_formulas_equal_the_trace_in_nodes(model: str, grid: dict[str, Any], per_node: int) -> None:
+    run = run_of(model, grid, "none", layers=6)
+    run = run.model_copy(update={"overlap": run.overlap.model_copy(update={"shards_per_node": per_node})})
+    assert_equal_to_the_trace(run)
 
 
 @pytest.mark.slow

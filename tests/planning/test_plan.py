@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from fourfold.planning.planned_run import write_run
 from fourfold.planning.request import request_from_options
 from fourfold.planning.run_workload import workload_of, workload_of_model
 from fourfold.planning.scaling import scaling_curve, sizes_of
-from fourfold.planning.search.explain import KNOBS, changed_machine, explain, runner_up
+from fourfold.planning.search.explain import KNOBS, changed_machine, explain, in_nodes, runner_up
 from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import Plan, make_plan, predict
 from fourfold.planning.search.space import AXES, Limits
@@ -180,6 +181,18 @@ def test_more_recompute_is_a_neighbor_that_fits() -> None:
     assert here < 2 and any(
         change.startswith(f"recompute {here} → {here + 1}") and slower for change, slower in told.items()
     )
+
+
+def test_two_levels_are_explained_where_they_change_something(plan: Plan) -> None:
+    def told(**layout: int) -> dict[str, float | None]:
+        best = predict(base("gpt-5b", 2048, 4096).but(**layout), H100, PRIOR)
+        return {each.change: each.slower for each in in_nodes(replace(plan, best=best))}
+
+    assert told(z=2048)["overlap.shards_per_node 1 → 8"] < 0
+    assert told(z=64)["overlap.shards_per_node 1 → 8"] > 0
+    assert set(told(x=2, z=2048)) == {"overlap.shards_per_node 1 → 4"}
+    assert set(told(z=2048, shards_per_node=8)) == {"overlap.shards_per_node 8 → 1"}
+    assert told(z=8) == told(dp=2048) == told(x=8, z=64) == {}
 
 
 def test_nothing_fits_says_what_would() -> None:

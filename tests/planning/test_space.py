@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.planned_run import write_run
 from fourfold.planning.request import request_from_options
 from fourfold.planning.run_workload import workload_of, workload_of_model
-from fourfold.planning.search.fastest import search
-from fourfold.planning.search.plan import predict
+from fourfold.planning.search.explain import neighbors
+from fourfold.planning.search.fastest import RANKED, search
+from fourfold.planning.search.limits import parse_limits
+from fourfold.planning.search.plan import make_plan, predict
 from fourfold.planning.search.space import (
+    PARTS,
     PIPELINES,
     REASONS,
     RECOMPUTES,
@@ -69,6 +73,7 @@ def run_of(preset: str, point: Workload, **sizes: int) -> dict[str, Any]:
             "micro_batch_size": int(point.layout.micro_batch),
             **({"precision": "bf16", "float8": "tensorwise"} if point.step.bits == 8 else {}),
         },
+        "overlap": {"batch_parts": record["batch_parts"]},
         "activation_checkpoint": {
             "mode": record["activation_checkpoint"],
             "every": record["activation_checkpoint_every"],
@@ -86,8 +91,8 @@ ALL_SCHEDULES = (*PIPELINES, ("GPipe", 1), ("LoopedBFS", 2), ("DualPipeV", 2))
 )
 @pytest.mark.parametrize("limits", [
     Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=RECOMPUTES[:1]),
-    Limits(fixed=(("pp", 1),), at_most=(("y", 4),), recomputes=RECOMPUTES[:1]),
-    Limits(at_most=(("x", 2), ("y", 2), ("cp", 2)), pipelines=ALL_SCHEDULES),
+    Limits(fixed=(("pp", 1),), at_most=(("y", 4),), recomputes=RECOMPUTES[:1], parts=(4,)),
+    Limits(at_most=(("x", 2), ("y", 2), ("cp", 2)), pipelines=ALL_SCHEDULES, parts=(2,)),
 ], ids=["x, y, z, dp", "cp", "pp"])  # fmt: skip
 def test_legality_is_that_of_the_run_file(preset: str, bits: int, limits: Limits) -> None:
     gpus = 24
@@ -128,6 +133,57 @@ def test_random_legal_points_are_run_files_that_train(tmp_path: Path) -> None:
             counted = {(c.axis, c.op, c.purpose): (c.count, c.bytes) for c in told.collectives}
             assert {(c.axis, c.op, c.purpose): (c.count, c.bytes) for c in collective_lines(run, place)} == counted
             assert stored_bytes(run, place)[0] == told.memory.parameters
+
+
+IN_PARTS = [
+    ("gpt-5b", 2048, 48, "frontier", 24, {}),
+    ("llama3-8b", 8192, 32, "dgx-a100", 32, {}),
+    ("gpt-20b", 2048, 96, "alps", 48, {"at_most": (("z", 2), ("dp", 2))}),
+    ("llama3-70b", 4096, 64, "dgx-h100", 64, {"fixed": (("pp", 1),)}),
+    ("llama3-8b", 4096, 16, "perlmutter", 64, {}),
+    ("gpt-80b", 2048, 64, "gb200", 64, {"fixed": (("dp", 1),)}),
+]
+
+
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize(("preset", "seq", "batch", "name", "gpus", "limits"), IN_PARTS)
+def test_the_fastest_are_those_of_all_layouts_in_all_parts(
+    preset: str, seq: int, batch: int, name: str, gpus: int, limits: dict[str, Any]
+) -> None:
+    machine, work = load_machine(name), base(preset, seq, batch)
+    found = search(work, machine, prior_constants(), gpus, Limits(**limits))
+    each = [search(work, machine, prior_constants(), gpus, Limits(**limits, parts=(parts,))) for parts in PARTS]
+    several = [one.order[np.asarray(one.work.parts)[one.order] > 1] for one in each]
+    assert all(map(len, several[1:]))
+    of_all = np.concatenate(
+        [each[0].seconds[each[0].order], *(one.seconds[at] for one, at in zip(each[1:], several[1:], strict=True))]
+    )
+    fastest = np.sort(of_all)[:RANKED]
+    assert np.array_equal(found.seconds[found.order[:RANKED]], fastest)
+    assert len(found.seconds) < found.crossed * 1.3
+
+
+def test_parts_are_a_choice_where_something_is_split_over_x_or_y(tmp_path: Path) -> None:
+    asked = request_from_options("gpt-20b", None, [], 16, 2048, 64, None)
+    limits = Limits(fixed=(("x", 8), ("y", 2)))
+    plan = make_plan(asked.base, load_machine("frontier"), prior_constants(), 16, 5, limits)
+    slower = make_plan(asked.base, load_machine("frontier"), prior_constants(), 16, 5, replace(limits, parts=(1,)))
+    assert plan.best.seconds < slower.best.seconds
+    parts = int(plan.best.work.parts)
+    assert parts > 1 and plan.best.describe().endswith(f" in {parts} parts")
+    assert plan.best.record()["batch_parts"] == parts
+    write_run(tmp_path / "RUN.toml", asked, plan.best)
+    run = load_run(tmp_path / "RUN.toml")
+    assert run.overlap.batch_parts == parts
+    assert predict(workload_of(run), plan.machine, plan.constants).seconds == pytest.approx(plan.best.seconds)
+    changes = {n.change: n.slower for n in neighbors(plan)}
+    beside = [changes[f"batch_parts {parts} → {other}"] for other in (parts // 2, parts * 2) if other in PARTS]
+    assert beside and all(slower is None or slower > 0 for slower in beside)
+    assert parse_limits(["batch_parts=2"]).parts == (2,)
+    alone = make_plan(
+        asked.base, load_machine("frontier"), prior_constants(), 16, 5, Limits(fixed=(("x", 1), ("y", 1)), parts=(2,))
+    )
+    assert {int(p.work.layout.batch_parts) for p in alone.ranked} == {1}
 
 
 def test_every_rejected_point_keeps_its_reason() -> None:

@@ -15,7 +15,13 @@ from fourfold.planning.budget import checkpoint_interval, costs
 from fourfold.planning.cost.memory import in_flight
 from fourfold.planning.cost.step import OPTIMIZER_BYTES, step_parts
 from fourfold.planning.cost.terms.bubble import bubble_seconds
-from fourfold.planning.cost.terms.collective import gather_seconds, group_of, reduce_seconds
+from fourfold.planning.cost.terms.collective import (
+    gather_seconds,
+    group_of,
+    reduce_seconds,
+    shard_group_of,
+    shard_seconds,
+)
 from fourfold.planning.cost.terms.host import OPTIMIZER_KERNELS, overlapped
 from fourfold.planning.cost.terms.matmul import matmul_seconds
 from fourfold.planning.machines.constants import prior_constants
@@ -54,6 +60,23 @@ def test_an_all_reduce_moves_twice_what_a_gather_moves() -> None:
     assert reduce_seconds(size, 1, group) == pytest.approx(2 * gather_seconds(size, 1, group), rel=1e-2)
     assert gather_seconds(size, 1, group) == pytest.approx(7 / 8 * size / (0.75 * 300e9), rel=1e-2)
     assert gather_seconds(size, 3, group_of(1, 1, A100, PRIOR)) == 0
+
+
+def test_two_levels_take_fewer_steps_and_send_as_much_over_the_network() -> None:
+    one, two = (shard_group_of(1024, 1, per_node, A100, PRIOR) for per_node in (1, 8))
+    small, large = 1e3, 1e13
+    steps = PRIOR.latency * (7 * A100.intra_hop + 128 * A100.inter_hop + 2 * A100.base)
+    assert shard_seconds(small, 1, two) == pytest.approx(steps, rel=1e-2)
+    assert shard_seconds(small, 1, one) == gather_seconds(small, 1, group_of(1024, 1, A100, PRIOR))
+    assert shard_seconds(small, 1, two) < shard_seconds(small, 1, one) / 2
+    inside = gather_seconds(large, 1, group_of(8, 1, A100, PRIOR))
+    assert shard_seconds(large, 1, two) - inside == pytest.approx(shard_seconds(large, 1, one), rel=1e-2)
+
+
+def test_one_level_where_a_node_has_the_whole_group() -> None:
+    for ranks, per_node in ((8, 8), (4, 8), (64, 1)):
+        group = shard_group_of(ranks, 1, per_node, A100, PRIOR)
+        assert shard_seconds(1e9, 2, group) == gather_seconds(1e9, 2, group_of(ranks, 1, A100, PRIOR))
 
 
 def test_groups_of_one_node_share_its_adapters() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,3 +145,15 @@ def test_the_sum_of_gate_is_hidden() -> None:
     assert waited - hidden == pytest.approx(
         work.model.layers * (1 - constants.exposed) * min(block.gate_sum, block.up_product)
     )
+
+
+def test_copies_of_offloaded_inputs_are_hidden_as_far_as_a_block_is_long() -> None:
+    machine, constants = load_machine("dgx-h100"), prior_constants()
+    work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq=8192, batch=1, recompute=2)
+    block = block_time(work, machine, constants)
+    copy = work.step.item_bytes * work.tokens * work.model.hidden / machine.host
+    for slower, beside in [(1, (copy, copy)), (1000, (block.forward, block.forward + block.backward))]:
+        slow = replace(machine, host=machine.host / slower)
+        kept, moved = (step_parts(work.but(offload=it), slow, constants)["recompute"] for it in (False, True))
+        exposed = 2 * copy * slower - (1 - constants.exposed) * sum(beside)
+        assert moved - kept == pytest.approx(work.model.layers * exposed)

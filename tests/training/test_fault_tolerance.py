@@ -101,7 +101,7 @@ def test_a_step_that_always_fails_is_found(tmp_path: Path, prefix: str, start: S
     assert errors.count("ZeroDivisionError: the batch of step 4") == 2
     named = "fourfold: step 4 failed 2 times in a row (fault_tolerance.max_restarts = 1)"
     if answer == "stop":
-        assert process.returncode == 2 and f"{named}; after a look at what" in errors
+        assert process.returncode == 2 and f"{named}; read what the attempts printed" in errors
         return
     assert process.returncode == 0 and f"{named}: its batch is left out; see" in errors, errors
     records = read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")
@@ -116,7 +116,7 @@ def test_a_step_that_always_fails_is_found(tmp_path: Path, prefix: str, start: S
 
 @pytest.mark.parametrize(
     ("answer", "message"),
-    [("stop", "2 times in a row .*; after a look"), ("skip", "3 times .*, although its batch was")],
+    [("stop", "2 times in a row .*; read what"), ("skip", "3 times .*, although its batch was")],
 )
 def test_a_step_that_fails_again_ends_the_job(tmp_path: Path, prefix: str, answer: str, message: str) -> None:
     run = load_run(run_file(tmp_path, prefix, fault_tolerance__failing_step=answer, fault_tolerance__max_restarts=1))
@@ -211,10 +211,16 @@ def test_a_job_without_its_watchdog_goes_on(tmp_path: Path, prefix: str, start: 
 
 
 def test_the_limit_of_time_saves_and_stops(tmp_path: Path, prefix: str, cli: Cli) -> None:
-    path = endless(tmp_path, prefix, fault_tolerance__max_wall_time=0.01)
+    path = endless(tmp_path, prefix, fault_tolerance__max_wall_time=0.05)  # 3 s: a busy machine starts slowly
     code, output, _ = cli("train", path)
     assert code == STOPPED
     (step,) = checkpoint_steps(tmp_path)
     assert 0 < step < 100_000
     assert "a signal or the time limit, after saving" in output
     assert f"step_{step}: no step is lost. The same command continues from it." in output
+
+
+def test_the_limit_of_time_before_the_first_step(tmp_path: Path, prefix: str, cli: Cli) -> None:
+    code, output, _ = cli("train", endless(tmp_path, prefix, fault_tolerance__max_wall_time=1e-9))
+    assert code == STOPPED and not checkpoint_steps(tmp_path)
+    assert "a signal or the time limit, before the first checkpoint" in output and "Done" not in output

@@ -24,6 +24,7 @@ TWO_PARTS = {"overlap": {"batch_parts": 2}}
 ONE_SEQUENCE = {"training": {"micro_batch_size": 1}}
 WARMUP = {"lr_scheduler": {"warmup_steps": 100}}
 GROUPS = {"optimizer": {"groups": [{"parameters": ["layers.0.*"], "lr_ratio": 0.1}]}}
+TUNED = {"training": {"tuned_products": "cached"}}
 LORA = {"lora": {"rank": 4, "alpha": 12.0}}
 HASH = {"masks": {"goldfish": {"strategy": "hash", "h": 2}}}
 STATIC = {"masks": {"goldfish": {"strategy": "static"}}}
@@ -43,6 +44,7 @@ class Mutant(NamedTuple):
     sections: dict[str, Any] = {}  # noqa: RUF012
 
 
-X2, Y2, Z2, DP2 = {"x": 2}, {"y": 2}, {"z": 2}, {"dp": 2}
+IN_NODES = {"overlap": {"shards_per_node": 2}}
+X2, Y2, Z2, DP2, Z4 = {"x": 2}, {"y": 2}, {"z": 2}, {"dp": 2}, {"z": 4}
 X2Y2, CP2 = {"x": 2, "y": 2}, {"cp": 2, "cp_method": "ring"}
 ULYSSES = {"cp": 2, "cp_method": "ulysses"}

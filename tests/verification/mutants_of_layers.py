@@ -8,6 +8,7 @@ from mutants import (
     ONE_SEQUENCE,
     QWEN3,
     SIX_HEADS,
+    TUNED,
     ULYSSES,
     X2,
     X2Y2,
@@ -50,8 +51,8 @@ COLLECTIVES = [
     Mutant(
         "FSDP2's reduce-scatter forgets a rank",
         "parallel.fsdp_on_gloo",
-        "sum_parts(exchange.received.view(exchange.ranks, -1), out=exchange.sum)",
-        "exchange.sum.copy_(exchange.received.view(exchange.ranks, -1)[0])",
+        "sum_parts(self.received.view(self.ranks, -1), out=self.sum)",
+        "self.sum.copy_(self.received.view(self.ranks, -1)[0])",
         grid=Z2,
     ),
     Mutant(
@@ -106,9 +107,9 @@ LINEAR = [
     ),
     Mutant(
         "the last layer's part of the input gradient is left out",
-        "parallel.products",
-        "zip(grads[1:], weights[1:], strict=True)",
-        "zip(grads[1:-1], weights[1:-1], strict=True)",
+        "parallel.linear_steps",
+        "for layer, grad, (weight, *adapter) in zip(layers, whole_grads, by_layer, strict=True):",
+        "for layer, grad, (weight, *adapter) in list(zip(layers, whole_grads, by_layer))[:2]:",
         grid=X2,
     ),
     Mutant(
@@ -121,8 +122,8 @@ LINEAR = [
     Mutant(
         "a deferred weight gradient is lost",
         "parallel.deferred",
-        "receive(linear.weight, linear.products.weight_gradient(grad, x))",
-        "receive(linear.weight, linear.products.weight_gradient(grad * 0, x))",
+        "linear.products.weight_gradient(grad, x)",
+        "linear.products.weight_gradient(grad * 0, x)",
         DEEP_GPT,
         {"pp": 2, "schedule": "ZBVZeroBubble"},
         ONE_SEQUENCE,
@@ -149,6 +150,58 @@ LINEAR = [
         "begin[dim] += piece * length[dim]",
         "begin[dim] += (pieces - 1 - piece) * length[dim]",
         grid=X2,
+    ),
+]
+
+TUNED_PRODUCTS = [
+    Mutant(
+        "the gradient of a turned weight is read in the order of the other",
+        "parallel.product_layouts",
+        "(right.T @ left.T).T if self.layout.turned",
+        "(right.T @ left.T).view(len(left), -1) if self.layout.turned",
+        grid=X2,
+        sections=TUNED,
+    ),
+    Mutant(
+        "a tuned input gradient replaces those before it",
+        "parallel.product_layouts",
+        "total.view(-1, total.shape[-1]).addmm_(left, right)",
+        "total.view(-1, total.shape[-1]).copy_(left @ right)",
+        grid=Y2,
+        sections=TUNED,
+    ),
+    Mutant(
+        "a copy of an operand is kept for the next product of its size",
+        "parallel.product_layouts",
+        "return copy.T if by_columns else copy",
+        "return vars(copied).setdefault((how, matrix.shape), copy.T if by_columns else copy)",
+        grid=X2,
+        sections=TUNED,
+    ),
+    Mutant(
+        "the columns of a padded copy are a place off",
+        "parallel.product_layouts",
+        "[:, : rows.shape[1]].copy_(rows)",
+        "[:, : rows.shape[1]].copy_(rows.roll(1, 1))",
+        grid=Y2,
+        sections=TUNED,
+    ),
+    Mutant(
+        "a turned weight's deferred gradient is read in the order of the other",
+        "parallel.deferred",
+        'receive(linear.weight, linear.tiles["weight"].as_tile(gradient))',
+        "receive(linear.weight, gradient.reshape(linear.weight.shape))",
+        DEEP_GPT,
+        {"pp": 2, "schedule": "ZBVZeroBubble"},
+        {"training": {"tuned_products": "cached", "micro_batch_size": 1}},
+    ),
+    Mutant(
+        "the optimizer reads a turned weight's gradient in the order of the other",
+        "training.optimizer",
+        "gradient = None if shard.grad is None else shard.tile.as_tile(shard.grad)",
+        "gradient = None if shard.grad is None else shard.grad.reshape(parameter.shape)",
+        grid=X2,
+        sections=TUNED,
     ),
 ]
 
@@ -252,4 +305,4 @@ NORMS = [
     ),
 ]
 
-LAYERS = [*COLLECTIVES, *LINEAR, *EMBEDDING_AND_HEAD, *NORMS]
+LAYERS = [*COLLECTIVES, *LINEAR, *TUNED_PRODUCTS, *EMBEDDING_AND_HEAD, *NORMS]

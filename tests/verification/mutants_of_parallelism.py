@@ -8,6 +8,7 @@ from mutants import (
     DEEP_LLAMA,
     DP2,
     FULL,
+    IN_NODES,
     ONE_SEQUENCE,
     PACKED,
     QWEN3,
@@ -18,6 +19,7 @@ from mutants import (
     X2Y2,
     Y2,
     Z2,
+    Z4,
     Mutant,
 )
 from tiny_runs import GPT
@@ -46,8 +48,9 @@ PARTS = [
         "parallel.interleave",
         "(self._ranks, -1)) for t in each], 2)",
         "(self._ranks, -1)) for t in each], 1)",
-        grid=X2,
-        sections=TWO_PARTS | ONE_SEQUENCE,
+        SIX_HEADS,
+        X2Y2,  # y shares the batch
+        {"overlap": {"batch_parts": 4}},
     ),
     Mutant(
         "every part of a batch takes the first one's documents",
@@ -65,6 +68,31 @@ PARTS = [
         GPT,
         Y2,
         TWO_PARTS,
+    ),
+]
+
+TOKENS_AND_INPUTS = [
+    Mutant(
+        "attention takes the tokens of ranks for those of sequences",
+        "parallel.attention",
+        "t.unflatten(0, (ranks, -1)).transpose(0, 1)",
+        "t.unflatten(0, (-1, ranks))",
+        grid=X2,
+    ),
+    Mutant(
+        "tokens are joined sequence by sequence, and parted rank by rank",
+        "parallel.communicate",
+        "parts.movedim(0, dim).flatten(dim, dim + 1)",
+        "parts.movedim(0, dim or parts.dim() // 4).flatten(dim, dim + 1)",  # of tokens alone
+        grid=X2,
+    ),
+    Mutant(
+        "the input of the block before comes back from the CPU",
+        "parallel.offload",
+        "self._copies.start(tensor, self._copy)",
+        "self._copies.start(tensor, self._before._copy if self._before else self._copy)",
+        grid=Z2,
+        sections={"activation_checkpoint": {"mode": "full", "offload": True}},
     ),
 ]
 
@@ -103,6 +131,38 @@ DATA_PARALLEL = [
         "self.sums.at_once = self._reads_sums()",
         "self.sums.at_once = False",
         grid=Z2,
+    ),
+    Mutant(
+        "a gather across nodes stays in the node",
+        "parallel.fsdp_on_gloo",
+        "first = _gather(mine, input_tensor, group.across.group)",
+        "first = _gather(mine, input_tensor, group.inside_for_sums.group)",
+        grid=Z4,
+        sections=IN_NODES | ONE_SEQUENCE,
+    ),
+    Mutant(
+        "shards of a node are gathered where those of another belong",
+        "parallel.fsdp_on_gloo",
+        "            return _gather(output_tensor, mine, group.inside.group)",
+        "            return _gather(output_tensor, mine.view(2, -1).flip(0).flatten(), group.inside.group)",
+        grid=Z4,
+        sections=IN_NODES | ONE_SEQUENCE,
+    ),
+    Mutant(
+        "sums of a node are not summed over the nodes",
+        "parallel.fsdp_on_gloo",
+        "self._exchanges.append(Exchange.start(inside.exchange.finish(), inside.nodes, inside.sum))",
+        "inside.sum.copy_(inside.exchange.finish().chunk(2)[inside.nodes.rank()])",
+        grid=Z4,
+        sections=IN_NODES | ONE_SEQUENCE,
+    ),
+    Mutant(
+        "nodes change the parts of a sum",
+        "parallel.fsdp_on_gloo",
+        "Exchange.start(inside.exchange.finish(), inside.nodes",
+        "Exchange.start(inside.exchange.finish().view(2, -1).flip(0).flatten(), inside.nodes",
+        grid=Z4,
+        sections=IN_NODES | ONE_SEQUENCE,
     ),
     Mutant(
         "FSDP2 averages gradients",
@@ -314,4 +374,4 @@ CONTEXT = [
     ),
 ]
 
-PARALLELISM = [*PARTS, *DATA_PARALLEL, *PIPELINE, *CONTEXT]
+PARALLELISM = [*PARTS, *TOKENS_AND_INPUTS, *DATA_PARALLEL, *PIPELINE, *CONTEXT]

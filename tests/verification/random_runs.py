@@ -22,6 +22,7 @@ def random_table(seed: int) -> Table:
     while True:
         table = _draw(draw)
         if is_legal(table):
+            table["training"]["tuned_products"] = draw.choice(("off", "off", "cached"))
             return table
 
 
@@ -69,6 +70,7 @@ def _draw(draw: random.Random) -> Table:
         "input_gradients": draw.random() < 0.7,
         "gate_sum": draw.random() < 0.7,
         "weight_prefetch": draw.choice((0, 1, 1, 3)),
+        "shards_per_node": _per_node(draw, grid),
     }
     table["activation_checkpoint"] = _recompute(draw)
     if draw.random() < 0.3:
@@ -139,6 +141,12 @@ def _grid(draw: random.Random) -> dict[str, Any]:
     if sizes["pp"] > 1:
         grid["schedule"] = draw.choice(("1F1B", *get_args(Schedule)))
     return grid
+
+
+def _per_node(draw: random.Random, grid: dict[str, Any]) -> int:
+    """Ranks of a shard group in a node: mostly some of several, where that is possible."""
+    ranks = grid["z"] * (grid["dp"] * grid["cp"] if grid["zero"] else 1)
+    return draw.choice([1, ranks, *(2 * [n for n in range(2, ranks) if ranks % n == 0])])
 
 
 def _training(draw: random.Random, grid: dict[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tiny_runs import GPT, LLAMA, tiny_run
 
+from fourfold.planning.calibration.machine_constants import constants_for
+from fourfold.planning.cost.block import block_time
+from fourfold.planning.machines.machine import Machine, load_machine
+from fourfold.planning.run_workload import workload_of
+from fourfold.planning.search.plan import predict
+from fourfold.run_file.load import make_run
 from fourfold.verification.exposure import Flights
 from fourfold.verification.trace import trace
 
@@ -22,11 +30,10 @@ def exposed_of(model: dict[str, Any], grid: dict[str, Any], whole: bool = False,
 def test_a_collective_is_exposed_unless_a_product_comes_before_the_wait() -> None:
     flights = Flights()
     flights.issue(1, LINE, 10)
-    flights.compute("add")
     flights.land(1)
     assert flights.exposed == {LINE: 10}
     flights.issue(1, LINE, 5)
-    flights.compute("mm")
+    flights.compute()
     flights.issue(2, LINE, 7)
     flights.land(1)
     flights.land(1)
@@ -119,6 +126,28 @@ def test_weights_are_gathered_behind_the_layer_before() -> None:
     assert ahead["z reduce_scatter gradients"] < 0.2
 
 
+def test_both_levels_hide_where_one_does() -> None:
+    deep, training = {**LLAMA, "num_hidden_layers": 12}, {"global_batch_size": 8}
+    one, two = (
+        exposed_of(deep, {"z": 4}, training=training, overlap={"shards_per_node": per_node}) for per_node in (1, 2)
+    )
+    for line in ("all_gather weights", "reduce_scatter gradients"):
+        assert two[f"z inside nodes {line}"] == two[f"z across nodes {line}"] == one[f"z {line}"]
+
+
+def test_two_levels_of_a_gather_land_together() -> None:
+    flights, inside = Flights(), ("z inside nodes", "all_gather", "weights")
+    flights.issue(1, LINE, 5)
+    flights.issue(1, inside, 10)
+    flights.compute("mm")
+    flights.land(1)
+    assert not flights.exposed
+    flights.issue(1, LINE, 5)
+    flights.issue(1, inside, 10)
+    flights.land(1)
+    assert flights.exposed == {LINE: 5, inside: 10}
+
+
 def test_the_ring_hides_all_but_its_last_gradients() -> None:
     shares = exposed_of(LLAMA, {"cp": 4, "cp_method": "ring"})
     assert shares["cp send attention: keys and values"] == 0
@@ -134,3 +163,134 @@ def test_continuing_from_few_layers_is_exact(grid: dict[str, Any]) -> None:
     deep = {**LLAMA, "num_hidden_layers": 9}
     training = {"global_batch_size": 24, "micro_batch_size": 2}
     assert exposed_of(deep, grid, training=training) == exposed_of(deep, grid, whole=True, training=training)
+
+
+def test_collectives_of_one_axis_run_in_turn_and_those_of_two_axes_beside_each_other() -> None:
+    flights, other = Flights(), ("y", "all_gather", "tokens")
+    flights.issue(1, LINE, 1, 100)
+    flights.issue(2, LINE, 1, 100)
+    flights.issue(3, other, 1, 100)
+    flights.compute(150)
+    flights.land(1)
+    flights.land(3)
+    assert not +flights.waited
+    flights.land(2)  # it began when the first of its axis was done
+    assert +flights.waited == {LINE: 50}
+    flights.issue(1, other, 1, 70)
+    flights.land(1)
+    assert flights.waited == {LINE: 50, other: 70} and flights.taken == {LINE: 200, other: 170}
+
+
+def test_a_hidden_collective_slows_the_computation_beside_it() -> None:
+    flights = Flights(slowed=0.1)
+    flights.issue(1, LINE, 1, 100)
+    flights.compute(60)
+    flights.land(1)
+    assert flights.waited == {LINE: 40 + 6}
+
+
+def seconds_of(
+    machine: Machine, model: dict[str, Any], grid: dict[str, Any], whole: bool = False, **sections: Any
+) -> Any:
+    report = trace(tiny_run(model, grid, **sections), whole, machine)
+    lines = [line for rank in (report.pipeline or [report]) for line in rank.collectives]
+    return [(line.axis, line.op, line.purpose, line.seconds, line.exposed_seconds) for line in lines]
+
+
+def thin_links() -> Machine:
+    """A machine on which a tiny model's collectives take about as long as its products."""
+    machine = load_machine("dgx-h100")
+    slow = {name: getattr(machine, name) / 20 for name in ("achieved_fp32", "attention", "memory_bandwidth")}
+    return replace(machine, units=1, base=1e-9, intra_hop=1e-9, inter_hop=1e-9, **slow)
+
+
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize(
+    ("grid", "sections"),
+    [
+        ({"x": 2, "y": 2, "z": 2}, {}),
+        ({"dp": 4}, {}),
+        ({"z": 4}, {"overlap": {"weight_prefetch": 2}}),
+        ({"x": 2, "y": 2}, {"overlap": {"batch_parts": 2}, "activation_checkpoint": {"mode": "full"}}),
+        ({"z": 2, "dp": 2, "zero": 3}, {}),
+        ({"cp": 2, "cp_method": "ring", "y": 2}, {}),
+        ({"pp": 2, "x": 2}, {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("faster", [1, 4])
+def test_seconds_continued_from_few_layers_are_those_of_all(
+    grid: dict[str, Any], sections: dict[str, Any], faster: int
+) -> None:
+    machine = thin_links()
+    links = {name: getattr(machine, name) * faster for name in ("intra2", "intra4", "intra8", "intra_far", "node")}
+    deep, micro_batches = {**LLAMA, "num_hidden_layers": 8}, 6 if "pp" in grid or "zero" in grid else 1
+    ranks = grid.get("z", 1) * grid.get("dp", 1)
+    training = {"global_batch_size": 2 * ranks * micro_batches, "micro_batch_size": 2}
+    few, whole = (
+        seconds_of(replace(machine, **links), deep, grid, all_layers, training=training, **sections)
+        for all_layers in (False, True)
+    )
+    assert len(few) == len(whole)
+    for line, exact in zip(sorted(few), sorted(whole), strict=True):
+        assert line[:3] == exact[:3]
+        assert line[3:] == pytest.approx(exact[3:], rel=1e-6, abs=1e-11), line[:3]
+
+
+def test_durations_of_collectives_are_those_of_the_planner() -> None:
+    machine, grid = load_machine("dgx-a100"), {"x": 4, "y": 2}
+    run = tiny_run(GPT, grid, training={"global_batch_size": 2})
+    report = trace(run, True, machine)
+    block = block_time(workload_of(run), machine, constants_for(machine))
+    seconds = Counter[str]()
+    for line in report.collectives:
+        assert line.seconds is not None and line.exposed_seconds is not None
+        if line.purpose.split(":")[0] in ("qkv", "o_proj", "up", "down"):
+            seconds[line.axis] += line.seconds
+    layers, both = run.model.num_hidden_layers, block.x_forward + block.x_backward
+    assert seconds["x"] == pytest.approx(layers * float(both), rel=1e-6)
+
+
+AGREEMENT = {
+    "x8": ({"x": 8}, 2, 1, "none"),
+    "y4": ({"y": 4}, 2, 1, "none"),
+    "x4 y2": ({"x": 4, "y": 2}, 2, 1, "none"),
+    "x4 y2 selective": ({"x": 4, "y": 2}, 2, 1, "selective"),
+    "x8 y2 recomputed": ({"x": 8, "y": 2}, 2, 1, "full"),
+    "x8 in parts": ({"x": 8}, 2, 2, "none"),
+    "x8 in parts of tokens": ({"x": 8}, 1, 4, "none"),
+    "x4 y2 recomputed in parts": ({"x": 4, "y": 2}, 2, 2, "full"),
+    "x8 y2 recomputed in four parts": ({"x": 8, "y": 2}, 4, 4, "full"),
+    "z16": ({"z": 16}, 1, 1, "none"),
+    "dp16 zero 3": ({"dp": 16, "zero": 3}, 1, 1, "none"),
+    "x8 z4": ({"x": 8, "z": 4}, 1, 1, "none"),
+    "x4 y2 z8 recomputed": ({"x": 4, "y": 2, "z": 8}, 1, 1, "full"),
+    "x2 y4 z4": ({"x": 2, "y": 4, "z": 4}, 1, 1, "none"),
+}
+"""Grid, sequences of a micro-batch, its parts, recompute."""
+BOUNDS = {"x": 0.15, "y": 0.10, "z": 0.15}
+"""Of the planner's exposed seconds from the trace's, as a share of these."""
+Y_IN_PARTS = {"x": 0.30, "y": 0.30, "z": 0.15}
+"""The same with parts and y: the planner does not follow which part waits for which."""
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("machine_name", ["dgx-a100", "frontier"])
+@pytest.mark.parametrize("name", AGREEMENT)
+def test_exposed_seconds_of_the_planner_are_those_of_the_trace(name: str, machine_name: str) -> None:
+    (grid, sequences, parts, mode), machine = AGREEMENT[name], load_machine(machine_name)
+    training = {"micro_batch_size": sequences, "global_batch_size": sequences * grid.get("z", 1) * grid.get("dp", 1),
+                "seq_length": 2048, "train_steps": 1, "precision": "bf16"}  # fmt: skip
+    run = make_run({
+        "model": {"preset": "gpt-20b", "num_hidden_layers": 16}, "data": {"source": "python-stdlib"},
+        "parallel": grid, "training": training, "overlap": {"batch_parts": parts},
+        "activation_checkpoint": {"mode": mode},
+    })  # fmt: skip
+    exposed = Counter[str]()
+    for line in trace(run, machine=machine).collectives:
+        assert line.exposed_seconds is not None
+        exposed[line.axis if line.axis in "xy" else "z"] += line.exposed_seconds
+    predicted = predict(workload_of(run), machine, constants_for(machine)).parts
+    bounds = Y_IN_PARTS if parts > 1 and "y" in grid else BOUNDS
+    for axis, seconds in {"x": predicted["x"], "y": predicted["y"], "z": predicted["z"] + predicted["dp"]}.items():
+        assert seconds == pytest.approx(exposed[axis], rel=bounds[axis], abs=2e-4), axis

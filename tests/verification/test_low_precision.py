@@ -9,6 +9,7 @@ import pytest
 import torch
 from pool import Pool
 from tiny_runs import LLAMA, tiny_run
+from tuned_products import forced_layouts
 
 from fourfold.config.run import ParallelConfig, RunConfig
 from fourfold.verification.low_precision import LIMIT, PrecisionError, precision_error
@@ -33,13 +34,33 @@ def precision_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError
     return precision_error(run, torch.device("cpu"), steps=8)
 
 
+def tuned_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError | None:
+    with forced_layouts(run):
+        return precision_body(rank, world_size, run)
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("grid", [{"z": 2}, {"x": 2}, {"dp": 2, "zero": 2}, {"y": 2, "z": 2}], ids=str)
+def test_tuned_products_round_as_others_do(pool: Pool, grid: dict[str, int], tmp_path: Path) -> None:
+    training = {"precision": "bf16", "tuned_products": "cached"}
+    run = tiny_run(LLAMA, grid, training=training, output_dir=str(tmp_path))
+    tuned, one = (pool.run(r.parallel.world_size, tuned_body, r)[0] for r in (run, alone(run)))
+    assert tuned.gradients <= LIMIT * one.gradients
+    assert tuned.weights <= LIMIT * one.weights
+
+
+def alone(run: RunConfig) -> RunConfig:
+    """The run on one process, with products as stored."""
+    training = run.training.model_copy(update={"tuned_products": "off"})
+    return run.model_copy(update={"parallel": ParallelConfig(), "training": training})
+
+
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_grid_rounds_as_one_process_does(pool: Pool, precision: str, grid: dict[str, int], tmp_path: Path) -> None:
     training = PRECISIONS[precision] | {"seq_length": 64}
     run = tiny_run(SIXTEENS, grid, training=training, output_dir=str(tmp_path))
-    alone = run.model_copy(update={"parallel": ParallelConfig()})
-    on_grid, one = (pool.run(r.parallel.world_size, precision_body, r)[0] for r in (run, alone))
+    on_grid, one = (pool.run(r.parallel.world_size, precision_body, r)[0] for r in (run, alone(run)))
     assert on_grid.gradients <= LIMIT * one.gradients
     assert on_grid.weights <= LIMIT * one.weights

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from mutants import Mutant
 from mutants_of_layers import LAYERS
 from mutants_of_parallelism import PARALLELISM
@@ -13,15 +12,15 @@ from mutants_of_steps import STEPS
 from mutation import mutated
 from pool import Pool
 from tiny_runs import tiny_run
+from tuned_products import parity_on_cpu
 
 from fourfold.config.run import RunConfig
-from fourfold.verification.parity import parity
 from fourfold.verification.parity_report import ParityReport
 
 
 def mutant_body(rank: int, world_size: int, run: RunConfig, mutant: Mutant) -> ParityReport | None:
     with mutated(f"fourfold.{mutant.module}", mutant.old, mutant.new):
-        return parity(run, torch.device("cpu"), steps=2, against="transformers")
+        return parity_on_cpu(run, steps=2, against="transformers")
 
 
 def run_of(mutant: Mutant, folder: Path) -> RunConfig:

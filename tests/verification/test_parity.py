@@ -11,6 +11,7 @@ import pytest
 import torch
 from pool import Pool
 from tiny_runs import GEMMA, GPT, LLAMA, NEOX, QWEN, tiny_run
+from tuned_products import parity_on_cpu
 
 from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig, Schedule
@@ -20,7 +21,7 @@ from fourfold.huggingface.architectures.config_json import config_of
 from fourfold.verification.batches import RandomSamples
 from fourfold.verification.comparison import Against
 from fourfold.verification.deviation import deviation, deviations, replica_difference
-from fourfold.verification.parity import parity, resharded
+from fourfold.verification.parity import resharded
 from fourfold.verification.parity_report import ParityReport
 from fourfold.verification.reference_labels import kept_tokens
 
@@ -44,8 +45,12 @@ SCHEDULES = get_args(Schedule)
 FAST_SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 SIX_HEADS = {"preset": "llama-tiny", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
 TWO_PARTS, FOUR_PARTS = ({"overlap": {"batch_parts": parts}, "training": {"micro_batch_size": 4}} for parts in (2, 4))
+NODES_OF_2 = {"overlap": {"shards_per_node": 2}}
 ONE_SEQUENCE = {"training": {"micro_batch_size": 1}}
 TOKENS_IN_TWO, TOKENS_IN_FOUR = ({"overlap": {"batch_parts": parts}, **ONE_SEQUENCE} for parts in (2, 4))
+TUNED = {"training": {"tuned_products": "cached"}}
+TUNED_ONE_SEQUENCE = {"training": {"tuned_products": "cached", "micro_batch_size": 1}}
+ADAPTERS = {"lora": {"rank": 4, "targets": ["up_proj", "q_proj", "o_proj"]}}
 UNEVEN = {"preset": "llama-tiny", "hidden_size": 56, "head_dim": 8, "intermediate_size": 72}
 
 # Two to a line: the model, the grid, and what else is on. Global batch 8 in micro-batches of 2, so that most grids
@@ -80,10 +85,41 @@ CASES: dict[str, Case] = {
     "x2 y2 gemma": (GEMMA, {"x": 2, "y": 2}, SELECTIVE),
     "pp2 dp2 zero 2 gemma": (GEMMA | {"num_hidden_layers": 4}, {"pp": 2, "dp": 2, "zero": 2}, ONE_SEQUENCE),
     "x2 goldfish": (LLAMA, {"x": 2}, GOLDFISH),
+    "z4 in nodes of 2": (GPT, {"z": 4}, ONE_SEQUENCE | NODES_OF_2),
     "z2 dp2 zero 3 goldfish packed": (GPT, {"z": 2, "dp": 2, "zero": 3}, GOLDFISH | PACKED),
+    "x2 z2 tuned products": (LLAMA, {"x": 2, "z": 2}, TUNED),
+    "x2 y2 tuned products, recomputed": (GPT, {"x": 2, "y": 2}, TUNED | FULL),
+    "pp2 ZBV tuned products": (DEEP_GPT, {"pp": 2, "schedule": "ZBVZeroBubble"}, TUNED_ONE_SEQUENCE),
 }
 
 SLOW_CASES: dict[str, Case] = {
+    "one process, tuned products": (QWEN, {}, TUNED | GROUPS),
+    "z4 uneven, tuned products": (UNEVEN, {"z": 4}, TUNED),
+    "y2 z2 tuned products, packed": (GPT, {"y": 2, "z": 2}, TUNED | PACKED | SELECTIVE),
+    "dp2 cp2 tuned products": (LLAMA, {"dp": 2, "cp": 2}, TUNED | PACKED),
+    "x2 tuned products with adapters": (LLAMA, {"x": 2, "z": 2}, TUNED | ADAPTERS),
+    "y2 tuned products with adapters": (QWEN, {"y": 2, "dp": 2, "zero": 3}, TUNED | ADAPTERS | FULL),
+    **{
+        f"z2 dp2 zero {zero} tuned products": (GPT, {"z": 2, "dp": 2, "zero": zero}, TUNED_ONE_SEQUENCE)
+        for zero in (0, 1, 2, 3)
+    },
+    "dp2 zero 2 tuned products": (NEOX, {"dp": 2, "zero": 2}, TUNED),
+    "x2 y2 tuned products in parts": (
+        QWEN,
+        {"x": 2, "y": 2},
+        {"training": {"tuned_products": "cached", "micro_batch_size": 4}, "overlap": {"batch_parts": 2}} | FULL,
+    ),
+    "pp2 x2 z2 tuned products": (DEEP_LLAMA, {"pp": 2, "x": 2, "z": 2}, TUNED_ONE_SEQUENCE),
+    "pp2 dp2 zero 1 ZBV tuned products": (
+        DEEP_GPT,
+        {"pp": 2, "dp": 2, "zero": 1, "schedule": "ZBVZeroBubble"},
+        TUNED_ONE_SEQUENCE,
+    ),
+    "x2 y2 z2 tuned products from the CPU": (
+        GEMMA | {"num_hidden_layers": 4},
+        {"x": 2, "y": 2, "z": 2},
+        TUNED_ONE_SEQUENCE | OFFLOADED,
+    ),
     "no overlap": (LLAMA, {"x": 2, "z": 2}, {"overlap": {"input_gradients": False, "weight_prefetch": 0}}),
     "no overlap over y": (LLAMA, {"y": 2}, {"overlap": {"input_gradients": False, "gate_sum": False}}),
     "x2 y2 packed": (LLAMA, {"x": 2, "y": 2}, PACKED | SELECTIVE),
@@ -197,6 +233,37 @@ SLOW_CASES: dict[str, Case] = {
     "x8 one kv head": (QWEN | {"num_key_value_heads": 1}, {"x": 8}, {}),
     "y8": (GPT | {"num_attention_heads": 8}, {"y": 8}, {}),
     "z8 uneven": (UNEVEN, {"z": 8}, ONE_SEQUENCE),
+    "z4 in nodes of 2, uneven, recomputed": (UNEVEN, {"z": 4}, FULL | NODES_OF_2),
+    "z4 in nodes of 2, bf16 weights": (
+        LLAMA,
+        {"z": 4},
+        NODES_OF_2 | {"training": {"precision": "bf16", "master_weights": "bf16", "micro_batch_size": 1}},
+    ),
+    **{
+        f"z4 dp2 zero {zero} in nodes of {per_node}": (
+            DEEP_GPT,
+            {"z": 4, "dp": 2, "zero": zero},
+            ONE_SEQUENCE | {"overlap": {"shards_per_node": per_node, "weight_prefetch": 3}},
+        )
+        for zero in (0, 1, 2, 3)
+        for per_node in (2, 4)
+    },
+    "z2 dp4 zero 2 in nodes of 2": (QWEN, {"z": 2, "dp": 4, "zero": 2}, ONE_SEQUENCE | NODES_OF_2),
+    "z2 cp2 zero 1 in nodes of 2": (QWEN, {"z": 2, "cp": 2, "zero": 1}, NODES_OF_2 | PACKED),
+    "dp6 zero 3 in nodes of 3": (
+        LLAMA,
+        {"dp": 6, "zero": 3},
+        {"overlap": {"shards_per_node": 3}, "training": {"global_batch_size": 12, "micro_batch_size": 1}},
+    ),
+    "z4 in nodes of 2, tuned products": (UNEVEN, {"z": 4}, TUNED | NODES_OF_2),
+    "x2 z4 in nodes of 2 in parts": (LLAMA, {"x": 2, "z": 4}, {"overlap": {"shards_per_node": 2, "batch_parts": 2}}),
+    "pp2 z4 in nodes of 2": (DEEP_GPT, {"pp": 2, "z": 4}, ONE_SEQUENCE | NODES_OF_2 | OFFLOADED),
+    "pp2 z2 dp2 zero 2 interleaved in nodes of 2": (
+        DEEP_LLAMA,
+        {"pp": 2, "z": 2, "dp": 2, "zero": 2, "schedule": "Interleaved1F1B"},
+        ONE_SEQUENCE | NODES_OF_2,
+    ),
+    "z4 adapters in nodes of 2": (LLAMA, {"z": 4}, NODES_OF_2 | {"lora": {"rank": 4}}),
     **{
         f"x2 {axis}2 dp2 zero {zero} {name}": (model, {"x": 2, axis: 2, "dp": 2, "zero": zero}, ONE_SEQUENCE)
         for axis in ("y", "z")
@@ -212,7 +279,7 @@ SLOW_CASES: dict[str, Case] = {
 
 
 def parity_body(rank: int, world_size: int, run: RunConfig, against: Against = "plain") -> ParityReport | None:
-    return parity(run, torch.device("cpu"), against=against)
+    return parity_on_cpu(run, against=against)
 
 
 def check(pool: Pool, case: Case, folder: Path, against: Against = "plain") -> None:

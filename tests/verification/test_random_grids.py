@@ -6,20 +6,19 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 from pool import Pool
 from random_runs import Table, is_legal, random_table, run_of, shrink
+from tuned_products import parity_on_cpu
 
 from fourfold.config.run import AXES, RunConfig
 from fourfold.run_file.dump import to_toml
-from fourfold.verification.parity import parity
 from fourfold.verification.parity_report import ParityReport
 
 RUNS = 200
 
 
 def parity_body(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:
-    return parity(run, torch.device("cpu"), steps=2)
+    return parity_on_cpu(run, steps=2)
 
 
 def check(pool: Pool, table: Table, folder: Path) -> ParityReport:
@@ -43,6 +42,7 @@ def test_random_runs_are_many_kinds() -> None:
     sizes = Counter((axis, table["parallel"][axis]) for table in tables for axis in AXES)
     assert all(sizes[axis, 2] for axis in AXES)
     assert sum(sizes[axis, 3] for axis in AXES) > 3
+    assert any(1 < t["overlap"]["shards_per_node"] < t["parallel"]["z"] for t in tables)
     assert {"masks", "lora"} <= {section for table in tables for section in table}
     assert len({str(table) for table in tables}) == len(tables)
 

@@ -72,6 +72,8 @@ CASES = [
     pytest.param(LLAMA, {"dp": 2, "z": 2, "zero": 3}, COMPILED, marks=pytest.mark.slow),
     pytest.param(LLAMA, {"x": 2}, COMPILED, marks=pytest.mark.slow),
     pytest.param(GPT, {"x": 2, "y": 2}, IN_PARTS, marks=pytest.mark.slow),
+    pytest.param(LLAMA, {"z": 4}, {"overlap": {"shards_per_node": 2}}, marks=pytest.mark.slow),
+    pytest.param(GPT, {"z": 2, "dp": 2, "zero": 2}, {"overlap": {"shards_per_node": 2}}, marks=pytest.mark.slow),
 ]
 
 

@@ -103,6 +103,7 @@ CONTINUED = [
     pytest.param(QWEN, {"x": 2, "dp": 2, "zero": 1}, {"training": {"precision": "bf16"}}, marks=pytest.mark.slow),
     pytest.param(LLAMA, {"z": 2, "dp": 2, "zero": 2}, {"overlap": {"weight_prefetch": 2}}, marks=pytest.mark.slow),
     pytest.param(LLAMA, {"z": 4, "zero": 3}, {"activation_checkpoint": {"mode": "selective"}}, marks=pytest.mark.slow),
+    pytest.param(GPT, {"z": 4, "dp": 2, "zero": 2}, {"overlap": {"shards_per_node": 2}}, marks=pytest.mark.slow),
     pytest.param(LLAMA, {}, {}, marks=pytest.mark.slow),
     (LLAMA, {"x": 2}, {"training": {"global_batch_size": 2}}),
     pytest.param(GPT, {"z": 2}, {"training": {"global_batch_size": 4}} | FULL, marks=pytest.mark.slow),

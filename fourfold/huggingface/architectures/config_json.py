@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import filled
-from fourfold.errors import UserError
+from fourfold.errors import UserError, first_line
 from fourfold.extras import import_extra
 from fourfold.huggingface.architectures.families import FAMILIES, MISSING, ROPE_KEYS, Family
 from fourfold.parsing import parse_json
@@ -214,7 +214,7 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
-    """The folder of a model: ``name`` itself, or what the Hub's cache has of that id, downloaded where it must be.
+    """The folder of a model: ``name`` itself, or the Hub's cache of that id, downloaded if needed.
 
     patterns: the files that are needed. Raises ``UserError`` for a name that is neither.
     """
@@ -229,8 +229,9 @@ def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"there is no folder {name}, and the Hub does not give it: {reason}") from error
+        raise UserError(
+            f"there is no folder {name}, and the Hub has no such model or cannot be reached: {first_line(error)}"
+        ) from error
 
 
 def from_huggingface(section: dict[str, Any]) -> dict[str, Any]:
@@ -239,7 +240,7 @@ def from_huggingface(section: dict[str, Any]) -> dict[str, Any]:
     if name is None:
         return section
     if not isinstance(name, str) or not name:
-        raise UserError(f"model.from_hf = {name!r} is no folder and no id of the Hub")
+        raise UserError(f"model.from_hf = {name!r} is neither a folder nor an id of the Hub")
     if section.get("preset") is not None:
         raise UserError("model.from_hf and model.preset both give the sizes; leave one of them out")
     return filled(section, model_keys(read_config(local_folder(name)), f"model.from_hf = '{name}'"))

@@ -20,9 +20,9 @@ class Family:
 
     architecture: str
     keys: Mapping[str, str]
-    """Their name of each key of ours that a config.json may give."""
+    """Our key → its name in a config.json that may give it."""
     defaults: Mapping[str, Any]
-    """Theirs, where a key is left out."""
+    """Their values of keys that are left out."""
     fixed: Mapping[str, Any]
     """Our keys that every model of the family has."""
     activations: Mapping[str, Mapping[str, Any]]
@@ -31,9 +31,9 @@ class Family:
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Their keys that must have one of these values, because the decoder computes nothing else."""
     rope_theta: str = "rope_theta"
-    """Their key in files of transformers 4, as the next."""
+    """Their key in files of transformers 4."""
     partial_rotary_factor: str | None = None
-    """None: whole heads turn."""
+    """The same; None where rotary embeddings rotate whole heads."""
     rope_types: tuple[str, ...] = tuple(ROPE_KEYS)
     """The scalings of rotary frequencies that the family can have."""
 
@@ -117,7 +117,7 @@ FAMILIES: dict[str, Family] = {
         _LLAMA_FIXED | _NO_BIASES,
         _SWIGLU,
         partial_rotary_factor="partial_rotary_factor",
-        rope_types=(),  # transformers knows longrope of it, and nothing else
+        rope_types=(),  # longrope is the only scaling that transformers has for it
     ),
     "gemma": Family(
         "GemmaForCausalLM",

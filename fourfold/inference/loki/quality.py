@@ -1,4 +1,4 @@
-"""Measures what Loki loses on a model: recall, captured attention and perplexity on a text, and the scores of tasks.
+"""Measures the quality that a model loses with Loki: recall, captured attention, perplexity and scores of tasks.
 
 On a text it is compared with an oracle that chooses as many keys by their exact scores, the best that any ranking could
 do, and with a control that ranks by random directions, which calibration must beat.

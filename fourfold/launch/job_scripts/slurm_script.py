@@ -15,7 +15,8 @@ from fourfold.launch.job_scripts.slurm_site import Options, Site, one_line
 TEMPLATE = files("fourfold.launch.job_scripts").joinpath("slurm.sh")
 
 WAIT_SECONDS = 120
-"""Seconds between the end of a job's first process and that of the others; rank 0 writes the report in this time."""
+"""Seconds that the other processes have after a job's first process has ended; rank 0 writes the report in this
+time."""
 
 TIME = r"(\d+-)?\d+(:\d+){0,2}"
 """SLURM's times: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, and from DAYS-HOURS to DAYS-HOURS:MINUTES:SECONDS."""
@@ -126,7 +127,7 @@ def _option(name: str, value: str) -> str:
 
 
 def _directive(name: str, value: str) -> str:
-    """An option as sbatch reads it from a comment, where words are parted by spaces and nothing is expanded."""
+    """An option as sbatch reads it from a comment, where words are separated by spaces and nothing is expanded."""
     if re.search(r"[\s\"'#\\]", one_line(value, f"--{name}")):
         raise UserError(f"--{name}={value} cannot stand in a line of #SBATCH: it has a space, a quote, # or \\")
     return _option(name, value)

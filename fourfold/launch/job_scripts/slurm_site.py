@@ -30,7 +30,7 @@ class Site:
     gpus_per_node: int | None = None
     """None: as many as the grid needs."""
     cpus_per_task: int | None = None
-    """Given to sbatch and srun: since SLURM 22.05 a step does not have it from the job."""
+    """Given to sbatch and srun: since SLURM 22.05 a step does not inherit it from the job."""
     sbatch: Options = field(default_factory=dict)
     srun: Options = field(default_factory=dict)
     commands: tuple[str, ...] = ()

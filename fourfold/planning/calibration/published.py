@@ -17,7 +17,9 @@ from fourfold.planning.search.plan import Prediction, make_plan, predict
 from fourfold.planning.search.space import Limits
 from fourfold.planning.workload import Workload
 
-AXONN = Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),))
+AXONN = Limits(
+    fixed=(("cp", 1), ("pp", 1)), zeros=(0,), recomputes=((2, 1, False),), pipelines=(("1F1B", 1),), parts=(1,)
+)
 """Layouts that AxoNN supports: x, y, z, dp; full recompute."""
 NOT_OWN = {"is_fourfold": False, "gate_first": False}
 AXONN_BLOCKS = dict.fromkeys(("overlap_dp", "split_residual", "recompute_stops_early"), False) | NOT_OWN

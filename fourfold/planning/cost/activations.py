@@ -63,10 +63,13 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     p, split = pieces(work), attention_over_y(work)
     ranks = layout.x * np.where(split == "heads", layout.y, 1)
     gathered = (split == "sequence") | (model.keys % (ranks * model.head_dim) != 0)
-    # Features arrive from the sum over y in one buffer, of which v keeps the whole alive where it is not gathered.
-    one_buffer = (layout.y > 1) & ~np.asarray(model.biases, bool) & ~gathered
-    rotated = np.where(model.rope, p.queries + p.keys, 0)
-    plain = np.where(model.rope, p.keys, p.queries + 2 * p.keys)
+    # Features arrive from the sum over y in one buffer, of which v keeps the whole alive where it is not gathered, or
+    # copied.
+    one_buffer = (layout.y > 1) & ~np.asarray(model.biases, bool) & ~gathered & ~puts_in_order(work)
+    # Under a mask, of which below, key-value heads are repeated for all query heads that share them.
+    read = np.where(split == "sequence", p.whole_queries, p.keys)
+    rotated = np.where(model.rope, p.queries + read, 0)
+    plain = np.where(model.rope, read, p.queries + 2 * read)
     qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
     normed = np.where(model.head_norms, (p.queries + p.keys) * (1 + 4 / step.item_bytes), 0)
     # Without a fused kernel the softmax's output, dropout's output and its mask are kept for every pair of tokens.
@@ -76,6 +79,12 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     mask = np.where(split == "sequence", step.item_bytes * step.seq**2 / layout.y, 0)
     arriving = step.item_bytes * work.tokens * (model.queries + 2 * model.keys) / (layout.x * layout.y)
     return qkv + normed + log_sums(work) + scores + mask, arriving
+
+
+def puts_in_order(work: Workload) -> Number:
+    """True where attention copies its rank's heads to have whole sequences, and copies what it returns."""
+    is_own = np.asarray(work.program.is_fourfold, bool)
+    return is_own & (work.layout.x > 1) & (work.together > 1) & (attention_over_y(work) == "heads")
 
 
 def heads_here(work: Workload) -> Number:
@@ -112,7 +121,7 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     out = np.where(gathers, p.whole_queries, p.queries)
     # Likewise where heads are exchanged: the projection reads the tokens that have come back.
     exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
-    core = core + np.where(gathers | exchanged, p.queries, 0)
+    core = core + np.where(gathers | exchanged | puts_in_order(work), p.queries, 0)
     # In parallel, attention and MLP have norms that read, and keep, the same tensor.
     read = np.where(model.parallel_residual, 1, 2) * p.residual
     # The attention kernel keeps its output in 16 bits, whatever the projection after it reads.
@@ -256,7 +265,9 @@ def peak_bytes(
     )
     again = np.where(full, block.whole, np.where(mlp_again, block.mlp_again, 0))
     # A block's own weights are whole in its backward, and counted as gathered weights.
-    in_block = again + backward + waiting + weights - of_block
+    # The input of the block that the backward comes to next is on its way back from the host's memory.
+    arriving = np.where(full & layout.offload & (recomputed > 1), block.full, 0)
+    in_block = again + backward + arriving + waiting + weights - of_block
     # In other schedules the backward of a micro-batch's head directly follows its forward.
     heads_wait = np.where(has_head & (layout.pp > 1) & layout.forwards_first, in_flight - 1, 0)
     kept = in_flight * kept + heads_wait * block.head_kept

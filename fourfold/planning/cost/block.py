@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.planning.cases import Cases, Number
-from fourfold.planning.cost.activations import heads_here
+from fourfold.planning.cost.activations import attention_over_y, heads_here
 from fourfold.planning.cost.terms import attention_core, host, pointwise
 from fourfold.planning.cost.terms.collective import Group, gather_seconds, group_of, reduce_seconds
 from fourfold.planning.cost.terms.matmul import matmul_seconds
@@ -204,19 +204,22 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
 def _copied(work: Workload) -> tuple[Number, Number]:
     """Bytes that fourfold copies to lay out tensors before and after collectives, in the forward and the backward.
 
-    Over x all tokens, four times, if there are several sequences, since a rank's parts of them are not contiguous. Over
-    y features, which are also packed into one collective. Parts of a micro-batch are joined; tokens also
-    before the attention, after which they are parted again.
+    Over x, if there are several sequences, what attention reads and writes, since a rank's parts of them are not
+    contiguous; where y shares sequences or queries, the residual stream before and after. Over y features, which are
+    also packed into one collective. Parts of a micro-batch are joined; tokens also before the attention, after which
+    they are parted again.
     """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens
-    over_x = np.where((layout.x > 1) & (work.together > 1), 8 * token * model.hidden / layout.y, 0)
     qkv, queries = token * (model.queries + 2 * model.keys) / layout.x, token * model.queries / layout.x
+    of_heads = attention_over_y(work) == "heads"
+    joined = np.where(of_heads, 2 * (qkv + queries) / layout.y, 4 * token * model.hidden / layout.y)
+    over_x = np.where((layout.x > 1) & (work.together > 1), joined, 0)
     over_y = np.where(layout.y > 1, 4 * qkv + 2 * queries, 0)
     over_y_back = np.where(layout.y > 1, 2 * qkv * (1 + 1 / layout.y) + 2 * queries, 0)
-    joined = np.where(work.parts > 1, 2 * token * model.hidden / (layout.x * layout.y), 0)
+    parts = np.where(work.parts > 1, 2 * token * model.hidden / (layout.x * layout.y), 0)
     around = np.where(work.parts_are_tokens, 2 * (qkv + queries) / layout.y, 0)
-    return over_x + over_y + joined + around, over_x + over_y_back + joined + around
+    return over_x + over_y + parts + around, over_x + over_y_back + parts + around
 
 
 def _activation(work: Workload, rates: Rates) -> Number:

@@ -7,7 +7,14 @@ import numpy as np
 from fourfold.planning.cases import Number
 from fourfold.planning.cost.block import BlockTime
 from fourfold.planning.cost.terms.bubble import transfer_seconds
-from fourfold.planning.cost.terms.collective import Group, gather_seconds, group_of, reduce_seconds
+from fourfold.planning.cost.terms.collective import (
+    ShardGroup,
+    gather_seconds,
+    group_of,
+    reduce_seconds,
+    shard_group_of,
+    shard_seconds,
+)  # fmt: skip
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import CP_METHODS, Workload
@@ -50,20 +57,21 @@ def weight_traffic_seconds(
     item, weights = step.item_bytes, weights / (layout.x * layout.y)
     tensor = layout.x * layout.y
     all_of_dp = layout.dp * layout.cp
-    z_group = group_of(layout.z, tensor, machine, constants)
-    wide = group_of(layout.z * all_of_dp, tensor, machine, constants)
+    per_node = work.program.shards_per_node
+    z_group = shard_group_of(layout.z, tensor, per_node, machine, constants)
+    wide = shard_group_of(layout.z * all_of_dp, tensor, per_node, machine, constants)
     three, sharded = layout.zero == 3, (layout.zero > 0) & (layout.zero < 3)
     each = np.where(gathered_once_a_step(work), 0.0, 1.0)
 
-    def gathered_and_scattered(group: Group) -> Number:
-        return gather_seconds(gathers * item * weights, gathers, group) + gather_seconds(
+    def gathered_and_scattered(group: ShardGroup) -> Number:
+        return shard_seconds(gathers * item * weights, gathers, group) + shard_seconds(
             step.reduce_bytes * weights, 1, group
         )
 
-    again = gather_seconds((gathers - 1) * item * weights, gathers - 1, z_group)
+    again = shard_seconds((gathers - 1) * item * weights, gathers - 1, z_group)
     scattered = np.where(layout.zero == 2, 1.0, 0.0)
-    z_sharded = each * (gather_seconds(item * weights, 1, wide) + again)
-    z_sharded = z_sharded + scattered * gather_seconds(step.reduce_bytes * weights, 1, wide)
+    z_sharded = each * (shard_seconds(item * weights, 1, wide) + again)
+    z_sharded = z_sharded + scattered * shard_seconds(step.reduce_bytes * weights, 1, wide)
     return np.where(three, gathered_and_scattered(wide),
                     np.where(sharded, z_sharded, gathered_and_scattered(z_group)))  # fmt: skip
 
@@ -97,11 +105,11 @@ def exposed_gradient_sum(work: Workload, machine: Machine, constants: Constants,
     weights = (model.layers / layout.pp * model.block_weights + work.table_weights) / (layout.x * layout.y)
     copies = layout.dp * layout.cp
     across = group_of(copies, layout.x * layout.y * layout.z, machine, constants)
-    wide = group_of(copies * layout.z, layout.x * layout.y, machine, constants)
+    wide = shard_group_of(copies * layout.z, layout.x * layout.y, program.shards_per_node, machine, constants)
     reduced = reduce_seconds(step.reduce_bytes * weights / layout.z, 1, across)
-    scattered = gather_seconds(step.reduce_bytes * weights, 1, wide)
+    scattered = shard_seconds(step.reduce_bytes * weights, 1, wide)
     scattered = np.where(program.all_reduces_gradients, reduced, scattered)
-    gathered = np.where(gathered_once_a_step(work), gather_seconds(step.item_bytes * weights, 1, wide), 0.0)
+    gathered = np.where(gathered_once_a_step(work), shard_seconds(step.item_bytes * weights, 1, wide), 0.0)
     sending = np.where(layout.zero == 0, reduced, np.where(layout.zero == 1, scattered + gathered, 0.0))
     sending = np.where(layout.zero == 2, gathered, sending)
     # Weight gradients that are computed apart come last, and their sums after all of them.

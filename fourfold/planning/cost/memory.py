@@ -145,17 +145,21 @@ def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple
 
 
 def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Number:
-    """Probability that a step whose ``peak_memory`` is ``predicted`` does not fit: log-normal around its need,
-    which is less, as PyTorch frees cached blocks before it runs out of memory."""
+    """Probability that a step whose ``peak_memory`` is ``predicted`` does not fit: log-normal around its need."""
+    return normal_share(np.log(needed_bytes(predicted, work, machine) / machine.memory) / SPREAD)
+
+
+def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
+    """Bytes that a step needs whose ``peak_memory`` is ``predicted``: less, as PyTorch frees cached blocks before it
+    runs out of memory."""
     runtime = runtime_bytes(work, machine)
     allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + CACHED)
-    needed = runtime + allocated * (1 + UNUSABLE)
-    deviation = (np.log(machine.memory) - np.log(needed)) / SPREAD
-    return 0.5 * (1 - _erf(deviation / math.sqrt(2)))
+    return runtime + allocated * (1 + UNUSABLE)
 
 
-def _erf(x: Number) -> Number:
-    """Abramowitz & Stegun 7.1.26, to 1.5e-7."""
+def normal_share(x: Number) -> Number:
+    """The share of a standard normal distribution that is below x (Abramowitz & Stegun 7.1.26, to 1e-7)."""
+    x = x / math.sqrt(2)
     t = 1 / (1 + 0.3275911 * np.abs(x))
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    return np.sign(x) * (1 - series * np.exp(-x * x))
+    return 0.5 * (1 + np.sign(x) * (1 - series * np.exp(-x * x)))

@@ -49,6 +49,8 @@ class _Layer(NamedTuple):
     offload: Number
     launch: Number
     z: Number
+    z_first: Number
+    """More for a rank's first block: no block is before it in the forward, or after it in the backward."""
 
     @property
     def total(self) -> Number:
@@ -79,7 +81,8 @@ def step_parts(
     several = layout.pp > 1
     # A rank has the layers, and the share of head and embedding, of an average stage; the rest is waiting.
     layers, tables = work.micro_batches * _mean_layers(work), work.micro_batches / layout.pp
-    z_layers, z_tables = layers * layer.z, tables * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
+    z_layers = layers * layer.z + work.micro_batches * layer.z_first
+    z_tables = tables * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
     z = z_layers * share_of_z(work, machine, constants, 2) + z_tables * share_of_z(work, machine, constants, 1)
     logits = block.head + ends.table + np.where(several, 0.0, block.embedding + ends.table)
     dispersion = 1 + constants.dispersion * slowest_of(layout.gpus / machine.gpus_per_node)
@@ -131,23 +134,29 @@ def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockT
         x=x,
         y=y,
         cp=exposed_cp(work, machine, constants, block),
-        offload=_offload(work, machine),
+        offload=_offload(work, machine, constants, block),
         launch=0.0,
         z=0.0,
+        z_first=0.0,
     )
     host = block.launch_forward * (1 + _forwards_again(work)) + block.launch_backward
     launch = np.where(work.program.blocking, host, overlapped(layer.device, host) - layer.device)
     sending = weight_traffic_seconds(work, machine, constants, weights, 2)
-    return layer._replace(launch=launch, z=exposed_z(work, constants, sending, layer.device + launch))
+    z = exposed_z(work, constants, sending, layer.device + launch)
+    outermost = weight_traffic_seconds(work, machine, constants, weights, 1)
+    z_first = np.where(work.program.is_fourfold, outermost * (1 - z / np.maximum(sending, 1e-30)), 0.0)
+    return layer._replace(launch=launch, z=z, z_first=z_first)
 
 
-def _offload(work: Workload, machine: Machine) -> Number:
-    """Seconds in which a block's input goes to the host's memory and comes back, with nothing beside it
-    (parallel.recompute)."""
+def _offload(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
+    """Seconds of copying a block's input to the host's memory and back that its forward, and the recomputation and
+    backward of the block after it, do not hide (parallel.offload)."""
     layout = work.layout
     residual = work.step.item_bytes * work.tokens * work.model.hidden / (layout.x * layout.y)
-    seconds = 2 * residual * layout.recomputing / np.maximum(machine.host, 1.0)  # refused where it is unknown
-    return np.where((layout.recompute == 2) & layout.offload, seconds, 0.0)
+    copy = residual / np.maximum(machine.host, 1.0)  # refused where it is unknown
+    beside = (block.forward, block.forward + block.backward)
+    seconds = sum(copy - hidden(copy, computing, constants.exposed) for computing in beside)
+    return np.where((layout.recompute == 2) & layout.offload, seconds * layout.recomputing, 0.0)
 
 
 def _forwards_again(work: Workload) -> Number:
@@ -197,7 +206,8 @@ def _hidden_by_parts(work: Workload, constants: Constants, block: BlockTime) -> 
     Exposed remain, as the trace has it: of each gather and sum over x in the forward, one part's, since no product lies
     between the sum of a layer and the gather of the next; in a recomputation also one part's sum of up over y, and
     without it the gather of one part's gradients as the backward begins. Where parts are tokens, one part's
-    collectives over y around the attention, which waits for all.
+    collectives over y around the attention, which waits for all. A part hides nothing of its own: of the computation
+    all but one part's is beside them. Collectives over x, on the faster links, are hidden first.
     """
     layout, again, one = work.layout, _forwards_again(work), 1 / work.parts
     computes = (block.forward, again * (block.forward - block.last_product), block.backward
@@ -214,8 +224,9 @@ def _hidden_by_parts(work: Workload, constants: Constants, block: BlockTime) -> 
     hidden_x = hidden_y = 0.0
     for compute, x, y, of_x, of_y in zip(computes, over_x, over_y, exposed_of_x, exposed_of_y, strict=True):
         x, y = (1 - of_x) * x, (1 - of_y) * y
-        share = hidden(x + y, compute, constants.exposed) / np.maximum(x + y, 1e-30)
-        hidden_x, hidden_y = hidden_x + share * x, hidden_y + share * y
+        beside = (1 - one) * compute
+        hidden_x = hidden_x + hidden(x, beside, constants.exposed)
+        hidden_y = hidden_y + hidden(y, np.maximum(beside - x, 0.0), constants.exposed)
     return hidden_x, hidden_y
 
 

@@ -88,6 +88,17 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
     return with_constants(replace(base, **values), name, logs, extent)
 
 
+def machine_with_products(base: Machine, name: str, rates: Mapping[str, float], precision: str) -> Machine:
+    """A copy of a machine on which products run at these rates, by the keys of the section ``layouts``.
+
+    precision: in which they were measured. Where one is faster than the machine's best rate, that is raised.
+    """
+    key = "achieved_fp32" if precision == "fp32" else "achieved"
+    best = max(getattr(base, key), *rates.values())
+    values = {kind: rate / best for kind, rate in rates.items()} | {key: best, "peak": max(base.peak, best)}
+    return replace(base, name=name, **values)
+
+
 def _links(measured: Mapping[str, Any]) -> dict[str, float]:
     """Bandwidth by group size, and latencies: the line through a small and a large all-gather."""
     values: dict[str, float] = {}

@@ -11,9 +11,9 @@ import numpy as np
 from fourfold.errors import UserError
 from fourfold.planning.cost.step import PARTS
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.search.fastest import evaluate
+from fourfold.planning.search.fastest import RANKED, evaluate, in_parts, score
 from fourfold.planning.search.plan import Plan, Prediction, make_plan, of_blocks, predict
-from fourfold.planning.search.space import AXES, PIPELINES, REASONS, Limits
+from fourfold.planning.search.space import AXES, PIPELINES, REASONS, Limits, refusal
 from fourfold.planning.workload import SCHEDULES
 
 KNOBS = {
@@ -25,8 +25,6 @@ KNOBS = {
 """Constants whose break-even is searched for: the machine's field, the unit, and its size."""
 RATES = {8: "achieved_fp8", 32: "achieved_fp32"}
 """Fields of the matmul rate for precisions other than 16 bits."""
-CANDIDATES = 400
-"""Fastest layouts, which are evaluated again under changed constants."""
 FACTORS = np.geomspace(1, 8, 31)
 HALVINGS = 6
 """Bisections between two factors, for a break-even to a thousandth."""
@@ -76,8 +74,9 @@ def waterfall(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
 
 
 def break_evens(plan: Plan) -> list[BreakEven]:
-    """Find, for each of ``KNOBS`` and direction, the value at which the best grid stops being the best candidate."""
-    order = plan.found.order[:CANDIDATES]
+    """Find, for each of ``KNOBS`` and direction, the value at which the best grid stops being the best of the
+    ``RANKED`` fastest layouts."""
+    order = plan.found.order[:RANKED]
     if len(order) < 2:
         return []
     work = plan.found.work.take(order).with_float_arrays()
@@ -113,16 +112,19 @@ def changed_machine(machine: Machine, field: str, factor: float) -> Machine:
 
 
 def neighbors(plan: Plan) -> list[Neighbor]:
-    """Compare the best layout with those that move a factor of two between axes, or change one other choice a step."""
+    """Compare the best layout with those that move a factor of two between axes, or change one other choice a step.
+
+    Each is in the parts of a micro-batch in which it is fastest.
+    """
     found, best = plan.found, plan.best
-    columns = {name: np.asarray(getattr(found.work.layout, name))
+    columns = {name: np.asarray(getattr(found.work.layout, name))[: found.crossed]
                for name in (*AXES, "micro_batch", "interleave", "schedule", "cp_method", "zero", "recompute",
                             "recompute_every",
                             "offload")}  # fmt: skip
     here = {name: int(getattr(best.work.layout, name)) for name in columns}
 
-    def look(changes: dict[str, int], text: str) -> Neighbor:
-        mask = np.ones(len(found.seconds), dtype=bool)
+    def look(changes: dict[str, int], text: str, parts: Sequence[int] = found.parts) -> Neighbor:
+        mask = np.ones(found.crossed, dtype=bool)
         for name, column in columns.items():
             if name == "zero" and (changes.get("dp", here["dp"]) * changes.get("cp", here["cp"])) == 1:
                 continue
@@ -136,14 +138,17 @@ def neighbors(plan: Plan) -> list[Neighbor]:
         places = np.flatnonzero(mask)
         if not len(places):
             return Neighbor(text, None, "outside the searched sizes")
-        fitting = places[found.reason[places] == 0]
-        if not len(fitting):
-            place = places[np.argmin(found.seconds[places])]
-            return Neighbor(text, None, REASONS[found.reason[place]])
-        place = fitting[np.argmin(found.seconds[fitting])]
+        near = in_parts(found.work.take(places), parts)
+        scores = score(near, plan.machine, plan.constants)
+        if not len(scores.fits):
+            return Neighbor(text, None, REASONS[scores.reason[np.argmin(scores.seconds)]])
+        place = scores.fits[np.argmin(scores.seconds[scores.fits])]
         if "recompute" in changes:
-            text += of_blocks(int(columns["recompute_every"][place]))
-        return Neighbor(text, float(found.seconds[place] / best.seconds - 1), "")
+            text += of_blocks(int(near.layout.recompute_every[place]))
+        turns = int(near.parts[place])
+        if len(parts) > 1 and turns not in (1, best.work.parts):
+            text += f", in {turns} parts"
+        return Neighbor(text, float(scores.seconds[place] / best.seconds - 1), "")
 
     table = []
     for taken in AXES:
@@ -160,7 +165,28 @@ def neighbors(plan: Plan) -> list[Neighbor]:
         for value in values:
             if value >= (name == "micro_batch") and value in columns[name]:
                 table.append(look({name: value}, f"{name} {here[name]} → {value}"))
+    for value in _beside(found.parts, int(best.work.parts)) if best.work.layout.x * best.work.layout.y > 1 else ():
+        table.append(look({}, f"batch_parts {int(best.work.parts)} → {value}", [value]))
     return table + [look(change, text) for change, text in _other_pipelines(here)]
+
+
+def in_nodes(plan: Plan) -> list[Neighbor]:
+    """The best layout with its shard groups in two levels, where they are several nodes of several ranks."""
+    work, machine = plan.best.work, plan.machine
+    fast = max(machine.domain, machine.gpus_per_node)
+    per_node, now = int(fast // (work.layout.x * work.layout.y)), work.program.shards_per_node
+    other = work.but(shards_per_node=1 if now > 1 else per_node)
+    shards = work.layout.z * (work.layout.dp * work.layout.cp if work.layout.zero else 1)
+    if not 1 < per_node < shards or refusal(other, machine):
+        return []
+    slower = predict(other, machine, plan.constants).seconds / plan.best.seconds - 1
+    return [Neighbor(f"overlap.shards_per_node {now} → {other.program.shards_per_node}", slower, "")]
+
+
+def _beside(values: Sequence[Any], here: Any) -> Sequence[Any]:
+    """The values before and after one of them."""
+    at = values.index(here)
+    return [*values[max(at - 1, 0) : at], *values[at + 1 : at + 2]]
 
 
 def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
@@ -169,11 +195,10 @@ def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
     now = (here["schedule"], here["interleave"])
     if here["pp"] == 1 or now not in pipelines:
         return []
-    at = pipelines.index(now)
     return [
         ({"schedule": schedule, "interleave": chunks},
          f"{SCHEDULES[now[0]]}, {now[1]} stages a rank → {SCHEDULES[schedule]}, {chunks}")
-        for schedule, chunks in pipelines[max(at - 1, 0) : at] + pipelines[at + 1 : at + 2]
+        for schedule, chunks in _beside(pipelines, now)
     ]  # fmt: skip
 
 
@@ -208,7 +233,7 @@ def explain(plan: Plan, own: Prediction | None = None, limits: Limits | None = N
         "layouts": {name: p.describe() for name, p in shown.items()},
         "waterfall": {"columns": list(shown), "seconds": waterfall(list(shown.values()))},
         "break_evens": [vars(b) | {"sentence": b.sentence()} for b in break_evens(plan)],
-        "neighbors": [vars(n) for n in table],
+        "neighbors": [vars(n) for n in [*table, *in_nodes(plan)]],
         "basin": basin(table),
         "next_doubling": next_doubling(plan, limits),
     }

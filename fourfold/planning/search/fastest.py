@@ -1,9 +1,15 @@
-"""Finds the fastest layouts that fit: all legal layouts are evaluated, with no sampling."""
+"""Finds the fastest layouts that fit: all legal layouts are evaluated, with no sampling.
+
+Parts of a micro-batch are the exception: they only hide communication over x and y. A layout in several parts is
+evaluated where it could be among the fastest if they hid all of that.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -12,7 +18,7 @@ from fourfold.planning.cases import unique_rows
 from fourfold.planning.cost.activations import block_bytes
 from fourfold.planning.cost.block import block_time
 from fourfold.planning.cost.memory import p_out_of_memory, peak_memory
-from fourfold.planning.cost.step import step_seconds
+from fourfold.planning.cost.step import step_parts
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.search.space import OUT_OF_MEMORY, REASONS, Limits, all_layouts, rejections
@@ -21,15 +27,41 @@ from fourfold.planning.workload import Workload
 CHUNK = 1 << 14
 """Points evaluated at once: their arrays stay in a processor's cache."""
 MAX_P_OUT_OF_MEMORY = 0.05
-BLOCK_KEY = ("x", "y", "cp", "micro_batch", "cp_method")
+BLOCK_KEY = ("x", "y", "cp", "micro_batch", "cp_method", "batch_parts")
 """Fields on which the time of one block depends, within one search."""
+RANKED = 400
+"""So many of the fastest layouts are the fastest with any parts."""
+LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "launch")
+"""Parts of a step that are shorter where x and y are hidden, and the bubble with them."""
+COPIES = 0.95
+"""Share of a step that remains, at least, where sequences come one by one and are not copied around collectives."""
+
+
+class Scores(NamedTuple):
+    """Points of a search, [n] each: seconds of a step (infinite where illegal), seconds that it takes at least in any
+    parts, bytes of the fullest rank, P(OOM), and the reason of a refusal."""
+
+    seconds: np.ndarray
+    least: np.ndarray
+    memory: np.ndarray
+    p_oom: np.ndarray
+    reason: np.ndarray
+
+    @property
+    def fits(self) -> np.ndarray:
+        """Places of the points that are legal and fit."""
+        return np.flatnonzero(self.reason == 0)
+
+    def followed_by(self, more: Self) -> Self:
+        return type(self)(*map(np.concatenate, zip(self, more, strict=True)))
 
 
 @dataclass(frozen=True)
 class Found:
-    """All points of a search: layouts, seconds (infinite where illegal), bytes, P(OOM), and the reason of a refusal.
+    """All points of a search, with their scores.
 
-    order: the legal points, fastest first; evaluated: how many there were; seconds_taken: wall time.
+    order: the legal points, fastest first; crossed: the points before the candidates in more parts; parts: those that
+    were tried; seconds_taken: wall time.
     """
 
     work: Workload
@@ -38,8 +70,14 @@ class Found:
     p_oom: np.ndarray
     reason: np.ndarray
     order: np.ndarray
-    evaluated: int
+    crossed: int
+    parts: tuple[int, ...]
     seconds_taken: float
+
+    @property
+    def evaluated(self) -> int:
+        """The number of points."""
+        return len(self.seconds)
 
     def point(self, index: int | np.ndarray) -> Workload:
         """One layout, with plain numbers in place of the narrow ones of the search."""
@@ -58,31 +96,81 @@ def search(base: Workload, machine: Machine, constants: Constants, gpus: int, li
     begin = time.perf_counter()
     limits = limits or Limits()
     work = all_layouts(base, gpus, limits)
-    count = np.size(work.layout.x)
-    if count == 0:
+    crossed = np.size(work.layout.x)
+    if crossed == 0:
         raise UserError(f"no layout of {gpus} GPUs is left by the given limits; allow more axes or sizes")
-    reason = np.empty(count, dtype=np.uint8)
-    seconds, memory, p_oom = np.full(count, np.inf), np.full(count, np.nan), np.full(count, np.nan)
+    scores = score(work, machine, constants)
+    candidates = _candidates(work, scores)
+    if len(limits.parts) > 1 and len(candidates):
+        more = in_parts(work.take(candidates), limits.parts[1:])
+        scores = scores.followed_by(score(more, machine, constants))
+        work = work.followed_by(more)
+    order = scores.fits[np.argsort(scores.seconds[scores.fits], kind="stable")]
+    return Found(
+        work,
+        scores.seconds,
+        scores.memory,
+        scores.p_oom,
+        scores.reason,
+        order,
+        crossed,
+        limits.parts,
+        time.perf_counter() - begin,
+    )
+
+
+def score(work: Workload, machine: Machine, constants: Constants) -> Scores:
+    """Evaluate points that are legal, and say why the others are not."""
+    count = np.size(work.layout.x)
+    scores = Scores(
+        seconds=np.full(count, np.inf),
+        least=np.full(count, np.inf, dtype=np.float32),
+        memory=np.full(count, np.nan),
+        p_oom=np.full(count, np.nan),
+        reason=np.empty(count, dtype=np.uint8),
+    )
     for begin_at in range(0, count, CHUNK):
         chunk = slice(begin_at, min(begin_at + CHUNK, count))
-        reason[chunk] = rejections(work.take(chunk), machine)
-        index = begin_at + np.flatnonzero(reason[chunk] == 0)
+        scores.reason[chunk] = rejections(work.take(chunk), machine)
+        index = begin_at + np.flatnonzero(scores.reason[chunk] == 0)
         if len(index):
             part = work.take(index).with_float_arrays()
-            memory[index], seconds[index] = evaluate(part, machine, constants)
-            p_oom[index] = p_out_of_memory(memory[index], part, machine)
-    legal = np.flatnonzero(reason == 0)
-    reason[legal[p_oom[legal] > MAX_P_OUT_OF_MEMORY]] = OUT_OF_MEMORY
-    fits = np.flatnonzero(reason == 0)
-    order = fits[np.argsort(seconds[fits], kind="stable")]
-    return Found(work, seconds, memory, p_oom, reason, order, count, time.perf_counter() - begin)
+            scores.memory[index], scores.seconds[index], scores.least[index] = evaluate(part, machine, constants)
+            scores.p_oom[index] = p_out_of_memory(scores.memory[index], part, machine)
+    scores.reason[scores.p_oom > MAX_P_OUT_OF_MEMORY] = OUT_OF_MEMORY
+    return scores
 
 
-def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of the fullest rank and seconds of a step, for every point; a block is computed once for all points that
-    share it."""
+def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Bytes of the fullest rank, seconds of a step, and those that it takes at least in any parts, for every point; a
+    block is computed once for all points that share it.
+
+    The last: parts hide what is exposed over x and y, and do not shorten the rest, save for copies of tokens.
+    """
     first, back = unique_rows([getattr(work.layout, name) for name in BLOCK_KEY])
     blocks = work.take(first)
     memory = peak_memory(work, machine, block_bytes(blocks).take(back))
-    seconds = step_seconds(work, machine, constants, block_time(blocks, machine, constants).take(back))
-    return np.broadcast_to(memory, back.shape), np.broadcast_to(seconds, back.shape)
+    parts = step_parts(work, machine, constants, block_time(blocks, machine, constants).take(back))
+    seconds, of_layers = sum(parts.values()), sum(parts[name] for name in LAYER_PARTS)
+    least = COPIES * seconds * (1 - (parts["x"] + parts["y"]) / of_layers)
+    each = back.shape
+    return np.broadcast_to(memory, each), np.broadcast_to(seconds, each), np.broadcast_to(least, each)
+
+
+def _candidates(work: Workload, scores: Scores) -> np.ndarray:
+    """Places of the points that may be among the fastest ``RANKED`` in more parts."""
+    fits = scores.fits[np.asarray(work.layout.x * work.layout.y)[scores.fits] > 1]
+    if not len(fits):
+        return np.empty(0, dtype=np.intp)
+    ranked = min(RANKED, len(scores.fits)) - 1
+    limit = float(np.partition(scores.seconds[scores.fits], ranked)[ranked])
+    candidates: np.ndarray = fits[scores.least[fits] <= limit]
+    return candidates
+
+
+def in_parts(work: Workload, parts: Sequence[int]) -> Workload:
+    """Every point in each number of parts."""
+    count = np.size(work.layout.x)
+    repeated = work.map_arrays(lambda array: np.tile(array, len(parts)))
+    each: Workload = repeated.but(batch_parts=np.repeat(np.array(parts, dtype=np.int32), count))
+    return each

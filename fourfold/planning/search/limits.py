@@ -1,4 +1,4 @@
-"""Parses limits of the search, as the command line writes them: ``x<=8``, ``pp=1``, ``recompute=full``."""
+"""Parses limits of the search, as the command line writes them: ``x<=8``, ``pp=1,2``, ``recompute=full``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ CHOICE_OF: dict[str, tuple[str, Callable[[Any], str]]] = {
     "schedule": ("pipelines", lambda pipeline: str(pipeline[0])),
     "interleave": ("pipelines", lambda pipeline: str(pipeline[1])),
     "cp_method": ("contexts", str),
+    "batch_parts": ("parts", str),
 }
 """The field of ``Limits`` that a limit restricts, and the text by which it names an entry."""
 CHOICES = {
@@ -26,47 +27,48 @@ CHOICES = {
 }
 LARGEST_SIZE = 1 << 24
 SYNTAX = (
-    "write it as x<=8 (axes alone), pp=1, micro_batch=1, zero=0, interleave=2, schedule=1F1B, cp_method=ring or "
-    "recompute=full"
+    "write it as x<=8 (axes alone), pp=1, micro_batch=1, batch_parts=2, zero=0, interleave=2, schedule=1F1B, "
+    "cp_method=ring or recompute=full, or with several values as pp=1,2"
 )
 
 
-def parse_limits(settings: Sequence[str]) -> Limits:
-    """Parse ``--limit`` settings; raises ``UserError`` for one that is unknown, and where two contradict each other."""
+def parse_limits(settings: Sequence[str], option: str = "--limit") -> Limits:
+    """Parse settings of an option; raises ``UserError`` for an unknown one, and where two contradict each other."""
     at_most: list[tuple[str, int]] = []
-    fixed: list[tuple[str, int]] = []
+    fixed: list[tuple[str, tuple[int, ...]]] = []
     limits = EVERYTHING
     names = set()
     for setting in settings:
         sign = "<=" if "<=" in setting else "="
         name, _, text = setting.partition(sign)
         names.add(name)
+        texts = text.split(",")
         try:
-            if name in AXES:
-                (at_most if sign == "<=" else fixed).append((name, _size(text)))
-            elif name == "micro_batch" and sign == "=":
-                fixed.append((name, _size(text)))
-            elif sign == "=" and text in CHOICES.get(name, ()):
+            if name in AXES and sign == "<=":
+                at_most.append((name, _size(text)))
+            elif name in (*AXES, "micro_batch") and sign == "=":
+                fixed.append((name, tuple(map(_size, texts))))
+            elif sign == "=" and set(texts) <= set(CHOICES.get(name, ())):
                 field, text_of = CHOICE_OF[name]
-                kept = tuple(entry for entry in getattr(limits, field) if text_of(entry) == text)
+                kept = tuple(entry for entry in getattr(limits, field) if text_of(entry) in texts)
                 limits = replace(limits, **{field: kept})
             else:
                 raise ValueError(name)
         except ValueError:
             known = f"{name}= takes one of {', '.join(CHOICES[name])}" if name in CHOICES else SYNTAX
-            raise UserError(f"--limit {setting}: {known}") from None
+            raise UserError(f"{option} {setting}: {known}") from None
     if "schedule" not in names:
         limits = replace(limits, pipelines=tuple(pipeline for pipeline in limits.pipelines if pipeline in PIPELINES))
     sizes = dict(fixed)
-    contradicted = [name for name, most in at_most if sizes.get(name, 1) > most]
-    contradicted += [name for name, size in fixed if sizes[name] != size]
+    contradicted = [name for name, most in at_most if min(sizes.get(name, (1,))) > most]
+    contradicted += [name for name, given in fixed if sizes[name] != given]
     contradicted += [name for name, (field, _) in CHOICE_OF.items() if not getattr(limits, field)]
     if contradicted:
-        given = " --limit ".join(settings)
+        all_of_them = " ".join(f"{option} {setting}" for setting in settings)
         names_of = ", ".join(dict.fromkeys(contradicted))
-        raise UserError(f"--limit {given}: these limits contradict each other ({names_of}); leave one out")
+        raise UserError(f"{all_of_them}: these limits contradict each other ({names_of}); leave one out")
     if "micro_batch" in sizes:
-        limits = replace(limits, micro_batches=(sizes.pop("micro_batch"),))
+        limits = replace(limits, micro_batches=sizes.pop("micro_batch"))
     return replace(limits, at_most=tuple(at_most), fixed=tuple(sizes.items()))
 
 

@@ -73,6 +73,7 @@ class Prediction:
                 **({"cp_method": cp_method} if layout.cp > 1 and layout.cp_method > 0 else {}),
             },
             "micro_batch_size": int(layout.micro_batch),
+            "batch_parts": int(work.parts),
             "gradient_accumulation_steps": int(work.micro_batches),
             "activation_checkpoint": RECOMPUTE[int(layout.recompute)],
             "activation_checkpoint_every": int(layout.recompute_every),
@@ -120,7 +121,8 @@ def describe_layout(work: Workload) -> str:
     if layout.recompute > 0:
         more.append(f"{RECOMPUTE[int(layout.recompute)]} recompute{of_blocks(int(layout.recompute_every))}")
     more += ["offload"] if layout.offload else []
-    return ", ".join([" × ".join(axes), *more, f"micro-batch {int(layout.micro_batch)}"])
+    parts = f" in {int(work.parts)} parts" if work.parts > 1 else ""
+    return ", ".join([" × ".join(axes), *more, f"micro-batch {int(layout.micro_batch)}{parts}"])
 
 
 def of_blocks(every: int) -> str:

@@ -26,6 +26,8 @@ PIPELINES = (
 take as long as 1F1B and hold more, and DualPipeV is like ZBVZeroBubble."""
 RECOMPUTES = ((0, 1, False), (1, 1, False), (2, 1, False), (2, 2, False), (2, 4, False), (2, 1, True))
 """Mode (an index into ``workload.RECOMPUTE``), every, offload."""
+PARTS = (1, 2, 4)
+"""Parts of a micro-batch that take turns (``batch_parts``)."""
 
 REASONS = (
     "legal",
@@ -39,24 +41,27 @@ OUT_OF_MEMORY = len(REASONS) - 1
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the search: largest or fixed sizes of axes, and the choices that it tries."""
+    """Limits of the search: largest sizes of axes, or the one or several that they may have, and the choices that it
+    tries."""
 
     at_most: tuple[tuple[str, int], ...] = ()
-    fixed: tuple[tuple[str, int], ...] = ()
+    fixed: tuple[tuple[str, int | tuple[int, ...]], ...] = ()
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     recomputes: tuple[tuple[int, int, bool], ...] = RECOMPUTES
     micro_batches: tuple[int, ...] = MICRO_BATCHES
     pipelines: tuple[tuple[str, int], ...] = PIPELINES
     contexts: tuple[str, ...] = ("ring", "ulysses")
+    parts: tuple[int, ...] = PARTS
 
 
 def all_layouts(base: Workload, gpus: int, limits: Limits) -> Workload:
-    """``base`` with every factorisation of ``gpus``, micro-batch, schedule, zero, recompute and method of cp."""
+    """``base`` with every factorisation of ``gpus``, micro-batch, schedule, zero, recompute and method of cp, and with
+    the first of the ``parts`` where these matter."""
     axes = factorisations(gpus, len(AXES)).astype(np.int32)
     for name, most in limits.at_most:
         axes = axes[axes[:, AXES.index(name)] <= most]
-    for name, size in limits.fixed:
-        axes = axes[axes[:, AXES.index(name)] == size]
+    for name, sizes in limits.fixed:
+        axes = axes[np.isin(axes[:, AXES.index(name)], sizes)]
     columns = {name: axes[:, i] for i, name in enumerate(AXES)}
     columns = _crossed(columns, {"micro_batch": limits.micro_batches})
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in limits.pipelines]
@@ -73,7 +78,10 @@ def all_layouts(base: Workload, gpus: int, limits: Limits) -> Workload:
     columns = _kept(columns, (columns["zero"] == min(limits.zeros)) | copies)
     modes, everies, offloads = zip(*limits.recomputes, strict=True)
     columns = _crossed(columns, {"recompute": modes, "recompute_every": everies, "offload": offloads})
-    return base.but(**columns, layers_per_stage=None)
+    parts = np.broadcast_to(np.int32(limits.parts[0]), columns["x"].shape)
+    if limits.parts[0] > 1:
+        parts = np.where(columns["x"] * columns["y"] > 1, parts, np.int32(1))
+    return base.but(**columns, batch_parts=parts, layers_per_stage=None)
 
 
 def rejections(work: Workload, machine: Machine) -> np.ndarray:
@@ -100,7 +108,8 @@ def _sizes(work: Workload) -> Sizes:
         x=x, y=y, z=z, dp=dp, cp=cp, pp=pp, zero=layout.zero,
         # Products of it exceed 32 bits.
         micro_batch=np.asarray(layout.micro_batch, np.int64),
-        batch_parts=work.program.batch_parts,
+        batch_parts=work.layout.batch_parts,
+        shards_per_node=work.program.shards_per_node,
         stages=layout.pp * layout.interleave,
         in_rounds=layout.in_rounds,
         split_backward=layout.split_backward,

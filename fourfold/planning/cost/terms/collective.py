@@ -60,6 +60,35 @@ def gather_seconds(size: Number, count: Number, group: Group) -> Number:
     return np.where(group.size > 1, share * size / group.bandwidth + count * (group.base + group.ring), 0.0)
 
 
+class ShardGroup(NamedTuple):
+    """Ranks that share weights: one group, or in two levels those inside a node and those across nodes."""
+
+    whole: Group
+    inside: Group
+    across: Group
+    in_levels: Number
+
+
+def shard_group_of(
+    size: Number, stride: Number, per_node: Number, machine: Machine, constants: Constants
+) -> ShardGroup:
+    """The group of ``size`` ranks, in two levels where several times ``per_node``, more than 1, are in it."""
+    return ShardGroup(
+        whole=group_of(size, stride, machine, constants),
+        inside=group_of(per_node, stride, machine, constants),
+        across=group_of(size / per_node, stride * per_node, machine, constants),
+        in_levels=(np.asarray(per_node) > 1) & (per_node < size),
+    )
+
+
+def shard_seconds(size: Number, count: Number, group: ShardGroup) -> Number:
+    """``gather_seconds`` over a shard group. Two levels are two rings, one after the other: one of the ranks of a node,
+    and, with the part of one of them, one of the nodes (PCCL, arXiv 2504.18658)."""
+    inside = gather_seconds(size, count, group.inside)
+    across = gather_seconds(size / group.inside.size, count, group.across)
+    return np.where(group.in_levels, inside + across, gather_seconds(size, count, group.whole))
+
+
 def reduce_seconds(size: Number, count: Number, group: Group) -> Number:
     """``count`` all-reduces of ``size`` bytes in all: a ring moves twice a gather's bytes; a tree has fewer steps."""
     share = 2 * (group.size - 1) / group.size

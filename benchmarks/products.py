@@ -1,0 +1,105 @@
+"""The layouts that are fastest for the products of the GPT presets on this machine, and what they gain.
+
+    python -m benchmarks.products [--device cpu] [--json FILE] [--threads 1]
+
+Sizes are those of one rank of a grid on which a model of that size trains, with two sequences of 2,048 tokens; on a CPU
+over cp 8 in four parts, so that it takes minutes. Every layer for which another layout is chosen is measured again: all
+three products, in new rounds in which both take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.options import add_tiny
+from fourfold.config.layout import product_sizes
+from fourfold.config.run import RunConfig
+from fourfold.models.dtypes import DTYPES
+from fourfold.parallel.product_layouts import LayerLayout
+from fourfold.products.product_report import layer_records
+from fourfold.products.product_table import machine_of
+from fourfold.products.product_times import layer_ratios, tune_layer
+from fourfold.reports.product_tables import HEADER, product_rows
+from fourfold.reports.tables import print_table
+from fourfold.run_file.load import make_run
+
+GRIDS = {
+    "gpt-5b": {"x": 8},
+    "gpt-10b": {"x": 8},
+    "gpt-20b": {"x": 8, "y": 2},
+    "gpt-40b": {"x": 8, "y": 2},
+    "gpt-80b": {"x": 8, "y": 4},
+    "gpt-320b": {"x": 16, "y": 4},
+}
+"""GPT-60B and 160B have the layers of 40B and 80B, more of them."""
+
+
+def main() -> int:
+    arguments = _arguments()
+    device = torch.device(arguments.device)
+    torch.set_num_threads(arguments.threads)
+    grids = {"gpt-tiny": {"x": 2}} if arguments.tiny else GRIDS
+    found = []
+    for preset, precision in itertools.product(grids, ("fp32", "bf16")):
+        found.append(tuned(preset, precision, device))
+        if arguments.json:  # every time: a slow machine takes an hour
+            record = {"machine": machine_of(device), "runs": found}
+            Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(machine_of(device))
+    return 0
+
+
+def tuned(preset: str, precision: str, device: torch.device) -> dict[str, Any]:
+    """Measure the layers of a preset on its grid, and print them."""
+    names = product_sizes(run_of(preset, device))
+    layers = {sizes: tune_layer(sizes, DTYPES[precision], device) for sizes in dict.fromkeys(names.values())}
+    records = layer_records(names, layers)
+    for record, (sizes, layer) in zip(records, layers.items(), strict=True):
+        if layer.layout != LayerLayout():
+            record["again"] = layer_ratios(layer.layout, sizes, DTYPES[precision], device)
+    words = ("tokens × out × in", "product", "layout")
+    print_table(f"{preset} on {GRIDS.get(preset)}, {precision}", HEADER, product_rows(records), words)
+    for record in (each for each in records if "again" in each):
+        low, median, high = statistics.quantiles(record["again"], n=4)
+        print(f"{', '.join(record['layers'])}, whole layer again: {median:.3f} ({low:.3f} to {high:.3f})", flush=True)
+    return {"preset": preset, "grid": GRIDS.get(preset), "precision": precision, "layers": records}
+
+
+def run_of(preset: str, device: torch.device) -> RunConfig:
+    """A run of the preset on its grid."""
+    grid = GRIDS.get(preset, {"x": 2})
+    cp, parts = (8, 4) if device.type == "cpu" else (1, 1)
+    return make_run(
+        {
+            "model": {"preset": preset},
+            "data": {"source": "python-stdlib"},
+            "parallel": {**grid, "cp": cp},
+            "overlap": {"batch_parts": parts},
+            "training": {
+                "global_batch_size": 2,
+                "micro_batch_size": 2,
+                "seq_length": 64 if preset == "gpt-tiny" else 2048,
+                "train_steps": 1,
+            },
+        }
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
+    parser.add_argument("--json", help="also write the figures to this file")
+    add_tiny(parser)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

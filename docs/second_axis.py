@@ -1,0 +1,123 @@
+"""Write the map of (x, y) in docs/parallelism.md, from the planner: python docs/second_axis.py"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from fourfold.errors import UserError
+from fourfold.planning.calibration.machine_constants import constants_for
+from fourfold.planning.calibration.published import base_of, published_table
+from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.search.plan import Prediction, make_plan
+from fourfold.planning.search.space import Limits
+
+PAGE = Path(__file__).parent / "parallelism.md"
+MACHINES = ("dgx-a100", "dgx-h100", "gb200", "perlmutter", "frontier", "alps")
+DEGREES = (4, 8, 16, 32)
+"""x · y."""
+MODEL, SEQ, GPUS = "gpt-80b", 2048, 256
+BATCHES = (16, 64, 256, 1024)
+"""Sequences of a step; with fewer than GPUs, x · y is at least their ratio."""
+YS = (2, 4, 8)
+LIMITS = Limits(fixed=(("cp", 1), ("pp", 1)), zeros=(0, 3))
+"""x, y, z and dp, the axes of AxoNN."""
+
+
+class Cell(NamedTuple):
+    """The fastest layouts with y = 1 and with y > 1, where there are such."""
+
+    one: Prediction | None
+    more: Prediction | None
+
+    @property
+    def fastest(self) -> Prediction | None:
+        return min((p for p in self if p is not None), key=lambda p: p.seconds, default=None)
+
+    @property
+    def gain(self) -> float:
+        """How much longer the fastest step with y = 1 takes than that with y > 1, as a share of the latter."""
+        assert self.one is not None and self.more is not None
+        return self.one.seconds / self.more.seconds - 1
+
+    @property
+    def text(self) -> str:
+        """The faster (x, y), and ``gain``; bold where it has y > 1."""
+        best = self.fastest
+        if best is None:
+            return "none"
+        shape = f"{int(best.work.layout.x)} × {int(best.work.layout.y)}"
+        shape = f"**{shape}**" if best is self.more else shape
+        return shape if self.one is None or self.more is None else f"{shape} ({percent(self.gain)})"
+
+
+def fastest(machine: str, model: str, gpus: int, batch: int, fixed: Iterable[dict[str, int]]) -> Prediction | None:
+    """The fastest layout with some axes fixed, in one way or another; None where none is legal and fits."""
+    where, found = load_machine(machine), []
+    for sizes in fixed:
+        limits = replace(LIMITS, fixed=(*LIMITS.fixed, *sizes.items()))
+        try:
+            found.append(make_plan(base_of(model, SEQ, batch), where, constants_for(where), gpus, 1, limits).best)
+        except UserError:  # nothing is legal, or fits
+            continue
+    return min(found, key=lambda p: p.seconds, default=None)
+
+
+def of_degree(machine: str, batch: int, degree: int) -> Cell:
+    """The fastest layouts of one tensor degree."""
+    one, more = (
+        fastest(machine, MODEL, GPUS, batch, [{"x": degree // y, "y": y} for y in ys if y < degree])
+        for ys in ((1,), YS)
+    )
+    return Cell(one, more)
+
+
+def of_all(machine: str, model: str, gpus: int, batch: int) -> Cell:
+    """The fastest layouts of any tensor degree."""
+    one, more = (fastest(machine, model, gpus, batch, [{"y": y} for y in ys]) for ys in ((1,), YS))
+    return Cell(one, more)
+
+
+def the_map() -> list[str]:
+    rows = []
+    for machine in MACHINES:
+        for batch in BATCHES:
+            cells = [of_degree(machine, batch, degree) for degree in DEGREES]
+            cells.append(of_all(machine, MODEL, GPUS, batch))
+            rows.append((machine, f"{batch:,}", *(cell.text for cell in cells)))
+    return table(("machine", "batch", *(f"x·y = {degree}" for degree in DEGREES), "any x·y"), rows)
+
+
+def runs_of_axonn() -> list[str]:
+    rows = []
+    for row in published_table()["figure"]:
+        if "layout" not in row:
+            cell = of_all(row["machine"], row["model"], row["gpus"], row["batch"])
+            assert cell.one is not None and cell.more is not None
+            seconds = [f"{p.seconds:.2f}: {p.describe()}" for p in cell if p is not None]
+            rows.append((row["machine"], f"{row['gpus']:,}", row["model"], *seconds, percent(cell.gain)))
+    return table(("machine", "GPUs", "model", "y = 1", "y > 1", "gain of y"), rows)
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def percent(share: float) -> str:
+    return f"{share:+.0%}".replace("-", "−") if abs(share) >= 0.005 else "0%"
+
+
+def main() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for name, lines in (("map", the_map()), ("AxoNN", runs_of_axonn())):
+        begin, end = (f"<!-- {which} of docs/second_axis.py: {name} -->" for which in ("Begin", "End"))
+        before, rest = text.split(begin)
+        _, after = rest.split(end)
+        text = "\n".join((before + begin, *lines, end + after))
+    PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

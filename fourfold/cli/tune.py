@@ -1,0 +1,78 @@
+"""fourfold tune"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from fourfold.cli.options import AsJson, Overrides, RunFile, show
+from fourfold.exit_codes import ended_by
+
+
+def tune(
+    run_file: RunFile,
+    trials: Annotated[int, typer.Option(min=1, help="Trials in all, those of an interrupted search included.")] = 20,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="The search's folder. Default: tune-NAME.", show_default=False)
+    ] = None,
+    budget: Annotated[float | None, typer.Option(metavar="MINUTES", help="Begin no trial after that.")] = None,
+    space: Annotated[
+        list[str],
+        typer.Option(metavar="KNOB=VALUE,…", help="Values of a knob, as `pp=1,2` or `x<=4`; repeatable. Default: all."),
+    ] = [],  # noqa: B006 (typer reads it, nobody writes it)
+    nproc: Annotated[int | None, typer.Option(help="Devices of a trial. Default: those of the run file.")] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="Machine of the planner, or a machine file. Default: metrics.machine, or laptop.")
+    ] = None,
+    method: Annotated[
+        Literal["planner", "tpe", "random"], typer.Option(help="Who proposes: the planner, or a sampler of Optuna.")
+    ] = "planner",
+    steps: Annotated[int, typer.Option(min=2, help="Measured steps of a trial, after three of warm-up.")] = 8,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a trial counts as hung.")] = 600,
+    memory_limit: Annotated[
+        float | None, typer.Option(metavar="GB", help="Memory of a device, or of a process on a CPU.")
+    ] = None,
+    at_once: Annotated[
+        int | None, typer.Option(min=1, help="Trials at once. Default: as many as the machine's GPUs suffice for.")
+    ] = None,
+    slurm: Annotated[
+        str | None, typer.Option(metavar="SITE", help="Run trials as jobs of this site (see `launch slurm`).")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="With --slurm: nodes of a job.")] = 1,
+    time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="With --slurm: wall time of a job.")] = None,
+    sbatch: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of sbatch; repeatable.")] = [],  # noqa: B006
+    setup: Annotated[Path | None, typer.Option(metavar="FILE", help="With --slurm: shell file of modules.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the samplers.")] = 0,
+    overrides: Overrides = [],  # noqa: B006
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest layout of a run by real trials of a few steps, in the order that the planner predicts.
+
+    Writes into its folder: best.toml (the run file), tune.html, machine.toml (the calibration), and the trials. The
+    same command continues a search that was interrupted.
+
+    Example: fourfold tune RUN.toml --trials 12 --space pp=1,2 --machine mine.toml
+    """
+    from fourfold.launch.job_scripts.slurm_script import SlurmJob
+    from fourfold.reports.tune_report import tune_tables, write_tune_report
+    from fourfold.tuning.start_search import search_for
+    from fourfold.tuning.tune_record import finish
+    from fourfold.tuning.tuner import Settings
+
+    limit = None if memory_limit is None else memory_limit * 1e9
+    settings = Settings(trials, budget, at_once or 0, steps, timeout, limit, method, seed)
+    job = None if slurm is None else SlurmJob(nodes, time, sbatch=sbatch, setup=None if setup is None else str(setup))
+    search, base = search_for(
+        run_file, overrides, nproc, machine, space, out, settings, slurm, job, lambda line: typer.echo(line, err=True)
+    )
+    try:
+        end = search.run()
+    except KeyboardInterrupt:
+        typer.echo(f"\nStopped. The trials are in {search.folder}; the same command continues.", err=True)
+        raise typer.Exit(ended_by(signal.SIGINT)) from None
+    result = finish(search, base, end)
+    write_tune_report(search.folder / "tune.html", result)
+    show(result.record(), as_json, lambda _: tune_tables(result))

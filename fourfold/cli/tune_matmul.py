@@ -1,0 +1,57 @@
+"""fourfold tune-matmul"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fourfold.cli.options import AsJson, Overrides, RunFile, show
+from fourfold.errors import UserError
+
+
+def tune_matmul(
+    run_file: RunFile,
+    again: Annotated[bool, typer.Option("--again", help="Measure also what this machine's table has.")] = False,
+    machine: Annotated[
+        Path | None, typer.Option(metavar="MACHINE.toml", help="With --out: the machine file to start from.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="TUNED.toml", help="A machine file for `fourfold plan` with the rates of these products."),
+    ] = None,
+    as_json: AsJson = False,
+    overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)
+) -> None:
+    """Find the fastest memory layouts of the run file's matrix products on this machine.
+
+    Outputs, input gradients and weight gradients of every linear layer are timed in the sizes of one rank, with
+    weights and operands in other orders and with padded rows. What is faster than operands as stored by more than the
+    noise goes into a table in the user's cache directory, which runs with training.tuned_products read.
+    """
+    from fourfold.data.files import write_output
+    from fourfold.planning.machines.machine import load_machine
+    from fourfold.planning.machines.write import machine_toml, machine_with_products
+    from fourfold.run_file.load import load_run
+
+    if (machine is None) != (out is None):
+        raise UserError("--machine and --out are the machine file to start from and the one to write; give both")
+    run = load_run(run_file, overrides)
+    from fourfold.products.product_report import tune_products  # brings torch, which no mistake should wait for
+
+    base = load_machine(str(machine)) if machine is not None else None
+    record = tune_products(run, again)
+    if base is not None and out is not None:
+        tuned = machine_with_products(base, out.stem, record["rates"], record["precision"])
+        write_output(out, machine_toml(tuned, f"{base.name}, with the rates of the products of {run.name}", base))
+    show(record, as_json, _print_tables)
+
+
+def _print_tables(record: dict[str, Any]) -> None:
+    from fourfold.reports.product_tables import HEADER, product_rows
+    from fourfold.reports.tables import print_table
+
+    words = ("tokens × out × in", "product", "layout")
+    print_table(f"Products in {record['precision']}", HEADER, product_rows(record["layers"]), words)
+    print(f"{record['machine']}\n{record['file']}")

@@ -1,0 +1,63 @@
+"""The layouts of a run's products: from the table of this machine, or measured; the same on every process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import torch
+
+from fourfold.config.layout import ProductSizes, product_sizes
+from fourfold.config.run import RunConfig
+from fourfold.models.dtypes import DTYPES
+from fourfold.parallel.product_layouts import LayerLayout, Layouts
+from fourfold.parallel.together import decided_by_rank_0
+from fourfold.products.product_table import TunedLayer, key_of, machine_of, read_table, write_table
+from fourfold.products.product_times import tune_layer
+
+
+def agreed_layouts(run: RunConfig, device: torch.device) -> Layouts:
+    """The layouts that rank 0 finds, on every process: ranks that share a weight must store it in one way.
+
+    Nothing where ``training.tuned_products`` is off. Raises ``UserError`` for a damaged table.
+    """
+    if run.training.tuned_products == "off":
+        return {}
+    return decided_by_rank_0(lambda: _layouts(run, device))
+
+
+def _layouts(run: RunConfig, device: torch.device) -> Layouts:
+    dtype = DTYPES[run.training.precision]
+    if run.training.tuned_products == "measured":
+        layers: Mapping[ProductSizes, TunedLayer] = tuned_layers(run, dtype, device)
+    else:
+        table = read_table(machine_of(device))
+        sizes = set(product_sizes(run).values())
+        layers = {each: table.layers[key] for each in sizes if (key := key_of(each, dtype)) in table.layers}
+        if len(layers) < len(sizes):
+            print(
+                f"warning: {len(sizes) - len(layers)} of the {len(sizes)} sizes of this run's products are not in this "
+                "machine's table, and are computed as stored; `fourfold tune-matmul` measures them",
+                file=sys.stderr,
+            )
+    tuned = {(each.outputs, each.inputs): layer.layout for each, layer in layers.items()}
+    return {shape: layout for shape, layout in tuned.items() if layout != LayerLayout()}
+
+
+def tuned_layers(
+    run: RunConfig, dtype: torch.dtype, device: torch.device, again: bool = False
+) -> dict[ProductSizes, TunedLayer]:
+    """The tuned layers of a run's sizes; what the machine's table lacks is measured and added to it.
+
+    again: measure also what is in the table.
+    """
+    machine = machine_of(device)
+    layers = {}
+    for sizes in dict.fromkeys(product_sizes(run).values()):
+        key = key_of(sizes, dtype)
+        table = read_table(machine)  # another process may have written since
+        if again or key not in table.layers:
+            table.layers[key] = tune_layer(sizes, dtype, device)
+            write_table(table)
+        layers[sizes] = table.layers[key]
+    return layers

@@ -1,0 +1,67 @@
+"""`fourfold tune-matmul`: the products of a run file measured on this machine, as a record."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fourfold.config.layout import ProductSizes, product_sizes
+from fourfold.config.run import RunConfig
+from fourfold.environment import Place
+from fourfold.launch.job_processes import device_of
+from fourfold.models.dtypes import DTYPES
+from fourfold.processes import available_cores
+from fourfold.products.product_choice import tuned_layers
+from fourfold.products.product_table import TunedLayer, machine_of, table_file
+
+KINDS = {"output": "nt", "input_gradient": "nn", "weight_gradient": "tn"}
+"""The products by the keys of a machine file's section ``layouts``, which are those of operands as stored."""
+
+
+def tune_products(run: RunConfig, again: bool) -> dict[str, Any]:
+    """Measure the products of one rank of the run, as far as this machine's table lacks them, and report all of them.
+
+    again: measure also what is in the table. On a CPU a rank has the threads that ``fourfold train`` gives it here:
+    OMP_NUM_THREADS, or its share of the cores.
+    """
+    device = device_of(Place(0, 0, 1, 1, launcher="local"), run.training.device)
+    if device.type == "cpu":
+        threads = os.environ.get("OMP_NUM_THREADS") or max(1, available_cores() // run.parallel.world_size)
+        torch.set_num_threads(int(threads))
+    layers = tuned_layers(run, DTYPES[run.training.precision], device, again)
+    machine = machine_of(device)
+    return {
+        "machine": machine,
+        "file": str(table_file(machine)),
+        "precision": run.training.precision,
+        "layers": layer_records(product_sizes(run), layers),
+        "rates": rates(layers),
+    }
+
+
+def layer_records(names: Mapping[str, ProductSizes], layers: Mapping[ProductSizes, TunedLayer]) -> list[dict[str, Any]]:
+    """One record for each size, with the names of its layers."""
+    return [
+        {
+            "layers": [name for name, own in names.items() if own == sizes],
+            **sizes._asdict(),
+            "turned": tuned.layout.turned,
+            "gain": tuned.gain,
+            "other_order": tuned.other_order,
+            "products": {
+                product: {"copies": getattr(tuned.layout, product).describe(), **gain.model_dump()}
+                for product, gain in tuned.gains.items()
+            },
+        }
+        for sizes, tuned in layers.items()
+    ]
+
+
+def rates(layers: Mapping[ProductSizes, TunedLayer]) -> dict[str, float]:
+    """FLOP/s of each of the three products over all sizes, in the layouts that were chosen."""
+    flops = sum(2 * sizes.tokens * sizes.outputs * sizes.inputs for sizes in layers)
+    gains = {kind: [tuned.gains[product] for tuned in layers.values()] for product, kind in KINDS.items()}
+    return {kind: flops / sum(each.seconds / each.gain for each in every) for kind, every in gains.items()}

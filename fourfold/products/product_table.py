@@ -1,0 +1,113 @@
+"""The file in the user's cache directory with the layouts of products that are fastest on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+from pathlib import Path
+
+import torch
+from pydantic import Field
+
+from fourfold.config.layout import ProductSizes
+from fourfold.config.strict import Strict
+from fourfold.data.files import write_output, writing
+from fourfold.errors import UserError
+from fourfold.parallel.product_layouts import LayerLayout
+
+
+class Gain(Strict):
+    """One product's measured time, and what its layout gains over operands as stored."""
+
+    seconds: float = Field(gt=0)
+    """With operands as stored."""
+    gain: float = Field(gt=0)
+    """Seconds as stored over seconds of the layout: the median of the rounds."""
+    low: float = Field(gt=0)
+    """The lower quartile of the rounds."""
+    high: float = Field(gt=0)
+    """The upper quartile."""
+
+
+class TunedLayer(Strict):
+    """The layouts of the three products of a layer, with their gains by the names in ``LayerLayout``."""
+
+    layout: LayerLayout
+    gains: dict[str, Gain]
+    other_order: float = Field(gt=0)
+    """The gain of the three together with the weight in the order that was not chosen."""
+
+    @property
+    def gain(self) -> float:
+        """That of the three products together."""
+        return sum(each.seconds for each in self.gains.values()) / sum(e.seconds / e.gain for e in self.gains.values())
+
+
+class ProductTable(Strict):
+    """Tuned layers of one machine by type and sizes (``key_of``)."""
+
+    machine: str
+    layers: dict[str, TunedLayer]
+
+
+def key_of(sizes: ProductSizes, dtype: torch.dtype) -> str:
+    """The name of a layer's sizes in the table."""
+    return f"{str(dtype).removeprefix('torch.')} {sizes.tokens}x{sizes.outputs}x{sizes.inputs}"
+
+
+def machine_of(device: torch.device) -> str:
+    """All that the speed of a product depends on: the device, the libraries' versions, and the number of threads."""
+    library = f"torch {torch.__version__}"
+    if device.type == "cuda":
+        version = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        blas = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2]
+        precision = torch.get_float32_matmul_precision()
+        return f"{torch.cuda.get_device_name(device)}; {library}; {version}, {blas}, float32 {precision}"
+    libraries = re.findall(r"(?:Math Kernel Library|MKL-DNN|BLAS_INFO)\W+(?:Version )?[\w.-]+", torch.__config__.show())
+    threads = torch.get_num_threads()
+    return f"{_processor()}; {library}; {', '.join(libraries)}; {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _processor() -> str:
+    """The processor's name; Python knows it only on some systems."""
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def table_file(machine: str) -> Path:
+    """The file of a machine: in $XDG_CACHE_HOME/fourfold, or ~/.cache/fourfold."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return folder / "fourfold" / f"products-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
+
+
+def read_table(machine: str) -> ProductTable:
+    """The table of a machine; empty where there is no file. Raises ``UserError`` for a damaged one."""
+    file = table_file(machine)
+    try:
+        text = file.read_bytes()
+    except FileNotFoundError:
+        return ProductTable(machine=machine, layers={})
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    try:
+        table = ProductTable.model_validate_json(text)
+    except ValueError:
+        raise UserError(f"{file} is damaged: it is no table of tuned products; remove it, and measure again") from None
+    if table.machine != machine:
+        raise UserError(f"{file} is of another machine, {table.machine}; remove it, and measure again")
+    return table
+
+
+def write_table(table: ProductTable) -> Path:
+    """Write the file of the table's machine. Raises ``UserError`` where it cannot be written."""
+    file = table_file(table.machine)
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    write_output(file, json.dumps(table.model_dump(exclude_defaults=True), indent=1) + "\n")
+    return file

@@ -1,0 +1,207 @@
+"""Times the products of a linear layer in all layouts, and chooses those that are faster by more than the noise.
+
+Timings are noisy, and the best of many is often the luckiest. So a first few rounds only nominate one layout of each
+product for each way to store the weight; new rounds, in which it takes turns with operands as stored, decide.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from fourfold.config.layout import ProductSizes
+from fourfold.heartbeat import doing
+from fourfold.parallel.product_layouts import LaidOutProducts, LayerLayout, Way
+from fourfold.products.product_table import Gain, TunedLayer
+
+LEAST_GAIN = 1.02
+"""A layout is taken if it is faster by this factor in three of four rounds."""
+
+HOPELESS = 1.1
+"""What is slower than operands as stored by this factor in the first round is timed no more."""
+
+NOMINATING_ROUNDS = 3
+DECIDING_SECONDS, FEWEST_ROUNDS, MOST_ROUNDS = 1.0, 7, 21
+LEAST_SECONDS = 2e-3
+"""A product is repeated for about this time, of which the clock's steps and a GPU's launches are a small part."""
+
+_WEIGHT_COPIES = (Way(), Way(right="turned"), Way(right="padded"), Way(right="turned and padded"), Way(left="padded"))
+WAYS = {
+    "output": _WEIGHT_COPIES,
+    "input_gradient": _WEIGHT_COPIES,
+    "weight_gradient": (
+        Way(),
+        Way(left="turned"),
+        Way(right="turned"),
+        Way(left="turned and padded"),
+        Way(right="turned and padded"),
+        Way(left="padded", right="padded"),
+    ),
+}
+"""The copies that are tried for each product. Its other operand has its columns in the way of the sum already."""
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Candidate(NamedTuple):
+    """A way to store the weight, and the copies that a product makes."""
+
+    turned: bool
+    way: Way
+
+
+AS_STORED = Candidate(False, Way())
+Ratios = tuple[float, float, float]
+"""Lower quartile, median and upper quartile of seconds as stored over a candidate's."""
+
+
+class Chosen(NamedTuple):
+    """The copies of one product for one way to store the weight."""
+
+    way: Way
+    ratios: Ratios
+
+
+def tune_layer(sizes: ProductSizes, dtype: torch.dtype, device: torch.device) -> TunedLayer:
+    """Measure the three products of a layer of these sizes, and choose their layouts."""
+    doing(f"timing products of {sizes.tokens} × {sizes.outputs} × {sizes.inputs}")
+    seconds, by_product = {}, {}
+    for product in WAYS:
+        seconds[product], by_product[product] = _tune_product(product, sizes, dtype, device)
+    turned = _turning_pays(seconds, by_product)
+    chosen = {product: both[turned] for product, both in by_product.items()}
+    others = sum(seconds[product] / both[not turned].ratios[1] for product, both in by_product.items())
+    return TunedLayer(
+        layout=LayerLayout(turned=turned, **{product: each.way for product, each in chosen.items()}),
+        gains={
+            product: Gain(seconds=seconds[product], low=each.ratios[0], gain=each.ratios[1], high=each.ratios[2])
+            for product, each in chosen.items()
+        },
+        other_order=sum(seconds.values()) / others,
+    )
+
+
+def layer_ratios(layout: LayerLayout, sizes: ProductSizes, dtype: torch.dtype, device: torch.device) -> list[float]:
+    """Seconds of the three products together as stored, over those in ``layout``, in new rounds in which both run."""
+
+    def whole_layer(layout: LayerLayout) -> Callable[[], object]:
+        own = {product: Candidate(layout.turned, getattr(layout, product)) for product in WAYS}
+        calls = [_calls(product, [each], sizes, dtype, device)[each] for product, each in own.items()]
+        return lambda: [call() for call in calls]
+
+    times = _rounds({each: whole_layer(each) for each in (LayerLayout(), layout)}, MOST_ROUNDS, device)
+    return [base / own for base, own in zip(times[LayerLayout()], times[layout], strict=True)]
+
+
+def _turning_pays(seconds: dict[str, float], by_product: dict[str, dict[bool, Chosen]]) -> bool:
+    """True where the layer is faster with a turned weight, whether or not the output is computed again."""
+
+    def layer_seconds(turned: bool, outputs: int, quartile: int) -> float:
+        times = {product: seconds[product] / both[turned].ratios[quartile] for product, both in by_product.items()}
+        return sum(times.values()) + (outputs - 1) * times["output"]
+
+    return all(layer_seconds(True, n, quartile=0) * LEAST_GAIN < layer_seconds(False, n, quartile=1) for n in (1, 2))
+
+
+def _tune_product(
+    product: str, sizes: ProductSizes, dtype: torch.dtype, device: torch.device
+) -> tuple[float, dict[bool, Chosen]]:
+    """Seconds with operands as stored, and the best copies where the weight is stored as it is, and turned."""
+    candidates = [Candidate(turned, way) for turned in (False, True) for way in WAYS[product]]
+    calls = _calls(product, candidates, sizes, dtype, device)
+    times = _rounds(calls, 1, device)
+    kept = [c for c in candidates if c.way == Way() or times[c][0] < HOPELESS * times[AS_STORED][0]]
+    times = _rounds({each: calls[each] for each in kept}, NOMINATING_ROUNDS, device)
+    medians = {candidate: statistics.median(each) for candidate, each in times.items()}
+    nominated = {turned: _nominee(medians, turned) for turned in (False, True)}
+    finalists = list(dict.fromkeys([AS_STORED, *nominated.values()]))
+    rounds = math.ceil(DECIDING_SECONDS / (medians[AS_STORED] * len(finalists)))
+    rounds = min(max(rounds, FEWEST_ROUNDS), MOST_ROUNDS)
+    times = _rounds({each: calls[each] for each in finalists}, rounds, device)
+    chosen = {turned: Chosen(each.way, _ratios(times, each)) for turned, each in nominated.items()}
+    if chosen[False].ratios[0] < LEAST_GAIN:
+        chosen[False] = Chosen(Way(), (1.0, 1.0, 1.0))
+    return statistics.median(times[AS_STORED]), chosen
+
+
+def _nominee(medians: dict[Candidate, float], turned: bool) -> Candidate:
+    """The fastest with this way to store the weight; without copies, if the others are hardly faster."""
+    plain = Candidate(turned, Way())
+    best = min((candidate for candidate in medians if candidate.turned == turned), key=medians.__getitem__)
+    return best if medians[best] * LEAST_GAIN < medians[plain] else plain
+
+
+def _ratios(times: dict[Candidate, list[float]], candidate: Candidate) -> Ratios:
+    ratios = [base / own for base, own in zip(times[AS_STORED], times[candidate], strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return low, median, high
+
+
+def _calls(
+    product: str, candidates: Iterable[Candidate], sizes: ProductSizes, dtype: torch.dtype, device: torch.device
+) -> dict[Candidate, Callable[[], Tensor]]:
+    """What computes the product on random operands, for every candidate."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator, device=device).to(dtype)
+
+    x, grad = random(sizes.tokens, sizes.inputs), random(sizes.tokens, sizes.outputs)
+    weights = {False: random(sizes.outputs, sizes.inputs), True: random(sizes.inputs, sizes.outputs).T}
+
+    def call(turned: bool, way: Way) -> Callable[[], Tensor]:
+        products, weight = LaidOutProducts(LayerLayout(turned=turned, **{product: way})), weights[turned]
+        if product == "weight_gradient":
+            return lambda: products.weight_gradient(grad, x)
+        if product == "input_gradient":
+            return lambda: products.input_gradient(grad, weight)
+        return lambda: products.output(x, weight)
+
+    return {candidate: call(*candidate) for candidate in candidates}
+
+
+def _rounds(calls: Mapping[K, Callable[[], object]], rounds: int, device: torch.device) -> dict[K, list[float]]:
+    """Seconds of each call in each round; every round begins with another one."""
+    times: dict[K, list[float]] = {name: [] for name in calls}
+    turns = deque(calls)
+    calls[turns[0]]()
+    for _ in range(rounds):
+        for name in turns:
+            times[name].append(_seconds(calls[name], device))
+        turns.rotate()
+    return times
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, from as many as fill ``LEAST_SECONDS``."""
+    timed = _gpu_seconds if device.type == "cuda" else _cpu_seconds
+    once = timed(call, 1)
+    repetitions = math.ceil(LEAST_SECONDS / max(once, 1e-7))
+    return timed(call, repetitions) / repetitions if repetitions > 1 else once
+
+
+def _cpu_seconds(call: Callable[[], object], repetitions: int) -> float:
+    """On one thread without those in which other programs ran."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    begin = clock()
+    for _ in range(repetitions):
+        call()
+    return clock() - begin
+
+
+def _gpu_seconds(call: Callable[[], object], repetitions: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repetitions):
+        call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000

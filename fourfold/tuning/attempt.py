@@ -1,0 +1,111 @@
+"""One trial while it runs: its limits of time and memory, its early end, and its result."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fourfold.config.run import RunConfig
+from fourfold.exit_codes import HANG, REFUSED, ended_by
+from fourfold.planning.machines.machine import Machine
+from fourfold.tuning.result import Outcome, Result
+from fourfold.tuning.trial_process import LOG, SUBMISSION, TrialProcess, kernel_kills
+from fourfold.tuning.trial_run import hopeless, measured, step_seconds_of
+
+RAN_OUT = re.compile(rb"OutOfMemoryError|out of memory|Cannot allocate memory|can't allocate memory|oom[-_]kill", re.I)
+"""How PyTorch, the allocators and SLURM say that memory ran out."""
+KEPT_OF_LOG = 1 << 16
+TIMES_AS_LONG, AT_LEAST = 5.0, 60.0
+"""A trial that takes this many times as long as the longest that was done, and so many seconds more, counts as hung."""
+
+
+@dataclass
+class Attempt:
+    """A trial that runs. timeout: seconds from its start; memory_limit: bytes of a process."""
+
+    number: int
+    index: int
+    slot: int
+    run: RunConfig
+    folder: Path
+    process: TrialProcess
+    machine: Machine
+    on_gpu: bool
+    timeout: float
+    memory_limit: float | None
+
+    def __post_init__(self) -> None:
+        self._started: float | None = None
+        self._held, self._kills = 0.0, kernel_kills()
+
+    def result(self, best: float | None, longest: float | None) -> Result | None:
+        """The result, once there is one; the processes are ended where a limit is exceeded.
+
+        best: step seconds of the best trial so far; longest: wall seconds of the longest that was done.
+        """
+        if self._started is None and self.process.has_started():
+            self._started = time.monotonic()
+        code = self.process.exit_code()
+        if code is None:
+            found = self._over_a_limit(longest) or hopeless(self.folder, best)
+            if found is None:
+                return None
+            self.process.end()
+        else:
+            found = self._ended(code)
+        return replace(found, wall_seconds=self._taken(), memory_bytes=found.memory_bytes or self._held or None)
+
+    def _over_a_limit(self, longest: float | None) -> Result | None:
+        if not self.on_gpu:
+            self._held = max(self._held, self.process.held_bytes() or 0.0)
+        if self.memory_limit is not None and self._held > self.memory_limit:
+            return self._out_of_memory(self._held)
+        taken = self._taken()
+        limit = self.timeout if longest is None else min(self.timeout, TIMES_AS_LONG * longest + AT_LEAST)
+        if taken > limit:
+            steps = len(step_seconds_of(self.folder))
+            return Result("hung", reason=f"not done after {taken:.0f} s, with {steps} steps taken")
+        return None
+
+    def _taken(self) -> float:
+        return 0.0 if self._started is None else time.monotonic() - self._started
+
+    def _ended(self, code: int) -> Result:
+        found = measured(self.folder, self.run, self.machine, self.on_gpu, self._held or None) if code == 0 else None
+        if found is not None:
+            if self.memory_limit is not None and (found.memory_bytes or 0) > self.memory_limit:
+                assert found.memory_bytes is not None
+                return self._out_of_memory(found.memory_bytes)
+            return found
+        reason = reason_in(self.folder / LOG) or reason_in(self.folder / SUBMISSION) or f"exit code {code}"
+        return Result(self._why(code), reason=reason)
+
+    def _why(self, code: int) -> Outcome:
+        log = _end_of(self.folder / LOG)
+        was_killed = code in (-signal.SIGKILL, ended_by(signal.SIGKILL)) or b"SIGKILL" in log
+        if RAN_OUT.search(log) or (was_killed and kernel_kills() != self._kills):
+            return "out of memory"
+        return "refused" if code == REFUSED else "hung" if code == HANG else "crashed"
+
+    def _out_of_memory(self, held: float) -> Result:
+        assert self.memory_limit is not None
+        reason = f"a process held {held / 1e9:.2f} GB, and --memory-limit allows {self.memory_limit / 1e9:.2f} GB"
+        return Result("out of memory", memory_bytes=held, reason=reason)
+
+
+def reason_in(log: Path) -> str:
+    """The last sentence of a trial's log: fourfold's own, or the end of a traceback."""
+    lines = [line.strip() for line in _end_of(log).decode("utf-8", "replace").splitlines() if line.strip()]
+    ours = [line.removeprefix("fourfold: ") for line in lines if line.startswith("fourfold: ")]
+    return (ours or lines or [""])[-1][:300]
+
+
+def _end_of(log: Path) -> bytes:
+    if not log.is_file():
+        return b""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - KEPT_OF_LOG))
+        return file.read()

@@ -1,0 +1,123 @@
+"""The layouts that a tuner may try, with the planner's prediction of each: seconds by part, and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+
+from fourfold.errors import UserError
+from fourfold.planning.cost.memory import needed_bytes, peak_memory, runtime_bytes
+from fourfold.planning.cost.step import PARTS, step_parts
+from fourfold.planning.machines.constants import Constants
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.search.fastest import Found, search
+from fourfold.planning.search.space import Limits
+from fourfold.planning.workload import Workload
+
+KNOBS = ("x", "y", "z", "dp", "cp", "pp", "micro_batch", "schedule", "interleave", "cp_method", "zero", "recompute",
+         "recompute_every", "offload")  # fmt: skip
+"""Fields of a layout that a tuner may choose."""
+SIZES = ("x", "y", "z", "dp", "cp", "pp", "micro_batch", "interleave", "recompute_every")
+"""Knobs that are compared by the logarithm of their ratio; the others by whether they are equal."""
+MOST = 4096
+"""Layouts that are kept of a search, fastest first: each trial adds to the covariance of all."""
+MOST_LIKELY_OUT = 0.5
+"""Layouts that are more likely to run out of memory than this are left out before the first trial."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Legal layouts of one model, step and machine, as arrays [n]."""
+
+    work: Workload
+    machine: Machine
+    seconds_by_part: np.ndarray
+    """[n, parts] predicted seconds of a step, in the order of ``planning.cost.step.PARTS``."""
+    needed: np.ndarray
+    """[n] predicted bytes that the fullest rank needs."""
+
+    @property
+    def count(self) -> int:
+        return len(self.needed)
+
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """[n] predicted seconds of a step."""
+        return np.asarray(self.seconds_by_part.sum(axis=1))
+
+    @cached_property
+    def shares(self) -> np.ndarray:
+        """[n, parts] shares of a step, whose rows sum to one."""
+        return np.asarray(self.seconds_by_part / self.seconds[:, None])
+
+    @cached_property
+    def knobs(self) -> dict[str, np.ndarray]:
+        """[n] values by knob."""
+        return {name: np.broadcast_to(getattr(self.work.layout, name), self.needed.shape) for name in KNOBS}
+
+    @cached_property
+    def features(self) -> np.ndarray:
+        """[n, features] knobs such that a distance of one is a factor of two, or another choice."""
+        columns = []
+        for name, values in self.knobs.items():
+            if name in SIZES:
+                columns.append(np.log2(values.astype(float)))
+            elif len(kinds := np.unique(values)) > 1:
+                columns += [np.where(values == kind, np.sqrt(0.5), 0.0) for kind in kinds]
+        return np.stack(columns, axis=1)
+
+    def point(self, index: int) -> Workload:
+        """One layout, with plain numbers."""
+        point = self.work.take(np.array(index))
+        numbers = {name: value.item() for name, value in vars(point.layout).items() if isinstance(value, np.generic)}
+        return point.but(**numbers)
+
+    def but_with(self, constants: Constants) -> Self:
+        """The same layouts, predicted with other constants."""
+        return replace(self, seconds_by_part=parts_of(self.work, self.machine, constants))
+
+
+def candidates_of(work: Workload, machine: Machine, constants: Constants) -> Candidates:
+    """Predict layouts that are known to be legal."""
+    needed = needed_bytes(peak_memory(work, machine), work, machine)
+    needed = np.broadcast_to(needed, np.shape(work.layout.micro_batch))
+    return Candidates(work, machine, parts_of(work, machine, constants), needed)
+
+
+def parts_of(work: Workload, machine: Machine, constants: Constants) -> np.ndarray:
+    """[n, parts] predicted seconds of a step."""
+    shape = np.shape(work.layout.micro_batch)
+    parts = step_parts(work, machine, constants)
+    return np.stack([np.broadcast_to(parts[name], shape) for name in PARTS], axis=1)
+
+
+def search_candidates(
+    base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits, on_gpu: bool = True
+) -> Candidates:
+    """Every legal layout within the limits that may fit, or the ``MOST`` fastest of them.
+
+    on_gpu: else no communication library takes memory for each group. Raises ``UserError`` where none is left.
+    """
+    found = search(base, machine, constants, gpus, limits)
+    # Of n blocks or fewer, every n-th is the first one: a larger number says the same.
+    same = found.work.layout.recompute_every > base.model.layers
+    legal = np.flatnonzero(np.isfinite(found.seconds) & ~same)
+    fastest = legal[np.argsort(found.seconds[legal], kind="stable")]
+    may_fit = found.p_oom[fastest] <= MOST_LIKELY_OUT
+    fastest = (fastest[may_fit] if on_gpu else fastest)[:MOST]
+    if not len(fastest):
+        raise UserError(_nothing_left(found, machine, gpus))
+    candidates = candidates_of(found.work.take(fastest).with_float_arrays(), machine, constants)
+    if on_gpu:
+        return candidates
+    # gloo keeps no buffers to speak of.
+    return replace(candidates, needed=candidates.needed - runtime_bytes(candidates.work, machine) + machine.reserved)
+
+
+def _nothing_left(found: Found, machine: Machine, gpus: int) -> str:
+    reasons = found.rejected()
+    most = max(reasons, key=lambda reason: reasons[reason])
+    return f"no layout of {gpus} devices of {machine.name} is left to try: most often {most}; allow more with --space"

@@ -1,0 +1,164 @@
+"""Proposes the next trial: legal layouts that are likely to fit, by the lower bound of their step time.
+
+Predictions order the first trials. After each trial the residual model corrects them, and the memory margin moves. When
+no new layout is likely to be better, tried ones that are within noise of the best are tried again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fourfold.tuning.candidates import Candidates
+from fourfold.tuning.memory_margin import MemoryMargin, needs_as_much
+from fourfold.tuning.residual import Posterior, posterior
+from fourfold.tuning.result import Trial
+
+BOUND = 1.0
+"""Standard deviations below the expected log seconds at which the lower bound is."""
+BETTER, UNLIKELY = 0.02, 0.05
+"""The search ends when it is at most so likely that a layout is by this share faster than the best."""
+MOST_LIKELY_OUT = 0.2
+"""Layouts that are more likely to run out of memory are not tried."""
+MOST_TRIALS_OF_ONE = 3
+"""Trials of one layout: repeats tell noise from a difference."""
+NOISE, NOISE_WEIGHT = 0.02, 2
+"""Standard deviation of the logarithm of a step time between equal runs before any repeat, and the number of repeats
+that count as much."""
+CRASHES = 2
+"""Crashes after which a value of a knob that has never worked is no longer tried."""
+DRAWN = 256
+"""Candidates with the lowest bounds whose log seconds are drawn together, for the chance that one is better."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The layout to try next, or the end of the search where ``index`` is None; ``why`` says it in words."""
+
+    index: int | None
+    why: str
+    chance: float | None = None
+    """The probability that a layout is ``BETTER`` than the best trial; None before there is one."""
+
+
+def propose(candidates: Candidates, trials: Sequence[Trial], running: Sequence[int] = (), seed: int = 0) -> Proposal:
+    """Choose the next layout. ``running``: candidates that are tried right now."""
+    may = eligible(candidates, trials)
+    may[list(running)] = False
+    timed = [trial for trial in trials if trial.result.seconds is not None]
+    if not may.any():
+        return Proposal(None, "every layout that is likely to fit was tried")
+    if not timed:
+        index = int(np.flatnonzero(may)[np.argmin(candidates.seconds[may])])
+        return Proposal(index, "the fastest by prediction of those that are likely to fit")
+    belief = posterior_of(candidates, timed)
+    best = incumbent(belief, timed)
+    tried = np.isin(np.arange(candidates.count), [trial.index for trial in timed])
+    bound = belief.mean - BOUND * belief.spread_against(best)
+    new = np.where(may & ~tried, bound, np.inf)
+    chance = chance_of_better(belief, new, best, seed)
+    if chance >= UNLIKELY:
+        index = int(np.argmin(new))
+        return Proposal(index, f"the best lower bound: {_expected(belief, index, best, chance)}", chance)
+    known = np.where(may & tried, bound, np.inf)
+    again = chance_of_better(belief, known, best, seed)
+    if again >= UNLIKELY:
+        known[best] = np.inf
+        index = int(np.argmin(known))
+        return Proposal(index, f"again, as it is within noise: {_expected(belief, index, best, again)}", again)
+    end = f"the chance that a layout is {BETTER:.0%} faster is {chance:.1%} for new ones and {again:.1%} for tried ones"
+    return Proposal(None, end, max(chance, again))
+
+
+def _expected(belief: Posterior, index: int, best: int, chance: float) -> str:
+    slower = math.exp(belief.mean[index] - belief.mean[best]) - 1
+    than = f"expected {abs(slower):.1%} {'slower' if slower > 0 else 'faster'} than the best"
+    return f"{than}; chance that one is {BETTER:.0%} faster: {chance:.0%}"
+
+
+def posterior_of(candidates: Candidates, timed: Sequence[Trial]) -> Posterior:
+    """The belief after trials with a step time."""
+    noise = noise_between_runs(timed)
+    return posterior(
+        candidates,
+        np.array([trial.index for trial in timed], dtype=int),
+        np.array([trial.result.seconds for trial in timed]),
+        np.array([math.hypot(noise, trial.result.noise) for trial in timed]),
+    )
+
+
+def noise_between_runs(timed: Sequence[Trial]) -> float:
+    """Standard deviation of the logarithm of the step time between equal runs: ``NOISE``, and what repeats show."""
+    logs: dict[int, list[float]] = {}
+    for trial in timed:
+        assert trial.result.seconds is not None
+        logs.setdefault(trial.index, []).append(math.log(trial.result.seconds))
+    squares = sum(float(np.var(each)) * len(each) for each in logs.values())
+    degrees = sum(len(each) - 1 for each in logs.values())
+    return math.sqrt((NOISE_WEIGHT * NOISE**2 + squares) / (NOISE_WEIGHT + degrees))
+
+
+def incumbent(belief: Posterior, timed: Sequence[Trial]) -> int:
+    """The tried layout with the least expected time."""
+    done = sorted(
+        {trial.index for trial in timed if trial.result.outcome == "done"} or {trial.index for trial in timed}
+    )
+    return done[int(np.argmin(belief.mean[done]))]
+
+
+def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
+    """[n] True where a layout is likely to fit, needs less memory than any that ran out, and may be tried (again)."""
+    may = p_out(candidates, trials) <= MOST_LIKELY_OUT
+    counts = Counter(trial.index for trial in trials)
+    for trial in trials:
+        if trial.result.outcome == "out of memory":
+            may &= ~needs_as_much(candidates, trial.index)
+        if trial.result.outcome != "done" or counts[trial.index] >= MOST_TRIALS_OF_ONE:
+            may[trial.index] = False
+    return np.asarray(may & ~_values_that_crash(candidates, trials))
+
+
+def p_out(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
+    """[n] probability of running out of memory, after the trials."""
+    margin = MemoryMargin(candidates)
+    for trial in trials:
+        if trial.result.outcome == "out of memory":
+            margin.ran_out(trial.index)
+        elif trial.result.memory_bytes is not None:
+            margin.measured(trial.index, trial.result.memory_bytes)
+        elif trial.result.outcome in ("done", "hopeless"):
+            margin.fitted(trial.index)
+    return margin.p_out()
+
+
+def chance_of_better(belief: Posterior, bound: np.ndarray, best: int, seed: int = 0) -> float:
+    """Probability that any layout with a finite bound is ``BETTER`` than the incumbent."""
+    lowest = np.argsort(bound, kind="stable")[:DRAWN]
+    others = lowest[np.isfinite(bound[lowest]) & (lowest != best)]
+    if not len(others):
+        return 0.0
+    drawn = belief.draws(np.append(others, best), seed)
+    return float((drawn[:, :-1].min(axis=1) < drawn[:, -1] + math.log(1 - BETTER)).mean())
+
+
+def doubt(candidates: Candidates, seed: int = 0) -> float:
+    """Probability, before any trial, that a layout is ``BETTER`` than the one that the planner puts first."""
+    bound = np.where(eligible(candidates, []), candidates.seconds, np.inf)
+    return chance_of_better(posterior_of(candidates, []), bound, int(np.argmin(bound)), seed)
+
+
+def _values_that_crash(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
+    """[n] True for layouts with a value of a knob that has crashed ``CRASHES`` times or more and never worked."""
+    found = np.zeros(candidates.count, dtype=bool)
+    crashed = [trial.index for trial in trials if trial.result.outcome in ("crashed", "hung")]
+    worked = [trial.index for trial in trials if trial.result.outcome in ("done", "hopeless", "out of memory")]
+    for values in candidates.knobs.values():
+        counts = Counter(values[crashed].tolist())
+        bad = [value for value, times in counts.items() if times >= CRASHES and value not in values[worked]]
+        if worked:  # else nothing is known to differ from what crashed
+            found |= np.isin(values, bad)
+    return found

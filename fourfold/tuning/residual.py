@@ -1,0 +1,87 @@
+"""A model of log(measured / predicted) over all candidates, from a few trials: a Gaussian process.
+
+Its covariance has three terms: a factor that all layouts share; an error of each part of the predicted step, which
+counts by the part's share of the step, so that a trial whose time is mostly communication over x teaches how fast that
+is elsewhere; and a smooth remainder over the layouts, for what the cost model leaves out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fourfold.planning.cost.step import PARTS
+from fourfold.tuning.candidates import Candidates
+
+COMMON = 0.5
+"""Standard deviation of the logarithm of the factor that all layouts share: it decides no order."""
+SPREADS = {
+    "compute": 0.1, "recompute": 0.1, "x": 0.4, "y": 0.4, "z": 0.4, "cp": 0.4, "dp": 0.4, "pp": 0.5, "bubble": 0.3,
+    "logits": 0.2, "launch": 0.5, "optimizer": 0.3, "other": 0.8,
+}  # fmt: skip
+"""Standard deviation of the logarithm of each part's error: rates of products are known best, exposed communication,
+of which a part hides, worst."""
+REMAINDER, LENGTH = 0.11, 1.0
+"""Standard deviation of the remainder, and the distance over which it is alike, in doublings or choices
+(``Candidates.features``): the likeliest on 44 published sweeps of 295 rows, with constants that never saw their machine
+(docs/tuner.md)."""
+DRAWS = 2048
+JITTER = 1e-8
+"""Variance that keeps a covariance positive where rounding would not."""
+assert tuple(SPREADS) == PARTS
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """Log seconds of every candidate, given the trials."""
+
+    mean: np.ndarray
+    """[n]"""
+    covariance_factor: np.ndarray
+    """[trials, n]: the covariance is that before any trial less this matrix's, transposed times itself."""
+    candidates: Candidates
+
+    def covariance(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Between candidates at two lists of indices."""
+        prior = prior_covariance(self.candidates, one, other)
+        return np.asarray(prior - self.covariance_factor[:, one].T @ self.covariance_factor[:, other])
+
+    def spread_against(self, incumbent: int) -> np.ndarray:
+        """[n] standard deviation of every candidate's log seconds less those of the incumbent."""
+        everyone, best = np.arange(self.candidates.count), np.array([incumbent])
+        own = prior_variance(self.candidates) - (self.covariance_factor**2).sum(axis=0)
+        shared = self.covariance(everyone, best)[:, 0]
+        return np.asarray(np.sqrt(np.maximum(own + self.covariance(best, best)[0, 0] - 2 * shared, 0)))
+
+    def draws(self, index: np.ndarray, seed: int) -> np.ndarray:
+        """[draws, index] log seconds of some candidates, drawn together."""
+        covariance = self.covariance(index, index) + JITTER * np.eye(len(index))
+        normal = np.random.default_rng(seed).standard_normal((DRAWS, len(index)))
+        return np.asarray(self.mean[index] + normal @ np.linalg.cholesky(covariance).T)
+
+
+def prior_covariance(candidates: Candidates, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Covariance of log(measured / predicted) before any trial, between candidates at two lists of indices."""
+    weights = np.array(list(SPREADS.values())) ** 2
+    parts = (candidates.shares[one] * weights) @ candidates.shares[other].T
+    a, b = candidates.features[one] / LENGTH, candidates.features[other] / LENGTH
+    distance = (a**2).sum(axis=1)[:, None] + (b**2).sum(axis=1)[None] - 2 * a @ b.T
+    return np.asarray(COMMON**2 + parts + REMAINDER**2 * np.exp(-np.maximum(distance, 0) / 2))
+
+
+def prior_variance(candidates: Candidates) -> np.ndarray:
+    """[n] the diagonal of ``prior_covariance``."""
+    weights = np.array(list(SPREADS.values())) ** 2
+    return np.asarray(COMMON**2 + (candidates.shares**2 @ weights) + REMAINDER**2)
+
+
+def posterior(candidates: Candidates, index: np.ndarray, seconds: np.ndarray, noise: np.ndarray) -> Posterior:
+    """Condition on trials: candidates at ``index`` took ``seconds``; ``noise``: standard deviation of their logs."""
+    ratio = np.log(seconds) - np.log(candidates.seconds[index])
+    among = prior_covariance(candidates, index, index) + np.diag(noise**2)
+    lower = np.linalg.cholesky(among)
+    to_all = prior_covariance(candidates, index, np.arange(candidates.count))
+    factor = np.linalg.solve(lower, to_all)
+    mean = np.log(candidates.seconds) + factor.T @ np.linalg.solve(lower, ratio)
+    return Posterior(np.asarray(mean), factor, candidates)

@@ -1,0 +1,77 @@
+"""A trial as a run of its own: a few steps of a layout, and what its folder says afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fourfold.config.run import RunConfig
+from fourfold.planning.calibration.measured_run import WARM_UP
+from fourfold.planning.cost.memory import UNUSABLE, runtime_bytes
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.run_workload import workload_of
+from fourfold.run_file.load import make_run
+from fourfold.training.metrics import METRICS_FILE, read_metrics
+from fourfold.tuning.result import Result
+
+RUN_FOLDER = "run"
+"""Folder of the run, inside that of its trial."""
+LEFT_OUT = ("checkpoint", "validation", "audit", "sample", "metrics", "checks")
+"""Sections of which a trial has none: they cost time beside the steps."""
+HOPELESS, LEAST_STEPS = 1.5, 3
+"""A trial ends early when even its fastest step, the first left out, takes this many times as long as the best trial's,
+after so many steps."""
+
+
+def trial_run(run: RunConfig, folder: Path, steps: int) -> RunConfig:
+    """The run of a trial: ``steps`` steps after the warm-up, with nothing beside them, into a folder of its own."""
+    table = run.model_dump(mode="json", exclude_none=True)
+    table = {name: section for name, section in table.items() if name not in LEFT_OUT}
+    table |= {"name": RUN_FOLDER, "output_dir": str(folder)}
+    table["data"] |= {"validation": []}
+    table["training"] |= {"train_steps": WARM_UP + steps}
+    table["checkpoint"] = {"save_last": False, "resume": "never"}
+    table["fault_tolerance"] |= {"max_restarts": 0, "max_wall_time": 0}
+    return make_run(table, where="the trial")
+
+
+def step_seconds_of(folder: Path) -> list[float]:
+    """Seconds of the steps that a trial has taken so far, the first ones included."""
+    path = folder / RUN_FOLDER / METRICS_FILE
+    return [record["step_seconds"] for record in read_metrics(path)] if path.is_file() else []
+
+
+def measured(folder: Path, run: RunConfig, machine: Machine, on_gpu: bool, held: float | None) -> Result | None:
+    """The result of a trial that took all its steps; None where some are missing.
+
+    held: the bytes that its fullest process was seen to hold, on a CPU.
+    """
+    seconds = step_seconds_of(folder)
+    if len(seconds) < run.training.train_steps:
+        return None
+    kept = seconds[WARM_UP:]
+    memory = held
+    if on_gpu:
+        allocated = max(record["peak_memory_bytes"] for record in read_metrics(folder / RUN_FOLDER / METRICS_FILE))
+        memory = float(runtime_bytes(workload_of(run), machine)) + (1 + UNUSABLE) * allocated
+    return Result("done", float(np.median(kept)), error_of_median(kept), memory)
+
+
+def hopeless(folder: Path, best: float | None) -> Result | None:
+    """The result of a trial that is far slower than the best one; None where it is not, or where nobody knows yet."""
+    seconds = step_seconds_of(folder)[1:]
+    if best is None or len(seconds) < LEAST_STEPS - 1 or min(seconds) <= HOPELESS * best:
+        return None
+    median = float(np.median(seconds))
+    reason = f"{median / best:.1f} times as slow as the best trial, after {len(seconds) + 1} steps"
+    return Result("hopeless", median, max(error_of_median(seconds), 0.1), reason=reason)
+
+
+def error_of_median(seconds: Sequence[float]) -> float:
+    """Standard error of the logarithm of the median of some steps; 1.25 times the mean's, as of normal variables."""
+    if len(seconds) < 2:
+        return 0.1
+    return float(1.25 * np.std(np.log(seconds), ddof=1) / math.sqrt(len(seconds)))

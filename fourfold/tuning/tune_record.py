@@ -1,0 +1,197 @@
+"""What a search found: its trials, the best layout and the calibration, which are written, and what mattered."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from fourfold.data.files import write_output
+from fourfold.errors import UserError
+from fourfold.planning.calibration.machine_constants import constants_for
+from fourfold.planning.calibration.machine_fit import FittedMachine, fit_machine
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.machines.write import machine_toml
+from fourfold.planning.search.fastest import MAX_P_OUT_OF_MEMORY
+from fourfold.planning.search.plan import describe_layout
+from fourfold.run_file.dump import to_toml
+from fourfold.training.metrics import METRICS_FILE
+from fourfold.tuning.candidates import Candidates
+from fourfold.tuning.propose import Proposal, p_out, posterior_of
+from fourfold.tuning.result import Result, Trial
+from fourfold.tuning.sensitivity import Sensitivity, sensitivity, surrogate
+from fourfold.tuning.trial_run import RUN_FOLDER
+from fourfold.tuning.tuner import TRIALS, Search, best_of
+
+BEST_FILE, MACHINE_FILE, RECORD_FILE = "best.toml", "machine.toml", "tune.json"
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """One trial, for people."""
+
+    number: int
+    layout: str
+    knobs: dict[str, float]
+    predicted_seconds: float
+    """By the constants that the search began with."""
+    predicted_bytes: float
+    result: Result
+    why: str
+
+
+@dataclass(frozen=True)
+class TuneRecord:
+    """The whole answer of a search."""
+
+    name: str
+    gpus: int
+    machine: str
+    memory: float
+    """Bytes of a device, or what --memory-limit allows."""
+    method: str
+    layouts: int
+    """Legal layouts that may fit."""
+    trials: list[TrialRecord]
+    best: str
+    best_seconds: float
+    """Measured: the median of its trials."""
+    predicted_first: str
+    """The layout that the planner alone would have chosen."""
+    predicted_first_seconds: float | None
+    """Measured: the median of its trials; None where it was not tried, or failed."""
+    own: str
+    own_seconds: float | None
+    """Of the run file's own layout, expected after the trials; None where it is not among the layouts."""
+    end: Proposal
+    error_before: float
+    """Root mean square of log(measured / predicted) over the trials, their mean taken out: the error that matters to
+    the order of layouts."""
+    planner: Sensitivity
+    trees: Sensitivity | None
+    files: dict[str, str]
+
+    def record(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
+
+def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
+    """Write the best run file, the calibration and the record of a search into its folder.
+
+    base: the machine as its file has it. Raises ``UserError`` where no trial was done.
+    """
+    trials = search.ledger.trials()
+    best = best_of(search.subject.candidates, trials)
+    if best is None:
+        raise UserError(_nothing_done(search, trials, end))
+    fitted = _calibrated(search, base, [trial.number for trial in trials if trial.result.outcome == "done"])
+    files = {"run file": search.folder / BEST_FILE, "machine file": search.folder / MACHINE_FILE}
+    record = _record(search, trials, best, end, fitted, {name: str(path) for name, path in files.items()})
+    comment = f"# The fastest of {len(trials)} trials on {record.gpus} devices: {record.best_seconds:.4g} s a step.\n"
+    write_output(files["run file"], comment + to_toml(search.subject.run(best)))
+    title = f"{base.name}, calibrated on {fitted.rows} trials of `fourfold tune`"
+    write_output(files["machine file"], machine_toml(fitted.machine, title, base))
+    write_output(search.folder / RECORD_FILE, json.dumps(record.record(), indent=1) + "\n")
+    return record
+
+
+def _nothing_done(search: Search, trials: Sequence[Trial], end: Proposal) -> str:
+    counts = Counter((trial.result.outcome, trial.result.reason) for trial in trials)
+    if not counts:
+        return f"no trial was made: {end.why}"
+    (outcome, reason), times = counts.most_common(1)[0]
+    return (
+        f"none of {len(trials)} trials was done: {times} {outcome} ({reason}); their logs are in "
+        f"{search.folder / TRIALS}"
+    )
+
+
+def _record(
+    search: Search, trials: Sequence[Trial], best: int, end: Proposal, fitted: FittedMachine, files: dict[str, str]
+) -> TuneRecord:
+    candidates, request = search.subject.candidates, search.subject.request
+    done = [trial for trial in trials if trial.result.outcome == "done"]
+    belief = posterior_of(candidates, [trial for trial in trials if trial.result.seconds is not None])
+    calibrated = np.log(candidates.but_with(constants_for(fitted.machine)).seconds)
+    held_out, grown = fitted.held_out["mean_abs_error"], surrogate(candidates, trials)
+    # The planner's own margin of memory.
+    fits = p_out(candidates, []) <= MAX_P_OUT_OF_MEMORY
+    first, own = int(np.argmin(np.where(fits, candidates.seconds, np.inf))), _own_index(search)
+    best_seconds = _median(done, best)
+    assert best_seconds is not None
+    return TuneRecord(
+        name=request.name,
+        gpus=request.gpus,
+        machine=search.subject.machine.name,
+        memory=float(candidates.machine.memory),
+        method=search.settings.method,
+        layouts=candidates.count,
+        trials=_trial_records(search, trials),
+        best=layout_of(candidates, best),
+        best_seconds=best_seconds,
+        predicted_first=layout_of(candidates, first),
+        predicted_first_seconds=_median(done, first),
+        own="" if own is None else layout_of(candidates, own),
+        own_seconds=None if own is None else float(np.exp(belief.mean[own])),
+        end=end,
+        error_before=_error_of_order(candidates, done),
+        planner=sensitivity(candidates, calibrated, best, len(done), held_out),
+        trees=None if grown is None else sensitivity(candidates, grown[0], best, grown[1], grown[2]),
+        files=files,
+    )
+
+
+def _trial_records(search: Search, trials: Sequence[Trial]) -> list[TrialRecord]:
+    candidates, why = search.subject.candidates, search.ledger.reasons()
+    return [
+        TrialRecord(
+            trial.number,
+            layout_of(candidates, trial.index),
+            {name: float(values[trial.index]) for name, values in candidates.knobs.items()},
+            float(candidates.seconds[trial.index]),
+            float(candidates.needed[trial.index]),
+            trial.result,
+            why[trial.number],
+        )
+        for trial in trials
+    ]
+
+
+def _median(done: Sequence[Trial], index: int) -> float | None:
+    """The median step of a layout's trials; None where it has none."""
+    seconds = [trial.result.seconds for trial in done if trial.index == index and trial.result.seconds is not None]
+    return float(np.median(seconds)) if seconds else None
+
+
+def layout_of(candidates: Candidates, index: int) -> str:
+    return describe_layout(candidates.point(index))
+
+
+def _calibrated(search: Search, base: Machine, numbers: list[int]) -> FittedMachine:
+    """Fit the constants to the trials that were done."""
+    folders = [search.folder / TRIALS / f"{number:04d}" / RUN_FOLDER for number in numbers]
+    return fit_machine([folder / METRICS_FILE for folder in folders], base, search.folder.name)
+
+
+def _own_index(search: Search) -> int | None:
+    """The run file's own layout among the candidates."""
+    own, candidates = search.subject.request.own, search.subject.candidates
+    if own is None:
+        return None
+    same = np.ones(candidates.count, dtype=bool)
+    for name, values in candidates.knobs.items():
+        same &= values == getattr(own.layout, name)
+    return int(np.argmax(same)) if same.any() else None
+
+
+def _error_of_order(candidates: Candidates, done: Sequence[Trial]) -> float:
+    ratios = [
+        math.log(trial.result.seconds / candidates.seconds[trial.index]) for trial in done if trial.result.seconds
+    ]
+    return float(np.std(ratios))

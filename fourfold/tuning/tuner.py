@@ -1,0 +1,197 @@
+"""The search: proposes layouts, runs each as a trial, and notes what became of it, until nothing better is likely."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fourfold.config.run import RunConfig
+from fourfold.data.files import locked_folder, write_output, writing
+from fourfold.planning.machines.constants import Constants
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.planned_run import planned_run
+from fourfold.planning.request import Request
+from fourfold.planning.search.plan import Prediction, predict
+from fourfold.run_file.dump import to_toml
+from fourfold.tuning.attempt import Attempt
+from fourfold.tuning.candidates import Candidates
+from fourfold.tuning.ledger import Ledger, Method, open_ledger
+from fourfold.tuning.propose import BETTER, Proposal, doubt, incumbent, posterior_of, propose
+from fourfold.tuning.result import Result, Trial
+from fourfold.tuning.slurm_trial import cancel
+from fourfold.tuning.trial_process import TrialProcess
+from fourfold.tuning.trial_run import RUN_FOLDER, measured, trial_run
+
+RUN_FILE, RESULT_FILE, TRIALS = "run.toml", "result.json", "trials"
+POLL_SECONDS = 0.2
+
+Start = Callable[[Path, Path, int], TrialProcess]
+"""Starts a trial: (its run file, its folder, which of the places for trials that run at once)."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Limits of a search. trials: in all, those of earlier calls included; minutes: of this call, None for no limit."""
+
+    trials: int
+    minutes: float | None = None
+    at_once: int = 1
+    steps: int = 8
+    timeout: float = 600.0
+    memory_limit: float | None = None
+    """Bytes of one process or device."""
+    method: Method = "planner"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is tuned: a run file's model and step, the layouts, and the planner's view of the machine."""
+
+    request: Request
+    candidates: Candidates
+    constants: Constants
+    on_gpu: bool
+
+    @property
+    def machine(self) -> Machine:
+        return self.candidates.machine
+
+    def prediction(self, index: int) -> Prediction:
+        return predict(self.candidates.point(index), self.machine, self.constants)
+
+    def run(self, index: int) -> RunConfig:
+        """The run file with a candidate's layout."""
+        return planned_run(self.request, self.prediction(index))
+
+    def fingerprint(self, method: Method) -> str:
+        """A text in which searches differ whose trials must not be mixed."""
+        assert self.request.run is not None
+        knobs = {name: values.tolist() for name, values in self.candidates.knobs.items()}
+        differing = [knobs, self.candidates.seconds.tolist(), float(self.machine.memory), method]
+        return hashlib.sha256((to_toml(self.request.run) + json.dumps(differing)).encode()).hexdigest()
+
+
+class Search:
+    """One search in its folder, which may go on after it was interrupted."""
+
+    def __init__(
+        self, subject: Subject, settings: Settings, folder: Path, start: Start, report: Callable[[str], None]
+    ) -> None:
+        self.subject, self.settings, self.folder = subject, settings, folder
+        self.ledger: Ledger = open_ledger(
+            folder, subject.candidates, settings.method, settings.seed, subject.fingerprint(settings.method)
+        )
+        self.start, self._report = start, report
+        self._running: list[Attempt] = []
+        self._began = time.monotonic()
+
+    def run(self) -> Proposal:
+        """Try layouts until the search ends; returns the proposal, or what else, that ended it."""
+        with locked_folder(self.folder, f"another search runs in {self.folder}; wait for it, or choose another --out"):
+            self._report(self._doubt())
+            try:
+                self._take_up()
+                while True:
+                    self._note_results()
+                    end = self._fill()
+                    if end is not None and not self._running:
+                        return end
+                    time.sleep(POLL_SECONDS)
+            finally:
+                for attempt in self._running:
+                    attempt.process.end()
+
+    def _doubt(self) -> str:
+        chance = doubt(self.subject.candidates, self.settings.seed)
+        return (
+            f"{self.subject.candidates.count} legal layouts; before any trial, the chance that one is {BETTER:.0%} "
+            f"faster than the planner's first is {chance:.0%}"
+        )
+
+    def _take_up(self) -> None:
+        """Note the results of trials that were done when the search was killed, and begin its others again."""
+        for number, index in self.ledger.unfinished():
+            folder = self._folder_of(number)
+            result = self._result_found(folder, index)
+            if result is not None:
+                self._note(number, index, result)
+            else:
+                cancel(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+                self._begin(number, index)
+
+    def _result_found(self, folder: Path, index: int) -> Result | None:
+        """The result of a trial that nobody noted in the ledger; None where it has none."""
+        if (folder / RESULT_FILE).is_file():
+            return Result(**json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")))
+        run = trial_run(self.subject.run(index), folder, self.settings.steps)
+        return measured(folder, run, self.subject.machine, self.subject.on_gpu, None)
+
+    def _fill(self) -> Proposal | None:
+        """Begin trials while there are places; returns the reason where there is nothing more to try."""
+        while len(self._running) < self.settings.at_once:
+            trials = self.ledger.trials()
+            if len(trials) + len(self._running) >= self.settings.trials:
+                return Proposal(None, f"{self.settings.trials} trials were made, as --trials says")
+            if self.settings.minutes is not None and time.monotonic() - self._began > 60 * self.settings.minutes:
+                return Proposal(None, f"the budget of {self.settings.minutes:g} minutes is spent")
+            if self.settings.method != "planner":
+                drawn = self.ledger.draw(self.settings.seed)
+                if drawn is None:
+                    return Proposal(None, "every layout was tried")
+                self._begin(*drawn)
+                continue
+            running = [attempt.index for attempt in self._running]
+            proposal = propose(self.subject.candidates, trials, running, self.settings.seed)
+            if proposal.index is None:
+                return proposal
+            self._begin(self.ledger.begin(proposal.index, proposal.why), proposal.index)
+        return None
+
+    def _begin(self, number: int, index: int) -> None:
+        folder = self._folder_of(number)
+        run = trial_run(self.subject.run(index), folder, self.settings.steps)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(folder / RUN_FOLDER, ignore_errors=True)
+        write_output(folder / RUN_FILE, to_toml(run))
+        slot = min(set(range(self.settings.at_once)) - {attempt.slot for attempt in self._running}, default=0)
+        process = self.start(folder / RUN_FILE, folder, slot)
+        self._running.append(
+            Attempt(number, index, slot, run, folder, process, self.subject.machine, self.subject.on_gpu,
+                    self.settings.timeout, self.settings.memory_limit)
+        )  # fmt: skip
+
+    def _note_results(self) -> None:
+        """Note the trials that have ended since."""
+        done = [trial.result for trial in self.ledger.trials() if trial.result.outcome == "done"]
+        best = min((result.seconds for result in done if result.seconds is not None), default=None)
+        longest = max((result.wall_seconds for result in done), default=None)
+        for attempt in list(self._running):
+            result = attempt.result(best, longest)
+            if result is not None:
+                self._running.remove(attempt)
+                self._note(attempt.number, attempt.index, result)
+
+    def _note(self, number: int, index: int, result: Result) -> None:
+        write_output(self._folder_of(number) / RESULT_FILE, json.dumps(asdict(result), indent=1) + "\n")
+        self.ledger.end(number, result)
+        what = "" if result.seconds is None else f" {result.seconds:.4g} s a step"
+        why = f" ({result.reason})" if result.reason else ""
+        layout = self.subject.prediction(index).describe()
+        self._report(f"trial {number}: {layout}: {result.outcome}{what}{why}")
+
+    def _folder_of(self, number: int) -> Path:
+        return self.folder / TRIALS / f"{number:04d}"
+
+
+def best_of(candidates: Candidates, trials: Sequence[Trial]) -> int | None:
+    """The layout with the least expected time of those that were tried and fit; None where no trial was done."""
+    done = [trial for trial in trials if trial.result.outcome == "done"]
+    return incumbent(posterior_of(candidates, done), done) if done else None

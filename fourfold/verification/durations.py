@@ -1,0 +1,108 @@
+"""Durations of a step's products and collectives on a machine, by the planner's own terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fourfold.config.run import RunConfig
+from fourfold.planning.calibration.machine_constants import constants_for
+from fourfold.planning.cost.block import Rates
+from fourfold.planning.cost.terms import attention_core
+from fourfold.planning.cost.terms.bubble import transfer_seconds
+from fourfold.planning.cost.terms.collective import gather_seconds, group_of, reduce_seconds
+from fourfold.planning.cost.terms.matmul import matmul_seconds
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.run_workload import workload_of
+
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
+PICOSECOND = 1e-12
+"""Durations are whole numbers of these, so that sums of them are exact."""
+
+
+class _Matrix(NamedTuple):
+    rows: int
+    columns: int
+    transposed: bool
+    """Stored column by column."""
+
+
+class Durations:
+    """Durations on a machine, in picoseconds."""
+
+    def __init__(self, run: RunConfig, machine: Machine) -> None:
+        """Raises ``UserError`` for runs that the planner does not know (LoRA)."""
+        work, self._machine = workload_of(run), machine
+        self._constants = constants_for(machine)
+        self._rates = Rates(work, machine, self._constants)
+        self._item, self._seq = float(work.step.item_bytes), int(work.step.seq)
+        self._gpus = run.parallel.world_size
+        self.exposed = float(self._constants.exposed)
+        """Share of a hidden collective by which the computation beside it is slower."""
+        # The same shapes come again in every layer.
+        self._product, self._attention = cache(self._of_product), cache(self._of_attention)
+        self._collective = cache(self._of_collective)
+
+    def operation(self, name: str, args: Sequence[Any]) -> int:
+        """Picoseconds of a matrix product or an attention; of anything else 0."""
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        if name in PRODUCTS:
+            first, second = [t for t in tensors if t.dim() >= 2][-2:] if "add" in name else tensors[:2]
+            many = len(first) if first.dim() == 3 else 1
+            return many * self._product(_matrix(first), _matrix(second), name == "_scaled_mm")
+        if is_attention(name):
+            backward = "backward" in name
+            queries, keys = tensors[1:3] if backward else tensors[:2]
+            if "documents" in name:  # ours, [B, S, N, D]; documents may be whole sequences
+                queries, keys = queries.transpose(1, 2), keys.transpose(1, 2)
+            sequences, heads, tokens, width = queries.shape
+            causal = "documents" in name or any(arg is True for arg in args)
+            return self._attention(sequences * heads, tokens, keys.shape[2], width, causal, backward)
+        return 0
+
+    def collective(self, operation: str, axis: str, size: int, ranks: tuple[int, ...]) -> int:
+        """Picoseconds of a collective alone on its links. size: bytes of the full tensor."""
+        return self._collective(operation, axis, size, len(ranks), min(abs(b - a) for a, b in pairwise(ranks)))
+
+    def _of_product(self, first: _Matrix, second: _Matrix, in_float8: bool) -> int:
+        """Outputs of linear layers read a transposed second operand, weight gradients a transposed first."""
+        rates = self._rates
+        layout = rates.tn if first.transposed else rates.nt if second.transposed else rates.nn
+        seconds = matmul_seconds(
+            first.rows, second.columns, first.columns, rate=layout * (rates.matmul if in_float8 else rates.head),
+            units=rates.units, bandwidth=rates.bandwidth, item=self._item,
+        )  # fmt: skip
+        return picoseconds(seconds)
+
+    def _of_attention(self, heads: int, queries: int, keys: int, width: int, causal: bool, backward: bool) -> int:
+        flops = 4 * heads * queries * keys * width / (2 if causal else 1)
+        seconds = attention_core.flash_seconds(flops, self._seq, width, rate=self._rates.attention)
+        return picoseconds(seconds * (attention_core.BACKWARD if backward else 1))
+
+    def _of_collective(self, operation: str, axis: str, size: int, ranks: int, stride: int) -> int:
+        if axis == "pp" and operation == "send":
+            return picoseconds(transfer_seconds(size, self._gpus, self._machine, self._constants))
+        group = group_of(ranks, stride, self._machine, self._constants)
+        if operation == "all_reduce":
+            return picoseconds(reduce_seconds(size, 1, group))
+        if operation == "send":  # one step of a ring, of which a gather takes one for every other rank
+            return picoseconds(gather_seconds(ranks * size, 1, group) / (ranks - 1))
+        return picoseconds(gather_seconds(size, 1, group))
+
+
+def is_attention(name: str) -> bool:
+    """True for operations that compute attention, forward or backward."""
+    return "attention" in name or "attend" in name
+
+
+def picoseconds(seconds: Any) -> int:
+    return round(float(seconds) / PICOSECOND)
+
+
+def _matrix(tensor: Tensor) -> _Matrix:
+    *_, rows, columns = tensor.shape
+    return _Matrix(rows, columns, tensor.stride(-2) == 1 and rows > 1)

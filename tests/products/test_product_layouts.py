@@ -1,0 +1,162 @@
+"""Layouts of products: the same numbers, the sizes of the real step, and one choice on all ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from pool import Pool
+from tiny_runs import GPT, LLAMA, QWEN, tiny_run
+from torch import Tensor
+from tuned_products import LAYOUTS, forced_layouts
+
+from fourfold.config.layout import ProductSizes, product_sizes
+from fourfold.config.run import RunConfig
+from fourfold.errors import UserError
+from fourfold.parallel.grid import Grid
+from fourfold.parallel.linear import Linear4D
+from fourfold.parallel.product_layouts import PADDED_TO, Copy, LaidOutProducts, LayerLayout, copied
+from fourfold.parallel.products import Products
+from fourfold.products.product_choice import agreed_layouts
+from fourfold.products.product_table import ProductTable, TunedLayer, key_of, machine_of, write_table
+from fourfold.training.job import Job
+from fourfold.verification.batches import random_micro_batches
+
+CPU = torch.device("cpu")
+TUNED = {"tuned_products": "cached"}
+
+
+@pytest.mark.parametrize("how", get_args(Copy))
+@pytest.mark.parametrize("width", [1, 32, 64, 75])
+def test_a_copy_is_the_same_matrix_in_another_order(how: Copy, width: int) -> None:
+    matrix = torch.randn(96, width)
+    for given in (matrix, matrix.T.contiguous().T):
+        copy = copied(given, how)
+        assert torch.equal(copy, matrix)
+        assert (copy.data_ptr() == given.data_ptr()) == (how == "none")
+        if width == 1:  # of a single column either order is both
+            continue
+        assert (copy.stride(1) == 1) == ((given.stride(1) == 1) == ("turned" not in how))
+        if "padded" in how:
+            assert max(copy.stride()) * 4 // PADDED_TO % 2 == 1
+            assert max(copy.stride()) * 4 % PADDED_TO == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_change_no_product(layout: LayerLayout) -> None:
+    x, grad = torch.randn(2, 8, 24, dtype=torch.float64), torch.randn(2, 8, 40, dtype=torch.float64)
+    weight = torch.randn(40, 24, dtype=torch.float64)
+    stored = weight.T.contiguous().T if layout.turned else weight
+    ours, plain = LaidOutProducts(layout), Products()
+    total = torch.randn(2, 8, 24, dtype=torch.float64)
+    torch.testing.assert_close(ours.output(x, stored), plain.output(x, weight))
+    torch.testing.assert_close(ours.input_gradient(grad, stored), plain.input_gradient(grad, weight))
+    torch.testing.assert_close(
+        ours.input_gradient(grad, stored, total.clone()), plain.input_gradient(grad, weight, total.clone())
+    )
+    gradient = ours.weight_gradient(grad, x)
+    torch.testing.assert_close(gradient, plain.weight_gradient(grad, x))
+    assert gradient.stride() == stored.stride(), "else autograd would copy it"
+
+
+def sizes_body(rank: int, world_size: int, run: RunConfig) -> None:
+    """Compare the sizes of all products of a step with those that are tuned."""
+    seen: set[tuple[str, ProductSizes]] = set()
+
+    class Noting(Products):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def output(self, x: Tensor, weight: Tensor) -> Tensor:
+            seen.add((self.name, ProductSizes(x.shape[:-1].numel(), *weight.shape)))
+            return super().output(x, weight)
+
+    with forced_layouts(run):
+        job = Job(run, Grid(run.parallel, "cpu"), CPU)
+    job.initialize(0)
+    linears = {name: m for s in job.stages.values() for name, m in s.model.named_modules() if isinstance(m, Linear4D)}
+    assert all(isinstance(linear.products, LaidOutProducts) for linear in linears.values())
+    assert any(linear.tiles["weight"].turned for linear in linears.values())
+    for name, linear in linears.items():
+        linear.products = Noting(name.rpartition(".")[2])
+    job.train_step(random_micro_batches(run, 0, job.grid, CPU), 0)
+    assert seen == set(product_sizes(run).items())
+
+
+@pytest.mark.parametrize(
+    ("model", "grid", "sections"),
+    [
+        (LLAMA, {}, {}),
+        (QWEN, {"x": 2}, {"overlap": {"batch_parts": 2}}),
+        (GPT, {"y": 2, "cp": 2}, {}),
+    ],
+)
+def test_the_sizes_are_those_of_the_step(
+    pool: Pool, tmp_path: Path, model: dict[str, Any], grid: dict[str, int], sections: dict[str, Any]
+) -> None:
+    run = tiny_run(model, grid, training=TUNED, output_dir=str(tmp_path), **sections)
+    pool.run(run.parallel.world_size, sizes_body, run)
+
+
+def layouts_body(rank: int, world_size: int, run: RunConfig, folder: str) -> Any:
+    """The layouts of a run on a rank whose own table has other ones."""
+    os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank}"
+    layers = {
+        key_of(sizes, torch.float32): TunedLayer(layout=LAYOUTS[rank], gains={}, other_order=1.0)
+        for sizes in product_sizes(run).values()
+    }
+    write_table(ProductTable(machine=machine_of(CPU), layers=layers))
+    try:
+        return agreed_layouts(run, CPU)
+    finally:
+        del os.environ["XDG_CACHE_HOME"]
+
+
+def test_all_ranks_take_the_layouts_of_the_first(pool: Pool, tmp_path: Path) -> None:
+    run = tiny_run(LLAMA, {"z": 2}, training=TUNED)
+    first, second = pool.run(2, layouts_body, run, str(tmp_path))
+    assert first == second
+    assert set(first.values()) == {LAYOUTS[0]}
+
+
+def rounded_body(rank: int, world_size: int, runs: list[RunConfig]) -> list[dict[str, Tensor]]:
+    """The weights after a step with stochastic rounding, whatever the order of their memory."""
+    found = []
+    for run in runs:
+        with forced_layouts(run):
+            job = Job(run, Grid(run.parallel, "cpu"), CPU)
+        job.initialize(0)
+        job.train_step(random_micro_batches(run, 0, job.grid, CPU), 0)
+        found.append({shard.name: shard.local.clone() for shard in job.shards if shard.name.endswith("_proj.weight")})
+    return found
+
+
+def test_stochastic_rounding_steps_turned_weights_alike(pool: Pool, tmp_path: Path) -> None:
+    """Noise comes in the order of memory, so each weight may be rounded to the other neighbor, and no further."""
+    training = {"precision": "bf16", "master_weights": "bf16"}
+    runs = [
+        tiny_run(
+            LLAMA,
+            training=training | {"tuned_products": tuned},
+            optimizer={"stochastic_rounding": True, "lr": 1e-3},
+            output_dir=str(tmp_path),
+        )
+        for tuned in ("off", "cached")
+    ]
+    plain, turned = pool.run(1, rounded_body, runs)[0]
+    for name, weight in plain.items():
+        apart = (weight.float() - turned[name].float()).abs()
+        assert (apart <= 2.0**-7 * weight.float().abs() + 3e-4).all(), name
+        assert apart.mean() < 2.0**-8 * weight.float().abs().mean() + 3e-5, name
+
+
+def test_what_lays_out_products_itself_is_refused() -> None:
+    with pytest.raises(UserError, match="tuned_products = 'off', or compile = false"):
+        tiny_run(LLAMA, training=TUNED | {"compile": True})
+    tiny_run(LLAMA, {"x": 2}, training=TUNED | {"compile": True})
+    with pytest.raises(UserError, match=r"training\.float8 lays out products itself"):
+        sixteens = LLAMA | {"num_key_value_heads": 8, "intermediate_size": 192}
+        tiny_run(sixteens, training=TUNED | {"float8": "tensorwise", "precision": "bf16"})

@@ -1,0 +1,175 @@
+"""The choice among measured layouts, its table, and `fourfold tune-matmul`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import Cli, one_sentence
+from tiny_corpus import make_corpus, run_file
+from torch import Tensor
+
+from fourfold.config.layout import ProductSizes
+from fourfold.errors import UserError
+from fourfold.parallel.product_layouts import LaidOutProducts, LayerLayout, Way
+from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.machines.names import FOLDER
+from fourfold.products.product_table import (
+    Gain,
+    ProductTable,
+    TunedLayer,
+    key_of,
+    machine_of,
+    read_table,
+    table_file,
+    write_table,
+)
+from fourfold.products.product_times import LEAST_GAIN, layer_ratios, tune_layer
+
+CPU = torch.device("cpu")
+SIZES = ProductSizes(64, 64, 64)
+MILLISECONDS = {"output": 2.0, "input_gradient": 2.0, "weight_gradient": 2.0}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path / "cache"
+    torch.set_num_threads(threads)
+
+
+def busy(milliseconds: float) -> None:
+    end = time.thread_time() + milliseconds / 1000
+    while time.thread_time() < end:
+        pass
+
+
+def slow_products(monkeypatch: pytest.MonkeyPatch, milliseconds: dict[tuple[str, bool, Way], float]) -> None:
+    """Have every product take 2 ms, but those named, by the product, the weight's order and the copies."""
+    for product in MILLISECONDS:
+        original = getattr(LaidOutProducts, product)
+
+        def slow(self: LaidOutProducts, *operands: Tensor, product: str = product, original=original) -> Tensor:  # type: ignore[no-untyped-def]
+            way = getattr(self.layout, product)
+            busy(milliseconds.get((product, self.layout.turned, way), 2.0))
+            out: Tensor = original(self, *operands)
+            return out
+
+        monkeypatch.setattr(LaidOutProducts, product, slow)
+
+
+def test_what_is_no_faster_is_left_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_products(monkeypatch, {})
+    tuned = tune_layer(SIZES, torch.float32, CPU)
+    assert tuned.layout == LayerLayout()
+    assert {gain.gain for gain in tuned.gains.values()} == {1.0}
+
+
+def test_a_copy_that_pays_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = Way(left="turned and padded")
+    slow_products(monkeypatch, {("weight_gradient", False, left): 1.0})
+    tuned = tune_layer(SIZES, torch.float32, CPU)
+    assert tuned.layout == LayerLayout(weight_gradient=left)
+    assert 1.6 < tuned.gains["weight_gradient"].gain < 2.4
+    assert tuned.gains["weight_gradient"].low >= LEAST_GAIN
+    assert 1.1 < tuned.gain < 1.3
+
+
+@pytest.mark.parametrize(("output", "turned"), [(2.2, True), (3.0, False)])
+def test_a_weight_is_turned_where_the_layer_gains(monkeypatch: pytest.MonkeyPatch, output: float, turned: bool) -> None:
+    """Input gradients in half the time; outputs, which recomputation may run twice, are slower."""
+    copies = (Way(right="turned"), Way(right="padded"), Way(left="padded"), Way(right="turned and padded"))
+    times = {("output", True, way): 4.0 for way in copies} | {("output", True, Way()): output}
+    slow_products(monkeypatch, times | {("input_gradient", True, Way()): 1.0})
+    assert tune_layer(SIZES, torch.float32, CPU).layout == LayerLayout(turned=turned)
+
+
+def test_layouts_are_compared_in_new_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    turned = Way(right="turned")
+    slow_products(monkeypatch, {("output", False, turned): 1.0})
+    ratios = sorted(layer_ratios(LayerLayout(output=turned), SIZES, torch.float32, CPU))
+    assert 1.1 < ratios[len(ratios) // 2] < 1.3
+
+
+TABLE = ProductTable(
+    machine=machine_of(CPU),
+    layers={
+        key_of(SIZES, torch.bfloat16): TunedLayer(
+            layout=LayerLayout(turned=True, output=Way(right="padded")),
+            gains={"output": Gain(seconds=0.5, gain=1.5, low=1.25, high=1.75)},
+            other_order=0.75,
+        )
+    },
+)
+
+
+def test_the_table_is_kept_in_the_cache_directory(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_table(TABLE)
+    assert file.parent == cache / "fourfold"
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    assert read_table(TABLE.machine) == TABLE
+    assert read_table("another machine").layers == {}
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert table_file("any").parent == Path("/home/someone/.cache/fourfold")
+
+
+def test_a_damaged_table_is_a_sentence(cache: Path) -> None:
+    file = write_table(TABLE)
+    whole = file.read_text()
+    for text in ("", whole[: len(whole) // 2], whole.replace("padded", "folded"), whole.replace('"seconds": 0.5', "")):
+        file.write_text(text)
+        with pytest.raises(UserError, match="damaged: it is no table of tuned products; remove it"):
+            read_table(TABLE.machine)
+    file.write_text(whole.replace(TABLE.machine, "another"))
+    with pytest.raises(UserError, match="is of another machine"):
+        read_table(TABLE.machine)
+
+
+def test_the_threads_of_a_rank_are_part_of_the_machine() -> None:
+    one = machine_of(CPU)
+    torch.set_num_threads(2)
+    assert one != machine_of(CPU)
+
+
+def test_the_command_measures_once(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    run = run_file(tmp_path, make_corpus(tmp_path))
+    code, out, err = cli("tune-matmul", run, "--json")
+    record = json.loads(out)
+    assert code == 0, err
+    assert Path(record["file"]).is_file()
+    assert {name for layer in record["layers"] for name in layer["layers"]} >= {"q_proj", "o_proj", "down_proj"}
+    assert set(record["rates"]) == {"nn", "nt", "tn"}
+    assert json.loads(cli("tune-matmul", run, "--json")[1]) == record, "read from the table"
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = cli("tune-matmul", run)
+    assert code == 0 and "input gradient" in " ".join(out.split()) and record["machine"][:9] in out
+    tuned = tmp_path / "tuned.toml"
+    base = tmp_path / "base.toml"
+    base.write_text((FOLDER / "laptop.toml").read_text())
+    assert cli("tune-matmul", run, "--machine", base, "--out", tuned)[0] == 0
+    machine = load_machine(str(tuned))
+    for kind, rate in record["rates"].items():
+        assert getattr(machine, kind) * machine.achieved_fp32 == pytest.approx(rate, rel=1e-4)
+    assert "give both" in one_sentence(cli("tune-matmul", run, "--out", tuned))
+
+
+def test_a_run_measures_what_the_table_lacks(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    run = run_file(tmp_path, make_corpus(tmp_path))
+    settings = ("--set", "training.train_steps=1", "--set", "training.device='cpu'")
+    code, _, err = cli("train", run, *settings, "--set", "training.tuned_products='cached'", "--set", "name='first'")
+    assert code == 0 and "are not in this machine's table" in err
+    assert not table_file(machine_of(CPU)).exists()
+    code, _, err = cli("train", run, *settings, "--set", "training.tuned_products='measured'", "--set", "name='second'")
+    assert code == 0 and table_file(machine_of(CPU)).exists(), err
+    code, _, err = cli("train", run, *settings, "--set", "training.tuned_products='cached'", "--set", "name='third'")
+    assert code == 0 and "table" not in err
+    assert os.environ["OMP_NUM_THREADS"] == "1"

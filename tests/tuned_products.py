@@ -1,0 +1,64 @@
+"""Layouts of products that no measurement would choose for a tiny model, so that tests run through all of them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from fourfold.config.layout import product_sizes
+from fourfold.config.run import RunConfig
+from fourfold.models.dtypes import DTYPES
+from fourfold.parallel.product_layouts import LayerLayout, Way
+from fourfold.products.product_table import ProductTable, TunedLayer, key_of, machine_of, write_table
+from fourfold.verification.comparison import Against
+from fourfold.verification.parity import as_verified, parity, resharded
+from fourfold.verification.parity_report import ParityReport
+
+LAYOUTS = (
+    LayerLayout(turned=True),
+    LayerLayout(output=Way(right="turned"), weight_gradient=Way(left="turned and padded")),
+    LayerLayout(
+        turned=True,
+        output=Way(right="turned and padded"),
+        input_gradient=Way(left="padded", right="turned"),
+        weight_gradient=Way(left="padded", right="padded"),
+    ),
+    LayerLayout(turned=True, input_gradient=Way(right="padded"), weight_gradient=Way(right="turned")),
+    LayerLayout(output=Way(left="padded"), input_gradient=Way(right="turned and padded")),
+)
+
+
+def parity_on_cpu(run: RunConfig, steps: int = 3, against: Against = "plain") -> ParityReport | None:
+    """``parity``, with forced layouts of the products where the run's are tuned, also on the grid that resumes."""
+    verified = as_verified(run, steps)
+    with forced_layouts(verified, resharded(verified)):
+        return parity(run, torch.device("cpu"), steps, against)
+
+
+@contextmanager
+def forced_layouts(*runs: RunConfig) -> Iterator[None]:
+    """Run the block with a table in the cache directory that has a layout for all products of these runs.
+
+    Rank 0 reads it. Nothing for runs whose products are not tuned.
+    """
+    tuned = [run for run in runs if run.training.tuned_products != "off"]
+    if not tuned:
+        yield
+        return
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(Path(tuned[0].output_dir) / "cache")
+    keys = [key_of(s, DTYPES[run.training.precision]) for run in tuned for s in product_sizes(run).values()]
+    layers = zip(dict.fromkeys(keys), itertools.cycle(LAYOUTS))
+    table = {key: TunedLayer(layout=layout, gains={}, other_order=1.0) for key, layout in layers}
+    write_table(ProductTable(machine=machine_of(torch.device("cpu")), layers=table))
+    try:
+        yield
+    finally:
+        del os.environ["XDG_CACHE_HOME"]
+        if before is not None:
+            os.environ["XDG_CACHE_HOME"] = before
