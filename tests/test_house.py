@@ -68,8 +68,6 @@ LONG_FUNCTIONS = {
     "fourfold.cli.tune.tune": "its options, one a line",
     "fourfold.data.prepare_conversations.prepare_conversations": "one pass over the conversations",
     "fourfold.inference.loki.triton_kernels.decode": "one GPU kernel",
-    "fourfold.planning.calibration.rows._program": "one table",
-    "fourfold.planning.calibration.rows.row_of": "one table",
     "fourfold.training.loop._train": "one run from start to end",
 }
 """Functions of more than 60 lines, and why each stays in one piece."""

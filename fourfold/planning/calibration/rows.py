@@ -123,11 +123,15 @@ def row_of(measured: MeasuredRow) -> Row:
         out_of_memory=measured.out_of_memory,
         ran=not measured.out_of_memory and measured.recompute is not None,
         dense_half=measured.precision in ("bf16", "fp16") and measured.complete and not measured.doubt,
-        sweep=tuple(str(getattr(measured, name)) for name in (
+        sweep=tuple(_text(getattr(measured, name)) for name in (
             "source", "model", "layers", "hidden", "heads", "gpus", "global_batch", "seq_len", "precision", "machine")),
         program=measured.program,
         doubt=measured.doubt,
     )  # fmt: skip
+
+
+def _text(value: Any) -> str:
+    return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
 def _machine(measured: MeasuredRow) -> Machine:
