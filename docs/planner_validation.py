@@ -292,10 +292,10 @@ def rows_section(skipped: dict[str, int]) -> list[str]:
         "",
         *table(("source", "rows", "why"), [(s, ", ".join(ids), why) for (s, why), ids in doubts.items()]),
         "",
-        "A row says which program ran (`planning/calibration/programs.py`), and a program's flags are read from its",
-        "source code:",
+        "A row says which program ran. Each program's flags (`planning/calibration/programs.py`) were set from what is",
+        "known of it, and were not read again in its source code for this page; where to check them:",
         "",
-        *table(("program", "source of its flags"), program_rows()),
+        *table(("program", "where to check its flags"), program_rows()),
         "",
     ]  # fmt: skip
 

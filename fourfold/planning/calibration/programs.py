@@ -1,4 +1,4 @@
-"""Training programs by name: what each fuses, keeps and hides, with the source of every statement."""
+"""Training programs by name: what each fuses, keeps and hides, with the place to check it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Traits(NamedTuple):
     """How a program runs a step, where a row does not say; the defaults are PyTorch's FSDP without a compiler."""
 
     source: str
-    """Where the program's own code or documentation shows this."""
+    """The place in the program's code or documentation to check this against."""
     fused: bool = False
     """Pointwise operations are fused without torch.compile."""
     fused_gate: bool = False
