@@ -49,7 +49,7 @@ TINY_SPACE = ("recompute=none", "micro_batch=1,2,4")
 BATCH, SEQUENCE = 16, 64
 AT_ONCE = 12
 """Layouts that are measured by the same processes."""
-WARM_UP, STEPS = 2, 4
+WARM_UP, STEPS = 1, 4
 NEAR, SEEDS = 0.05, range(12)
 
 

@@ -27,6 +27,9 @@ MOST = 4096
 MOST_LIKELY_OUT = 0.5
 """Layouts that are more likely to run out of memory than this are left out before the first trial."""
 
+DOUBT_ON_CPU = 2.5
+"""``Candidates.doubt`` where processes share cores, which the planner does not know."""
+
 
 @dataclass(frozen=True)
 class Candidates:
@@ -38,6 +41,8 @@ class Candidates:
     """[n, parts] predicted seconds of a step, in the order of ``planning.cost.step.PARTS``."""
     needed: np.ndarray
     """[n] predicted bytes that the fullest rank needs."""
+    doubt: float = 1.0
+    """How many times as uncertain the predictions are as those for published runs on GPUs."""
 
     @property
     def count(self) -> int:
@@ -114,7 +119,8 @@ def search_candidates(
     if on_gpu:
         return candidates
     # gloo keeps no buffers to speak of.
-    return replace(candidates, needed=candidates.needed - runtime_bytes(candidates.work, machine) + machine.reserved)
+    needed = candidates.needed - runtime_bytes(candidates.work, machine) + machine.reserved
+    return replace(candidates, needed=needed, doubt=DOUBT_ON_CPU)
 
 
 def _nothing_left(found: Found, machine: Machine, gpus: int) -> str:

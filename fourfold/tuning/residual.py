@@ -26,6 +26,10 @@ REMAINDER, LENGTH = 0.11, 1.0
 """Standard deviation of the remainder, and the distance over which it is alike, in doublings or choices
 (``Candidates.features``): the likeliest on 44 published sweeps of 295 rows, with constants that never saw their machine
 (docs/tuner.md)."""
+SCALES = np.geomspace(0.5, 8, 25)
+"""Factors on both deviations, of which the trials choose the likeliest."""
+SCALE_SPREAD = 0.35
+"""Standard deviation of the factor's logarithm before any trial."""
 DRAWS = 2048
 JITTER = 1e-8
 """Variance that keeps a covariance positive where rounding would not."""
@@ -41,16 +45,18 @@ class Posterior:
     covariance_factor: np.ndarray
     """[trials, n]: the covariance is that before any trial less this matrix's, transposed times itself."""
     candidates: Candidates
+    scale: float
+    """The factor on the deviations."""
 
     def covariance(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Between candidates at two lists of indices."""
-        prior = prior_covariance(self.candidates, one, other)
+        prior = prior_covariance(self.candidates, one, other, self.scale)
         return np.asarray(prior - self.covariance_factor[:, one].T @ self.covariance_factor[:, other])
 
     def spread_against(self, incumbent: int) -> np.ndarray:
         """[n] standard deviation of every candidate's log seconds less those of the incumbent."""
         everyone, best = np.arange(self.candidates.count), np.array([incumbent])
-        own = prior_variance(self.candidates) - (self.covariance_factor**2).sum(axis=0)
+        own = prior_variance(self.candidates, self.scale) - (self.covariance_factor**2).sum(axis=0)
         shared = self.covariance(everyone, best)[:, 0]
         return np.asarray(np.sqrt(np.maximum(own + self.covariance(best, best)[0, 0] - 2 * shared, 0)))
 
@@ -61,27 +67,45 @@ class Posterior:
         return np.asarray(self.mean[index] + normal @ np.linalg.cholesky(covariance).T)
 
 
-def prior_covariance(candidates: Candidates, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def prior_covariance(candidates: Candidates, one: np.ndarray, other: np.ndarray, scale: float = 1.0) -> np.ndarray:
     """Covariance of log(measured / predicted) before any trial, between candidates at two lists of indices."""
     weights = np.array(list(SPREADS.values())) ** 2
     parts = (candidates.shares[one] * weights) @ candidates.shares[other].T
     a, b = candidates.features[one] / LENGTH, candidates.features[other] / LENGTH
     distance = (a**2).sum(axis=1)[:, None] + (b**2).sum(axis=1)[None] - 2 * a @ b.T
-    return np.asarray(COMMON**2 + parts + REMAINDER**2 * np.exp(-np.maximum(distance, 0) / 2))
+    return np.asarray(COMMON**2 + scale**2 * (parts + REMAINDER**2 * np.exp(-np.maximum(distance, 0) / 2)))
 
 
-def prior_variance(candidates: Candidates) -> np.ndarray:
+def prior_variance(candidates: Candidates, scale: float = 1.0) -> np.ndarray:
     """[n] the diagonal of ``prior_covariance``."""
     weights = np.array(list(SPREADS.values())) ** 2
-    return np.asarray(COMMON**2 + (candidates.shares**2 @ weights) + REMAINDER**2)
+    return np.asarray(COMMON**2 + scale**2 * (candidates.shares**2 @ weights + REMAINDER**2))
 
 
 def posterior(candidates: Candidates, index: np.ndarray, seconds: np.ndarray, noise: np.ndarray) -> Posterior:
     """Condition on trials: candidates at ``index`` took ``seconds``; ``noise``: standard deviation of their logs."""
     ratio = np.log(seconds) - np.log(candidates.seconds[index])
-    among = prior_covariance(candidates, index, index) + np.diag(noise**2)
-    lower = np.linalg.cholesky(among)
-    to_all = prior_covariance(candidates, index, np.arange(candidates.count))
+    scale = _likeliest_scale(candidates, index, ratio, noise)
+    lower = np.linalg.cholesky(prior_covariance(candidates, index, index, scale) + np.diag(noise**2))
+    to_all = prior_covariance(candidates, index, np.arange(candidates.count), scale)
     factor = np.linalg.solve(lower, to_all)
     mean = np.log(candidates.seconds) + factor.T @ np.linalg.solve(lower, ratio)
-    return Posterior(np.asarray(mean), factor, candidates)
+    return Posterior(np.asarray(mean), factor, candidates, scale)
+
+
+def _likeliest_scale(candidates: Candidates, index: np.ndarray, ratio: np.ndarray, noise: np.ndarray) -> float:
+    """The factor on the deviations that the trials and its prior make likeliest."""
+    usual = candidates.doubt
+    one, both = prior_covariance(candidates, index, index, 0.0), prior_covariance(candidates, index, index, 1.0)
+    best, found = -np.inf, usual
+    for scale in usual * SCALES:
+        lower = np.linalg.cholesky(one + scale**2 * (both - one) + np.diag(noise**2))
+        whitened = np.linalg.solve(lower, ratio)
+        log = (
+            -(whitened @ whitened) / 2
+            - np.log(lower.diagonal()).sum()
+            - (np.log(scale / usual) / SCALE_SPREAD) ** 2 / 2
+        )
+        if log > best:
+            best, found = log, float(scale)
+    return found

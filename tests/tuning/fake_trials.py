@@ -58,7 +58,8 @@ def tiny_candidates(memory: float | None = None, folder: Path | None = None) -> 
     with tempfile.TemporaryDirectory() as temporary:
         base = request(folder or Path(temporary)).base
     machine = MACHINE if memory is None else replace(MACHINE, memory=memory)
-    return search_candidates(base, machine, prior_constants(), 8, LIMITS, on_gpu=False)
+    # As on a CPU, where none is left out for its memory, but with a GPU's doubt.
+    return replace(search_candidates(base, machine, prior_constants(), 8, LIMITS, on_gpu=False), doubt=1.0)
 
 
 def true_seconds(candidates: Candidates, seed: int = 0, remainder: float = 0.08) -> np.ndarray:

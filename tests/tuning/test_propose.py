@@ -57,10 +57,10 @@ def test_predictions_that_are_right_end_the_search_at_once(candidates: Candidate
 
 def test_the_end_is_a_matter_of_chance(candidates: Candidates) -> None:
     best = int(np.argmin(candidates.seconds))
-    far_ahead = [done(best, float(candidates.seconds[best]) / 20)]
-    for index in np.argsort(candidates.seconds)[1:4].tolist():
-        far_ahead.append(done(index, float(candidates.seconds[index])))
-    assert propose(candidates, far_ahead).index is None
+    parts = candidates.seconds_by_part.copy()
+    parts[best] /= 10
+    ahead = replace(candidates, seconds_by_part=parts)
+    assert propose(ahead, [done(index, float(ahead.seconds[index])) for index in (best, 0, 1, 2)]).index is None
     first = propose(candidates, [done(best, float(candidates.seconds[best]))])
     assert first.index is not None and first.chance is not None and first.chance > UNLIKELY
 
@@ -154,6 +154,7 @@ def test_the_posterior_is_that_of_a_gaussian_process(candidates: Candidates) -> 
     trials = [done(index, 0.7 * (1 + index / 100), noise) for index in tried]
     belief = posterior_of(candidates, trials)
     ratio = np.log([trial.result.seconds for trial in trials]) - np.log(candidates.seconds[tried])
+    prior = prior_covariance(candidates, everyone, everyone, belief.scale)
     among = prior[np.ix_(tried, tried)] + np.eye(3) * (noise**2 + 0.02**2)
     gain = prior[:, tried] @ np.linalg.inv(among)
     np.testing.assert_allclose(belief.mean, np.log(candidates.seconds) + gain @ ratio)
@@ -164,6 +165,18 @@ def test_the_posterior_is_that_of_a_gaussian_process(candidates: Candidates) -> 
     difference = belief.covariance(everyone, everyone)
     exact = difference.diagonal() + difference[11, 11] - 2 * difference[:, 11]
     np.testing.assert_allclose(belief.spread_against(11) ** 2, np.maximum(exact, 0), atol=1e-12)
+
+
+def test_trials_that_surprise_make_the_others_less_certain(candidates: Candidates) -> None:
+    some = np.argsort(candidates.seconds)[:8].tolist()
+    draw = np.random.default_rng(0)
+    expected = posterior_of(candidates, [done(index, float(candidates.seconds[index])) for index in some])
+    odd = [done(index, float(candidates.seconds[index] * np.exp(draw.normal(0, 1)))) for index in some]
+    surprised = posterior_of(candidates, odd)
+    assert expected.scale < candidates.doubt < surprised.scale
+    best = int(np.argmin(candidates.seconds))
+    untried = np.setdiff1d(np.arange(candidates.count), some)
+    assert (surprised.spread_against(best)[untried] > expected.spread_against(best)[untried]).all()
 
 
 def test_a_slow_axis_is_slow_elsewhere(candidates: Candidates) -> None:
