@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from fourfold.data.sources import PYTHON_STDLIB, iter_documents
+from fourfold.data.sources import PYTHON_STDLIB, list_inputs, read_documents
 
 SHORTEST = 200  # characters
 
@@ -17,7 +17,7 @@ SHORTEST = 200  # characters
 def docstrings() -> Iterator[str]:
     """Of modules, classes and functions, in the order of the files; those shorter than 200 characters left out."""
     seen: set[str] = set()
-    for source in iter_documents([PYTHON_STDLIB]):
+    for source in (text for file in list_inputs([PYTHON_STDLIB]) for text in read_documents(file.path)):
         try:
             with warnings.catch_warnings(action="ignore"):  # old escapes in strings
                 tree = ast.parse(source)

@@ -139,7 +139,7 @@ def test_two_levels_of_a_gather_land_together() -> None:
     flights, inside = Flights(), ("z inside nodes", "all_gather", "weights")
     flights.issue(1, LINE, 5)
     flights.issue(1, inside, 10)
-    flights.compute("mm")
+    flights.compute()
     flights.land(1)
     assert not flights.exposed
     flights.issue(1, LINE, 5)
