@@ -42,6 +42,7 @@ LIMITS = Limits(
     recomputes=((0, 1, False), (2, 1, False)),
     micro_batches=(1, 2, 4, 8),
     pipelines=(("1F1B", 1),),
+    parts=(1,),
 )
 MACHINE = load_machine("dgx-a100")
 
