@@ -186,8 +186,13 @@ def test_samplers_of_optuna_search_the_same_layouts(tmp_path: Path, method: str)
 
 
 def test_what_a_search_leaves(tmp_path: Path) -> None:
-    search, _ = fake_search(tmp_path / "s", lambda index: "crash" if index == crashing else "done", trials=8)
-    crashing = int(search.subject.candidates.seconds.argsort()[1])
+    order: list[int] = []
+
+    def what_of(index: int) -> str:
+        order.append(index)
+        return "crash" if len(order) == 2 else "done"
+
+    search, _ = fake_search(tmp_path / "s", what_of, trials=8)
     result = finish(search, BASE, search.run())
     candidates = search.subject.candidates
     truth = true_seconds(candidates)
