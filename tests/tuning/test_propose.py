@@ -109,7 +109,7 @@ def test_nothing_is_tried_that_needs_as_much_as_what_ran_out(seed: int) -> None:
         forbidden = needs_as_much(candidates, trials[n].index)
         assert forbidden[trials[n].index]
         assert not any(forbidden[later.index] for later in trials[n + 1 :])
-    assert len(ran_out) < len(trials) / 2
+    assert len(ran_out) <= 4, "a few failures teach a memory that is predicted 40 % too low"
 
 
 def test_needing_as_much_is_an_order(candidates: Candidates) -> None:
