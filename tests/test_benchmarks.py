@@ -17,7 +17,7 @@ ARGUMENTS = {
     "train_cpu": ["--only", "b"],
     "loki_decode": ["--kernels", "torch"],  # the others compile for seconds
 }
-SLOW = {"pipeline_bubble", "train_cpu", "tuner_cpu"}
+SLOW = {"tuner_cpu"}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,7 @@ def test_one_command_answers_what_needs_a_gpu(tmp_path: Path, monkeypatch: pytes
         "doctor",
         "kernels",
         "one_step",
+        "products",
         "train_gpu",
         "loki_decode",
         "parity",
