@@ -189,6 +189,7 @@ def test_a_job_that_is_not_accepted_says_why(tmp_path: Path, prefix: str, monkey
     assert (result.outcome, result.reason) == ("crashed", "sbatch: error: no such account")
 
 
+@pytest.mark.slow
 def test_a_search_from_the_command_line(tmp_path: Path, prefix: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real trials of one process; the second call goes on, and a third has nothing left to do."""
     pytest.importorskip("optuna")
