@@ -61,7 +61,7 @@ class Layout(Strict):
     sharded_over: tuple[str, ...] = Field(strict=False)
     """The axes that cut the parts of x and y, as torch.chunk does."""
     shards_per_node: int = Field(1, ge=1)
-    """Neighbors among them whose pieces are apart: ``parallel.sharding.piece_of``."""
+    """Ranks of a shard group in one node; above 1 pieces are numbered as in ``parallel.sharding.piece_of``."""
     tensors: dict[str, SavedTensor]
 
     @model_validator(mode="after")
@@ -161,8 +161,8 @@ class Layout(Strict):
     def _rank(self, tensor: SavedTensor, x: int, y: int, piece: int) -> int:
         """The process that writes a part."""
         place = {"x": x, "y": y, "pp": tensor.pp}
-        neighbors = piece_of(piece, self._shards, max(self._shards // self.shards_per_node, 1))
-        for axes, number in ((self.sharded_over, neighbors), (self._copy_axes(tensor.cuts), tensor.copy_number)):
+        rank = piece_of(piece, self._shards, max(self._shards // self.shards_per_node, 1))
+        for axes, number in ((self.sharded_over, rank), (self._copy_axes(tensor.cuts), tensor.copy_number)):
             place |= zip(axes, _unravel(number, [self.sizes[axis] for axis in axes]), strict=True)
         return self._number(place, AXES)
 

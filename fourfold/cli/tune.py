@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from fourfold.cli.options import AsJson, Overrides, RunFile, show
+from fourfold.errors import UserError
 from fourfold.exit_codes import ended_by
 
 
@@ -31,9 +32,9 @@ def tune(
         Literal["planner", "tpe", "random"], typer.Option(help="Who proposes: the planner, or a sampler of Optuna.")
     ] = "planner",
     steps: Annotated[int, typer.Option(min=2, help="Measured steps of a trial, after three of warm-up.")] = 8,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a trial counts as hung.")] = 600,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a trial counts as hung.")] = 600,
     memory_limit: Annotated[
-        float | None, typer.Option(metavar="GB", help="Memory of a device, or of a process on a CPU.")
+        float | None, typer.Option(metavar="GB", min=0.001, help="Memory of a device, or of a process on a CPU.")
     ] = None,
     at_once: Annotated[
         int | None, typer.Option(min=1, help="Trials at once. Default: as many as the machine's GPUs suffice for.")
@@ -62,6 +63,8 @@ def tune(
     from fourfold.tuning.tune_record import finish
     from fourfold.tuning.tuner import Settings
 
+    if slurm is None and (nodes > 1 or time or sbatch or setup):
+        raise UserError("--nodes, --time, --sbatch and --setup are for jobs; name the site with --slurm too")
     limit = None if memory_limit is None else memory_limit * 1e9
     settings = Settings(trials, budget, at_once or 0, steps, timeout, limit, method, seed)
     job = None if slurm is None else SlurmJob(nodes, time, sbatch=sbatch, setup=None if setup is None else str(setup))

@@ -146,7 +146,7 @@ class Sizes:
 
     @property
     def uneven_nodes(self) -> Number:
-        """True where shard groups do not consist of whole nodes, nor whole nodes of shard groups."""
+        """True where a shard group is neither a multiple of a node nor a divisor of one."""
         over_z, over_all = self.zero < 3, self.zero > 0
         everyone = self.dp * self.cp * self.z
         return (over_z & _is_uneven(self.z, self.shards_per_node)) | (

@@ -19,7 +19,7 @@ from fourfold.parallel.grid import TwoLevels
 
 
 class MeshInLevels(DeviceMesh):
-    """A mesh for FSDP2 whose last axis it finds in two levels."""
+    """A mesh that gives FSDP2 two levels for its last axis."""
 
     def __init__(self, mesh: DeviceMesh, levels: TwoLevels) -> None:
         vars(self).update(vars(mesh))  # a new mesh would make new groups
@@ -32,7 +32,7 @@ class MeshInLevels(DeviceMesh):
 
 
 def in_levels(mesh: DeviceMesh, shards: dist.ProcessGroup | TwoLevels) -> DeviceMesh:
-    """A mesh whose last axis are these shards, of one level or two."""
+    """A mesh whose last axis is these shards, in one level or two."""
     return MeshInLevels(mesh, shards) if isinstance(shards, TwoLevels) else mesh
 
 

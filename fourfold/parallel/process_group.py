@@ -150,7 +150,7 @@ def warn_of_other_nodes(processes: int) -> None:
     if dist.get_rank() == 0 and started not in (None, processes):
         print(
             f"warning: overlap.shards_per_node is meant for nodes of {processes} processes, and this one "
-            f"has {started}; the two levels of gathers and sums are not those of the network",
+            f"has {started}; the two levels of gathers and sums do not match the network",
             file=sys.stderr,
         )
 

@@ -71,8 +71,8 @@ def cut(shape: Sequence[int], cuts: Sequence[tuple[int | None, int, int]]) -> tu
 def piece_of(rank: int, ranks: int, per_node: int) -> int:
     """The number of the piece that a rank of a shard group holds: its own, unless the group has two levels.
 
-    There the first ranks of all nodes have the first pieces, and so on (``TwoLevels.rank``). Of a piece it gives the
-    rank where per_node is the number of nodes.
+    There the first ranks of all nodes have the first pieces, and so on (``TwoLevels.rank``). With the number of nodes
+    as per_node it is the inverse: from a piece to its rank.
     """
     if not 1 < per_node < ranks:
         return rank

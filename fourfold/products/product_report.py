@@ -28,9 +28,8 @@ def tune_products(run: RunConfig, again: bool) -> dict[str, Any]:
     OMP_NUM_THREADS, or its share of the cores.
     """
     device = device_of(Place(0, 0, 1, 1, launcher="local"), run.training.device)
-    if device.type == "cpu":
-        threads = os.environ.get("OMP_NUM_THREADS") or max(1, available_cores() // run.parallel.world_size)
-        torch.set_num_threads(int(threads))
+    if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):  # which torch has read
+        torch.set_num_threads(max(1, available_cores() // run.parallel.world_size))
     layers = tuned_layers(run, DTYPES[run.training.precision], device, again)
     machine = machine_of(device)
     return {

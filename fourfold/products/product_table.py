@@ -81,8 +81,11 @@ def _processor() -> str:
 
 
 def table_file(machine: str) -> Path:
-    """The file of a machine: in $XDG_CACHE_HOME/fourfold, or ~/.cache/fourfold."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """The file of a machine: in $XDG_CACHE_HOME/fourfold, or ~/.cache/fourfold. Raises ``UserError`` without a home."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        raise UserError("this user has no home directory for a cache; set XDG_CACHE_HOME to a folder") from None
     return folder / "fourfold" / f"products-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
 
 

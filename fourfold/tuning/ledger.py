@@ -7,6 +7,8 @@ propose again.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from fourfold.data.files import writing
 from fourfold.errors import UserError
 from fourfold.extras import import_extra
 from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES
@@ -84,7 +87,7 @@ class Ledger:
     def draw(self, seed: int) -> tuple[int, int] | None:
         """Note the sampler's choice as begun: its number and its candidate; None where every candidate was tried.
 
-        Illegal choices cost nothing, and neither do known ones, whose results are told again.
+        Illegal choices cost nothing, and neither do known ones, whose results the sampler gets again.
         """
         known = {trial.index: trial.result for trial in self.trials()}
         running = {index for _, index in self.unfinished()}
@@ -96,7 +99,7 @@ class Ledger:
             if index is None:
                 self._tell(trial, {"legal": 1.0}, None)
             elif index in known:
-                self._tell(trial, *self._told(known[index]))
+                self._tell(trial, *self._outcome(known[index]))
             else:
                 self._tell(trial, {}, None)
         untried = [index for index in range(self.candidates.count) if index not in known and index not in running]
@@ -114,9 +117,9 @@ class Ledger:
         trial.set_user_attr("result", asdict(result))
         for key in ("outcome", "reason"):  # for the dashboard, which shows them in columns
             trial.set_user_attr(key, getattr(result, key))
-        self._tell(trial, *self._told(result))
+        self._tell(trial, *self._outcome(result))
 
-    def _told(self, result: Result) -> tuple[dict[str, float], float | None]:
+    def _outcome(self, result: Result) -> tuple[dict[str, float], float | None]:
         """The constraints of a result, and its value."""
         limit, used = self.candidates.machine.memory, result.memory_bytes
         if result.outcome == "out of memory":
@@ -153,8 +156,14 @@ def open_ledger(folder: Path, candidates: Candidates, method: Method, seed: int,
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
+    class Journal(JournalFileBackend):
+        def append_logs(self, logs: list[dict[str, Any]]) -> None:
+            with writing(folder / JOURNAL):
+                super().append_logs(logs)
+
+    _drop_torn_line(folder / JOURNAL)
     study = optuna.create_study(
-        storage=JournalStorage(JournalFileBackend(str(folder / JOURNAL))),
+        storage=JournalStorage(Journal(str(folder / JOURNAL))),
         study_name="tune",
         sampler=sampler_of(method, seed),
         load_if_exists=True,
@@ -168,6 +177,22 @@ def open_ledger(folder: Path, candidates: Candidates, method: Method, seed: int,
             "another --out, or remove the folder"
         )
     return Ledger(candidates, study)
+
+
+def _drop_torn_line(journal: Path) -> None:
+    """Remove the end of a journal whose writer was killed; raises ``UserError`` for a file that is no journal."""
+    if not journal.exists():
+        return
+    with writing(journal):
+        content = journal.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            os.truncate(journal, len(whole))
+    try:
+        for line in whole.splitlines():
+            json.loads(line)
+    except ValueError:
+        raise UserError(f"{journal} is damaged, or no ledger; choose another --out, or remove the file") from None
 
 
 def ledger_in_memory(candidates: Candidates, method: Method, seed: int) -> Ledger:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,10 @@ from fourfold.launch.job_scripts.slurm_site import Site
 from fourfold.run_file.load import load_run
 from fourfold.tuning.trial_process import LOG, SUBMISSION
 
-SCRIPT, JOB = "job.sh", "job_id.txt"
-"""In the folder of a trial: its batch script, and the number that SLURM gave it."""
+SCRIPT = "job.sh"
+"""The batch script, in the folder of a trial."""
+SAVE_SECONDS = 30
+"""A trial saves nothing: its signal may come late."""
 
 
 class SlurmTrial:
@@ -22,14 +25,14 @@ class SlurmTrial:
 
     def __init__(self, run_file: Path, folder: Path, site: Site, job: SlurmJob) -> None:
         self._folder = folder
-        own = [*job.sbatch, f"output={(folder / LOG).absolute()}", "no-requeue"]
-        job = replace(job, sbatch=own, max_crashes=0)
+        own = [*job.sbatch, f"output={(folder / LOG).absolute()}", "no-requeue", f"job-name={_job_name(folder)}"]
+        job = replace(job, sbatch=own, max_crashes=0, save_seconds=SAVE_SECONDS)
         write_output(folder / SCRIPT, slurm_script(str(run_file), load_run(run_file), site, job))
-        with (folder / JOB).open("wb") as answer, (folder / SUBMISSION).open("wb") as errors:
+        with (folder / SUBMISSION).open("wb") as errors:
             self._process = subprocess.Popen(
-                ["sbatch", "--wait", "--parsable", str(folder / SCRIPT)],
+                ["sbatch", "--wait", str(folder / SCRIPT)],
                 stdin=subprocess.DEVNULL,
-                stdout=answer,
+                stdout=subprocess.DEVNULL,
                 stderr=errors,
                 start_new_session=True,
             )
@@ -51,8 +54,11 @@ class SlurmTrial:
 
 def cancel(folder: Path) -> None:
     """Cancel the job of a trial, if it was ever submitted; nothing happens where it has ended."""
-    path = folder / JOB
-    number = path.read_text(encoding="utf-8").strip().partition(";")[0] if path.is_file() else ""
-    if number:
+    if (folder / SCRIPT).is_file():
         with contextlib.suppress(FileNotFoundError):
-            subprocess.run(["scancel", number], check=False, capture_output=True)
+            subprocess.run(["scancel", f"--name={_job_name(folder)}"], check=False, capture_output=True)
+
+
+def _job_name(folder: Path) -> str:
+    """A name that no other job has: sbatch says the number of a job that it waits for only when that has ended."""
+    return f"fourfold-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]}"

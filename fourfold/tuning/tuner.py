@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -84,16 +85,19 @@ class Search:
         self, subject: Subject, settings: Settings, folder: Path, start: Start, report: Callable[[str], None]
     ) -> None:
         self.subject, self.settings, self.folder = subject, settings, folder
-        self.ledger: Ledger = open_ledger(
-            folder, subject.candidates, settings.method, settings.seed, subject.fingerprint(settings.method)
-        )
+        with self._locked():
+            self.ledger: Ledger = open_ledger(
+                folder, subject.candidates, settings.method, settings.seed, subject.fingerprint(settings.method)
+            )
         self.start, self._report = start, report
         self._running: list[Attempt] = []
+        self._interrupted: list[tuple[int, int]] = []
+        """Number and candidate of trials to begin again."""
         self._began = time.monotonic()
 
     def run(self) -> Proposal:
         """Try layouts until the search ends; returns the proposal, or what else, that ended it."""
-        with locked_folder(self.folder, f"another search runs in {self.folder}; wait for it, or choose another --out"):
+        with self._locked():
             self._report(self._doubt())
             try:
                 self._take_up()
@@ -107,6 +111,9 @@ class Search:
                 for attempt in self._running:
                     attempt.process.end()
 
+    def _locked(self) -> AbstractContextManager[None]:
+        return locked_folder(self.folder, f"another search runs in {self.folder}; wait for it, or choose another --out")
+
     def _doubt(self) -> str:
         chance = doubt(self.subject.candidates, self.settings.seed)
         return (
@@ -115,7 +122,7 @@ class Search:
         )
 
     def _take_up(self) -> None:
-        """Note the results of trials that were done when the search was killed, and begin its others again."""
+        """Note the results of trials that were done when the search was killed; its others begin again."""
         for number, index in self.ledger.unfinished():
             folder = self._folder_of(number)
             result = self._result_found(folder, index)
@@ -124,7 +131,7 @@ class Search:
             else:
                 cancel(folder)
                 shutil.rmtree(folder, ignore_errors=True)
-                self._begin(number, index)
+                self._interrupted.append((number, index))
 
     def _result_found(self, folder: Path, index: int) -> Result | None:
         """The result of a trial that nobody noted in the ledger; None where it has none."""
@@ -141,6 +148,9 @@ class Search:
                 return Proposal(None, f"{self.settings.trials} trials were made, as --trials says")
             if self.settings.minutes is not None and time.monotonic() - self._began > 60 * self.settings.minutes:
                 return Proposal(None, f"the budget of {self.settings.minutes:g} minutes is spent")
+            if self._interrupted:
+                self._begin(*self._interrupted.pop(0))
+                continue
             if self.settings.method != "planner":
                 drawn = self.ledger.draw(self.settings.seed)
                 if drawn is None:
@@ -161,7 +171,7 @@ class Search:
             folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(folder / RUN_FOLDER, ignore_errors=True)
         write_output(folder / RUN_FILE, to_toml(run))
-        slot = min(set(range(self.settings.at_once)) - {attempt.slot for attempt in self._running}, default=0)
+        slot = min(set(range(self.settings.at_once)) - {attempt.slot for attempt in self._running})
         process = self.start(folder / RUN_FILE, folder, slot)
         self._running.append(
             Attempt(number, index, slot, run, folder, process, self.subject.machine, self.subject.on_gpu,

@@ -39,8 +39,8 @@ def layers_of_rank(run: RunConfig, pp_rank: int) -> list[range]:
 def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Point]:
     """The points to trace in place of a rank's part of the run: one, two or four, or the run itself if it is small.
 
-    timed: for seconds too. Sums over replicas that hold whole weights are waited for at the end alone, and a backlog of
-    them is not linear in the layers: all are traced.
+    timed: for seconds too. Sums over replicas that hold whole weights are waited for only at the end, and a backlog of
+    them is not linear in the layers, so every layer is traced.
     """
     target, grid = point_of(run, pp_rank), run.parallel
     pipelines = [target]

@@ -44,11 +44,11 @@ class Flights:
         self._slowed = slowed
         self._products = self._computed = self._now = 0
         self._free: Counter[str] = Counter()
-        """When an axis has no collective any more."""
+        """When the last collective of an axis ends; the two levels of a shard group take turns."""
         self._flying: dict[int | Line, list[Flight]] = {}
 
     def start(self) -> None:
-        """Forget what has been."""
+        """Clear the record."""
         for counter in (self.exposed, self.taken, self.waited, self._flying):
             counter.clear()
 
@@ -61,19 +61,18 @@ class Flights:
     def issue(self, key: int | Line, line: Line, size: int, duration: int = 0) -> None:
         """Note a collective of ``size`` bytes; that of the same key and line before has landed.
 
-        key: its result's storage, or its line. Two levels of a gather have the same result: the second follows the
-        first, and they land together.
+        key: its result's storage, or its line. Two levels of a gather have the same result: they land together.
         """
         if any(flight.line == line for flight in self._flying.get(key, ())):
             self.land(key)
         flying = self._flying.setdefault(key, [])
-        begin = max(self._now, self._free[line[0]], *(flight.end for flight in flying))
-        self._free[line[0]] = end = begin + duration
+        axis = line[0].partition(" ")[0]  # "z" of "z across nodes"
+        self._free[axis] = end = max(self._now, self._free[axis]) + duration
         self.taken[line] += duration
         flying.append(Flight(line, size, self._products, self._computed, duration, end))
 
     def move(self, storage: int, other: int) -> None:
-        """The result is in another storage than was said."""
+        """The result is in another storage than was given to ``issue``."""
         self._flying[other] = self._flying.pop(storage)
 
     def land(self, key: int | Line) -> None:

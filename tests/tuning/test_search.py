@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_trials import fake_search, true_seconds
@@ -17,6 +18,7 @@ from fourfold.planning.machines.machine import load_machine
 from fourfold.reports.tune_report import write_tune_report
 from fourfold.reports.tune_sentences import ended_early, summary_of
 from fourfold.run_file.load import load_run
+from fourfold.tuning.ledger import JOURNAL
 from fourfold.tuning.memory_margin import needs_as_much
 from fourfold.tuning.tune_record import BEST_FILE, MACHINE_FILE, RECORD_FILE, finish
 from fourfold.tuning.tuner import RESULT_FILE, TRIALS
@@ -163,6 +165,45 @@ def test_the_ledger_of_another_search_is_refused(tmp_path: Path) -> None:
     search.run()
     with pytest.raises(UserError, match="another search"):
         fake_search(tmp_path / "s", memory=30e9)
+
+
+def test_a_torn_line_of_the_ledger_is_dropped_and_another_file_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    fake_search(folder, trials=2)[0].run()
+    journal = folder / JOURNAL
+    with journal.open("ab") as file:
+        file.write(b'{"op_code": 4, "wor')
+    search, _ = fake_search(folder, trials=3)
+    search.run()
+    assert len(search.ledger.trials()) == 3
+    journal.write_text("not a ledger\n")
+    with pytest.raises(UserError, match="damaged, or no ledger"):
+        fake_search(folder, trials=3)
+
+
+def test_interrupted_trials_wait_for_a_place(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    first, begun = fake_search(folder, what_of=lambda index: "hang", trials=4, at_once=4, timeout=60.0)
+    start = first.start
+
+    def stop_at_the_last(*place: Any) -> Any:
+        if len(begun) == 3:
+            raise KeyboardInterrupt
+        return start(*place)
+
+    first.start = stop_at_the_last
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    again, tried = fake_search(folder, trials=4, at_once=1)
+    begin = again.start
+
+    def one_after_the_other(*place: Any) -> Any:
+        assert len(list((folder / TRIALS).glob(f"*/{RESULT_FILE}"))) == len(tried)
+        return begin(*place)
+
+    again.start = one_after_the_other
+    again.run()
+    assert len(tried) == 4 and set(begun) < set(tried)
 
 
 def test_several_trials_at_once(tmp_path: Path) -> None:

@@ -162,7 +162,6 @@ def test_a_trial_may_be_a_job(tmp_path: Path, prefix: str, monkeypatch: pytest.M
     assert result.outcome == "done", result.reason
     script = (trial / "job.sh").read_text()
     assert "#SBATCH --no-requeue" in script and "crashes >= 0" in script
-    assert (trial / "job_id.txt").read_text().strip() == "41"
 
 
 def test_a_job_in_the_queue_does_not_hang_and_is_cancelled_at_the_end(
@@ -175,10 +174,11 @@ def test_a_job_in_the_queue_does_not_hang_and_is_cancelled_at_the_end(
     process = SlurmTrial(trial / "run.toml", trial, site, SlurmJob(1))
     attempt = attempt_of(process, run, trial, timeout=0.0, limit=None)
     until = time.monotonic() + 0.5
-    while time.monotonic() < until or not (trial / "job_id.txt").read_text():
+    while time.monotonic() < until:
         assert attempt.result(None, None) is None, "its time has not begun"
     process.end()
-    assert (tmp_path / "cancelled").read_text().strip() == "41"
+    name = (tmp_path / "cancelled").read_text().strip().removeprefix("--name=")
+    assert f"#SBATCH --job-name={name}\n" in (trial / "job.sh").read_text()
 
 
 def test_a_job_that_is_not_accepted_says_why(tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:

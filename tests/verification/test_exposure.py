@@ -148,6 +148,15 @@ def test_two_levels_of_a_gather_land_together() -> None:
     assert flights.exposed == {LINE: 5, inside: 10}
 
 
+def test_the_levels_of_a_sum_take_turns() -> None:
+    """Each has its line for a key, as FSDP2's sums do."""
+    flights = Flights()
+    for line in (("z inside nodes", "reduce_scatter", "gradients"), ("z across nodes", "reduce_scatter", "gradients")):
+        flights.issue(line, line, 8, 10)
+    flights.land_all()
+    assert sum(flights.waited.values()) == 20
+
+
 def test_the_ring_hides_all_but_its_last_gradients() -> None:
     shares = exposed_of(LLAMA, {"cp": 4, "cp_method": "ring"})
     assert shares["cp send attention: keys and values"] == 0

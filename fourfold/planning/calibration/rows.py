@@ -74,7 +74,7 @@ def read_table(path: Path) -> list[MeasuredRow]:
     """Read and check every row of a table."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file)
+            reader = csv.DictReader(file, strict=True)
             if mistake := check_header(list(reader.fieldnames or ())):
                 raise UserError(f"{path} {mistake}")
             return [_checked(path, reader.line_num, record) for record in reader]

@@ -27,6 +27,8 @@ from fourfold.planning.workload import Workload
 CHUNK = 1 << 14
 """Points evaluated at once: their arrays stay in a processor's cache."""
 MAX_P_OUT_OF_MEMORY = 0.05
+HOPELESS = 0.9
+"""Layouts that are as likely as this to run out of memory do so in any number of parts."""
 BLOCK_KEY = ("x", "y", "cp", "micro_batch", "cp_method", "batch_parts")
 """Fields on which the time of one block depends, within one search."""
 RANKED = 400
@@ -158,13 +160,14 @@ def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np
 
 
 def _candidates(work: Workload, scores: Scores) -> np.ndarray:
-    """Places of the points that may be among the fastest ``RANKED`` in more parts."""
-    fits = scores.fits[np.asarray(work.layout.x * work.layout.y)[scores.fits] > 1]
-    if not len(fits):
-        return np.empty(0, dtype=np.intp)
-    ranked = min(RANKED, len(scores.fits)) - 1
-    limit = float(np.partition(scores.seconds[scores.fits], ranked)[ranked])
-    candidates: np.ndarray = fits[scores.least[fits] <= limit]
+    """Places of the points that may be among the fastest ``RANKED`` in more parts, which also need less memory."""
+    may_fit = (scores.reason == 0) | ((scores.reason == OUT_OF_MEMORY) & (scores.p_oom < HOPELESS))
+    limit = np.inf
+    if len(scores.fits):
+        ranked = min(RANKED, len(scores.fits)) - 1
+        limit = np.partition(scores.seconds[scores.fits], ranked)[ranked]
+    is_split = np.asarray(work.layout.x * work.layout.y) > 1
+    candidates: np.ndarray = np.flatnonzero(may_fit & is_split & (scores.least <= limit))
     return candidates
 
 
