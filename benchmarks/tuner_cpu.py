@@ -183,7 +183,7 @@ def _steps_of(run: RunConfig) -> Iterator[float]:
 
 
 def play(candidates: Candidates, table: dict[int, float], method: Method, seed: int) -> int:
-    """The trials until a search that is told the table's times has found a layout within ``NEAR`` of the best."""
+    """The trials until a search, given the table's times, has found a layout within ``NEAR`` of the best."""
     ledger = ledger_in_memory(candidates, method, seed) if method != "planner" else None
     trials: list[Trial] = []
     while True:

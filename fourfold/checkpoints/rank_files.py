@@ -46,7 +46,7 @@ def write_file(folder: Path, layout: Layout, entries: list[Entry]) -> Written | 
 
 
 def gather_written(written: Written | None, device: str) -> dict[str, Written]:
-    """What every process has written, by file; a collective of a few bytes a process."""
+    """The files that all processes have written; a collective of a few bytes a process."""
     digest = bytes.fromhex(written.xxh3) if written else bytes(16)
     words = [int.from_bytes(digest[begin : begin + 8], "little", signed=True) for begin in (0, 8)]
     mine = torch.tensor([written.size if written else 0, *words], device=device)

@@ -25,7 +25,7 @@ LEAST_GAIN = 1.02
 """A layout is taken if it is faster by this factor in three of four rounds."""
 
 HOPELESS = 1.1
-"""What is slower than operands as stored by this factor in the first round is timed no more."""
+"""A layout that is slower than operands as stored by this factor in the first round is not timed again."""
 
 NOMINATING_ROUNDS = 3
 DECIDING_SECONDS, FEWEST_ROUNDS, MOST_ROUNDS = 1.0, 7, 21
@@ -148,7 +148,7 @@ def _ratios(times: dict[Candidate, list[float]], candidate: Candidate) -> Ratios
 def _calls(
     product: str, candidates: Iterable[Candidate], sizes: ProductSizes, dtype: torch.dtype, device: torch.device
 ) -> dict[Candidate, Callable[[], Tensor]]:
-    """What computes the product on random operands, for every candidate."""
+    """Functions that compute the product on random operands, one for every candidate."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(rows: int, columns: int) -> Tensor:

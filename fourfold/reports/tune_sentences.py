@@ -1,4 +1,4 @@
-"""What a search found, in words."""
+"""Sentences about the result of a search."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ WRONG_TYPES = {
     "string_type": "must be text in quotes",
     "string_pattern_mismatch": "must be letters, digits, '.', '_' and '-', and not begin with '.'",
 }
-"""What pydantic's types of errors mean in a run file."""
+"""The meaning of pydantic's types of errors in a run file."""
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -1,8 +1,8 @@
 """The ledger of a search: an Optuna study, in a journal that several machines can read and append to.
 
-Layouts are Optuna's parameters, one for each knob that has a choice. Every result is told with its constraints ("runs",
-"memory", "legal": at most 0 where it holds), so that a failure is never a bare FAIL, which samplers would ignore and
-propose again.
+Layouts are Optuna's parameters, one for each knob that has a choice. Every result goes to Optuna with its constraints
+("runs", "memory", "legal": at most 0 where it holds), so that a failure is never a bare FAIL, which samplers would
+ignore and propose again.
 """
 
 from __future__ import annotations

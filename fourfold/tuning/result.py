@@ -12,7 +12,7 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one trial."""
+    """The outcome of one trial."""
 
     outcome: Outcome
     seconds: float | None = None

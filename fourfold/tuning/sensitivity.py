@@ -33,12 +33,12 @@ class Sensitivity:
     importance: dict[str, float]
     """Mean size over the layouts, largest first."""
     of_best: dict[str, float]
-    """Of the best layout against the mean of all: negative where its value is a faster one."""
+    """The best layout's value against the mean of all: negative where it is faster."""
     layouts: int
     """Tried layouts that the explained model was fitted to."""
     error: float | None
-    """Of the model, on trials that were held out of its fit; None where there were none. Of the planner the mean, of
-    trees the root mean square of the logarithm."""
+    """The model's error on trials that were held out of its fit; None without such trials. The mean for the planner,
+    the root mean square of the logarithm for trees."""
 
 
 def sensitivity(

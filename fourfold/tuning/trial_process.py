@@ -17,7 +17,7 @@ from fourfold.processes import PR_SET_PDEATHSIG
 LOG = "log.txt"
 """Everything that a trial prints, in its folder."""
 SUBMISSION = "submission.txt"
-"""What a batch system says against a trial."""
+"""File of the messages with which a batch system refuses a trial."""
 PROC = Path("/proc")
 
 

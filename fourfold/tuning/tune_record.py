@@ -1,4 +1,4 @@
-"""What a search found: its trials, the best layout and the calibration, which are written, and what mattered."""
+"""The result of a search: its trials, the best layout and the calibration, which are written, and what mattered."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TuneRecord:
     """Measured: the median of its trials; None where it was not tried, or failed."""
     own: str
     own_seconds: float | None
-    """Of the run file's own layout, expected after the trials; None where it is not among the layouts."""
+    """Expected seconds of the run file's own layout after the trials; None where it is not among the layouts."""
     end: Proposal
     error_before: float
     """Root mean square of log(measured / predicted) over the trials, their mean taken out: the error that matters to

@@ -52,7 +52,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tuned: a run file's model and step, the layouts, and the planner's view of the machine."""
+    """The subject of a search: a run file's model and step, the layouts, and the planner's view of the machine."""
 
     request: Request
     candidates: Candidates

@@ -27,7 +27,7 @@ class Traits(NamedTuple):
     hides_sums: bool = False
     """The sum of the gradients over sharded data-parallel ranks runs behind the backward."""
     tp_overlap: Overlap = "backward"
-    """What hides tensor-parallel collectives."""
+    """Work that hides tensor-parallel collectives."""
     seq_parallel: bool = False
     """Tensor parallelism comes with sequence parallelism."""
     regathers: bool = True

@@ -20,7 +20,7 @@ MIN_SWEEP, MIN_RANKED = 3, 8
 """Least points of a sweep for its regret, and for its rank correlation."""
 
 KEYS: dict[str, Callable[[Row], str]] = {"source": lambda row: row.source, "machine": lambda row: row.machine.name}
-"""What may be left out of a fit."""
+"""Groups of rows that may be left out of a fit."""
 
 Statistics = dict[str, float | int | None]
 """Errors by name; None where there are no rows."""
