@@ -26,6 +26,7 @@ SLOW = {"tuner_cpu"}
 def test_the_tiny_form_runs(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("optuna" if name.startswith("tuner") else "transformers")
     monkeypatch.setattr(sys, "argv", [name, "--tiny", *ARGUMENTS.get(name, [])])
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")  # as some set it: it must not stay for other tests
     assert not importlib.import_module(f"benchmarks.{name}").main()
     output = capfd.readouterr().out
     assert output.strip() and "nan" not in output
