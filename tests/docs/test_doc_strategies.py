@@ -244,7 +244,7 @@ def test_two_levels_are_predicted_from_the_machine_files() -> None:
 
 
 def test_bytes_of_two_levels_are_the_traces() -> None:
-    """What the rings of the trace's full tensors send."""
+    """Bytes that rings send for the trace's full tensors."""
     run = tiny_run(LLAMA, {"z": 8}, training={"global_batch_size": 16})
     flat, levels = (
         sent(trace(run.model_copy(update={"overlap": run.overlap.model_copy(update={"shards_per_node": n})})))

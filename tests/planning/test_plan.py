@@ -184,15 +184,15 @@ def test_more_recompute_is_a_neighbor_that_fits() -> None:
 
 
 def test_two_levels_are_explained_where_they_change_something(plan: Plan) -> None:
-    def told(**layout: int) -> dict[str, float | None]:
+    def explained(**layout: int) -> dict[str, float | None]:
         best = predict(base("gpt-5b", 2048, 4096).but(**layout), H100, PRIOR)
         return {each.change: each.slower for each in in_nodes(replace(plan, best=best))}
 
-    assert told(z=2048)["overlap.shards_per_node 1 → 8"] < 0
-    assert told(z=64)["overlap.shards_per_node 1 → 8"] > 0
-    assert set(told(x=2, z=2048)) == {"overlap.shards_per_node 1 → 4"}
-    assert set(told(z=2048, shards_per_node=8)) == {"overlap.shards_per_node 8 → 1"}
-    assert told(z=8) == told(dp=2048) == told(x=8, z=64) == {}
+    assert explained(z=2048)["overlap.shards_per_node 1 → 8"] < 0
+    assert explained(z=64)["overlap.shards_per_node 1 → 8"] > 0
+    assert set(explained(x=2, z=2048)) == {"overlap.shards_per_node 1 → 4"}
+    assert set(explained(z=2048, shards_per_node=8)) == {"overlap.shards_per_node 8 → 1"}
+    assert explained(z=8) == explained(dp=2048) == explained(x=8, z=64) == {}
 
 
 def test_nothing_fits_says_what_would() -> None:

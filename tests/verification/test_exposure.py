@@ -278,7 +278,7 @@ AGREEMENT = {
 }
 """Grid, sequences of a micro-batch, its parts, recompute."""
 BOUNDS = {"x": 0.15, "y": 0.10, "z": 0.15}
-"""Of the planner's exposed seconds from the trace's, as a share of these."""
+"""Largest difference of the planner's exposed seconds from the trace's, as a share of the trace's."""
 Y_IN_PARTS = {"x": 0.30, "y": 0.30, "z": 0.15}
 """The same with parts and y: the planner does not follow which part waits for which."""
 
