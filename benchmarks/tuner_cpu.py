@@ -70,7 +70,13 @@ def _all_parts(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     machine = "laptop" if arguments.tiny else str(calibrated(folder, ranks))
     settings = Settings(trials=trials, steps=steps)
     search, _ = search_for(
-        run_file(folder, ranks), (), ranks, machine, space, folder / "tune", settings, None, None, _say
+        run_file(folder, ranks),
+        nproc=ranks,
+        machine_name=machine,
+        space=space,
+        folder=folder / "tune",
+        settings=settings,
+        report=_say,
     )
     candidates = search.subject.candidates
     _say(f"{candidates.count} layouts of {ranks} processes; load of the machine {os.getloadavg()[0]:.1f}")
