@@ -138,7 +138,7 @@ def children_of(process: int) -> list[int]:
 SBATCH = """#!{python}
 import pathlib, re, subprocess, sys
 script = sys.argv[-1]
-assert sys.argv[1:-1] == ["--wait", "--parsable"]
+assert sys.argv[1:-1] == ["--wait"]
 print("41", flush=True)
 lines = pathlib.Path(script).read_text().splitlines()
 output = re.search(r"--output=(.*)", "\\n".join(line for line in lines if line.startswith("#SBATCH")))[1]
