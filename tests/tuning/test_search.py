@@ -141,6 +141,7 @@ search.run()
 """
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("moment", ["begun", "measured", "written"])
 def test_a_killed_search_loses_nothing_and_repeats_nothing(tmp_path: Path, moment: str) -> None:
     folder = tmp_path / "s"
