@@ -54,7 +54,8 @@ class Dispatch:
         mine = sizes_E.view(self.ep.size, -1)
         received = all_to_all(mine, self.ep, COUNTS) if self.ep.size > 1 else mine
         all_gather(received[None], self.x, 0, COUNTS)
-        of_ranks = torch.tensor(sizes).view(self.ep.size, -1).tolist()
+        each = self.num_experts // self.ep.size
+        of_ranks = [list(sizes[first : first + each]) for first in range(0, self.num_experts, each)]
         return self._traffic(of_ranks, [of_ranks[self.ep.rank]] * (self.x.size * self.ep.size))
 
     def _traffic(self, mine: list[list[int]], blocks: list[list[int]]) -> Traffic:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,21 +27,6 @@ from fourfold.parallel.state import LocalShard
 
 FIGURES = ("balance", "z", "entropy", "dropped")
 """Sums over the tokens of a layer, beside the rows of each expert."""
-
-
-class LoadFigures(NamedTuple):
-    """The figures of the experts in one step, over all ranks."""
-
-    balance_loss: Tensor
-    """Mean over tokens, sum over layers, without its coefficient; 1 for each layer that is balanced."""
-    z_loss: Tensor
-    """The same."""
-    entropy: Tensor
-    """Mean entropy of the router's probabilities, in nats."""
-    dropped: Tensor
-    """Share of rows that no expert took."""
-    largest: Tensor
-    """Rows of the busiest expert of any layer, relative to the mean."""
 
 
 class CountedRouter(Tiled):
@@ -119,15 +103,24 @@ class ExpertLoad:
         factor = self.run.moe.capacity_factor
         return [min(each, math.ceil(factor * rows / self.experts)) for each in found] if factor else found
 
-    def figures(self) -> LoadFigures:
-        """The figures of the step that was counted last."""
-        first = self.run.model.first_k_dense_replace
-        sums = self._sums[first:]
-        rows_LE = sums[:, : self.experts]
-        balance, z, entropy, dropped = sums[:, self.experts :].sum(0) / self.tokens
-        layers = len(sums)
-        largest = (rows_LE.amax(1) / rows_LE.mean(1)).max()
-        return LoadFigures(balance, z, entropy / layers, dropped / layers / self.chosen, largest)
+    def figures(self) -> dict[str, float]:
+        """Figures of the step that was counted last, over all ranks; the host waits for them.
+
+        expert_load: rows of the busiest expert of any layer, relative to the mean; dropped_share: of rows, that no
+        expert took; router_entropy: of a router's probabilities, in nats, the mean over tokens and layers;
+        balance_loss and router_z_loss: means over tokens, sums over layers, without their coefficients. A layer whose
+        load is even has a balance loss of 1.
+        """
+        sums = self._sums[self.run.model.first_k_dense_replace :]
+        rows_LE, layers = sums[:, : self.experts], len(sums)
+        balance, z, entropy, dropped = (sums[:, self.experts :].sum(0) / self.tokens).tolist()
+        return {
+            "expert_load": float((rows_LE.amax(1) / rows_LE.mean(1)).max()),
+            "dropped_share": dropped / layers / self.chosen,
+            "router_entropy": entropy / layers,
+            "balance_loss": balance,
+            "router_z_loss": z,
+        }
 
     def with_losses(self, logits_TE: Tensor, layer: int) -> Tensor:
         """The router's logits, whose gradient in the backward includes those of the losses."""
