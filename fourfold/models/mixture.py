@@ -86,7 +86,7 @@ class Router(nn.Module):
         return Routing(logits_TE, experts_TK, self.choice.weights(scores_TE, experts_TK))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's has no annotations
         keep_bias_in_float32(self)
         return self
 
@@ -221,4 +221,5 @@ def within_capacity(experts_BSK: Tensor, num_experts: int, factor: float) -> Ten
     places_N = torch.arange(len(keys_N), device=keys_N.device)
     before_N = torch.empty_like(keys_N)
     before_N[order_N] = places_N - torch.searchsorted(sorted_N, sorted_N)  # rows of its expert before it
-    return (before_N < capacity(factor, length, chosen, num_experts)).view_as(experts_BSK)
+    kept_N: Tensor = before_N < capacity(factor, length, chosen, num_experts)
+    return kept_N.view_as(experts_BSK)

@@ -139,7 +139,7 @@ class ExpertLoad:
         z = logits_TE.logsumexp(-1).square().sum()
         entropy = torch.special.entr(probabilities_TE).sum()
         figures = torch.stack([balance, z, entropy, torch.zeros_like(z)])
-        self._sums[layer] += torch.cat([rows_E, figures])
+        self._sums[layer] += torch.cat([rows_E.double(), figures.double()])
 
     def count_dropped(self, layer: int, rows: Tensor) -> None:
         """Count rows that no expert took."""

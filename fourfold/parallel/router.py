@@ -46,7 +46,7 @@ class ParallelRouter(CountedRouter):
             self.load.count_dropped(self.layer, (~kept_TK).sum())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelRouter:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's has no annotations
         keep_bias_in_float32(self)
         return self
 

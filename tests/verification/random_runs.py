@@ -127,6 +127,8 @@ def _add_experts(draw: random.Random, table: Table) -> None:
     ranks = grid["dp"] * grid["cp"] * grid["z"]
     grid["ep"] = draw.choice([n for n in range(1, ranks + 1) if ranks % n == 0 and experts % n == 0])
     table["overlap"]["batch_parts"] = 1
+    if "lora" in table:
+        table["lora"]["targets"] = draw.sample(("q_proj", "k_proj", "v_proj", "o_proj"), 2)
 
 
 def _model(draw: random.Random) -> dict[str, Any]:
