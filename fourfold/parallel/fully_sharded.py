@@ -239,7 +239,9 @@ def _prefetch(model: nn.Module, units: Units, experts: Sequence[FSDPModule], dep
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.set_modules_to_backward_prefetch(nothing)
-    inside = [[_fsdp(module) for module in block.modules() if module in experts] for block in units.blocks]
+    inside = [
+        [unit for unit in block.modules() if isinstance(unit, FSDPModule) and unit in experts] for block in units.blocks
+    ]
     if units.last and depth > 0 and layers:
         _fsdp(units.last[0]).set_modules_to_backward_prefetch([*layers[-1:], *inside[-1]])
     for i, layer in enumerate(layers):
