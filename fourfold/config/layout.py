@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from fourfold.config.legality import RULES, Sizes
+from fourfold.config.layout_sizes import Sizes
+from fourfold.config.legality import RULES
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 
@@ -47,6 +48,12 @@ def check_layout(run: RunConfig) -> None:
         if rule.broken(sizes):
             raise UserError(rule.sentence(run, sizes))
     training, grid = run.training, run.parallel
+    if run.model.num_experts:
+        for key, off in (("compile", False), ("tuned_products", "off")):
+            if getattr(training, key) != off:
+                raise UserError(
+                    f"training.{key} is for dense models; with model.num_experts = {run.model.num_experts} leave it out"
+                )
     if training.tuned_products != "off":
         if training.float8 != "none":
             raise UserError("training.float8 lays out products itself; set training.tuned_products = 'off'")

@@ -8,166 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
+from fourfold.config.layout_sizes import FLOAT8_MULTIPLE, Number, Sizes
 from fourfold.config.model import round_to_multiple
 from fourfold.config.run import RunConfig
-from fourfold.config.stages import IN_ROUNDS, SPLIT_BACKWARD, balanced, stages_per_rank
-
-FLOAT8_MULTIPLE = 16
-"""Every size of a float8 matrix product is a multiple of this (torch._scaled_mm)."""
-
-Number = Any
-"""An int or a bool, or a NumPy array of them with one entry for each layout."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Everything that decides whether a layout is legal."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int
-    vocab: int
-    positions: int
-    """Rows of a learned position table; 0: none."""
-    seq: int
-    batch: int
-    float8: bool
-    x: Number
-    y: Number
-    z: Number
-    dp: Number
-    cp: Number
-    pp: Number
-    zero: Number
-    micro_batch: Number
-    batch_parts: Number
-    shards_per_node: Number
-    stages: Number
-    in_rounds: Number
-    """A pipeline with one of the schedules ``IN_ROUNDS``."""
-    split_backward: Number
-    """A pipeline with one of the schedules ``SPLIT_BACKWARD``."""
-    dual_pipe_v: Number
-    ulysses: Number
-    layers_per_stage: tuple[int, ...] | None = None
-    vocab_multiple: int = 1
-
-    @classmethod
-    def of(cls, run: RunConfig) -> Self:
-        model, grid, training = run.model, run.parallel, run.training
-        return cls(
-            layers=model.num_hidden_layers,
-            hidden=model.hidden_size,
-            heads=model.num_attention_heads,
-            kv_heads=model.num_key_value_heads,
-            head_dim=model.head_dim,
-            inner=model.intermediate_size,
-            vocab=model.padded_vocab_size,
-            positions=model.max_position_embeddings if model.position_embedding == "learned" else 0,
-            seq=training.seq_length,
-            batch=training.global_batch_size,
-            float8=training.float8 != "none",
-            **{axis: getattr(grid, axis) for axis in ("x", "y", "z", "dp", "cp", "pp", "zero")},
-            micro_batch=training.micro_batch_size,
-            batch_parts=run.overlap.batch_parts,
-            shards_per_node=run.overlap.shards_per_node,
-            stages=grid.pp * stages_per_rank(grid),
-            in_rounds=grid.pp > 1 and grid.schedule in IN_ROUNDS,
-            split_backward=grid.pp > 1 and grid.schedule in SPLIT_BACKWARD,
-            dual_pipe_v=grid.pp > 1 and grid.schedule == "DualPipeV",
-            ulysses=grid.cp_method == "ulysses",
-            layers_per_stage=grid.layers_per_stage if grid.pp > 1 else None,
-            vocab_multiple=model.pad_vocab_size_to_multiple_of,
-        )
-
-    @property
-    def keys(self) -> int:
-        """Features of all key heads."""
-        return self.kv_heads * self.head_dim
-
-    @property
-    def tokens(self) -> Number:
-        """Tokens of a micro-batch on all ranks of cp."""
-        return self.micro_batch * self.seq
-
-    @cached_property
-    def together(self) -> Number:
-        """Sequences that one matrix product of a rank computes: a micro-batch, or its part where parts take turns and
-        are sequences."""
-        parts_are_sequences = (self.x * self.y > 1) & (self.micro_batch % self.batch_parts == 0)
-        return self.micro_batch // (1 + (self.batch_parts - 1) * parts_are_sequences)
-
-    @cached_property
-    def at_once(self) -> Number:
-        """Sequences that all ranks together run at once."""
-        return self.micro_batch * self.dp * self.z
-
-    @cached_property
-    def micro_batches(self) -> Number:
-        """Micro-batches that each rank runs in a step."""
-        return self.batch // self.at_once
-
-    @property
-    def rounds(self) -> Number:
-        """Rounds, of at least pp micro-batches each, in which schedules ``IN_ROUNDS`` run them; at least one."""
-        whole = self.micro_batches // self.pp
-        return whole + (whole == 0)
-
-    @cached_property
-    def whole_heads(self) -> Number:
-        """The heads divide over x and y."""
-        return self.heads % (self.x * self.y) == 0
-
-    @cached_property
-    def splits_queries(self) -> Number:
-        """y shares the attention by queries, as it divides neither the heads nor the sequences."""
-        return (self.heads % (self.x * self.y) != 0) & (self.together % self.y != 0)
-
-    @property
-    def whole_keys(self) -> Number:
-        """Features of keys and values that x and y divide together: all if the heads do, else none."""
-        return self.keys * self.whole_heads
-
-    @cached_property
-    def head_ranks(self) -> Number:
-        """Ranks that share the heads where cp exchanges heads for tokens."""
-        return self.cp * self.x * (1 + self.whole_heads * (self.y - 1))
-
-    @property
-    def uneven_heads(self) -> Number:
-        """True where these ranks cannot all have the same number of whole heads of queries and of keys."""
-        return (self.heads % self.head_ranks != 0) | (self.kv_heads % self.head_ranks != 0)
-
-    @property
-    def uneven_nodes(self) -> Number:
-        """True where a shard group is neither a multiple of a node nor a divisor of one."""
-        over_z, over_all = self.zero < 3, self.zero > 0
-        everyone = self.dp * self.cp * self.z
-        return (over_z & _is_uneven(self.z, self.shards_per_node)) | (
-            over_all & _is_uneven(everyone, self.shards_per_node)
-        )
-
-    @property
-    def float8_sizes(self) -> dict[str, Number]:
-        """Sizes of a rank's matrix products."""
-        return {
-            "model.hidden_size / y": self.hidden // self.y,
-            "query features / x": self.heads * self.head_dim // self.x,
-            "key and value features / x": self.keys // self.x,
-            "model.intermediate_size / x": self.inner // self.x,
-            "tokens of a micro-batch / cp": self.tokens // self.cp,
-        }
-
-    @property
-    def uneven_float8(self) -> Number:
-        """A float8 product has a size that its kernel does not take."""
-        return self.float8 and sum(size % FLOAT8_MULTIPLE for size in self.float8_sizes.values()) != 0
+from fourfold.config.stages import balanced
 
 
 class Rule(NamedTuple):
@@ -225,6 +71,7 @@ class Divides:
 
 Q_PROJ, K_PROJ, RESIDUAL = "layers.*.self_attn.qkv.q_proj", "layers.*.self_attn.qkv.k_proj", "the residual stream"
 KEYS = "the features of keys and values"
+EXPERTS = "layers.*.mlp.experts"
 
 RULES: tuple[Divides | Rule, ...] = (
     Divides(("x",), "the heads", "heads", Q_PROJ, "model.num_attention_heads", unit="kv_heads"),
@@ -350,6 +197,46 @@ RULES: tuple[Divides | Rule, ...] = (
         ),
     ),
     Rule(
+        "ep splits experts, and the model has none",
+        lambda s: (s.ep > 1) & (s.experts == 0),
+        lambda run, s: f"parallel.ep = {s.ep} splits experts, and model.num_experts is 0; set ep = 1",
+    ),
+    Divides(("ep",), "the experts", "experts", EXPERTS, "model.num_experts"),
+    Divides(("x",), "the experts' width", "expert_inner", EXPERTS, "model.moe_intermediate_size"),
+    Divides(
+        ("x",),
+        "the shared expert's width",
+        "shared_inner",
+        "layers.*.mlp.shared_expert.up",
+        "model.shared_expert_intermediate_size",
+    ),
+    Rule(
+        "ep does not divide dp · cp · z",
+        lambda s: s.token_ranks % s.ep != 0,
+        lambda run, s: (
+            f"parallel.ep = {s.ep} must divide dp·cp·z = {s.token_ranks}, the processes that the experts are split "
+            f"over; ep = {math.gcd(s.ep, s.token_ranks)} works"
+        ),
+    ),
+    Rule(
+        "ep and z do not divide each other, with zero below 3",
+        lambda s: (s.zero < 3) & (s.z % s.ep != 0) & (s.ep % s.z != 0),
+        lambda run, s: (
+            f"parallel.ep = {s.ep} and z = {s.z} must divide each other, so that the processes of z with the same "
+            f"experts share their weights; ep = {math.gcd(s.ep, s.z)} works, and so does zero = 3"
+        ),
+    ),
+    Rule(
+        "parts of a micro-batch do not take turns where there are experts",
+        lambda s: (s.experts > 0) & (s.batch_parts > 1) & (s.x * s.y > 1),
+        lambda run, s: f"overlap.batch_parts = {s.batch_parts} is for dense models; with experts it must be 1",
+    ),
+    Rule(
+        "float8 does not compute experts",
+        lambda s: (s.experts > 0) & s.float8,
+        lambda run, s: f"training.float8 = '{run.training.float8}' is for dense models; with experts it must be 'none'",
+    ),
+    Rule(
         f"float8 needs multiples of {FLOAT8_MULTIPLE} features and tokens on every rank",
         lambda s: s.uneven_float8,
         lambda run, s: next(
@@ -377,10 +264,6 @@ RULES: tuple[Divides | Rule, ...] = (
     ),
 )
 """A layout is refused for the first rule that it breaks."""
-
-
-def _is_uneven(ranks: Number, per_node: Number) -> Number:
-    return (ranks % per_node != 0) & (per_node % ranks != 0)
 
 
 def _is_split(counts: tuple[int, ...], stages: int, layers: int) -> bool:

@@ -21,6 +21,16 @@ MOST_PARAMETERS = 2**58
 UNSET = 0
 """Default of a size that ``ModelConfig`` derives from the others."""
 
+OF_EXPERTS = {
+    "router_score": "softmax",
+    "norm_topk_prob": True,
+    "router_bias": False,
+    "routed_scaling_factor": 1.0,
+    "shared_expert_intermediate_size": 0,
+    "first_k_dense_replace": 0,
+}
+"""Keys that need experts, with their defaults."""
+
 
 class RopeScaling(Strict):
     """Rotary frequencies stretched beyond the trained context; the keys are those of Hugging Face's files."""
@@ -99,6 +109,30 @@ class ModelConfig(Strict):
     tie_word_embeddings: bool = Field(False, description="The LM head uses the embedding's weights.")
     scale_embeddings: bool = Field(False, description="Token embeddings are multiplied by √hidden_size (Gemma).")
     initializer_range: float = Field(0.02, gt=0, description="Standard deviation of initial weights.")
+    num_experts: int = Field(0, ge=0, le=2**16, description="Experts of each MLP (mixture of experts); 0: dense MLPs.")
+    num_experts_per_tok: Size = Field(2, description="Experts that each token goes to.")
+    moe_intermediate_size: int = Field(
+        UNSET, ge=0, description="Inner width of one expert. Default, with experts: intermediate_size."
+    )
+    router_score: Literal["softmax", "sigmoid"] = Field(
+        "softmax", description="From a router's logits to the experts' scores; sigmoid scores each alone (DeepSeek-V3)."
+    )
+    norm_topk_prob: bool = Field(True, description="The chosen experts' scores are divided by their sum.")
+    router_bias: bool = Field(
+        False,
+        description="A bias of each expert is added to the scores where experts are chosen, and only there: balance "
+        "without a loss (DeepSeek-V3).",
+    )
+    routed_scaling_factor: float = Field(1.0, gt=0, description="Factor on the sum of the chosen experts' outputs.")
+    shared_expert_intermediate_size: int = Field(
+        0, ge=0, description="Inner width of an MLP beside the experts that reads every token; 0: none."
+    )
+    shared_expert_gate: bool = Field(
+        False, description="The shared expert's output is multiplied by a sigmoid of its own (Qwen2-MoE)."
+    )
+    first_k_dense_replace: int = Field(
+        0, ge=0, description="The first layers, so many, have a dense MLP of intermediate_size (DeepSeek)."
+    )
     pad_vocab_size_to_multiple_of: Size = Field(
         128,
         description="Rows of the embedding and head are padded to this; padding is never predicted.",
@@ -110,7 +144,7 @@ class ModelConfig(Strict):
         """Drop null for a size that follows from the others, as Hugging Face's files write it."""
         if not isinstance(table, dict):
             return table
-        derived = ("num_key_value_heads", "head_dim", "intermediate_size")
+        derived = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size")
         return {key: value for key, value in table.items() if value is not None or key not in derived}
 
     @field_validator("rope_scaling", mode="before")
@@ -133,6 +167,9 @@ class ModelConfig(Strict):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.intermediate_size == UNSET:
             self.intermediate_size = 4 * self.hidden_size
+        if self.num_experts and self.moe_intermediate_size == UNSET:
+            self.moe_intermediate_size = self.intermediate_size
+        self._check_experts()
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads = {self.num_attention_heads} is not a multiple of num_key_value_heads = "
@@ -149,10 +186,30 @@ class ModelConfig(Strict):
             ("partial_rotary_factor", 1.0, "position_embedding", "learned"),
             ("zero_centered_norm", False, "norm", "layernorm"),
             ("gelu_approximation", "tanh", "mlp", "swiglu"),
+            *((key, unset, "num_experts", 0) for key, unset in OF_EXPERTS.items()),
         ):
             if getattr(self, key) != unset and getattr(self, other) == value:
-                raise ValueError(f"{key} has no meaning with {other} = '{value}'; remove one of them")
+                raise ValueError(f"{key} has no meaning with {other} = {value!r}; remove one of them")
         return self
+
+    def _check_experts(self) -> None:
+        if not self.num_experts:
+            return
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok = {self.num_experts_per_tok} is more than num_experts = {self.num_experts}"
+            )
+        if not self.gated_mlp or self.mlp_bias:
+            raise ValueError(
+                "experts are gated MLPs without biases: they need mlp = 'swiglu' or 'geglu', and mlp_bias = false"
+            )
+        if self.first_k_dense_replace >= self.num_hidden_layers:
+            raise ValueError(
+                f"first_k_dense_replace = {self.first_k_dense_replace} leaves none of num_hidden_layers = "
+                f"{self.num_hidden_layers} with experts; lower it, or set num_experts = 0"
+            )
+        if self.shared_expert_gate and not self.shared_expert_intermediate_size:
+            raise ValueError("shared_expert_gate = true needs a shared_expert_intermediate_size")
 
     def check_countable(self) -> None:
         """Raise ``UserError`` for more parameters than any machine can count the bytes of."""
@@ -179,25 +236,54 @@ class ModelConfig(Strict):
 
     @property
     def num_parameters(self) -> int:
-        """Trainable parameters, vocabulary padding included, tied weights counted once."""
+        """Parameters, vocabulary padding included, tied weights counted once."""
         hidden = self.hidden_size
         embeddings = self.padded_vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         if self.position_embedding == "learned":
             embeddings += self.max_position_embeddings * hidden
         norm = hidden * (2 if self.norm == "layernorm" else 1)
-        return embeddings + norm + self.num_hidden_layers * self.parameters_per_layer
+        dense = self.num_hidden_layers - self.sparse_layers
+        layers = dense * (self._attention_and_norms + self._mlp) + self.sparse_layers * self.parameters_per_layer
+        return embeddings + norm + layers
+
+    def is_sparse(self, layer: int) -> bool:
+        """True for the layers that have experts."""
+        return self.num_experts > 0 and layer >= self.first_k_dense_replace
+
+    @property
+    def sparse_layers(self) -> int:
+        """Layers that have experts."""
+        return self.num_hidden_layers - self.first_k_dense_replace if self.num_experts else 0
 
     @property
     def parameters_per_layer(self) -> int:
-        hidden, inner = self.hidden_size, self.intermediate_size
+        """Parameters of a layer; where there are experts, of one that has them."""
+        return self._attention_and_norms + (self._mixture(self.num_experts) if self.num_experts else self._mlp)
+
+    @property
+    def active_parameters_per_layer(self) -> int:
+        """Those of them that one token is multiplied by."""
+        return self._attention_and_norms + (self._mixture(self.num_experts_per_tok) if self.num_experts else self._mlp)
+
+    @property
+    def _attention_and_norms(self) -> int:
+        hidden = self.hidden_size
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         norm = hidden * (2 if self.norm == "layernorm" else 1)
         attention = hidden * (queries + 2 * keys) + queries * hidden
         attention += (queries + 2 * keys) * self.attention_bias + hidden * self.attention_output_bias
-        attention += 2 * self.head_dim * self.qk_norm
-        ups = 2 if self.gated_mlp else 1
-        mlp = (ups + 1) * hidden * inner + (ups * inner + hidden) * self.mlp_bias
-        return attention + mlp + 2 * norm
+        return attention + 2 * self.head_dim * self.qk_norm + 2 * norm
+
+    @property
+    def _mlp(self) -> int:
+        hidden, inner, ups = self.hidden_size, self.intermediate_size, 2 if self.gated_mlp else 1
+        return (ups + 1) * hidden * inner + (ups * inner + hidden) * self.mlp_bias
+
+    def _mixture(self, experts: int) -> int:
+        """Parameters of a router, of so many experts, and of the shared one."""
+        width = experts * self.moe_intermediate_size + self.shared_expert_intermediate_size
+        router = self.num_experts * (self.hidden_size + self.router_bias)
+        return router + 3 * self.hidden_size * width + self.hidden_size * self.shared_expert_gate
 
 
 def round_to_multiple(number: int, of: int) -> int:

@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from fourfold.config.checks import ChecksConfig
+from fourfold.config.during_training import AuditConfig, SampleConfig, ValidationConfig
 from fourfold.config.fault_tolerance import FaultToleranceConfig
 from fourfold.config.loss_masks import MasksConfig
 from fourfold.config.model import ModelConfig
+from fourfold.config.moe import MoEConfig
 from fourfold.config.strict import PathText, Size, Strict
 
 AXES = ("pp", "dp", "cp", "z", "y", "x")
@@ -82,6 +84,9 @@ class ParallelConfig(Strict):
     dp: AxisSize = Field(1, description="Splits the batch; weights are replicated, or sharded by `zero`.")
     cp: AxisSize = Field(1, description="Splits the sequence (context parallel).")
     pp: AxisSize = Field(1, description="Splits the layers (pipeline parallel).")
+    ep: AxisSize = Field(
+        1, description="Splits the experts over that many neighbors among the dp·cp·z processes; it makes no new ones."
+    )
     zero: Literal[0, 1, 2, 3] = Field(
         0, description="Also sharded over dp·cp: 1 optimizer states, 2 also gradients, 3 also parameters."
     )
@@ -105,7 +110,7 @@ class ParallelConfig(Strict):
 
     def describe(self) -> str:
         """The grid in one line, axes of size 1 left out."""
-        sizes = [f"{axis} {size}" for axis in AXES if (size := getattr(self, axis)) > 1]
+        sizes = [f"{axis} {size}" for axis in (*AXES, "ep") if (size := getattr(self, axis)) > 1]
         return " × ".join(sizes or ["one process"]) + (f", zero {self.zero}" if self.zero else "")
 
     @property
@@ -305,31 +310,6 @@ class MetricsConfig(Strict):
     )
 
 
-class ValidationConfig(Strict):
-    interval: int = Field(0, ge=0, description="Steps between validations; 0 never validates.")
-    steps: int = Field(8, gt=0, description="Global batches of one validation.")
-
-
-class AuditConfig(Strict):
-    """Audits of canaries during training, written to memorization.jsonl; `fourfold audit` measures more."""
-
-    interval: int = Field(0, ge=0, description="Steps between audits; 0 never audits. The last step is audited too.")
-    documents: PathText | None = Field(None, description="Ledger of canaries, or any documents: a .jsonl file.")
-    suffix: int = Field(50, ge=1, description="Tokens at the end of a document that must be repeated.")
-
-    @model_validator(mode="after")
-    def _documents_given(self) -> AuditConfig:
-        if self.interval > 0 and self.documents is None:
-            raise ValueError("interval is set, but documents names no file; name one, or set it to 0")
-        return self
-
-
-class SampleConfig(Strict):
-    prompt: str | None = Field(None, description="Text to continue when training ends. Default: no sample.")
-    max_new_tokens: int = Field(200, gt=0, description="Tokens of the sample, unless its document ends before.")
-    temperature: float = Field(0.8, ge=0, description="0 takes the likeliest token.")
-
-
 class RunConfig(Strict):
     """A whole run."""
 
@@ -340,6 +320,7 @@ class RunConfig(Strict):
     model: ModelConfig
     data: DataConfig
     masks: MasksConfig = MasksConfig()
+    moe: MoEConfig = MoEConfig()
     parallel: ParallelConfig = ParallelConfig()
     overlap: OverlapConfig = OverlapConfig()
     training: TrainingConfig
@@ -363,6 +344,15 @@ class RunConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _there_are_experts(self) -> RunConfig:
+        given = [key for key in MoEConfig.model_fields if getattr(self.moe, key)]
+        if given and not self.model.num_experts:
+            raise ValueError(f"moe.{given[0]} is of a mixture of experts, and model.num_experts is 0; remove it")
+        if self.moe.bias_update_rate and not self.model.router_bias:
+            raise ValueError("moe.bias_update_rate moves a bias that the model lacks; set model.router_bias = true")
+        return self
+
+    @model_validator(mode="after")
     def _canaries_fit(self) -> RunConfig:
         if self.audit.interval and self.audit.suffix > self.training.seq_length:
             raise ValueError(
@@ -380,6 +370,8 @@ class RunConfig(Strict):
             )
         if self.lora.rank and self.training.float8 != "none":
             raise ValueError("lora keeps what it freezes in bf16; set training.float8 = 'none'")
+        if self.lora.rank and self.moe.bias_update_rate:
+            raise ValueError("lora freezes the biases of routers; set moe.bias_update_rate = 0")
         if self.lora.rank and self.metrics.machine is not None:
             raise ValueError("the planner does not predict lora; leave metrics.machine out")
         return self

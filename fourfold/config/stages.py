@@ -46,7 +46,7 @@ def stage_layers(model: ModelConfig, grid: ParallelConfig) -> list[range]:
     """The layers of every stage: those of ``parallel.layers_per_stage``, or such that the largest stage is smallest."""
     counts = grid.layers_per_stage
     if counts is None:
-        embedding = model.padded_vocab_size * model.hidden_size / model.parameters_per_layer
+        embedding = model.padded_vocab_size * model.hidden_size / model.active_parameters_per_layer
         counts = balanced(model.num_hidden_layers, grid.pp * stages_per_rank(grid), embedding, embedding)
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]

@@ -80,4 +80,4 @@ def workload_of(run: RunConfig) -> Workload:
 
 def _ends(model: ModelConfig) -> float:
     """Layers' worth of work of the head, which the embedding counts for as well."""
-    return model.padded_vocab_size * model.hidden_size / model.parameters_per_layer
+    return model.padded_vocab_size * model.hidden_size / model.active_parameters_per_layer

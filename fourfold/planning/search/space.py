@@ -8,7 +8,8 @@ from functools import cache
 
 import numpy as np
 
-from fourfold.config.legality import RULES, Sizes
+from fourfold.config.layout_sizes import Sizes
+from fourfold.config.legality import RULES
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import CP_METHODS, SCHEDULES, Workload
 
