@@ -141,7 +141,7 @@ def as_huggingface(name: str) -> Iterator[tuple[str, str | None]]:
 
 
 def _joined(weights: SavedWeights | Merged, tensor: TheirTensor, dtype: torch.dtype) -> Tensor:
-    return tensor.joined([weights.read(piece.name).to(dtype) for piece in tensor.pieces])
+    return tensor.joined([weights.read(piece.name, piece.expert).to(dtype) for piece in tensor.pieces])
 
 
 def _newest(path: Path) -> Path:
