@@ -28,6 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
+from fourfold.huggingface.architectures.config_json import config_of
+from fourfold.huggingface.expert_files import in_modules
+from fourfold.huggingface.weight_names import name_map
 from fourfold.models.initialize import initialize
 from fourfold.models.rope import apply_rope, rope_frequencies, rope_tables
 from fourfold.models.transformer import IGNORE_INDEX, Transformer
@@ -94,8 +97,14 @@ def hugging_face(
         model.load_state_dict(initial_weights(c, run.training.seed))
     model.to(dtype)
     model.train()
+    return plain_loop(run, model, device, torch.compile(model) if compiled else model, autocast)
+
+
+def plain_loop(
+    run: RunConfig, model: nn.Module, device: torch.device, forward: Any, autocast: torch.dtype | None = None
+) -> Step:
+    """The plainest training loop of a model of ``transformers``, which ``forward`` calls."""
     optimizer = adamw(run, model.parameters())
-    forward = torch.compile(model) if compiled else model
 
     def step(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -108,6 +117,27 @@ def hugging_face(
         return loss.detach()
 
     return step
+
+
+def hugging_face_experts(run: RunConfig, device: torch.device, implementation: str) -> Step:
+    """``transformers``' model of a mixture of experts from the run's weights, in the same loop.
+
+    implementation: of the experts, "eager" for a loop over them, "grouped_mm" for grouped products.
+    """
+    import transformers
+
+    config = config_of(run.model)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config, use_cache=False), experts_implementation=implementation
+    ).to(device)
+    ours = Transformer(run.model)
+    initialize(ours, run.model, run.training.seed)
+    weights = {name: parameter.detach() for name, parameter in ours.named_parameters()}
+    tensors = name_map(config["model_type"], run.model)
+    model.load_state_dict(
+        in_modules(model, {t.name: t.joined([p.of(weights[p.name]) for p in t.pieces]) for t in tensors})
+    )
+    return plain_loop(run, model.train(), device, model)
 
 
 def my_rows(batch_BS: Tensor, rank: int, ranks: int) -> Tensor:

@@ -171,6 +171,10 @@ class Piece:
     expert: int | None = None
     """The part of ours that it is, where ours stacks experts along the first dim."""
 
+    def of(self, parameter: Tensor) -> Tensor:
+        """The parameter, or one expert of it where it stacks them."""
+        return parameter if self.expert is None else parameter[self.expert]
+
     def runs(self, rows: slice) -> Iterator[tuple[slice, slice]]:
         """Rows of ours (all of them inside ``self.rows``) as consecutive ones: here, counted from the first, there."""
         size = self.rows // self.groups
