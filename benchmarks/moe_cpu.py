@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.options import add_tiny
-from benchmarks.peers import hugging_face_experts
+from benchmarks.peers import hugging_face
 from benchmarks.ranks import Times, fourfold, interleave, one_micro_batch_run, ratio, run_on_ranks
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def main() -> int:
 def time_one_process(model: dict[str, Any], batch: int, length: int, rounds: int) -> Times:
     run = one_micro_batch_run({}, batch, length, model)
     steps = {"fourfold": fourfold(run, CPU)}
-    steps |= {name: hugging_face_experts(run, CPU, implementation) for name, implementation in CONTENDERS.items()}
+    steps |= {name: hugging_face(run, CPU, experts=kind) for name, kind in CONTENDERS.items()}
     return interleave(steps, run, CPU, rounds, tolerance=1e-4)
 
 
