@@ -71,7 +71,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {}),
     "gpt2 untied": ("GPT2Config", {"tie_word_embeddings": False, "n_inner": 100, "layer_norm_epsilon": 1e-4}),
     "mixtral": ("MixtralConfig", {"num_key_value_heads": 2, "num_local_experts": 5, "sliding_window": None}),
-    "mixtral tied": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
+    "mixtral tied": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
     "qwen3_moe dense": ("Qwen3MoeConfig", EXPERTS | {"attention_bias": True, "mlp_only_layers": [0]}),
     "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 40}),
