@@ -13,6 +13,7 @@ from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
 from fourfold.models.lora import trained_shapes
 from fourfold.models.tensor_files import whole_or_part
+from fourfold.models.transformer import parameter_shapes
 
 
 class SavedWeights:
@@ -23,7 +24,8 @@ class SavedWeights:
         self.path = path
         self.state, self._layout = verify(path)
         self.model = ModelConfig(**self.state.model)
-        self.shapes = trained_shapes(self.model, self.state.lora)
+        lora = self.state.lora
+        self.shapes = parameter_shapes(self.model) if lora is None else trained_shapes(self.model, lora)
         self.dtypes = {name: dtype_of(self._layout, f"model.{name}") for name in self.shapes}
 
     def read(self, name: str, expert: int | None = None) -> Tensor:

@@ -42,11 +42,9 @@ from fourfold.huggingface.model_folder import (
 from fourfold.huggingface.tokenizer_file import write_tokenizer
 from fourfold.huggingface.weight_names import TheirTensor, name_map
 from fourfold.models.dtypes import DTYPES
+from fourfold.models.mixture import moves_alone
 from fourfold.models.tensor_files import Entry, write_tensor_files
 from fourfold.run_file.load import load_run
-
-ROUTER_BIAS = "e_score_correction_bias"
-"""A weight that keeps its type: steps move it by less than others resolve, and transformers reads it in float32."""
 
 _TYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 """Types by their names in config.json."""
@@ -85,7 +83,8 @@ def export_huggingface(
     if wanted is None and source is not None and not saved.state.weights_only:
         wanted = _TYPE_NAMES.get(str(config.get("dtype", config.get("torch_dtype"))))
     if wanted is not None:
-        types = {name: each if name.endswith(ROUTER_BIAS) else wanted for name, each in types.items()}
+        # transformers keeps a router's bias in float32 too.
+        types = {name: each if moves_alone(name) else wanted for name, each in types.items()}
     if source is None or wanted is not None or not saved.state.weights_only:
         key = "dtype" if "dtype" in config else "torch_dtype"
         config[key] = next(name for name, each in _TYPE_NAMES.items() if each == types["embed_tokens.weight"])
