@@ -172,6 +172,11 @@ GRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "x2 y2 gpt_neox": ("gpt_neox", {"x": 2, "y": 2}),
     "z2 pp2 gpt_neox": ("gpt_neox in turn", {"z": 2, "pp": 2}),
     "x2 y2 gemma": ("gemma", {"x": 2, "y": 2}),
+    "dp2 ep2 mixtral": ("mixtral tied", {"dp": 2, "ep": 2}),
+    "x2 y2 olmoe": ("olmoe", {"x": 2, "y": 2}),
+    "z2 x2 ep2 zero 3 qwen3_moe": ("qwen3_moe", {"z": 2, "x": 2, "ep": 2, "zero": 3}),
+    "y2 cp2 ep2 qwen2_moe": ("qwen2_moe", {"y": 2, "cp": 2, "ep": 2}),
+    "pp2 glm4_moe": ("glm4_moe", {"pp": 2}),
 }
 
 
@@ -190,7 +195,7 @@ def loss_body(rank: int, world_size: int, run: RunConfig) -> tuple[float, dict[s
     return loss, gather_full(job.shards, [shard.local for shard in job.shards])
 
 
-FAST = ("x2 z2 gpt2", "pp2 tied", "x2 y2 gpt_neox", "x2 y2 gemma")
+FAST = ("x2 z2 gpt2", "pp2 tied", "x2 y2 gpt_neox", "x2 y2 gemma", "dp2 ep2 mixtral")
 
 
 @pytest.mark.fast_cases(2)
