@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -107,8 +108,9 @@ def resharded(run: RunConfig) -> RunConfig:
     others = [other for other in others if other != sizes]
     candidates = [{**other, "zero": zero} for other in others for zero in (0, 3)]
     candidates += [{**sizes, "zero": zero} for zero in (0, 1, 2, 3) if zero != now.zero]
-    candidates = [{**each, "ep": ep} for each in candidates for ep in _other_eps(run, each)]
-    candidates += [{**sizes, "zero": now.zero, "ep": ep} for ep in _other_eps(run, sizes) if ep != now.ep]
+    candidates = [{**each, "ep": ep} for each in candidates for ep in _eps(run, each)]
+    candidates += [{**sizes, "zero": now.zero, "ep": ep} for ep in _eps(run, sizes) if ep != now.ep]
+    candidates.sort(key=lambda each: each["ep"] == now.ep)
     for candidate in candidates if now.world_size > 1 else []:
         other = run.model_copy(update={"parallel": ParallelConfig(**candidate)})
         with contextlib.suppress(UserError):
@@ -117,13 +119,12 @@ def resharded(run: RunConfig) -> RunConfig:
     return run
 
 
-def _other_eps(run: RunConfig, sizes: Mapping[str, int]) -> list[int]:
-    """Numbers of ranks that can share the experts of a grid: first others than now, the largest first."""
-    ranks = sizes["dp"] * sizes["cp"] * sizes["z"]
+def _eps(run: RunConfig, sizes: Mapping[str, int]) -> list[int]:
+    """Numbers of ranks that can share the experts of a grid, the largest first."""
+    ranks = math.prod(sizes.get(axis, 1) for axis in ("dp", "cp", "z"))
     if not run.model.num_experts:
         return [1]
-    found = [n for n in range(ranks, 0, -1) if ranks % n == 0 and run.model.num_experts % n == 0]
-    return sorted(found, key=lambda n: n == run.parallel.ep)
+    return [n for n in range(ranks, 0, -1) if ranks % n == 0 and run.model.num_experts % n == 0]
 
 
 def _resume_elsewhere(job: Job, other: RunConfig, step: int) -> Job:
