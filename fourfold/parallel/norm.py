@@ -12,14 +12,12 @@ from fourfold.parallel.communicate import all_reduce
 from fourfold.parallel.grid import Axis, Grid
 from fourfold.parallel.sharding import Tile, Tiled
 
-OF_RESIDUAL = Tile(y=0, partial_over=("x",))
-"""Weights of a norm of the residual stream: over y, their gradients sums over x's tokens."""
-
 
 class Norm(Tiled):
     """Normalizes [B, T, H/y] over all of H.
 
-    axis: joins the ranks that share the channels, by default y; tile: of the weights, as a bias of these channels has.
+    axis: joins the ranks that share the channels, by default y. tile: of the weights, by default that of the residual's,
+    whose gradients are sums over the tokens of x.
     """
 
     weight: nn.Parameter
@@ -31,9 +29,10 @@ class Norm(Tiled):
         grid: Grid,
         name: str,
         axis: Axis | None = None,
-        tile: Tile = OF_RESIDUAL,
+        tile: Tile | None = None,
     ) -> None:
         super().__init__()
+        tile = tile or Tile(y=0, partial_over=("x",))
         self.subtracts_mean = isinstance(norm, nn.LayerNorm)
         self.zero_centered = isinstance(norm, RMSNorm) and norm.zero_centered
         self.eps, self.size, self.axis, self.name = norm.eps, norm.weight.shape[0], axis or grid.y, name

@@ -272,6 +272,7 @@ NORMS = [
         "axis = grid.x",
         model=OLMO,
         grid=X2Y2,
+        against="plain",
     ),
     Mutant(
         "the weights of a norm over all heads are those of its tokens",
@@ -280,6 +281,7 @@ NORMS = [
         'return Norm(norm, grid, name, axis, NORMAL_BIAS["replicate"])',
         model=SIX_HEADS | {"qk_norm": True, "qk_norm_over": "all_heads"},
         grid=X2Y2,
+        against="plain",
     ),
     Mutant(
         "a norm forgets eps",
@@ -291,8 +293,8 @@ NORMS = [
     Mutant(
         "a norm's gradient is not summed over x",
         "parallel.norm",
-        'tile = Tile(y=0, partial_over=("x",))',
-        "tile = Tile(y=0)",
+        'tile = tile or Tile(y=0, partial_over=("x",))',
+        "tile = tile or Tile(y=0)",
         grid=X2,
     ),
     Mutant(

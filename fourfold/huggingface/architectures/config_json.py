@@ -85,6 +85,8 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise UserError(f"{where}: {family.keys[ours]} is missing")
     if "attention_bias" in family.keys and "attention_output_bias" not in family.fixed:  # it stands for all four
         keys["attention_output_bias"] = keys.get("attention_bias", False)
+    if "num_experts" in family.keys and not keys["num_experts"]:
+        raise UserError(f"{where}: {family.keys['num_experts']} = 0; this is a family of mixtures of experts")
     if family.lists_dense_layers:
         keys["first_k_dense_replace"] = _first_dense(given, where)
     if family.counts_shared_experts:
