@@ -16,7 +16,7 @@ from fourfold.parallel.sharding import Tile, Tiled
 class Norm(Tiled):
     """Normalizes [B, T, H/y] over all of H.
 
-    axis: joins the ranks that share the channels, by default y. tile: of the weights, by default that of the residual's,
+    axis: joins the ranks that share the channels, by default y. tile: of the weights, by default those of the residual,
     whose gradients are sums over the tokens of x.
     """
 
