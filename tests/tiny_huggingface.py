@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 
+from fourfold.huggingface.architectures.config_json import model_of, read_config
+from fourfold.huggingface.weights import Pretrained
+from fourfold.models.transformer import Transformer
+
 SIZES: dict[str, Any] = {
     "vocab_size": 201,
     "hidden_size": 64,
@@ -106,3 +110,12 @@ def make_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, **ch
                 buffer += 0.3 * torch.randn(buffer.shape, generator=generator)
     model.to(dtype).save_pretrained(folder, max_shard_size="60KB")
     return folder
+
+
+def ours_of(folder: Path) -> Transformer:
+    """Our decoder with the weights of a Hugging Face model."""
+    model = Transformer(model_of(read_config(folder), str(folder)))
+    pretrained = Pretrained(folder, model.config)
+    for name, parameter in model.named_parameters():
+        pretrained.read_into(parameter.data, name, tuple(slice(0, n) for n in parameter.shape))
+    return model

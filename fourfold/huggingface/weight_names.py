@@ -97,7 +97,8 @@ def _experts(block: str, **matrices: str) -> Table:
     """Rows of a router and its experts; ``matrices``: our names of an expert's matrices → theirs."""
     theirs, ours = f"model.layers.{{i}}.{block}.", "layers.{i}.mlp."
     router = ("gate.weight", "gate.e_score_correction_bias")
-    return {theirs + name: (ours + name,) for name in router} | {
+    routers: Table = {theirs + name: (ours + name,) for name in router}
+    return routers | {
         f"{theirs}experts.{{e}}.{their_name}.weight": (f"{ours}experts.{name}",)
         for name, their_name in matrices.items()
     }

@@ -28,7 +28,7 @@ def split_experts(module: Any, grid: Grid, name: str) -> None:
     """
     over_both = grid.axis("y_x")
     weights = dict(module.named_parameters(recurse=False))
-    count = getattr(module, "num_experts", None)
+    count: int = getattr(module, "num_experts", 0)
     if not hasattr(module, SKIPS_OTHERS) or {len(weight) for weight in weights.values()} != {count}:
         raise UserError(
             f"{name} ({type(module).__name__}) is no stack of experts that transformers can divide; with 'replicate' "

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pool import Pool
 from safetensors.torch import load_file, save_file
-from tiny_huggingface import MODELS, make_model
+from tiny_huggingface import MODELS, make_model, ours_of
 from tiny_runs import random_global_batch
 from torch import Tensor
 
@@ -23,8 +23,6 @@ from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import config_of, model_of, read_config
 from fourfold.huggingface.export_model import export_huggingface
 from fourfold.huggingface.import_model import import_huggingface, load_pretrained
-from fourfold.huggingface.weights import Pretrained
-from fourfold.models.transformer import Transformer
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.run_file.load import make_run
@@ -36,15 +34,6 @@ transformers = pytest.importorskip("transformers")
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
     return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
-
-
-def ours_of(folder: Path) -> Transformer:
-    """Our decoder with the weights of a Hugging Face model."""
-    model = Transformer(model_of(read_config(folder), str(folder)))
-    pretrained = Pretrained(folder, model.config)
-    for name, parameter in model.named_parameters():
-        pretrained.read_into(parameter.data, name, tuple(slice(0, n) for n in parameter.shape))
-    return model
 
 
 def tokens() -> Tensor:

@@ -8,24 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_huggingface import MODELS, make_model
+from tiny_huggingface import MODELS, make_model, ours_of
 from torch import Tensor
 
-from fourfold.huggingface.architectures.config_json import model_of, read_config
 from fourfold.huggingface.expert_files import in_modules
 from fourfold.huggingface.weight_names import name_map
-from fourfold.huggingface.weights import Pretrained
 from fourfold.models.transformer import Transformer
 
 transformers = pytest.importorskip("transformers")
-
-
-def ours_of(folder: Path) -> Transformer:
-    model = Transformer(model_of(read_config(folder), str(folder)))
-    pretrained = Pretrained(folder, model.config)
-    for name, parameter in model.named_parameters():
-        pretrained.read_into(parameter.data, name, tuple(slice(0, n) for n in parameter.shape))
-    return model
 
 
 def loss(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
