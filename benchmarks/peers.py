@@ -28,6 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
+from fourfold.huggingface.architectures.config_json import config_of
+from fourfold.huggingface.expert_files import in_modules
+from fourfold.huggingface.weight_names import name_map
 from fourfold.models.initialize import initialize
 from fourfold.models.rope import apply_rope, rope_frequencies, rope_tables
 from fourfold.models.transformer import IGNORE_INDEX, Transformer
@@ -43,17 +46,13 @@ def adamw(run: RunConfig, parameters: Any) -> torch.optim.AdamW:
     )
 
 
-def hf_name(name: str) -> str:
-    """A parameter of ``Transformer`` as Hugging Face's Llama calls it."""
-    name = name.replace(".qkv.", ".").replace(".mlp.up.", ".mlp.")
-    return name if name.startswith("lm_head") else f"model.{name}"
-
-
 def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
-    """The run's initial weights under Hugging Face's names."""
+    """The run's initial weights under the names that Hugging Face's files have."""
     model = Transformer(config)
     initialize(model, config, seed)
-    return {hf_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+    ours = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    tensors = name_map(config_of(config)["model_type"], config)
+    return {t.name: t.joined([piece.of(ours[piece.name]) for piece in t.pieces]) for t in tensors}
 
 
 def hugging_face(
@@ -63,35 +62,22 @@ def hugging_face(
     autocast: torch.dtype | None = None,
     compiled: bool = False,
     same_weights: bool = True,
+    experts: str | None = None,
 ) -> Step:
-    """``transformers``' LlamaForCausalLM with its default attention (SDPA), in the plainest training loop.
+    """``transformers``' model with its default attention (SDPA), in the plainest training loop.
 
     autocast: matrix products in that type, with the weights in ``dtype``; same_weights: start from the run's weights
-    (else from the library's own, which is quicker for a large model).
+    (else from the library's own, which is quicker for a large model); experts: the library's way to compute a mixture
+    of them, "eager" for a loop, "grouped_mm" for grouped products.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    c = run.model
+    config = AutoConfig.for_model(**config_of(run.model), use_cache=False)
     with torch.device(device):
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=c.vocab_size,
-                hidden_size=c.hidden_size,
-                intermediate_size=c.intermediate_size,
-                num_hidden_layers=c.num_hidden_layers,
-                num_attention_heads=c.num_attention_heads,
-                num_key_value_heads=c.num_key_value_heads,
-                head_dim=c.head_dim,
-                max_position_embeddings=c.max_position_embeddings,
-                rms_norm_eps=c.norm_eps,
-                rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-                tie_word_embeddings=False,
-                use_cache=False,
-            )
-        )
+        model = AutoModelForCausalLM.from_config(config, experts_implementation=experts)
     assert model.config._attn_implementation == "sdpa"
     if same_weights:
-        model.load_state_dict(initial_weights(c, run.training.seed))
+        model.load_state_dict(in_modules(model, initial_weights(run.model, run.training.seed)))
     model.to(dtype)
     model.train()
     optimizer = adamw(run, model.parameters())

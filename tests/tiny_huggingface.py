@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 
+from fourfold.huggingface.architectures.config_json import model_of, read_config
+from fourfold.huggingface.weights import Pretrained
+from fourfold.models.transformer import Transformer
+
 SIZES: dict[str, Any] = {
     "vocab_size": 201,
     "hidden_size": 64,
@@ -27,6 +31,18 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+EXPERTS: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+GLM: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
 }
 NEOX_LINEAR = {"rope_theta": 2e4, "rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
 YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -58,6 +74,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox tied": ("GPTNeoXConfig", {"attention_bias": False, "tie_word_embeddings": True}),
     "gpt2": ("GPT2Config", {}),
     "gpt2 untied": ("GPT2Config", {"tie_word_embeddings": False, "n_inner": 100, "layer_norm_epsilon": 1e-4}),
+    "mixtral": ("MixtralConfig", {"num_key_value_heads": 2, "num_local_experts": 5, "sliding_window": None}),
+    "mixtral tied": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe dense": ("Qwen3MoeConfig", EXPERTS | {"attention_bias": True, "mlp_only_layers": [0]}),
+    "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 40}),
+    "qwen2_moe no biases": (
+        "Qwen2MoeConfig",
+        EXPERTS | {"shared_expert_intermediate_size": 40, "qkv_bias": False, "norm_topk_prob": True},
+    ),
+    "olmoe": ("OlmoeConfig", {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3}),
+    "glm4_moe": ("Glm4MoeConfig", GLM | {"head_dim": 16, "routed_scaling_factor": 2.5, "num_mtp_layers": 0}),
+    "glm4_moe norms": (
+        "Glm4MoeConfig",
+        GLM | {"attention_bias": True, "use_qk_norm": True, "n_shared_experts": 2, "num_mtp_layers": 0},
+    ),
 }
 
 
@@ -74,5 +105,17 @@ def make_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, **ch
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer += 0.3 * torch.randn(buffer.shape, generator=generator)
     model.to(dtype).save_pretrained(folder, max_shard_size="60KB")
     return folder
+
+
+def ours_of(folder: Path) -> Transformer:
+    """Our decoder with the weights of a Hugging Face model."""
+    model = Transformer(model_of(read_config(folder), str(folder)))
+    pretrained = Pretrained(folder, model.config)
+    for name, parameter in model.named_parameters():
+        pretrained.read_into(parameter.data, name, tuple(slice(0, n) for n in parameter.shape))
+    return model

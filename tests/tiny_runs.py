@@ -27,6 +27,9 @@ QWEN = {
 }
 """QK-norm, attention biases, tied, GQA 8/2."""
 
+OLMO = QWEN | {"attention_bias": False, "qk_norm_over": "all_heads"}
+"""QK-norm over all heads."""
+
 NEOX = {
     "preset": "gpt-tiny",
     "vocab_size": 301,

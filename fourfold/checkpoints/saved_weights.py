@@ -12,6 +12,8 @@ from fourfold.checkpoints.verify import verify
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
 from fourfold.models.lora import trained_shapes
+from fourfold.models.tensor_files import whole_or_part
+from fourfold.models.transformer import parameter_shapes
 
 
 class SavedWeights:
@@ -22,14 +24,16 @@ class SavedWeights:
         self.path = path
         self.state, self._layout = verify(path)
         self.model = ModelConfig(**self.state.model)
-        self.shapes = trained_shapes(self.model, self.state.lora)
+        lora = self.state.lora
+        self.shapes = parameter_shapes(self.model) if lora is None else trained_shapes(self.model, lora)
         self.dtypes = {name: dtype_of(self._layout, f"model.{name}") for name in self.shapes}
 
-    def read(self, name: str) -> Tensor:
-        """Read one whole parameter, in the dtype in which it is stored."""
-        whole = torch.empty(self.shapes[name], dtype=self.dtypes[name])
-        self.fill({name: whole})
-        return whole
+    def read(self, name: str, expert: int | None = None) -> Tensor:
+        """Read one whole parameter, or one expert of it where it stacks them, in the dtype in which it is stored."""
+        slices = whole_or_part(self.shapes[name], expert)
+        whole = torch.empty([s.stop - s.start for s in slices], dtype=self.dtypes[name])
+        read_boxes(self.path, self._layout, {f"model.{name}": (whole, slices)})
+        return whole if expert is None else whole[0]
 
     def fill(self, weights: dict[str, Tensor]) -> None:
         """Fill whole parameters, by name. Raises ``UserError`` for one that is not there in this shape."""

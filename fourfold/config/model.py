@@ -105,7 +105,10 @@ class ModelConfig(Strict):
     attention_bias: bool = Field(False, description="Biases of the query, key and value projections.")
     attention_output_bias: bool = Field(False, description="Bias of the attention's output projection.")
     mlp_bias: bool = Field(False, description="Biases of the MLP's projections.")
-    qk_norm: bool = Field(False, description="RMSNorm over each head of queries and keys (Qwen3).")
+    qk_norm: bool = Field(False, description="RMSNorms of queries and keys (Qwen3).")
+    qk_norm_over: Literal["head", "all_heads"] = Field(
+        "head", description="What a norm of qk_norm normalizes: each head, or all heads of a token as one (OLMoE)."
+    )
     tie_word_embeddings: bool = Field(False, description="The LM head uses the embedding's weights.")
     scale_embeddings: bool = Field(False, description="Token embeddings are multiplied by √hidden_size (Gemma).")
     initializer_range: float = Field(0.02, gt=0, description="Standard deviation of initial weights.")
@@ -186,6 +189,7 @@ class ModelConfig(Strict):
             ("partial_rotary_factor", 1.0, "position_embedding", "learned"),
             ("zero_centered_norm", False, "norm", "layernorm"),
             ("gelu_approximation", "tanh", "mlp", "swiglu"),
+            ("qk_norm_over", "head", "qk_norm", False),
             *((key, unset, "num_experts", 0) for key, unset in OF_EXPERTS.items()),
         ):
             if getattr(self, key) != unset and getattr(self, other) == value:
@@ -272,7 +276,8 @@ class ModelConfig(Strict):
         norm = hidden * (2 if self.norm == "layernorm" else 1)
         attention = hidden * (queries + 2 * keys) + queries * hidden
         attention += (queries + 2 * keys) * self.attention_bias + hidden * self.attention_output_bias
-        return attention + 2 * self.head_dim * self.qk_norm + 2 * norm
+        normed = queries + keys if self.qk_norm_over == "all_heads" else 2 * self.head_dim
+        return attention + normed * self.qk_norm + 2 * norm
 
     @property
     def _mlp(self) -> int:

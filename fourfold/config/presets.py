@@ -53,12 +53,29 @@ def _llama(layers: int, hidden: int, heads: int, kv_heads: int, inner: int, **mo
     }
 
 
+def _experts(experts: int, chosen: int, inner: int, **more: Any) -> dict[str, Any]:
+    return {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": inner, **more}
+
+
+_MIXTRAL: dict[str, Any] = {"vocab_size": 32000, "rope_theta": 1e6}
+
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "qk_norm": True,
+    "norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40960,
+}
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     # Small enough for tests and laptops.
     "gpt-tiny": _gpt(2, 64, 4, 256),
     "gpt-demo": _gpt(4, 256, 8, 1024),
     "llama-tiny": _llama(2, 64, 8, 4, 176, vocab_size=257),
     "llama-12m": _llama(8, 320, 8, 4, 864, vocab_size=4096),
+    "moe-tiny": _llama(2, 64, 8, 4, 176, vocab_size=257, qk_norm=True, **_experts(8, 2, 48)),
     # GPT-2 (Radford et al. 2019, table 2).
     "gpt2": _gpt(12, 768, 12, 1024),
     "gpt2-medium": _gpt(24, 1024, 16, 1024),
@@ -82,6 +99,25 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3-8b": _llama(32, 4096, 32, 8, 14336, **_LLAMA3),
     "llama3-70b": _llama(80, 8192, 64, 8, 28672, **_LLAMA3),
     "llama3-405b": _llama(126, 16384, 128, 8, 53248, **_LLAMA3),
+    # Mixtral (Jiang et al. 2024, arXiv 2401.04088, table 1; the larger one: its config.json).
+    "mixtral-8x7b": _llama(32, 4096, 32, 8, 14336, **_MIXTRAL, **_experts(8, 2, 14336), max_position_embeddings=32768),
+    "mixtral-8x22b": _llama(56, 6144, 48, 8, 16384, **_MIXTRAL, **_experts(8, 2, 16384), max_position_embeddings=65536),
+    # Qwen3 (Yang et al. 2025, arXiv 2505.09388, table 2, and their config.json).
+    "qwen3-30b-a3b": _llama(48, 2048, 32, 4, 6144, **_QWEN3, **_experts(128, 8, 768)),
+    "qwen3-235b-a22b": _llama(94, 4096, 64, 4, 12288, **_QWEN3, **_experts(128, 8, 1536)),
+    # OLMoE (Muennighoff et al. 2024, arXiv 2409.02060, and its config.json).
+    "olmoe-1b-7b": _llama(
+        16,
+        2048,
+        16,
+        16,
+        1024,
+        **_experts(64, 8, 1024, norm_topk_prob=False),
+        vocab_size=50304,
+        max_position_embeddings=4096,
+        qk_norm=True,
+        qk_norm_over="all_heads",
+    ),
 }
 
 

@@ -90,9 +90,9 @@ class Merged:
         self.shapes = pretrained.shapes
         self.dtypes: Mapping[str, torch.dtype] = {name: pretrained.dtype(name) for name in pretrained.shapes}
 
-    def read(self, name: str) -> Tensor:
-        """One whole parameter."""
-        whole = self.pretrained.read(name)
+    def read(self, name: str, expert: int | None = None) -> Tensor:
+        """One whole parameter, or one expert of it where it stacks them."""
+        whole = self.pretrained.read(name, expert)
         module = name.removesuffix(".weight")
         if f"{module}.lora_A" not in self.saved.shapes:
             return whole

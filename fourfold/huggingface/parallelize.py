@@ -65,6 +65,12 @@ def parallelize(
         raise UserError(
             f"precision = {precision!r}: a step computes in {' or '.join(PRECISIONS)}; fp16 has no loss scaling"
         )
+    stored_buffers = sorted(buffers.keys() & model.state_dict().keys())
+    if stored_buffers:
+        raise UserError(
+            f"{stored_buffers[0]} is a buffer that files keep among the weights, and parallelize neither reads nor "
+            "writes it there; such models are not supported"
+        )
     working = stored if precision is None else DTYPES[precision]
     if weights is None and any(parameter.is_meta for parameter in sources.values()):
         raise UserError(
@@ -121,6 +127,7 @@ class Parallelized(nn.Module):
                 raise UserError(
                     f"the model's own loss ({kind}) is not one of next tokens; compute the loss from its logits"
                 )
+            self._check_no_auxiliary_loss(kwargs.get("output_router_logits"))
             if kwargs.get("num_items_in_batch") is None:
                 kwargs["num_items_in_batch"] = self.count(labels).clamp(min=1)
         outputs = self.module(*args, **kwargs)
@@ -129,6 +136,15 @@ class Parallelized(nn.Module):
         if torch.is_grad_enabled():
             tree_map_only(Tensor, self._guard, outputs)
         return outputs
+
+    def _check_no_auxiliary_loss(self, wanted: bool | None) -> None:
+        """Refuse a router's loss, which transformers would compute from each process's own sequences."""
+        by_default = getattr(getattr(self.module, "config", None), "output_router_logits", False)
+        if self.grid.batch.size > 1 and (by_default if wanted is None else wanted):
+            raise UserError(
+                f"output_router_logits = True adds a loss that is not a sum over sequences, and z·dp = "
+                f"{self.grid.batch.size} processes would each compute one of their own; set it to False"
+            )
 
     def rows(self, batch: Tensor) -> Tensor:
         """This process's share of a batch that every process has; dp and z share out its first dim."""

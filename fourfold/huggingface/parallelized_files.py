@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fourfold.checkpoints.rank_files import entries_of, gather_written, read_par
 from fourfold.checkpoints.verify import verified
 from fourfold.data.files import new_folder, swap_in, writing
 from fourfold.errors import UserError
+from fourfold.huggingface.expert_files import matrices_of, name_in_files
 from fourfold.models.tensor_files import Entry, TensorFiles, write_tensor_files
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import LocalShard, gather_full
@@ -37,32 +39,72 @@ Numbers = dict[str, dict[str, Any]]
 
 def read_weights(model: nn.Module, shards: Sequence[LocalShard], folder: Path) -> None:
     """Fill the shards from a folder of safetensors; names may lack the prefix of the model's base."""
-    files = TensorFiles(folder)
+    files, kind = TensorFiles(folder), _kind(model)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     for shard in shards:
-        name = files.find((shard.name, shard.name.removeprefix(prefix)), shard.global_shape)
+        matrices = matrices_of(kind, shard.name)
+        if matrices and shard.name not in files.shapes:
+            _read_experts(files, shard, matrices)
+            continue
+        named = name_in_files(kind, shard.name)
+        name = files.find((shard.name, named, named.removeprefix(prefix)), shard.global_shape)
         if shard.local.numel():
             files.read_into(shard.local, name, shard.slices)
+
+
+def _read_experts(files: TensorFiles, shard: LocalShard, matrices: Sequence[str]) -> None:
+    """Fill a shard of stacked experts from files that have their matrices; only the first dim of a stack is cut."""
+    _, rows, columns = shard.global_shape
+    shape = (rows // len(matrices), columns)
+    experts = range(*shard.slices[0].indices(shard.global_shape[0]))
+    for expert, stacked in zip(experts, shard.local, strict=True):
+        for name, matrix in zip(matrices, stacked.split(shape[0]), strict=True):
+            found = files.find([name.format(e=expert)], shape)
+            files.read_into(matrix, found, (slice(0, shape[0]), slice(0, columns)))
 
 
 def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], folder: Path) -> None:
     """Write a folder for ``from_pretrained``, one tensor at a time through the first process."""
     waiting = list(shards)
+    last: list[tuple[str, Tensor]] = []
+
+    def gather(shard: LocalShard) -> Tensor:
+        """The whole tensor, gathered once for all entries that are parts of it."""
+        if not last or last[0][0] != shard.name:
+            last.clear()
+            last.append((shard.name, _gathered(waiting.pop(0))))
+        return last[0][1]
 
     def write() -> None:
-        with new_folder(folder) as partial:
-            _write_configs(model, shards[0].local.dtype, partial)
-            entries = [
-                Entry(shard.name, shard.local.dtype, shard.global_shape, lambda: _gathered(waiting.pop(0)))
-                for shard in shards
-            ]
-            write_tensor_files(partial, entries)
+        with new_folder(folder) as unfinished:
+            _write_configs(model, shards[0].local.dtype, unfinished)
+            write_tensor_files(
+                unfinished, [entry for shard in shards for entry in _entries(shard, _kind(model), gather)]
+            )
 
     def gather_on() -> None:
         while waiting:  # others wait in these collectives, also where the first process could not write
             _gather(waiting.pop(0))
 
     _first_process(write, folder, gather_on)
+
+
+def _entries(shard: LocalShard, kind: str, gather: Callable[[LocalShard], Tensor]) -> list[Entry]:
+    """The tensors of files that a parameter becomes: itself, or the matrices of experts that it stacks."""
+    dtype, matrices = shard.local.dtype, matrices_of(kind, shard.name)
+    if not matrices:
+        return [Entry(name_in_files(kind, shard.name), dtype, shard.global_shape, lambda: gather(shard))]
+    experts, rows, columns = shard.global_shape
+    height = rows // len(matrices)
+
+    def matrix(expert: int, number: int) -> Tensor:
+        return gather(shard)[expert, number * height : (number + 1) * height]
+
+    return [
+        Entry(name.format(e=expert), dtype, (height, columns), partial(matrix, expert, number))
+        for expert in range(experts)
+        for number, name in enumerate(matrices)
+    ]
 
 
 def write_checkpoint(
@@ -112,6 +154,11 @@ def read_checkpoint(
     parts, _ = _parts(shards, optimizer)
     with verified(folder, {name: part.shard.global_shape for name, part in parts.items()}) as layout:
         read_parts(folder, layout, parts)
+
+
+def _kind(model: Any) -> str:
+    """The model_type of a model of transformers, empty for others."""
+    return str(getattr(getattr(model, "config", None), "model_type", ""))
 
 
 def _write_configs(model: Any, dtype: torch.dtype, folder: Path) -> None:

@@ -1,7 +1,8 @@
 """The place of every parameter of the decoder in a Hugging Face model's files: one table per family.
 
 A row maps a tensor of theirs to the parameters of ours that it joins along the output dim, in this order, as wholes or
-head by head; ``i`` is the number of the layer. A parameter that a model does not have (a bias) has no row in its map.
+head by head; ``i`` is the number of the layer, ``e`` of one of the experts that a parameter of ours stacks. A parameter
+that a model does not have (a bias) has no row in its map.
 """
 
 from __future__ import annotations
@@ -92,6 +93,29 @@ _GPT_NEOX: Table = {
 )
 
 
+def _experts(block: str, **matrices: str) -> Table:
+    """Rows of a router and its experts; ``matrices``: our names of an expert's matrices → theirs."""
+    theirs, ours = f"model.layers.{{i}}.{block}.", "layers.{i}.mlp."
+    router = ("gate.weight", "gate.e_score_correction_bias")
+    routers: Table = {theirs + name: (ours + name,) for name in router}
+    return routers | {
+        f"{theirs}experts.{{e}}.{their_name}.weight": (f"{ours}experts.{name}",)
+        for name, their_name in matrices.items()
+    }
+
+
+def _shared_expert(name: str) -> Table:
+    """Rows of the expert that reads every token, by their name of it."""
+    parts = {"gate_proj": "up.gate_proj", "up_proj": "up.up_proj", "down_proj": "down_proj"}
+    modules = {f"{name}.{theirs}": f"layers.{{i}}.mlp.shared_expert.{ours}" for theirs, ours in parts.items()}
+    return _weight_and_bias("model.layers.{i}.mlp.", modules)
+
+
+_MIXTRAL = _LLAMA | _experts("block_sparse_moe", gate_proj="w1", up_proj="w3", down_proj="w2")
+_QWEN_MOE = _LLAMA | _experts("mlp", gate_proj="gate_proj", up_proj="up_proj", down_proj="down_proj")
+_SHARED_GATE: Table = {"model.layers.{i}.mlp.shared_expert_gate.weight": ("layers.{i}.mlp.shared_expert_gate.weight",)}
+
+
 @dataclass(frozen=True)
 class Format:
     """The files of a family."""
@@ -103,12 +127,19 @@ class Format:
     """Tensors that hold [in, out] where ours hold [out, in]."""
     by_head: tuple[str, ...] = ()
     """Tensors that join the rows of our parameters head by head."""
+    layers_beyond: str | None = None
+    """Their key for the number of layers after the last, which predict further tokens and are left out."""
 
 
 FORMATS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), Format(_LLAMA)) | {
     "phi3": Format(_PHI3),
     "gpt_neox": Format(_GPT_NEOX, prefix="gpt_neox.", by_head=(".query_key_value.",)),
     "gpt2": Format(_GPT2, prefix="transformer.", transposed=(".c_attn.", ".c_proj.", ".c_fc.")),
+    "mixtral": Format(_MIXTRAL),
+    "qwen3_moe": Format(_QWEN_MOE),
+    "qwen2_moe": Format(_QWEN_MOE | _shared_expert("shared_expert") | _SHARED_GATE),
+    "olmoe": Format(_QWEN_MOE),
+    "glm4_moe": Format(_QWEN_MOE | _shared_expert("shared_experts"), layers_beyond="num_nextn_predict_layers"),
 }
 
 BUFFERS = (
@@ -138,6 +169,12 @@ class Piece:
     rows: int
     groups: int
     stride: int
+    expert: int | None = None
+    """The part of ours that it is, where ours stacks experts along the first dim."""
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The parameter, or one expert of it where it stacks them."""
+        return parameter if self.expert is None else parameter[self.expert]
 
     def runs(self, rows: slice) -> Iterator[tuple[slice, slice]]:
         """Rows of ours (all of them inside ``self.rows``) as consecutive ones: here, counted from the first, there."""
@@ -172,24 +209,44 @@ def head_of(kind: str) -> str:
 def name_map(kind: str, model: ModelConfig) -> list[TheirTensor]:
     """The tensors of a Hugging Face model of the family ``kind``, layer by layer."""
     shapes = parameter_shapes(model)
-    rows = [row for row in FORMATS[kind].table.items() if "{i}" not in row[0]]
-    layered = [row for row in FORMATS[kind].table.items() if "{i}" in row[0]]
-    for i in range(model.num_hidden_layers):
-        rows += [(theirs.format(i=i), tuple(name.format(i=i) for name in ours)) for theirs, ours in layered]
-    found = [_their_tensor(FORMATS[kind], theirs, ours, shapes, model) for theirs, ours in rows if ours[0] in shapes]
-    placed = [piece.name for tensor in found for piece in tensor.pieces]
-    assert sorted(placed) == sorted(shapes), f"no place in {kind}: {set(shapes) ^ set(placed)}"
+    found: list[TheirTensor] = []
+    for theirs, ours, expert in _rows(FORMATS[kind].table, model):
+        if ours[0] in shapes:
+            found.append(_their_tensor(FORMATS[kind], theirs, ours, expert, shapes, model))
+    placed = [(piece.name, piece.expert) for tensor in found for piece in tensor.pieces]
+    assert len(placed) == len(set(placed)), f"two places in {kind} for one parameter"
+    missing = set(shapes) ^ {name for name, _ in placed}
+    assert not missing, f"no place in {kind}: {missing}"
     return found
 
 
+def _rows(table: Table, model: ModelConfig) -> Iterator[tuple[str, tuple[str, ...], int | None]]:
+    """The rows of a table for every layer and expert: their name, ours, and the number of the expert if it is one's."""
+    yield from ((theirs, ours, None) for theirs, ours in table.items() if "{i}" not in theirs)
+    layered = [row for row in table.items() if "{i}" in row[0]]
+    for i in range(model.num_hidden_layers):
+        for theirs, ours in layered:
+            names = tuple(name.format(i=i) for name in ours)
+            if "{e}" in theirs:
+                yield from ((theirs.format(i=i, e=e), names, e) for e in range(model.num_experts))
+            else:
+                yield theirs.format(i=i), names, None
+
+
 def _their_tensor(
-    files: Format, theirs: str, ours: tuple[str, ...], shapes: dict[str, tuple[int, ...]], model: ModelConfig
+    files: Format,
+    theirs: str,
+    ours: tuple[str, ...],
+    expert: int | None,
+    shapes: dict[str, tuple[int, ...]],
+    model: ModelConfig,
 ) -> TheirTensor:
     groups = model.num_attention_heads if any(part in theirs for part in files.by_head) else 1
-    rows = [model.vocab_size if name in VOCABULARY else shapes[name][0] for name in ours]
+    dims = [shapes[name] if expert is None else shapes[name][1:] for name in ours]
+    rows = [model.vocab_size if name in VOCABULARY else shape[0] for name, shape in zip(ours, dims, strict=True)]
     stride = sum(rows) // groups
     firsts = [sum(rows[:i]) // groups for i in range(len(rows))]
-    pieces = [Piece(name, first, n, groups, stride) for name, first, n in zip(ours, firsts, rows, strict=True)]
-    shape = (sum(rows), *shapes[ours[0]][1:])
+    pieces = [Piece(name, first, n, groups, stride, expert) for name, first, n in zip(ours, firsts, rows, strict=True)]
+    shape = (sum(rows), *dims[0][1:])
     transposed = len(shape) == 2 and any(part in theirs for part in files.transposed)
     return TheirTensor(theirs, shape[::-1] if transposed else shape, transposed, tuple(pieces))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +12,8 @@ from torch import Tensor
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import family_of, read_config
-from fourfold.huggingface.weight_names import BUFFERS, FORMATS, HEAD, head_of, name_map
-from fourfold.models.tensor_files import TensorFiles
+from fourfold.huggingface.weight_names import BUFFERS, FORMATS, HEAD, Format, Piece, TheirTensor, head_of, name_map
+from fourfold.models.tensor_files import TensorFiles, whole_or_part
 from fourfold.models.transformer import parameter_shapes
 
 
@@ -28,25 +30,42 @@ class Pretrained:
         self.files = TensorFiles(folder)
         self.shapes = parameter_shapes(model)
         self.tensors = name_map(self.kind, model)
-        self._places = {piece.name: (tensor, piece) for tensor in self.tensors for piece in tensor.pieces}
+        self._places: dict[str, list[tuple[TheirTensor, Piece]]] = {}
+        """Where each parameter of ours is; of stacked experts one place each, in their order."""
+        for tensor in self.tensors:
+            for piece in tensor.pieces:
+                self._places.setdefault(piece.name, []).append((tensor, piece))
         self._names = {t.name: self.files.find(self._names_in_files(t.name), t.shape) for t in self.tensors}
         """The name in the files of every tensor of theirs."""
-        self._check_nothing_left(model)
+        self._check_nothing_left(model, config)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type in which a parameter of ours is stored."""
-        return self.files.dtype(self._names[self._places[name][0].name])
+        """The type in which a parameter of ours is stored. Raises ``UserError`` for experts of several types."""
+        types = {self.files.dtype(self._names[tensor.name]) for tensor, _ in self._places[name]}
+        if len(types) > 1:
+            raise UserError(
+                f"{self.files.folder}: the experts of {name} are stored in several types; convert them to one"
+            )
+        return types.pop()
 
-    def read(self, name: str) -> Tensor:
-        """One whole parameter of ours."""
-        whole = torch.empty(self.shapes[name], dtype=self.dtype(name))
-        self.read_into(whole, name, tuple(slice(0, n) for n in whole.shape))
-        return whole
+    def read(self, name: str, expert: int | None = None) -> Tensor:
+        """One whole parameter of ours, or one expert of it where it stacks them."""
+        slices = whole_or_part(self.shapes[name], expert)
+        whole = torch.empty([s.stop - s.start for s in slices], dtype=self.dtype(name))
+        self.read_into(whole, name, slices)
+        return whole if expert is None else whole[0]
 
     @torch.no_grad()
     def read_into(self, out: Tensor, name: str, slices: tuple[slice, ...]) -> None:
         """Copy the part ``slices`` of a parameter of ours into ``out``; rows of the vocabulary's padding are zero."""
-        tensor, piece = self._places[name]
+        places = self._places[name]
+        if places[0][1].expert is None:
+            self._read_piece(out, *places[0], slices)
+            return
+        for one, (tensor, piece) in zip(out, places[slices[0]], strict=True):
+            self._read_piece(one, tensor, piece, slices[1:])
+
+    def _read_piece(self, out: Tensor, tensor: TheirTensor, piece: Piece, slices: tuple[slice, ...]) -> None:
         rows = slice(min(slices[0].start, piece.rows), min(slices[0].stop, piece.rows))
         count = rows.stop - rows.start
         out[count:].zero_()
@@ -63,8 +82,9 @@ class Pretrained:
         modules = [HEAD] if name == head_of(self.kind) else []  # transformers 5 calls every head so
         return [name, name.removeprefix(FORMATS[self.kind].prefix), *modules]
 
-    def _check_nothing_left(self, model: ModelConfig) -> None:
-        left = set(self.files.shapes) - set(self._names.values())
+    def _check_nothing_left(self, model: ModelConfig, config: Mapping[str, Any]) -> None:
+        beyond = _layers_beyond(FORMATS[self.kind], model, config)
+        left = {name for name in set(self.files.shapes) - set(self._names.values()) if not name.startswith(beyond)}
         for name in sorted(left):
             if name in (HEAD, head_of(self.kind)) and model.tie_word_embeddings:
                 self._check_tied(name)
@@ -79,7 +99,7 @@ class Pretrained:
 
         The first rows are compared.
         """
-        embedding = self._names[self._places["embed_tokens.weight"][0].name]
+        embedding = self._names[self._places["embed_tokens.weight"][0][0].name]
         rows, hidden = self.files.shapes[embedding]
         sample = (slice(0, min(rows, 64)), slice(0, hidden))
         parts = [torch.empty(sample[0].stop, hidden) for _ in range(2)]
@@ -92,3 +112,10 @@ class Pretrained:
             f"{self.files.file_of[head]}: {head} differs from {embedding}, and config.json has tie_word_embeddings = "
             "true; set it to false there"
         )
+
+
+def _layers_beyond(files: Format, model: ModelConfig, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The beginnings of the names of layers that are left out."""
+    count = config.get(files.layers_beyond) if files.layers_beyond is not None else 0
+    last = model.num_hidden_layers
+    return tuple(f"model.layers.{n}." for n in range(last, last + count)) if isinstance(count, int) else ()

@@ -190,6 +190,12 @@ def _contents(header: bytes, entries: Sequence[Entry]) -> Iterator[bytes | memor
             yield content[begin : begin + PIECE_BYTES]
 
 
+def whole_or_part(shape: Sequence[int], part: int | None) -> tuple[slice, ...]:
+    """The slices of a whole tensor, or of one part along its first dim."""
+    slices = tuple(slice(0, n) for n in shape)
+    return slices if part is None else (slice(part, part + 1), *slices[1:])
+
+
 @contextmanager
 def opened_tensors(file: Path) -> Iterator[Any]:
     """Open a safetensors file; raises ``UserError`` where it cannot be read, also while it is open."""

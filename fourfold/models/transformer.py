@@ -7,7 +7,6 @@ Shapes: B sequences, S tokens, H hidden, N heads, K key-value heads, D head_dim,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 import torch
@@ -130,13 +129,28 @@ class AttentionCore(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        qk_norm = partial(RMSNorm, config.head_dim, config.norm_eps, config.zero_centered_norm)
-        self.q_norm = qk_norm() if config.qk_norm else None
-        self.k_norm = qk_norm() if config.qk_norm else None
+        self.norms_each_head = config.qk_norm_over == "head"
+        sizes = [heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)]
+        if self.norms_each_head:
+            sizes = [config.head_dim, config.head_dim]
+        norms = [
+            RMSNorm(size, config.norm_eps, config.zero_centered_norm) if config.qk_norm else None for size in sizes
+        ]
+        self.q_norm, self.k_norm = norms
 
-    def forward(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, q_BSf: Tensor, k_BSf: Tensor, v_BSf: Tensor, context: AttentionContext) -> Tensor:
+        return self.attend_heads(*self.norm_all_heads(q_BSf, k_BSf), v_BSf, context)
+
+    def norm_all_heads(self, q_BSf: Tensor, k_BSf: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, normalized over all heads where the model does that."""
+        if self.norms_each_head or self.q_norm is None or self.k_norm is None:
+            return q_BSf, k_BSf
+        return self.q_norm(q_BSf), self.k_norm(k_BSf)
+
+    def attend_heads(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
+        """Queries, keys and values, whose heads are joined in one dim → the heads' outputs, joined too."""
         q_BSND, k_BSKD, v_BSKD = (t.unflatten(-1, (-1, self.head_dim)) for t in (q_BSND, k_BSKD, v_BSKD))
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.norms_each_head and self.q_norm is not None and self.k_norm is not None:
             q_BSND, k_BSKD = self.q_norm(q_BSND), self.k_norm(k_BSKD)
         if context.cos_BS1d is not None and context.sin_BS1d is not None:
             queries = slice(context.first_query, context.first_query + q_BSND.shape[1])

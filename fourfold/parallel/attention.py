@@ -13,8 +13,8 @@ from fourfold.parallel.communicate import gather
 from fourfold.parallel.context import DocumentContext, context_of_sequences, gather_sequence, scatter_sequence
 from fourfold.parallel.document_attention import attend_documents
 from fourfold.parallel.grid import Grid
-from fourfold.parallel.linear import OverY
-from fourfold.parallel.norm import HeadNorm
+from fourfold.parallel.linear import NORMAL_BIAS, OverY
+from fourfold.parallel.norm import HeadNorm, Norm
 from fourfold.parallel.ring import ring_attention
 
 OVER_Y: dict[AttentionSplit, OverY] = {"heads": "features", "batch": "batch", "sequence": "sequence"}
@@ -40,8 +40,9 @@ class SharedAttentionCore(AttentionCore):
     ) -> None:
         nn.Module.__init__(self)
         self.head_dim = core.head_dim
-        self.q_norm = HeadNorm(core.q_norm, grid) if isinstance(core.q_norm, RMSNorm) else None
-        self.k_norm = HeadNorm(core.k_norm, grid) if isinstance(core.k_norm, RMSNorm) else None
+        self.norms_each_head = core.norms_each_head
+        self.q_norm = self._norm(core.q_norm, grid, split, "q_norm")
+        self.k_norm = self._norm(core.k_norm, grid, split, "k_norm")
         self.split, self.x, self.y = split, grid.x, grid.y
         self.method, self.cp = method, grid.cp
         self.token_ranks = grid.x.size
@@ -61,7 +62,16 @@ class SharedAttentionCore(AttentionCore):
             offset = grid.x.rank * (kv_heads // grid.x.size)
             self.kv_needed = [kv - offset for kv in self.kv_needed]
 
+    def _norm(self, norm: nn.Module | None, grid: Grid, split: AttentionSplit, name: str) -> HeadNorm | Norm | None:
+        if not isinstance(norm, RMSNorm):
+            return None
+        if self.norms_each_head:
+            return HeadNorm(norm, grid)
+        axis = grid.axis("y_x") if split == "heads" else grid.x
+        return Norm(norm, grid, name, axis, NORMAL_BIAS[OVER_Y[split]])
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
+        q, k = self.norm_all_heads(q, k)
         if self.split == "sequence":
             context = replace(context, first_query=self.y.rank * q.shape[1])
             k, v = (gather(t, self.y, 1, "attention: keys and values") for t in (k, v))
@@ -77,7 +87,7 @@ class SharedAttentionCore(AttentionCore):
 
     def attend_here(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
         """The attention of this rank's heads, after the collectives (but those of cp): what is compiled."""
-        return super().forward(q, k, v, context)
+        return self.attend_heads(q, k, v, context)
 
     def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
         if not isinstance(context, DocumentContext):

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm of hidden states whose channels are split over y; exact, by exchanging one sum per token."""
+"""RMSNorm and LayerNorm of tokens whose channels are split over ranks; exact, by exchanging one sum per token."""
 
 from __future__ import annotations
 
@@ -9,23 +9,34 @@ from torch import Tensor, nn
 from fourfold.models.autograd import Context, Function, not_compiled
 from fourfold.models.transformer import RMSNorm, rms_norm
 from fourfold.parallel.communicate import all_reduce
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid import Axis, Grid
 from fourfold.parallel.sharding import Tile, Tiled
 
 
 class Norm(Tiled):
-    """Normalizes [B, T, H/y] over all of H. Its weights are split over y; their gradients are sums over x's tokens."""
+    """Normalizes [B, T, H/y] over all of H.
+
+    axis: joins the ranks that share the channels, by default y. tile: of the weights, by default those of the residual,
+    whose gradients are sums over the tokens of x.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, norm: RMSNorm | nn.LayerNorm, grid: Grid, name: str) -> None:
+    def __init__(
+        self,
+        norm: RMSNorm | nn.LayerNorm,
+        grid: Grid,
+        name: str,
+        axis: Axis | None = None,
+        tile: Tile | None = None,
+    ) -> None:
         super().__init__()
-        tile = Tile(y=0, partial_over=("x",))
+        tile = tile or Tile(y=0, partial_over=("x",))
         self.subtracts_mean = isinstance(norm, nn.LayerNorm)
         self.zero_centered = isinstance(norm, RMSNorm) and norm.zero_centered
-        self.eps, self.size, self.y, self.name = norm.eps, norm.weight.shape[0], grid.y, name
-        self.whole = grid.y.size == 1 and not self.zero_centered
+        self.eps, self.size, self.axis, self.name = norm.eps, norm.weight.shape[0], axis or grid.y, name
+        self.whole = self.axis.size == 1 and not self.zero_centered
         self.add_tile("weight", norm.weight, tile, grid)
         self.add_tile("bias", norm.bias if isinstance(norm, nn.LayerNorm) else None, tile, grid)
 
@@ -58,7 +69,7 @@ class _Normalize(Function):
             mean, rstd = _moments(x_BTh.float(), layer)
         else:
             square = torch.linalg.vector_norm(x_BTh, dim=-1, keepdim=True, dtype=torch.float32).square()
-            square = all_reduce(square, layer.y, f"{layer.name}: statistics")
+            square = all_reduce(square, layer.axis, f"{layer.name}: statistics")
             mean, rstd = None, (square / layer.size + layer.eps).rsqrt()
         ctx.save_for_backward(x_BTh, mean, rstd, weight)
         ctx.kept = layer
@@ -79,7 +90,7 @@ class _Normalize(Function):
         shares = [product @ weight]
         if layer.subtracts_mean:
             shares.append(grad.float() @ weight)
-        sums = all_reduce(torch.stack(shares), layer.y, f"{layer.name}: statistics' gradient") / layer.size
+        sums = all_reduce(torch.stack(shares), layer.axis, f"{layer.name}: statistics' gradient") / layer.size
         d_weight = product.sum((0, 1)).to(dtype)
         d_bias = grad.sum((0, 1), dtype=torch.float32).to(dtype) if ctx.needs_input_grad[3] else None
         dx = standard.mul_(-sums[0][..., None]).addcmul_(grad, weight)
@@ -89,7 +100,7 @@ class _Normalize(Function):
 
 
 def _moments(x: Tensor, layer: Norm) -> tuple[Tensor, Tensor]:
-    """Mean and 1/σ over all ranks of y, with one all-reduce.
+    """Mean and 1/σ over all ranks, with one all-reduce.
 
     The local moments are float32; Σx and Σx² are summed as float64, where the difference E[x²] − E[x]² loses nothing.
     """
@@ -97,7 +108,7 @@ def _moments(x: Tensor, layer: Norm) -> tuple[Tensor, Tensor]:
     variance, mean = torch.var_mean(x, dim=-1, keepdim=True, correction=0)
     variance, mean = variance.double(), mean.double()
     sums = torch.stack([mean * channels, (variance + mean.square()) * channels])
-    mean, square = all_reduce(sums, layer.y, f"{layer.name}: statistics") / layer.size
+    mean, square = all_reduce(sums, layer.axis, f"{layer.name}: statistics") / layer.size
     rstd = (square - mean.square() + layer.eps).rsqrt()
     return mean.float(), rstd.float()
 

@@ -16,6 +16,7 @@ from fourfold.errors import UserError
 from fourfold.parallel.grid import Axis, Grid
 from fourfold.parallel.linear import OverY
 from fourfold.parallel.sharding import Tile
+from fourfold.parallel.split_experts import split_experts
 from fourfold.parallel.whole_residual import ColumnLinear, Entrance, RowLinear, WholeEmbedding
 
 STYLES: dict[str, str] = {
@@ -24,6 +25,7 @@ STYLES: dict[str, str] = {
     "rowwise": "a linear layer that reads shares of features and writes to the residual",
     "rowwise_split_input": "the same, where every rank has all features and takes its share",
     "embedding": "an embedding table",
+    "experts": "the experts of a mixture, stacked; every rank computes some of them for all tokens",
     "replicated_with_grad_allreduce": "small weights that every rank applies to its share of the features",
     "replicate": "computed whole by every rank",
 }
@@ -37,6 +39,7 @@ SYNONYMS = {
     "embedding_rowwise": "embedding",
     "vocab_parallel_embedding": "embedding",
     "replicated": "replicate",
+    "moe_tp_experts": "experts",
 }
 
 SCALED_EMBEDDING = "ScaledWordEmbedding"
@@ -62,6 +65,8 @@ def published_plan(model: nn.Module) -> dict[str, str]:
     config = getattr(model, "config", None)
     of_config = getattr(config, "base_model_tp_plan", None) or {}
     plan |= {f"{prefix}.{key}": style for key, style in of_config.items()}
+    # Plans leave routers whole without naming them: every rank sends the same tokens to the same experts.
+    plan |= {name: "replicate" for name, m in model.named_modules() if type(m).__name__.endswith("Router")}
     names = {module: name for name, module in model.named_modules()}
     for getter, style in (("get_input_embeddings", "embedding"), ("get_output_embeddings", "colwise_gather_output")):
         module = getattr(model, getter)() if hasattr(model, getter) else None
@@ -74,11 +79,11 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
     """Replace every module that ``rules``, or else the published plan, name by its part on this rank.
 
     Returns the layout of every module. Raises ``UserError`` for a module that has weights and no style, a size that
-    does not divide, an unknown style, and dropout, which would differ on ranks that repeat each other's work.
+    does not divide, an unknown style, and what is random, which would differ on ranks that repeat each other's work.
     """
     published, with_weights = published_plan(model), [n for n, m in model.named_modules() if _has_own_parameters(m)]
     styles = _completed(model, {name: _style(name, rules) or _style(name, published) for name in with_weights})
-    _check_no_dropout(model)
+    _check_nothing_random(model)
     split = {parent: _over_y(model, parent, styles, grid) for parent in _groups(styles)}
     entries: dict[str, Entrance] = {}
     placed: list[Placed] = []
@@ -101,6 +106,10 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
                 raise UserError(f"{name}: an embedding with max_norm, scale_grad_by_freq or sparse cannot be split")
             _check_divides(name, module, num_embeddings=grid.x, embedding_dim=grid.y)
             new = WholeEmbedding(module, grid, name, getattr(module, "embed_scale", None))
+        elif style == "experts":
+            split_experts(module, grid, name)
+            placed.append(Placed(name, style))
+            continue
         else:
             if style == "replicated_with_grad_allreduce":
                 over_y = split.get(_enclosing(name, split) or "", "replicate")
@@ -199,9 +208,10 @@ def _heads(model: nn.Module) -> dict[str, int]:
     return {key: count for key, count in found.items() if isinstance(count, int)}
 
 
-def _check_no_dropout(model: nn.Module) -> None:
+def _check_nothing_random(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        rates = {f"{name}.{key}": value for key, value in vars(module).items() if "dropout" in key}
+        random = {key: value for key, value in vars(module).items() if "dropout" in key or "jitter" in key}
+        rates = {f"{name}.{key}": value for key, value in random.items()}
         if isinstance(module, nn.modules.dropout._DropoutNd):
             rates[f"{name}.p"] = module.p
         for where, rate in rates.items():

@@ -27,6 +27,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
         positions=model.max_position_embeddings if model.position_embedding == "learned" else 0,
         biases=model.attention_bias,
         head_norms=model.qk_norm,
+        joint_head_norms=model.qk_norm_over == "all_heads",
         layer_norm=model.norm == "layernorm",
         zero_centered=model.zero_centered_norm,
         parallel_residual=model.parallel_residual,

@@ -50,7 +50,9 @@ class ModelShape(Cases):
     biases: Number = False
     """q, k and v have biases."""
     head_norms: Number = False
-    """Queries and keys are normalized per head."""
+    """Queries and keys are normalized."""
+    joint_head_norms: Number = False
+    """They are normalized over all heads at once."""
     layer_norm: Number = False
     """LayerNorm instead of RMSNorm."""
     zero_centered: Number = False

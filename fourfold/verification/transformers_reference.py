@@ -11,7 +11,8 @@ from torch.func import functional_call
 from fourfold.config.run import RunConfig
 from fourfold.data.transformers_tokenizer import import_transformers
 from fourfold.huggingface.architectures.config_json import config_of
-from fourfold.huggingface.weight_names import HEAD, name_map
+from fourfold.huggingface.expert_files import in_modules
+from fourfold.huggingface.weight_names import name_map
 from fourfold.verification.one_process import Logits, Parameters
 
 
@@ -23,11 +24,10 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
     config: dict[str, Any] = config_of(run.model)
     transformers = import_transformers()
     model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**config), attn_implementation="eager"
+        transformers.AutoConfig.for_model(**config), attn_implementation="eager", experts_implementation="eager"
     )
     model = model.to(device).eval()  # without the dropout of some families
-    # Files of some families call the head by another name than the module has.
-    tensors = {HEAD if t.pieces[0].name == HEAD else t.name: t for t in name_map(config["model_type"], run.model)}
+    tensors = name_map(config["model_type"], run.model)
     scale = run.lora.alpha / max(1, run.lora.rank)
 
     def merged(parameters: Parameters, name: str) -> Tensor:
@@ -38,7 +38,8 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
         return parameters[name] + scale * parameters[f"{layer}.lora_B"] @ parameters[f"{layer}.lora_A"]
 
     def logits(parameters: Parameters, tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None) -> Tensor:
-        theirs = {n: t.joined([merged(parameters, piece.name) for piece in t.pieces]) for n, t in tensors.items()}
+        joined = (t.joined([p.of(merged(parameters, p.name)) for p in t.pieces]) for t in tensors)
+        theirs = in_modules(model, {t.name: whole for t, whole in zip(tensors, joined, strict=True)})
         mask_B1SS = None if documents_BS is None else _block_diagonal(documents_BS, next(iter(theirs.values())).dtype)
         inputs = {"input_ids": tokens_BS, "position_ids": positions_BS, "attention_mask": mask_B1SS}
         out: Tensor = functional_call(model, theirs, (), inputs).logits

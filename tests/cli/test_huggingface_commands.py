@@ -16,13 +16,14 @@ from fourfold.data.tokenizer import train_bpe
 from fourfold.run_file.load import load_run
 
 
-def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kind"), [("qwen2 tied", "qwen2"), ("qwen2_moe", "qwen2_moe")])
+def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, name: str, kind: str, tmp_path: Path) -> None:
     """What transformers opens, and generates with, computes what the checkpoint does."""
     transformers = pytest.importorskip("transformers")
     from fourfold.checkpoints.saved_weights import SavedWeights
     from fourfold.models.transformer import Transformer
 
-    folder = make_model(tmp_path / "hf", "qwen2 tied", torch.bfloat16, vocab_size=257)
+    folder = make_model(tmp_path / "hf", name, torch.bfloat16, vocab_size=257)
     changes = {"model__from_hf": str(folder), "model__preset": None, "optimizer__lr": 1e-3}
     path = run_file(tmp_path, make_corpus(tmp_path), **changes)
     assert cli("train", path)[0] == 0
@@ -34,7 +35,7 @@ def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, tmp_path: 
     ours = Transformer(run.model)
     SavedWeights(checkpoint).fill({name: parameter.data for name, parameter in ours.named_parameters()})
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert (code, record["model_type"], record["parameters"]) == (0, "qwen2", theirs.num_parameters())
+    assert (code, record["model_type"], record["parameters"]) == (0, kind, theirs.num_parameters())
     tokens = torch.randint(257, (2, 30), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = ours(tokens)
@@ -43,10 +44,14 @@ def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, tmp_path: 
         assert (untrained(tokens).logits - expected).abs().max() > 0.1
         longer = theirs.generate(tokens[:1], max_new_tokens=1, do_sample=False, pad_token_id=0)
     assert longer[0, -1] == expected[0, -1].argmax()
+    code, output, _ = cli(
+        "generate", "--model", tmp_path / "runs" / run.name, "--prompt", "a", "--max-new-tokens", "3", "--json"
+    )
+    assert code == 0 and json.loads(output)
 
     code, output, _ = cli("export-hf", checkpoint, tmp_path / "as-it-came")
     assert code == 0
-    assert output.startswith(f"{tmp_path / 'as-it-came'}: qwen2, ")
+    assert output.startswith(f"{tmp_path / 'as-it-came'}: {kind}, ")
     config = json.loads((tmp_path / "as-it-came" / "config.json").read_text())
     assert config == json.loads((folder / "config.json").read_text())
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "as-it-came")

@@ -24,9 +24,22 @@ BILLIONS = {
     "llama3-8b": 8.03,
     "llama3-70b": 70.6,
     "llama3-405b": 406,
+    "mixtral-8x7b": 46.7,
+    "mixtral-8x22b": 141,
+    "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235,
+    "olmoe-1b-7b": 6.9,
     **{f"gpt-{n}b": n for n in (5, 10, 20, 40, 60, 80, 160, 320, 640)},
 }
-UNNAMED = {"gpt-tiny", "gpt-demo", "llama-tiny"}
+UNNAMED = {"gpt-tiny", "gpt-demo", "llama-tiny", "moe-tiny"}
+BILLIONS_ACTIVE = {
+    "mixtral-8x7b": 12.9,
+    "mixtral-8x22b": 39,
+    "qwen3-30b-a3b": 3.3,
+    "qwen3-235b-a22b": 22,
+    "olmoe-1b-7b": 1.3,
+}
+"""Parameters that a token is multiplied by, as their authors say, embeddings included."""
 
 
 def table(model: dict[str, Any]) -> dict[str, Any]:
@@ -43,9 +56,16 @@ def test_every_preset_is_checked_here() -> None:
 
 @pytest.mark.parametrize(("name", "billions"), BILLIONS.items())
 def test_number_of_parameters(name: str, billions: float) -> None:
-    published_to_the_digit = name.startswith(("gpt2", "llama3"))
+    published_to_the_digit = name.startswith(("gpt2", "llama3", "mixtral", "qwen3", "olmoe"))
     count = make_run(table({"preset": name})).model.num_parameters
     assert count / 1e9 == pytest.approx(billions, rel=0.005 if published_to_the_digit else 0.1)
+
+
+@pytest.mark.parametrize(("name", "billions"), BILLIONS_ACTIVE.items())
+def test_number_of_active_parameters(name: str, billions: float) -> None:
+    model = make_run(table({"preset": name})).model
+    idle = model.sparse_layers * (model.parameters_per_layer - model.active_parameters_per_layer)
+    assert (model.num_parameters - idle) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -22,6 +22,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {"num_key_value_heads": 4, "vocab_size": 208}),
     "gemma": ("GemmaConfig", {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 208}),
     "olmo2": ("Olmo2Config", {"num_key_value_heads": 4, "vocab_size": 208}),
+    "mixtral": ("MixtralConfig", {"num_key_value_heads": 4, "num_local_experts": 8, "vocab_size": 208}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_key_value_heads": 4, "head_dim": 16, "vocab_size": 208, "num_experts": 8, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 24, "mlp_only_layers": [0]},
+    ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 1, "vocab_size": 208}),
+    "qwen2_moe": ("Qwen2MoeConfig", {"num_key_value_heads": 4, "num_experts": 4, "vocab_size": 208}),
+    "glm4_moe": ("Glm4MoeConfig", {"num_key_value_heads": 4, "n_routed_experts": 8, "vocab_size": 208}),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pool import Pool
 from safetensors.torch import load_file, save_file
-from tiny_huggingface import MODELS, make_model
+from tiny_huggingface import MODELS, make_model, ours_of
 from tiny_runs import random_global_batch
 from torch import Tensor
 
@@ -23,8 +23,6 @@ from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import config_of, model_of, read_config
 from fourfold.huggingface.export_model import export_huggingface
 from fourfold.huggingface.import_model import import_huggingface, load_pretrained
-from fourfold.huggingface.weights import Pretrained
-from fourfold.models.transformer import Transformer
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.run_file.load import make_run
@@ -36,15 +34,6 @@ transformers = pytest.importorskip("transformers")
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
     return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
-
-
-def ours_of(folder: Path) -> Transformer:
-    """Our decoder with the weights of a Hugging Face model."""
-    model = Transformer(model_of(read_config(folder), str(folder)))
-    pretrained = Pretrained(folder, model.config)
-    for name, parameter in model.named_parameters():
-        pretrained.read_into(parameter.data, name, tuple(slice(0, n) for n in parameter.shape))
-    return model
 
 
 def tokens() -> Tensor:
@@ -94,11 +83,22 @@ def test_a_config_made_anew_says_the_same(name: str, tmp_path: Path) -> None:
         assert torch.equal(first(tokens()).logits, second(tokens()).logits)
 
 
+OF_PRESETS = {
+    "moe-tiny": "qwen3_moe",
+    "mixtral-8x7b": "mixtral",
+    "mixtral-8x22b": "mixtral",
+    "qwen3-30b-a3b": "qwen3_moe",
+    "qwen3-235b-a22b": "qwen3_moe",
+    "olmoe-1b-7b": "olmoe",
+}
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_has_a_hugging_face_config(preset: str) -> None:
     model = ModelConfig(**PRESETS[preset])
     config = config_of(model)
-    assert config["model_type"] == ("gpt2" if model.position_embedding == "learned" else "llama")
+    dense = "gpt2" if model.position_embedding == "learned" else "llama"
+    assert config["model_type"] == OF_PRESETS.get(preset, dense)
 
 
 def test_other_cuts_of_the_files_are_read(tmp_path: Path) -> None:
@@ -161,6 +161,11 @@ GRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "x2 y2 gpt_neox": ("gpt_neox", {"x": 2, "y": 2}),
     "z2 pp2 gpt_neox": ("gpt_neox in turn", {"z": 2, "pp": 2}),
     "x2 y2 gemma": ("gemma", {"x": 2, "y": 2}),
+    "dp2 ep2 mixtral": ("mixtral tied", {"dp": 2, "ep": 2}),
+    "x2 y2 olmoe": ("olmoe", {"x": 2, "y": 2}),
+    "z2 x2 ep2 zero 3 qwen3_moe": ("qwen3_moe", {"z": 2, "x": 2, "ep": 2, "zero": 3}),
+    "y2 cp2 ep2 qwen2_moe": ("qwen2_moe", {"y": 2, "cp": 2, "ep": 2}),
+    "pp2 glm4_moe": ("glm4_moe", {"pp": 2}),
 }
 
 
@@ -179,7 +184,7 @@ def loss_body(rank: int, world_size: int, run: RunConfig) -> tuple[float, dict[s
     return loss, gather_full(job.shards, [shard.local for shard in job.shards])
 
 
-FAST = ("x2 z2 gpt2", "pp2 tied", "x2 y2 gpt_neox", "x2 y2 gemma")
+FAST = ("x2 z2 gpt2", "pp2 tied", "x2 y2 gpt_neox", "x2 y2 gemma", "dp2 ep2 mixtral")
 
 
 @pytest.mark.fast_cases(2)
@@ -236,7 +241,7 @@ def refusal(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"model_type": "mixtral"}, ["mixtral", "mixture of experts"]),
+        ({"model_type": "deepseek_v3"}, ["deepseek_v3", "latent attention"]),
         ({"model_type": "falcon"}, ["falcon", "side by side"]),
         ({"model_type": "gemma2"}, ["gemma2", "capped logits"]),
         ({"model_type": "mamba"}, ["mamba", "llama"]),
@@ -266,6 +271,55 @@ def test_what_would_be_silently_wrong_is_refused(changes: dict[str, Any], names:
     (folder / "config.json").write_text(json.dumps({key: v for key, v in config.items() if v is not None}))
     sentence = refusal(folder)
     assert all(name in sentence for name in names), sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2; the decoder here computes only 1"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers = [1]; the decoder here computes dense MLPs only in"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers = 1; "),
+        ("qwen3_moe", {"num_experts": 5}, "has the shape [6, 64], and the model's is [5, 64]"),
+        ("qwen3_moe", {"num_experts": 8}, "has the shape [6, 64], and the model's is [8, 64]"),
+        ("qwen3_moe", {"moe_intermediate_size": 32}, "has the shape [24, 64], and the model's is [32, 64]"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok = 7 is more than num_experts = 6"),
+        ("qwen2_moe", {"mlp_only_layers": [0, 1]}, "first_k_dense_replace = 2 leaves none"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1; the decoder here computes only 0.0"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0; the decoder here computes only None"),
+        ("glm4_moe", {"n_group": 2}, "n_group = 2; the decoder here computes only 1"),
+        ("glm4_moe", {"n_shared_experts": "one"}, "n_shared_experts = 'one' is not a number"),
+    ],
+)
+def test_mixtures_that_are_not_computed_are_refused(
+    name: str, changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    folder = make_model(tmp_path / "hf", name)
+    (folder / "config.json").write_text(json.dumps(read_config(folder) | changes))
+    sentence = refusal(folder)
+    assert says in sentence, sentence
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """transformers does not load them either; another layer would be an error."""
+    folder = make_model(tmp_path / "hf", "glm4_moe")
+    expected = ours_of(folder)(tokens())
+    extra = {"model.layers.2.eh_proj.weight": torch.ones(2, 2)}
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(extra, "extra.safetensors")
+    save_file(extra, folder / "extra.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "no place" in refusal(folder)
+    config = read_config(folder) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert torch.equal(ours_of(folder)(tokens()), expected)
+
+
+def test_hub_files_may_name_the_experts_otherwise(tmp_path: Path) -> None:
+    """transformers reads both keys, whichever the other families have."""
+    config = read_config(make_model(tmp_path / "hf", "qwen3_moe"))
+    experts = config.pop("num_experts", None) or config.pop("num_local_experts")
+    config.pop("num_local_experts", None)
+    assert model_of(config | {"num_local_experts": experts}, "here") == model_of(config | {"num_experts": experts}, "")
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from parallelized_models import difference, make, make_batch, reference
 from pool import Pool
+from safetensors.torch import load_file
 from torch import Tensor
 
 import fourfold
@@ -51,7 +52,7 @@ def check(pool: Pool, name: str, grid: dict[str, int], micro_batches: int = 1) -
     assert difference(weights, expected[3]) < 1e-6
 
 
-FAST = {("qwen3", 0), ("mistral", 2), ("gpt_neox", 3)}
+FAST = {("qwen3", 0), ("mistral", 2), ("gpt_neox", 3), ("qwen3_moe", 0), ("mixtral", 3)}
 """A family each, and a grid each."""
 
 
@@ -59,7 +60,7 @@ FAST = {("qwen3", 0), ("mistral", 2), ("gpt_neox", 3)}
     ("name", "grid"),
     [
         pytest.param(name, grid, id=f"{name}-{grid}", marks=[] if (name, number) in FAST else [pytest.mark.slow])
-        for name in ("llama", "qwen3", "mistral", "gpt_neox")
+        for name in ("llama", "qwen3", "mistral", "gpt_neox", "mixtral", "qwen3_moe")
         for number, grid in enumerate(GRIDS)
     ],
 )
@@ -76,6 +77,8 @@ def test_loss_and_gradients_are_those_of_the_untouched_model(pool: Pool, name: s
         pytest.param("gemma", GRIDS[0], marks=pytest.mark.slow),
         ("olmo2", {"x": 2, "y": 2}),
         pytest.param("olmo2", GRIDS[3], marks=pytest.mark.slow),
+        ("olmoe", {"x": 2, "y": 2}),
+        pytest.param("olmoe", GRIDS[2], marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -121,10 +124,10 @@ def test_a_checkpoint_goes_on_on_another_grid(pool: Pool, tmp_path: Path) -> Non
         assert difference(read, written) < 1e-5
 
 
-def export_body(rank: int, world_size: int, source: Path, out: Path) -> Tensor:
+def export_body(rank: int, world_size: int, name: str, source: Path, out: Path) -> Tensor:
     """From files to the grid without a whole model anywhere, out again, and text made meanwhile."""
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(make("qwen3").config)
+        model = transformers.AutoModelForCausalLM.from_config(make(name).config)
     model.config.dtype = torch.bfloat16
     model.generation_config.update(do_sample=True, top_k=7)
     parallel = fourfold.parallelize(model, Grid(ParallelConfig(x=2, y=2), "cpu"), weights=source)
@@ -137,19 +140,37 @@ def export_body(rank: int, world_size: int, source: Path, out: Path) -> Tensor:
     return parallel.module.eval().generate(prompt, max_new_tokens=6, do_sample=False)
 
 
-def test_files_in_and_out_and_generation(pool: Pool, tmp_path: Path) -> None:
-    model = make("qwen3")
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "qwen3_moe"])
+def test_files_in_and_out_and_generation(pool: Pool, name: str, tmp_path: Path) -> None:
+    model = make(name)
     model.generation_config.update(do_sample=True, top_k=7)
     model.save_pretrained(tmp_path / "in")
-    texts = pool.run(4, export_body, tmp_path / "in", tmp_path / "out")
+    texts = pool.run(4, export_body, name, tmp_path / "in", tmp_path / "out")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert back.config.dtype == torch.float32 and back.config.architectures == ["Qwen3ForCausalLM"]
+    assert back.config.dtype == torch.float32 and back.config.architectures == [type(model).__name__]
     assert back.generation_config.top_k == 7
+    names = [{n for file in (tmp_path / each).glob("*.safetensors") for n in load_file(file)} for each in ("in", "out")]
+    assert names[0] == names[1]
     assert not list(tmp_path.glob("**/.*")), "nothing unfinished is left"
     weights = dict(back.named_parameters())
     assert all(torch.equal(weights[name], parameter) for name, parameter in model.named_parameters())
     expected = model.eval().generate(make_batch()[0][:2, :5], max_new_tokens=6, do_sample=False)
     assert all(torch.equal(text, expected) for text in texts)
+
+
+def router_loss_body(rank: int, world_size: int) -> None:
+    model = fourfold.parallelize(make("mixtral"), Grid(ParallelConfig(z=2), "cpu"))
+    tokens, labels = (model.rows(each) for each in make_batch())
+    with pytest.raises(UserError, match="output_router_logits = True adds a loss"):
+        model(input_ids=tokens, labels=labels, output_router_logits=True)
+    model.module.config.output_router_logits = True
+    with pytest.raises(UserError, match="output_router_logits = True adds a loss"):
+        model(input_ids=tokens, labels=labels)
+    assert model(input_ids=tokens, labels=labels, output_router_logits=False).loss > 0
+
+
+def test_a_loss_of_the_router_is_refused_where_processes_share_the_batch(pool: Pool) -> None:
+    pool.run(2, router_loss_body)
 
 
 def plain_backward_body(rank: int, world_size: int) -> None:

@@ -51,7 +51,7 @@ def _all_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
     parts = run.overlap.batch_parts if run.parallel.x * run.parallel.y > 1 else 1
     attended = 1 if run.training.micro_batch_size % parts else parts  # parts that are tokens are attended to together
     for stage in stages:
-        of_attention = [*_key_lines(run, stage), *_context_lines(run, stage)]
+        of_attention = [*_head_norm_lines(run, stage), *_key_lines(run, stage), *_context_lines(run, stage)]
         for lines, times in ((_block_lines(run, stage), parts), (of_attention, attended)):
             yield from (replace(line, count=line.count * times) for line in lines)
         if stage.is_first:
@@ -117,6 +117,21 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     yield from line("y", "all_gather", "qkv: output gradient", item * tokens * features // x, once)
     yield from line("y", "all_reduce", "norm: statistics", sizes.sums * tokens // x, 2 * norms)
     yield from line("y", "all_reduce", "norm: statistics' gradient", sizes.sums_back * tokens // x, 2 * once)
+
+
+def _head_norm_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
+    """Norms over all heads of the queries, and of the keys, which ranks share."""
+    if not run.model.qk_norm or run.model.qk_norm_over == "head":
+        return
+    sizes = _Sizes(run)
+    over_both = sizes.split == "heads"
+    axis = axis_name(run, ("y", "x") if over_both else ("x",))
+    size = 4 * (sizes.tokens if over_both else sizes.tokens // run.parallel.y)
+    if run.parallel.x * (run.parallel.y if over_both else 1) > 1:
+        for name in ("q_norm", "k_norm"):
+            for purpose, again in (("statistics", sizes.core_again), ("statistics' gradient", False)):
+                count = _times(run, stage, again)
+                yield Line(axis, "all_reduce", f"{name}: {purpose}", count, count * size)
 
 
 def _key_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:

@@ -96,7 +96,9 @@ def _block(run: RunConfig) -> tuple[Part, ...]:
         block.append(Part(out // x, hidden))
         if model.attention_bias:
             block.append(Part(out // bias_ranks, 1, bias_over))
-    if model.qk_norm:
+    if model.qk_norm and model.qk_norm_over == "all_heads":
+        block += [Part(out // bias_ranks, 1, bias_over) for out in (queries, keys)]
+    elif model.qk_norm:
         block += [Part(model.head_dim, 1, ("y", "x"))] * 2
     block.append(Part(hidden, queries // x))
     if model.attention_output_bias:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from exact_collectives import collective_lines
 from exact_parameters import stored_bytes
-from tiny_runs import GEMMA, GPT, LLAMA, NEOX, QWEN, tiny_run
+from tiny_runs import GEMMA, GPT, LLAMA, NEOX, OLMO, QWEN, tiny_run
 
 from fourfold.config.run import RunConfig
 from fourfold.planning.cost.activations import peak_bytes
@@ -20,6 +20,7 @@ MODELS = {
     "llama": LLAMA,
     "gpt": GPT,
     "qwen": QWEN,
+    "olmo": OLMO,
     "neox": NEOX,
     "gemma": GEMMA,
     "wide": LLAMA | {"intermediate_size": 704},
@@ -33,6 +34,7 @@ FAST = [
     ("llama", {"dp": 4, "zero": 3}, "none"),
     ("qwen", {"x": 4, "dp": 2, "zero": 1}, "none"),
     ("uneven", {"x": 4}, "none"),
+    ("olmo", {"x": 2, "y": 2}, "none"),
 ]
 GRIDS: list[dict[str, int]] = [
     {},

@@ -16,7 +16,7 @@ from mutants import (
     Z2,
     Mutant,
 )
-from tiny_runs import GEMMA, GPT
+from tiny_runs import GEMMA, GPT, OLMO
 
 COLLECTIVES = [
     Mutant(
@@ -254,16 +254,34 @@ NORMS = [
     Mutant(
         "a norm's statistics are those of the rank's channels",
         "parallel.norm",
-        'square = all_reduce(square, layer.y, f"{layer.name}: statistics")',
-        "square = square * layer.y.size",
+        'square = all_reduce(square, layer.axis, f"{layer.name}: statistics")',
+        "square = square * layer.axis.size",
         grid=Y2,
     ),
     Mutant(
         "the gradient of the statistics is not summed",
         "parallel.norm",
-        'all_reduce(torch.stack(shares), layer.y, f"{layer.name}: statistics\' gradient") / layer.size',
-        "torch.stack(shares) * (layer.y.size / layer.size)",
+        'all_reduce(torch.stack(shares), layer.axis, f"{layer.name}: statistics\' gradient") / layer.size',
+        "torch.stack(shares) * (layer.axis.size / layer.size)",
         grid=Y2,
+    ),
+    Mutant(
+        "queries are normalized over the heads of x alone",
+        "parallel.attention",
+        'axis = grid.axis("y_x") if split == "heads" else grid.x',
+        "axis = grid.x",
+        model=OLMO,
+        grid=X2Y2,
+        against="plain",
+    ),
+    Mutant(
+        "the weights of a norm over all heads are those of its tokens",
+        "parallel.attention",
+        "return Norm(norm, grid, name, axis, NORMAL_BIAS[OVER_Y[split]])",
+        'return Norm(norm, grid, name, axis, NORMAL_BIAS["replicate"])',
+        model=SIX_HEADS | {"qk_norm": True, "qk_norm_over": "all_heads"},
+        grid=X2Y2,
+        against="plain",
     ),
     Mutant(
         "a norm forgets eps",
@@ -275,8 +293,8 @@ NORMS = [
     Mutant(
         "a norm's gradient is not summed over x",
         "parallel.norm",
-        'tile = Tile(y=0, partial_over=("x",))',
-        "tile = Tile(y=0)",
+        'tile = tile or Tile(y=0, partial_over=("x",))',
+        "tile = tile or Tile(y=0)",
         grid=X2,
     ),
     Mutant(

@@ -150,6 +150,8 @@ def _model(draw: random.Random) -> dict[str, Any]:
     }
     for key in ("tie_word_embeddings", "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm"):
         model[key] = draw.random() < 0.4
+    if model["qk_norm"]:
+        model["qk_norm_over"] = draw.choice(("head", "all_heads"))
     model["parallel_residual"], model["scale_embeddings"] = draw.random() < 0.2, draw.random() < 0.2
     if model["norm"] == "rmsnorm":
         model["zero_centered_norm"] = draw.random() < 0.3

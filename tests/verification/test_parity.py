@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from pool import Pool
-from tiny_runs import GEMMA, GPT, LLAMA, NEOX, QWEN, tiny_run
+from tiny_runs import GEMMA, GPT, LLAMA, NEOX, OLMO, QWEN, tiny_run
 from tuned_products import parity_on_cpu
 
 from fourfold.config.model import IGNORE_INDEX
@@ -51,6 +51,7 @@ TOKENS_IN_TWO, TOKENS_IN_FOUR = ({"overlap": {"batch_parts": parts}, **ONE_SEQUE
 TUNED = {"training": {"tuned_products": "cached"}}
 TUNED_ONE_SEQUENCE = {"training": {"tuned_products": "cached", "micro_batch_size": 1}}
 ADAPTERS = {"lora": {"rank": 4, "targets": ["up_proj", "q_proj", "o_proj"]}}
+OF_OLMO = {"qk_norm": True, "qk_norm_over": "all_heads", "zero_centered_norm": True}
 UNEVEN = {"preset": "llama-tiny", "hidden_size": 56, "head_dim": 8, "intermediate_size": 72}
 
 # Two to a line: the model, the grid, and what else is on. Global batch 8 in micro-batches of 2, so that most grids
@@ -82,6 +83,8 @@ CASES: dict[str, Case] = {
     "pp2 cp2 interleaved": (DEEP_GPT, {"pp": 2, "cp": 2, "schedule": "Interleaved1F1B"}, ONE_SEQUENCE | PACKED),
     "y2 neox recomputed": (NEOX, {"y": 2}, FULL),
     "x2 z2 learning-rate groups": (GPT, {"x": 2, "z": 2}, GROUPS),
+    "x2 y2 norms over all heads": (OLMO, {"x": 2, "y": 2}, {}),
+    "x2 cp2 norms over all heads": (OLMO, {"x": 2, "cp": 2}, PACKED | SELECTIVE),
     "x2 y2 gemma": (GEMMA, {"x": 2, "y": 2}, SELECTIVE),
     "pp2 dp2 zero 2 gemma": (GEMMA | {"num_hidden_layers": 4}, {"pp": 2, "dp": 2, "zero": 2}, ONE_SEQUENCE),
     "x2 goldfish": (LLAMA, {"x": 2}, GOLDFISH),
@@ -93,6 +96,9 @@ CASES: dict[str, Case] = {
 }
 
 SLOW_CASES: dict[str, Case] = {
+    "x2 y2 norms over all heads, y shares the batch": (SIX_HEADS | OF_OLMO, {"x": 2, "y": 2}, FULL),
+    "x2 y2 norms over all heads, y shares the queries": (SIX_HEADS | OF_OLMO, {"x": 2, "y": 2}, ONE_SEQUENCE),
+    "x2 y2 z2 norms over all heads in parts": (OLMO, {"x": 2, "y": 2, "z": 2}, TWO_PARTS),
     "one process, tuned products": (QWEN, {}, TUNED | GROUPS),
     "z4 uneven, tuned products": (UNEVEN, {"z": 4}, TUNED),
     "y2 z2 tuned products, packed": (GPT, {"y": 2, "z": 2}, TUNED | PACKED | SELECTIVE),

@@ -21,7 +21,9 @@ from fourfold.parsing import parse_json
 CONFIG_FILE = "config.json"
 DECISIVE_KEYS = (
     "mlp", "norm", "position_embedding", "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm",
-    "parallel_residual", "partial_rotary_factor", "zero_centered_norm", "scale_embeddings",
+    "qk_norm_over", "parallel_residual", "partial_rotary_factor", "zero_centered_norm", "scale_embeddings",
+    "num_experts", "moe_intermediate_size", "router_score", "norm_topk_prob", "router_bias", "routed_scaling_factor",
+    "shared_expert_intermediate_size", "shared_expert_gate", "first_k_dense_replace",
 )  # fmt: skip
 """Keys of [model] that decide which family a model can be."""
 
@@ -61,7 +63,8 @@ def family_of(config: Mapping[str, Any], where: str) -> str:
 def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The table ``[model]`` that a config.json describes; ``UserError`` for what the decoder does not compute."""
     family = FAMILIES[family_of(config, where)]
-    given = {**family.defaults, **config}
+    renamed = {theirs: config[other] for other, theirs in family.other_names.items() if other in config}
+    given = {**family.defaults, **renamed, **config}
     for key, values in family.required.items():
         if given.get(key, values[0]) not in values:
             raise UserError(f"{where}: {key} = {given[key]!r}; the decoder here computes only {values[0]!r}")
@@ -80,8 +83,16 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for ours in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
         if ours not in keys and family.keys[ours] != "n_inner":  # which is 4 × n_embd where it is left out
             raise UserError(f"{where}: {family.keys[ours]} is missing")
-    if "attention_bias" in family.keys:  # of these families it stands for all four projections
+    if "attention_bias" in family.keys and "attention_output_bias" not in family.fixed:  # it stands for all four
         keys["attention_output_bias"] = keys.get("attention_bias", False)
+    if "num_experts" in family.keys and not keys["num_experts"]:
+        raise UserError(f"{where}: {family.keys['num_experts']} = 0; this is a family of mixtures of experts")
+    if family.lists_dense_layers:
+        keys["first_k_dense_replace"] = _first_dense(given, where)
+    if family.counts_shared_experts:
+        for key in ("n_shared_experts", "moe_intermediate_size"):
+            _check_number(key, given[key], where)
+        keys["shared_expert_intermediate_size"] = given["n_shared_experts"] * given["moe_intermediate_size"]
     if keys["position_embedding"] == "rope":
         keys |= _rope(given, family, where)
     window = sliding_window(config)
@@ -153,6 +164,16 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
     return always | {"rope_scaling": {"rope_type": kind, **scaling}}
 
 
+def _first_dense(given: Mapping[str, Any], where: str) -> int:
+    """The number of layers with a dense MLP; they must be the first ones."""
+    layers = given.get("mlp_only_layers") or []
+    if not isinstance(layers, list) or layers != list(range(len(layers))):
+        raise UserError(
+            f"{where}: mlp_only_layers = {layers}; the decoder here computes dense MLPs only in the first layers"
+        )
+    return len(layers)
+
+
 def _check_number(name: str, value: Any, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UserError(f"{where}: {name} = {value!r} is not a number")
@@ -200,6 +221,10 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
     for activation, ours in family.activations.items():
         if all(getattr(model, key) == value for key, value in ours.items()):
             config.setdefault(family.activation_key, activation)
+    if family.lists_dense_layers:
+        config["mlp_only_layers"] = list(range(model.first_k_dense_replace))
+    if family.counts_shared_experts and model.num_experts:
+        config["n_shared_experts"] = model.shared_expert_intermediate_size // model.moe_intermediate_size
     if model.position_embedding == "rope":
         config[family.rope_theta] = model.rope_theta
         if family.partial_rotary_factor is not None:

@@ -36,6 +36,12 @@ class Family:
     """The same; None where rotary embeddings rotate whole heads."""
     rope_types: tuple[str, ...] = tuple(ROPE_KEYS)
     """The scalings of rotary frequencies that the family can have."""
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    """Names that transformers also reads or writes → the key of theirs that they stand for."""
+    lists_dense_layers: bool = False
+    """Their mlp_only_layers names the layers without experts; the decoder computes it where these are the first."""
+    counts_shared_experts: bool = False
+    """Their n_shared_experts gives the shared expert's width, as a multiple of moe_intermediate_size."""
 
 
 _SAME_NAMES = (
@@ -52,6 +58,7 @@ _GEGLU = {"gelu_pytorch_tanh": {"mlp": "geglu", "gelu_approximation": "tanh"}}
 _GELU = {name: {"mlp": "gelu", "gelu_approximation": "tanh"} for name in _TANH_GELUS} | {
     "gelu": {"mlp": "gelu", "gelu_approximation": "none"}
 }
+_EXPERT_KEYS = {key: key for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size")}
 _GPT2_KEYS = {
     "vocab_size": "vocab_size",
     "hidden_size": "n_embd",
@@ -151,6 +158,75 @@ FAMILIES: dict[str, Family] = {
             "add_cross_attention": (False,),
         },
     ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _LLAMA_KEYS
+        | {"head_dim": "head_dim", "num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"},
+        _LLAMA_DEFAULTS
+        | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+        _LLAMA_FIXED | _NO_BIASES | {"norm_topk_prob": True},
+        _SWIGLU,
+        required={"router_jitter_noise": (0.0,)},
+        other_names={"num_experts": "num_local_experts"},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _LLAMA_KEYS | _EXPERT_KEYS | {"head_dim": "head_dim", "attention_bias": "attention_bias"},
+        _LLAMA_DEFAULTS
+        | {"num_key_value_heads": 4, "max_position_embeddings": 32768, "num_experts": 128, "num_experts_per_tok": 8}
+        | {"moe_intermediate_size": 768, "norm_topk_prob": False},
+        _LLAMA_FIXED | {"mlp_bias": False, "qk_norm": True},
+        _SWIGLU,
+        required={"decoder_sparse_step": (1,)},
+        other_names={"num_local_experts": "num_experts"},
+        lists_dense_layers=True,
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        _LLAMA_KEYS
+        | _EXPERT_KEYS
+        | {"head_dim": "head_dim", "attention_bias": "qkv_bias"}
+        | {"shared_expert_intermediate_size": "shared_expert_intermediate_size"},
+        _LLAMA_DEFAULTS
+        | {"num_key_value_heads": 16, "max_position_embeddings": 32768, "num_experts": 60, "num_experts_per_tok": 4}
+        | {"moe_intermediate_size": 1408, "norm_topk_prob": False, "qkv_bias": True}
+        | {"shared_expert_intermediate_size": 5632},
+        _LLAMA_FIXED | {"attention_output_bias": False, "mlp_bias": False, "shared_expert_gate": True},
+        _SWIGLU,
+        required={"decoder_sparse_step": (1,)},
+        lists_dense_layers=True,
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        _LLAMA_KEYS | {key: key for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob", "attention_bias")},
+        _LLAMA_DEFAULTS
+        | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8}
+        | {"norm_topk_prob": False},
+        _LLAMA_FIXED | {"mlp_bias": False, "qk_norm": True, "qk_norm_over": "all_heads"},
+        _SWIGLU,
+        required={"clip_qkv": (None,)},
+        other_names={"num_local_experts": "num_experts"},
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        _LLAMA_KEYS
+        | _EXPERT_KEYS
+        | {"head_dim": "head_dim", "attention_bias": "attention_bias", "num_experts": "n_routed_experts"}
+        | {"qk_norm": "use_qk_norm"}
+        | {key: key for key in ("routed_scaling_factor", "first_k_dense_replace")},
+        _LLAMA_DEFAULTS
+        | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "n_routed_experts": 128}
+        | {"num_experts_per_tok": 8, "moe_intermediate_size": 1408, "norm_topk_prob": True, "n_shared_experts": 1}
+        | {"first_k_dense_replace": 1, "use_qk_norm": False, "partial_rotary_factor": 0.5},
+        {key: value for key, value in _LLAMA_FIXED.items() if key != "qk_norm"}
+        | {"attention_output_bias": False, "mlp_bias": False, "router_score": "sigmoid", "router_bias": True},
+        _SWIGLU,
+        required={"n_group": (1,), "topk_group": (1,)},
+        partial_rotary_factor="partial_rotary_factor",
+        other_names={"num_local_experts": "n_routed_experts"},
+        counts_shared_experts=True,
+    ),
 }
 
 MISSING: dict[str, str] = {
@@ -160,13 +236,10 @@ MISSING: dict[str, str] = {
     "gemma3_text": "norms after attention and MLP, and sliding windows in some layers",
     "olmo2": "norms after attention and MLP",
     "falcon": "one norm for attention and MLP side by side",
-    "mixtral": "a mixture of experts",
-    "qwen2_moe": "a mixture of experts",
-    "qwen3_moe": "a mixture of experts",
-    "phimoe": "a mixture of experts",
-    "llama4": "a mixture of experts",
-    "gpt_oss": "a mixture of experts",
-    "deepseek_v2": "a mixture of experts and latent attention",
-    "deepseek_v3": "a mixture of experts and latent attention",
+    "phimoe": "sparsemixer, its choice of experts",
+    "llama4": "experts whose inputs are scaled, and attention in chunks",
+    "gpt_oss": "attention sinks, and experts with biases",
+    "deepseek_v2": "latent attention, and experts chosen by groups",
+    "deepseek_v3": "latent attention, and experts chosen by groups",
 }
 """Other architectures, and what the decoder lacks for them."""

@@ -71,7 +71,10 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     rotated = np.where(model.rope, p.queries + read, 0)
     plain = np.where(model.rope, read, p.queries + 2 * read)
     qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
-    normed = np.where(model.head_norms, (p.queries + p.keys) * (1 + 4 / step.item_bytes), 0)
+    # Autograd keeps a float32 copy, and our norm over ranks does not.
+    over_ranks = np.asarray(model.joint_head_norms, bool) & (layout.x * layout.y > 1)
+    copies = 1 + np.where(over_ranks, 0, 4 / step.item_bytes)
+    normed = np.where(model.head_norms, (p.queries + p.keys) * copies, 0)
     # Without a fused kernel the softmax's output, dropout's output and its mask are kept for every pair of tokens.
     pairs = layout.micro_batch * step.seq**2 / layout.cp * heads_here(work)
     scores = np.where(work.program.flash, 0, 5 * pairs)

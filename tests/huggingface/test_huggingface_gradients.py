@@ -1,0 +1,46 @@
+"""One process computes the gradients that transformers computes, for every parameter of every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_huggingface import MODELS, make_model, ours_of
+from torch import Tensor
+
+from fourfold.huggingface.expert_files import in_modules
+from fourfold.huggingface.weight_names import name_map
+from fourfold.models.transformer import Transformer
+
+transformers = pytest.importorskip("transformers")
+
+
+def loss(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BSV[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten())
+
+
+def gradients_by_their_names(model: Transformer, theirs: Any) -> dict[str, Tensor]:
+    """Our gradients under the names of transformers' modules; zero for what is not trained."""
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    tensors = name_map(theirs.config.model_type, model.config)
+    return in_modules(theirs, {t.name: t.joined([p.of(grads[p.name]) for p in t.pieces]) for t in tensors})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "hf", name)
+    theirs, ours = transformers.AutoModelForCausalLM.from_pretrained(folder).eval(), ours_of(folder)
+    # Without the token of the padding: torch gives its row of the embedding no gradient.
+    tokens = torch.randint(1, 201, (3, 40), generator=torch.Generator().manual_seed(0))
+    expected, got = loss(theirs(tokens).logits, tokens), loss(ours(tokens), tokens)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=0)
+    expected.backward()
+    got.backward()
+    found = gradients_by_their_names(ours, theirs)
+    for key, parameter in theirs.named_parameters():
+        assert parameter.grad is not None and parameter.grad.norm() > 0, key
+        difference = (found[key] - parameter.grad).norm() / parameter.grad.norm()
+        assert difference < 1e-5, (key, difference)
