@@ -24,3 +24,19 @@ def overlapped(device: Number, host: Number) -> Number:
 def block_launches(kernels: float, fused: Number, collectives: Number) -> Number:
     """Launches of one block in one direction, which has so many ``kernels`` in eager PyTorch."""
     return kernels * np.where(fused, FUSED_SHARE, 1.0) + COLLECTIVE_KERNELS * collectives
+
+
+ROUTER_KERNELS, ROUTER_BACKWARD_KERNELS = 25.0, 25.0
+"""Operations of a router in eager PyTorch: scores, choice, weights; counts, sorting, gathering and summing rows."""
+GROUPED_KERNELS = 4.0
+"""Operations of grouped products and of the activation between them, where one kernel computes all experts."""
+KERNELS_OF_AN_EXPERT = 2.0
+"""Products of an expert in the forward, where each is launched on its own (Transformer Engine's GroupedLinear)."""
+
+
+def expert_launches(experts: Number, grouped: Number, fused: Number, collectives: Number) -> tuple[Number, Number]:
+    """Launches of a router and its experts on a rank, forward and backward."""
+    share = np.where(fused, FUSED_SHARE, 1.0)
+    products = np.where(grouped, GROUPED_KERNELS, KERNELS_OF_AN_EXPERT * experts + 2)
+    shared = COLLECTIVE_KERNELS * collectives
+    return ROUTER_KERNELS * share + products + shared, ROUTER_BACKWARD_KERNELS * share + 2 * products + shared

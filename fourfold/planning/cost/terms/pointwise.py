@@ -48,6 +48,14 @@ OWN_GELU = 2.0, 3.0
 OWN_BIASES = 2.0, 1.0
 """Passes over the outputs that a bias is added to; its gradient is a sum."""
 
+SCORE_PASSES, FUSED_SCORE_PASSES = 8.0, 2.0
+"""Passes over the router's scores in fp32: softmax, choice and their sums."""
+ROW_PASSES = 4.0, 4.0
+"""Passes over the rows of a rank's tokens: gathered before they are sent, and summed, with weights, when they are
+back."""
+SORT_PASSES = 4.0, 4.0
+"""Passes over the rows of a rank's experts, sorted by expert, and put back in their order."""
+
 
 def others_bytes(
     residual: Number, heads: Number, turned: Number, inner: Number, gated: Number, fused: Number
@@ -85,3 +93,18 @@ def own_bytes(
         )
 
     return passes(0), passes(1)
+
+
+def expert_bytes(
+    scores: Number, sent: Number, here: Number, inner: Number, is_own: Number, fused: Number
+) -> tuple[Number, Number, Number]:
+    """Bytes moved between the products of a router and its experts, forward and backward, and by the activation
+    forward. scores: those of the router; sent, here: the rows of a rank's tokens, and of its experts; inner: these at
+    the experts' width."""
+    passes = np.where(fused, FUSED_SCORE_PASSES, SCORE_PASSES)
+    gate = np.where(
+        is_own, np.where(fused, OWN_FUSED_GATE[0], OWN_GATE[0]), np.where(fused, FUSED_INNER_PASSES, GATED_PASSES)
+    )
+    back = np.where(is_own, np.where(fused, OWN_FUSED_GATE[1], OWN_GATE[1]), BACKWARD * gate)
+    forward, backward = (passes * scores + ROW_PASSES[way] * sent + SORT_PASSES[way] * here for way in (0, 1))
+    return forward + gate * inner, backward + back * inner, gate * inner
