@@ -9,6 +9,9 @@ import numpy as np
 from fourfold.planning.cases import Number
 from fourfold.planning.workload import Workload
 
+BYTES_OF_A_CHOICE = 40.0
+"""Kept for each choice of a token: its expert, its place among the rows and back, in 64 bits, and its weights."""
+
 
 def has_experts(work: Workload) -> bool:
     """True where any case is a mixture of experts."""
@@ -59,7 +62,7 @@ def states_of_experts(work: Workload) -> Workload:
 def kept_by_experts(work: Workload, selective: bool) -> Number:
     """Bytes that one block's router, dispatch and experts keep of a micro-batch, the mean over all blocks.
 
-    Kept are the tokens as the router reads them, with scores in fp32; the rows that the experts read, gate, up,
+    Kept are the tokens as the router reads them, in fp32, and its scores; the rows that the experts read, gate, up,
     silu(gate) and their product; and the rows that come back, for the gradients of their weights. Other programs weight
     the product inside the experts, and keep no rows that come back.
     """
@@ -72,7 +75,8 @@ def kept_by_experts(work: Workload, selective: bool) -> Number:
     mlp = before + np.where(again, 0, _activated(work, rows))
     back = np.where(program.is_fourfold, item * rows.sent * hidden, 0)
     tokens = work.tokens / layout.x
-    router = item * tokens * hidden + 3 * 4 * tokens * model.experts
+    read_by_router = np.where(program.is_fourfold, 4, item) * tokens * hidden
+    router = read_by_router + 4 * tokens * model.experts + BYTES_OF_A_CHOICE * tokens * model.chosen
     return model.sparse * (router + read + mlp + back)
 
 
