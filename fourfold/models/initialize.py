@@ -33,6 +33,8 @@ def fill_slice(out: Tensor, name: str, shape: tuple[int, ...], slices: Slices, c
         out.zero_()
     elif len(shape) == 1:
         out.fill_(0.0 if config.zero_centered_norm else 1.0)
+    elif len(shape) == 3:
+        _fill_stack(out, _std(name, shape, config), name, shape, slices, seed)
     else:
         _fill_normal(out, _std(name, shape, config), name, shape, slices, seed)
 
@@ -42,7 +44,7 @@ def _std(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
     have the variance of peft's."""
     if name.endswith("lora_A"):
         return 1 / math.sqrt(3 * shape[1])
-    writes_to_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    writes_to_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
     return config.initializer_range / (math.sqrt(2 * config.num_hidden_layers) if writes_to_residual else 1.0)
 
 
@@ -57,6 +59,15 @@ def _fill_normal(out: Tensor, std: float, name: str, shape: tuple[int, ...], sli
         values = torch.randn(last - first, shape[1], generator=generator).mul_(std)
         begin, end = max(first, rows.start), min(last, rows.stop)
         out[begin - rows.start : end - rows.start] = values[begin - first : end - first, columns]
+
+
+def _fill_stack(out: Tensor, std: float, name: str, shape: tuple[int, ...], slices: Slices, seed: int) -> None:
+    """Fill part of a stack of matrices, as if they were one with the rows of all."""
+    (matrices, rows, columns), (count, height, width) = slices, shape
+    for place, number in enumerate(range(matrices.start, matrices.stop)):
+        first = number * height
+        of_matrix = (slice(first + rows.start, first + rows.stop), columns)
+        _fill_normal(out[place], std, name, (count * height, width), of_matrix, seed)
 
 
 def _block_seed(seed: int, name: str, block: int) -> int:

@@ -12,6 +12,8 @@ from fourfold.errors import UserError
 from fourfold.models.transformer import Transformer
 
 ADAPTERS = ("lora_A", "lora_B")
+NEVER_ADAPTED = "shared_expert_gate"
+"""One column, of which a low-rank adapter would be no smaller."""
 
 
 class LoRALinear(nn.Linear):
@@ -32,7 +34,11 @@ class LoRALinear(nn.Linear):
 def add_adapters(model: Transformer, config: LoRAConfig, dtype: torch.dtype = torch.float32) -> None:
     """Freeze the model and add adapters to its target layers. Raises ``UserError`` for a missing target."""
     model.requires_grad_(False)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not name.endswith(NEVER_ADAPTED)
+    }
     kinds = {name.rpartition(".")[2] for name in linears}
     for target in config.targets or ():
         if target not in kinds:

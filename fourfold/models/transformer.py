@@ -1,4 +1,5 @@
-"""A decoder: GPT-2/3, GPT-NeoX and Llama / Mistral / Qwen / Gemma in one file of plain, single-device PyTorch.
+"""A decoder: GPT-2/3, GPT-NeoX and Llama / Mistral / Qwen / Gemma in plain, single-device PyTorch, with their MLPs
+beside it.
 
 Shapes: B sequences, S tokens, H hidden, N heads, K key-value heads, D head_dim, F inner width, V padded vocabulary.
 """
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.config.model import IGNORE_INDEX, ModelConfig
+from fourfold.models.mixture import Mixture
+from fourfold.models.mlp import MLP, Linears
 from fourfold.models.rope import apply_rope, rope_frequencies, rope_tables
 
 
@@ -34,7 +37,7 @@ class Transformer(nn.Module):
         self.embed_tokens = nn.Embedding(config.padded_vocab_size, config.hidden_size) if has_first else None
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.attention_tables = AttentionTables(config)
-        self.layers = nn.ModuleDict({str(number): Block(config) for number in layers})
+        self.layers = nn.ModuleDict({str(number): Block(config, number) for number in layers})
         self.norm = norm_of(config) if has_last else None
         self.lm_head = LMHead(config) if has_last else None
         if config.tie_word_embeddings and self.lm_head is not None and self.embed_tokens is not None:
@@ -87,13 +90,13 @@ class Transformer(nn.Module):
 class Block(nn.Module):
     """One pre-norm layer; attention and MLP one after the other, or side by side (GPT-J, GPT-NeoX)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
         self.parallel_residual = config.parallel_residual
         self.input_layernorm = norm_of(config)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = norm_of(config)
-        self.mlp = MLP(config)
+        self.mlp = Mixture(config) if config.is_sparse(number) else MLP(config)
 
     def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
         attended_BSH = x_BSH + self.self_attn(self.input_layernorm(x_BSH), context)
@@ -204,52 +207,6 @@ def causal_within(documents_BS: Tensor) -> Tensor:
     """[B, 1, S, S]: true where a query may see a key, before it in its own document."""
     same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
     return same_BSS.tril()[:, None]
-
-
-class MLP(nn.Module):
-    """The position-wise network, gated (SwiGLU, GEGLU) or not (GELU)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        inner = config.intermediate_size
-        widths = {"gate_proj": inner, "up_proj": inner} if config.gated_mlp else {"up_proj": inner}
-        self.up = Linears(config.hidden_size, config.mlp_bias, **widths)
-        self.activation = Activation(config)
-        self.down_proj = nn.Linear(inner, config.hidden_size, bias=config.mlp_bias)
-
-    def forward(self, x_BSH: Tensor) -> Tensor:
-        return self.down(*self.up(x_BSH))
-
-    def down(self, *up_BSF: Tensor) -> Tensor:
-        """Gate and up, or up alone, to the hidden size."""
-        out_BSH: Tensor = self.down_proj(self.activation(*up_BSF))
-        return out_BSH
-
-
-class Activation(nn.Module):
-    """gelu(up), or gated: gelu(gate) · up or silu(gate) · up.
-
-    Hendrycks & Gimpel 2016 (arXiv 1606.08415); GEGLU and SwiGLU: Shazeer 2020 (arXiv 2002.05202).
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.swish, self.approximate = config.mlp == "swiglu", config.gelu_approximation
-
-    def forward(self, *gate_and_up_BSF: Tensor) -> Tensor:
-        first_BSF, *up_BSF = gate_and_up_BSF
-        active_BSF = F.silu(first_BSF) if self.swish else F.gelu(first_BSF, approximate=self.approximate)
-        return active_BSF * up_BSF[0] if up_BSF else active_BSF
-
-
-class Linears(nn.ModuleDict):
-    """Linear layers that read the same input; their outputs in order."""
-
-    def __init__(self, in_features: int, bias: bool, **out_features: int) -> None:
-        super().__init__({name: nn.Linear(in_features, out, bias=bias) for name, out in out_features.items()})
-
-    def forward(self, x_BSH: Tensor) -> list[Tensor]:
-        return [linear(x_BSH) for linear in self.values()]
 
 
 class LMHead(nn.Module):

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fourfold.config.layout import AttentionSplit
-from fourfold.models.transformer import MLP, AttentionContext, Block, Transformer
+from fourfold.models.mlp import MLP
+from fourfold.models.transformer import AttentionContext, Block, Transformer
 from fourfold.parallel.context import context_of_sequences
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.linear import Linear4D, LinearGroup
@@ -65,6 +66,7 @@ class InterleavedBlock(Block):
 
         joined: the attention of all parts, where each has only some tokens of its sequences.
         """
+        assert isinstance(self.mlp, MLP), "parts do not take turns where there are experts"
         qkv, o_proj, up, down_proj = self.self_attn.qkv, self.self_attn.o_proj, self.mlp.up, self.mlp.down_proj
         assert isinstance(qkv, LinearGroup) and isinstance(up, LinearGroup)
         assert isinstance(o_proj, Linear4D) and isinstance(down_proj, Linear4D)

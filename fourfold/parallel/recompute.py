@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.config.run import ActivationCheckpointConfig, ParallelConfig
+from fourfold.models.mlp import MLP
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.linear import Linear4D
 
@@ -94,6 +95,7 @@ def compile_blocks(model: Transformer, grid: ParallelConfig) -> None:
         if grid.x * grid.y * grid.cp == 1:
             _compile(block)
             continue
+        assert isinstance(block.mlp, MLP), "blocks with experts are not compiled"
         _compile(block.mlp.activation)
         if grid.cp == 1:
             _compile(block.self_attn.core, "attend_here")

@@ -14,7 +14,7 @@ FLOP_FORMULA = (
 )
 """PaLM's formula (Chowdhery et al. 2022, appendix B), 6N + 12 x layers x heads x head_dim x S, with two changes: of
 causal attention only the half that is not masked counts (6 in place of 12), and N is the parameters that are
-multiplied."""
+multiplied: of a mixture of experts, the router and the experts that a token goes to."""
 
 
 class FlopCount(NamedTuple):
@@ -36,8 +36,11 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
     """
     hidden, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
     attention_projections = hidden * model.head_dim * (2 * heads + 2 * kv_heads)  # q and output; k and v
-    mlp = hidden * model.intermediate_size * (3 if model.gated_mlp else 2)
-    matmul_parameters = model.num_hidden_layers * (attention_projections + mlp) + hidden * model.vocab_size
+    dense = hidden * model.intermediate_size * (3 if model.gated_mlp else 2)
+    active = model.num_experts_per_tok * model.moe_intermediate_size + model.shared_expert_intermediate_size
+    mixture = hidden * (3 * active + model.num_experts + model.shared_expert_gate)
+    mlps = (model.num_hidden_layers - model.sparse_layers) * dense + model.sparse_layers * mixture
+    matmul_parameters = model.num_hidden_layers * attention_projections + mlps + hidden * model.vocab_size
     causal_attention = model.num_hidden_layers * 4 * seq_length * heads * model.head_dim // 2
     forward = 2 * matmul_parameters + causal_attention
     training = 3 * forward - (2 * matmul_parameters if frozen else 0)

@@ -22,15 +22,16 @@ def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> floa
     model = build_model(run)
     own = dict(model.named_parameters())
     initialize(model, run.model, run.training.seed + 1)
-    if any(weights[name].ndim == 2 and torch.equal(weights[name], own[name]) for name in own if not _is_zero(name)):
+    if any(weights[name].ndim > 1 and torch.equal(weights[name], own[name]) for name in own if not _is_zero(name)):
         return math.inf
     initialize(model, run.model, run.training.seed)
     if any(not torch.equal(weights[name], own[name].detach()) for name in own):
         return math.inf
     scaled = {name: weight.double() / _std(name, weight, run) for name, weight in weights.items()}
-    drawn = {name: weight for name, weight in scaled.items() if weight.ndim == 2 and not _is_zero(name)}
-    rows = [tuple(row[:4].tolist()) for weight in drawn.values() for row in weight.round(decimals=3)]
-    if min(weight.shape[1] for weight in drawn.values()) >= 4 and len(set(rows)) < len(rows):
+    drawn = {name: weight for name, weight in scaled.items() if weight.ndim > 1 and not _is_zero(name)}
+    matrices = [weight.flatten(0, -2).round(decimals=3) for weight in drawn.values()]
+    rows = [tuple(row[:4].tolist()) for matrix in matrices for row in matrix]
+    if min(weight.shape[-1] for weight in drawn.values()) >= 4 and len(set(rows)) < len(rows):
         return math.inf
     constants = [weights[name] == _constant(name, run) for name in weights if name not in drawn]
     if not all(bool(is_right.all()) for is_right in constants):
@@ -50,7 +51,7 @@ def _std(name: str, weight: Tensor, run: RunConfig) -> float:
     """GPT-2's for the decoder, peft's for LoRA."""
     if name.endswith("lora_A"):
         return 1 / math.sqrt(3 * weight.shape[1])
-    is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    is_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
     return run.model.initializer_range / (math.sqrt(2 * run.model.num_hidden_layers) if is_residual else 1.0)
 
 

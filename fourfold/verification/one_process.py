@@ -125,7 +125,7 @@ def plain_logits(run: RunConfig) -> Logits:
 
 
 def _treatment(name: str, parameter: Tensor, run: RunConfig) -> dict[str, float]:
-    decay = run.optimizer.weight_decay if parameter.ndim == 2 else 0.0
+    decay = run.optimizer.weight_decay if parameter.ndim > 1 else 0.0
     for group in run.optimizer.groups:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in group.parameters):
             given = group.weight_decay

@@ -1,0 +1,208 @@
+"""A mixture of experts in place of an MLP: a router sends each token to a few of many MLPs.
+
+Mixtral (Jiang et al. 2024, arXiv 2401.04088), Qwen-MoE, OLMoE (arXiv 2409.02060) and DeepSeek-V3 (arXiv 2412.19437) are
+settings of the same few keys. Shapes: T tokens, E experts, K of them for each token, N rows (token, choice), F the
+width of an expert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.config.model import ModelConfig
+from fourfold.models.autograd import differentiable
+from fourfold.models.grouped import grouped_product
+from fourfold.models.mlp import MLP, Activation
+
+
+class Mixture(nn.Module):
+    """Σ_k w_tk · expert_tk(x_t), and the shared expert's output where there is one."""
+
+    capacity_factor = 0.0
+    """An expert takes this many times its equal share of a sequence's rows; 0: all."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Experts(config)
+        shared = config.shared_expert_intermediate_size
+        self.shared_expert = MLP(config, shared) if shared else None
+        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_expert_gate else None
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        length, x_TH = x_BSH.shape[1], x_BSH.flatten(0, 1)
+        routing = self.gate(x_TH)
+        kept_TK = None
+        if self.capacity_factor:
+            experts_BSK = routing.experts_TK.unflatten(0, (-1, length))
+            kept_TK = within_capacity(experts_BSK, self.gate.num_experts, self.capacity_factor).flatten(0, 1)
+        order = order_by_expert(routing.experts_TK, kept_TK, self.gate.num_experts)
+        sizes: list[int] = order.sizes_E.tolist()
+        rows_NH = self.experts(take_rows(x_TH, order, sum(sizes)), sizes)
+        out_BSH = combine(rows_NH, order, routing.weights_TK).view_as(x_BSH)
+        return out_BSH if self.shared_expert is None else out_BSH + self.shared(x_BSH)
+
+    def shared(self, x_BSH: Tensor) -> Tensor:
+        """The output of the shared expert, times its gate."""
+        assert self.shared_expert is not None
+        out_BSH: Tensor = self.shared_expert(x_BSH)
+        return out_BSH if self.shared_expert_gate is None else out_BSH * self.shared_expert_gate(x_BSH).sigmoid()
+
+
+class Routing(NamedTuple):
+    """The experts of each token."""
+
+    experts_TK: Tensor
+    """Their numbers, the best first."""
+    weights_TK: Tensor
+    """The factors on their outputs, float32."""
+
+
+class Router(nn.Module):
+    """The choice of each token's experts, and their weights, in float32."""
+
+    e_score_correction_bias: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.choice = Choice(config)
+        self.num_experts = config.num_experts
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        bias = nn.Parameter(torch.empty(config.num_experts, dtype=torch.float32), requires_grad=False)
+        self.register_parameter("e_score_correction_bias", bias if config.router_bias else None)
+
+    def forward(self, x_TH: Tensor) -> Routing:
+        scores_TE = self.choice.scores(F.linear(x_TH.float(), self.weight.float()))
+        experts_TK = self.choice.experts(scores_TE, self.e_score_correction_bias)
+        return Routing(experts_TK, self.choice.weights(scores_TE, experts_TK))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Leave the bias in float32: a step moves it by less than bf16 resolves."""
+        super()._apply(fn, recurse)
+        if (bias := self.e_score_correction_bias) is not None and bias.dtype in (torch.bfloat16, torch.float16):
+            self.e_score_correction_bias = nn.Parameter(bias.detach().float(), requires_grad=False)
+        return self
+
+
+class Choice:
+    """The rule by which experts are chosen, and weighted, from the router's logits."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.chosen, self.sigmoid = config.num_experts_per_tok, config.router_score == "sigmoid"
+        self.normalize, self.factor = config.norm_topk_prob, config.routed_scaling_factor
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        """The experts' scores, of which softmax's sum to one."""
+        return logits_TE.sigmoid() if self.sigmoid else logits_TE.softmax(-1)
+
+    def experts(self, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:
+        """The experts with the largest scores, [T, K]; a bias counts here only (arXiv 2408.15664, eq. 3)."""
+        choosing_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
+        return choosing_TE.topk(self.chosen, dim=-1).indices
+
+    def weights(self, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        """The factors on the chosen experts' outputs, [T, K]."""
+        weights_TK = scores_TE.gather(1, experts_TK)
+        if self.normalize:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        return weights_TK * self.factor
+
+
+class Experts(nn.Module):
+    """Gated MLPs of one shape, as stacks of matrices; rows that are sorted by expert go in, and come out."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        experts, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_proj = nn.Parameter(torch.empty(experts, inner, hidden))
+        self.up_proj = nn.Parameter(torch.empty(experts, inner, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
+        self.activation = Activation(config)
+
+    def forward(self, rows_NH: Tensor, sizes: list[int]) -> Tensor:
+        """sizes: the rows of each expert."""
+        gate_NF, up_NF = (grouped_product(rows_NH, each, sizes) for each in (self.gate_proj, self.up_proj))
+        return self.down(gate_NF, up_NF, sizes)
+
+    def down(self, gate_NF: Tensor, up_NF: Tensor, sizes: list[int]) -> Tensor:
+        """Gate and up to the hidden size."""
+        return grouped_product(self.activation(gate_NF, up_NF), self.down_proj, sizes)
+
+
+class Order(NamedTuple):
+    """The rows (token, choice) sorted by expert, those that were dropped at the end."""
+
+    place_N: Tensor
+    """The row t·K + k that stands at each place."""
+    inverse_N: Tensor
+    """The place of each row."""
+    sizes_E: Tensor
+    """The rows of each expert that were not dropped."""
+    chosen: int
+    """K."""
+
+
+def order_by_expert(experts_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> Order:
+    """Sort rows by expert, and those of one expert by token. kept_TK: false for those that are dropped."""
+    keys_TK = experts_TK if kept_TK is None else experts_TK.masked_fill(~kept_TK, num_experts)
+    place_N = keys_TK.flatten().argsort(stable=True)
+    inverse_N = torch.empty_like(place_N)
+    inverse_N[place_N] = torch.arange(len(place_N), device=place_N.device)
+    return Order(place_N, inverse_N, count_rows(keys_TK, num_experts), experts_TK.shape[1])
+
+
+def count_rows(experts_TK: Tensor, num_experts: int) -> Tensor:
+    """The rows of each expert, [E]; others than ``num_experts`` do not count."""
+    ones = torch.ones((), dtype=torch.int64, device=experts_TK.device).expand(experts_TK.numel())
+    return ones.new_zeros(num_experts + 1).scatter_add_(0, experts_TK.flatten(), ones)[:num_experts]
+
+
+def take_rows(x_TH: Tensor, order: Order, count: int) -> Tensor:
+    """The token of each of the first ``count`` rows in the order of the experts, [N, H]."""
+    first_N = order.place_N[:count]
+
+    def sum_of_tokens(grad_NH: Tensor) -> Tensor:
+        return _by_token(grad_NH, order).sum(1)
+
+    return differentiable(x_TH, lambda x: x[first_N // order.chosen], sum_of_tokens)
+
+
+def combine(rows_NH: Tensor, order: Order, weights_TK: Tensor) -> Tensor:
+    """Σ_k w_tk · row_tk, [T, H]; the rows that are missing at the end were dropped, and are zero."""
+    first_N = order.place_N[: len(rows_NH)]
+    rows_TKH = differentiable(
+        rows_NH, lambda rows: _by_token(rows, order), lambda grad_TKH: grad_TKH.flatten(0, 1)[first_N]
+    )
+    return (rows_TKH * weights_TK.to(rows_NH.dtype)[..., None]).sum(1)
+
+
+def _by_token(rows_NH: Tensor, order: Order) -> Tensor:
+    """[T, K, H] from the first of the rows in the order of the experts; the others are zero."""
+    dropped = len(order.place_N) - len(rows_NH)
+    if dropped:
+        rows_NH = F.pad(rows_NH, (0, 0, 0, dropped))
+    return rows_NH[order.inverse_N].unflatten(0, (-1, order.chosen))
+
+
+def capacity(factor: float, length: int, chosen: int, num_experts: int) -> int:
+    """Rows of one sequence that an expert takes (GShard, arXiv 2006.16668, section 3.2)."""
+    return math.ceil(factor * length * chosen / num_experts)
+
+
+def within_capacity(experts_BSK: Tensor, num_experts: int, factor: float) -> Tensor:
+    """True for the rows that their expert takes, [B, S, K]: the first of every whole sequence."""
+    sequences, length, chosen = experts_BSK.shape
+    groups_B1 = num_experts * torch.arange(sequences, device=experts_BSK.device)[:, None]
+    keys_N = (experts_BSK.flatten(1) + groups_B1).flatten()
+    order_N = keys_N.argsort(stable=True)
+    sorted_N = keys_N[order_N]
+    places_N = torch.arange(len(keys_N), device=keys_N.device)
+    before_N = torch.empty_like(keys_N)
+    before_N[order_N] = places_N - torch.searchsorted(sorted_N, sorted_N)  # rows of its expert before it
+    return (before_N < capacity(factor, length, chosen, num_experts)).view_as(experts_BSK)

@@ -1,0 +1,55 @@
+"""The position-wise network of a decoder's layer."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.config.model import ModelConfig
+
+
+class MLP(nn.Module):
+    """The position-wise network, gated (SwiGLU, GEGLU) or not (GELU)."""
+
+    def __init__(self, config: ModelConfig, inner: int | None = None) -> None:
+        """inner: its width, by default ``intermediate_size``."""
+        super().__init__()
+        inner = config.intermediate_size if inner is None else inner
+        widths = {"gate_proj": inner, "up_proj": inner} if config.gated_mlp else {"up_proj": inner}
+        self.up = Linears(config.hidden_size, config.mlp_bias, **widths)
+        self.activation = Activation(config)
+        self.down_proj = nn.Linear(inner, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        return self.down(*self.up(x_BSH))
+
+    def down(self, *up_BSF: Tensor) -> Tensor:
+        """Gate and up, or up alone, to the hidden size."""
+        out_BSH: Tensor = self.down_proj(self.activation(*up_BSF))
+        return out_BSH
+
+
+class Activation(nn.Module):
+    """gelu(up), or gated: gelu(gate) · up or silu(gate) · up.
+
+    Hendrycks & Gimpel 2016 (arXiv 1606.08415); GEGLU and SwiGLU: Shazeer 2020 (arXiv 2002.05202).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.swish, self.approximate = config.mlp == "swiglu", config.gelu_approximation
+
+    def forward(self, *gate_and_up_BSF: Tensor) -> Tensor:
+        first_BSF, *up_BSF = gate_and_up_BSF
+        active_BSF = F.silu(first_BSF) if self.swish else F.gelu(first_BSF, approximate=self.approximate)
+        return active_BSF * up_BSF[0] if up_BSF else active_BSF
+
+
+class Linears(nn.ModuleDict):
+    """Linear layers that read the same input; their outputs in order."""
+
+    def __init__(self, in_features: int, bias: bool, **out_features: int) -> None:
+        super().__init__({name: nn.Linear(in_features, out, bias=bias) for name, out in out_features.items()})
+
+    def forward(self, x_BSH: Tensor) -> list[Tensor]:
+        return [linear(x_BSH) for linear in self.values()]
