@@ -264,10 +264,14 @@ class Program(Cases):
     sends_once: Number = False
     """A token goes once to each rank that has any of its experts, and once over the network to each node (DeepEP); not
     once for each expert."""
+    fused_experts: Number = False
+    """Products of experts make the activation, and round what they read and write to 8 bits."""
     overlap_ep: Number = False
     """Tokens are exchanged over ep behind the computation of another micro-batch."""
-    captured: Number = 0.0
-    """Share of the kernels that the host launches together, as CUDA graphs."""
+    captured: Number = False
+    """The host launches a block's kernels together, as CUDA graphs, except those of experts."""
+    captured_experts: Number = False
+    """It launches those of experts together, too."""
 
 
 OTHER_PROGRAM = Program(

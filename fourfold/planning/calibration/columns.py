@@ -104,6 +104,10 @@ class MeasuredRow(BaseModel):
         "alltoall",
         description="a token is sent to each of its experts; or once to each GPU that has any (DeepEP, HybridEP)",
     )
+    fused_experts: Flag = Field(
+        False,
+        description="experts' products make the activation and round to 8 bits, and exchanges put rows in their place",
+    )
     ep_overlap: Flag = Field(False, description="tokens are exchanged behind the products of another micro-batch")
     cuda_graph: Literal["none", "blocks", "step"] = Field(
         "none",

@@ -23,8 +23,6 @@ GPT_VOCABULARY = 51200
 """GPT-2's, padded: assumed where a row names none."""
 FLOAT8 = ("fp8", "mxfp8")
 OF_EXPERTS = ("experts", "experts_per_token", "expert_ffn_hidden")
-CAPTURED = {"none": 0.0, "blocks": 0.5, "step": 1.0}
-"""Share of the kernels in CUDA graphs; around experts about half of a block's are."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +219,10 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
         "count_runtime": measured.memory_gb is None or measured.memory_kind == "device",
         "experts_over_x": measured.experts_over_tp,
         "sends_once": measured.dispatcher == "deepep",
+        "fused_experts": measured.fused_experts,
         "overlap_ep": measured.ep_overlap,
-        "captured": CAPTURED[measured.cuda_graph],
+        "captured": measured.cuda_graph != "none",
+        "captured_experts": measured.cuda_graph == "step",
     }
     if measured.program == "fourfold":
         return {**shared, "fused": measured.compiled}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from fourfold.planning.cases import Cases, Number
 from fourfold.planning.cost.activations import attention_over_y, heads_here
-from fourfold.planning.cost.expert_time import expert_time
+from fourfold.planning.cost.expert_time import ExpertTime, expert_time
 from fourfold.planning.cost.experts import has_experts
 from fourfold.planning.cost.rates import Rates, linear_seconds
 from fourfold.planning.cost.terms import attention_core, host, pointwise
@@ -26,8 +26,8 @@ class BlockTime(Cases):
     recompute repeats; last_product, last_sum: those at the end, which full recompute skips; hideable_x, hideable_y:
     collectives of the backward that can run during ``weight_gradients``; gate_sum, up_sum, qkv_sum: sums over y of
     gate, of gate and up, and of queries, keys and values; up_product: the product that can hide that of gate;
-    ep_forward, ep_backward: exchanges of tokens over ep;
-    launch_forward, launch_backward: host seconds.
+    launch_forward, launch_backward: host seconds, without those of experts; experts: the part of them in all others,
+    their exchanges over ep and launches.
     """
 
     forward: Number
@@ -55,8 +55,7 @@ class BlockTime(Cases):
     head_x: Number
     head_y: Number
     embedding: Number
-    ep_forward: Number
-    ep_backward: Number
+    experts: ExpertTime = field(default_factory=ExpertTime)
 
 
 def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockTime:
@@ -105,14 +104,7 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
         "launch_backward": launch_backward,
     }
     head, head_x, head_y, embedding = _head(work, rates, x_group, y_group)
-    ends = {
-        "head": head,
-        "head_x": head_x,
-        "head_y": head_y,
-        "embedding": embedding,
-        "ep_forward": 0.0,
-        "ep_backward": 0.0,
-    }
+    ends = {"head": head, "head_x": head_x, "head_y": head_y, "embedding": embedding}
     block = BlockTime(**{name: parts * of_part for name, of_part in seconds.items()}, **ends)
     return _with_experts(block, work, machine, constants, rates) if has_experts(work) else block
 
@@ -138,11 +130,8 @@ def _with_experts(block: BlockTime, work: Workload, machine: Machine, constants:
         x_backward=block.x_backward + more.x_backward,
         y_forward=block.y_forward + more.y,
         y_backward=block.y_backward + more.y_backward,
-        ep_forward=more.ep,
-        ep_backward=more.ep_backward,
+        experts=more,
         weight_gradients=block.weight_gradients + more.weight_gradients,
-        launch_forward=block.launch_forward + more.launch,
-        launch_backward=block.launch_backward + more.launch_backward,
     )
 
 

@@ -58,7 +58,8 @@ def expert_time(work: Workload, machine: Machine, constants: Constants, rates: R
     )  # fmt: skip
     counts = exchange_seconds(0.0, 1.0, False, layout.ep, stride, machine, constants)
     several = (layout.ep > 1) * 3 + 2 * (over_x & (layout.x > 1)) + 3 * (layout.y > 1)
-    launches = host.expert_launches(rows.experts, program.is_fourfold, program.fused, several)
+    grouped = np.asarray(program.is_fourfold, bool) | program.fused_experts
+    launches = host.expert_launches(rows.experts, grouped, program.fused, step.bits == 8, several)
     seconds = ExpertTime(
         forward=forward + moved / rates.bandwidth,
         backward=inputs + weights + moved_back / rates.bandwidth,
@@ -95,7 +96,11 @@ def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
     scores = 4 * work.tokens / work.layout.x * model.experts
     sent, here = item * rows.sent * hidden, item * rows.here * hidden
     inner = item * rows.here * rows.inner
-    return pointwise.expert_bytes(scores, sent, here, inner, program.is_fourfold, program.fused)
+    how = pointwise.ExpertFlags(
+        is_own=program.is_fourfold, fused=program.fused, in_8=step.bits == 8, in_place=program.fused_experts,
+        several=rows.experts > 1,
+    )  # fmt: skip
+    return pointwise.expert_bytes(scores, sent, here, inner, how)
 
 
 def _over_y(work: Workload, rows: Rows, group: Group) -> tuple[Number, Number]:

@@ -27,7 +27,8 @@ class Rates:
         self.bandwidth = constants.memory * machine.memory_bandwidth
         self.units = machine.units
         self.launch = constants.launch * machine.launch
-        self.router = constants.matmul * machine.achieved_fp32
+        # fourfold scores tokens in 32 bits; others multiply 16 bits, summed in 32.
+        self.router = np.where(work.program.is_fourfold, constants.matmul * machine.achieved_fp32, self.head)
 
 
 def linear_seconds(

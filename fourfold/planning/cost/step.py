@@ -151,9 +151,7 @@ def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockT
         z=0.0,
         z_first=0.0,
     )
-    host = block.launch_forward * (1 + _forwards_again(work)) + block.launch_backward
-    host = host * (1 - work.program.captured)
-    launch = np.where(work.program.blocking, host, overlapped(layer.device, host) - layer.device)
+    launch = _launch(work, block, layer.device)
     z = exposed_z(work, constants, sending, layer.device + launch)
     z_first = np.where(work.program.is_fourfold, outermost * (1 - z / np.maximum(sending, 1e-30)), 0.0)
     return layer._replace(launch=launch, z=z, z_first=z_first)
@@ -186,12 +184,32 @@ def _recompute(work: Workload, block: BlockTime) -> Number:
     return again * layout.recomputing
 
 
+def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
+    """Seconds of one block in which the device waits for the host.
+
+    The host reads how many rows each expert has before it launches their products, and is not ahead of the device then:
+    it hides the launches of experts behind experts, and of the rest behind the rest. Programs other than fourfold that
+    limit an expert's rows pad to the limit, and know how many there are.
+    """
+    again, program, experts = _forwards_again(work), work.program, block.experts
+    host = (block.launch_forward * (1 + again) + block.launch_backward) * (1 - program.captured)
+    if not has_experts(work):
+        return np.where(program.blocking, host, overlapped(device, host) - device)
+    of_experts = experts.forward * (1 + again) + experts.backward
+    own = (experts.launch * (1 + again) + experts.launch_backward) * (1 - program.captured_experts)
+    rest = device - of_experts
+    waits = overlapped(rest, host) - rest + overlapped(of_experts, own) - of_experts
+    knows = (work.step.capacity > 0) & ~np.asarray(program.is_fourfold, bool)
+    waits = np.where(knows, overlapped(device, host + own) - device, waits)
+    return np.where(program.blocking, host + own, waits)
+
+
 def _exposed_ep(work: Workload, constants: Constants, block: BlockTime) -> Number:
     """Seconds of the exchanges of tokens over ep of one block, those repeated by recompute included, that stay exposed:
     all, unless the products of another micro-batch are beside them."""
     if not has_experts(work):
         return 0.0
-    sent = block.ep_forward * (1 + _forwards_again(work)) + block.ep_backward
+    sent = block.experts.ep * (1 + _forwards_again(work)) + block.experts.ep_backward
     beside = hidden(sent, block.forward + block.backward, constants.exposed)
     return sent - np.where(work.program.overlap_ep, beside, 0.0)
 
@@ -274,7 +292,7 @@ def _bubble(work: Workload, block: BlockTime, layer: _Layer, ends: _Ends) -> Num
     share = (ends.head + ends.embedding) / layout.pp
     weights = layers * block.weight_gradients + block.head / (3 * layout.pp)
     forward = (
-        layers * (block.forward + block.x_forward + block.y_forward + block.ep_forward + layer.launch / 3) + share / 3
+        layers * (block.forward + block.x_forward + block.y_forward + block.experts.ep + layer.launch / 3) + share / 3
     )
     rest = layers * layer.total + share - forward - weights
     equal = bubble_seconds(layout.schedule, layout.pp, layout.interleave, micro_batches, forward, rest, weights)

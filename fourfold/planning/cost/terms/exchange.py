@@ -28,7 +28,7 @@ def exchange_seconds(
     inside = size * to_ranks * (1 - 1 / group.inside) / near
     inside = np.where(once, inside, inside * group.inside / ranks)  # what arrives at a node is passed on inside it
     outside = size * to_nodes * (1 - group.inside / ranks) / far
-    hops = (group.inside - 1) * machine.intra_hop + (group.nodes - 1) * machine.inter_hop
+    hops = np.log2(group.inside) * machine.intra_hop + (group.nodes - 1) * machine.inter_hop
     latency = group.base + constants.latency * hops
     return np.where(ranks > 1, np.maximum(inside, outside) + latency, 0.0)
 

@@ -26,17 +26,26 @@ def block_launches(kernels: float, fused: Number, collectives: Number) -> Number
     return kernels * np.where(fused, FUSED_SHARE, 1.0) + COLLECTIVE_KERNELS * collectives
 
 
-ROUTER_KERNELS, ROUTER_BACKWARD_KERNELS = 25.0, 25.0
-"""Operations of a router in eager PyTorch: scores, choice, weights; counts, sorting, gathering and summing rows."""
+ROUTER_KERNELS = 25.0
+"""Operations of a router in eager PyTorch, in each direction: scores, choice, weights; counts, sorting, gathering and
+summing rows."""
 GROUPED_KERNELS = 4.0
 """Operations of grouped products and of the activation between them, where one kernel computes all experts."""
-KERNELS_OF_AN_EXPERT = 2.0
-"""Products of an expert in the forward, where each is launched on its own (Transformer Engine's GroupedLinear)."""
+KERNELS_OF_AN_EXPERT, BACKWARD_KERNELS_OF_AN_EXPERT = 2.0, 4.0
+"""Products of an expert, where each is launched on its own (Transformer Engine's GroupedLinear)."""
+FLOAT8_KERNELS = 3.0
+"""More launches for each of its products in 8 bits: an input is rounded, and the scales of two are put in order."""
 
 
-def expert_launches(experts: Number, grouped: Number, fused: Number, collectives: Number) -> tuple[Number, Number]:
+def expert_launches(
+    experts: Number, grouped: Number, fused: Number, in_8: Number, collectives: Number
+) -> tuple[Number, Number]:
     """Launches of a router and its experts on a rank, forward and backward."""
-    share = np.where(fused, FUSED_SHARE, 1.0)
-    products = np.where(grouped, GROUPED_KERNELS, KERNELS_OF_AN_EXPERT * experts + 2)
-    shared = COLLECTIVE_KERNELS * collectives
-    return ROUTER_KERNELS * share + products + shared, ROUTER_BACKWARD_KERNELS * share + 2 * products + shared
+    shared = ROUTER_KERNELS * np.where(fused, FUSED_SHARE, 1.0) + COLLECTIVE_KERNELS * collectives
+    each = experts * (1 + np.where(in_8, FLOAT8_KERNELS, 0.0))
+    one_by_one = KERNELS_OF_AN_EXPERT * each + 2, BACKWARD_KERNELS_OF_AN_EXPERT * each + 4
+    forward, backward = (
+        shared + np.where(grouped, GROUPED_KERNELS * times, each_way)
+        for times, each_way in zip((1, 2), one_by_one, strict=True)
+    )
+    return forward, backward
