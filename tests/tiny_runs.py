@@ -49,6 +49,34 @@ GEMMA = {
 """Norm weights counted from one, embeddings scaled, gated GELU, tied, one key-value head."""
 
 
+MIXTURE = {"preset": "llama-tiny", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+"""Mixtral: softmax over the chosen experts."""
+
+QWEN_MOE = QWEN | {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": False,
+    "shared_expert_intermediate_size": 40,
+    "shared_expert_gate": True,
+}
+"""A shared expert with a gate, weights that do not sum to one, tied."""
+
+DEEPSEEK = {
+    "preset": "llama-tiny",
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "router_score": "sigmoid",
+    "router_bias": True,
+    "routed_scaling_factor": 2.5,
+    "shared_expert_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+"""Sigmoid scores with a bias for the choice, a shared expert, a dense first layer."""
+
+
 def tiny_run(model: dict[str, Any] = LLAMA, parallel: dict[str, int] | None = None, **sections: Any) -> RunConfig:
     """A run of 8 sequences of 32 tokens a step; ``training`` and other sections are merged over that."""
     training = {

@@ -115,6 +115,8 @@ class Checkpointer:
         state.optimizer_steps = self.job.optimizer.steps_taken()
         state.recent = self.job.recent.model_copy(deep=True)
         state.loss_scale = None if scale is None else (scale.scale, scale.steps_since_change)
+        if self.job.expert_load is not None:
+            state.expert_rows = self.job.expert_load.rows()
         write = partial(write_file, folder, layout, entries_of(parts, layout, copied=self._beside is not None))
         if self._beside is None:
             self._finish(_Save(step, prune, layout, state), write)
@@ -234,6 +236,8 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
         read_parts(path, layout, trained_parts(job))
     job.optimizer.set_steps_taken(state.step if state.optimizer_steps is None else state.optimizer_steps)
     job.recent = state.recent
+    if job.expert_load is not None and state.expert_rows is not None:
+        job.expert_load.set_rows(state.expert_rows)
     if job.loss_scale is not None and state.loss_scale is not None:
         job.loss_scale.scale, job.loss_scale.steps_since_change = state.loss_scale
     fill_second_copies(job.shards, lambda index: {"weight": job.shards[index].local})

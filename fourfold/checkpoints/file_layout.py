@@ -23,9 +23,12 @@ from fourfold.parallel.sharding import chunk, cut, piece_of
 LAYOUT_FILE = "layout.json"
 MOST_RANKS = 2**20
 
+TOKEN_AXES = ("dp", "cp", "z")
+CUTTING = ("ep", "x", "y")
+"""Axes that may cut a tensor into tiles, the outer ones first."""
+
 Box = tuple[slice, ...]
 """A part of a tensor: its range in every dim."""
-
 
 Cuts = tuple[bool, ...]
 
@@ -40,6 +43,10 @@ class SavedTensor(Strict):
     """The dim that the axis x cuts; None: its ranks hold copies."""
     y: int | None = None
     """The same for y, which cuts the parts that x has cut."""
+    ep: int | None = None
+    """The same for ep, which has neighbors among the processes of dp, cp and z."""
+    sharded: bool = True
+    """False: ``sharded_over`` does not cut it."""
     sharded_dim: int = 0
     """The dim in which ``sharded_over`` cuts the parts of x and y."""
     pp: int = 0
@@ -49,8 +56,8 @@ class SavedTensor(Strict):
 
     @property
     def cuts(self) -> Cuts:
-        """True for x, and for y, where the axis cuts it."""
-        return self.x is not None, self.y is not None
+        """What cuts it: x, y, ep, ``sharded_over``."""
+        return self.x is not None, self.y is not None, self.ep is not None, self.sharded
 
 
 class Layout(Strict):
@@ -62,6 +69,8 @@ class Layout(Strict):
     """The axes that cut the parts of x and y, as torch.chunk does."""
     shards_per_node: int = Field(1, ge=1)
     """Ranks of a shard group in one node; above 1 pieces are numbered as in ``parallel.sharding.piece_of``."""
+    ep: int = Field(1, ge=1)
+    """Ranks that share the experts."""
     tensors: dict[str, SavedTensor]
 
     @model_validator(mode="after")
@@ -70,6 +79,8 @@ class Layout(Strict):
             raise ValueError(f"impossible sizes {self.sizes}")
         if self.sharded_over not in (("z",), ("dp", "cp", "z")):
             raise ValueError(f"impossible sharded_over {self.sharded_over}")
+        if self.token_ranks % (self.ep * max(self._shards // self.ep, 1)):
+            raise ValueError(f"impossible ep {self.ep}")
         if self._shards > self.shards_per_node and self._shards % self.shards_per_node:
             raise ValueError(f"impossible shards_per_node {self.shards_per_node}")
         for name, tensor in self.tensors.items():
@@ -85,11 +96,11 @@ class Layout(Strict):
 
     def _divides(self, tensor: SavedTensor) -> bool:
         pieces = [1] * len(tensor.shape)
-        for axis, dim in (("x", tensor.x), ("y", tensor.y)):
+        for dim, number, _ in self._cuts(tensor, {}):
             if dim is not None:
                 if not 0 <= dim < len(pieces):
                     return False
-                pieces[dim] *= self.sizes[axis]
+                pieces[dim] *= number
         return all(size >= 0 and size % n == 0 for size, n in zip(tensor.shape, pieces, strict=True))
 
     @property
@@ -97,20 +108,29 @@ class Layout(Strict):
         """The number of processes that wrote the checkpoint."""
         return math.prod(self.sizes.values())
 
+    @property
+    def token_ranks(self) -> int:
+        """The processes that split the tokens."""
+        return math.prod(self.sizes[axis] for axis in TOKEN_AXES)
+
     def copies(self, tensor: SavedTensor) -> int:
         """The number of processes that hold the same part of a tensor."""
-        return math.prod(self.sizes[axis] for axis in self._copy_axes(tensor.cuts))
+        return self.token_copies(tensor) * math.prod(self.sizes[axis] for axis in self._copied_over(tensor))
+
+    def token_copies(self, tensor: SavedTensor) -> int:
+        """Those of them that differ in dp, cp or z."""
+        return self.token_ranks // self._experts(tensor) // self._pieces_of(tensor)
 
     def held_by(self, rank: int) -> dict[str, Box]:
         """The parts in the file of a process, in their order there; empty where it has no file."""
         place = dict(zip(AXES, _unravel(rank, list(self.sizes.values())), strict=True))
-        piece = piece_of(self._number(place, self.sharded_over), self._shards, self.shards_per_node)
-        every_cut = itertools.product((False, True), repeat=2)
-        copy_numbers = {cuts: self._number(place, self._copy_axes(cuts)) for cuts in every_cut}
-        held = {}
+        held, found = {}, dict[Cuts, tuple[int, int, int]]()
         for name, tensor in self.tensors.items():
-            if tensor.pp == place["pp"] and tensor.copy_number == copy_numbers[tensor.cuts]:
-                part = self._part(tensor, self._tile(tensor, place), piece)
+            if tensor.cuts not in found:
+                found[tensor.cuts] = self._held_of(tensor, place)
+            ep, piece, copy_number = found[tensor.cuts]
+            if tensor.pp == place["pp"] and tensor.copy_number == copy_number:
+                part = self._part(tensor, self._tile(tensor, place | {"ep": ep}), piece)
                 if not is_empty(part):
                     held[name] = part
         return held
@@ -118,32 +138,55 @@ class Layout(Strict):
     def parts(self, name: str, wanted: Box) -> Iterator[tuple[int, Box]]:
         """The parts of a tensor that overlap a box, each with the rank whose file has it."""
         tensor = self.tensors[name]
-        for x, y in itertools.product(*(self._places(axis, tensor) for axis in ("x", "y"))):
-            tile = self._tile(tensor, {"x": x, "y": y})
+        for places in itertools.product(*(range(number) for _, number, _ in self._cuts(tensor, {}))):
+            place = dict(zip(CUTTING, places, strict=True))
+            tile = self._tile(tensor, place)
             if is_empty(intersection(tile, wanted)):
                 continue
             for piece in self._pieces(tensor, tile, wanted):
-                yield self._rank(tensor, x, y, piece), self._part(tensor, tile, piece)
+                yield self._rank(tensor, place, piece), self._part(tensor, tile, piece)
 
-    def _copy_axes(self, cuts: Cuts) -> list[str]:
-        """The axes whose ranks hold copies of a tensor that x and y cut so: all but pp that do not cut it."""
-        cutting = {"pp", *self.sharded_over, *itertools.compress("xy", cuts)}
-        return [axis for axis in AXES if axis not in cutting]
+    def _cuts(self, tensor: SavedTensor, place: Mapping[str, int]) -> list[tuple[int | None, int, int]]:
+        """Dim, pieces and the piece of each cut of a tensor into tiles; one piece where an axis does not cut it."""
+        sizes = {**self.sizes, "ep": self.ep}
+        dims = {axis: getattr(tensor, axis) for axis in CUTTING}
+        return [(dim, 1, 0) if dim is None else (dim, sizes[axis], place.get(axis, 0)) for axis, dim in dims.items()]
+
+    def _tile(self, tensor: SavedTensor, place: Mapping[str, int]) -> Box:
+        return cut(tensor.shape, self._cuts(tensor, place))
+
+    def _experts(self, tensor: SavedTensor) -> int:
+        """Neighbors among the processes that split the tokens with different tiles."""
+        return 1 if tensor.ep is None else self.ep
+
+    def _pieces_of(self, tensor: SavedTensor) -> int:
+        """Pieces into which ``sharded_over`` cuts a tile."""
+        return max(self._shards // self._experts(tensor), 1) if tensor.sharded else 1
+
+    def _per_node(self, tensor: SavedTensor) -> int:
+        return self.shards_per_node if self._experts(tensor) == 1 and tensor.sharded else 1
+
+    def _held_of(self, tensor: SavedTensor, place: Mapping[str, int]) -> tuple[int, int, int]:
+        """The rank on ep, the piece, and the number of the copy that a process has of a tensor."""
+        number, pieces = self._number(place, TOKEN_AXES), self._pieces_of(tensor)
+        replica, ep = divmod(number, self._experts(tensor))
+        token_copy, rank = divmod(replica, pieces)
+        plane = [(place[axis], self.sizes[axis]) for axis in self._copied_over(tensor)]
+        copy_number = _ravel([(token_copy, self.token_copies(tensor)), *plane])
+        return ep, piece_of(rank, pieces, self._per_node(tensor)), copy_number
+
+    def _copied_over(self, tensor: SavedTensor) -> list[str]:
+        """The axes of the plane whose ranks hold copies, the outer one first."""
+        return [axis for axis in ("y", "x") if getattr(tensor, axis) is None]
 
     def _number(self, place: Mapping[str, int], axes: Sequence[str]) -> int:
         """The row-major number of a place on some of the axes."""
         return _ravel([(place[axis], self.sizes[axis]) for axis in axes])
 
-    def _places(self, axis: str, tensor: SavedTensor) -> range:
-        return range(self.sizes[axis] if getattr(tensor, axis) is not None else 1)
-
-    def _tile(self, tensor: SavedTensor, place: Mapping[str, int]) -> Box:
-        cuts = ((tensor.x, self.sizes["x"], place["x"]), (tensor.y, self.sizes["y"], place["y"]))
-        return cut(tensor.shape, cuts)
-
     def _part(self, tensor: SavedTensor, tile: Box, piece: int) -> Box:
         cut_dim = tensor.sharded_dim
-        return tuple(chunk(each, self._shards, piece) if dim == cut_dim else each for dim, each in enumerate(tile))
+        pieces = self._pieces_of(tensor)
+        return tuple(chunk(each, pieces, piece) if dim == cut_dim else each for dim, each in enumerate(tile))
 
     def _pieces(self, tensor: SavedTensor, tile: Box, wanted: Box) -> range:
         """The pieces of a tile that overlap a box which overlaps the tile."""
@@ -151,19 +194,24 @@ class Layout(Strict):
             return range(1)
         dim = tensor.sharded_dim
         whole, common = tile[dim], intersection(tile, wanted)[dim]
-        size = math.ceil((whole.stop - whole.start) / self._shards)
+        size = math.ceil((whole.stop - whole.start) / self._pieces_of(tensor))
         return range((common.start - whole.start) // size, (common.stop - 1 - whole.start) // size + 1)
 
     @property
     def _shards(self) -> int:
         return math.prod(self.sizes[axis] for axis in self.sharded_over)
 
-    def _rank(self, tensor: SavedTensor, x: int, y: int, piece: int) -> int:
+    def _rank(self, tensor: SavedTensor, tile: Mapping[str, int], piece: int) -> int:
         """The process that writes a part."""
-        place = {"x": x, "y": y, "pp": tensor.pp}
-        rank = piece_of(piece, self._shards, max(self._shards // self.shards_per_node, 1))
-        for axes, number in ((self.sharded_over, rank), (self._copy_axes(tensor.cuts), tensor.copy_number)):
-            place |= zip(axes, _unravel(number, [self.sizes[axis] for axis in axes]), strict=True)
+        pieces, per_node = self._pieces_of(tensor), self._per_node(tensor)
+        copied = self._copied_over(tensor)
+        sizes = [self.token_copies(tensor), *(self.sizes[axis] for axis in copied)]
+        token_copy, *plane = _unravel(tensor.copy_number, sizes)
+        rank = piece_of(piece, pieces, max(pieces // per_node, 1))
+        number = (token_copy * pieces + rank) * self._experts(tensor) + tile["ep"]
+        place = {"pp": tensor.pp, "x": tile["x"], "y": tile["y"]}
+        place |= zip(TOKEN_AXES, _unravel(number, [self.sizes[axis] for axis in TOKEN_AXES]), strict=True)
+        place |= zip(copied, plane, strict=True)
         return self._number(place, AXES)
 
 

@@ -15,7 +15,9 @@ from fourfold.checkpoints.saved_state import RecentSteps
 from fourfold.config.run import AXES, RunConfig
 from fourfold.errors import UserError
 from fourfold.models.dtypes import SAFETENSORS_NAMES
+from fourfold.models.mixture import moves_alone
 from fourfold.parallel.communicate import purpose
+from fourfold.parallel.expert_load import ExpertLoad
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import LocalShard
 
@@ -60,6 +62,9 @@ class TrainingState(Protocol):
     @property
     def loss_scale(self) -> LossScaleState | None: ...
 
+    @property
+    def expert_load(self) -> ExpertLoad | None: ...
+
     def publish(self) -> None: ...
 
 
@@ -82,6 +87,10 @@ def trained_parts(job: TrainingState) -> Parts:
         parts[f"model.{name}"] = SavedPart(shard, shard.local)
         for moment, local in job.optimizer.moments(index).items():
             parts[f"optimizer.{moment}.{name}"] = SavedPart(shard, local)
+    if not job.run.lora.rank:  # what LoRA freezes is not saved
+        parts |= {
+            f"model.{shard.name}": SavedPart(shard, shard.local) for shard in job.shards if moves_alone(shard.name)
+        }
     return parts
 
 
@@ -104,13 +113,14 @@ def layout_of(parts: Parts, grid: Grid, shards_per_node: int = 1) -> Layout:
         sizes={axis: grid.axis(axis).size for axis in AXES},
         sharded_over=("dp", "cp", "z") if grid.sizes.zero else ("z",),
         shards_per_node=shards_per_node,
+        ep=grid.ep.size,
         tensors={},
     )
-    turns = 1 if grid.sizes.zero else grid.replicas.size
     for number, (name, (shard, local)) in enumerate(parts.items()):
         dtype, tile = SAFETENSORS_NAMES[local.dtype], shard.tile
-        tensor = SavedTensor(dtype=dtype, shape=shard.global_shape, x=tile.x, y=tile.y, pp=grid.pp.rank)
-        tensor.sharded_dim = tile.sharded_dim
+        tensor = SavedTensor(dtype=dtype, shape=shard.global_shape, x=tile.x, y=tile.y, ep=tile.ep, pp=grid.pp.rank)
+        tensor.sharded_dim, tensor.sharded = tile.sharded_dim, tile.sharded
+        turns = layout.token_copies(tensor)
         tensor.copy_number = number % turns * (layout.copies(tensor) // turns)
         mine[name] = tensor
     stages: list[dict[str, SavedTensor]] = [mine] * grid.pp.size

@@ -52,6 +52,8 @@ class CheckpointState(Strict):
     loss_scale: tuple[float, int] | None = Field(None, strict=False)
     """The loss scale, and the steps since it last changed."""
     recent: RecentSteps = RecentSteps()
+    expert_rows: list[list[int]] | None = None
+    """Rows of the last step's batch for each expert, layer by layer; None for dense models."""
     weights_only: bool = False
     """True for an imported model: a run that starts from it begins at step 0."""
     lora: LoRAConfig | None = None
@@ -65,7 +67,11 @@ class CheckpointState(Strict):
             raise ValueError(f"optimizer_steps = {self.optimizer_steps} is more than step = {self.step}")
         if self.loss_scale is not None and (self.loss_scale[0] <= 0 or self.loss_scale[1] < 0):
             raise ValueError(f"loss_scale = {self.loss_scale} is negative")
-        ModelConfig(**self.model).check_countable()
+        model = ModelConfig(**self.model)
+        model.check_countable()
+        rows = self.expert_rows
+        if rows is not None and [len(row) for row in rows] != [model.num_experts] * model.num_hidden_layers:
+            raise ValueError("expert_rows are not those of the model")
         return self
 
     def generator(self, path: Path) -> torch.Generator:

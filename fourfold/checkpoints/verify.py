@@ -15,6 +15,8 @@ from fourfold.checkpoints.rank_files import check_header
 from fourfold.checkpoints.saved_state import CheckpointState, read_state
 from fourfold.config.model import ModelConfig
 from fourfold.models.lora import trained_shapes
+from fourfold.models.mixture import moves_alone
+from fourfold.models.transformer import parameter_shapes
 from fourfold.parallel.together import failing_together
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -49,10 +51,14 @@ def verified(path: Path, expected: Shapes) -> Iterator[Layout]:
 
 def shapes_of(state: CheckpointState) -> Shapes:
     """The shapes of all tensors that a checkpoint of a run must hold."""
-    shapes = trained_shapes(ModelConfig(**state.model), state.lora)
+    model = ModelConfig(**state.model)
+    shapes = trained_shapes(model, state.lora)
     expected = {f"model.{name}": shape for name, shape in shapes.items()}
     if not state.weights_only:
         expected |= {f"optimizer.{moment}.{name}": shape for name, shape in shapes.items() for moment in MOMENTS}
+    if state.lora is None:
+        shapes = parameter_shapes(model)
+        expected |= {f"model.{name}": shape for name, shape in shapes.items() if moves_alone(name)}
     return expected
 
 

@@ -370,6 +370,8 @@ class RunConfig(Strict):
             )
         if self.lora.rank and self.training.float8 != "none":
             raise ValueError("lora keeps what it freezes in bf16; set training.float8 = 'none'")
+        if self.lora.rank and self.moe.bias_update_rate:
+            raise ValueError("lora freezes the biases of routers; set moe.bias_update_rate = 0")
         if self.lora.rank and self.metrics.machine is not None:
             raise ValueError("the planner does not predict lora; leave metrics.machine out")
         return self

@@ -58,6 +58,8 @@ class Mixture(nn.Module):
 class Routing(NamedTuple):
     """The experts of each token."""
 
+    logits_TE: Tensor
+    """Of the router, float32."""
     experts_TK: Tensor
     """Their numbers, the best first."""
     weights_TK: Tensor
@@ -75,19 +77,33 @@ class Router(nn.Module):
         self.num_experts = config.num_experts
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         bias = nn.Parameter(torch.empty(config.num_experts, dtype=torch.float32), requires_grad=False)
-        self.register_parameter("e_score_correction_bias", bias if config.router_bias else None)
+        self.register_parameter(BIAS, bias if config.router_bias else None)
 
     def forward(self, x_TH: Tensor) -> Routing:
-        scores_TE = self.choice.scores(F.linear(x_TH.float(), self.weight.float()))
+        logits_TE = F.linear(x_TH.float(), self.weight.float())
+        scores_TE = self.choice.scores(logits_TE)
         experts_TK = self.choice.experts(scores_TE, self.e_score_correction_bias)
-        return Routing(experts_TK, self.choice.weights(scores_TE, experts_TK))
+        return Routing(logits_TE, experts_TK, self.choice.weights(scores_TE, experts_TK))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Leave the bias in float32: a step moves it by less than bf16 resolves."""
-        super()._apply(fn, recurse)
-        if (bias := self.e_score_correction_bias) is not None and bias.dtype in (torch.bfloat16, torch.float16):
-            self.e_score_correction_bias = nn.Parameter(bias.detach().float(), requires_grad=False)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's has no annotations
+        keep_bias_in_float32(self)
         return self
+
+
+def keep_bias_in_float32(router: nn.Module) -> None:
+    """Make the bias float32 again after its module has become another type: steps are smaller than bf16 resolves."""
+    bias = router._parameters[BIAS]
+    if bias is not None and bias.dtype in (torch.bfloat16, torch.float16):
+        router.register_parameter(BIAS, nn.Parameter(bias.detach().float(), requires_grad=False))
+
+
+BIAS = "e_score_correction_bias"
+
+
+def moves_alone(name: str) -> bool:
+    """True for a parameter that changes in training without a gradient: a router's bias."""
+    return name.endswith(BIAS)
 
 
 class Choice:
@@ -205,4 +221,5 @@ def within_capacity(experts_BSK: Tensor, num_experts: int, factor: float) -> Ten
     places_N = torch.arange(len(keys_N), device=keys_N.device)
     before_N = torch.empty_like(keys_N)
     before_N[order_N] = places_N - torch.searchsorted(sorted_N, sorted_N)  # rows of its expert before it
-    return (before_N < capacity(factor, length, chosen, num_experts)).view_as(experts_BSK)
+    kept_N: Tensor = before_N < capacity(factor, length, chosen, num_experts)
+    return kept_N.view_as(experts_BSK)

@@ -158,6 +158,18 @@ def all_to_all(parts: Tensor, axis: Axis, why: str) -> Tensor:
     return Pending(received, [work]).wait()
 
 
+def send_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int], why: str) -> Tensor:
+    """Send the first ``sent[0]`` rows to rank 0 of ``axis``, the next ``sent[1]`` to rank 1, and so on.
+
+    Returns the rows received, in the order of the ranks; received: how many there are from each.
+    """
+    rows = rows.contiguous()
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    with purpose(why, "all_to_all", axis.name):
+        work = dist.all_to_all_single(out, rows, list(received), list(sent), group=axis.group, async_op=True)
+    return Pending(out, [work]).wait()
+
+
 def by_all_to_all(group: dist.ProcessGroup) -> bool:
     """True for gloo, whose reduce-scatter is an all-reduce inside, blocks when issued, and rounds bf16 at every hop."""
     return dist.get_backend(group) == "gloo"
@@ -204,6 +216,44 @@ def exchange(parts: Tensor, axis: Axis, why: str) -> Tensor:
     if axis.size == 1:
         return parts
     return differentiable(parts, lambda t: all_to_all(t, axis, why), lambda g: all_to_all(g, axis, why))
+
+
+def exchange_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int], why: str) -> Tensor:
+    """``send_rows`` forward; backward, their gradients go back."""
+    if axis.size == 1:
+        return rows
+    return differentiable(
+        rows, lambda t: send_rows(t, axis, sent, received, why), lambda g: send_rows(g, axis, received, sent, why)
+    )
+
+
+def gather_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Tensor:
+    """Join the ranks' rows, ``sizes[i]`` of rank i; backward, the gradients of all ranks are summed and scattered."""
+    if axis.size == 1:
+        return rows
+    return differentiable(
+        rows, lambda t: _rows_of_all(t, axis, sizes, why), lambda g: _sum_of_own_rows(g, axis, sizes, why)
+    )
+
+
+def scatter_sum_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Tensor:
+    """Sum the ranks' rows, and keep this rank's ``sizes[rank]`` of them; the reverse of ``gather_rows``."""
+    if axis.size == 1:
+        return rows
+    return differentiable(
+        rows, lambda t: _sum_of_own_rows(t, axis, sizes, why), lambda g: _rows_of_all(g, axis, sizes, why)
+    )
+
+
+def _rows_of_all(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Tensor:
+    copies = rows.expand(axis.size, *rows.shape).flatten(0, 1)
+    return send_rows(copies, axis, [len(rows)] * axis.size, sizes, why)
+
+
+def _sum_of_own_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -> Tensor:
+    own = sizes[axis.rank]
+    parts = send_rows(rows, axis, sizes, [own] * axis.size, why)
+    return sum_parts(parts.unflatten(0, (axis.size, own)))
 
 
 # Above, the gradients of copies on several ranks are shares that must still be summed. Below, a tensor that every rank

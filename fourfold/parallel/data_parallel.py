@@ -69,6 +69,13 @@ class DataParallel(ABC):
         tiles = tile_table(self.model)
         return [self.shard(name, parameter, tiles[name]) for name, parameter in self.model.named_parameters()]
 
+    def split_experts(self) -> set[nn.Parameter]:
+        """The parameters of which the ranks that split the tokens hold different ones: experts over ep."""
+        tiles = tile_table(self.model)
+        if self.grid.ep.size == 1:
+            return set()
+        return {parameter for name, parameter in self.model.named_parameters() if tiles[name].ep is not None}
+
     @abstractmethod
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
         """This process's part of a parameter of the model."""

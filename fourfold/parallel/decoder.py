@@ -15,6 +15,7 @@ from fourfold.parallel.attention import OVER_Y, SharedAttentionCore
 from fourfold.parallel.context import DocumentTables
 from fourfold.parallel.data_parallel import DataParallel, StepTypes, units_of
 from fourfold.parallel.embedding import Embedding
+from fourfold.parallel.experts import ParallelMixture
 from fourfold.parallel.float8 import use_float8
 from fourfold.parallel.fully_sharded import FullySharded
 from fourfold.parallel.grid import Grid
@@ -68,7 +69,12 @@ def tensor_rules(grid: Grid, run: RunConfig, own_products: bool = False) -> Rule
     split = attention_split(run)
     method = context_method(run)
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    inputs_and_head: Rules = {
+    mixtures: Rules = {
+        f"layers.{layer}.mlp": lambda name, m: ParallelMixture(m, grid, overlap, layer=int(name.split(".")[1]))
+        for layer in range(model.num_hidden_layers)
+        if model.is_sparse(layer)
+    }
+    inputs_and_head: Rules = mixtures | {
         "layers.*.self_attn.qkv": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "qkv", overlap),
         "layers.*.mlp.up": lambda name, m: LinearGroup(m, grid, "replicate", "up", overlap),
         "layers.*layernorm": lambda name, m: Norm(m, grid, "norm"),

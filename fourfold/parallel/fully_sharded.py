@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from fourfold.parallel.communicate import by_all_to_all
 from fourfold.parallel.data_parallel import DataParallel, StepTypes, Units
 from fourfold.parallel.fsdp_in_levels import GatherInLevels, SumInLevels, in_levels
 from fourfold.parallel.fsdp_on_gloo import GatherInBackground, SumInBackground
-from fourfold.parallel.grid import Grid
-from fourfold.parallel.sharding import Tile, chunk
+from fourfold.parallel.grid import Axis, Grid
+from fourfold.parallel.sharding import Tile, chunk, tile_table
 from fourfold.parallel.state import LocalShard, replicas_of_tile
 
 
@@ -49,8 +50,15 @@ class FullySharded(DataParallel):
         self.keeps_weights_for_the_step = zero in (1, 2) and z == 1
         self.waits_for_the_last = zero == 1
 
+        tiles = tile_table(model)
+        whole = {parameter for name, parameter in model.named_parameters() if not tiles[name].sharded}
+        self._expert_shards = grid.expert_shards if zero == 0 else grid.expert_replicas
+        self._experts = self._shard_experts(policy)
+
         def shard(module: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+            fully_shard(
+                module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, ignored_params=whole
+            )
 
         # The head's weights are needed again as soon as the backward begins; a tied embedding stays with them.
         last = list(units.last)
@@ -77,20 +85,26 @@ class FullySharded(DataParallel):
                 module.set_custom_all_gather(gathers)  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
             # Losses are divided by the tokens of the whole step, so gradients are sums. gloo knows no scaled sum.
-            if mesh.size() > 1:
+            if (grid.expert_replicas.size if module in self._experts else mesh.size()) > 1:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        _prefetch(model, units, prefetch)
+        _prefetch(model, units, self._experts, prefetch)
         self._is_complete = True
         self._fsdp_parameters: dict[nn.Parameter, Any] = {}
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
+        grid, zero, of_experts = self.grid, self.grid.sizes.zero, tile.ep is not None and self.grid.ep.size > 1
+        if not tile.sharded:
+            shape = tile.global_shape(tuple(parameter.shape), grid)
+            replicas = replicas_of_tile(tile, grid) * grid.tokens.size
+            return LocalShard(name, parameter, parameter.detach(), tile, shape, tile.slices(shape, grid), replicas)
         assert isinstance(parameter, DTensor), f"{name} is not sharded by FSDP2"
-        global_shape = tile.global_shape(tuple(tile.as_tile(parameter).shape), self.grid)
-        zero = self.grid.sizes.zero
-        slices, dim = list(tile.slices(global_shape, self.grid)), tile.sharded_dim
-        slices[dim] = chunk(slices[dim], self._shards.size(), self._shards.rank())
-        replicas = replicas_of_tile(tile, self.grid) * (self.grid.replicas.size if zero == 0 else 1)
+        global_shape = tile.global_shape(tuple(tile.as_tile(parameter).shape), grid)
+        slices, dim = list(tile.slices(global_shape, grid)), tile.sharded_dim
+        shards, copies = (self._expert_shards, grid.expert_copies) if of_experts else (self._shards, grid.replicas)
+        pieces, piece = (shards.size, shards.rank) if isinstance(shards, Axis) else (shards.size(), shards.rank())
+        slices[dim] = chunk(slices[dim], pieces, piece)
+        replicas = replicas_of_tile(tile, grid) * (copies.size if zero == 0 else 1)
         local = tile.as_tile(parameter.to_local().detach())
         return LocalShard(name, parameter, local, tile, global_shape, tuple(slices), replicas)
 
@@ -158,6 +172,17 @@ class FullySharded(DataParallel):
                     found.append(whole.grad)
         return found
 
+    def _shard_experts(self, policy: MixedPrecisionPolicy) -> list[FSDPModule]:
+        """Shard experts that are split over ep: each rank's among those with the same ones. They are units of their own
+        inside the blocks."""
+        split, zero = self.split_experts(), self.grid.sizes.zero
+        modules = [m for m in self.model.modules() if not split.isdisjoint(m.parameters(recurse=False))]
+        mesh = self.grid.expert_mesh(hybrid=zero == 0) if modules else None
+        for module in modules:
+            reshard = zero == 3 or self.grid.expert_shards.size > 1
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        return [_fsdp(module) for module in modules]
+
     def _keep_z_shards_after_forward(self, z_mesh: DeviceMesh) -> None:
         """Keep gathered weights as z shards from forward to backward.
 
@@ -165,11 +190,16 @@ class FullySharded(DataParallel):
         shard groups, they would deadlock.
         """
         z_shards = HSDPMeshInfo(z_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        of_experts = self.groups_of(self._experts)
+        if of_experts:
+            mesh = self.grid.expert_mesh(hybrid=True)
+            expert_shards = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
         for group in self.fsdp_groups():
             if group.post_forward_mesh_info is not None:
-                group.post_forward_mesh_info = z_shards
+                shards = expert_shards if group in of_experts else z_shards
+                group.post_forward_mesh_info = shards
                 for parameter in group.fsdp_params:
-                    parameter.post_forward_mesh_info = z_shards
+                    parameter.post_forward_mesh_info = shards
                     whole = torch.empty(parameter._orig_size, device="meta")
                     parameter._init_sharded_post_forward_param_metadata(whole)
 
@@ -177,9 +207,14 @@ class FullySharded(DataParallel):
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def fsdp_groups(self) -> list[Any]:
+        """All parameter groups of FSDP2."""
+        return self.groups_of(self._units())
+
+    @staticmethod
+    def groups_of(units: Iterable[FSDPModule]) -> list[Any]:
         """FSDP2's parameter groups; torch 2.13 allows several to a module, and before there was one."""
         groups: list[Any] = []
-        for unit in self._units():
+        for unit in units:
             state = unit._get_fsdp_state()
             if hasattr(state, "_fsdp_param_groups"):
                 groups += state._fsdp_param_groups
@@ -194,8 +229,8 @@ def _fsdp(module: nn.Module) -> FSDPModule:
     return module
 
 
-def _prefetch(model: nn.Module, units: Units, depth: int) -> None:
-    """Gather the weights of the next ``depth`` layers while one layer computes (OAG).
+def _prefetch(model: nn.Module, units: Units, experts: Sequence[FSDPModule], depth: int) -> None:
+    """Gather the weights of the next ``depth`` layers, and a layer's own experts, while one layer computes (OAG).
 
     For a unit that names nothing to prefetch in the backward, FSDP2 takes the unit that ran before it in the forward,
     which may have been for another micro-batch; naming the root, which has no weights of its own, prevents that.
@@ -204,8 +239,11 @@ def _prefetch(model: nn.Module, units: Units, depth: int) -> None:
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.set_modules_to_backward_prefetch(nothing)
+    inside = [[_fsdp(module) for module in block.modules() if module in experts] for block in units.blocks]
     if units.last and depth > 0 and layers:
-        _fsdp(units.last[0]).set_modules_to_backward_prefetch(layers[-1:])
+        _fsdp(units.last[0]).set_modules_to_backward_prefetch([*layers[-1:], *inside[-1]])
     for i, layer in enumerate(layers):
-        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + depth])
-        layer.set_modules_to_backward_prefetch(layers[max(i - depth, 0) : i][::-1] or nothing)
+        after, before = range(i + 1, min(i + 1 + depth, len(layers))), range(i - 1, max(i - depth, 0) - 1, -1)
+        own = inside[i] if depth else []
+        layer.set_modules_to_forward_prefetch([*own, *(each for j in after for each in (layers[j], *inside[j]))])
+        layer.set_modules_to_backward_prefetch([each for j in before for each in (layers[j], *inside[j])] or nothing)

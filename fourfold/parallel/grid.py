@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -62,7 +63,8 @@ class Grid:
 
     x, y, z, cp, pp: single axes; dp is always taken together with others. batch: the processes that split the batch, dp
     and inside it z. replicas: those that may hold the same weights, dp and cp. tokens: those that split the tokens of a
-    step, and sum its gradients: dp, cp and z. Several grids may live in one process; nothing is global.
+    step, and sum its gradients: dp, cp and z. ep: those neighbors on the tokens axis that share the experts;
+    expert_replicas: those with the same experts. Several grids may live in one process; nothing is global.
     """
 
     def __init__(self, sizes: ParallelConfig, device_type: str) -> None:
@@ -99,6 +101,7 @@ class Grid:
         ranks = self.tokens_mesh.mesh.view(self.replicas.size, -1)
         groups = [self.replicas.group, self.z.group]
         self.hybrid_mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("dp_cp", "z"))
+        self._place_experts(sizes.ep)
 
     def axis(self, name: str) -> Axis:
         """An axis by name, or several as one: ``dp_cp``, ``dp_z``, ``dp_cp_z``, ``y_x``."""
@@ -134,6 +137,37 @@ class Grid:
         assert group is not None, "every process is in one of the sets"
         limit_waiting(group, self.device_type)
         return Axis(name, group.size(), group.rank(), group)
+
+    def _place_experts(self, ep: int) -> None:
+        """Make the groups of the ranks that share the experts, and of those that hold the same ones.
+
+        expert_replicas is also taken as (copies, shards): shards are those of one z, if there are several.
+        """
+        if ep == 1:
+            self.ep = Axis("ep", 1, 0, self.x.group)  # nothing is sent over an axis of one
+            self.expert_replicas = self.expert_copies = self.expert_shards = self.tokens
+            return
+        ranks = self.mesh.mesh.permute([AXES.index(axis) for axis in ("pp", "y", "x", "dp", "cp", "z")])
+        by_place = ranks.reshape(-1, self.tokens.size // ep, ep)
+        self.ep = self._level("ep", by_place.flatten(0, 1))
+        replicas = by_place.mT.flatten(0, 1)
+        shards = max(self.z.size // ep, 1)
+        nodes = replicas.reshape(-1, replicas.shape[1] // shards, shards)
+        self.expert_replicas = self._level("ep_replicas", replicas)
+        self.expert_copies = self._level("ep_copies", nodes.mT.flatten(0, 1))
+        self.expert_shards = self._level("ep_shards", nodes.flatten(0, 1))
+        self._axes |= {
+            axis.name: axis for axis in (self.ep, self.expert_replicas, self.expert_copies, self.expert_shards)
+        }
+
+    def expert_mesh(self, hybrid: bool) -> DeviceMesh:
+        """The ranks with the same experts, for FSDP2: as one axis, or as (copies, shards)."""
+        replicas, copies, shards = self.expert_replicas, self.expert_copies, self.expert_shards
+        ranks = torch.tensor(dist.get_process_group_ranks(replicas.group))
+        if not hybrid:
+            return DeviceMesh.from_group(replicas.group, self.device_type, ranks, mesh_dim_names=("ep_replicas",))
+        groups, names = [copies.group, shards.group], ("ep_copies", "ep_shards")
+        return DeviceMesh.from_group(groups, self.device_type, ranks.view(-1, shards.size), mesh_dim_names=names)
 
     def _neighbors(self) -> dict[int, Axis]:
         """Make a group for each pair of neighbors on the ring of pp.

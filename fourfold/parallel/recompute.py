@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.config.run import ActivationCheckpointConfig, ParallelConfig
 from fourfold.models.mlp import MLP
-from fourfold.models.transformer import Transformer
+from fourfold.models.transformer import Block, Transformer
 from fourfold.parallel.linear import Linear4D
 
 SELECTIVE = {
@@ -28,6 +28,9 @@ backward does not read the result of the product after it."""
 RECOMPUTES: ContextVar[bool] = ContextVar("recomputes", default=False)
 """True while a part of the model runs again, whose output nothing reads."""
 
+MEMORY: ContextVar[dict[object, Tensor] | None] = ContextVar("memory", default=None)
+"""Results of the forward of a part that runs again, which it takes over then."""
+
 
 def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
     """Keep only the inputs of every n-th block ("full"), or of named parts of those blocks ("selective"), and run them
@@ -38,12 +41,19 @@ def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
             _recompute(block, "forward")
         elif config.mode == "selective":
             for name in config.modules:
-                for path in SELECTIVE.get(name, ()):
+                for path in _methods(block, name):
                     module, _, method = path.rpartition(".")
                     _recompute(block.get_submodule(module), method)
             if "gathers" in config.modules:
                 for linear in (module for module in block.modules() if isinstance(module, Linear4D)):
                     linear.gather_again = True
+
+
+def _methods(block: Block, name: str) -> tuple[str, ...]:
+    """The methods that a name of the run file stands for in a block."""
+    if name != "mlp" or isinstance(block.mlp, MLP):
+        return SELECTIVE.get(name, ())
+    return ("mlp.experts.down", *(("mlp.shared_expert.down",) if block.mlp.shared_expert is not None else ()))
 
 
 def _recompute(module: nn.Module, method: str) -> None:
@@ -76,17 +86,29 @@ def checkpointed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
     return out
 
 
+def remembered(owner: object, compute: Callable[[], Tensor]) -> Tensor:
+    """Compute a tensor without a gradient; where its part of the model runs again, take that of the first time."""
+    memory = MEMORY.get()
+    if memory is None:
+        return compute()
+    if not RECOMPUTES.get():
+        memory[owner] = compute()
+    return memory[owner]
+
+
 def _first_and_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _recomputing_now()
+    memory: dict[object, Tensor] = {}
+    return _running(memory, again=False), _running(memory, again=True)
 
 
 @contextmanager
-def _recomputing_now() -> Iterator[None]:
-    token = RECOMPUTES.set(True)
+def _running(memory: dict[object, Tensor], again: bool) -> Iterator[None]:
+    tokens = MEMORY.set(memory), RECOMPUTES.set(again)
     try:
         yield
     finally:
-        RECOMPUTES.reset(token)
+        MEMORY.reset(tokens[0])
+        RECOMPUTES.reset(tokens[1])
 
 
 def compile_blocks(model: Transformer, grid: ParallelConfig) -> None:

@@ -38,16 +38,22 @@ class Replicated(DataParallel):
             if working.dtype != dtype:
                 stored = nn.Parameter(torch.empty_like(working, dtype=dtype), working.requires_grad)
             self.weights[working] = Weight(working, stored)
+        of_experts = self.split_experts()
         for parameters in _in_order_of_the_backward(self.model, self.units):
-            weights = [self.weights[p] for p in parameters if p.requires_grad]
-            if weights:
-                self._buckets.append(Bucket(weights, self.grid.replicas, self.types.reduced))
+            trained = [p for p in parameters if p.requires_grad]
+            for replicas, mine in (
+                (self.grid.expert_replicas, [p for p in trained if p in of_experts]),
+                (self.grid.replicas, [p for p in trained if p not in of_experts]),
+            ):
+                if mine:
+                    self._buckets.append(Bucket([self.weights[p] for p in mine], replicas, self.types.reduced))
 
     def shard(self, name: str, parameter: nn.Parameter, tile: Tile) -> LocalShard:
         stored = self.weights[parameter].stored
         local = tile.as_tile(stored.detach())
         shape = tile.global_shape(tuple(local.shape), self.grid)
-        replicas = replicas_of_tile(tile, self.grid) * self.grid.replicas.size
+        over_tokens = self.grid.replicas if tile.ep is None else self.grid.expert_replicas
+        replicas = replicas_of_tile(tile, self.grid) * over_tokens.size
         return LocalShard(name, stored, local, tile, shape, tile.slices(shape, self.grid), replicas)
 
     def begin_backward(self, last: bool) -> None:

@@ -10,27 +10,30 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.errors import UserError
-from fourfold.parallel.grid import Grid
+from fourfold.parallel.grid import Axis, Grid
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The cut of a parameter into the tiles that the ranks of one (x, y) plane hold.
+    """The cut of a parameter into the tiles that the ranks of one (x, y) plane hold, and of ep.
 
-    x, y: the dim that the axis splits, or None where its ranks hold the same values. Where both split one dim, x is
-    the outer cut. partial_over: axes over which each rank's gradient is only its share of the sum. turned: the
-    parameter is a matrix whose tile is stored as its transpose; shapes and slices here are the tile's.
+    x, y, ep: the dim that the axis splits, or None where its ranks hold the same values. Where x and y split one dim, x
+    is the outer cut. partial_over: axes over which each rank's gradient is only its share of the sum. turned: the
+    parameter is a matrix whose tile is stored as its transpose; shapes and slices here are the tile's. sharded: z, and
+    with ``zero`` dp·cp, may cut the tile further; else each of their ranks holds it.
     """
 
     x: int | None = None
     y: int | None = None
     partial_over: tuple[str, ...] = ()
     turned: bool = False
+    ep: int | None = None
+    sharded: bool = True
 
     def local_shape(self, shape: tuple[int, ...], grid: Grid) -> tuple[int, ...]:
         """The shape of one rank's tile of a parameter of the global ``shape``."""
         local = list(shape)
-        for dim, axis in ((self.x, grid.x), (self.y, grid.y)):
+        for dim, axis in self._cuts(grid):
             if dim is not None:
                 assert local[dim] % axis.size == 0, f"{shape} does not divide over {axis.name} = {axis.size}"
                 local[dim] //= axis.size
@@ -39,7 +42,7 @@ class Tile:
     def global_shape(self, local: tuple[int, ...], grid: Grid) -> tuple[int, ...]:
         """The inverse of ``local_shape``."""
         shape = list(local)
-        for dim, axis in ((self.x, grid.x), (self.y, grid.y)):
+        for dim, axis in self._cuts(grid):
             if dim is not None:
                 shape[dim] *= axis.size
         return tuple(shape)
@@ -55,7 +58,10 @@ class Tile:
 
     def slices(self, shape: tuple[int, ...], grid: Grid) -> tuple[slice, ...]:
         """The part of the global parameter that is this rank's tile."""
-        return cut(shape, ((self.x, grid.x.size, grid.x.rank), (self.y, grid.y.size, grid.y.rank)))
+        return cut(shape, [(dim, axis.size, axis.rank) for dim, axis in self._cuts(grid)])
+
+    def _cuts(self, grid: Grid) -> tuple[tuple[int | None, Axis], ...]:
+        return (self.ep, grid.ep), (self.x, grid.x), (self.y, grid.y)
 
 
 def cut(shape: Sequence[int], cuts: Sequence[tuple[int | None, int, int]]) -> tuple[slice, ...]:

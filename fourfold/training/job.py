@@ -17,11 +17,13 @@ from fourfold.data.loader import MicroBatch
 from fourfold.heartbeat import doing
 from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import add_adapters, trained_shapes
+from fourfold.models.mixture import Mixture
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.communicate import all_reduce
 from fourfold.parallel.context import share_of_sequences
 from fourfold.parallel.data_parallel import DataParallel
 from fourfold.parallel.decoder import parallelize_decoder
+from fourfold.parallel.expert_load import ExpertLoad
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.pipeline import Pipeline, TiedEnds, tied_ends_as_one
 from fourfold.parallel.product_layouts import Layouts
@@ -84,6 +86,11 @@ class Job:
         if run.training.precision == "fp16":
             self.loss_scale = LossScale(run.loss_scaling, run.loss_scaling.initial)
         self.recent = RecentSteps()
+        self.expert_load: ExpertLoad | None = None
+        if run.model.num_experts:
+            self.expert_load = ExpertLoad(run, grid, device)
+            for stage in self.stages.values():
+                self.expert_load.watch(stage.model)
 
     def initialize(self, seed: int) -> None:
         """Fill the weights; the same seed gives the same weights on every grid."""
@@ -105,7 +112,10 @@ class Job:
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> Tensor:
         """Compute the gradients of the mean loss of the step's ``kept`` tokens, and return that loss."""
-        scale = (1.0 if self.loss_scale is None else self.loss_scale.scale) / kept.clamp(min=1)
+        factor = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        scale = factor / kept.clamp(min=1)
+        if self.expert_load is not None:
+            self.expert_load.begin(factor)
         if self.pipeline is None:
             losses = []
             for number, micro_batch in enumerate(micro_batches, start=1):
@@ -116,6 +126,8 @@ class Job:
         else:
             losses = self.pipeline.forward_backward(micro_batches, scale)
         self.finish_gradients()
+        if self.expert_load is not None:
+            self.expert_load.finish()
         return self.mean_loss(losses, kept)
 
     def forward(self, micro_batch: MicroBatch[Tensor], loss_scale: Tensor | float = 1.0) -> Tensor:
@@ -146,6 +158,8 @@ class Job:
             if overflowed:
                 return self.skip_update()
         self.optimizer.step(self.learning_rate(step))
+        if self.expert_load is not None:
+            self.expert_load.advance(self.shards)
         self.publish()
         return True
 
@@ -208,10 +222,11 @@ def build_model(run: RunConfig, layers: range | None = None) -> Transformer:
     What LoRA freezes is in the type in which the step computes.
     """
     stored = DTYPES[run.training.master_weights]
-    if not run.lora.rank:
-        return Transformer(run.model, layers).to(stored)
-    model = Transformer(run.model, layers).to(DTYPES[run.training.precision])
-    add_adapters(model, run.lora, stored)
+    model = Transformer(run.model, layers).to(DTYPES[run.training.precision] if run.lora.rank else stored)
+    for mixture in (module for module in model.modules() if isinstance(module, Mixture)):
+        mixture.capacity_factor = run.moe.capacity_factor
+    if run.lora.rank:
+        add_adapters(model, run.lora, stored)
     return model
 
 

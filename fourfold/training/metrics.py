@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -43,10 +44,15 @@ class StepMetrics:
     trained_token_share: float  # tokens that carry loss / all tokens of the step
     validation_loss: float | None = None  # only on steps that evaluate; absent from the others' lines
     skipped: bool = False  # the update was not applied; absent from the lines of steps that were
+    experts: Mapping[str, float] | None = (
+        None  # figures of the experts (docs/moe.md), each a key of the line; or absent
+    )
 
     def record(self) -> dict[str, int | float | None]:
         """The JSON object of this step."""
         values: dict[str, int | float | None] = asdict(self)
+        del values["experts"]
+        values |= self.experts or {}
         record = {key: v if v is None or math.isfinite(v) else None for key, v in values.items()}
         if self.validation_loss is None:
             del record["validation_loss"]

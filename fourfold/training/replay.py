@@ -104,8 +104,11 @@ class Replay:
     def _axes_of_copies(self) -> Iterator[tuple[Axis, Any]]:
         """The axes along which processes hold the same parts, each with a test of which shards."""
         grid = self.job.grid
+        split = grid.ep.size > 1
         if grid.sizes.zero == 0 and grid.replicas.size > 1:
-            yield grid.replicas, lambda shard: True
+            yield grid.replicas, lambda shard: shard.tile.ep is None or not split
+        if grid.sizes.zero == 0 and split and grid.expert_copies.size > 1:
+            yield grid.expert_copies, lambda shard: shard.tile.ep is not None
         if grid.x.size > 1:
             yield grid.x, lambda shard: shard.tile.x is None
         if grid.y.size > 1:

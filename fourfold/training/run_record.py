@@ -82,6 +82,7 @@ class RunRecord:
             trained_token_share=figures.kept / self.tokens_per_step,
             validation_loss=validation_loss,
             skipped=skipped,
+            experts=self.job.expert_load.figures() if self.job.expert_load is not None and figures.kept else None,
         )
         self.progress.update(metrics)
         try:

@@ -8,7 +8,7 @@ from fourfold.parallel.communicate import PURPOSE
 from fourfold.parallel.grid import Grid
 from fourfold.verification.exposure import Line
 
-DATA_AXES = ("z", "dp", "cp", "dp_cp", "dp_z", "dp_cp_z")
+DATA_AXES = ("z", "dp", "cp", "dp_cp", "dp_z", "dp_cp_z", "ep_replicas", "ep_copies", "ep_shards")
 FSDP_PURPOSE = {"all_gather": "weights", "reduce_scatter": "gradients", "all_reduce": "gradients"}
 """FSDP2 does not name the purpose of its collectives, but these are all it has."""
 
@@ -21,6 +21,8 @@ class CollectiveNames:
         axes = [*grid.neighbors.values(), *grid.axes()[::-1]]
         self._axis_of_ranks = {tuple(dist.get_process_group_ranks(axis.group)): axis.name for axis in axes}
         self._axis_of_group: dict[str, str] = {}
+        if grid.ep.size > 1:  # its members may be those of another axis
+            self._axis_of_group[grid.ep.group.group_name] = "ep"
         for levels in grid.levels.values():
             axis = self._axis_of(levels.whole.group)
             self._axis_of_group[levels.across.group.group_name] = f"{axis} across nodes"

@@ -15,7 +15,7 @@ from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
 from fourfold.verification.deviation import deviation, deviations, replica_difference
 from fourfold.verification.initial_weights import initial_weights_error
-from fourfold.verification.one_process import Figures, Reference, plain_logits
+from fourfold.verification.one_process import Figures, PlainLogits, Reference
 from fourfold.verification.parity_report import Deviation, ParityReport
 from fourfold.verification.transformers_reference import transformers_logits
 
@@ -36,7 +36,7 @@ class Comparison:
         if weights is None:
             return
         self.initial = initial_weights_error(job.run, weights)
-        logits = plain_logits(job.run) if against == "plain" else transformers_logits(job.run, job.device)
+        logits = PlainLogits(job.run) if against == "plain" else transformers_logits(job.run, job.device)
         self.references = [
             Reference(job.run, logits, weights, job.device, dtype) for dtype in (torch.float32, torch.float64)
         ]

@@ -62,6 +62,7 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Poin
     if (
         not backlog
         and target.layers > few + 1
+        and run.model.first_k_dense_replace < few
         and all(len(layers) == target.layers for layers in layers_of_rank(run, pp_rank))
     ):
         counts = [few, few + 1]

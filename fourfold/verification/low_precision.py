@@ -13,7 +13,7 @@ from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
 from fourfold.verification.deviation import relative_rms
-from fourfold.verification.one_process import Reference, plain_logits
+from fourfold.verification.one_process import PlainLogits, Reference
 from fourfold.verification.parity import shortened
 
 LIMIT = 1.5
@@ -38,7 +38,7 @@ def precision_error(run: RunConfig, device: torch.device, steps: int = 16) -> Pr
     job = Job(run, Grid(run.parallel, device.type), device)
     job.initialize(run.training.seed)
     weights = gather_full(job.shards, [shard.local for shard in job.shards])
-    exact = None if weights is None else Reference(run, plain_logits(run), weights, device, torch.float64)
+    exact = None if weights is None else Reference(run, PlainLogits(run), weights, device, torch.float64)
     errors = [error for step in range(steps) if (error := _error_of_step(job, exact, step)) is not None]
     if exact is None:
         return None

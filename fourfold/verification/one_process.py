@@ -11,6 +11,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.func import functional_call
 
 from fourfold.config.run import RunConfig
 from fourfold.data.dataset import Windows
+from fourfold.models.mixture import Mixture, Routing
 from fourfold.training.job import build_model
 from fourfold.verification.batches import RandomSamples
 from fourfold.verification.float64 import InFloat64
@@ -65,6 +67,7 @@ class Reference:
         self.trained = {name: nn.Parameter(copy) for name, copy in copies.items() if name not in self.frozen}
         groups = [{"params": [p], **_treatment(name, p, run)} for name, p in self.trained.items()]
         self.adamw = torch.optim.AdamW(groups, betas=run.optimizer.betas, eps=run.optimizer.eps)
+        self.router_losses = RouterLosses(run, device)
 
     def step(self, step: int, max_grad_norm: float) -> Figures:
         """Train one step on its random samples."""
@@ -74,13 +77,14 @@ class Reference:
         with InFloat64() if self.dtype == torch.float64 else contextlib.nullcontext():
             for first in range(0, len(batch.tokens_BS), size):
                 part = self._loss(batch, slice(first, first + size)) / kept
-                part.backward()
+                (part + self.router_losses.of(self.logits)).backward()
                 loss += part.detach()
         gradients = {name: p.grad.clone() for name, p in self.trained.items() if p.grad is not None}
         norm = nn.utils.clip_grad_norm_(self.trained.values(), max_grad_norm)
         for group in self.adamw.param_groups:
             group["lr"] = _learning_rate(step, self.run) * group["lr_ratio"]
         self.adamw.step()
+        self.router_losses.end_step(self.trained)
         self.adamw.zero_grad()
         return Figures(loss, norm, gradients)
 
@@ -111,17 +115,64 @@ class Reference:
         )
 
 
-def plain_logits(run: RunConfig) -> Logits:
+class PlainLogits:
     """The decoder itself, in plain PyTorch."""
-    with torch.device("meta"):
-        model = build_model(run)
 
-    def logits(parameters: Parameters, tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None) -> Tensor:
+    def __init__(self, run: RunConfig) -> None:
+        with torch.device("meta"):
+            self.model = build_model(run)
+        self.routings: dict[int, Routing] = {}
+        """What the routers computed last, by layer."""
+        for layer, block in self.model.layers.items():
+            if isinstance(block.mlp, Mixture):
+                block.mlp.gate.register_forward_hook(partial(self._note, int(layer)))
+
+    def __call__(
+        self, parameters: Parameters, tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None
+    ) -> Tensor:
         document_ends_BE = None if documents_BS is None else document_ends(documents_BS)
-        out: Tensor = functional_call(model, dict(parameters), (tokens_BS, None, positions_BS, document_ends_BE))
+        inputs = (tokens_BS, None, positions_BS, document_ends_BE)
+        out: Tensor = functional_call(self.model, dict(parameters), inputs)
         return out
 
-    return logits
+    def _note(self, layer: int, router: nn.Module, inputs: tuple[Tensor, ...], routing: Routing) -> None:
+        self.routings[layer] = routing
+
+
+class RouterLosses:
+    """The losses and the biases of routers; the load is that of the step before."""
+
+    def __init__(self, run: RunConfig, device: torch.device) -> None:
+        self.run, self.device = run, device
+        self.load: dict[int, Tensor] = {}
+        self.rows: dict[int, Tensor] = {}
+
+    def of(self, logits: Logits) -> Tensor:
+        """The losses of the sequences that went through the decoder last, as a share of the step's mean."""
+        run, model = self.run, self.run.model
+        total = torch.zeros((), device=self.device)
+        for layer, routing in logits.routings.items() if isinstance(logits, PlainLogits) else ():
+            logits_TE, experts = routing.logits_TE, torch.arange(model.num_experts, device=self.device)
+            rows = (routing.experts_TK[..., None] == experts).sum((0, 1))
+            self.rows[layer] = self.rows.get(layer, torch.zeros_like(rows)) + rows
+            scores_TE = logits_TE.softmax(-1) if model.router_score == "softmax" else logits_TE.sigmoid()
+            probabilities_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+            even_E = torch.full_like(logits_TE[0], 1 / model.num_experts)
+            share_E = self.load.get(layer, even_E).to(logits_TE.dtype)
+            balance = model.num_experts * (probabilities_TE * share_E).sum()
+            z = logits_TE.exp().sum(-1).log().pow(2).sum()
+            total = total + run.moe.load_balancing_loss * balance + run.moe.z_loss * z
+        return total / (run.training.global_batch_size * run.training.seq_length)
+
+    @torch.no_grad()
+    def end_step(self, parameters: Parameters) -> None:
+        """The load of this step is that of the next one's losses; biases follow it."""
+        for layer, rows in self.rows.items():
+            self.load[layer] = rows.double() / rows.sum()
+            bias = parameters.get(f"layers.{layer}.mlp.gate.e_score_correction_bias")
+            if bias is not None:
+                bias += self.run.moe.bias_update_rate * (rows.sum() - len(rows) * rows).sign()
+        self.rows.clear()
 
 
 def _treatment(name: str, parameter: Tensor, run: RunConfig) -> dict[str, float]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -94,9 +96,9 @@ def shortened(run: RunConfig, steps: int) -> RunConfig:
 
 
 def resharded(run: RunConfig) -> RunConfig:
-    """The same run on another grid of as many processes: axes exchanged, else merged, else another ``zero``.
+    """The same run on another grid of as many processes: axes exchanged, else merged, else another ``zero`` or ``ep``.
 
-    One process has no other grid.
+    Experts are split over another number of ranks where there is one. One process has no other grid.
     """
     now = run.parallel
     sizes = {axis: getattr(now, axis) for axis in AXES}
@@ -106,12 +108,23 @@ def resharded(run: RunConfig) -> RunConfig:
     others = [other for other in others if other != sizes]
     candidates = [{**other, "zero": zero} for other in others for zero in (0, 3)]
     candidates += [{**sizes, "zero": zero} for zero in (0, 1, 2, 3) if zero != now.zero]
+    candidates = [{**each, "ep": ep} for each in candidates for ep in _eps(run, each)]
+    candidates += [{**sizes, "zero": now.zero, "ep": ep} for ep in _eps(run, sizes) if ep != now.ep]
+    candidates.sort(key=lambda each: each["ep"] == now.ep)
     for candidate in candidates if now.world_size > 1 else []:
         other = run.model_copy(update={"parallel": ParallelConfig(**candidate)})
         with contextlib.suppress(UserError):
             check_layout(other)
             return other
     return run
+
+
+def _eps(run: RunConfig, sizes: Mapping[str, int]) -> list[int]:
+    """Numbers of ranks that can share the experts of a grid, the largest first."""
+    ranks = math.prod(sizes.get(axis, 1) for axis in ("dp", "cp", "z"))
+    if not run.model.num_experts:
+        return [1]
+    return [n for n in range(ranks, 0, -1) if ranks % n == 0 and run.model.num_experts % n == 0]
 
 
 def _resume_elsewhere(job: Job, other: RunConfig, step: int) -> Job:

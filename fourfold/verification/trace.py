@@ -6,7 +6,7 @@ shapes and no memory. A large run is traced at a few small sizes and extrapolate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -127,17 +127,27 @@ class Sample(NamedTuple):
     """Bytes in each window."""
 
 
-def trace(run: RunConfig, whole: bool = False, machine: Machine | None = None) -> TraceReport:
+def trace(
+    run: RunConfig, whole: bool = False, machine: Machine | None = None, expert_load: Sequence[float] | None = None
+) -> TraceReport:
     """Trace a run, with seconds on a machine; ``whole`` runs every layer and micro-batch instead of extrapolating from
-    a few."""
+    a few.
+
+    expert_load: the rows of each expert, relative to each other; by default all experts have as many.
+    """
     traced: dict[Point, Sample] = {}
-    ranks = [_trace_rank(run, pp_rank, whole, machine, traced) for pp_rank in range(run.parallel.pp)]
+    ranks = [_trace_rank(run, pp_rank, whole, machine, traced, expert_load) for pp_rank in range(run.parallel.pp)]
     first = ranks[0]
     return TraceReport(run.parallel.world_size, first.memory, first.collectives, ranks if len(ranks) > 1 else [])
 
 
 def _trace_rank(
-    run: RunConfig, pp_rank: int, whole: bool, machine: Machine | None, traced: dict[Point, Sample]
+    run: RunConfig,
+    pp_rank: int,
+    whole: bool,
+    machine: Machine | None,
+    traced: dict[Point, Sample],
+    expert_load: Sequence[float] | None,
 ) -> RankTrace:
     """traced: the steps traced so far; ranks in the middle of a pipeline share them."""
     target = point_of(run, pp_rank)
@@ -145,7 +155,7 @@ def _trace_rank(
     samples: dict[Point, Sample] = {}
     for point in points:
         if point not in traced:
-            traced[point] = _trace_step(run_at(run, point), point.pp_rank, machine)
+            traced[point] = _trace_step(run_at(run, point), point.pp_rank, machine, expert_load)
         samples[point] = traced[point]
 
     def sent(value: Callable[[Sample], int]) -> int:
@@ -178,14 +188,15 @@ def _trace_rank(
     )
 
 
-def _trace_step(run: RunConfig, pp_rank: int, machine: Machine | None) -> Sample:
+def _trace_step(run: RunConfig, pp_rank: int, machine: Machine | None, expert_load: Sequence[float] | None) -> Sample:
     """Run one real training step on fake tensors, as a rank at one place on pp."""
     world_size = run.parallel.world_size
     with fake_processes(world_size, pp_rank * (world_size // run.parallel.pp)):
-        return _fake_step(run, Grid(run.parallel, "cpu"), None if machine is None else Durations(run, machine))
+        durations = None if machine is None else Durations(run, machine)
+        return _fake_step(run, Grid(run.parallel, "cpu"), durations, expert_load)
 
 
-def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None) -> Sample:
+def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_load: Sequence[float] | None) -> Sample:
     stages = meta_stages(run, grid)
     # The chunks of the machine that the run is for, not of the one that traces.
     for stage in stages.values():
@@ -203,6 +214,8 @@ def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None) -> Sampl
         recorder.exclude(micro_batches)
         with recorder:
             job = Job(run, grid, torch.device("cpu"), stages)
+            if job.expert_load is not None:
+                job.expert_load.planned = expert_load or [1.0] * run.model.num_experts
             job.loss_scale = None  # tests gradients for overflow, which needs data
             recorder.own(job)
             recorder.watch(next(iter(stages.values())).units.blocks)

@@ -66,7 +66,7 @@ def test_the_smallest_run_file(tmp_path: Path) -> None:
         # A close spelling, at every level.
         ({"optimiser": {}}, "optimiser", "did you mean 'optimizer'?"),
         ({"training": {"seq_lenght": 1}}, "training.seq_lenght", "did you mean 'training.seq_length'?"),
-        ({"parallel": {"Z": 1}}, "parallel.Z", "there are x, y, z, dp, cp, pp, zero"),
+        ({"parallel": {"Z": 1}}, "parallel.Z", "there are x, y, z, dp, cp, pp, ep, zero"),
         ({"data": {"streaming": True}}, "data.streaming", "there are format, train, validation, source, tokenizer"),
         (
             {"training": {"interval": 1}},

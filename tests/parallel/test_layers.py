@@ -141,7 +141,7 @@ class _Axis:
 
 class _Plane:
     def __init__(self, x: int, y: int, x_rank: int, y_rank: int) -> None:
-        self.x, self.y = _Axis(x, x_rank), _Axis(y, y_rank)
+        self.x, self.y, self.ep = _Axis(x, x_rank), _Axis(y, y_rank), _Axis(1, 0)
 
 
 @pytest.mark.parametrize("tile", [Tile(), Tile(x=0, y=1), Tile(x=1, y=0), Tile(x=0, y=0), Tile(y=0)], ids=str)

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from tiny_runs import GPT, LLAMA, QWEN
 
+from fourfold.verification.comparison import Against
+
 QWEN3 = QWEN | {"attention_bias": False}
 """QK-norm without biases, as transformers has it."""
 
@@ -42,6 +44,8 @@ class Mutant(NamedTuple):
     model: dict[str, Any] = LLAMA
     grid: dict[str, Any] = {}  # noqa: RUF012 (nobody writes it)
     sections: dict[str, Any] = {}  # noqa: RUF012
+    against: Against = "transformers"
+    """The model of the reference, which must not share the code with the fault."""
 
 
 IN_NODES = {"overlap": {"shards_per_node": 2}}

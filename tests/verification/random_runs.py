@@ -22,7 +22,8 @@ def random_table(seed: int) -> Table:
     while True:
         table = _draw(draw)
         if is_legal(table):
-            table["training"]["tuned_products"] = draw.choice(("off", "off", "cached"))
+            if "num_experts" not in table["model"]:
+                table["training"]["tuned_products"] = draw.choice(("off", "off", "cached"))
             return table
 
 
@@ -93,7 +94,41 @@ def _draw(draw: random.Random) -> Table:
         table["overlap"]["batch_parts"] = draw.choice([n for n in range(1, sequences + 1) if sequences % n == 0])
     elif draw.random() < 0.25:
         table["overlap"]["batch_parts"] = draw.choice((2, 3, 4))
+    if draw.random() < 0.4:
+        _add_experts(draw, table)
     return table
+
+
+def _add_experts(draw: random.Random, table: Table) -> None:
+    """Make a mixture of experts of the model; its experts are split over none, some or all ranks that can have them."""
+    model, grid = table["model"], table["parallel"]
+    experts = draw.choice((2, 4, 6, 8))
+    model |= {"mlp": draw.choice(("swiglu", "geglu")), "mlp_bias": False, "num_experts": experts}
+    model.pop("gelu_approximation", None)
+    model |= {
+        "num_experts_per_tok": draw.choice([n for n in (1, 2, 3, 8) if n <= experts]),
+        "moe_intermediate_size": draw.choice((12, 24, 48)),
+        "router_score": draw.choice(("softmax", "sigmoid")),
+        "norm_topk_prob": draw.random() < 0.6,
+        "router_bias": draw.random() < 0.4,
+        "routed_scaling_factor": draw.choice((1.0, 2.5)),
+        "shared_expert_intermediate_size": draw.choice((0, 0, 24)),
+        "first_k_dense_replace": draw.choice((0, 0, 1)),
+    }
+    if model["shared_expert_intermediate_size"]:
+        model["shared_expert_gate"] = draw.random() < 0.5
+    table["moe"] = {
+        "capacity_factor": draw.choice((0.0, 0.0, 0.7, 1.25)),
+        "load_balancing_loss": draw.choice((0.0, 0.01, 0.5)),
+        "z_loss": draw.choice((0.0, 0.01)),
+    }
+    if model["router_bias"] and "lora" not in table:
+        table["moe"]["bias_update_rate"] = draw.choice((0.001, 0.1))
+    ranks = grid["dp"] * grid["cp"] * grid["z"]
+    grid["ep"] = draw.choice([n for n in range(1, ranks + 1) if ranks % n == 0 and experts % n == 0])
+    table["overlap"]["batch_parts"] = 1
+    if "lora" in table:
+        table["lora"]["targets"] = draw.sample(("q_proj", "k_proj", "v_proj", "o_proj"), 2)
 
 
 def _model(draw: random.Random) -> dict[str, Any]:

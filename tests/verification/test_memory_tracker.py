@@ -24,6 +24,8 @@ def tracked_peak(run: RunConfig) -> int:
         stages = meta_stages(run, grid)
         with FakeTensorMode(allow_non_fake_inputs=True):
             job = Job(run, grid, torch.device("cpu"), stages)
+            if job.expert_load is not None:
+                job.expert_load.planned = [1.0] * run.model.num_experts
             shape = (run.training.micro_batch_size, run.training.seq_length)
             batches = [
                 MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(2)))

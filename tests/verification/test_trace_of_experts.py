@@ -1,0 +1,138 @@
+"""The trace of a mixture of experts: closed formulas for every collective, the real run, and torch's memory tracker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from test_memory_tracker import tracked_peak
+from test_trace import by_line
+from tiny_runs import DEEPSEEK, MIXTURE, QWEN_MOE, tiny_run
+
+from fourfold.config.run import RunConfig
+from fourfold.parallel.grid import Grid
+from fourfold.training.job import Job
+from fourfold.verification.batches import random_micro_batches
+from fourfold.verification.recorder import Recorder
+from fourfold.verification.trace import trace
+
+Lines = dict[tuple[str, str, str], int]
+
+EVEN = [1.0] * 4
+UNEVEN = [5.0, 2.0, 1.0, 0.0]
+FOUR_EXPERTS = MIXTURE | {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def expected(run: RunConfig, load: list[float]) -> Lines:
+    """Bytes of one layer's experts and one micro-batch, on the first rank."""
+    model, grid = run.model, run.parallel
+    hidden, width, experts = model.hidden_size // grid.y, model.moe_intermediate_size // grid.x, model.num_experts
+    tokens = run.training.micro_batch_size * run.training.seq_length // (grid.cp * grid.x)
+    rows = tokens * model.num_experts_per_tok
+    sent = [round(rows * share / sum(load)) for share in load]
+    if run.moe.capacity_factor:
+        sent = [min(each, -int(-run.moe.capacity_factor * rows // experts)) for each in sent]
+    received = grid.ep * sum(sent[: experts // grid.ep])
+    there, gathered, kept = sum(sent) * hidden * 4, grid.x * received * hidden * 4, received * hidden * 4
+    lines = {
+        ("ep", "all_to_all", "experts: counts of rows"): 8 * experts,
+        ("ep", "all_to_all", "experts: dispatch"): there + kept,
+        ("ep", "all_to_all", "experts: combine"): there + kept,
+        ("x", "all_gather", "experts: counts of rows"): 8 * experts * grid.x,
+        ("x", "all_to_all", "experts: tokens"): 2 * gathered,
+        ("x", "all_to_all", "experts: outputs"): 2 * gathered,
+        ("x", "all_gather", "router: chosen experts"): 4 * rows * grid.x if run.moe.capacity_factor else 0,
+        ("y", "all_reduce", "router: logits"): 4 * tokens * experts,
+        ("y", "all_reduce", "router: weights' gradient"): 4 * rows,
+        ("y", "all_reduce", "experts: outputs of up"): 2 * grid.x * received * width * 4,
+        ("y", "all_reduce", "experts: input gradient of down"): grid.x * received * width * 4,
+    }
+    return {line: size for line, size in lines.items() if getattr(grid, line[0]) > 1 and size}
+
+
+@pytest.mark.parametrize("load", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    ("grid", "moe"),
+    [
+        ({"dp": 2, "ep": 2}, {}),
+        ({"z": 4, "ep": 4}, {}),
+        ({"x": 2, "dp": 2, "ep": 2}, {}),
+        ({"x": 2, "y": 2, "z": 2, "ep": 2}, {"capacity_factor": 1.0}),
+        ({"y": 2, "dp": 4, "ep": 2}, {"load_balancing_loss": 0.1}),
+    ],
+    ids=str,
+)
+def test_a_layer_sends_what_the_formulas_say(grid: dict[str, int], moe: dict[str, float], load: list[float]) -> None:
+    """Of two models that differ by one layer, the difference is a layer."""
+    batch = {"global_batch_size": 2 * grid.get("z", 1) * grid.get("dp", 1)}
+    runs = [tiny_run(FOUR_EXPERTS | {"num_hidden_layers": n}, grid, training=batch, moe=moe) for n in (1, 2)]
+    one, two = (by_line(trace(run, whole=True, expert_load=load)) for run in runs)
+    found = {line: two[line] - one[line] for line in two if line[2].startswith(("experts", "router"))}
+    assert found == expected(runs[0], load)
+
+
+@pytest.mark.parametrize(
+    ("model", "grid", "sections"),
+    [
+        (MIXTURE, {"dp": 2, "ep": 2}, {}),
+        pytest.param(QWEN_MOE, {"x": 2, "y": 2, "z": 2, "ep": 2}, {}, marks=pytest.mark.slow),
+        pytest.param(DEEPSEEK, {"z": 2, "dp": 2, "ep": 4}, {}, marks=pytest.mark.slow),
+        pytest.param(
+            MIXTURE, {"dp": 4, "ep": 2, "zero": 3}, {"activation_checkpoint": {"mode": "full"}}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            MIXTURE, {"z": 2, "ep": 2}, {"activation_checkpoint": {"mode": "selective"}}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_the_trace_is_within_three_percent_of_torchs_tracker(
+    model: dict[str, Any], grid: dict[str, int], sections: dict[str, Any]
+) -> None:
+    batch = 2 * grid.get("z", 1) * grid.get("dp", 1)
+    training = {"micro_batch_size": 2, "seq_length": 128, "global_batch_size": batch, "device": "cpu"}
+    run = tiny_run(model, grid, training=training, **sections)
+    assert trace(run, whole=True).memory.total_peak == pytest.approx(tracked_peak(run), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("model", "grid", "sections"),
+    [
+        (MIXTURE, {"dp": 2, "ep": 2}, {}),
+        pytest.param(DEEPSEEK, {"z": 4, "ep": 2}, {"activation_checkpoint": {"mode": "full"}}, marks=pytest.mark.slow),
+        pytest.param(QWEN_MOE, {"x": 2, "dp": 2, "ep": 2, "zero": 3}, {}, marks=pytest.mark.slow),
+        pytest.param(MIXTURE, {"z": 2, "dp": 2, "ep": 2, "zero": 2}, {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_continuing_from_few_layers_is_exact(
+    model: dict[str, Any], grid: dict[str, int], sections: dict[str, Any]
+) -> None:
+    ranks = grid.get("z", 1) * grid.get("dp", 1)
+    training = {"global_batch_size": 2 * ranks * 5, "seq_length": 16}
+    run = tiny_run(model | {"num_hidden_layers": 7}, grid, training=training, **sections)
+    assert trace(run) == trace(run, whole=True)
+
+
+def recorded_body(rank: int, world_size: int, run: RunConfig) -> tuple[Lines, int]:
+    grid, device = Grid(run.parallel, "cpu"), torch.device("cpu")
+    job = Job(run, grid, device)
+    job.initialize(0)
+    micro_batches = random_micro_batches(run, 0, grid, device)
+    with Recorder(grid) as recorder:
+        recorder.own(job)
+        recorder.start()
+        job.train_step(micro_batches, 0)
+    return {line: size for line, (_, size) in recorder.collectives.items()}, recorder.parameters
+
+
+@pytest.mark.parametrize("grid", [{"z": 2, "dp": 2, "ep": 2}, {"x": 2, "dp": 2, "ep": 2, "zero": 1}], ids=str)
+def test_a_real_run_sends_what_the_trace_says(pool: Pool, grid: dict[str, int]) -> None:
+    """With all experts of each token chosen the load is even."""
+    run = tiny_run(MIXTURE | {"num_experts_per_tok": 4}, grid, training={"device": "cpu"})
+    traced = trace(run)
+    for collectives, parameters in pool.run(4, recorded_body, run):
+        assert collectives == by_line(traced)
+        assert parameters == traced.memory.parameters
