@@ -14,7 +14,7 @@ from fourfold.planning.cost.memory import stage_memory
 from fourfold.planning.cost.step import step_parts
 from fourfold.planning.machines.constants import prior_constants
 from fourfold.planning.machines.machine import load_machine
-from fourfold.planning.run_workload import model_shape, workload_of
+from fourfold.planning.run_workload import workload_of
 from fourfold.planning.search.fastest import search
 from fourfold.planning.search.plan import predict
 from fourfold.planning.search.space import Limits
@@ -119,9 +119,7 @@ def test_flops_are_those_of_the_active_experts() -> None:
 
 def test_dense_first_layers_and_shared_experts_count_once() -> None:
     model = {"first_k_dense_replace": 1, "shared_expert_intermediate_size": 128}
-    shape = model_shape(make_run({
-        "model": MODEL | model, "data": {"source": "python-stdlib"}, "training": {"train_steps": 1},
-    }).model)  # fmt: skip
+    shape = work_of({}, model).model
     every = shape.layers * (shape.block_weights + shape.expert_weights)
     attention, mlp, shared = 4 * HIDDEN**2, 3 * HIDDEN * 640, 3 * HIDDEN * 128
     sparse = HIDDEN * EXPERTS + EXPERTS * 3 * HIDDEN * INNER + shared
@@ -170,7 +168,7 @@ def test_the_search_divides_experts_in_every_legal_way() -> None:
     assert {layout.ep for layout in layouts} == {1, 2, 4, 8, 16}
     assert all(layout.dp * layout.cp * layout.z % layout.ep == 0 for layout in layouts)
     best = predict(found.point(int(found.order[0])), H100, constants_for(H100))
-    assert best.record()["parallel"]["ep"] > 1
+    assert best.record()["parallel"]["ep"] == best.work.layout.ep
     few = search(base, H100, constants_for(H100), 16, replace(SMALL, at_most=(("ep", 2),)))
     assert {found.point(int(i)).layout.ep for i in few.order[:3]} and max(few.work.layout.ep) == 2
 

@@ -18,6 +18,11 @@ def has_experts(work: Workload) -> bool:
     return bool(np.any(work.model.experts))
 
 
+def where_experts(work: Workload, value: Number) -> Number:
+    """A value for the cases that have experts; 0 for the others, which would send nothing at the cost of a latency."""
+    return np.where(np.asarray(work.model.experts) > 0, value, 0.0)
+
+
 class Rows(NamedTuple):
     """Rows of one micro-batch, one for each choice of a token: those that a rank sends, which are of its own tokens,
     those that its experts compute, and those of each of its experts; and how many of these it has, of which width."""

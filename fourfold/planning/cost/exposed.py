@@ -6,7 +6,7 @@ import numpy as np
 
 from fourfold.planning.cases import Number
 from fourfold.planning.cost.block import BlockTime
-from fourfold.planning.cost.experts import has_experts, states_of_experts
+from fourfold.planning.cost.experts import has_experts, states_of_experts, where_experts
 from fourfold.planning.cost.terms.bubble import transfer_seconds
 from fourfold.planning.cost.terms.collective import (
     ShardGroup,
@@ -100,7 +100,8 @@ def exposed_gradient_sum(work: Workload, machine: Machine, constants: Constants,
     """Seconds of summing gradients over the ranks that hold copies, once a step, less what the last backward hides."""
     sending = _gradient_sum_seconds(work, machine, constants)
     if has_experts(work):
-        sending = sending + _gradient_sum_seconds(states_of_experts(work), machine, constants)
+        of_experts = _gradient_sum_seconds(states_of_experts(work), machine, constants)
+        sending = sending + where_experts(work, of_experts)
     # Weight gradients that are computed apart come last, and their sums after all of them.
     overlap = np.asarray(work.program.overlap_dp, bool) & ~work.layout.split_backward
     return sending - np.where(overlap, hidden(sending, last_backward, constants.exposed), 0.0)

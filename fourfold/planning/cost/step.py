@@ -9,7 +9,7 @@ import numpy as np
 from fourfold.planning.cases import Number
 from fourfold.planning.cost.activations import is_replicated
 from fourfold.planning.cost.block import BlockTime, block_time
-from fourfold.planning.cost.experts import has_experts, states_of_experts
+from fourfold.planning.cost.experts import has_experts, states_of_experts, where_experts
 from fourfold.planning.cost.exposed import (
     exposed_cp,
     exposed_gradient_sum,
@@ -136,8 +136,8 @@ def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockT
     if has_experts(work):
         experts, weights = states_of_experts(work), work.model.expert_weights
         for_weights = for_weights + weights * _seconds_for_a_weight(experts, machine, constants)
-        sending = sending + weight_traffic_seconds(experts, machine, constants, weights, 2)
-        outermost = outermost + weight_traffic_seconds(experts, machine, constants, weights, 1)
+        twice, once = (weight_traffic_seconds(experts, machine, constants, weights, gathers) for gathers in (2, 1))
+        sending, outermost = sending + where_experts(work, twice), outermost + where_experts(work, once)
     x, y = _exposed_x_and_y(work, constants, block)
     layer = _Layer(
         compute=block.forward + block.backward + for_weights,
