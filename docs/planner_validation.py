@@ -2,10 +2,16 @@
 that fourfold ships:
 
 python docs/planner_validation.py
+
+or, in seconds, what it says of mixtures of experts, to which nothing is fitted, and of the rows:
+
+python docs/planner_validation.py mixtures
 """
 
 from __future__ import annotations
 
+import re
+import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -15,6 +21,7 @@ import numpy as np
 
 from fourfold.planning.calibration.error_intervals import KINDS, coverage, interval_of
 from fourfold.planning.calibration.fit import Calibration, to_toml
+from fourfold.planning.calibration.machine_constants import shipped
 from fourfold.planning.calibration.published import figures, weak_scaling
 from fourfold.planning.calibration.rows import Row, measured_table, read_rows, read_table
 from fourfold.planning.calibration.score import (
@@ -45,6 +52,9 @@ CACHED_SPREAD = 0.05
 
 def main() -> None:
     rows, skipped = read_rows([measured_table()])
+    if sys.argv[1:] == ["mixtures"]:
+        update_mixtures(rows, skipped)
+        return
     calibration = fit_rows(rows)
     left_out = all_left_out(rows)
     SHIPPED.write_text(
@@ -59,26 +69,91 @@ def main() -> None:
         print(f"{by} left out: mean {percent(errors_of(dense(scored))['mean_abs_error'])}")
 
 
+def update_mixtures(rows: list[Row], skipped: dict[str, int]) -> None:
+    """Replace the sections of the page that follow from the rows and the shipped constants."""
+    path = HERE / "planner_validation.md"
+    text = path.read_text(encoding="utf-8")
+    left_out = []
+    for source in dict.fromkeys(row.source for row in rows if row.mixture):
+        fitted = fit_rows([row for row in rows if row.source != source], known=False)
+        left_out += predict_rows([row for row in rows if row.source == source and row.mixture], fitted)
+    for section in (introduction(rows), mixtures_section(rows, left_out), rows_section(skipped)):
+        text = re.sub(
+            rf"{re.escape(section[0])}\n.*?(?=\n## |\Z)", lambda _, new=section: "\n".join(new), text, flags=re.DOTALL
+        )
+    path.write_text(text, encoding="utf-8")
+
+
 def page(rows: list[Row], skipped: dict[str, int], calibration: Calibration, left_out: dict[str, list[Scored]]) -> str:
+    dense_rows = [row for row in rows if not row.mixture]
     lines = [
+        *introduction(rows),
+        *left_out_section(dense_rows, left_out),
+        *intervals_section(left_out),
+        *within_section(dense_rows),
+        *published_section(calibration),
+        *constants_section(calibration),
+        *mixtures_section(rows, left_out["source"]),
+        *rows_section(skipped),
+        *every_row_section(calibration, dense_rows, left_out["source"]),
+    ]
+    return "\n".join(lines)
+
+
+def introduction(rows: list[Row]) -> list[str]:
+    mixtures = sum(row.mixture for row in rows)
+    return [
         "# How well the planner predicts",
         "",
         "<!-- Written by docs/planner_validation.py. -->",
         "",
-        f"The planner predicts {len(rows):,} published rows (step times or memory of training runs), which come with "
-        "fourfold.",
+        f"The planner predicts {len(rows) - mixtures:,} published rows of dense models (step times or memory of training "
+        f"runs) and {mixtures}",
+        "of [mixtures of experts](#mixtures-of-experts), which come with fourfold.",
         "Headline figures are for dense models in bf16 or fp16 with a complete configuration. FP8 and incomplete rows",
         "are listed as *others*, doubtful measurements apart.",
         "",
-        *left_out_section(rows, left_out),
-        *intervals_section(left_out),
-        *within_section(rows),
-        *published_section(calibration),
-        *constants_section(calibration),
-        *rows_section(skipped),
-        *every_row_section(calibration, rows, left_out["source"]),
     ]
-    return "\n".join(lines)
+
+
+def mixtures_section(rows: list[Row], left_out: list[Scored]) -> list[str]:
+    """Mixtures of experts, to which nothing is fitted: errors by source, by model and machine, and of every row."""
+    mixtures = [row for row in rows if row.mixture]
+    shipped_, alone = predict_rows(mixtures, shipped()), predict_rows(mixtures, Calibration())
+    apart = {(s.row.source, s.row.row_id): s for s in left_out}
+    every = [apart[row.source, row.row_id] for row in mixtures]
+    groups: dict[str, list[tuple[Scored, ...]]] = {}
+    for scores in zip(every, shipped_, alone, strict=True):
+        row = scores[0].row
+        kinds = [row.source, f"{row.source}: {row.sweep[1]}, {row.machine.name}"]
+        for name in ["doubtful"] if row.doubt else ["all", *kinds]:
+            groups.setdefault(name, []).append(scores)
+    return [
+        "## Mixtures of experts",
+        "",
+        *MIXTURES,
+        "",
+        *table(("rows", "median", "mean", "bias", "shipped constants: median", "mean", "bias"),
+               [mixture_errors(name, group) for name, group in sorted(groups.items())]),
+        "",
+        *table(("source", "row", "model", "s", "predicted", "error", "shipped", "machine files only", "GB predicted"),
+               [(row.source, row.row_id, row.sweep[1], number(row.seconds), number(s.seconds),
+                 *(f"{e.error:+.1%}" for e in (s, o, a) if e.error is not None), number(s.memory_gb))
+                for row, s, o, a in zip(mixtures, every, shipped_, alone, strict=True)]),
+        "",
+    ]  # fmt: skip
+
+
+def mixture_errors(name: str, scores: list[tuple[Scored, ...]]) -> tuple[str, ...]:
+    apart, with_shipped = (errors_of([score[kind] for score in scores]) for kind in (0, 1))
+    return (
+        f"{name} ({len(scores)})",
+        *(percent(e[key]) if key != "bias" else f"{e[key]:+.1%}"
+          for e in (apart, with_shipped) for key in ("median_abs_error", "mean_abs_error", "bias")),
+    )  # fmt: skip
+
+
+MIXTURES = ("TODO",)
 
 
 def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list[str]:
@@ -135,7 +210,8 @@ def all_left_out(rows: list[Row]) -> dict[str, list[Scored]]:
 
 def by_kind(left_out: dict[str, list[Scored]]) -> dict[str, list[Scored]]:
     """The predictions of each kind of extrapolation, of all rows that are not doubtful."""
-    timed = ([s for s in left_out[by] if s.error is not None and not s.row.doubt] for by in ("source", "both"))
+    timed = ([s for s in left_out[by] if s.error is not None and not s.row.doubt and not s.row.mixture]
+             for by in ("source", "both"))  # fmt: skip
     return dict(zip(KINDS, timed, strict=True))
 
 

@@ -12,7 +12,7 @@ from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import model_of, read_config
 from fourfold.planning.run_workload import workload_of, workload_of_model
-from fourfold.planning.search.space import AXES, MOST_GPUS
+from fourfold.planning.search.space import LIMITED, MOST_GPUS
 from fourfold.planning.workload import Workload
 from fourfold.run_file.load import load_run
 
@@ -62,7 +62,7 @@ def request_from_options(
         run = load_run(run_file, overrides)
         sizes, name, own = run.model, run.name, workload_of(run)
         gpus = gpus or run.parallel.world_size
-        base = own.but(**dict.fromkeys(AXES, 1), micro_batch=1, batch_parts=1, zero=0, recompute=0)
+        base = own.but(**dict.fromkeys(LIMITED, 1), micro_batch=1, batch_parts=1, zero=0, recompute=0)
     else:
         assert model is not None
         if gpus is None:

@@ -12,14 +12,16 @@ from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Layout,
 
 def model_shape(model: ModelConfig) -> ModelShape:
     """The sizes of a run file's model."""
+    sparse = model.sparse_layers
+    inner = model.intermediate_size if sparse < model.num_hidden_layers else 0
     return ModelShape(
         layers=model.num_hidden_layers,
         hidden=model.hidden_size,
         queries=model.num_attention_heads * model.head_dim,
         keys=model.num_key_value_heads * model.head_dim,
         head_dim=model.head_dim,
-        inner=model.intermediate_size,
-        gate_up=model.intermediate_size * (2 if model.gated_mlp else 1),
+        inner=inner,
+        gate_up=inner * (2 if model.gated_mlp else 1),
         vocab=model.padded_vocab_size,
         tied=model.tie_word_embeddings,
         rope=model.position_embedding == "rope",
@@ -31,6 +33,11 @@ def model_shape(model: ModelConfig) -> ModelShape:
         layer_norm=model.norm == "layernorm",
         zero_centered=model.zero_centered_norm,
         parallel_residual=model.parallel_residual,
+        experts=model.num_experts,
+        chosen=model.num_experts_per_tok if model.num_experts else 0,
+        expert_inner=model.moe_intermediate_size,
+        shared_inner=model.shared_expert_intermediate_size,
+        sparse=sparse / model.num_hidden_layers if sparse else 0,
     )
 
 
@@ -45,7 +52,7 @@ def workload_of(run: RunConfig) -> Workload:
         raise UserError("the planner does not predict LoRA; `fourfold trace` counts its memory and its collectives")
     training, grid, recompute = run.training, run.parallel, run.activation_checkpoint
     layout = Layout(
-        x=grid.x, y=grid.y, z=grid.z, dp=grid.dp, cp=grid.cp, pp=grid.pp, zero=grid.zero,
+        x=grid.x, y=grid.y, z=grid.z, dp=grid.dp, cp=grid.cp, pp=grid.pp, ep=grid.ep, zero=grid.zero,
         interleave=stages_per_rank(grid),
         schedule=SCHEDULES.index(grid.schedule) if grid.pp > 1 else 0,
         cp_method=CP_METHODS.index(context_method(run)),
@@ -63,6 +70,7 @@ def workload_of(run: RunConfig) -> Workload:
         bits=8 if training.float8 != "none" else 32 if training.precision == "fp32" else 16,
         reduce_bytes=4 if training.reduce_dtype == "fp32" else 2,
         weight_bytes=4 if training.master_weights == "fp32" else 2,
+        capacity=run.moe.capacity_factor,
     )
     program = Program(
         fused=training.compile,

@@ -35,7 +35,7 @@ class ModelShape(Cases):
     """Features of all key heads; those of the values are as many."""
     head_dim: Number
     inner: Number
-    """Width of the MLP."""
+    """Width of a dense MLP; 0: there is none."""
     gate_up: Number
     """Outputs of the MLP's first product: 2 · inner with a gate, else inner."""
     vocab: Number
@@ -59,11 +59,47 @@ class ModelShape(Cases):
     """Norms multiply by 1 + weight."""
     parallel_residual: Number = False
     """Attention and MLP read the same input."""
+    experts: Number = 0
+    """Experts of a block, of which each token passes some; 0: there are none."""
+    chosen: Number = 0
+    """Experts that a token passes."""
+    expert_inner: Number = 0
+    """Width of an expert, which has a gate."""
+    shared_inner: Number = 0
+    """Width of the shared expert, a gated MLP that every token passes; 0: there is none."""
+    sparse: Number = 0
+    """Share of the blocks that have experts."""
+
+    @property
+    def mean_inner(self) -> Number:
+        """Width of the MLP that every token passes, dense or shared: the mean over all blocks."""
+        return (1 - self.sparse) * self.inner + self.sparse * self.shared_inner
+
+    @property
+    def mean_gate_up(self) -> Number:
+        """Outputs of its first product."""
+        return (1 - self.sparse) * self.gate_up + self.sparse * 2 * self.shared_inner
+
+    @property
+    def mlps(self) -> Number:
+        """Share of the blocks that have such an MLP."""
+        return (1 - self.sparse) * (self.inner > 0) + self.sparse * (self.shared_inner > 0)
 
     @property
     def block_weights(self) -> Number:
-        """Matrix entries of one block."""
-        return self.hidden * (2 * self.queries + 2 * self.keys + self.gate_up + self.inner)
+        """Matrix entries of one block (the mean of all) without those of its experts."""
+        router = self.sparse * self.experts
+        return self.hidden * (2 * self.queries + 2 * self.keys + self.mean_gate_up + self.mean_inner + router)
+
+    @property
+    def expert_weights(self) -> Number:
+        """Matrix entries of all experts of one block (the mean of all)."""
+        return self.experts * self.sparse * 3 * self.hidden * self.expert_inner
+
+    @property
+    def active_weights(self) -> Number:
+        """Matrix entries of one block (the mean of all) that a token is multiplied by."""
+        return self.block_weights + self.chosen * self.sparse * 3 * self.hidden * self.expert_inner
 
 
 @dataclass(frozen=True)
@@ -76,6 +112,8 @@ class Layout(Cases):
     dp: Number = 1
     cp: Number = 1
     pp: Number = 1
+    ep: Number = 1
+    """Neighbors among the ranks of dp · cp · z that divide the experts."""
     interleave: Number = 1
     """Chunks of layers (stages) on each rank of pp."""
     schedule: Number = 0
@@ -143,6 +181,10 @@ class Step(Cases):
     """Bytes per gradient entry in sums over ranks."""
     weight_bytes: Number = 4
     """Bytes per entry of a weight, of its gradient and of each optimizer moment, as stored."""
+    capacity: Number = 0.0
+    """An expert takes at most so many times its equal share of the tokens; 0: all that choose it."""
+    imbalance: Number = 1.0
+    """Tokens of the fullest rank of ep over their mean."""
 
     @property
     def item_bytes(self) -> Number:
@@ -218,6 +260,21 @@ class Program(Cases):
     count_runtime: Number = True
     """Memory includes that of the driver and the communication library."""
 
+    experts_over_x: Number = True
+    """x divides the experts' widths; false: ep divides them over the ranks of x too, and each is whole
+    (Megatron-LM's expert_tensor_parallel_size of 1)."""
+    sends_once: Number = False
+    """A token goes once to each rank that has any of its experts, and once over the network to each node (DeepEP); not
+    once for each expert."""
+    fused_experts: Number = False
+    """Products of experts make the activation, and round what they read and write to 8 bits."""
+    overlap_ep: Number = False
+    """Tokens are exchanged over ep behind the computation of another micro-batch."""
+    captured: Number = False
+    """The host launches a block's kernels together, as CUDA graphs, except those of experts."""
+    captured_experts: Number = False
+    """It launches those of experts together, too."""
+
 
 OTHER_PROGRAM = Program(
     is_fourfold=False, gate_first=False, recomputes_attention=True, recomputes_mlp=False, recomputes_gathers=False,
@@ -290,15 +347,15 @@ class Workload(Cases):
         model = self.model
         attention = 6.0 * model.layers * self.step.seq * model.queries
         return self.tokens_per_step * (
-            6 * (model.layers * model.block_weights + model.vocab * model.hidden) + attention
+            6 * (model.layers * model.active_weights + model.vocab * model.hidden) + attention
         )
 
     def hardware_flops(self) -> Number:
         """Model FLOPs plus those of recompute."""
         model, recompute = self.model, self.layout.recompute
         attention = 2.0 * model.layers * self.step.seq * model.queries
-        last = np.where(self.program.recompute_stops_early, model.hidden * model.inner, 0)
-        full = 2 * model.layers * (model.block_weights - last) + attention
+        last = np.where(self.program.recompute_stops_early, model.hidden * model.mean_inner, 0)
+        full = 2 * model.layers * (model.active_weights - last) + attention
         selective = np.where(self.program.recomputes_attention, attention, 0)
         again = np.where(recompute == 2, full, np.where(recompute == 1, selective, 0))
         return self.model_flops() + self.tokens_per_step * again * self.layout.recomputing
@@ -308,7 +365,7 @@ class Workload(Cases):
         arXiv 2104.04473, equation 3), the convention of many published figures."""
         model = self.model
         attention = 16.0 * model.layers * self.step.seq * model.queries
-        blocks = 8 * model.layers * model.block_weights
+        blocks = 8 * model.layers * model.active_weights
         return self.tokens_per_step * (blocks + attention + 6 * model.vocab * model.hidden)
 
 

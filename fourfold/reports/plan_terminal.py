@@ -128,7 +128,8 @@ def validation_tables(result: Validation, with_rows: bool) -> None:
         print_table("AxoNN's weak scaling", header, rows, words=["model", "layout"])
         return
     everything = {"all": {**record, "count": record["rows"]}, **record["by_source"], "others": record["others"],
-                  "doubtful": record["doubtful"], "all, machine files only": record["machine_file_only"]}  # fmt: skip
+                  "mixtures": record["mixtures"], "doubtful": record["doubtful"],
+                  "all, machine files only": record["machine_file_only"]}  # fmt: skip
     table = [
         [name, str(e["count"]), *(f"{e[f'{kind}_abs_error']:.1%}" for kind in ("median", "mean", "max")),
          f"{e['bias']:+.1%}"]

@@ -17,10 +17,10 @@ from fourfold.planning.search.fastest import Found, search
 from fourfold.planning.search.space import Limits
 from fourfold.planning.workload import Workload
 
-KNOBS = ("x", "y", "z", "dp", "cp", "pp", "micro_batch", "schedule", "interleave", "cp_method", "zero", "recompute",
-         "recompute_every", "offload", "batch_parts")  # fmt: skip
+KNOBS = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch", "schedule", "interleave", "cp_method", "zero",
+         "recompute", "recompute_every", "offload", "batch_parts")  # fmt: skip
 """Fields of a layout that a tuner may choose."""
-SIZES = ("x", "y", "z", "dp", "cp", "pp", "micro_batch", "interleave", "recompute_every", "batch_parts")
+SIZES = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch", "interleave", "recompute_every", "batch_parts")
 """Knobs that are compared by the logarithm of their ratio; the others by whether they are equal."""
 MOST = 4096
 """Layouts that are kept of a search, fastest first: each trial adds to the covariance of all."""

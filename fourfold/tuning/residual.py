@@ -17,8 +17,8 @@ from fourfold.tuning.candidates import Candidates
 COMMON = 0.5
 """Standard deviation of the logarithm of the factor that all layouts share: it decides no order."""
 SPREADS = {
-    "compute": 0.1, "recompute": 0.1, "x": 0.4, "y": 0.4, "z": 0.4, "cp": 0.4, "dp": 0.4, "pp": 0.5, "bubble": 0.3,
-    "logits": 0.2, "launch": 0.5, "optimizer": 0.3, "other": 0.8,
+    "compute": 0.1, "recompute": 0.1, "x": 0.4, "y": 0.4, "z": 0.4, "cp": 0.4, "ep": 0.4, "dp": 0.4, "pp": 0.5,
+    "bubble": 0.3, "logits": 0.2, "launch": 0.5, "optimizer": 0.3, "other": 0.8,
 }  # fmt: skip
 """Standard deviation of the logarithm of each part's error: rates of products are known best, exposed communication,
 of which a part hides, worst."""

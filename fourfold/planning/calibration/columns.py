@@ -60,7 +60,7 @@ class MeasuredRow(BaseModel):
 
     model: str = Field("", description="text: the model's name; rows of one sweep have the same")
     architecture: Literal["dense", "moe", "hybrid"] = Field(
-        "dense", description="`moe` and `hybrid` (blocks other than attention and MLP) are not predicted"
+        "dense", description="`hybrid` is not predicted: blocks other than attention and MLP, latent attention"
     )
     layers: Count | None = Field(None, description="blocks")
     hidden: Count | None = Field(None, description="width of the residual stream")
@@ -72,6 +72,17 @@ class MeasuredRow(BaseModel):
     )
     heads: Count | None = Field(None, description="query heads")
     kv_heads: Count | None = Field(None, description="key and value heads; default: heads")
+    head_dim: Count | None = Field(None, description="channels of a head; default: hidden / heads")
+    experts: Count | None = Field(None, description="experts of a block; a mixture is not predicted without")
+    experts_per_token: Count | None = Field(None, description="experts that a token passes")
+    expert_ffn_hidden: Count | None = Field(None, description="width of an expert, which is gated")
+    shared_ffn_hidden: float = Field(0.0, ge=0, lt=LARGEST, description="width of the shared expert, which is gated")
+    dense_layers: float = Field(
+        0.0, ge=0, lt=LARGEST, description="blocks without experts, whose MLP is ffn_hidden wide"
+    )
+    capacity_factor: Size | None = Field(
+        None, description="an expert takes so many times its equal share of the tokens; default: all that choose it"
+    )
     vocab: Count | None = Field(None, description="rows of the vocabulary; default: GPT-2's, 51,200")
 
     seq_len: Count | None = Field(None, description="tokens of a sequence")
@@ -86,6 +97,22 @@ class MeasuredRow(BaseModel):
     vpp: Count = Field(1.0, description="chunks of layers on each stage (interleaved 1F1B)")
     cp: Count = Field(1.0, description="context parallelism")
     ep: Count = Field(1.0, description="expert parallelism")
+    experts_over_tp: Flag = Field(
+        True, description="tp divides each expert; `no`: experts are whole, and ep spans the ranks of tp too"
+    )
+    dispatcher: Literal["alltoall", "deepep"] = Field(
+        "alltoall",
+        description="a token is sent to each of its experts; or once to each GPU that has any (DeepEP, HybridEP)",
+    )
+    fused_experts: Flag = Field(
+        False,
+        description="experts' products make the activation and round to 8 bits, and exchanges put rows in their place",
+    )
+    ep_overlap: Flag = Field(False, description="tokens are exchanged behind the products of another micro-batch")
+    cuda_graph: Literal["none", "blocks", "step"] = Field(
+        "none",
+        description="the host launches each kernel, or at once those of a block around its experts, or a step",
+    )
     seq_parallel: Flag | None = Field(
         None, description="the residual stream is sharded over tp; default: the program's"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from fourfold.planning.workload import OTHER_PROGRAM, RECOMPUTE, ModelShape, Pro
 GPT_VOCABULARY = 51200
 """GPT-2's, padded: assumed where a row names none."""
 FLOAT8 = ("fp8", "mxfp8")
+OF_EXPERTS = ("experts", "experts_per_token", "expert_ffn_hidden")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Row:
     program: str = "fourfold"
     doubt: str = ""
     """Why the measurement is doubtful."""
+    mixture: bool = False
+    """A mixture of experts, to which no constant is fitted."""
 
 
 class Skipped(ValueError):
@@ -104,13 +108,14 @@ def row_of(measured: MeasuredRow) -> Row:
         raise Skipped("precision below 8 bits")
     if measured.architecture == "hybrid":
         raise Skipped("hybrid model")
-    if measured.architecture == "moe" or measured.ep > 1:
-        raise Skipped("mixture of experts")
+    if measured.architecture == "moe" and not all(map(partial(getattr, measured), OF_EXPERTS)):
+        raise Skipped("mixture of experts of unknown sizes")
     for name in ("machine", "layers", "hidden", "heads", "seq_len", "global_batch", "tp", "pp", "micro_batch"):
         if getattr(measured, name) is None:
             raise Skipped(f"no {name}")
     if measured.step_seconds is None and measured.memory_gb is None and not measured.out_of_memory:
         raise Skipped("nothing measured")
+    experts = bool(measured.experts)
     work, machine = _model(measured).but(**_step(measured), **_program(measured)), _machine(measured)
     work = _divided(work.but(**_layout(measured, machine)), measured)
     return Row(
@@ -122,7 +127,8 @@ def row_of(measured: MeasuredRow) -> Row:
         memory_gb=None if measured.out_of_memory else measured.memory_gb,
         out_of_memory=measured.out_of_memory,
         ran=not measured.out_of_memory and measured.recompute is not None,
-        dense_half=measured.precision in ("bf16", "fp16") and measured.complete and not measured.doubt,
+        dense_half=measured.precision in ("bf16", "fp16") and measured.complete and not measured.doubt and not experts,
+        mixture=experts,
         sweep=tuple(_text(getattr(measured, name)) for name in (
             "source", "model", "layers", "hidden", "heads", "gpus", "global_batch", "seq_len", "precision", "machine")),
         program=measured.program,
@@ -148,12 +154,16 @@ def _model(measured: MeasuredRow) -> Workload:
     assert measured.layers and hidden and heads
     inner = measured.ffn_hidden or 4 * hidden
     gated = measured.mlp in ("swiglu", "geglu")
-    head_dim = hidden / heads
+    head_dim = measured.head_dim or hidden / heads
+    experts = measured.experts or 0
     return Workload(
-        ModelShape(layers=measured.layers, hidden=hidden, queries=hidden, keys=(measured.kv_heads or heads) * head_dim,
+        ModelShape(layers=measured.layers, hidden=hidden, queries=heads * head_dim if measured.head_dim else hidden,
+                   keys=(measured.kv_heads or heads) * head_dim,
                    head_dim=head_dim, inner=inner, gate_up=inner * (2 if gated else 1),
                    vocab=measured.vocab or GPT_VOCABULARY, tied=measured.mlp in ("gelu", "geglu"),
-                   rope=measured.mlp == "swiglu"),
+                   rope=measured.mlp == "swiglu", experts=experts, chosen=measured.experts_per_token or 0,
+                   expert_inner=measured.expert_ffn_hidden or 0, shared_inner=measured.shared_ffn_hidden,
+                   sparse=1 - measured.dense_layers / measured.layers if experts else 0),
         program=Program() if measured.program == "fourfold" else OTHER_PROGRAM,
     )  # fmt: skip
 
@@ -166,6 +176,7 @@ def _step(measured: MeasuredRow) -> dict[str, Any]:
         "batch": measured.global_batch,
         "bits": 8 if measured.precision in FLOAT8 else 32 if measured.precision == "fp32" else 16,
         "reduce_bytes": 2 if half_sums and measured.program != "fourfold" else 4,
+        "capacity": measured.capacity_factor or 0.0,
     }
 
 
@@ -185,7 +196,7 @@ def _layout(measured: MeasuredRow, machine: Machine) -> dict[str, Any]:
     elif _shares_optimizer(measured):
         zero = max(zero, 1.0)
     return {
-        "x": measured.tp, "pp": measured.pp, "cp": measured.cp, "interleave": measured.vpp,
+        "x": measured.tp, "pp": measured.pp, "cp": measured.cp, "ep": measured.ep, "interleave": measured.vpp,
         "micro_batch": measured.micro_batch, "z": z, "dp": copies / z, "zero": zero,
         "recompute": float(RECOMPUTE.index(measured.recompute or "none")), "recompute_every": measured.recompute_every,
     }  # fmt: skip
@@ -206,6 +217,12 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
         "flash": measured.attention == "flash",
         "blocking": measured.blocking,
         "count_runtime": measured.memory_gb is None or measured.memory_kind == "device",
+        "experts_over_x": measured.experts_over_tp,
+        "sends_once": measured.dispatcher == "deepep",
+        "fused_experts": measured.fused_experts,
+        "overlap_ep": measured.ep_overlap,
+        "captured": measured.cuda_graph != "none",
+        "captured_experts": measured.cuda_graph == "step",
     }
     if measured.program == "fourfold":
         return {**shared, "fused": measured.compiled}

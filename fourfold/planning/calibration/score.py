@@ -43,11 +43,12 @@ class Scored:
 
 
 def fit_rows(rows: Sequence[Row], known: bool = True) -> Calibration:
-    """Fit the constants to the undoubted rows with a measured step; raises ``UserError`` where there is none.
+    """Fit the constants to the undoubted rows of dense models with a measured step.
 
+    Raises ``UserError`` where there is none.
     With ``known`` also what each source has for itself.
     """
-    timed = [row for row in rows if row.seconds is not None and not row.doubt]
+    timed = [row for row in rows if row.seconds is not None and not row.doubt and not row.mixture]
     if not timed:
         raise UserError("no row to calibrate on has a step time; give step_seconds")
     return fit(
@@ -92,8 +93,10 @@ def predict_left_out(rows: Sequence[Row], by: str, known_source: bool = True) ->
 def summary(scored: Sequence[Scored]) -> dict[str, Any]:
     """Score dense rows in 16 bits with a complete configuration, by source.
 
-    Timed rows of doubtful measurements count as "doubtful", and the rest as "others".
+    Doubtful measurements count as "doubtful", mixtures of experts as "mixtures", and the rest as "others".
     """
+    mixtures = [s for s in scored if s.row.mixture]
+    scored = [s for s in scored if not s.row.mixture]
     timed = [s for s in scored if s.error is not None]
     dense = [s for s in timed if s.row.dense_half]
     doubtful = [s for s in timed if s.row.doubt]
@@ -106,9 +109,18 @@ def summary(scored: Sequence[Scored]) -> dict[str, Any]:
         "by_source": by_source,
         "others": {"rows": len(others), **errors_of(others)},
         "doubtful": errors_of(doubtful),
+        "mixtures": mixtures_of(mixtures),
         "sweeps": sweeps_of(dense),
         "memory": memory_of(scored),
     }
+
+
+def mixtures_of(scored: Sequence[Scored]) -> dict[str, Any]:
+    """Score mixtures of experts with an undoubted step, by source, and the memory of all."""
+    timed = [s for s in scored if s.error is not None and not s.row.doubt]
+    by_source = {source: errors_of([s for s in timed if s.row.source == source])
+                 for source in sorted({s.row.source for s in timed})}  # fmt: skip
+    return {"rows": len(timed), **errors_of(timed), "by_source": by_source, "memory": memory_of(scored)}
 
 
 def errors_of(scored: Sequence[Scored]) -> Statistics:

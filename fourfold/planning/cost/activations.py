@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from fourfold.planning.cases import Cases, Number
+from fourfold.planning.cost.experts import (
+    backward_of_experts,
+    experts_made_again,
+    has_experts,
+    kept_by_experts,
+    states_of_experts,
+)  # fmt: skip
 from fourfold.planning.workload import CP_METHODS, Workload
 
 
@@ -40,7 +47,7 @@ def pieces(work: Workload) -> Pieces:
         queries=token * model.queries / (layout.x * layout.y),
         keys=token * kv_heads * model.head_dim / np.where(split == "batch", layout.y, 1),
         whole_queries=token * model.queries / layout.x,
-        inner=token * model.inner / layout.x,
+        inner=token * model.mean_inner / layout.x,
         statistics=4 * work.tokens / np.where(program.split_residual, layout.x, 1),
     )
 
@@ -113,7 +120,7 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     core, core_again = kept_by_core(work)
     made_again = mlp_made_again(work)
     in_8 = np.asarray(program.keeps_float8_inputs, bool)
-    fused_away = np.where(np.asarray(program.fused_gate, bool) & (model.gate_up > model.inner), p.inner, 0)
+    fused_away = np.where(np.asarray(program.fused_gate, bool) & (model.mean_gate_up > model.mean_inner), p.inner, 0)
     # The tensors before the activation are as large as those after it.
     mlp = 2 * made_again - fused_away - np.where(in_8, p.inner / 2, 0)
     # Gathered inputs are kept, or only a share of them, which is gathered again (as in Megatron-LM).
@@ -128,13 +135,14 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     # In parallel, attention and MLP have norms that read, and keep, the same tensor.
     read = np.where(model.parallel_residual, 1, 2) * p.residual
     # The attention kernel keeps its output in 16 bits, whatever the projection after it reads.
-    inputs = np.where(in_8, tokens + p.queries / 2, 2 * tokens)
+    every = (1 + model.mlps) * tokens
+    inputs = np.where(in_8, every / 2 + p.queries / 2, every)
     stream = read + 2 * p.statistics + inputs + out
     if not selective:
         return stream + core + mlp
     attention = np.where(program.recomputes_attention, core_again, core)
     kept = stream + attention + mlp - np.where(program.recomputes_mlp, made_again - fused_away, 0)
-    products = model.queries + 2 * model.keys + 2 * model.hidden + model.gate_up
+    products = model.queries + 2 * model.keys + 2 * model.hidden + model.mean_gate_up
     per_op = (
         p.residual
         + p.queries
@@ -147,7 +155,7 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
 def mlp_made_again(work: Workload) -> Number:
     """Bytes after the MLP's first products: silu(gate) and its product with up; GELU's output."""
     model = work.model
-    return np.where(model.gate_up > model.inner, 2, 1) * pieces(work).inner
+    return np.where(model.mean_gate_up > model.mean_inner, 2, 1) * pieces(work).inner
 
 
 def head_bytes(work: Workload) -> Number:
@@ -185,7 +193,7 @@ def backward_bytes(work: Workload) -> tuple[Number, Number]:
     sharded over data, and where they are not, so that gradients are in fp32 at once."""
     model, layout, step = work.model, work.layout, work.step
     p = pieces(work)
-    weight = model.hidden * model.inner / (layout.x * layout.y)
+    weight = model.hidden * model.mean_inner / (layout.x * layout.y)
     down = p.inner + p.gathered + step.item_bytes * weight
     activation = mlp_made_again(work)  # and the gradients before it, which are as large
     sharded, replicated = (np.maximum(activation + size * weight, down) for size in (step.item_bytes, 4))
@@ -210,7 +218,7 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
 
 @dataclass(frozen=True)
 class BlockBytes(Cases):
-    """Bytes of one micro-batch, which depend on x, y, cp, its method and the micro-batch alone.
+    """Bytes of one micro-batch, which depend on x, y, cp, its method, ep and the micro-batch alone.
 
     whole, selective, full: kept by a block without recompute, with selective, and with full; backward,
     backward_replicated: ``backward_bytes``; mlp_again: ``mlp_made_again``; head, head_kept: peak of head and loss, and
@@ -229,7 +237,7 @@ class BlockBytes(Cases):
 
 def block_bytes(work: Workload) -> BlockBytes:
     """Bytes for each case of ``work``."""
-    return BlockBytes(
+    block = BlockBytes(
         kept_by_block(work, False),
         kept_by_block(work, True),
         pieces(work).residual,
@@ -237,6 +245,21 @@ def block_bytes(work: Workload) -> BlockBytes:
         mlp_made_again(work),
         head_bytes(work),
         head_kept_bytes(work),
+    )
+    return _with_experts(block, work) if has_experts(work) else block
+
+
+def _with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
+    """A block with the experts of a mixture besides, or in place of, its MLP."""
+    residual = pieces(work).residual
+    sharded, replicated = (residual + of_experts for of_experts in backward_of_experts(work))
+    return replace(
+        block,
+        whole=block.whole + kept_by_experts(work, False),
+        selective=block.selective + kept_by_experts(work, True),
+        backward=np.maximum(block.backward, sharded),
+        backward_replicated=np.maximum(block.backward_replicated, replicated),
+        mlp_again=block.mlp_again + experts_made_again(work),
     )
 
 
@@ -260,6 +283,8 @@ def peak_bytes(
     tied = np.asarray(model.tied, bool) & (layout.pp == 1)
     waiting = np.where(tied, step.item_bytes * model.vocab * model.hidden / (layout.x * layout.y), 0)
     of_block, of_tables = kept_weights(work)
+    if has_experts(work):
+        of_block = of_block + kept_weights(states_of_experts(work))[0]
     weights = layers * of_block + of_tables
     mlp_again = (
         np.asarray(program.recomputes_mlp, bool)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from fourfold.planning.cases import Cases, Number
 from fourfold.planning.cost.activations import attention_over_y, heads_here
+from fourfold.planning.cost.expert_time import ExpertTime, expert_time
+from fourfold.planning.cost.experts import has_experts
+from fourfold.planning.cost.rates import Rates, linear_seconds
 from fourfold.planning.cost.terms import attention_core, host, pointwise
 from fourfold.planning.cost.terms.collective import Group, gather_seconds, group_of, reduce_seconds
-from fourfold.planning.cost.terms.matmul import matmul_seconds
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
@@ -18,13 +20,14 @@ from fourfold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class BlockTime(Cases):
-    """Seconds of one block (head: of the head), of one micro-batch. They depend on x, y, cp and the micro-batch alone.
+    """Seconds of one block (head: of the head), of one micro-batch. They depend on x, y, cp, ep and the micro-batch.
 
     forward, backward: computation; attention_forward, activation_forward, x_again, y_again: the parts that selective
     recompute repeats; last_product, last_sum: those at the end, which full recompute skips; hideable_x, hideable_y:
     collectives of the backward that can run during ``weight_gradients``; gate_sum, up_sum, qkv_sum: sums over y of
     gate, of gate and up, and of queries, keys and values; up_product: the product that can hide that of gate;
-    launch_forward, launch_backward: host seconds.
+    launch_forward, launch_backward: host seconds, without those of experts; experts: the part of them in all others,
+    their exchanges over ep and launches.
     """
 
     forward: Number
@@ -52,24 +55,7 @@ class BlockTime(Cases):
     head_x: Number
     head_y: Number
     embedding: Number
-
-
-class Rates:
-    """Rates of a machine under a program."""
-
-    def __init__(self, work: Workload, machine: Machine, constants: Constants) -> None:
-        step = work.step
-        rate = np.where(step.bits == 8, machine.achieved_fp8, machine.achieved)
-        self.matmul = constants.matmul * np.where(step.bits == 32, machine.achieved_fp32, rate)
-        self.head = constants.matmul * np.where(step.bits == 32, machine.achieved_fp32, machine.achieved)
-        # Relative to the peak: a faster achieved rate of 16 bits must not slow 32 bits.
-        self.attention = constants.attention * np.where(
-            step.bits == 32, machine.achieved_fp32 / machine.peak, 1.0
-        ) * machine.attention  # fmt: skip
-        self.nn, self.nt, self.tn = machine.nn, machine.nt, machine.tn
-        self.bandwidth = constants.memory * machine.memory_bandwidth
-        self.units = machine.units
-        self.launch = constants.launch * machine.launch
+    experts: ExpertTime = field(default_factory=ExpertTime)
 
 
 def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockTime:
@@ -77,7 +63,7 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     parts = work.parts
     part = work.but(micro_batch=work.layout.micro_batch / parts)
     model, layout = work.model, work.layout
-    rates = Rates(work, machine, constants)
+    rates, item = Rates(work, machine, constants), work.step.item_bytes
     x_group = group_of(layout.x, 1, machine, constants)
     y_group = group_of(layout.y, layout.x, machine, constants)
     forward, input_gradients, weight_gradients = _products(part, rates)
@@ -87,13 +73,17 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     y_forward, y_backward, hideable_y = _over_y(part, y_group)
     launch_forward, launch_backward = _launches(part, rates)
     weights = model.block_weights / (layout.x * layout.y)
-    added = 3 * work.step.item_bytes * weights * (1 - 1 / parts) / rates.bandwidth  # the parts' weight gradients
+    up = linear_seconds(part.tokens, model.hidden / layout.y, model.mean_inner / layout.x, item, rates, rates.matmul)[0]
+    down = linear_seconds(part.tokens, model.mean_inner / layout.x, model.hidden / layout.y, item, rates, rates.matmul)[
+        0
+    ]
+    added = 3 * item * weights * (1 - 1 / parts) / rates.bandwidth  # the parts' weight gradients
     seconds: dict[str, Number] = {
         "forward": forward + attend + pointwise_forward,
         "backward": input_gradients + weight_gradients + attend_backward + pointwise_backward + added,
         "attention_forward": attend,
         "activation_forward": _activation(part, rates),
-        "last_product": _linear(part, rates, rates.matmul, model.inner / layout.x, model.hidden / layout.y)[0],
+        "last_product": down,
         "last_sum": x_forward / 4,
         "x_again": x_forward / 2,
         "y_again": gather_seconds(part.step.item_bytes * part.tokens * model.queries / layout.x, 1, y_group),
@@ -107,15 +97,42 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
         "qkv_sum": gather_seconds(
             part.step.item_bytes * part.tokens * (model.queries + 2 * model.keys) / layout.x, 1, y_group
         ),
-        "up_sum": reduce_seconds(part.step.item_bytes * part.tokens * model.gate_up / layout.x, 1, y_group),
-        "up_product": _linear(part, rates, rates.matmul, model.hidden / layout.y, model.inner / layout.x)[0],
+        "up_sum": reduce_seconds(part.step.item_bytes * part.tokens * model.mean_gate_up / layout.x, 1, y_group),
+        "up_product": up,
         "weight_gradients": weight_gradients,
         "launch_forward": launch_forward,
         "launch_backward": launch_backward,
     }
     head, head_x, head_y, embedding = _head(work, rates, x_group, y_group)
     ends = {"head": head, "head_x": head_x, "head_y": head_y, "embedding": embedding}
-    return BlockTime(**{name: parts * of_part for name, of_part in seconds.items()}, **ends)
+    block = BlockTime(**{name: parts * of_part for name, of_part in seconds.items()}, **ends)
+    return _with_experts(block, work, machine, constants, rates) if has_experts(work) else block
+
+
+def _with_experts(block: BlockTime, work: Workload, machine: Machine, constants: Constants, rates: Rates) -> BlockTime:
+    """A block with the experts of a mixture besides, or in place of, its MLP.
+
+    The gradients of the rows' weights read what the experts' last products and sums over x give, which recompute
+    therefore repeats.
+    """
+    model, more = work.model, expert_time(work, machine, constants, rates)
+    last = 1 - model.sparse
+    one = block.x_forward / (2 + 2 * model.mlps)  # gather or sum of what every token passes
+    return replace(
+        block,
+        forward=block.forward + more.forward,
+        backward=block.backward + more.backward,
+        activation_forward=block.activation_forward + more.activation,
+        last_product=last * block.last_product,
+        last_sum=last * one,
+        x_again=(1 + model.mlps) * one + more.x / 2,
+        x_forward=block.x_forward + more.x,
+        x_backward=block.x_backward + more.x_backward,
+        y_forward=block.y_forward + more.y,
+        y_backward=block.y_backward + more.y_backward,
+        experts=more,
+        weight_gradients=block.weight_gradients + more.weight_gradients,
+    )
 
 
 def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
@@ -130,25 +147,17 @@ def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
 def _products(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
     """Forward, input gradients, weight gradients of the four linear layers (q, k, v in one; gate and up in one)."""
     model, layout = work.model, work.layout
+    mlps, mlp = model.mlps, np.maximum(model.mlps, 1e-30)  # widths are means over all blocks, with an MLP or without
     shapes = (
-        (model.hidden / layout.y, (model.queries + 2 * model.keys) / layout.x),
-        (model.queries / layout.x, model.hidden / layout.y),
-        (model.hidden / layout.y, model.gate_up / layout.x),
-        (model.inner / layout.x, model.hidden / layout.y),
+        (model.hidden / layout.y, (model.queries + 2 * model.keys) / layout.x, 1),
+        (model.queries / layout.x, model.hidden / layout.y, 1),
+        (model.hidden / layout.y, model.mean_gate_up / mlp / layout.x, mlps),
+        (model.mean_inner / mlp / layout.x, model.hidden / layout.y, mlps),
     )
-    each = [_linear(work, rates, rates.matmul, inner, out) for inner, out in shapes]
+    item = work.step.item_bytes
+    each = [linear_seconds(work.tokens, inner, out, item, rates, rates.matmul, share) for inner, out, share in shapes]
     forward, inputs, weights = (sum(parts) for parts in zip(*each, strict=True))
     return forward, inputs, weights
-
-
-def _linear(work: Workload, rates: Rates, rate: Number, inner: Number, out: Number) -> tuple[Number, Number, Number]:
-    """Seconds of outputs, input gradient and weight gradient of one linear layer; rate: for the best operand layout."""
-    tokens, how = work.tokens, {"units": rates.units, "bandwidth": rates.bandwidth, "item": work.step.item_bytes}
-    return (
-        matmul_seconds(tokens, out, inner, rate=rates.nt * rate, **how),
-        matmul_seconds(tokens, inner, out, rate=rates.nn * rate, **how),
-        matmul_seconds(out, inner, tokens, rate=rates.tn * rate, **how),
-    )
 
 
 def _attention(work: Workload, rates: Rates) -> tuple[Number, Number]:
@@ -180,10 +189,10 @@ def _softmax_is_plain(work: Workload) -> Number:
 def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
     """Bytes that one block moves besides its products and its attention, in the forward and in the backward."""
     model, layout, program = work.model, work.layout, work.program
-    token, gated = work.step.item_bytes * work.tokens, model.gate_up > model.inner
+    token, gated = work.step.item_bytes * work.tokens, model.mean_gate_up > model.mean_inner
     residual = token * model.hidden / (layout.y * np.where(program.split_residual, layout.x, 1))
     heads = token * (model.queries + 2 * model.keys) / (layout.x * layout.y)
-    inner = token * model.inner / layout.x
+    inner = token * model.mean_inner / layout.x
     apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)  # of sums over x, which a product cannot fuse
     biased = np.where(model.biases, heads + np.where(gated, 0, inner + apart), 0)
     both = token * (model.queries + model.keys) / (layout.x * layout.y)
@@ -225,15 +234,18 @@ def _copied(work: Workload) -> tuple[Number, Number]:
 def _activation(work: Workload, rates: Rates) -> Number:
     """Seconds of the MLP's activation, which reads gate and up, and writes the input of down_proj."""
     model = work.model
-    return work.step.item_bytes * work.tokens * (model.gate_up + model.inner) / work.layout.x / rates.bandwidth
+    return (
+        work.step.item_bytes * work.tokens * (model.mean_gate_up + model.mean_inner) / work.layout.x / rates.bandwidth
+    )
 
 
 def _over_x(work: Workload, group: Group) -> tuple[Number, Number, Number]:
     """Forward, backward, and the part of the backward that can run during weight gradients."""
     residual = work.step.item_bytes * work.tokens * work.model.hidden / work.layout.y
     one = gather_seconds(residual, 1, group)
-    again = np.where(work.program.regather, 2 * one, 0.0)
-    return 4 * one, 4 * one + again, 2 * one + again
+    again = np.where(work.program.regather, (1 + work.model.mlps) * one, 0.0)
+    every = (2 + 2 * work.model.mlps) * one
+    return every, every + again, (1 + work.model.mlps) * one + again
 
 
 def _over_y(work: Workload, group: Group) -> tuple[Number, Number, Number]:
@@ -241,9 +253,9 @@ def _over_y(work: Workload, group: Group) -> tuple[Number, Number, Number]:
     item = work.step.item_bytes * work.tokens / layout.x
     qkv, queries = model.queries + 2 * model.keys, model.queries
     statistics = reduce_seconds(4 * work.tokens / layout.x, 1, group)
-    sums = np.where(work.program.is_fourfold, model.gate_up / model.inner, 1)
-    forward = gather_seconds(item * (qkv + queries), 2, group) + reduce_seconds(item * model.gate_up, sums, group)
-    hideable = reduce_seconds(item * model.inner, 1, group) + gather_seconds(item * queries, 1, group)
+    sums = np.where(work.program.is_fourfold, model.mean_gate_up / np.maximum(model.mean_inner, 1), model.mlps)
+    forward = gather_seconds(item * (qkv + queries), 2, group) + reduce_seconds(item * model.mean_gate_up, sums, group)
+    hideable = reduce_seconds(item * model.mean_inner, model.mlps, group) + gather_seconds(item * queries, 1, group)
     return forward + 2 * statistics, hideable + gather_seconds(item * qkv, 1, group) + 2 * statistics, hideable
 
 
@@ -251,8 +263,8 @@ def _gate_sum(work: Workload, group: Group) -> Number:
     """Seconds of the sum of gate over y."""
     model = work.model
     return np.where(
-        model.gate_up > model.inner,
-        reduce_seconds(work.step.item_bytes * work.tokens * model.inner / work.layout.x, 1, group),
+        model.mean_gate_up > model.mean_inner,
+        reduce_seconds(work.step.item_bytes * work.tokens * model.mean_inner / work.layout.x, 1, group),
         0,
     )
 
@@ -261,7 +273,7 @@ def _head(work: Workload, rates: Rates, x_group: Group, y_group: Group) -> tuple
     """Seconds of head and loss, forward and backward: computation, over x, over y; and of the embedding."""
     model, layout, step = work.model, work.layout, work.step
     tokens, columns, hidden = work.tokens, model.vocab / layout.x, model.hidden / layout.y
-    products = sum(_linear(work, rates, rates.head, hidden, columns))
+    products = sum(linear_seconds(tokens, hidden, columns, step.item_bytes, rates, rates.head))
     # Logits in 16 and in 32 bits, written and read by softmax, loss and gradient.
     loss = tokens / layout.y * columns * (2 * step.item_bytes + 20) / rates.bandwidth
     residual = step.item_bytes * tokens * hidden

@@ -6,6 +6,7 @@ import numpy as np
 
 from fourfold.planning.cases import Number
 from fourfold.planning.cost.block import BlockTime
+from fourfold.planning.cost.experts import has_experts, states_of_experts, where_experts
 from fourfold.planning.cost.terms.bubble import transfer_seconds
 from fourfold.planning.cost.terms.collective import (
     ShardGroup,
@@ -96,7 +97,18 @@ def gathered_once_a_step(work: Workload) -> Number:
 
 
 def exposed_gradient_sum(work: Workload, machine: Machine, constants: Constants, last_backward: Number) -> Number:
-    """Seconds of summing gradients over the ranks that hold copies, once a step, less what the last backward hides.
+    """Seconds of summing gradients over the ranks that hold copies, once a step, less what the last backward hides."""
+    sending = _gradient_sum_seconds(work, machine, constants)
+    if has_experts(work):
+        of_experts = _gradient_sum_seconds(states_of_experts(work), machine, constants)
+        sending = sending + where_experts(work, of_experts)
+    # Weight gradients that are computed apart come last, and their sums after all of them.
+    overlap = np.asarray(work.program.overlap_dp, bool) & ~work.layout.split_backward
+    return sending - np.where(overlap, hidden(sending, last_backward, constants.exposed), 0.0)
+
+
+def _gradient_sum_seconds(work: Workload, machine: Machine, constants: Constants) -> Number:
+    """Seconds of the sum of all gradients but those of experts, nothing hidden.
 
     With a distributed optimizer (zero 1 whose weights are kept) gradients are scattered, and weights gathered during
     the next forward.
@@ -111,10 +123,7 @@ def exposed_gradient_sum(work: Workload, machine: Machine, constants: Constants,
     scattered = np.where(program.all_reduces_gradients, reduced, scattered)
     gathered = np.where(gathered_once_a_step(work), shard_seconds(step.item_bytes * weights, 1, wide), 0.0)
     sending = np.where(layout.zero == 0, reduced, np.where(layout.zero == 1, scattered + gathered, 0.0))
-    sending = np.where(layout.zero == 2, gathered, sending)
-    # Weight gradients that are computed apart come last, and their sums after all of them.
-    overlap = np.asarray(program.overlap_dp, bool) & ~layout.split_backward
-    return sending - np.where(overlap, hidden(sending, last_backward, constants.exposed), 0.0)
+    return np.where(layout.zero == 2, gathered, sending)
 
 
 def exposed_pp(work: Workload, machine: Machine, constants: Constants) -> Number:

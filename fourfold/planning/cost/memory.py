@@ -8,6 +8,7 @@ import numpy as np
 
 from fourfold.planning.cases import Number
 from fourfold.planning.cost.activations import BlockBytes, block_bytes, peak_bytes
+from fourfold.planning.cost.experts import has_experts, states_of_experts
 from fourfold.planning.cost.stage_split import blocks_of, split_of
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import SCHEDULES, Workload
@@ -60,13 +61,32 @@ def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Numbe
 
 def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block: BlockBytes) -> tuple[Number, ...]:
     """Bytes by ``CATEGORIES``, activations and logits together."""
-    model, layout, step, program = work.model, work.layout, work.step, work.program
+    model, layout, program = work.model, work.layout, work.program
     first, last = np.equal(rank, 0), np.equal(rank, layout.pp - 1)
     last = np.where(layout.v_shaped & (layout.pp > 1), first, last)
     table = model.vocab * model.hidden
     tables = np.where(first, table + model.positions * model.hidden, 0) + np.where(
         last & ~(first & np.asarray(model.tied, bool) & (layout.pp == 1)), table, 0
     )
+    parameters, gradients, optimizer, weights, copied = _states(work, layers, tables)
+    if has_experts(work):
+        of_experts = _states(states_of_experts(work), layers, 0)
+        parameters, gradients, optimizer, weights, copied = (
+            every + own
+            for every, own in zip((parameters, gradients, optimizer, weights, copied), of_experts, strict=True)
+        )
+    activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
+    # The optimizer copies its gradients when no activations are left.
+    optimizer = optimizer + np.maximum(copied - activations, 0)
+    allocated = parameters + gradients + optimizer + weights + activations
+    reserve = np.where(program.count_runtime, runtime_bytes(work, machine), 0) + CACHED * allocated
+    return parameters, gradients, optimizer, weights, activations, reserve
+
+
+def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...]:
+    """Bytes of all weights but those of experts, on a rank with so many entries of tables: parameters, gradients,
+    optimizer, gathered weights or 16-bit copies, and gradients that the optimizer copies."""
+    model, layout, step, program = work.model, work.layout, work.step, work.program
     entries = (layers * model.block_weights + tables) / (layout.x * layout.y)
     copies = layout.dp * layout.cp
     sharded = layout.zero > 0
@@ -98,21 +118,15 @@ def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block:
     gathered = gathered + np.where(resharded, step.reduce_bytes * model.block_weights / (layout.x * layout.y), 0)
     weights = np.where((shards > 1) & ~np.asarray(program.half_weights, bool), gathered,
                        np.where(program.half_weights | (step.weight_bytes == item), 0, item * entries))  # fmt: skip
-    activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
-    # The optimizer copies its gradients when no activations are left.
-    copied = np.where(program.gradient_copy, 4 * entries / shards, 0)
-    optimizer = optimizer + np.maximum(copied - activations, 0)
-    allocated = parameters + gradients + optimizer + weights + activations
-    reserve = np.where(program.count_runtime, runtime_bytes(work, machine), 0) + CACHED * allocated
-    return parameters, gradients, optimizer, weights, activations, reserve
+    return parameters, gradients, optimizer, weights, np.where(program.gradient_copy, 4 * entries / shards, 0)
 
 
 def runtime_bytes(work: Workload, machine: Machine) -> Number:
     """Bytes of the driver and the communication library on every device."""
     layout = work.layout
-    groups = sum(np.where(size > 1, 1, 0) for size in (layout.x, layout.y, layout.z, layout.dp, layout.cp)) + 2 * (
-        layout.pp > 1
-    )
+    groups = sum(
+        np.where(size > 1, 1, 0) for size in (layout.x, layout.y, layout.z, layout.dp, layout.cp, layout.ep)
+    ) + 2 * (layout.pp > 1)
     return machine.reserved + COMMUNICATOR * groups
 
 

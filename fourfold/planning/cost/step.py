@@ -9,6 +9,7 @@ import numpy as np
 from fourfold.planning.cases import Number
 from fourfold.planning.cost.activations import is_replicated
 from fourfold.planning.cost.block import BlockTime, block_time
+from fourfold.planning.cost.experts import has_experts, states_of_experts, where_experts
 from fourfold.planning.cost.exposed import (
     exposed_cp,
     exposed_gradient_sum,
@@ -27,10 +28,10 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
 
 PARTS = (
-    "compute", "recompute", "x", "y", "z", "cp", "dp", "pp", "bubble", "logits", "launch", "optimizer", "other",
+    "compute", "recompute", "x", "y", "z", "cp", "ep", "dp", "pp", "bubble", "logits", "launch", "optimizer", "other",
 )  # fmt: skip
-"""Parts of a step; x, y, z, cp and dp: exposed communication. Traffic of sharded weights over z · dp · cp ranks counts
-as z's up to the time that it would take over z alone, and the rest as dp's."""
+"""Parts of a step; x, y, z, cp, ep and dp: exposed communication. Traffic of sharded weights over z · dp · cp ranks
+counts as z's up to the time that it would take over z alone, and the rest as dp's."""
 
 
 OPTIMIZER_BYTES = 34.0
@@ -46,6 +47,7 @@ class _Layer(NamedTuple):
     x: Number
     y: Number
     cp: Number
+    ep: Number
     offload: Number
     launch: Number
     z: Number
@@ -58,7 +60,7 @@ class _Layer(NamedTuple):
 
     @property
     def device(self) -> Number:
-        return self.compute + self.recompute + self.x + self.y + self.cp + self.offload
+        return self.compute + self.recompute + self.x + self.y + self.cp + self.ep + self.offload
 
 
 class _Ends(NamedTuple):
@@ -93,6 +95,7 @@ def step_parts(
         "y": layers * layer.y + tables * block.head_y,
         "z": z,
         "cp": layers * layer.cp,
+        "ep": layers * layer.ep,
         "dp": _gradient_sum(work, machine, constants, block) + (z_layers + z_tables - z),
         "pp": exposed_pp(work, machine, constants),
         "bubble": _bubble(work, block, layer, ends),
@@ -114,7 +117,7 @@ def micro_batch_seconds(work: Workload, machine: Machine, constants: Constants, 
     """Seconds that the layers of an average rank take for one micro-batch, forward and backward, with all exposed
     communication, except once a step (the gradient sum over dp) and between stages."""
     parts = step_parts(work, machine, constants, block)
-    repeated = sum(parts[name] for name in ("compute", "recompute", "x", "y", "z", "cp", "dp", "launch"))
+    repeated = sum(parts[name] for name in ("compute", "recompute", "x", "y", "z", "cp", "ep", "dp", "launch"))
     return (repeated - _gradient_sum(work, machine, constants, block)) / work.micro_batches
 
 
@@ -127,23 +130,29 @@ def slowest_of(nodes: Number) -> Number:
 def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> _Layer:
     """Seconds of one block for one micro-batch, by part."""
     weights = work.model.block_weights
+    for_weights = weights * _seconds_for_a_weight(work, machine, constants)
+    sending = weight_traffic_seconds(work, machine, constants, weights, 2)
+    outermost = weight_traffic_seconds(work, machine, constants, weights, 1)
+    if has_experts(work):
+        experts, weights = states_of_experts(work), work.model.expert_weights
+        for_weights = for_weights + weights * _seconds_for_a_weight(experts, machine, constants)
+        twice, once = (weight_traffic_seconds(experts, machine, constants, weights, gathers) for gathers in (2, 1))
+        sending, outermost = sending + where_experts(work, twice), outermost + where_experts(work, once)
     x, y = _exposed_x_and_y(work, constants, block)
     layer = _Layer(
-        compute=block.forward + block.backward + weights * _seconds_for_a_weight(work, machine, constants),
+        compute=block.forward + block.backward + for_weights,
         recompute=_recompute(work, block),
         x=x,
         y=y,
         cp=exposed_cp(work, machine, constants, block),
+        ep=_exposed_ep(work, constants, block),
         offload=_offload(work, machine, constants, block),
         launch=0.0,
         z=0.0,
         z_first=0.0,
     )
-    host = block.launch_forward * (1 + _forwards_again(work)) + block.launch_backward
-    launch = np.where(work.program.blocking, host, overlapped(layer.device, host) - layer.device)
-    sending = weight_traffic_seconds(work, machine, constants, weights, 2)
+    launch = _launch(work, block, layer.device)
     z = exposed_z(work, constants, sending, layer.device + launch)
-    outermost = weight_traffic_seconds(work, machine, constants, weights, 1)
     z_first = np.where(work.program.is_fourfold, outermost * (1 - z / np.maximum(sending, 1e-30)), 0.0)
     return layer._replace(launch=launch, z=z, z_first=z_first)
 
@@ -175,6 +184,36 @@ def _recompute(work: Workload, block: BlockTime) -> Number:
     return again * layout.recomputing
 
 
+def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
+    """Seconds of one block in which the device waits for the host.
+
+    The host reads how many rows each expert has before it launches their products, and is not ahead of the device then:
+    it hides the launches of experts behind experts, and of the rest behind the rest. Programs other than fourfold that
+    limit an expert's rows pad to the limit, and know how many there are.
+    """
+    again, program, experts = _forwards_again(work), work.program, block.experts
+    host = (block.launch_forward * (1 + again) + block.launch_backward) * (1 - program.captured)
+    if not has_experts(work):
+        return np.where(program.blocking, host, overlapped(device, host) - device)
+    of_experts = experts.forward * (1 + again) + experts.backward
+    own = (experts.launch * (1 + again) + experts.launch_backward) * (1 - program.captured_experts)
+    rest = device - of_experts
+    waits = overlapped(rest, host) - rest + overlapped(of_experts, own) - of_experts
+    knows = (work.step.capacity > 0) & ~np.asarray(program.is_fourfold, bool)
+    waits = np.where(knows, overlapped(device, host + own) - device, waits)
+    return np.where(program.blocking, host + own, waits)
+
+
+def _exposed_ep(work: Workload, constants: Constants, block: BlockTime) -> Number:
+    """Seconds of the exchanges of tokens over ep of one block, those repeated by recompute included, that stay exposed:
+    all, unless the products of another micro-batch are beside them."""
+    if not has_experts(work):
+        return 0.0
+    sent = block.experts.ep * (1 + _forwards_again(work)) + block.experts.ep_backward
+    beside = hidden(sent, block.forward + block.backward, constants.exposed)
+    return sent - np.where(work.program.overlap_ep, beside, 0.0)
+
+
 def _exposed_x_and_y(work: Workload, constants: Constants, block: BlockTime) -> tuple[Number, Number]:
     """Seconds of tensor-parallel collectives of one block, those repeated by recompute included, that stay exposed."""
     layout, program, exposed = work.layout, work.program, constants.exposed
@@ -192,7 +231,7 @@ def _exposed_x_and_y(work: Workload, constants: Constants, block: BlockTime) -> 
     hidden_x = hidden_x + np.where(program.overlap_forward, ahead * (1 + again), 0.0)
     # A block's backward begins with gathering gradients, and the recomputation is run beside that.
     first = hidden(block.x_backward / 4, block.forward, exposed)
-    hidden_x = hidden_x + np.where(program.is_fourfold, again * first, 0.0)
+    hidden_x = hidden_x + np.where(program.is_fourfold, again * first * (1 - work.model.sparse), 0.0)
     gate = hidden(block.gate_sum, block.up_product, exposed)
     hidden_y = hidden_y + np.where(program.gate_first, gate * (1 + again), 0.0)
     by_parts_x, by_parts_y = _hidden_by_parts(work, constants, block)
@@ -252,7 +291,9 @@ def _bubble(work: Workload, block: BlockTime, layer: _Layer, ends: _Ends) -> Num
     layout, micro_batches, layers = work.layout, work.micro_batches, _mean_layers(work)
     share = (ends.head + ends.embedding) / layout.pp
     weights = layers * block.weight_gradients + block.head / (3 * layout.pp)
-    forward = layers * (block.forward + block.x_forward + block.y_forward + layer.launch / 3) + share / 3
+    forward = (
+        layers * (block.forward + block.x_forward + block.y_forward + block.experts.ep + layer.launch / 3) + share / 3
+    )
     rest = layers * layer.total + share - forward - weights
     equal = bubble_seconds(layout.schedule, layout.pp, layout.interleave, micro_batches, forward, rest, weights)
     behind = _slowest_rank(work, layer, ends) - layers * layer.total - ends.head / layout.pp
@@ -277,11 +318,18 @@ def _gradient_sum(work: Workload, machine: Machine, constants: Constants, block:
 
 def _optimizer(work: Workload, machine: Machine, constants: Constants) -> Number:
     """Seconds of the optimizer step over a rank's shard of the weights."""
-    layout = work.layout
-    held = work.model.layers * work.model.block_weights / layout.pp + work.table_weights
-    stepped = held / (layout.x * layout.y * layout.z * np.where(layout.zero > 0, layout.dp * layout.cp, 1))
+    stepped = _entries_stepped(work)
+    if has_experts(work):
+        stepped = stepped + _entries_stepped(states_of_experts(work))
     moving = stepped * OPTIMIZER_BYTES / (constants.memory * machine.memory_bandwidth)
     return moving + OPTIMIZER_KERNELS * constants.launch * machine.launch
+
+
+def _entries_stepped(work: Workload) -> Number:
+    """Entries of a rank's shard of the weights, without those of experts."""
+    layout = work.layout
+    held = work.model.layers * work.model.block_weights / layout.pp + work.table_weights
+    return held / (layout.x * layout.y * layout.z * np.where(layout.zero > 0, layout.dp * layout.cp, 1))
 
 
 def _seconds_for_a_weight(work: Workload, machine: Machine, constants: Constants) -> Number:

@@ -117,8 +117,9 @@ def neighbors(plan: Plan) -> list[Neighbor]:
     Each is in the parts of a micro-batch in which it is fastest.
     """
     found, best = plan.found, plan.best
+    ep = ["ep"] if best.work.model.experts else []
     columns = {name: np.asarray(getattr(found.work.layout, name))[: found.crossed]
-               for name in (*AXES, "micro_batch", "interleave", "schedule", "cp_method", "zero", "recompute",
+               for name in (*AXES, *ep, "micro_batch", "interleave", "schedule", "cp_method", "zero", "recompute",
                             "recompute_every",
                             "offload")}  # fmt: skip
     here = {name: int(getattr(best.work.layout, name)) for name in columns}
@@ -161,9 +162,10 @@ def neighbors(plan: Plan) -> list[Neighbor]:
         ("micro_batch", (here["micro_batch"] // 2, here["micro_batch"] * 2)),
         ("zero", (here["zero"] - 1, here["zero"] + 1)),
         ("recompute", (here["recompute"] - 1, here["recompute"] + 1)),
+        *((name, (here[name] // 2, here[name] * 2)) for name in ep),
     ):
         for value in values:
-            if value >= (name == "micro_batch") and value in columns[name]:
+            if value >= (name in ("micro_batch", "ep")) and value in columns[name]:
                 table.append(look({name: value}, f"{name} {here[name]} → {value}"))
     for value in _beside(found.parts, int(best.work.parts)) if best.work.layout.x * best.work.layout.y > 1 else ():
         table.append(look({}, f"batch_parts {int(best.work.parts)} → {value}", [value]))
@@ -214,7 +216,7 @@ def basin(table: Sequence[Neighbor]) -> str:
 
 def next_doubling(plan: Plan, limits: Limits | None) -> dict[str, Any] | None:
     """Replan the same batch on twice the GPUs: speed-up and efficiency."""
-    base = plan.best.work.but(x=1, y=1, z=1, dp=1, cp=1, pp=1)
+    base = plan.best.work.but(x=1, y=1, z=1, dp=1, cp=1, pp=1, ep=1)
     try:
         more = make_plan(base, plan.machine, plan.constants, 2 * plan.gpus, 1, limits).best
     except UserError:

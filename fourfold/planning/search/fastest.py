@@ -29,11 +29,11 @@ CHUNK = 1 << 14
 MAX_P_OUT_OF_MEMORY = 0.05
 HOPELESS = 0.9
 """Layouts that are as likely as this to run out of memory do so in any number of parts."""
-BLOCK_KEY = ("x", "y", "cp", "micro_batch", "cp_method", "batch_parts")
+BLOCK_KEY = ("x", "y", "cp", "micro_batch", "cp_method", "batch_parts", "ep")
 """Fields on which the time of one block depends, within one search."""
 RANKED = 400
 """So many of the fastest layouts are the fastest with any parts."""
-LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "launch")
+LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "ep", "launch")
 """Parts of a step that are shorter where x and y are hidden, and the bubble with them."""
 COPIES = 0.95
 """Share of a step that remains, at least, where sequences come one by one and are not copied around collectives."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.planning.search.space import AXES, PIPELINES, Limits
+from fourfold.planning.search.space import LIMITED, PIPELINES, Limits
 from fourfold.planning.workload import RECOMPUTE
 
 ON_REQUEST = (("GPipe", 1), ("LoopedBFS", 2), ("LoopedBFS", 4), ("DualPipeV", 2))
@@ -27,7 +27,7 @@ CHOICES = {
 }
 LARGEST_SIZE = 1 << 24
 SYNTAX = (
-    "write it as x<=8 (axes alone), pp=1, micro_batch=1, batch_parts=2, zero=0, interleave=2, schedule=1F1B, "
+    "write it as x<=8 (axes and ep alone), pp=1, micro_batch=1, batch_parts=2, zero=0, interleave=2, schedule=1F1B, "
     "cp_method=ring or recompute=full, or with several values as pp=1,2"
 )
 
@@ -44,9 +44,9 @@ def parse_limits(settings: Sequence[str], option: str = "--limit") -> Limits:
         names.add(name)
         texts = text.split(",")
         try:
-            if name in AXES and sign == "<=":
+            if name in LIMITED and sign == "<=":
                 at_most.append((name, _size(text)))
-            elif name in (*AXES, "micro_batch") and sign == "=":
+            elif name in (*LIMITED, "micro_batch") and sign == "=":
                 fixed.append((name, tuple(map(_size, texts))))
             elif sign == "=" and set(texts) <= set(CHOICES.get(name, ())):
                 field, text_of = CHOICE_OF[name]

@@ -67,6 +67,7 @@ class Prediction:
         return {
             "parallel": {
                 **{axis: int(getattr(layout, axis)) for axis in AXES},
+                **({"ep": int(layout.ep)} if work.model.experts else {}),
                 "zero": int(layout.zero),
                 **({"schedule": schedule} if layout.pp > 1 else {}),
                 **({"stages_per_rank": interleave} if interleave > 1 else {}),
@@ -113,7 +114,7 @@ class Plan:
 def describe_layout(work: Workload) -> str:
     """A layout in one line; axes of size 1 are left out."""
     layout = work.layout
-    axes = [f"{axis} {int(size)}" for axis in GRID if (size := getattr(layout, axis)) > 1] or ["one GPU"]
+    axes = [f"{axis} {int(size)}" for axis in (*GRID, "ep") if (size := getattr(layout, axis)) > 1] or ["one GPU"]
     more = [f"zero {int(layout.zero)}"] if layout.zero > 0 else []
     more += [CP_METHODS[int(layout.cp_method)]] if layout.cp > 1 and layout.cp_method > 0 else []
     more += [SCHEDULES[int(layout.schedule)]] if layout.pp > 1 and layout.schedule > 0 else []

@@ -10,10 +10,13 @@ import numpy as np
 
 from fourfold.config.layout_sizes import Sizes
 from fourfold.config.legality import RULES
+from fourfold.errors import UserError
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import CP_METHODS, SCHEDULES, Workload
 
 AXES = ("x", "y", "z", "dp", "cp", "pp")
+LIMITED = (*AXES, "ep")
+"""Sizes that limits may bound; ep makes no new ranks."""
 MOST_GPUS = 1 << 24
 """Layouts of more do not fit the search's 32 bits."""
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -56,14 +59,24 @@ class Limits:
 
 
 def all_layouts(base: Workload, gpus: int, limits: Limits) -> Workload:
-    """``base`` with every factorisation of ``gpus``, micro-batch, schedule, zero, recompute and method of cp, and with
-    the first of the ``parts`` where these matter."""
+    """``base`` with every factorisation of ``gpus``, micro-batch, schedule, zero, recompute, method of cp, and ep where
+    there are experts, and with the first of the ``parts`` where these matter.
+
+    Raises ``UserError`` for a limit on ep without experts.
+    """
     axes = factorisations(gpus, len(AXES)).astype(np.int32)
-    for name, most in limits.at_most:
-        axes = axes[axes[:, AXES.index(name)] <= most]
-    for name, sizes in limits.fixed:
-        axes = axes[np.isin(axes[:, AXES.index(name)], sizes)]
     columns = {name: axes[:, i] for i, name in enumerate(AXES)}
+    if base.model.experts:
+        columns = _crossed(
+            columns, {"ep": [n for n in range(1, base.model.experts + 1) if base.model.experts % n == 0]}
+        )
+        columns = _kept(columns, columns["dp"] * columns["cp"] * columns["z"] % columns["ep"] == 0)
+    elif "ep" in dict((*limits.at_most, *limits.fixed)):
+        raise UserError("a limit on ep needs a model with experts; leave it out")
+    for name, most in limits.at_most:
+        columns = _kept(columns, columns[name] <= most)
+    for name, sizes in limits.fixed:
+        columns = _kept(columns, np.isin(columns[name], sizes))
     columns = _crossed(columns, {"micro_batch": limits.micro_batches})
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in limits.pipelines]
     columns = _crossed(columns, {"schedule": [s for s, _ in pipelines], "interleave": [c for _, c in pipelines]})
@@ -105,8 +118,9 @@ def _sizes(work: Workload) -> Sizes:
     return Sizes(
         layers=model.layers, hidden=model.hidden, heads=model.queries // model.head_dim,
         kv_heads=model.keys // model.head_dim, head_dim=model.head_dim, inner=model.inner, vocab=model.vocab,
-        positions=model.positions, seq=step.seq, batch=step.batch, float8=step.bits == 8,
-        x=x, y=y, z=z, dp=dp, cp=cp, pp=pp, zero=layout.zero,
+        positions=model.positions, seq=step.seq, batch=step.batch, float8=step.bits == 8, experts=model.experts,
+        expert_inner=model.expert_inner, shared_inner=model.shared_inner,
+        x=x, y=y, z=z, dp=dp, cp=cp, pp=pp, ep=layout.ep, zero=layout.zero,
         # Products of it exceed 32 bits.
         micro_batch=np.asarray(layout.micro_batch, np.int64),
         batch_parts=work.layout.batch_parts,

@@ -24,3 +24,28 @@ def overlapped(device: Number, host: Number) -> Number:
 def block_launches(kernels: float, fused: Number, collectives: Number) -> Number:
     """Launches of one block in one direction, which has so many ``kernels`` in eager PyTorch."""
     return kernels * np.where(fused, FUSED_SHARE, 1.0) + COLLECTIVE_KERNELS * collectives
+
+
+ROUTER_KERNELS = 25.0
+"""Operations of a router in eager PyTorch, in each direction: scores, choice, weights; counts, sorting, gathering and
+summing rows."""
+GROUPED_KERNELS = 4.0
+"""Operations of grouped products and of the activation between them, where one kernel computes all experts."""
+KERNELS_OF_AN_EXPERT, BACKWARD_KERNELS_OF_AN_EXPERT = 2.0, 4.0
+"""Products of an expert, where each is launched on its own (Transformer Engine's GroupedLinear)."""
+FLOAT8_KERNELS = 3.0
+"""More launches for each of its products in 8 bits: an input is rounded, and the scales of two are put in order."""
+
+
+def expert_launches(
+    experts: Number, grouped: Number, fused: Number, in_8: Number, collectives: Number
+) -> tuple[Number, Number]:
+    """Launches of a router and its experts on a rank, forward and backward."""
+    shared = ROUTER_KERNELS * np.where(fused, FUSED_SHARE, 1.0) + COLLECTIVE_KERNELS * collectives
+    each = experts * (1 + np.where(in_8, FLOAT8_KERNELS, 0.0))
+    one_by_one = KERNELS_OF_AN_EXPERT * each + 2, BACKWARD_KERNELS_OF_AN_EXPERT * each + 4
+    forward, backward = (
+        shared + np.where(grouped, GROUPED_KERNELS * times, each_way)
+        for times, each_way in zip((1, 2), one_by_one, strict=True)
+    )
+    return forward, backward

@@ -19,16 +19,19 @@ PROLOGUE = 128.0
 
 
 def matmul_seconds(
-    m: Number, n: Number, k: Number, *, rate: Number, units: Number, bandwidth: Number, item: Number
+    m: Number, n: Number, k: Number, *, rate: Number, units: Number, bandwidth: Number, item: Number, groups: Number = 1
 ) -> Number:
-    """Seconds of [m, k] @ [k, n]: rate in FLOP/s of the best shape, units the processors, item bytes of an entry."""
+    """Seconds of [m, k] @ [k, n]: rate in FLOP/s of the best shape, units the processors, item bytes of an entry.
+
+    ``groups`` such products are one grouped product, whose tiles share the waves.
+    """
     wave = 2.0 * units * (k + PROLOGUE) / rate
     times = [
-        np.ceil(np.ceil(m / rows) * np.ceil(n / columns) / units) * (rows * columns / quality)
+        np.ceil(groups * np.ceil(m / rows) * np.ceil(n / columns) / units) * (rows * columns / quality)
         for rows, columns, quality in TILES
     ]
     tiled = wave * np.minimum(np.minimum(times[0], times[1]), times[2])
     # A device of one unit is a processor: its blocks fit its caches and are small against any layer.
-    computing = np.where(units > 1, tiled, 2.0 * m * n * k / rate)
-    moving = (m * k + k * n + m * n) * item / bandwidth
+    computing = np.where(units > 1, tiled, groups * (2.0 * m * n * k / rate))
+    moving = groups * ((m * k + k * n + m * n) * item / bandwidth)
     return np.maximum(computing, moving)

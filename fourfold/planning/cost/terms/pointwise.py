@@ -5,6 +5,8 @@ A pass is a read or a write of all of a tensor.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from fourfold.planning.cases import Number
@@ -48,6 +50,23 @@ OWN_GELU = 2.0, 3.0
 OWN_BIASES = 2.0, 1.0
 """Passes over the outputs that a bias is added to; its gradient is a sum."""
 
+SCORE_PASSES, FUSED_SCORE_PASSES = 8.0, 2.0
+"""Passes over the router's scores in fp32: softmax, choice and their sums."""
+ROW_PASSES = 4.0
+"""Passes over the rows of a rank's tokens: gathered before they are sent, and summed, with weights, when they are back;
+the backward does the same the other way around."""
+SORT_PASSES = 4.0
+"""Passes over the rows of a rank's several experts, sorted by expert, and put back in their order."""
+PLACING_PASSES = 2.0
+"""The same, and all of ``ROW_PASSES``, where the exchange puts every token in its place, and sums what comes back."""
+PADDING_PASSES = 4.0
+"""Passes over these rows in 8 bits: each expert's are padded to a multiple, and unpadded."""
+ROUNDING_PASSES = 2.0
+"""Passes of 16 bits over what a product reads, rounded to 8 bits row by row and column by column."""
+EXPERT_GATE_PASSES = 3.0, 6.0
+"""Passes of other programs over the experts' width: gate, up and their product, times the rows' weights; backward the
+product's gradient, gate, up and their gradients, and the product again for those of the weights."""
+
 
 def others_bytes(
     residual: Number, heads: Number, turned: Number, inner: Number, gated: Number, fused: Number
@@ -85,3 +104,34 @@ def own_bytes(
         )
 
     return passes(0), passes(1)
+
+
+class ExpertFlags(NamedTuple):
+    """How a program moves rows: fourfold's own operations; fused ones; products in 8 bits; exchanges that put rows in
+    their place, and products that make the activation and round; several experts on a rank."""
+
+    is_own: Number
+    fused: Number
+    in_8: Number
+    in_place: Number
+    several: Number
+
+
+def expert_bytes(
+    scores: Number, sent: Number, here: Number, inner: Number, how: ExpertFlags
+) -> tuple[Number, Number, Number]:
+    """Bytes moved between the products of a router and its experts, forward and backward, and by the activation
+    forward. scores: those of the router; sent, here: the rows of a rank's tokens, and of its experts; inner: these at
+    the experts' width."""
+    passes = np.where(how.fused, FUSED_SCORE_PASSES, SCORE_PASSES)
+    in_place = np.asarray(how.in_place, bool)
+    gates = [
+        np.where(how.is_own, np.where(how.fused, OWN_FUSED_GATE[way], OWN_GATE[way]),
+                 np.where(in_place, 0.0, EXPERT_GATE_PASSES[way]))
+        for way in (0, 1)
+    ]  # fmt: skip
+    sorting = np.where(how.several, SORT_PASSES, 0.0) + np.where(how.in_8, PADDING_PASSES, 0.0)
+    moved = passes * scores + np.where(in_place, PLACING_PASSES * here, ROW_PASSES * sent + sorting * here)
+    rounding = np.where(how.in_8 & ~in_place, ROUNDING_PASSES, 0.0)
+    forward = moved + gates[0] * inner + rounding * (here + inner)
+    return forward, moved + gates[1] * inner + rounding * (here + 2 * inner), gates[0] * inner

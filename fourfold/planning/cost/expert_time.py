@@ -1,0 +1,113 @@
+"""Seconds of one block's router, dispatch and experts for one micro-batch, the mean over all blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fourfold.planning.cases import Cases, Number
+from fourfold.planning.cost.experts import Rows, has_experts, rows_of
+from fourfold.planning.cost.rates import Rates, linear_seconds
+from fourfold.planning.cost.terms import host, pointwise
+from fourfold.planning.cost.terms.collective import Group, gather_seconds, group_of, reduce_seconds
+from fourfold.planning.cost.terms.exchange import exchange_seconds
+from fourfold.planning.machines.constants import Constants
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class ExpertTime(Cases):
+    """Seconds, forward and backward: computation; communication over x, y and ep; launches; and, of the backward, the
+    weight gradients; of the forward, the activation that selective recompute repeats."""
+
+    forward: Number = 0.0
+    backward: Number = 0.0
+    weight_gradients: Number = 0.0
+    activation: Number = 0.0
+    x: Number = 0.0
+    x_backward: Number = 0.0
+    y: Number = 0.0
+    y_backward: Number = 0.0
+    ep: Number = 0.0
+    ep_backward: Number = 0.0
+    launch: Number = 0.0
+    launch_backward: Number = 0.0
+
+
+def expert_time(work: Workload, machine: Machine, constants: Constants, rates: Rates) -> ExpertTime:
+    """Seconds for each case of ``work``; zero without experts."""
+    if not has_experts(work):
+        return ExpertTime()
+    model, layout, step, program = work.model, work.layout, work.step, work.program
+    rows = rows_of(work)
+    hidden, item = model.hidden / layout.y, step.item_bytes
+    forward, inputs, weights = _products(work, rows, rates)
+    moved, moved_back, activation = _moved(work, rows)
+    over_x = np.asarray(program.experts_over_x, bool)
+    x_group = group_of(np.where(over_x, layout.x, 1), 1, machine, constants)
+    y_group = group_of(layout.y, layout.x, machine, constants)
+    x = gather_seconds(2 * item * rows.here * hidden, 2, x_group)
+    y, y_backward = _over_y(work, rows, y_group)
+    stride = layout.y * np.where(over_x, layout.x, 1)
+    copies = model.chosen * rows.sent / np.maximum(work.tokens / layout.x * model.chosen, 1e-30)
+    one = exchange_seconds(
+        item * work.tokens / layout.x * hidden * step.imbalance, copies, program.sends_once, layout.ep, stride,
+        machine, constants,
+    )  # fmt: skip
+    counts = exchange_seconds(0.0, 1.0, False, layout.ep, stride, machine, constants)
+    several = (layout.ep > 1) * 3 + 2 * (over_x & (layout.x > 1)) + 3 * (layout.y > 1)
+    grouped = np.asarray(program.is_fourfold, bool) | program.fused_experts
+    launches = host.expert_launches(rows.experts, grouped, program.fused, step.bits == 8, several)
+    seconds = ExpertTime(
+        forward=forward + moved / rates.bandwidth,
+        backward=inputs + weights + moved_back / rates.bandwidth,
+        weight_gradients=weights,
+        activation=activation / rates.bandwidth,
+        x=x,
+        x_backward=x,
+        y=y,
+        y_backward=y_backward,
+        ep=2 * one + counts,
+        ep_backward=2 * one,
+        launch=launches[0] * rates.launch,
+        launch_backward=launches[1] * rates.launch,
+    )
+    return ExpertTime(**{name: model.sparse * value for name, value in vars(seconds).items()})
+
+
+def _products(work: Workload, rows: Rows, rates: Rates) -> tuple[Number, Number, Number]:
+    """Forward, input gradients and weight gradients of the router, in fp32, and of the experts as grouped products."""
+    model, layout, step = work.model, work.layout, work.step
+    hidden = model.hidden / layout.y
+    how = {"item": step.item_bytes, "rates": rates, "rate": rates.matmul, "groups": rows.experts}
+    router = linear_seconds(work.tokens / layout.x, hidden, model.experts, 4.0, rates, rates.router)
+    up = linear_seconds(rows.each, hidden, 2 * rows.inner, **how)
+    down = linear_seconds(rows.each, rows.inner, hidden, **how)
+    forward, inputs, weights = (sum(parts) for parts in zip(router, up, down, strict=True))
+    return forward, inputs, weights
+
+
+def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
+    """Bytes that operations between the products move, forward and backward, and those of the activation forward."""
+    model, step, program = work.model, work.step, work.program
+    item, hidden = step.item_bytes, model.hidden / work.layout.y
+    scores = 4 * work.tokens / work.layout.x * model.experts
+    sent, here = item * rows.sent * hidden, item * rows.here * hidden
+    inner = item * rows.here * rows.inner
+    how = pointwise.ExpertFlags(
+        is_own=program.is_fourfold, fused=program.fused, in_8=step.bits == 8, in_place=program.fused_experts,
+        several=rows.experts > 1,
+    )  # fmt: skip
+    return pointwise.expert_bytes(scores, sent, here, inner, how)
+
+
+def _over_y(work: Workload, rows: Rows, group: Group) -> tuple[Number, Number]:
+    """Sums of the router's scores, and of gate and up, forward; of the gradients of scores, of the rows' weights and
+    of the down projection's input, backward."""
+    model, layout, item = work.model, work.layout, work.step.item_bytes
+    inner = item * rows.here * rows.inner
+    scores = 4 * work.tokens / layout.x * model.experts
+    forward = reduce_seconds(scores, 1, group) + reduce_seconds(2 * inner, 2, group)
+    return forward, reduce_seconds(4 * rows.sent, 1, group) + reduce_seconds(inner, 1, group)

@@ -1,0 +1,106 @@
+"""The experts of a mixture on one rank: rows, the grid that holds their weights, and bytes of activations."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fourfold.planning.cases import Number
+from fourfold.planning.workload import Workload
+
+BYTES_OF_A_CHOICE = 40.0
+"""Kept for each choice of a token: its expert, its place among the rows and back, in 64 bits, and its weights."""
+
+
+def has_experts(work: Workload) -> bool:
+    """True where any case is a mixture of experts."""
+    return bool(np.any(work.model.experts))
+
+
+def where_experts(work: Workload, value: Number) -> Number:
+    """A value for the cases that have experts; 0 for the others, which would send nothing at the cost of a latency."""
+    return np.where(np.asarray(work.model.experts) > 0, value, 0.0)
+
+
+class Rows(NamedTuple):
+    """Rows of one micro-batch, one for each choice of a token: those that a rank sends, which are of its own tokens,
+    those that its experts compute, and those of each of its experts; and how many of these it has, of which width."""
+
+    sent: Number
+    here: Number
+    each: Number
+    experts: Number
+    inner: Number
+
+
+def rows_of(work: Workload) -> Rows:
+    """Rows with a balanced or a given load; capacity limits both what is sent and what an expert takes."""
+    model, layout, step = work.model, work.layout, work.step
+    limit = np.where(step.capacity > 0, step.capacity, np.inf)
+    sent = work.tokens / layout.x * model.chosen * np.minimum(limit, 1.0)
+    over_x = np.where(work.program.experts_over_x, layout.x, 1)
+    here = work.tokens / layout.x * over_x * model.chosen * np.minimum(step.imbalance, limit)
+    experts = np.maximum(model.experts, 1) / layout.ep
+    return Rows(sent, here, here / experts, experts, model.expert_inner / over_x)
+
+
+def states_of_experts(work: Workload) -> Workload:
+    """A workload whose only weights are the experts', on a grid whose y has the ranks that divide them.
+
+    So what holds for the weights of x · y, sharded over z and copied over dp · cp, holds for experts: of the z ranks
+    those with the same experts share them, and all others with the same experts have copies.
+    """
+    model, layout, step = work.model, work.layout, work.step
+    over_x = np.asarray(work.program.experts_over_x, bool)
+    ranks = layout.dp * layout.cp * layout.z * np.where(over_x, 1, layout.x)
+    z = np.maximum(layout.z / layout.ep, 1.0)
+    copies = np.maximum(ranks / (layout.ep * z), 1.0)
+    width = model.expert_inner * model.experts * model.sparse
+    return work.but(
+        queries=0, keys=0, inner=width, gate_up=2 * width, vocab=0, positions=0, experts=0, sparse=0,
+        x=np.where(over_x, layout.x, 1), y=layout.y * layout.ep, z=z, dp=copies, cp=1, ep=1,
+        batch=step.batch * copies * z / (layout.dp * layout.z),  # as many micro-batches as before
+    )  # fmt: skip
+
+
+def kept_by_experts(work: Workload, selective: bool) -> Number:
+    """Bytes that one block's router, dispatch and experts keep of a micro-batch, the mean over all blocks.
+
+    Kept are the tokens as the router reads them, in fp32, and its scores; the rows that the experts read, gate, up,
+    silu(gate) and their product; and the rows that come back, for the gradients of their weights. Other programs weight
+    the product inside the experts, and keep no rows that come back.
+    """
+    model, layout, step, program = work.model, work.layout, work.step, work.program
+    rows, hidden = rows_of(work), model.hidden / layout.y
+    in_8, item = np.asarray(program.keeps_float8_inputs, bool), step.item_bytes
+    read = np.where(in_8, 1.0, item) * rows.here * hidden
+    before = 2 * item * rows.here * rows.inner
+    again = np.asarray(program.recomputes_mlp, bool) & selective
+    mlp = before + np.where(again, 0, _activated(work, rows))
+    back = np.where(program.is_fourfold, item * rows.sent * hidden, 0)
+    tokens = work.tokens / layout.x
+    read_by_router = np.where(program.is_fourfold, 4, item) * tokens * hidden
+    router = read_by_router + 4 * tokens * model.experts + BYTES_OF_A_CHOICE * tokens * model.chosen
+    return model.sparse * (router + read + mlp + back)
+
+
+def experts_made_again(work: Workload) -> Number:
+    """Bytes that the experts' activation makes, which selective recompute drops: the mean over all blocks."""
+    return work.model.sparse * _activated(work, rows_of(work))
+
+
+def _activated(work: Workload, rows: Rows) -> Number:
+    """Bytes of silu(gate) and its product with up."""
+    program, inner = work.program, work.step.item_bytes * rows.here * rows.inner
+    product = np.where(program.keeps_float8_inputs, inner / 2, inner)
+    return product + np.where(program.fused_gate, 0, inner)
+
+
+def backward_of_experts(work: Workload) -> tuple[Number, Number]:
+    """Peak bytes of the backward of a block's experts: with weights that are sharded over data, and with others."""
+    rows, model, layout, item = rows_of(work), work.model, work.layout, work.step.item_bytes
+    inner, hidden = item * rows.here * rows.inner, item * rows.here * model.hidden / layout.y
+    weight = model.experts * model.hidden * model.expert_inner / (layout.x * layout.y * layout.ep)
+    sharded, replicated = (np.maximum(2 * inner + size * weight, inner + hidden + item * weight) for size in (item, 4))
+    return sharded, replicated

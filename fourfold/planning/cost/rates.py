@@ -1,0 +1,44 @@
+"""Rates of a machine under a program, and the seconds of a linear layer at them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fourfold.planning.cases import Number
+from fourfold.planning.cost.terms.matmul import matmul_seconds
+from fourfold.planning.machines.constants import Constants
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.workload import Workload
+
+
+class Rates:
+    """Rates of a machine under a program."""
+
+    def __init__(self, work: Workload, machine: Machine, constants: Constants) -> None:
+        step = work.step
+        rate = np.where(step.bits == 8, machine.achieved_fp8, machine.achieved)
+        self.matmul = constants.matmul * np.where(step.bits == 32, machine.achieved_fp32, rate)
+        self.head = constants.matmul * np.where(step.bits == 32, machine.achieved_fp32, machine.achieved)
+        # Relative to the peak: a faster achieved rate of 16 bits must not slow 32 bits.
+        self.attention = constants.attention * np.where(
+            step.bits == 32, machine.achieved_fp32 / machine.peak, 1.0
+        ) * machine.attention  # fmt: skip
+        self.nn, self.nt, self.tn = machine.nn, machine.nt, machine.tn
+        self.bandwidth = constants.memory * machine.memory_bandwidth
+        self.units = machine.units
+        self.launch = constants.launch * machine.launch
+        # fourfold scores tokens in 32 bits; others multiply 16 bits, summed in 32.
+        self.router = np.where(work.program.is_fourfold, constants.matmul * machine.achieved_fp32, self.head)
+
+
+def linear_seconds(
+    rows: Number, inner: Number, out: Number, item: Number, rates: Rates, rate: Number, groups: Number = 1
+) -> tuple[Number, Number, Number]:
+    """Seconds of outputs, input gradient and weight gradient of one linear layer, or of ``groups`` of them with as many
+    rows each, which run together; rate: for the best operand layout."""
+    how = {"units": rates.units, "bandwidth": rates.bandwidth, "item": item, "groups": groups}
+    return (
+        matmul_seconds(rows, out, inner, rate=rates.nt * rate, **how),
+        matmul_seconds(rows, inner, out, rate=rates.nn * rate, **how),
+        matmul_seconds(out, inner, rows, rate=rates.tn * rate, **how),
+    )

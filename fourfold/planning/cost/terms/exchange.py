@@ -1,0 +1,38 @@
+"""Seconds of an all-to-all of tokens over the ranks that divide the experts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fourfold.planning.cases import Number
+from fourfold.planning.cost.terms.collective import group_of
+from fourfold.planning.machines.constants import Constants
+from fourfold.planning.machines.machine import Machine
+
+
+def exchange_seconds(
+    size: Number, copies: Number, once: Number, ranks: Number, stride: Number, machine: Machine, constants: Constants
+) -> Number:
+    """Seconds in which each of ``ranks``, which stand ``stride`` apart, sends ``copies`` of tokens of ``size`` bytes in
+    all to ranks that are as likely as each other. Zero where there is one rank.
+
+    Each rank has its share of the node's adapters, which work beside the links inside the node; the slower ones count.
+    once: a token with several copies on one node is sent once over the network, and once to each rank there (DeepEP,
+    github.com/deepseek-ai/DeepEP); else once for each copy.
+    """
+    group = group_of(ranks, stride, machine, constants)
+    near = group_of(group.inside, stride, machine, constants).bandwidth
+    far = constants.inter * machine.node / machine.gpus_per_node
+    to_ranks = np.where(once, ranks * _share_reached(copies, ranks), copies)
+    to_nodes = np.where(once, group.nodes * _share_reached(copies, group.nodes), copies)
+    inside = size * to_ranks * (1 - 1 / group.inside) / near
+    inside = np.where(once, inside, inside * group.inside / ranks)  # what arrives at a node is passed on inside it
+    outside = size * to_nodes * (1 - group.inside / ranks) / far
+    hops = np.log2(group.inside) * machine.intra_hop + (group.nodes - 1) * machine.inter_hop
+    latency = group.base + constants.latency * hops
+    return np.where(ranks > 1, np.maximum(inside, outside) + latency, 0.0)
+
+
+def _share_reached(copies: Number, places: Number) -> Number:
+    """Share of ``places`` that get at least one of ``copies``, each at a random place."""
+    return 1 - (1 - 1 / np.maximum(places, 1.0)) ** copies
