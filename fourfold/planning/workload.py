@@ -156,6 +156,8 @@ class Program(Cases):
     """Pointwise operations are counted one by one; those of others are estimated (``cost.terms.pointwise``)."""
     flash: Number = True
     """Attention is one fused kernel."""
+    flash2: Number = False
+    """The fused kernel is FlashAttention-2, whatever is faster on the machine."""
     fused: Number = False
     """Pointwise operations are fused (torch.compile, Transformer Engine)."""
     fused_gate: Number = False

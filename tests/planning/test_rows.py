@@ -170,6 +170,11 @@ def test_a_row_that_cannot_be_predicted_has_a_reason(cells: dict[str, object], r
         ({"program": "megatron"}, "program = 'megatron': there are megatron-lm, nemo, .*other"),
         ({"program": ""}, "program is empty"),
         ({"precision": ""}, "precision is empty; give fp32, fp16, bf16"),
+        ({"hidden": 1000}, "hidden = 1000 is not a multiple of heads = 16"),
+        ({"kv_heads": 3}, "heads = 16 is not a multiple of kv_heads = 3"),
+        ({"sharding": "hsdp", "shard_group": 3}, "gpus = 8 is not a multiple of shard_group = 3"),
+        ({"tp": 16}, "tp = 16 is more than the 8 GPUs"),
+        ({"vpp": 2}, "vpp = 2 needs pp, and pp is 1"),
         ({"machine": "A100-80GB"}, "machine 'A100-80GB' is unknown; did you mean"),
     ],
 )

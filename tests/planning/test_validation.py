@@ -12,9 +12,14 @@ import pytest
 from planner_rows import HEADER, row_text
 
 from fourfold.errors import UserError
-from fourfold.planning.calibration.error_intervals import KINDS, coverage, interval_of
+from fourfold.planning.calibration.error_intervals import KINDS, coverage, interval_of, order_factor
 from fourfold.planning.calibration.fit import Calibration
-from fourfold.planning.calibration.machine_constants import kind_of_extrapolation, shipped, shipped_interval
+from fourfold.planning.calibration.machine_constants import (
+    kind_of_extrapolation,
+    shipped,
+    shipped_interval,
+    shipped_order_factor,
+)
 from fourfold.planning.calibration.rows import Row, measured_table, read_rows
 from fourfold.planning.calibration.score import Scored, fit_rows, predict_left_out, predict_rows
 from fourfold.planning.calibration.validation import validate
@@ -91,6 +96,23 @@ def test_intervals_weigh_sources_alike(tmp_path: Path) -> None:
     assert interval_of(many)[1] == pytest.approx(1.1)
     shares = coverage(many + one)
     assert shares == {"a": 0.5, "b": 0.5}  # 1.1 is in 1 to 2, and 1.0 in 0.9 to 1.1
+
+
+def test_the_factor_that_decides_an_order(tmp_path: Path) -> None:
+    """Errors that all rows of a sweep share decide nothing; of others, the 90th percentile of pairs counts."""
+    row = read_rows([table_of(tmp_path / "t.csv", {"a": 1.0})])[0][0]
+    alike = scored_rows(row, "a", [1.5] * 4)
+    assert order_factor(alike) == pytest.approx(1.0)
+    # Of its six pairs five are 1.2 or more apart. Other sources weigh as much, however many rows they have.
+    apart = scored_rows(Row(**{**vars(row), "sweep": ("b",)}), "b", [1.0, 1.0, 1.2, 1.44])
+    assert order_factor(apart) == pytest.approx(1.44, rel=0.05)
+    others = [
+        s
+        for source in ("a", "c", "d")
+        for s in scored_rows(Row(**{**vars(row), "sweep": (source,)}), source, [1.5] * 9)
+    ]
+    assert 1.2 < order_factor(others + apart) < 1.3
+    assert shipped_order_factor() > 1.02
 
 
 def test_the_interval_of_a_machine() -> None:

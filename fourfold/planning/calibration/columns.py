@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from fourfold.planning.calibration.programs import PROGRAMS
 
@@ -130,6 +130,24 @@ class MeasuredRow(BaseModel):
     )
     out_of_memory: Flag = Field(False, description="`yes`: the run failed for want of memory")
 
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        """Refuse what no program can have run."""
+        for name, whole, unit, part in (
+            ("hidden", self.hidden, "heads", self.heads),
+            ("heads", self.heads, "kv_heads", self.kv_heads),
+            ("gpus", self.gpus, "shard_group", self.shard_group),
+        ):
+            if whole is not None and part is not None and whole % part != 0:
+                raise ValueError(f"{name} = {whole:g} is not a multiple of {unit} = {part:g}")
+        sizes = (("tp", self.tp), ("pp", self.pp), ("cp", self.cp), ("ep", self.ep))
+        for name, size in sizes:
+            if size is not None and size > self.gpus:
+                raise ValueError(f"{name} = {size:g} is more than the {self.gpus:g} GPUs")
+        if self.pp == 1 and self.vpp > 1:
+            raise ValueError(f"vpp = {self.vpp:g} needs pp, and pp is 1")
+        return self
+
 
 NEEDED = (
     *(name for name, field in MeasuredRow.model_fields.items() if field.is_required()),
@@ -160,6 +178,8 @@ def parse_cells(cells: Mapping[str, str]) -> MeasuredRow:
         return MeasuredRow.model_validate(cells)
     except ValidationError as error:
         first = error.errors()[0]
+        if not first["loc"]:
+            raise ValueError(str(first["ctx"]["error"])) from None
         column = first["loc"][0]
         if first["type"] == "missing":
             raise ValueError(f"{column} is empty; {_choices(str(column))}") from None

@@ -7,11 +7,13 @@ extrapolation: to a new program on a machine with fitted rows, and to a new prog
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 
-from fourfold.planning.calibration.score import Scored
+from fourfold.planning.calibration.score import Scored, sweeps_in
 
 KINDS = ("known machine", "new machine")
 LOW, HIGH = 0.05, 0.95
@@ -19,13 +21,11 @@ LOW, HIGH = 0.05, 0.95
 
 def interval_of(scored: Sequence[Scored]) -> tuple[float, float]:
     """The 5th and 95th percentile of measured over predicted seconds, with equal weight for every source."""
-    ratios = np.array([s.row.seconds / s.seconds for s in scored if s.row.seconds is not None])
-    sources = [s.row.source for s in scored if s.row.seconds is not None]
-    weights = np.array([1 / sources.count(source) for source in sources])
-    order = np.argsort(ratios)
-    middle = np.cumsum(weights[order]) - weights[order] / 2
-    low, high = np.interp([LOW, HIGH], middle / weights.sum(), ratios[order])
-    return float(low), float(high)
+    timed = [s for s in scored if s.row.seconds is not None]
+    sources = Counter(s.row.source for s in timed)
+    ratios = [s.row.seconds / s.seconds for s in timed if s.row.seconds is not None]
+    low, high = _percentiles(ratios, [1 / sources[s.row.source] for s in timed], [LOW, HIGH])
+    return low, high
 
 
 def coverage(scored: Sequence[Scored]) -> dict[str, float]:
@@ -36,3 +36,26 @@ def coverage(scored: Sequence[Scored]) -> dict[str, float]:
         own = [s.row.seconds / s.seconds for s in scored if s.row.source == source and s.row.seconds is not None]
         shares[source] = float(np.mean([low <= ratio <= high for ratio in own]))
     return shares
+
+
+def order_factor(scored: Sequence[Scored]) -> float:
+    """The ratio of the predicted times of two layouts from which the measured ones have the same order (95 %).
+
+    From all pairs of rows that differ only in layout: the 90th percentile of the ratio of their errors, in either
+    direction, with equal weight for every source, and in it for every sweep.
+    """
+    sweeps = [sweep for sweep in sweeps_in(scored) if len(sweep) > 1]
+    of_source = Counter(sweep[0].row.source for sweep in sweeps)
+    apart, weights = [], []
+    for sweep in sweeps:
+        errors = np.log([s.seconds / s.row.seconds for s in sweep if s.row.seconds is not None])
+        pairs = [abs(one - other) for one, other in combinations(errors, 2)]
+        apart += pairs
+        weights += [1 / (len(pairs) * of_source[sweep[0].row.source])] * len(pairs)
+    return float(np.exp(_percentiles(apart, weights, [HIGH - LOW])[0]))
+
+
+def _percentiles(values: Sequence[float], weights: Sequence[float], shares: Sequence[float]) -> list[float]:
+    order, each = np.argsort(values), np.array(weights)
+    middle = np.cumsum(each[order]) - each[order] / 2
+    return [float(p) for p in np.interp(shares, middle / each.sum(), np.array(values)[order])]

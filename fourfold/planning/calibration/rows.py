@@ -204,6 +204,7 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
     parallel_sequence = traits.seq_parallel if measured.seq_parallel is None else measured.seq_parallel
     shared = {
         "flash": measured.attention == "flash",
+        "flash2": not traits.cudnn_attention and measured.program != "fourfold",
         "blocking": measured.blocking,
         "count_runtime": measured.memory_gb is None or measured.memory_kind == "device",
     }
