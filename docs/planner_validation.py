@@ -15,6 +15,7 @@ import numpy as np
 
 from fourfold.planning.calibration.error_intervals import KINDS, coverage, interval_of, order_factor
 from fourfold.planning.calibration.fit import Calibration, to_toml
+from fourfold.planning.calibration.memory_cases import CAPACITIES, memory_cases
 from fourfold.planning.calibration.published import figures, weak_scaling
 from fourfold.planning.calibration.rows import Row, measured_table, read_rows, read_table
 from fourfold.planning.calibration.score import (
@@ -30,6 +31,7 @@ from fourfold.planning.cases import stack
 from fourfold.planning.cost.memory import CACHED, UNUSABLE, peak_memory, runtime_bytes
 from fourfold.planning.machines.constants import NAMES, PRIORS
 from fourfold.planning.machines.machine import stack_machines
+from fourfold.planning.search.fastest import MAX_P_OUT_OF_MEMORY
 
 HERE = Path(__file__).parent
 SHIPPED = HERE.parent / "fourfold" / "planning" / "calibration" / "calibrated.toml"
@@ -126,6 +128,27 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
         f"out of memory {percent(memory['oom_recall'])} not to. One is missed (S11, 206B): the same layout with one "
         "layer per stage less was measured at 59 GB, and",
         "a layer with its activations takes 8 GB. What ran out there was not the memory of a step.",
+        "",
+        *misfits(rows),
+    ]
+
+
+def misfits(rows: list[Row]) -> list[str]:
+    """Judge probabilities of fitting on devices that measured runs would, and would not, fit."""
+    cases = memory_cases(rows)
+    precision, recall = cases.refused(MAX_P_OUT_OF_MEMORY)
+    found = [
+        (f"{low:.0%} to {high:.0%}", f"{count}", percent(share)) for low, high, count, share in cases.reliability()
+    ]
+    return [
+        f"So few rows ran out of memory that misfits are constructed: the {sum(r.memory_gb is not None for r in rows)} "
+        "runs with a measured memory, on devices with",
+        f"{CAPACITIES[0]:.0%} to {CAPACITIES[-1]:.0%} of what they need ({len(CAPACITIES)} each). A plan refuses a "
+        f"layout that runs out of memory with a probability above {MAX_P_OUT_OF_MEMORY:.0%}: of",
+        f"the cases that it refuses {percent(precision)} do not fit, and of those that do not fit it refuses "
+        f"{percent(recall)}.",
+        "",
+        *table(("predicted to fit", "cases", "fit"), found),
         "",
     ]
 
