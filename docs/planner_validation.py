@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.planning.calibration.error_intervals import KINDS, coverage, interval_of, order_factor
+from fourfold.planning.calibration.error_intervals import KINDS, MIN_COMPARED, NEAR, coverage, interval_of, order_factor
 from fourfold.planning.calibration.fit import Calibration, to_toml
 from fourfold.planning.calibration.memory_cases import CAPACITIES, memory_cases
 from fourfold.planning.calibration.published import figures, weak_scaling
@@ -136,17 +136,18 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
 def misfits(rows: list[Row]) -> list[str]:
     """Judge probabilities of fitting on devices that measured runs would, and would not, fit."""
     cases = memory_cases(rows)
-    precision, recall = cases.refused(MAX_P_OUT_OF_MEMORY)
     found = [
         (f"{low:.0%} to {high:.0%}", f"{count}", percent(share)) for low, high, count, share in cases.reliability()
     ]
+    (precision, recall), (careful, careful_recall) = cases.refused(0.5), cases.refused(MAX_P_OUT_OF_MEMORY)
     return [
         f"So few rows ran out of memory that misfits are constructed: the {sum(r.memory_gb is not None for r in rows)} "
         "runs with a measured memory, on devices with",
-        f"{CAPACITIES[0]:.0%} to {CAPACITIES[-1]:.0%} of what they need ({len(CAPACITIES)} each). A plan refuses a "
-        f"layout that runs out of memory with a probability above {MAX_P_OUT_OF_MEMORY:.0%}: of",
-        f"the cases that it refuses {percent(precision)} do not fit, and of those that do not fit it refuses "
-        f"{percent(recall)}.",
+        f"{CAPACITIES[0]:.0%} to {CAPACITIES[-1]:.0%} of what they need ({len(CAPACITIES)} each). Of the cases that "
+        f"are more likely than not to run out of memory {percent(precision)}",
+        f"do, and they are {percent(recall)} of those that do. A plan is more careful, and refuses a layout from "
+        f"{MAX_P_OUT_OF_MEMORY:.0%} on: {percent(careful_recall)} of those",
+        f"that do not fit, and {percent(1 - careful)} of its refusals would have fitted.",
         "",
         *table(("predicted to fit", "cases", "fit"), found),
         "",
@@ -194,11 +195,13 @@ def intervals_section(left_out: dict[str, list[Scored]]) -> list[str]:
         "",
         *table(("extrapolation", "5 % to 95 %", "coverage, mean of sources", "of rows", "least"), found),
         "",
-        "What two layouts have in common, such as the program, does not change their order. Over all pairs of rows of a",
-        "sweep, with their source left out, the ratio of the measured times is within a factor of "
-        f"{order_factor(dense(left_out['source'])):.2f} of the",
-        "predicted one in 90 % of cases (every source weighs the same): layouts that the planner predicts closer to each",
-        "other than this are told apart only by measurement, and `fourfold plan` says so.",
+        "What two layouts have in common, such as the program, does not change their order. Of the rows of a sweep,",
+        "with their source left out, those that are predicted up to "
+        f"{NEAR - 1:.0%} slower than the predicted best are so by a factor",
+        f"that is right within {order_factor(dense(left_out['source'])):.2f} in 90 % of cases (sources of at least "
+        f"{MIN_COMPARED} such rows, which weigh the same). Layouts",
+        "that are predicted closer to the best can be told apart from it only by measurement, and `fourfold plan`",
+        "says so.",
         "",
     ]  # fmt: skip
 

@@ -168,6 +168,10 @@ class Program(Cases):
     """FP8 products keep their inputs in FP8 (Transformer Engine)."""
     chunk_logits: Number = 1 << 27
     """Logits computed at once."""
+    tiled_mlp: Number = False
+    """The MLP runs on as many tokens at a time as the hidden size (DeepSpeed's ALST)."""
+    offloads_optimizer: Number = False
+    """Gradients, optimizer states and 32-bit weights are kept in the host's memory."""
     blocking: Number = False
     """The host waits for every kernel (CUDA_LAUNCH_BLOCKING)."""
 

@@ -121,6 +121,30 @@ def test_what_nvidias_recipes_keep() -> None:
     )
 
 
+def test_parts_of_the_memory_of_long_sequences() -> None:
+    """Tiles and offload each take away what they are for, and nothing else."""
+    cells = {"program": "deepspeed", "sharding": "zero3", "cp": 8, "cp_method": "ulysses", "seq_len": 131072,
+             "global_batch": 1, "micro_batch": 1, "mlp": "swiglu", "vocab": 128256}  # fmt: skip
+
+    def parts(**more: object) -> dict[str, float]:
+        work = row(**cells, **more).work
+        return {name: float(size) for name, size in stage_memory(work, A100, 0).items()}
+
+    plain, tiles, tiled = parts(), parts(tiled="loss"), parts(tiled="both")
+    assert tiles["logits"] < plain["logits"] / 5
+    assert {**tiles, "logits": 0, "reserve": 0} == {**plain, "logits": 0, "reserve": 0}
+    tokens, hidden, inner = 131072 // 8, 1024, 4096
+    # Of all tokens but as many as the hidden size: gate, up, silu(gate), their product, and two gradients.
+    assert plain["activations"] - tiled["activations"] == pytest.approx(6 * 2 * (tokens - hidden) * inner)
+    inputs, optimizer = parts(offload="inputs"), parts(offload="optimizer")
+    assert plain["activations"] - inputs["activations"] == pytest.approx((12 - 1) * 2 * tokens * hidden, rel=1e-6)
+    assert plain["optimizer"] > 0 == optimizer["optimizer"] == optimizer["gradients"]
+    assert optimizer["activations"] == plain["activations"] and optimizer["parameters"] == plain["parameters"]
+    assert row(**cells, offload="both").work.layout.offload
+    with pytest.raises(Skipped, match="how fast the host"):
+        row(machine="laptop", gpus_per_node="", offload="both")
+
+
 def test_other_programs_are_not_nvidias() -> None:
     work = row(sharding="zero1", mlp="swiglu", tp=2, seq_parallel="").work
     program = work.program

@@ -129,6 +129,21 @@ class MeasuredRow(BaseModel):
         "allocator", description="all that the device holds (nvidia-smi), or what PyTorch's allocator has reserved"
     )
     out_of_memory: Flag = Field(False, description="`yes`: the run failed for want of memory")
+    cp_method: Literal["gathered", "ring", "ulysses"] = Field(
+        "gathered",
+        description="how cp shares the attention: keys and values gathered, or passed around a ring; or heads "
+        "exchanged for tokens",
+    )
+    tiled: Literal["none", "loss", "both"] = Field(
+        "none",
+        description="what runs on some of the tokens at a time: the loss; or the MLP too, on as many as the hidden "
+        "size",
+    )
+    offload: Literal["none", "inputs", "optimizer", "both"] = Field(
+        "none",
+        description="what is kept in the host's memory: inputs of recomputed blocks; gradients, optimizer states and "
+        "32-bit weights",
+    )
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:

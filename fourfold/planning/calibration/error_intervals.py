@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import combinations
 
 import numpy as np
 
@@ -17,6 +16,10 @@ from fourfold.planning.calibration.score import Scored, sweeps_in
 
 KINDS = ("known machine", "new machine")
 LOW, HIGH = 0.05, 0.95
+NEAR = 1.35
+"""Ratio to the best predicted time up to which other layouts are compared with the best."""
+MIN_COMPARED = 10
+"""Least rows of a source whose order counts."""
 
 
 def interval_of(scored: Sequence[Scored]) -> tuple[float, float]:
@@ -41,18 +44,25 @@ def coverage(scored: Sequence[Scored]) -> dict[str, float]:
 def order_factor(scored: Sequence[Scored]) -> float:
     """The ratio of the predicted times of two layouts from which the measured ones have the same order (95 %).
 
-    From all pairs of rows that differ only in layout: the 90th percentile of the ratio of their errors, in either
-    direction, with equal weight for every source, and in it for every sweep.
+    Rows that differ only in layout are compared with the one among them that is predicted fastest, if they are near it:
+    the 90th percentile of measured over predicted ratios of their times, or its reciprocal. Every source of
+    ``MIN_COMPARED`` rows weighs the same.
     """
-    sweeps = [sweep for sweep in sweeps_in(scored) if len(sweep) > 1]
-    of_source = Counter(sweep[0].row.source for sweep in sweeps)
-    apart, weights = [], []
-    for sweep in sweeps:
-        errors = np.log([s.seconds / s.row.seconds for s in sweep if s.row.seconds is not None])
-        pairs = [abs(one - other) for one, other in combinations(errors, 2)]
-        apart += pairs
-        weights += [1 / (len(pairs) * of_source[sweep[0].row.source])] * len(pairs)
+    found: dict[str, list[float]] = {}
+    for sweep in sweeps_in(scored):
+        best = min(sweep, key=lambda s: s.seconds)
+        near = [s for s in sweep if s is not best and s.seconds <= NEAR * best.seconds]
+        own = found.setdefault(best.row.source, [])
+        own += [abs(float(np.log(_slower(s) / _slower(best)))) for s in near]
+    found = {source: errors for source, errors in found.items() if len(errors) >= MIN_COMPARED}
+    weights = [1 / len(errors) for errors in found.values() for _ in errors]
+    apart = [error for errors in found.values() for error in errors]
     return float(np.exp(_percentiles(apart, weights, [HIGH - LOW])[0]))
+
+
+def _slower(scored: Scored) -> float:
+    assert scored.row.seconds is not None
+    return scored.row.seconds / scored.seconds
 
 
 def _percentiles(values: Sequence[float], weights: Sequence[float], shares: Sequence[float]) -> list[float]:

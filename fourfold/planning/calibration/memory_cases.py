@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ EDGES = (0.0, 0.05, 0.5, 0.95, 1.0)
 """Bounds of the groups of predicted probabilities."""
 
 
-class Cases(NamedTuple):
+class FitCases(NamedTuple):
     """[n] the predicted probability that a run fits, and whether it does."""
 
     predicted: np.ndarray
@@ -40,12 +41,12 @@ class Cases(NamedTuple):
         group = np.clip(np.searchsorted(EDGES, self.predicted, "right") - 1, 0, len(EDGES) - 2)
         return [
             (low, high, int((group == i).sum()), float(self.fits[group == i].mean()))
-            for i, (low, high) in enumerate(zip(EDGES, EDGES[1:], strict=False))
+            for i, (low, high) in enumerate(pairwise(EDGES))
             if (group == i).any()
         ]
 
 
-def memory_cases(rows: Sequence[Row]) -> Cases:
+def memory_cases(rows: Sequence[Row]) -> FitCases:
     """Put every run whose memory was measured on devices of ``CAPACITIES``."""
     rows = [row for row in rows if row.memory_gb is not None]
     work, machine = stack([row.work for row in rows]), stack_machines([row.machine for row in rows])
@@ -54,4 +55,4 @@ def memory_cases(rows: Sequence[Row]) -> Cases:
     needed, held = needed_bytes(measured, work, machine), peak_memory(work, machine)
     predicted = [1 - p_out_of_memory(held, work, replace(machine, memory=capacity * needed)) for capacity in CAPACITIES]
     fits = np.repeat(np.array(CAPACITIES) >= 1, len(rows))
-    return Cases(np.concatenate(predicted), fits)
+    return FitCases(np.concatenate(predicted), fits)

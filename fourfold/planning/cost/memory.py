@@ -102,6 +102,7 @@ def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block:
     # The optimizer copies its gradients when no activations are left.
     copied = np.where(program.gradient_copy, 4 * entries / shards, 0)
     optimizer = optimizer + np.maximum(copied - activations, 0)
+    gradients, optimizer = (np.where(program.offloads_optimizer, 0, size) for size in (gradients, optimizer))
     allocated = parameters + gradients + optimizer + weights + activations
     reserve = np.where(program.count_runtime, runtime_bytes(work, machine), 0) + CACHED * allocated
     return parameters, gradients, optimizer, weights, activations, reserve

@@ -277,11 +277,14 @@ def _gradient_sum(work: Workload, machine: Machine, constants: Constants, block:
 
 def _optimizer(work: Workload, machine: Machine, constants: Constants) -> Number:
     """Seconds of the optimizer step over a rank's shard of the weights."""
-    layout = work.layout
+    layout, step = work.layout, work.step
     held = work.model.layers * work.model.block_weights / layout.pp + work.table_weights
     stepped = held / (layout.x * layout.y * layout.z * np.where(layout.zero > 0, layout.dp * layout.cp, 1))
     moving = stepped * OPTIMIZER_BYTES / (constants.memory * machine.memory_bandwidth)
-    return moving + OPTIMIZER_KERNELS * constants.launch * machine.launch
+    # Gradients go to the host, and weights come back.
+    copied = stepped * (step.reduce_bytes + step.item_bytes) / np.maximum(machine.host, 1.0)
+    seconds = np.where(work.program.offloads_optimizer, copied, moving)
+    return seconds + OPTIMIZER_KERNELS * constants.launch * machine.launch
 
 
 def _seconds_for_a_weight(work: Workload, machine: Machine, constants: Constants) -> Number:
