@@ -190,6 +190,8 @@ class Program(Cases):
     """Weight gathers and gradient scatters run behind computation."""
     overlap_dp: Number = True
     """The gradient sum over dp runs behind the last backward."""
+    scatter_bytes: Number = 0
+    """Bytes per gradient entry in the sums that scatter over z; 0: as ``Step.reduce_bytes``."""
     prefetch: Number = 1
     """Blocks gathered ahead."""
     shards_per_node: Number = 1

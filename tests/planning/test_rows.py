@@ -134,8 +134,9 @@ def test_parts_of_the_memory_of_long_sequences() -> None:
     assert tiles["logits"] < plain["logits"] / 5
     assert {**tiles, "logits": 0, "reserve": 0} == {**plain, "logits": 0, "reserve": 0}
     tokens, hidden, inner = 131072 // 8, 1024, 4096
-    # Of all tokens but as many as the hidden size: gate, up, silu(gate), their product, and two gradients.
-    assert plain["activations"] - tiled["activations"] == pytest.approx(6 * 2 * (tokens - hidden) * inner)
+    # Of all tokens but as many as the hidden size: gate, up, silu(gate), their product, and two gradients, beside
+    # which a weight gradient is less than half of one of them.
+    assert 5.5 < (plain["activations"] - tiled["activations"]) / (2 * (tokens - hidden) * inner) <= 6
     inputs, optimizer = parts(offload="inputs"), parts(offload="optimizer")
     assert plain["activations"] - inputs["activations"] == pytest.approx((12 - 1) * 2 * tokens * hidden, rel=1e-6)
     assert plain["optimizer"] > 0 == optimizer["optimizer"] == optimizer["gradients"]

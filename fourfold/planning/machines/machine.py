@@ -59,6 +59,7 @@ class Machine(Cases):
     reserved: Number
     host: Number = 0.0
     ring_hop: Number = 0.0
+    ring_floor: Number = 0.0
     attention_half: Number = 640.0
     flash2: Number = 0.0
     flash2_half: Number = 640.0
@@ -81,13 +82,22 @@ SECTIONS = {
     "layouts": ("nn", "nt", "tn"),
     "node": ("gpus_per_node", "domain", "intra2", "intra4", "intra8", "intra_far", "host"),
     "network": ("node",),
-    "latency": ("base", "intra_hop", "inter_hop", "ring_hop", "launch"),
+    "latency": ("base", "intra_hop", "inter_hop", "ring_hop", "ring_floor", "launch"),
     "costs": ("price_per_gpu_hour", "watts_per_gpu", "mtbf_gpu_hours", "checkpoint_bandwidth"),
 }  # fmt: skip
 LEAST, MOST = 1e-12, 1e24
 """Bounds of any constant: from a trillionth of a second to a million exaflop/s."""
 _WHOLE = ("gpus_per_node", "domain", "units")
-_OPTIONAL = {*SECTIONS["costs"], *SECTIONS["layouts"], "host", "ring_hop", "attention_half", "flash2", "flash2_half"}
+_OPTIONAL = {
+    *SECTIONS["costs"],
+    *SECTIONS["layouts"],
+    "host",
+    "ring_hop",
+    "ring_floor",
+    "attention_half",
+    "flash2",
+    "flash2_half",
+}
 
 
 @cache
