@@ -19,9 +19,9 @@ communication buffers, and memory that the allocator holds unused."""
 UNUSABLE = 0.06
 """Overhead, as a share of what a step allocates: PyTorch's caching allocator rounds blocks up and fragments memory,
 and libraries have workspaces (Megatron-LM's own estimate adds 5 %)."""
-CACHED = 0.12
+CACHED = 0.14
 """``UNUSABLE`` and the blocks that the allocator keeps while there is room and gives back before it runs out: fitted to
-a tenth of the memory rows that come with fourfold, with a prior of ``UNUSABLE``."""
+the memory rows that come with fourfold, with a prior of ``UNUSABLE`` (docs/planner_validation.md)."""
 COMMUNICATOR = 0.5e9
 """Bytes of one group: NCCL's channels with 4 to 8 MB for each of a few protocols and peers, in both directions."""
 SPREAD = 0.07
