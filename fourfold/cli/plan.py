@@ -92,8 +92,13 @@ def layout(
     from fourfold.reports.plan_terminal import plan_tables
 
     request = request_from_options(model, run_file, overrides, gpus, seq, global_batch, precision)
-    with Console(stderr=True).status("Searching layouts"):  # seconds, or a minute for 100,000 GPUs
-        result = plan_request(request, machine, limits, top, tokens, explain or report is not None, report is not None)
+    with Console(stderr=True).status("Searching layouts") as status:  # seconds; more for 100,000 GPUs
+
+        def watch(done: int, count: int) -> None:
+            status.update(f"Searching layouts: {done:,} of {count:,}")
+
+        with_all = report is not None
+        result = plan_request(request, machine, limits, top, tokens, explain or with_all, with_all, watch)
     if write is not None:
         write_run(write, request, result.plan.best)
     if report is not None:

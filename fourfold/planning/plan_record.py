@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,11 +12,13 @@ from fourfold.planning.calibration.machine_constants import (
     constants_for,
     outside_calibrated_range,
     shipped_interval,
+    shipped_order_factor,
 )
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.request import Request
 from fourfold.planning.scaling import Point, scaling_curve
 from fourfold.planning.search.explain import explain
+from fourfold.planning.search.indistinct import Indistinct, indistinct
 from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import Plan, Prediction, make_plan, predict
 from fourfold.planning.search.space import refusal
@@ -37,6 +40,8 @@ class PlanRecord:
     """The features of the best layout that are outside the calibrated range."""
     interval: tuple[float, float] | None
     """The 5th and 95th percentile of the best layout's step seconds; None on a machine that the user calibrated."""
+    indistinct: Indistinct
+    """The best layouts that the planner cannot tell apart."""
     curve: list[Point]
     """The strong-scaling curve around the requested number of GPUs."""
 
@@ -61,6 +66,7 @@ class PlanRecord:
             "costs": None if self.costs is None else asdict(self.costs),
             "extrapolation": self.extrapolation,
             "step_seconds_90": None if self.interval is None else list(self.interval),
+            "indistinct": self.indistinct.record(),
         }
 
 
@@ -72,13 +78,17 @@ def plan_request(
     tokens: float | None,
     explained: bool,
     with_curve: bool = False,
+    watch: Callable[[int, int], None] | None = None,
 ) -> PlanRecord:
-    """Plan, and explain if ``explained``; raises ``UserError`` where no layout is legal and fits."""
+    """Plan, and explain if ``explained``; raises ``UserError`` where no layout is legal and fits.
+
+    watch: as in ``search``.
+    """
     if tokens is not None and not 0 < tokens < float("inf"):
         raise UserError(f"--tokens {tokens:g} must be a number above 0")
     machine = load_machine(machine_name)
     constants, limits = constants_for(machine), parse_limits(limit_settings)
-    plan = make_plan(request.base, machine, constants, request.gpus, top, limits)
+    plan = make_plan(request.base, machine, constants, request.gpus, top, limits, watch)
     best = plan.best
     refused = "" if request.own is None else refusal(request.own, machine)
     own = None if request.own is None or refused else predict(request.own, machine, constants)
@@ -98,5 +108,6 @@ def plan_request(
         else None,
         extrapolation=outside_calibrated_range(machine, best.work),
         interval=None if interval is None else (best.seconds * interval[0], best.seconds * interval[1]),
+        indistinct=indistinct(plan, shipped_order_factor()),
         curve=curve,
     )

@@ -200,6 +200,8 @@ class Program(Cases):
     """Pointwise operations are counted one by one; those of others are estimated (``cost.terms.pointwise``)."""
     flash: Number = True
     """Attention is one fused kernel."""
+    flash2: Number = False
+    """The fused kernel is FlashAttention-2, whatever is faster on the machine."""
     fused: Number = False
     """Pointwise operations are fused (torch.compile, Transformer Engine)."""
     fused_gate: Number = False
@@ -210,6 +212,10 @@ class Program(Cases):
     """FP8 products keep their inputs in FP8 (Transformer Engine)."""
     chunk_logits: Number = 1 << 27
     """Logits computed at once."""
+    tiled_mlp: Number = False
+    """The MLP runs on as many tokens at a time as the hidden size (DeepSpeed's ALST)."""
+    offloads_optimizer: Number = False
+    """Gradients, optimizer states and 32-bit weights are kept in the host's memory."""
     blocking: Number = False
     """The host waits for every kernel (CUDA_LAUNCH_BLOCKING)."""
 
@@ -228,6 +234,8 @@ class Program(Cases):
     """Weight gathers and gradient scatters run behind computation."""
     overlap_dp: Number = True
     """The gradient sum over dp runs behind the last backward."""
+    scatter_bytes: Number = 0
+    """Bytes per gradient entry in the sums that scatter over z; 0: as ``Step.reduce_bytes``."""
     prefetch: Number = 1
     """Blocks gathered ahead."""
     shards_per_node: Number = 1

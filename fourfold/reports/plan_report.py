@@ -15,7 +15,7 @@ from fourfold.planning.search.space import OUT_OF_MEMORY, REASONS
 from fourfold.planning.workload import SCHEDULES
 from fourfold.reports import html
 from fourfold.reports.plan_charts import Dot, scatter, timetable
-from fourfold.reports.plan_terminal import costs_sentence, gigabytes
+from fourfold.reports.plan_terminal import costs_sentence, doubts, gigabytes
 from fourfold.reports.svg import Series, line_chart, stacked_bars
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ def write_plan_report(path: Path, result: PlanRecord) -> None:
         wide.append(_timetable(best))
     if result.curve:
         wide.append(_curve(result.curve))
-    sections = [html.facts(_headline(result)), _ranking(result), html.charts([], wide)]
+    in_doubt = [f"<p>{escape(sentence)}</p>" for sentence in doubts(result)]
+    sections = [html.facts(_headline(result)), _ranking(result), *in_doubt, html.charts([], wide)]
     if result.costs is not None:
         sections.insert(1, f"<p>{escape(costs_sentence(result))}</p>")
     if result.extrapolation:

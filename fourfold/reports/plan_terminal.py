@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 NUMBERS = ("s/step", "GB", "P(OOM)", "MFU", "HFU", "tokens/s/GPU")
 """Headers of ``_numbers``."""
+CURVE = ("s/step", "GB", "MFU", "tokens/s/GPU")
+"""Those of a scaling curve, whose other columns need the room of 80 characters."""
 
 
 def plan_tables(result: PlanRecord, explained: bool) -> None:
@@ -37,18 +39,37 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
         + "; ".join(f"{count:,} ({reason})" for reason, count in plan.found.rejected().items())
         + "."
     )
-    if result.interval is not None:
-        low, high = result.interval
-        console.print(
-            f"With a probability of 90 % a step of the best layout takes {low:.3g} to {high:.3g} s, judging by "
-            "programs that no constant was fitted to."
-        )
+    for sentence in doubts(result):
+        console.print(sentence)
     if result.extrapolation:
         console.print(f"Extrapolation: {'; '.join(result.extrapolation)}.")
     if result.costs is not None:
         console.print(costs_sentence(result))
     if explained and result.explanation is not None:
         _explanation(result.explanation, console)
+
+
+def doubts(result: PlanRecord) -> list[str]:
+    """Sentences on the error of the best layout's time, and on the layouts that it cannot be told apart from."""
+    sentences, found = [], result.indistinct
+    if result.interval is not None:
+        low, high = result.interval
+        sentences.append(
+            f"A step of the best layout takes {low:.3g} to {high:.3g} s with a probability of 90 %: so far from the "
+            "prediction are published runs of other programs, to which no constant was fitted."
+        )
+    close = f"predicted times that differ by less than {found.factor - 1:.0%} do not say which of two layouts is faster"
+    if found.count == 1:
+        return [*sentences, f"No other layout comes near the best one: {close}."]
+    these = f"The first {found.ranked} layouts of the table"
+    if found.ranked < found.count:
+        these = f"The best {found.count:,} layouts"
+    space = " ".join(f"--space {limit}" for limit in found.space)
+    return [
+        *sentences,
+        f"{these} cannot be told apart: {close}. Measure the fastest of them, with fourfold tune RUN.toml --nproc "
+        f"{result.request.gpus} {space}",
+    ]
 
 
 def costs_sentence(result: PlanRecord) -> str:
@@ -98,10 +119,11 @@ def scaling_table(points: Sequence[Point], weak: bool) -> None:
         layouts.append([size, point.why_not if point.best is None else point.best.describe()])
         if point.best is None:
             continue
-        rows.append([size, *_numbers(point.best), f"{point.efficiency:.1%}", f"{point.pflops:,.1f}"])
+        numbers = dict(zip(NUMBERS, _numbers(point.best), strict=True))
+        rows.append([size, *map(numbers.__getitem__, CURVE), f"{point.efficiency:.1%}", f"{point.pflops:,.1f}"])
         if published:
             rows[-1].append("" if point.published_pflops is None else f"{point.published_pflops:,.1f}")
-    header = ["GPUs", *NUMBERS, "efficiency", "PFLOP/s", *(["published"] if published else [])]
+    header = ["GPUs", *CURVE, "efficiency", "PFLOP/s", *(["published"] if published else [])]
     print_table(f"{'Weak' if weak else 'Strong'} scaling", header, rows)
     print_table("Layouts", ["GPUs", "layout"], layouts, words=["layout"])
     Console().print("PFLOP/s include recompute and the full attention square, as published figures do.")

@@ -223,6 +223,27 @@ def test_rows_to_validate_are_held_out_of_the_fit(cli: Cli, tmp_path: Path) -> N
     assert code == 2 and "cannot be read" in error
 
 
+def test_doubts_are_in_the_terminal_and_as_json(cli: Cli) -> None:
+    _, out, _ = cli(*SMALL, "--top", 2)
+    record = json.loads(cli(*SMALL, "--top", 2, "--json")[1])["indistinct"]
+    text = " ".join(out.split())
+    assert record["count"] > 1 and record["ranked"] == 2
+    assert f"{record['count']:,} layouts cannot be told apart" in text and "runs of other programs" in text
+    assert f"fourfold tune RUN.toml --nproc 16 --space {record['space'][0]}" in text
+
+
+def test_a_scaling_curve_is_readable_in_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    limits = ("--limit", "pp=1", "--limit", "cp=1", "--limit", "x=4")
+    code, out, _ = cli("plan", "scaling", "--model", "gpt-40b", "--machine", "perlmutter", "--gpus", "4096",
+                       "--seq", 2048, "--global-batch", 8192, *limits)  # fmt: skip
+    lines = out.splitlines()
+    assert code == 0 and max(map(len, lines)) <= 80
+    header = next(line for line in lines if "GPUs" in line)
+    assert all(name in header for name in ("s/step", "tokens/s/GPU", "efficiency", "PFLOP/s", "published"))
+    assert "620.1" in out and "100.0%" in out and "4,096" in out
+
+
 @pytest.mark.slow
 def test_scaling_with_the_published_figure(cli: Cli, tmp_path: Path) -> None:
     page = tmp_path / "scaling.html"
@@ -241,7 +262,7 @@ def test_the_page_needs_no_network_and_shows_everything(cli: Cli, tmp_path: Path
     text = page.read_text(encoding="utf-8")
     assert code == 0 and not re.search(r"(src|href)=", text)
     for part in ("against memory", "What a step is spent on", "each stage", "Pipeline", "Tokens/s", "Break-evens",
-                 "Neighbors", "GPU-hours"):  # fmt: skip
+                 "Neighbors", "GPU-hours", "cannot be told apart", "fourfold tune"):  # fmt: skip
         assert part in text, part
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:

@@ -31,8 +31,9 @@ from fourfold.planning.request import request_from_options
 from fourfold.planning.run_workload import workload_of, workload_of_model
 from fourfold.planning.scaling import scaling_curve, sizes_of
 from fourfold.planning.search.explain import KNOBS, changed_machine, explain, in_nodes, runner_up
+from fourfold.planning.search.indistinct import indistinct
 from fourfold.planning.search.limits import parse_limits
-from fourfold.planning.search.plan import Plan, make_plan, predict
+from fourfold.planning.search.plan import Plan, describe_layout, make_plan, predict
 from fourfold.planning.search.space import AXES, Limits
 from fourfold.planning.workload import Workload
 from fourfold.run_file.load import load_run, make_run
@@ -193,6 +194,18 @@ def test_two_levels_are_explained_where_they_change_something(plan: Plan) -> Non
     assert set(explained(x=2, z=2048)) == {"overlap.shards_per_node 1 → 4"}
     assert set(explained(z=2048, shards_per_node=8)) == {"overlap.shards_per_node 8 → 1"}
     assert explained(z=8) == explained(dp=2048) == explained(x=8, z=64) == {}
+
+
+def test_layouts_that_are_too_close_are_all_in_the_proposed_search(plan: Plan) -> None:
+    """The limits keep the fastest of them, in their order, and few others."""
+    close = indistinct(plan, 1.1)
+    seconds = plan.found.seconds[plan.found.order]
+    assert close.count == (seconds < 1.1 * seconds[0]).sum() > 1 and close.ranked == min(close.count, len(plan.ranked))
+    again = make_plan(base("llama3-70b", 8192, 256), H100, PRIOR, GPUS, limits=parse_limits(close.space))
+    within = [p.describe() for p in plan.ranked[: close.count]]
+    assert set(within) <= {describe_layout(again.found.point(i)) for i in again.found.order}
+    assert again.best.describe() == plan.best.describe() and len(again.found.order) < len(plan.found.order) / 5
+    assert indistinct(plan, 1.0).count == 1
 
 
 def test_nothing_fits_says_what_would() -> None:

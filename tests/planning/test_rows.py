@@ -121,6 +121,31 @@ def test_what_nvidias_recipes_keep() -> None:
     )
 
 
+def test_parts_of_the_memory_of_long_sequences() -> None:
+    """Tiles and offload each take away what they are for, and nothing else."""
+    cells = {"program": "deepspeed", "sharding": "zero3", "cp": 8, "cp_method": "ulysses", "seq_len": 131072,
+             "global_batch": 1, "micro_batch": 1, "mlp": "swiglu", "vocab": 128256}  # fmt: skip
+
+    def parts(**more: object) -> dict[str, float]:
+        work = row(**cells, **more).work
+        return {name: float(size) for name, size in stage_memory(work, A100, 0).items()}
+
+    plain, tiles, tiled = parts(), parts(tiled="loss"), parts(tiled="both")
+    assert tiles["logits"] < plain["logits"] / 5
+    assert {**tiles, "logits": 0, "reserve": 0} == {**plain, "logits": 0, "reserve": 0}
+    tokens, hidden, inner = 131072 // 8, 1024, 4096
+    # Of all tokens but as many as the hidden size: gate, up, silu(gate), their product, and two gradients, beside
+    # which a weight gradient is less than half of one of them.
+    assert 5.5 < (plain["activations"] - tiled["activations"]) / (2 * (tokens - hidden) * inner) <= 6
+    inputs, optimizer = parts(offload="inputs"), parts(offload="optimizer")
+    assert plain["activations"] - inputs["activations"] == pytest.approx((12 - 1) * 2 * tokens * hidden, rel=1e-6)
+    assert plain["optimizer"] > 0 == optimizer["optimizer"] == optimizer["gradients"]
+    assert optimizer["activations"] == plain["activations"] and optimizer["parameters"] == plain["parameters"]
+    assert row(**cells, offload="both").work.layout.offload
+    with pytest.raises(Skipped, match="how fast the host"):
+        row(machine="laptop", gpus_per_node="", offload="both")
+
+
 def test_other_programs_are_not_nvidias() -> None:
     work = row(sharding="zero1", mlp="swiglu", tp=2, seq_parallel="").work
     program = work.program
@@ -170,6 +195,11 @@ def test_a_row_that_cannot_be_predicted_has_a_reason(cells: dict[str, object], r
         ({"program": "megatron"}, "program = 'megatron': there are megatron-lm, nemo, .*other"),
         ({"program": ""}, "program is empty"),
         ({"precision": ""}, "precision is empty; give fp32, fp16, bf16"),
+        ({"hidden": 1000}, "hidden = 1000 is not a multiple of heads = 16"),
+        ({"kv_heads": 3}, "heads = 16 is not a multiple of kv_heads = 3"),
+        ({"sharding": "hsdp", "shard_group": 3}, "gpus = 8 is not a multiple of shard_group = 3"),
+        ({"tp": 16}, "tp = 16 is more than the 8 GPUs"),
+        ({"vpp": 2}, "vpp = 2 needs pp, and pp is 1"),
         ({"machine": "A100-80GB"}, "machine 'A100-80GB' is unknown; did you mean"),
     ],
 )

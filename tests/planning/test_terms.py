@@ -12,6 +12,7 @@ from fourfold.config.presets import PRESETS
 from fourfold.config.run import ParallelConfig
 from fourfold.config.stages import SPLIT_BACKWARD
 from fourfold.planning.budget import checkpoint_interval, costs
+from fourfold.planning.cost.block import block_time
 from fourfold.planning.cost.memory import in_flight
 from fourfold.planning.cost.step import OPTIMIZER_BYTES, step_parts
 from fourfold.planning.cost.terms.bubble import bubble_seconds
@@ -27,7 +28,7 @@ from fourfold.planning.cost.terms.matmul import matmul_seconds
 from fourfold.planning.machines.constants import prior_constants
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.run_workload import workload_of_model
-from fourfold.planning.workload import SCHEDULES
+from fourfold.planning.workload import CP_METHODS, SCHEDULES
 
 A100 = load_machine("dgx-a100")
 PRIOR = prior_constants()
@@ -200,6 +201,38 @@ def test_costs_of_a_training_run() -> None:
     assert told.gpu_hours == pytest.approx(told.days * 24 * 1024)
     assert told.kwh == pytest.approx(told.gpu_hours * 0.7)
     assert told.price is None
+
+
+def attention_rate(machine: str, seq: int, **changes: object) -> float:
+    """FLOP/s of the fused kernel, forward and backward, with 64 causal heads of 128."""
+    work = workload_of_model(ModelConfig(**PRESETS["llama3-70b"])).but(seq=seq, batch=64, **changes)
+    constants = replace(PRIOR, attention=1.0)
+    block = block_time(work, load_machine(machine), constants)
+    return float(4 * seq**2 * work.model.queries / 2 / block.attention_forward)
+
+
+@pytest.mark.parametrize(
+    ("machine", "flash2", "measured"),
+    [
+        ("dgx-a100", True, {2048: 150, 4096: 177, 8192: 184, 32768: 185}),
+        ("dgx-h100", True, {4096: 264, 8192: 290, 16384: 311, 65536: 328}),
+        ("dgx-h100", False, {4096: 496, 8192: 524, 16384: 542, 32768: 536, 65536: 520}),
+        ("b200", True, {4096: 290, 8192: 338, 16384: 358, 131072: 371}),
+        ("b200", False, {4096: 948, 8192: 1180, 16384: 1250, 32768: 1246}),
+        ("gb300", False, {4096: 1138, 8192: 1372, 16384: 1479, 32768: 1518}),
+    ],
+)
+def test_attention_kernels_of_each_generation(machine: str, flash2: bool, measured: dict[int, float]) -> None:
+    """TFLOP/s of FlashAttention-2 and of cuDNN (the mean of two versions) in NVIDIA/cudnn-frontend, benchmark."""
+    found = [attention_rate(machine, seq, flash2=flash2) / 1e12 for seq in measured]
+    assert found == pytest.approx(list(measured.values()), rel=0.1)
+
+
+def test_the_ring_of_cp_has_the_kernel_that_returns_sums() -> None:
+    method = {name: CP_METHODS.index(name) for name in CP_METHODS}
+    for machine, slower in (("b200", 2.5), ("dgx-a100", 1.0)):
+        ring, ulysses = (attention_rate(machine, 32768, cp=8, cp_method=method[name]) for name in ("ring", "ulysses"))
+        assert ulysses / ring == pytest.approx(slower, rel=0.5 if slower > 1 else 1e-9) and ulysses >= slower * ring
 
 
 def test_terms_take_arrays() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -12,13 +13,20 @@ import pytest
 from planner_rows import HEADER, row_text
 
 from fourfold.errors import UserError
-from fourfold.planning.calibration.error_intervals import KINDS, coverage, interval_of
+from fourfold.planning.calibration.error_intervals import KINDS, coverage, interval_of, order_factor
 from fourfold.planning.calibration.fit import Calibration
-from fourfold.planning.calibration.machine_constants import kind_of_extrapolation, shipped, shipped_interval
+from fourfold.planning.calibration.machine_constants import (
+    kind_of_extrapolation,
+    shipped,
+    shipped_interval,
+    shipped_order_factor,
+)
+from fourfold.planning.calibration.memory_cases import memory_cases
 from fourfold.planning.calibration.rows import Row, measured_table, read_rows
 from fourfold.planning.calibration.score import Scored, fit_rows, predict_left_out, predict_rows
 from fourfold.planning.calibration.validation import validate
 from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.search.fastest import MAX_P_OUT_OF_MEMORY
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -93,6 +101,26 @@ def test_intervals_weigh_sources_alike(tmp_path: Path) -> None:
     assert shares == {"a": 0.5, "b": 0.5}  # 1.1 is in 1 to 2, and 1.0 in 0.9 to 1.1
 
 
+def test_the_factor_that_decides_an_order(tmp_path: Path) -> None:
+    """Errors that all rows of a sweep share decide nothing; of others, the 90th percentile near the best counts."""
+    row = read_rows([table_of(tmp_path / "t.csv", {"a": 1.0})])[0][0]
+
+    def sweep(source: str, ratios: list[float]) -> list[Scored]:
+        """Measured over predicted times; the first row is predicted fastest, by 1 %."""
+        scored = scored_rows(Row(**{**vars(row), "sweep": (source,)}), source, ratios)
+        return [replace(s, row=replace(s.row, seconds=1.01 * ratio), seconds=1.01) if i else s
+                for i, (s, ratio) in enumerate(zip(scored, ratios, strict=True))]  # fmt: skip
+
+    alike, apart = sweep("a", [1.5] * 11), sweep("b", [1.0] * 6 + [1.2] * 2 + [0.5, 0.5, 0.5])
+    assert order_factor(alike) == pytest.approx(1.0)
+    assert order_factor(apart) == pytest.approx(2.0)
+    # Other sources weigh as much, however many rows they have, and one with few rows does not count.
+    others = [s for source in ("c", "d", "e") for s in sweep(source, [1.5] * 31)]
+    assert 1.2 <= order_factor(others + apart) < 1.3
+    assert order_factor(alike + sweep("f", [1.0, 3.0])) == pytest.approx(1.0)
+    assert shipped_order_factor() > 1.02
+
+
 def test_the_interval_of_a_machine() -> None:
     assert kind_of_extrapolation(load_machine("dgx-a100")) == "known machine"
     assert kind_of_extrapolation(load_machine("frontier")) == "new machine"
@@ -138,3 +166,14 @@ def test_the_page_is_what_the_script_makes() -> None:
     for kind, interval in module.intervals(left_out).items():
         machine = load_machine("dgx-a100" if kind == "known machine" else "frontier")
         assert shipped_interval(machine) == pytest.approx(interval, abs=0.01)
+
+
+def test_misfits_are_recognized_and_probabilities_of_fitting_are_reliable() -> None:
+    """On devices that measured runs do and do not fit (docs/planner_validation.md)."""
+    cases = memory_cases(read_rows([measured_table()])[0])
+    precision, recall = cases.refused(0.5)
+    assert len(cases.fits) > 700 and precision > 0.9 and recall > 0.9
+    careful, careful_recall = cases.refused(MAX_P_OUT_OF_MEMORY)
+    assert careful < precision and careful_recall > 0.97
+    for low, high, count, share in cases.reliability():
+        assert count > 50 and low - 0.05 <= share <= high + 0.05

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from fourfold.planning.calibration.programs import PROGRAMS
 
@@ -156,6 +156,39 @@ class MeasuredRow(BaseModel):
         "allocator", description="all that the device holds (nvidia-smi), or what PyTorch's allocator has reserved"
     )
     out_of_memory: Flag = Field(False, description="`yes`: the run failed for want of memory")
+    cp_method: Literal["gathered", "ring", "ulysses"] = Field(
+        "gathered",
+        description="how cp shares the attention: keys and values gathered, or passed around a ring; or heads "
+        "exchanged for tokens",
+    )
+    tiled: Literal["none", "loss", "both"] = Field(
+        "none",
+        description="what runs on some of the tokens at a time: the loss; or the MLP too, on as many as the hidden "
+        "size",
+    )
+    offload: Literal["none", "inputs", "optimizer", "both"] = Field(
+        "none",
+        description="what is kept in the host's memory: inputs of recomputed blocks; gradients, optimizer states and "
+        "32-bit weights",
+    )
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        """Refuse what no program can have run."""
+        for name, whole, unit, part in (
+            ("hidden", self.hidden, "heads", self.heads),
+            ("heads", self.heads, "kv_heads", self.kv_heads),
+            ("gpus", self.gpus, "shard_group", self.shard_group),
+        ):
+            if whole is not None and part is not None and whole % part != 0:
+                raise ValueError(f"{name} = {whole:g} is not a multiple of {unit} = {part:g}")
+        sizes = (("tp", self.tp), ("pp", self.pp), ("cp", self.cp), ("ep", self.ep))
+        for name, size in sizes:
+            if size is not None and size > self.gpus:
+                raise ValueError(f"{name} = {size:g} is more than the {self.gpus:g} GPUs")
+        if self.pp == 1 and self.vpp > 1:
+            raise ValueError(f"vpp = {self.vpp:g} needs pp, and pp is 1")
+        return self
 
 
 NEEDED = (
@@ -187,6 +220,8 @@ def parse_cells(cells: Mapping[str, str]) -> MeasuredRow:
         return MeasuredRow.model_validate(cells)
     except ValidationError as error:
         first = error.errors()[0]
+        if not first["loc"]:
+            raise ValueError(str(first["ctx"]["error"])) from None
         column = first["loc"][0]
         if first["type"] == "missing":
             raise ValueError(f"{column} is empty; {_choices(str(column))}") from None

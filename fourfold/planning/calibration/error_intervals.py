@@ -7,25 +7,28 @@ extrapolation: to a new program on a machine with fitted rows, and to a new prog
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
-from fourfold.planning.calibration.score import Scored
+from fourfold.planning.calibration.score import Scored, sweeps_in
 
 KINDS = ("known machine", "new machine")
 LOW, HIGH = 0.05, 0.95
+NEAR = 1.35
+"""Ratio to the best predicted time up to which other layouts are compared with the best."""
+MIN_COMPARED = 10
+"""Least rows of a source whose order counts."""
 
 
 def interval_of(scored: Sequence[Scored]) -> tuple[float, float]:
     """The 5th and 95th percentile of measured over predicted seconds, with equal weight for every source."""
-    ratios = np.array([s.row.seconds / s.seconds for s in scored if s.row.seconds is not None])
-    sources = [s.row.source for s in scored if s.row.seconds is not None]
-    weights = np.array([1 / sources.count(source) for source in sources])
-    order = np.argsort(ratios)
-    middle = np.cumsum(weights[order]) - weights[order] / 2
-    low, high = np.interp([LOW, HIGH], middle / weights.sum(), ratios[order])
-    return float(low), float(high)
+    timed = [s for s in scored if s.row.seconds is not None]
+    sources = Counter(s.row.source for s in timed)
+    ratios = [s.row.seconds / s.seconds for s in timed if s.row.seconds is not None]
+    low, high = _percentiles(ratios, [1 / sources[s.row.source] for s in timed], [LOW, HIGH])
+    return low, high
 
 
 def coverage(scored: Sequence[Scored]) -> dict[str, float]:
@@ -36,3 +39,33 @@ def coverage(scored: Sequence[Scored]) -> dict[str, float]:
         own = [s.row.seconds / s.seconds for s in scored if s.row.source == source and s.row.seconds is not None]
         shares[source] = float(np.mean([low <= ratio <= high for ratio in own]))
     return shares
+
+
+def order_factor(scored: Sequence[Scored]) -> float:
+    """The ratio of the predicted times of two layouts from which the measured ones have the same order (95 %).
+
+    Rows that differ only in layout are compared with the one among them that is predicted fastest, if they are near it:
+    the 90th percentile of measured over predicted ratios of their times, or its reciprocal. Every source of
+    ``MIN_COMPARED`` rows weighs the same.
+    """
+    found: dict[str, list[float]] = {}
+    for sweep in sweeps_in(scored):
+        best = min(sweep, key=lambda s: s.seconds)
+        near = [s for s in sweep if s is not best and s.seconds <= NEAR * best.seconds]
+        own = found.setdefault(best.row.source, [])
+        own += [abs(float(np.log(_slower(s) / _slower(best)))) for s in near]
+    found = {source: errors for source, errors in found.items() if len(errors) >= MIN_COMPARED}
+    weights = [1 / len(errors) for errors in found.values() for _ in errors]
+    apart = [error for errors in found.values() for error in errors]
+    return float(np.exp(_percentiles(apart, weights, [HIGH - LOW])[0]))
+
+
+def _slower(scored: Scored) -> float:
+    assert scored.row.seconds is not None
+    return scored.row.seconds / scored.seconds
+
+
+def _percentiles(values: Sequence[float], weights: Sequence[float], shares: Sequence[float]) -> list[float]:
+    order, each = np.argsort(values), np.array(weights)
+    middle = np.cumsum(each[order]) - each[order] / 2
+    return [float(p) for p in np.interp(shares, middle / each.sum(), np.array(values)[order])]

@@ -42,6 +42,11 @@ def shipped_interval(machine: Machine) -> tuple[float, float] | None:
     return low, high
 
 
+def shipped_order_factor() -> float:
+    """The ratio of two predicted times from which the measured ones have the same order (``error_intervals``)."""
+    return float(_table()["order"]["factor"])
+
+
 def constants_for(machine: Machine) -> Constants:
     """The constants that the machine's own file holds, else those that come with fourfold."""
     if not is_calibrated(machine):

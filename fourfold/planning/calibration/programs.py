@@ -18,6 +18,8 @@ class Traits(NamedTuple):
     """A gated MLP keeps gate, up and their product, and no activation between."""
     fused_loss: bool = False
     """The loss reads 16-bit logits."""
+    cudnn_attention: bool = False
+    """Attention is cuDNN's, through Transformer Engine or XLA, and not FlashAttention-2."""
     fuses_accumulation: bool = False
     """Weight-gradient products add to the gradients of earlier micro-batches."""
     half_sums: bool = False
@@ -38,8 +40,9 @@ class Traits(NamedTuple):
 
 MEGATRON_LM = Traits(
     "NVIDIA/Megatron-LM: fused kernels (megatron/core/fusions), gradient_accumulation_fusion and the distributed "
-    "optimizer's overlapped sums (megatron/core/distributed)",
-    fused=True, fuses_accumulation=True, hides_sums=True,
+    "optimizer's overlapped sums (megatron/core/distributed); attention of Transformer Engine, which prefers cuDNN on "
+    "Hopper and Blackwell",
+    fused=True, cudnn_attention=True, fuses_accumulation=True, hides_sums=True,
 )  # fmt: skip
 
 PROGRAMS: dict[str, Traits] = {
@@ -70,8 +73,8 @@ PROGRAMS: dict[str, Traits] = {
         "(src/nanotron/parallel/tensor_parallel); gradients accumulate in fp32 (optim/gradient_accumulator.py)",
         fused=True, fuses_accumulation=True, regathers=False,
     ),
-    "maxtext": Traits("AI-Hypercomputer/maxtext: sharded by XLA"),
-    "paxml": Traits("google/paxml: sharded by XLA"),
+    "maxtext": Traits("AI-Hypercomputer/maxtext: sharded by XLA", cudnn_attention=True),
+    "paxml": Traits("google/paxml: sharded by XLA", cudnn_attention=True),
     "axonn": Traits("axonn-ai/axonn: four-dimensional tensor and data parallelism"),
     "fourfold": Traits("this project: the flags are those of its own runs"),
     "other": Traits("PyTorch's FSDP without a compiler"),

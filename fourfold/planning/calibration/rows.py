@@ -17,7 +17,7 @@ from fourfold.errors import UserError
 from fourfold.planning.calibration.columns import MeasuredRow, check_header, parse_cells
 from fourfold.planning.calibration.programs import PROGRAMS, Traits
 from fourfold.planning.machines.machine import Machine, load_machine
-from fourfold.planning.workload import OTHER_PROGRAM, RECOMPUTE, ModelShape, Program, Workload
+from fourfold.planning.workload import CP_METHODS, OTHER_PROGRAM, RECOMPUTE, ModelShape, Program, Workload
 
 GPT_VOCABULARY = 51200
 """GPT-2's, padded: assumed where a row names none."""
@@ -117,6 +117,8 @@ def row_of(measured: MeasuredRow) -> Row:
         raise Skipped("nothing measured")
     experts = bool(measured.experts)
     work, machine = _model(measured).but(**_step(measured), **_program(measured)), _machine(measured)
+    if measured.offload != "none" and not machine.host:
+        raise Skipped("offload, and the machine file does not say how fast the host's memory is")
     work = _divided(work.but(**_layout(measured, machine)), measured)
     return Row(
         row_id=measured.row_id,
@@ -199,6 +201,7 @@ def _layout(measured: MeasuredRow, machine: Machine) -> dict[str, Any]:
         "x": measured.tp, "pp": measured.pp, "cp": measured.cp, "ep": measured.ep, "interleave": measured.vpp,
         "micro_batch": measured.micro_batch, "z": z, "dp": copies / z, "zero": zero,
         "recompute": float(RECOMPUTE.index(measured.recompute or "none")), "recompute_every": measured.recompute_every,
+        "cp_method": float(CP_METHODS.index(measured.cp_method)), "offload": measured.offload in ("inputs", "both"),
     }  # fmt: skip
 
 
@@ -215,6 +218,7 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
     parallel_sequence = traits.seq_parallel if measured.seq_parallel is None else measured.seq_parallel
     shared = {
         "flash": measured.attention == "flash",
+        "flash2": not traits.cudnn_attention and measured.program != "fourfold",
         "blocking": measured.blocking,
         "count_runtime": measured.memory_gb is None or measured.memory_kind == "device",
         "experts_over_x": measured.experts_over_tp,
@@ -243,7 +247,9 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
         "overlap_dp": fsdp or (traits.hides_sums and measured.sharding != "none"),
         "weights_kept": measured.sharding in ("zero1", "zero2") or _shares_optimizer(measured),
         "half_weights": not fsdp,
-        "chunk_logits": 1 << 40,
+        "chunk_logits": 1 << 40 if measured.tiled == "none" else Program().chunk_logits,
+        "tiled_mlp": measured.tiled == "both",
+        "offloads_optimizer": measured.offload in ("optimizer", "both"),
         "recomputes_per_op": measured.recompute_what == "ops",
     }
 

@@ -137,16 +137,21 @@ def errors_of(scored: Sequence[Scored]) -> Statistics:
     }
 
 
+def sweeps_in(scored: Sequence[Scored]) -> list[list[Scored]]:
+    """Group rows that differ only in layout."""
+    sweeps: dict[tuple[str, ...], list[Scored]] = {}
+    for s in scored:
+        sweeps.setdefault(s.row.sweep, []).append(s)
+    return list(sweeps.values())
+
+
 def sweeps_of(scored: Sequence[Scored]) -> Statistics:
     """Score the ranking within sweeps, whose rows differ only in layout.
 
     Regret is how much slower the predicted best is than the measured best.
     """
-    sweeps: dict[tuple[str, ...], list[Scored]] = {}
-    for s in scored:
-        sweeps.setdefault(s.row.sweep, []).append(s)
     regrets, correlations = [], []
-    for sweep in sweeps.values():
+    for sweep in sweeps_in(scored):
         measured = np.array([s.row.seconds for s in sweep])
         predicted = np.array([s.seconds for s in sweep])
         if len(sweep) < MIN_SWEEP or np.ptp(measured) == 0:

@@ -36,6 +36,7 @@ class Pieces(NamedTuple):
 def pieces(work: Workload) -> Pieces:
     model, layout, program = work.model, work.layout, work.program
     token = work.step.item_bytes * work.tokens
+    at_once = np.where(program.tiled_mlp, np.minimum(model.hidden / work.tokens, 1), 1)
     split = attention_over_y(work)
     # A rank holds whole the key-value heads that its queries read, once for each where they divide irregularly.
     heads = model.queries / model.head_dim / (layout.x * np.where(split == "heads", layout.y, 1))
@@ -47,7 +48,7 @@ def pieces(work: Workload) -> Pieces:
         queries=token * model.queries / (layout.x * layout.y),
         keys=token * kv_heads * model.head_dim / np.where(split == "batch", layout.y, 1),
         whole_queries=token * model.queries / layout.x,
-        inner=token * model.mean_inner / layout.x,
+        inner=token * model.mean_inner / layout.x * at_once,
         statistics=4 * work.tokens / np.where(program.split_residual, layout.x, 1),
     )
 

@@ -15,7 +15,7 @@ from fourfold.planning.cost.terms import attention_core, host, pointwise
 from fourfold.planning.cost.terms.collective import Group, gather_seconds, group_of, reduce_seconds
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.workload import Workload
+from fourfold.planning.workload import CP_METHODS, Workload
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     x_group = group_of(layout.x, 1, machine, constants)
     y_group = group_of(layout.y, layout.x, machine, constants)
     forward, input_gradients, weight_gradients = _products(part, rates)
-    attend, attend_backward = _attention(part, rates)
+    attend, attend_backward = _attention(part, rates, machine)
     pointwise_forward, pointwise_backward = (size / parts / rates.bandwidth for size in pointwise_traffic(work))
     x_forward, x_backward, hideable_x = _over_x(part, x_group)
     y_forward, y_backward, hideable_y = _over_y(part, y_group)
@@ -160,14 +160,16 @@ def _products(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
     return forward, inputs, weights
 
 
-def _attention(work: Workload, rates: Rates) -> tuple[Number, Number]:
+def _attention(work: Workload, rates: Rates, machine: Machine) -> tuple[Number, Number]:
     """Forward and backward of the attention core; each rank has its share of heads (or sequences, or queries)."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     scores = (
         layout.micro_batch * step.seq * step.seq * model.queries / model.head_dim / (layout.x * layout.y * layout.cp)
     )
     flops = 4 * scores * model.head_dim / 2
-    flash = attention_core.flash_seconds(flops, step.seq, model.head_dim, rate=rates.attention)
+    flash = attention_core.flash_seconds(
+        flops, step.seq, model.head_dim, rate=rates.attention, kernel=_kernel(work, machine)
+    )
     how = {"rate": rates.matmul, "bandwidth": rates.bandwidth}
     plain = _softmax_is_plain(work)
     moved = np.where(plain, attention_core.PLAIN_FORWARD, attention_core.UNFUSED_FORWARD)
@@ -177,6 +179,20 @@ def _attention(work: Workload, rates: Rates) -> tuple[Number, Number]:
     return (
         np.where(program.flash, flash, forward),
         np.where(program.flash, attention_core.BACKWARD * flash, backward),
+    )
+
+
+def _kernel(work: Workload, machine: Machine) -> attention_core.Kernel:
+    """The fused attention kernel of a program: the machine's fastest, or FlashAttention-2."""
+    layout, program = work.layout, work.program
+    # fourfold's ring needs the softmax's sums, which only FlashAttention-2's kernel returns.
+    ring = program.is_fourfold & (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ring"))
+    faster = np.asarray(machine.flash2) > 0
+    newest = faster & ~np.asarray(program.flash2 | ring, bool)
+    return attention_core.Kernel(
+        share=np.where(faster & ~newest, machine.flash2 / machine.attention, 1.0),
+        half=np.where(faster & ~newest, machine.flash2_half, machine.attention_half),
+        narrow=np.where(newest, attention_core.NARROW, attention_core.NARROW_FLASH2),
     )
 
 

@@ -65,9 +65,8 @@ def weight_traffic_seconds(
     each = np.where(gathered_once_a_step(work), 0.0, 1.0)
 
     def gathered_and_scattered(group: ShardGroup) -> Number:
-        return shard_seconds(gathers * item * weights, gathers, group) + shard_seconds(
-            step.reduce_bytes * weights, 1, group
-        )
+        scattered = np.where(work.program.scatter_bytes > 0, work.program.scatter_bytes, step.reduce_bytes)
+        return shard_seconds(gathers * item * weights, gathers, group) + shard_seconds(scattered * weights, 1, group)
 
     again = shard_seconds((gathers - 1) * item * weights, gathers - 1, z_group)
     scattered = np.where(layout.zero == 2, 1.0, 0.0)

@@ -20,9 +20,9 @@ communication buffers, and memory that the allocator holds unused."""
 UNUSABLE = 0.06
 """Overhead, as a share of what a step allocates: PyTorch's caching allocator rounds blocks up and fragments memory,
 and libraries have workspaces (Megatron-LM's own estimate adds 5 %)."""
-CACHED = 0.12
+CACHED = 0.14
 """``UNUSABLE`` and the blocks that the allocator keeps while there is room and gives back before it runs out: fitted to
-a tenth of the memory rows that come with fourfold, with a prior of ``UNUSABLE``."""
+the memory rows that come with fourfold, with a prior of ``UNUSABLE`` (docs/planner_validation.md)."""
 COMMUNICATOR = 0.5e9
 """Bytes of one group: NCCL's channels with 4 to 8 MB for each of a few protocols and peers, in both directions."""
 SPREAD = 0.07
@@ -78,6 +78,7 @@ def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block:
     activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
     # The optimizer copies its gradients when no activations are left.
     optimizer = optimizer + np.maximum(copied - activations, 0)
+    gradients, optimizer = (np.where(program.offloads_optimizer, 0, size) for size in (gradients, optimizer))
     allocated = parameters + gradients + optimizer + weights + activations
     reserve = np.where(program.count_runtime, runtime_bytes(work, machine), 0) + CACHED * allocated
     return parameters, gradients, optimizer, weights, activations, reserve

@@ -321,8 +321,12 @@ def _optimizer(work: Workload, machine: Machine, constants: Constants) -> Number
     stepped = _entries_stepped(work)
     if has_experts(work):
         stepped = stepped + _entries_stepped(states_of_experts(work))
+    step = work.step
     moving = stepped * OPTIMIZER_BYTES / (constants.memory * machine.memory_bandwidth)
-    return moving + OPTIMIZER_KERNELS * constants.launch * machine.launch
+    # Gradients go to the host, and weights come back.
+    copied = stepped * (step.reduce_bytes + step.item_bytes) / np.maximum(machine.host, 1.0)
+    seconds = np.where(work.program.offloads_optimizer, copied, moving)
+    return seconds + OPTIMIZER_KERNELS * constants.launch * machine.launch
 
 
 def _entries_stepped(work: Workload) -> Number:

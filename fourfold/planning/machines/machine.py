@@ -25,13 +25,15 @@ class Machine(Cases):
     """Constants of one machine, in SI units (bytes, seconds, floating-point operations per second).
 
     peak, achieved, achieved_fp8, achieved_fp32: dense matmul rates as advertised (bf16) and as the best shape reaches;
-    units: processors that share the tiles of a matmul; attention: best rate of a fused attention kernel; intra2,
-    intra4, intra8: one-directional bandwidth of a device to a group of that many neighbors, intra_far: to members of
-    a group that are not neighbors; host: to the host's memory, 0 where unknown; node: injection bandwidth of a node;
-    base, intra_hop, inter_hop: latency of a collective and of each step of its ring; ring_hop: of a rank, measured, in
-    rings that leave a node, where 0 the steps'; launch: host time of a kernel; reserved: bytes that the runtime takes
-    of a device. nn, nt, tn: the share of the achieved rate that products reach whose operands are as stored, or whose
-    second or first is transposed: input gradients, outputs and weight gradients of linear layers.
+    units: processors that share the tiles of a matmul; attention: rate of the fastest fused attention kernel for long
+    sequences, of which it reaches half at attention_half tokens; flash2, flash2_half: FlashAttention-2's, where others
+    are faster (0: none is); intra2, intra4, intra8: one-directional bandwidth of a device to a group of that many
+    neighbors, intra_far: to members of a group that are not neighbors; host: to the host's memory, 0 where unknown;
+    node: injection bandwidth of a node; base, intra_hop, inter_hop: latency of a collective and of each step of its
+    ring; ring_hop: of a rank, measured, in rings that leave a node, where 0 the steps'; launch: host time of a kernel;
+    reserved: bytes that the runtime takes of a device. nn, nt, tn: the share of the achieved rate that products reach
+    whose operands are as stored, or whose second or first is transposed: input gradients, outputs and weight gradients
+    of linear layers.
     """
 
     name: str
@@ -57,6 +59,10 @@ class Machine(Cases):
     reserved: Number
     host: Number = 0.0
     ring_hop: Number = 0.0
+    ring_floor: Number = 0.0
+    attention_half: Number = 640.0
+    flash2: Number = 0.0
+    flash2_half: Number = 640.0
     nn: Number = 1.0
     nt: Number = 1.0
     tn: Number = 1.0
@@ -71,18 +77,27 @@ class Machine(Cases):
 
 
 SECTIONS = {
-    "device": ("units", "peak", "achieved", "achieved_fp8", "achieved_fp32", "attention", "memory",
-               "memory_bandwidth", "reserved"),
+    "device": ("units", "peak", "achieved", "achieved_fp8", "achieved_fp32", "attention",
+               "attention_half", "flash2", "flash2_half", "memory", "memory_bandwidth", "reserved"),
     "layouts": ("nn", "nt", "tn"),
     "node": ("gpus_per_node", "domain", "intra2", "intra4", "intra8", "intra_far", "host"),
     "network": ("node",),
-    "latency": ("base", "intra_hop", "inter_hop", "ring_hop", "launch"),
+    "latency": ("base", "intra_hop", "inter_hop", "ring_hop", "ring_floor", "launch"),
     "costs": ("price_per_gpu_hour", "watts_per_gpu", "mtbf_gpu_hours", "checkpoint_bandwidth"),
 }  # fmt: skip
 LEAST, MOST = 1e-12, 1e24
 """Bounds of any constant: from a trillionth of a second to a million exaflop/s."""
 _WHOLE = ("gpus_per_node", "domain", "units")
-_OPTIONAL = {*SECTIONS["costs"], *SECTIONS["layouts"], "host", "ring_hop"}
+_OPTIONAL = {
+    *SECTIONS["costs"],
+    *SECTIONS["layouts"],
+    "host",
+    "ring_hop",
+    "ring_floor",
+    "attention_half",
+    "flash2",
+    "flash2_half",
+}
 
 
 @cache

@@ -138,7 +138,7 @@ def neighbors(plan: Plan) -> list[Neighbor]:
             mask &= column == changes.get(name, here[name])
         places = np.flatnonzero(mask)
         if not len(places):
-            return Neighbor(text, None, "outside the searched sizes")
+            return Neighbor(text, None, refusal(best.work.but(**changes), plan.machine) or "outside the searched sizes")
         near = in_parts(found.work.take(places), parts)
         scores = score(near, plan.machine, plan.constants)
         if not len(scores.fits):

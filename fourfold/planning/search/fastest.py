@@ -7,7 +7,7 @@ evaluated where it could be among the fastest if they hid all of that.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -21,7 +21,15 @@ from fourfold.planning.cost.memory import p_out_of_memory, peak_memory
 from fourfold.planning.cost.step import step_parts
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.search.space import OUT_OF_MEMORY, REASONS, Limits, all_layouts, rejections
+from fourfold.planning.search.space import (
+    OUT_OF_MEMORY,
+    REASONS,
+    Limits,
+    all_grids,
+    layouts_of,
+    refused_grids,
+    rejections,
+)
 from fourfold.planning.workload import Workload
 
 CHUNK = 1 << 14
@@ -62,8 +70,9 @@ class Scores(NamedTuple):
 class Found:
     """All points of a search, with their scores.
 
-    order: the legal points, fastest first; crossed: the points before the candidates in more parts; parts: those that
-    were tried; seconds_taken: wall time.
+    order: the legal points, fastest first; crossed: the points before the candidates in more parts; refused: [reasons]
+    layouts of grids that are illegal with any other choice, which are no points; parts: those that were tried;
+    seconds_taken: wall time.
     """
 
     work: Workload
@@ -73,33 +82,43 @@ class Found:
     reason: np.ndarray
     order: np.ndarray
     crossed: int
+    refused: np.ndarray
     parts: tuple[int, ...]
     seconds_taken: float
 
     @property
     def evaluated(self) -> int:
-        """The number of points."""
-        return len(self.seconds)
+        """The number of layouts."""
+        return len(self.seconds) + int(self.refused.sum())
 
     def point(self, index: int | np.ndarray) -> Workload:
         """One layout."""
         return self.work.point(index)
 
     def rejected(self) -> dict[str, int]:
-        """Count the points that each reason has refused."""
-        counts = np.bincount(self.reason, minlength=len(REASONS))
+        """Count the layouts that each reason has refused."""
+        counts = np.bincount(self.reason, minlength=len(REASONS)) + self.refused
         return {REASONS[i]: int(n) for i, n in enumerate(counts) if n and i}
 
 
-def search(base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits | None = None) -> Found:
-    """Evaluate every layout of ``base`` on ``gpus`` devices; raises ``UserError`` where the limits leave none."""
+def search(
+    base: Workload, machine: Machine, constants: Constants, gpus: int, limits: Limits | None = None,
+    watch: Callable[[int, int], None] | None = None,
+) -> Found:  # fmt: skip
+    """Evaluate every layout of ``base`` on ``gpus`` devices; raises ``UserError`` where the limits leave none.
+
+    watch: called with the number of layouts that are done, and of all.
+    """
     begin = time.perf_counter()
     limits = limits or Limits()
-    work = all_layouts(base, gpus, limits)
-    crossed = np.size(work.layout.x)
-    if crossed == 0:
+    grids = all_grids(base, gpus, limits)
+    if not len(grids["x"]):
         raise UserError(f"no layout of {gpus} GPUs is left by the given limits; allow more axes or sizes")
-    scores = score(work, machine, constants)
+    reason, layouts = refused_grids(base, grids, limits, machine)
+    refused = np.bincount(reason, layouts * (reason > 0), len(REASONS)).astype(int)
+    work = layouts_of(base, {name: column[reason == 0] for name, column in grids.items()}, limits)
+    crossed = np.size(work.layout.x)
+    scores = score(work, machine, constants, watch)
     candidates = _candidates(work, scores)
     if len(limits.parts) > 1 and len(candidates):
         more = in_parts(work.take(candidates), limits.parts[1:])
@@ -114,12 +133,15 @@ def search(base: Workload, machine: Machine, constants: Constants, gpus: int, li
         scores.reason,
         order,
         crossed,
+        refused,
         limits.parts,
         time.perf_counter() - begin,
     )
 
 
-def score(work: Workload, machine: Machine, constants: Constants) -> Scores:
+def score(
+    work: Workload, machine: Machine, constants: Constants, watch: Callable[[int, int], None] | None = None
+) -> Scores:
     """Evaluate points that are legal, and say why the others are not."""
     count = np.size(work.layout.x)
     scores = Scores(
@@ -137,6 +159,8 @@ def score(work: Workload, machine: Machine, constants: Constants) -> Scores:
             part = work.take(index).with_float_arrays()
             scores.memory[index], scores.seconds[index], scores.least[index] = evaluate(part, machine, constants)
             scores.p_oom[index] = p_out_of_memory(scores.memory[index], part, machine)
+        if watch is not None:
+            watch(chunk.stop, count)
     scores.reason[scores.p_oom > MAX_P_OUT_OF_MEMORY] = OUT_OF_MEMORY
     return scores
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -157,10 +158,14 @@ def _stages_shown(pp: int) -> list[int]:
 
 
 def make_plan(
-    base: Workload, machine: Machine, constants: Constants, gpus: int, top: int = 10, limits: Limits | None = None
-) -> Plan:
-    """Find the ``top`` fastest layouts that fit; where none does, raises ``UserError`` that says what would."""
-    found = search(base, machine, constants, gpus, limits)
+    base: Workload, machine: Machine, constants: Constants, gpus: int, top: int = 10, limits: Limits | None = None,
+    watch: Callable[[int, int], None] | None = None,
+) -> Plan:  # fmt: skip
+    """Find the ``top`` fastest layouts that fit; where none does, raises ``UserError`` that says what would.
+
+    watch: as in ``search``.
+    """
+    found = search(base, machine, constants, gpus, limits, watch)
     if not len(found.order):
         raise UserError(_nothing_fits(base, machine, constants, gpus, limits, found))
     ranked = [predict(found.point(index), machine, constants) for index in found.order[:top]]

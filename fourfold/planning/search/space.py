@@ -60,7 +60,12 @@ class Limits:
 
 def all_layouts(base: Workload, gpus: int, limits: Limits) -> Workload:
     """``base`` with every factorisation of ``gpus``, micro-batch, schedule, zero, recompute, method of cp, and ep where
-    there are experts, and with the first of the ``parts`` where these matter.
+    there are experts, and with the first of the ``parts`` where these matter."""
+    return layouts_of(base, all_grids(base, gpus, limits), limits)
+
+
+def all_grids(base: Workload, gpus: int, limits: Limits) -> dict[str, np.ndarray]:
+    """Columns of every factorisation of ``gpus``, with every ep where there are experts, and every micro-batch.
 
     Raises ``UserError`` for a limit on ep without experts.
     """
@@ -77,7 +82,12 @@ def all_layouts(base: Workload, gpus: int, limits: Limits) -> Workload:
         columns = _kept(columns, columns[name] <= most)
     for name, sizes in limits.fixed:
         columns = _kept(columns, np.isin(columns[name], sizes))
-    columns = _crossed(columns, {"micro_batch": limits.micro_batches})
+    return _crossed(columns, {"micro_batch": limits.micro_batches})
+
+
+def layouts_of(base: Workload, grids: dict[str, np.ndarray], limits: Limits) -> Workload:
+    """``base`` with every grid and every other choice."""
+    columns = grids
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in limits.pipelines]
     columns = _crossed(columns, {"schedule": [s for s, _ in pipelines], "interleave": [c for _, c in pipelines]})
     # Points that differ only in a choice without effect are one.
@@ -96,6 +106,18 @@ def all_layouts(base: Workload, gpus: int, limits: Limits) -> Workload:
     if limits.parts[0] > 1:
         parts = np.where(columns["x"] * columns["y"] > 1, parts, np.int32(1))
     return base.but(**columns, batch_parts=parts, layers_per_stage=None)
+
+
+def refused_grids(
+    base: Workload, grids: dict[str, np.ndarray], limits: Limits, machine: Machine
+) -> tuple[np.ndarray, np.ndarray]:
+    """[n] the reason why a grid is illegal with any other choice, 0 where it may be legal; [n] its layouts."""
+    # Nothing is legal that is illegal with the choices that the fewest rules are about.
+    simplest = base.but(**grids, schedule=0, interleave=1, zero=0, recompute=0, offload=False, cp_method=0,
+                        batch_parts=1, shards_per_node=1, layers_per_stage=None)  # fmt: skip
+    copies = grids["dp"] * grids["cp"] > 1
+    layouts = np.where(grids["pp"] > 1, len(limits.pipelines), 1) * np.where(grids["cp"] > 1, len(limits.contexts), 1)
+    return rejections(simplest, machine), layouts * np.where(copies, len(limits.zeros), 1) * len(limits.recomputes)
 
 
 def rejections(work: Workload, machine: Machine) -> np.ndarray:

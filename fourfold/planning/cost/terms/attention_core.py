@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from fourfold.planning.cases import Number
-
-SHORT = 640.0
-"""Tokens at which a fused kernel reaches half its best rate: FlashAttention-2's figures for 512 to 16k tokens."""
 
 BACKWARD = 2.5
 """Matrix products of a fused kernel's backward for two of its forward: five, scores computed again."""
@@ -25,10 +24,25 @@ PLAIN_KERNELS = 6.0
 """Operations that the fused kernel saves in each direction."""
 
 
-def flash_seconds(flops: Number, seq: Number, head_dim: Number, *, rate: Number) -> Number:
-    """Forward of a fused kernel; ``flops`` of one forward. Heads of 64 reach four fifths of the rate of 128."""
-    width = np.where(head_dim < 128, 0.8, 1.0)
-    return flops * (seq + SHORT) / (seq * rate * width)
+NARROW, NARROW_FLASH2 = 0.8, 0.9
+"""Share of the rate of heads of 128 that heads of 64 reach, forward and backward together: with cuDNN and
+FlashAttention-3, and with FlashAttention-2 (Shah et al. 2024, arXiv 2407.08608, figures 5 and 6: 388, 473 and 299 of
+539, 616 and 335 TFLOP/s in a causal forward of 16k tokens, and less apart in the backward)."""
+
+
+class Kernel(NamedTuple):
+    """A fused kernel: its share of the fastest one's rate for long sequences with heads of 128, the tokens at which it
+    reaches half of that, and the share of it with smaller heads."""
+
+    share: Number
+    half: Number
+    narrow: Number
+
+
+def flash_seconds(flops: Number, seq: Number, head_dim: Number, *, rate: Number, kernel: Kernel) -> Number:
+    """Forward of a fused kernel; ``flops`` of one forward, and the fastest one's rate."""
+    width = np.where(head_dim < 128, kernel.narrow, 1.0)
+    return flops * (seq + kernel.half) / (seq * rate * kernel.share * width)
 
 
 def unfused_seconds(

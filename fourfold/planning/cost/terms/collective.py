@@ -21,6 +21,7 @@ class Group(NamedTuple):
     ring: Number
     tree: Number
     base: Number
+    floor: Number
 
 
 def group_of(size: Number, stride: Number, machine: Machine, constants: Constants) -> Group:
@@ -50,6 +51,7 @@ def group_of(size: Number, stride: Number, machine: Machine, constants: Constant
         ring=np.where(measured, constants.latency * size * machine.ring_hop, steps),
         tree=2 * (np.log2(inside) * hop_in + np.log2(nodes) * hop_out),
         base=constants.latency * machine.base,
+        floor=np.where(nodes > 1, constants.latency * (size - 1) * machine.ring_floor, 0.0),
     )
 
 
@@ -57,7 +59,8 @@ def gather_seconds(size: Number, count: Number, group: Group) -> Number:
     """``count`` all-gathers or reduce-scatters of ``size`` bytes (of the full tensor) in all, by a ring: its latency
     grows with every rank (PCCL, arXiv 2504.18658, figures 4 and 5)."""
     share = (group.size - 1) / group.size
-    return np.where(group.size > 1, share * size / group.bandwidth + count * (group.base + group.ring), 0.0)
+    seconds = share * size / group.bandwidth + count * (group.base + group.ring)
+    return np.where(group.size > 1, np.maximum(seconds, count * group.floor), 0.0)
 
 
 class ShardGroup(NamedTuple):

@@ -1,0 +1,59 @@
+"""The best layouts of a plan that its error cannot tell apart, and the search by real trials that would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from fourfold.planning.search.plan import Plan
+from fourfold.planning.search.space import AXES
+from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Workload
+
+NAMED = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "cp_method": CP_METHODS}
+"""Names of choices that a layout holds as indices."""
+MEASURED = 10
+"""The most layouts that the proposed search must contain."""
+
+
+@dataclass(frozen=True)
+class Indistinct:
+    """Layouts whose predicted times are too close to that of the best to say which is fastest."""
+
+    factor: float
+    """Ratio of two predicted times from which the order of the measured ones is sure (95 %)."""
+    count: int
+    """Layouts that fit and are within it, the best included."""
+    ranked: int
+    """How many of these are among the ranked ones."""
+    space: list[str]
+    """Limits of a search by ``fourfold tune`` that keep the fastest of them, and few others."""
+
+    def record(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
+
+def indistinct(plan: Plan, factor: float) -> Indistinct:
+    """Find the layouts within ``factor`` of the best."""
+    found = plan.found
+    count = max(1, int(np.searchsorted(found.seconds[found.order], factor * found.seconds[found.order[0]])))
+    closest = [found.point(index) for index in found.order[: min(count, MEASURED)]]
+    return Indistinct(factor, count, min(count, len(plan.ranked)), tuning_space(closest))
+
+
+def tuning_space(works: Sequence[Workload]) -> list[str]:
+    """Limits that all of ``works`` keep, in the words of ``limits.parse_limits``: the values of each knob."""
+    layouts = [work.layout for work in works]
+    pipelined, shared = ([layout for layout in layouts if getattr(layout, axis) > 1] for axis in ("pp", "cp"))
+    some = {"schedule": pipelined, "interleave": pipelined, "cp_method": shared}
+    space = []
+    for knob in (*AXES, "zero", "recompute", "micro_batch", "schedule", "interleave", "cp_method"):
+        values = sorted({int(getattr(layout, knob)) for layout in some.get(knob, layouts)})
+        if values:
+            names = [NAMED[knob][value] if knob in NAMED else str(value) for value in values]
+            space.append(f"{knob}={','.join(names)}")
+    parts = sorted({int(work.parts) for work in works})
+    return [*space, f"batch_parts={','.join(map(str, parts))}"]
