@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fourfold.config.run import RunConfig
 from fourfold.planning.calibration.machine_constants import constants_for
-from fourfold.planning.cost.block import Rates
+from fourfold.planning.cost.block import kernel_of
+from fourfold.planning.cost.rates import Rates
 from fourfold.planning.cost.terms import attention_core
 from fourfold.planning.cost.terms.bubble import transfer_seconds
 from fourfold.planning.cost.terms.collective import gather_seconds, group_of, reduce_seconds
@@ -38,7 +39,7 @@ class Durations:
         """Raises ``UserError`` for runs that the planner does not know (LoRA)."""
         work, self._machine = workload_of(run), machine
         self._constants = constants_for(machine)
-        self._rates = Rates(work, machine, self._constants)
+        self._rates, self._kernel = Rates(work, machine, self._constants), kernel_of(work, machine)
         self._item, self._seq = float(work.step.item_bytes), int(work.step.seq)
         self._gpus = run.parallel.world_size
         self.exposed = float(self._constants.exposed)
@@ -80,7 +81,7 @@ class Durations:
 
     def _of_attention(self, heads: int, queries: int, keys: int, width: int, causal: bool, backward: bool) -> int:
         flops = 4 * heads * queries * keys * width / (2 if causal else 1)
-        seconds = attention_core.flash_seconds(flops, self._seq, width, rate=self._rates.attention)
+        seconds = attention_core.flash_seconds(flops, self._seq, width, rate=self._rates.attention, kernel=self._kernel)
         return picoseconds(seconds * (attention_core.BACKWARD if backward else 1))
 
     def _of_collective(self, operation: str, axis: str, size: int, ranks: int, stride: int) -> int:

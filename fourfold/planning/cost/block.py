@@ -168,7 +168,7 @@ def _attention(work: Workload, rates: Rates, machine: Machine) -> tuple[Number, 
     )
     flops = 4 * scores * model.head_dim / 2
     flash = attention_core.flash_seconds(
-        flops, step.seq, model.head_dim, rate=rates.attention, kernel=_kernel(work, machine)
+        flops, step.seq, model.head_dim, rate=rates.attention, kernel=kernel_of(work, machine)
     )
     how = {"rate": rates.matmul, "bandwidth": rates.bandwidth}
     plain = _softmax_is_plain(work)
@@ -182,7 +182,7 @@ def _attention(work: Workload, rates: Rates, machine: Machine) -> tuple[Number, 
     )
 
 
-def _kernel(work: Workload, machine: Machine) -> attention_core.Kernel:
+def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:
     """The fused attention kernel of a program: the machine's fastest, or FlashAttention-2."""
     layout, program = work.layout, work.program
     # fourfold's ring needs the softmax's sums, which only FlashAttention-2's kernel returns.
