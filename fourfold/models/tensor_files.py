@@ -174,6 +174,7 @@ def write_tensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, s
             hashing = beside.submit(checksum.update, content)
             size += file.write(content)
             hashing.result()
+            del content  # and with it the tensor, before the next one is made
         file.flush()
         os.fsync(file.fileno())
     return Written(size, checksum.hexdigest())
@@ -188,6 +189,7 @@ def _contents(header: bytes, entries: Sequence[Entry]) -> Iterator[bytes | memor
         content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         for begin in range(0, len(content), PIECE_BYTES):
             yield content[begin : begin + PIECE_BYTES]
+        del tensor, content  # before the next one is made
 
 
 def whole_or_part(shape: Sequence[int], part: int | None) -> tuple[slice, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from fourfold.huggingface.architectures.config_json import config_of
 from fourfold.huggingface.import_model import import_huggingface, load_pretrained
 from fourfold.huggingface.weight_names import name_map
 from fourfold.models.tensor_files import Entry, write_tensor_files
+from fourfold.models.transformer import parameter_shapes
 from fourfold.parallel.grid import Grid
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
@@ -24,14 +26,20 @@ MODEL = ModelConfig(
     vocab_size=32000, hidden_size=1024, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4
 )
 
+MIXTURE = ModelConfig(
+    vocab_size=1000, hidden_size=1024, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=4, qk_norm=True,
+    intermediate_size=1024, num_experts=32,
+)  # fmt: skip
+MODELS = {"llama": MODEL, "qwen3_moe": MIXTURE}
 
-def write_model(folder: Path) -> None:
-    """132 million parameters of bf16, which are not random: only their size matters."""
+
+def write_model(folder: Path, kind: str) -> None:
+    """132 million parameters of bf16, or 208 with experts, which are not random: only their size matters."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config_of(MODEL, "llama")))
+    (folder / "config.json").write_text(json.dumps(config_of(MODELS[kind], kind)))
     entries = [
         Entry(t.name, torch.bfloat16, t.shape, partial(torch.ones, t.shape, dtype=torch.bfloat16))
-        for t in name_map("llama", MODEL)
+        for t in name_map(kind, MODELS[kind])
     ]
     write_tensor_files(folder, entries, shard_bytes=10**8)
 
@@ -61,12 +69,24 @@ def needs_linux() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [{"x": 2, "y": 2}, {"z": 4}, {"y": 4}, {"pp": 2, "z": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [
+        ("llama", {"x": 2, "y": 2}),
+        ("llama", {"z": 4}),
+        ("llama", {"y": 4}),
+        ("llama", {"pp": 2, "z": 2}),
+        ("qwen3_moe", {"x": 2, "y": 2}),
+        ("qwen3_moe", {"z": 4, "ep": 2}),
+        ("qwen3_moe", {"pp": 2, "dp": 2, "ep": 2}),
+    ],
+    ids=str,
+)
 def test_loading_needs_a_process_its_own_part_and_little_more(
-    parallel: dict[str, int], pool: Pool, tmp_path: Path
+    kind: str, parallel: dict[str, int], pool: Pool, tmp_path: Path
 ) -> None:
     needs_linux()
-    write_model(tmp_path / "hf")
+    write_model(tmp_path / "hf", kind)
     training = {"global_batch_size": 8, "micro_batch_size": 1, "seq_length": 64, "train_steps": 1}
     table = {"model": {"from_hf": str(tmp_path / "hf")}, "data": {"source": "python-stdlib"}, "parallel": parallel}
     run = make_run({**table, "training": training})
@@ -84,10 +104,12 @@ def import_body(rank: int, world_size: int, folder: Path, out: Path) -> int:
 
 
 @pytest.mark.slow
-def test_an_import_holds_one_tensor(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_import_holds_one_tensor(kind: str, pool: Pool, tmp_path: Path) -> None:
+    """Of ours: all experts of a layer are one."""
     needs_linux()
-    write_model(tmp_path / "hf")
+    write_model(tmp_path / "hf", kind)
     (added,) = pool.run(1, import_body, tmp_path / "hf", tmp_path / "ours", timeout=250.0)
-    largest = MODEL.vocab_size * MODEL.hidden_size * 2
-    print(f"import: {added:,} bytes, the largest tensor {largest:,}, the model {MODEL.num_parameters * 2:,}")
+    largest = 2 * max(map(math.prod, parameter_shapes(MODELS[kind]).values()))
+    print(f"import: {added:,} bytes, the largest tensor {largest:,}, the model {MODELS[kind].num_parameters * 2:,}")
     assert added < 2 * largest

@@ -307,6 +307,10 @@ def test_larger_layout_computes_what_one_process_computes(pool: Pool, name: str,
     check(pool, SLOW_CASES[name], tmp_path)
 
 
+EXPERTS = LLAMA | {"num_hidden_layers": 4, "num_experts": 4, "moe_intermediate_size": 48}
+SHARED = {"shared_expert_intermediate_size": 48}
+DEEPSEEK = {"router_score": "sigmoid", "router_bias": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA | {"num_hidden_layers": 4},
     "qwen2": QWEN | {"qk_norm": False, "num_hidden_layers": 4},
@@ -315,6 +319,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": GEMMA | {"num_hidden_layers": 4},
     "gpt_neox": NEOX | {"num_hidden_layers": 4},
     "gpt2": DEEP_GPT,
+    "mixtral": EXPERTS | {"moe_intermediate_size": 176},
+    "qwen3_moe": EXPERTS | {"qk_norm": True, "first_k_dense_replace": 1},
+    "qwen2_moe": EXPERTS | SHARED | {"attention_bias": True, "shared_expert_gate": True, "norm_topk_prob": False},
+    "olmoe": EXPERTS | {"moe_intermediate_size": 176, "qk_norm": True, "qk_norm_over": "all_heads"},
+    "glm4_moe": EXPERTS | SHARED | DEEPSEEK | {"partial_rotary_factor": 0.5},
 }
 """One model that only this family of transformers computes; Mistral's is Llama's."""
 
@@ -336,6 +345,12 @@ def test_layout_computes_what_transformers_computes(pool: Pool, family: str, axi
     model = FAMILIES[family]
     assert config_of(tiny_run(model).model)["model_type"] == family
     check(pool, (model, grid, sections), tmp_path, "transformers")
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe"])
+def test_expert_parallelism_computes_what_transformers_computes(pool: Pool, family: str, tmp_path: Path) -> None:
+    check(pool, (FAMILIES[family], {"dp": 2, "ep": 2}, GOLDFISH), tmp_path, "transformers")
 
 
 def test_a_model_that_transformers_does_not_have_is_refused(pool: Pool, tmp_path: Path) -> None:
