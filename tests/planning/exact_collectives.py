@@ -110,7 +110,9 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     inner = model.shared_expert_intermediate_size if model.num_experts else inner
     if inner:
         yield from line("x", "all_gather", f"{up}: tokens", residual, gathers)
-        yield from line("x", "reduce_scatter", f"{down}: outputs", residual, once)  # nothing that is recomputed reads them
+        yield from line(
+            "x", "reduce_scatter", f"{down}: outputs", residual, once
+        )  # nothing that is recomputed reads them
         yield from line("x", "all_gather", f"{down}: output gradient", residual, once)
         yield from line("x", "reduce_scatter", f"{up}: input gradient", residual, once)
         yield from line("y", "all_reduce", f"{up}: outputs", item * tokens * inner // x, ups * forward)
@@ -348,7 +350,9 @@ def _once_a_step_lines(run: RunConfig, stages: list[Stage]) -> Iterator[Line]:
         yield Line("pp", "all_reduce", "gradients of the tied embedding", 1, item * table.chunk(shards))
     if run.model.num_experts and grid.dp * grid.cp * grid.z * grid.x > 1:
         axis = axis_name(run, ("dp", "cp", "z", "x"))
-        yield Line(axis, "all_reduce", "load of experts", 1, 8 * run.model.num_hidden_layers * (run.model.num_experts + 4))
+        yield Line(
+            axis, "all_reduce", "load of experts", 1, 8 * run.model.num_hidden_layers * (run.model.num_experts + 4)
+        )
     if grid.dp * grid.cp * grid.z > 1:
         tokens = axis_name(run, ("dp", "cp", "z"))
         yield Line(tokens, "all_reduce", "kept tokens", 1, 8)

@@ -85,8 +85,14 @@ def kept_by_experts(work: Workload, selective: bool) -> Number:
     read_by_router = np.where(program.is_fourfold, 4, item) * tokens * hidden
     router = read_by_router + 4 * tokens * model.experts + BYTES_OF_A_CHOICE * tokens * model.chosen
     order = np.where((layout.x * layout.ep > 1) & (rows.experts > 1), BYTES_OF_AN_ORDER * rows.here, 0)
-    gate = np.where(model.shared_gate, (4 + item) * tokens * hidden, 0)
-    return model.sparse * (router + read + mlp + back + order + gate)
+    return model.sparse * (router + read + mlp + back + order + kept_by_shared_gate(work))
+
+
+def kept_by_shared_gate(work: Workload) -> Number:
+    """Bytes that the gate of one block's shared expert keeps: what it reads, in fp32, and what it multiplies."""
+    model, layout = work.model, work.layout
+    residual = work.tokens / layout.x * model.hidden / layout.y
+    return np.where(model.shared_gate, (4 + work.step.item_bytes) * residual, 0)
 
 
 def experts_made_again(work: Workload) -> Number:
@@ -104,11 +110,11 @@ def _activated(work: Workload, rows: Rows) -> Number:
 def backward_of_experts(work: Workload) -> tuple[Number, Number]:
     """Peak bytes of the backward of a block's experts: with weights that are sharded over data, and with others.
 
-    At the experts' width the gradients of the product, of gate and up, and one that is made on the way; rows as they
-    come, and in their order, and over x also before they are summed.
+    At the experts' width the gradients of the product, of gate and up, and one that is made on the way; and the rows of
+    two gradients, in the order in which they come and in that of the experts.
     """
     rows, model, layout, item = rows_of(work), work.model, work.layout, work.step.item_bytes
     inner, hidden = item * rows.here * rows.inner, item * rows.here * model.hidden / layout.y
     weight = model.experts * model.hidden * model.expert_inner / (layout.x * layout.y * layout.ep)
-    both = 4 * inner + np.where(layout.x > 1, 3, 2) * hidden
+    both = 4 * inner + 2 * hidden
     return both + item * weight, both + 4 * weight
