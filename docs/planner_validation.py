@@ -73,15 +73,21 @@ def update_mixtures(rows: list[Row], skipped: dict[str, int]) -> None:
     """Replace the sections of the page that follow from the rows and the shipped constants."""
     path = HERE / "planner_validation.md"
     text = path.read_text(encoding="utf-8")
-    left_out = []
-    for source in dict.fromkeys(row.source for row in rows if row.mixture):
-        fitted = fit_rows([row for row in rows if row.source != source], known=False)
-        left_out += predict_rows([row for row in rows if row.source == source and row.mixture], fitted)
+    left_out = mixtures_left_out(rows)
     for section in (introduction(rows), mixtures_section(rows, left_out), rows_section(skipped)):
         text = re.sub(
             rf"{re.escape(section[0])}\n.*?(?=\n## |\Z)", lambda _, new=section: "\n".join(new), text, flags=re.DOTALL
         )
     path.write_text(text, encoding="utf-8")
+
+
+def mixtures_left_out(rows: list[Row]) -> list[Scored]:
+    """Predictions of mixtures with constants fitted to the dense rows of all other sources."""
+    left_out: list[Scored] = []
+    for source in dict.fromkeys(row.source for row in rows if row.mixture):
+        fitted = fit_rows([row for row in rows if row.source != source], known=False)
+        left_out += predict_rows([row for row in rows if row.source == source and row.mixture], fitted)
+    return left_out
 
 
 def page(rows: list[Row], skipped: dict[str, int], calibration: Calibration, left_out: dict[str, list[Scored]]) -> str:
@@ -95,7 +101,7 @@ def page(rows: list[Row], skipped: dict[str, int], calibration: Calibration, lef
         *constants_section(calibration),
         *mixtures_section(rows, left_out["source"]),
         *rows_section(skipped),
-        *every_row_section(calibration, dense_rows, left_out["source"]),
+        *every_row_section(calibration, rows, left_out["source"]),
     ]
     return "\n".join(lines)
 
@@ -107,8 +113,8 @@ def introduction(rows: list[Row]) -> list[str]:
         "",
         "<!-- Written by docs/planner_validation.py. -->",
         "",
-        f"The planner predicts {len(rows) - mixtures:,} published rows of dense models (step times or memory of runs) and",
-        f"{mixtures} of [mixtures of experts](#mixtures-of-experts), which come with fourfold.",
+        f"The planner predicts {len(rows) - mixtures:,} published rows of dense models (step times or memory of runs)",
+        f"and {mixtures} of [mixtures of experts](#mixtures-of-experts), which come with fourfold.",
         "Headline figures are for dense models in bf16 or fp16 with a complete configuration. FP8 and incomplete rows",
         "are listed as *others*, doubtful measurements apart.",
         "",
@@ -402,6 +408,8 @@ def rows_section(skipped: dict[str, int]) -> list[str]:
 
 
 def every_row_section(calibration: Calibration, rows: list[Row], left_out: list[Scored]) -> list[str]:
+    """Rows of dense models; those of mixtures are in ``mixtures_section``."""
+    rows = [row for row in rows if not row.mixture]
     apart = {(s.row.source, s.row.row_id): s for s in left_out}
     scored, alone = predict_rows(rows, calibration), predict_rows(rows, Calibration())
     return [
