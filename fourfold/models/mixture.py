@@ -203,7 +203,8 @@ def _by_token(rows_NH: Tensor, order: Order) -> Tensor:
     dropped = len(order.place_N) - len(rows_NH)
     if dropped:
         rows_NH = F.pad(rows_NH, (0, 0, 0, dropped))
-    return rows_NH[order.inverse_N].unflatten(0, (-1, order.chosen))
+    rows_TKH: Tensor = rows_NH[order.inverse_N].unflatten(0, (-1, order.chosen))
+    return rows_TKH
 
 
 def capacity(factor: float, length: int, chosen: int, num_experts: int) -> int:

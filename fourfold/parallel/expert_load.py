@@ -181,11 +181,13 @@ class _WithLosses(Function):
         model, moe = load.run.model, load.run.moe
         if moe.load_balancing_loss:
             # Of E Σ f_e P_e, with P = s / Σ s: (E f_e − its sum with P) times P_e for softmax, and P_e (1 − s_e) else.
+            # E f_e − 1 has the same differences, and is exactly zero for an even load.
             probabilities_TE = router_probabilities(logits_TE, model)
             slope_TE = (
                 probabilities_TE if model.router_score == "softmax" else probabilities_TE * (-logits_TE).sigmoid()
             )
-            above_TE = factors_E - (probabilities_TE @ factors_E)[:, None]
+            uneven_E = factors_E - 1
+            above_TE = uneven_E - (probabilities_TE @ uneven_E)[:, None]
             grad_TE = grad_TE + slope_TE * above_TE * (moe.load_balancing_loss * load.factor)
         if moe.z_loss:
             normalizer_T1 = logits_TE.logsumexp(-1, keepdim=True)

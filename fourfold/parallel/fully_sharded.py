@@ -77,17 +77,7 @@ class FullySharded(DataParallel):
         if zero in (1, 2) and z > 1:
             self._keep_z_shards_after_forward(in_levels(grid.hybrid_mesh, grid.shards("z", per_node)))
         self.sums = SumInBackground()
-        on_gloo = by_all_to_all(grid.axis("z").group)
-        gathers, sums = (GatherInBackground(), self.sums) if on_gloo else (GatherInLevels(), SumInLevels())
-        for module in self._units():
-            if on_gloo or grid.levels:
-                # torch has no public base class for these; it only calls the methods that they have.
-                module.set_custom_all_gather(gathers)  # type: ignore[arg-type]
-                module.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
-            # Losses are divided by the tokens of the whole step, so gradients are sums. gloo knows no scaled sum.
-            if (grid.expert_replicas.size if module in self._experts else mesh.size()) > 1:
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+        self._sum_without_division(mesh)
         _prefetch(model, units, self._experts, prefetch)
         self._is_complete = True
         self._fsdp_parameters: dict[nn.Parameter, Any] = {}
@@ -172,6 +162,21 @@ class FullySharded(DataParallel):
                     found.append(whole.grad)
         return found
 
+    def _sum_without_division(self, mesh: DeviceMesh) -> None:
+        """Have FSDP2 sum gradients, in the background or in levels where it can do neither by itself."""
+        grid = self.grid
+        on_gloo = by_all_to_all(grid.axis("z").group)
+        gathers, sums = (GatherInBackground(), self.sums) if on_gloo else (GatherInLevels(), SumInLevels())
+        for module in self._units():
+            if on_gloo or grid.levels:
+                # torch has no public base class for these; it only calls the methods that they have.
+                module.set_custom_all_gather(gathers)  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
+            # Losses are divided by the tokens of the whole step, so gradients are sums. gloo knows no scaled sum.
+            if (grid.expert_replicas.size if module in self._experts else mesh.size()) > 1:
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
     def _shard_experts(self, policy: MixedPrecisionPolicy) -> list[FSDPModule]:
         """Shard experts that are split over ep: each rank's among those with the same ones. They are units of their own
         inside the blocks."""
@@ -239,7 +244,9 @@ def _prefetch(model: nn.Module, units: Units, experts: Sequence[FSDPModule], dep
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.set_modules_to_backward_prefetch(nothing)
-    inside = [[_fsdp(module) for module in block.modules() if module in experts] for block in units.blocks]
+    inside = [
+        [unit for unit in block.modules() if isinstance(unit, FSDPModule) and unit in experts] for block in units.blocks
+    ]
     if units.last and depth > 0 and layers:
         _fsdp(units.last[0]).set_modules_to_backward_prefetch([*layers[-1:], *inside[-1]])
     for i, layer in enumerate(layers):

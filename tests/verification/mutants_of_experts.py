@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mutants import FULL, ONE_SEQUENCE, Mutant
 from tiny_runs import DEEPSEEK, MIXTURE, QWEN_MOE
 
@@ -11,8 +13,16 @@ CAPACITY = {"moe": {"capacity_factor": 0.75}}
 EP2, X2EP2, Y2EP2 = {"dp": 2, "ep": 2}, {"x": 2, "dp": 2, "ep": 2}, {"y": 2, "dp": 2, "ep": 2}
 EP2DP4, EP2Z4 = {"dp": 4, "ep": 2}, {"z": 4, "ep": 2}
 
-EXPERTS_OF_A_GRID = [
-    Mutant(
+
+def on_grid(
+    fault: str, module: str, old: str, new: str, model: dict[str, Any], grid: dict[str, int], sections: Any = None
+) -> Mutant:
+    """A fault in the code of the grid, of which the decoder in plain PyTorch has nothing: it is the reference."""
+    return Mutant(fault, module, old, new, model, grid, sections or {}, against="plain")
+
+
+EXPERTS = [
+    on_grid(
         "the router gets no gradient from the experts",
         "parallel.experts",
         'sum_gradient(routing.weights_TK, self.grid.y, "router: weights\' gradient")',
@@ -21,7 +31,7 @@ EXPERTS_OF_A_GRID = [
         EP2,
         LOSSES,
     ),
-    Mutant(
+    on_grid(
         "the router's gradient is that of one rank's channels",
         "parallel.experts",
         'sum_gradient(routing.weights_TK, self.grid.y, "router: weights\' gradient")',
@@ -29,7 +39,7 @@ EXPERTS_OF_A_GRID = [
         MIXTURE,
         Y2EP2,
     ),
-    Mutant(
+    on_grid(
         "the router's gradient is that of one rank's tokens",
         "parallel.router",
         'Tile(y=1, partial_over=("x",))',
@@ -37,7 +47,7 @@ EXPERTS_OF_A_GRID = [
         MIXTURE,
         X2EP2,
     ),
-    Mutant(
+    on_grid(
         "experts' gradients are summed over the ranks with other experts too",
         "parallel.replicated",
         "(self.grid.expert_replicas, [p for p in trained if p in of_experts]),",
@@ -45,7 +55,7 @@ EXPERTS_OF_A_GRID = [
         MIXTURE,
         EP2,
     ),
-    Mutant(
+    on_grid(
         "experts' gradients are not summed over the ranks with the same experts",
         "parallel.replicated",
         "(self.grid.expert_replicas, [p for p in trained if p in of_experts]),",
@@ -54,7 +64,7 @@ EXPERTS_OF_A_GRID = [
         EP2DP4,
         ONE_SEQUENCE,
     ),
-    Mutant(
+    on_grid(
         "the gradient norm leaves the experts out",
         "parallel.state",
         "weights = [1.0 / shard.replicas for shard in shards if shard.grad is not None]",
@@ -62,7 +72,7 @@ EXPERTS_OF_A_GRID = [
         MIXTURE,
         EP2,
     ),
-    Mutant(
+    on_grid(
         "the gradient norm counts experts as held by as many ranks as other weights",
         "parallel.replicated",
         "self.grid.replicas if tile.ep is None else self.grid.expert_replicas",
@@ -70,7 +80,7 @@ EXPERTS_OF_A_GRID = [
         MIXTURE,
         EP2,
     ),
-    Mutant(
+    on_grid(
         "the balance loss grows with the ranks",
         "parallel.expert_load",
         "loss_scale / self.tokens, True",
@@ -79,7 +89,7 @@ EXPERTS_OF_A_GRID = [
         EP2,
         LOSSES,
     ),
-    Mutant(
+    on_grid(
         "the balance loss is a mean over micro-batches of their own loads",
         "parallel.expert_load",
         "_WithLosses.apply(logits_TE, self, self._factors_E(layer))",
@@ -88,7 +98,7 @@ EXPERTS_OF_A_GRID = [
         EP2,
         LOSSES,
     ),
-    Mutant(
+    on_grid(
         "the load is that of one rank's tokens",
         "parallel.expert_load",
         "            dist.all_reduce(self._sums)",
@@ -97,7 +107,7 @@ EXPERTS_OF_A_GRID = [
         EP2,
         LOSSES,
     ),
-    Mutant(
+    on_grid(
         "the z-loss has half its gradient",
         "parallel.expert_load",
         "(2 * normalizer_T1)",
@@ -106,7 +116,7 @@ EXPERTS_OF_A_GRID = [
         EP2,
         {"moe": {"z_loss": 0.1}},
     ),
-    Mutant(
+    on_grid(
         "biases follow the load with the wrong sign",
         "parallel.expert_load",
         "(self.rows_LE.mean(1, keepdim=True) - self.rows_LE).sign()",
@@ -115,7 +125,7 @@ EXPERTS_OF_A_GRID = [
         EP2,
         BIAS,
     ),
-    Mutant(
+    on_grid(
         "the bias counts in the weights of the experts too",
         "parallel.router",
         "self.choice.weights(scores_TE, experts_TK)",
@@ -124,7 +134,7 @@ EXPERTS_OF_A_GRID = [
         EP2,
         BIAS,
     ),
-    Mutant(
+    on_grid(
         "the load is forgotten when a run resumes",
         "checkpoints.checkpoint",
         "job.expert_load.set_rows(state.expert_rows)",
@@ -133,7 +143,7 @@ EXPERTS_OF_A_GRID = [
         EP2,
         LOSSES,
     ),
-    Mutant(
+    on_grid(
         "the shared expert is summed twice",
         "parallel.experts",
         "else out_BTh + self._shared(x_BTh)",
@@ -141,7 +151,7 @@ EXPERTS_OF_A_GRID = [
         QWEN_MOE,
         X2EP2,
     ),
-    Mutant(
+    on_grid(
         "the shared expert's gate has the gradient of one rank's channels",
         "parallel.experts",
         'sum_gradient(logits_BT1.sigmoid(), self.y, "shared expert: gate\'s gradient")',
@@ -149,16 +159,16 @@ EXPERTS_OF_A_GRID = [
         QWEN_MOE,
         Y2EP2,
     ),
-    Mutant(
+    on_grid(
         "a recomputation chooses experts anew, and rounds otherwise",
         "parallel.router",
         "remembered(self, lambda: self.choice.experts(scores_TE, self.e_score_correction_bias))",
-        "self.choice.experts(scores_TE.roll(RECOMPUTES.get(), 0), self.e_score_correction_bias)",
+        "self.choice.experts(scores_TE.roll(int(RECOMPUTES.get()), 0), self.e_score_correction_bias)",
         MIXTURE,
         EP2,
         FULL,
     ),
-    Mutant(
+    on_grid(
         "the weights of the experts are those of the next token",
         "parallel.experts",
         "combine(rows_Nh, order, weights_TK)",
@@ -166,7 +176,7 @@ EXPERTS_OF_A_GRID = [
         MIXTURE,
         EP2,
     ),
-    Mutant(
+    on_grid(
         "rows that come back are in the order of the experts of all ranks",
         "parallel.dispatch",
         "_permuted(rows_Nh, _inverse(order_N), order_N)",
@@ -174,7 +184,7 @@ EXPERTS_OF_A_GRID = [
         MIXTURE,
         EP2,
     ),
-    Mutant(
+    on_grid(
         "gradients of dispatched rows go back to other tokens",
         "parallel.dispatch",
         "lambda rows: rows[order_N], lambda grad: grad[inverse_N]",
@@ -182,7 +192,7 @@ EXPERTS_OF_A_GRID = [
         MIXTURE,
         EP2,
     ),
-    Mutant(
+    on_grid(
         "the gradient of rows gathered over x is that of one rank's features",
         "parallel.communicate",
         "rows, lambda t: _rows_of_all(t, axis, sizes, why), lambda g: _sum_of_own_rows(g, axis, sizes, why)",
@@ -190,7 +200,7 @@ EXPERTS_OF_A_GRID = [
         MIXTURE,
         X2EP2,
     ),
-    Mutant(
+    on_grid(
         "the up projections are not summed over y",
         "parallel.experts",
         'sum_of(grouped_product(rows_Nh, weight, sizes), self.y, "experts: outputs of up")',
@@ -198,7 +208,7 @@ EXPERTS_OF_A_GRID = [
         MIXTURE,
         Y2EP2,
     ),
-    Mutant(
+    on_grid(
         "the capacity is counted on each rank, not over the sequence",
         "parallel.router",
         "if grid.x.size * grid.cp.size == 1:",
@@ -207,7 +217,7 @@ EXPERTS_OF_A_GRID = [
         {"cp": 2, "ep": 2},
         CAPACITY,
     ),
-    Mutant(
+    on_grid(
         "the capacity is taken in the order of ranks, not of tokens",
         "parallel.router",
         "whole_BSK = in_order(parts_nBSK, grid.cp.size)",
@@ -216,7 +226,7 @@ EXPERTS_OF_A_GRID = [
         {"cp": 2, "ep": 2},
         CAPACITY,
     ),
-    Mutant(
+    on_grid(
         "a checkpoint has the experts of the ranks in reverse",
         "checkpoints.file_layout",
         '* self._experts(tensor) + tile["ep"]',
@@ -224,7 +234,7 @@ EXPERTS_OF_A_GRID = [
         MIXTURE,
         EP2,
     ),
-    Mutant(
+    on_grid(
         "sharded experts are cut among all ranks of z",
         "parallel.fully_sharded",
         "shards, copies = (self._expert_shards, grid.expert_copies) if of_experts else",
@@ -233,6 +243,3 @@ EXPERTS_OF_A_GRID = [
         {"z": 2, "dp": 2, "ep": 4},
     ),
 ]
-
-EXPERTS = [mutant._replace(against="plain") for mutant in EXPERTS_OF_A_GRID]
-"""The reference is the decoder in plain PyTorch, which has none of the code of the grid."""

@@ -183,7 +183,7 @@ DATA_PARALLEL = [
     Mutant(
         "the norm counts replicas twice",
         "parallel.fully_sharded",
-        "self.grid.replicas.size if zero == 0 else 1",
+        "copies.size if zero == 0 else 1",
         "1",
         grid={"z": 2, "dp": 2},
     ),

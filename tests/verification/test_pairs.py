@@ -19,7 +19,8 @@ from fourfold.verification.parity_report import ParityReport
 
 
 class Settings(NamedTuple):
-    """One layout of at most 8 processes. accumulate: four micro-batches a step, else one. per_node: shards."""
+    """One layout of at most 8 processes. accumulate: four micro-batches a step, else one. per_node: shards. experts: 0
+    for dense MLPs, else the ranks that share the experts."""
 
     x: int
     y: int
@@ -35,6 +36,7 @@ class Settings(NamedTuple):
     documents: bool
     accumulate: bool
     per_node: int
+    experts: int
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -47,37 +49,39 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "documents": (False, True),
     "accumulate": (False, True),
     "per_node": (1, 2),
+    "experts": (0, 1, 2),
 }
 
 CASES = [
     Settings(*row)
     for row in (
-        (1, 1, 1, 1, 1, 1, 0, "1F1B", "full", False, 4, True, False, 1),
-        (1, 1, 2, 2, 1, 2, 2, "GPipe", "selective", True, 8, False, True, 2),
-        (2, 2, 1, 1, 2, 1, 3, "1F1B", "none", True, 8, False, True, 1),
-        (1, 1, 1, 2, 2, 2, 1, "InterleavedZeroBubble", "none", False, 4, True, False, 2),
-        (2, 2, 1, 1, 1, 2, 0, "ZBVZeroBubble", "selective", False, 8, True, False, 2),
-        (1, 1, 2, 2, 1, 2, 3, "Interleaved1F1B", "full", True, 4, False, False, 2),
-        (2, 1, 1, 1, 2, 2, 2, "LoopedBFS", "full", False, 4, True, True, 1),
-        (1, 2, 1, 2, 1, 2, 1, "DualPipeV", "full", True, 8, True, True, 2),
-        (1, 2, 2, 1, 2, 1, 1, "1F1B", "selective", False, 4, False, False, 2),
-        (1, 1, 2, 2, 1, 2, 0, "LoopedBFS", "none", True, 4, False, False, 2),
-        (1, 2, 1, 1, 2, 2, 0, "Interleaved1F1B", "selective", False, 8, True, True, 2),
-        (1, 2, 1, 1, 2, 2, 3, "GPipe", "selective", False, 4, True, False, 2),
-        (2, 1, 1, 2, 1, 2, 1, "ZBVZeroBubble", "full", True, 4, False, True, 1),
-        (2, 2, 1, 1, 1, 2, 0, "InterleavedZeroBubble", "selective", True, 8, False, True, 1),
-        (2, 1, 1, 1, 2, 2, 0, "DualPipeV", "none", False, 4, False, True, 1),
-        (1, 2, 2, 2, 1, 1, 2, "1F1B", "none", False, 8, True, False, 2),
-        (1, 2, 1, 2, 1, 2, 1, "LoopedBFS", "selective", True, 8, False, True, 2),
-        (2, 1, 2, 1, 1, 2, 0, "GPipe", "full", True, 8, False, False, 1),
-        (1, 1, 1, 1, 2, 2, 1, "ZBVZeroBubble", "none", False, 8, False, True, 2),
-        (2, 1, 1, 2, 1, 2, 1, "Interleaved1F1B", "none", True, 4, True, True, 1),
-        (1, 1, 1, 1, 2, 2, 1, "GPipe", "none", False, 4, False, False, 1),
-        (1, 1, 1, 1, 1, 2, 0, "1F1B", "full", False, 8, True, False, 1),
-        (1, 1, 1, 1, 1, 2, 0, "InterleavedZeroBubble", "full", False, 8, True, False, 2),
-        (1, 1, 1, 1, 1, 2, 0, "DualPipeV", "selective", True, 8, False, True, 1),
-        (1, 1, 1, 1, 2, 2, 2, "Interleaved1F1B", "none", True, 8, False, True, 1),
-        (1, 1, 1, 1, 2, 2, 3, "LoopedBFS", "selective", True, 8, True, False, 1),
+        (1, 1, 1, 1, 1, 1, 0, "1F1B", "full", False, 4, True, False, 1, 1),
+        (1, 1, 2, 2, 1, 2, 2, "GPipe", "selective", True, 8, False, True, 2, 2),
+        (2, 2, 1, 1, 2, 1, 3, "1F1B", "none", True, 8, False, True, 1, 0),
+        (1, 1, 1, 2, 2, 2, 1, "InterleavedZeroBubble", "none", False, 4, True, False, 2, 0),
+        (2, 2, 1, 1, 1, 2, 0, "ZBVZeroBubble", "selective", False, 8, True, False, 2, 1),
+        (1, 1, 2, 2, 1, 2, 3, "Interleaved1F1B", "full", True, 4, False, False, 2, 1),
+        (2, 1, 1, 1, 2, 2, 2, "LoopedBFS", "full", False, 4, True, True, 1, 2),
+        (1, 2, 1, 2, 1, 2, 1, "DualPipeV", "full", True, 8, True, True, 2, 1),
+        (1, 2, 2, 1, 2, 1, 1, "1F1B", "selective", False, 4, False, False, 2, 2),
+        (1, 1, 2, 2, 1, 2, 0, "LoopedBFS", "none", True, 4, False, False, 2, 0),
+        (1, 2, 1, 1, 2, 2, 0, "Interleaved1F1B", "selective", False, 8, True, True, 2, 2),
+        (1, 2, 1, 1, 2, 2, 3, "GPipe", "selective", False, 4, True, False, 2, 1),
+        (2, 1, 1, 2, 1, 2, 1, "ZBVZeroBubble", "full", True, 4, False, True, 1, 0),
+        (2, 2, 1, 1, 1, 2, 0, "InterleavedZeroBubble", "selective", True, 8, False, True, 1, 0),
+        (2, 1, 1, 1, 2, 2, 0, "DualPipeV", "none", False, 4, False, True, 1, 2),
+        (1, 2, 2, 2, 1, 1, 2, "1F1B", "none", False, 8, True, False, 2, 1),
+        (1, 2, 1, 2, 1, 2, 1, "LoopedBFS", "selective", True, 8, False, True, 2, 1),
+        (2, 1, 2, 1, 1, 2, 0, "GPipe", "full", True, 8, False, False, 1, 0),
+        (1, 1, 1, 1, 2, 2, 1, "ZBVZeroBubble", "none", False, 8, False, True, 2, 2),
+        (2, 1, 1, 2, 1, 2, 1, "Interleaved1F1B", "none", True, 4, True, True, 1, 0),
+        (1, 1, 1, 1, 2, 2, 1, "GPipe", "none", False, 4, False, False, 1, 0),
+        (1, 1, 1, 1, 1, 2, 0, "1F1B", "full", False, 8, True, False, 1, 1),
+        (1, 1, 1, 1, 1, 2, 0, "InterleavedZeroBubble", "full", False, 8, True, False, 2, 1),
+        (1, 1, 1, 1, 1, 2, 0, "DualPipeV", "selective", True, 8, False, True, 1, 0),
+        (1, 1, 1, 1, 2, 2, 2, "Interleaved1F1B", "none", True, 8, False, True, 1, 0),
+        (1, 1, 1, 1, 2, 2, 3, "LoopedBFS", "selective", True, 8, True, False, 1, 2),
+        (2, 1, 1, 1, 2, 2, 1, "InterleavedZeroBubble", "none", False, 8, False, False, 2, 2),
     )
 ]
 
@@ -102,7 +106,10 @@ def makes_no_sense(pair: Pair) -> bool:
 def run_of(settings: Settings, folder: str, precision: str = "fp32") -> RunConfig:
     s = settings
     model = LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": s.kv_heads, "tie_word_embeddings": s.tied}
+    if s.experts:
+        model |= {"num_experts": 4, "moe_intermediate_size": 48}
     grid = {name: getattr(s, name) for name in ("x", "y", "z", "dp", "cp", "pp", "zero", "schedule")}
+    grid |= {"ep": max(s.experts, 1)}
     batch = 2 * s.z * s.dp * (4 if s.accumulate else 1)
     return tiny_run(
         model,
@@ -111,6 +118,7 @@ def run_of(settings: Settings, folder: str, precision: str = "fp32") -> RunConfi
         data={"source": "python-stdlib", "mask_documents": s.documents},
         activation_checkpoint={"mode": s.recompute, "modules": ["attention", "mlp", "norms", "gathers"]},
         overlap={"shards_per_node": s.per_node},
+        moe={"load_balancing_loss": 0.1, "z_loss": 0.001} if s.experts else {},
         loss_scaling={"initial": 1024.0},
         output_dir=folder,
     )
