@@ -37,6 +37,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
         chosen=model.num_experts_per_tok if model.num_experts else 0,
         expert_inner=model.moe_intermediate_size,
         shared_inner=model.shared_expert_intermediate_size,
+        shared_gate=model.shared_expert_gate,
         sparse=sparse / model.num_hidden_layers if sparse else 0,
     )
 

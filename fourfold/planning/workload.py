@@ -67,6 +67,8 @@ class ModelShape(Cases):
     """Width of an expert, which has a gate."""
     shared_inner: Number = 0
     """Width of the shared expert, a gated MLP that every token passes; 0: there is none."""
+    shared_gate: Number = False
+    """Its output is multiplied by a gate of the token's own."""
     sparse: Number = 0
     """Share of the blocks that have experts."""
 

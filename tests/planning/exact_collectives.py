@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from exact_order import directions
-from exact_parameters import Stage, stages_of_rank, tiles_of, weight_shards
+from exact_parameters import Stage, Tiles, expert_shards, stages_of_rank, tiles_of, weight_shards
 
 from fourfold.config.layout import CHUNK_LOGITS, attention_split, context_method
 from fourfold.config.run import ParallelConfig, RunConfig
@@ -103,16 +103,24 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     line = partial(_line, grid)
     yield from line("x", "all_gather", "qkv: tokens", residual, gathers)
     yield from line("x", "reduce_scatter", "o_proj: outputs", residual, forward)
-    yield from line("x", "all_gather", "up: tokens", residual, gathers)
-    yield from line("x", "reduce_scatter", "down: outputs", residual, once)  # nothing that is recomputed reads them
-    yield from line("x", "all_gather", "down: output gradient", residual, once)
-    yield from line("x", "reduce_scatter", "up: input gradient", residual, once)
+    if model.num_experts:
+        yield from _expert_lines(run, once, forward)
+    shared = bool(model.shared_expert_intermediate_size)
+    up, down = ("shared up", "shared down") if shared else ("up", "down")
+    inner = model.shared_expert_intermediate_size if model.num_experts else inner
+    if inner:
+        yield from line("x", "all_gather", f"{up}: tokens", residual, gathers)
+        yield from line(
+            "x", "reduce_scatter", f"{down}: outputs", residual, once
+        )  # nothing that is recomputed reads them
+        yield from line("x", "all_gather", f"{down}: output gradient", residual, once)
+        yield from line("x", "reduce_scatter", f"{up}: input gradient", residual, once)
+        yield from line("y", "all_reduce", f"{up}: outputs", item * tokens * inner // x, ups * forward)
+        yield from line("y", "all_reduce", f"{down}: input gradient", item * tokens * inner // x, once)
     yield from line("x", "all_gather", "o_proj: output gradient", residual, once)
     yield from line("x", "reduce_scatter", "qkv: input gradient", residual, once)
     yield from line("y", "reduce_scatter", "qkv: outputs", item * tokens * features // x, forward)
     yield from line("y", "all_gather", "o_proj: inputs", item * tokens * queries // x, gathers)
-    yield from line("y", "all_reduce", "up: outputs", item * tokens * inner // x, ups * forward)
-    yield from line("y", "all_reduce", "down: input gradient", item * tokens * inner // x, once)
     yield from line("y", "reduce_scatter", "o_proj: input gradient", item * tokens * queries // x, once)
     yield from line("y", "all_gather", "qkv: output gradient", item * tokens * features // x, once)
     yield from line("y", "all_reduce", "norm: statistics", sizes.sums * tokens // x, 2 * norms)
@@ -132,6 +140,27 @@ def _head_norm_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
             for purpose, again in (("statistics", sizes.core_again), ("statistics' gradient", False)):
                 count = _times(run, stage, again)
                 yield Line(axis, "all_reduce", f"{name}: {purpose}", count, count * size)
+
+
+def _expert_lines(run: RunConfig, once: int, forward: int) -> Iterator[Line]:
+    """A router and its experts, of which each has as many rows."""
+    model, grid, sizes = run.model, run.parallel, _Sizes(run)
+    line, item, experts = partial(_line, grid), sizes.item, model.num_experts
+    tokens, hidden = sizes.tokens // grid.x, model.hidden_size // grid.y
+    rows, width = tokens * model.num_experts_per_tok, model.moe_intermediate_size // grid.x
+    for purpose in ("experts: dispatch", "experts: combine"):
+        yield from line("ep", "all_to_all", purpose, item * rows * hidden, forward + once)
+    for purpose in ("experts: tokens", "experts: outputs"):
+        yield from line("x", "all_to_all", purpose, item * grid.x * rows * hidden, forward + once)
+    yield from line("ep", "all_to_all", "experts: counts of rows", 8 * experts, forward)
+    yield from line("x", "all_gather", "experts: counts of rows", 8 * grid.x * experts, forward)
+    yield from line("y", "all_reduce", "router: logits", 4 * tokens * experts, forward)
+    yield from line("y", "all_reduce", "router: weights' gradient", 4 * rows, once)
+    yield from line("y", "all_reduce", "experts: outputs of up", item * grid.x * rows * width, 2 * forward)
+    yield from line("y", "all_reduce", "experts: input gradient of down", item * grid.x * rows * width, once)
+    if model.shared_expert_gate:
+        yield from line("y", "all_reduce", "shared expert: gate", 4 * tokens, forward)
+        yield from line("y", "all_reduce", "shared expert: gate's gradient", 4 * tokens, once)
 
 
 def _key_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
@@ -230,6 +259,9 @@ def _weight_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
         if grid.dp * grid.cp > 1:
             size = sum(part.rows * part.width for part in tiles.parts())
             yield Line(replicas, "all_reduce", "gradients", buckets, reduced * size)
+        if tiles.experts and grid.dp * grid.cp > grid.ep:
+            size = sum(part.rows * part.width for part in tiles.experts * tiles.layers)
+            yield Line("ep_replicas", "all_reduce", "gradients", tiles.layers, reduced * size)
         return
     item, steps, shards = 4 if training.precision == "fp32" else 2, run.gradient_accumulation_steps, weight_shards(run)
     axis = axis_name(run, ("z",) if grid.zero == 0 else ("dp", "cp", "z"))
@@ -249,6 +281,23 @@ def _weight_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
             yield Line(name, "all_gather", "weights", count * from_z, count * from_z * item * padded // share)
         if grid.zero == 0 and grid.dp * grid.cp > 1:
             yield Line(replicas, "all_reduce", "gradients", count, count * reduced * padded // shards)
+    if tiles.experts:
+        yield from _expert_weight_lines(run, tiles, gathers, item, reduced)
+
+
+def _expert_weight_lines(run: RunConfig, tiles: Tiles, gathers: _Gathers, item: int, reduced: int) -> Iterator[Line]:
+    """The same for experts that ep divides: over the ranks with the same ones."""
+    grid, shards, steps = run.parallel, expert_shards(run), run.gradient_accumulation_steps
+    of_z, (from_all, from_z) = max(grid.z // grid.ep, 1), gathers.block
+    padded = sum(part.chunk(shards) for part in tiles.experts) * shards
+    count, sums = tiles.layers, tiles.layers * (1 if grid.zero == 1 else steps)
+    if shards > 1:
+        yield Line("ep_shards", "all_gather", "weights", count * from_all, count * from_all * item * padded)
+        yield Line("ep_shards", "reduce_scatter", "gradients", sums, sums * reduced * padded)
+    if of_z > 1 and from_z:
+        yield Line("ep_shards of z", "all_gather", "weights", count * from_z, count * from_z * item * padded)
+    if grid.zero == 0 and grid.dp * grid.cp * grid.z > grid.ep * shards:
+        yield Line("ep_copies", "all_reduce", "gradients", count, count * reduced * padded // shards)
 
 
 def _levels(run: RunConfig, axis: str, ranks: int) -> list[tuple[str, int]]:
@@ -314,6 +363,11 @@ def _once_a_step_lines(run: RunConfig, stages: list[Stage]) -> Iterator[Line]:
         tiles = tiles_of(run, ends[0])
         (*_, table) = tiles.last or tiles.embedding
         yield Line("pp", "all_reduce", "gradients of the tied embedding", 1, item * table.chunk(shards))
+    if run.model.num_experts and grid.dp * grid.cp * grid.z * grid.x > 1:
+        axis = axis_name(run, ("dp", "cp", "z", "x"))
+        yield Line(
+            axis, "all_reduce", "load of experts", 1, 8 * run.model.num_hidden_layers * (run.model.num_experts + 4)
+        )
     if grid.dp * grid.cp * grid.z > 1:
         tokens = axis_name(run, ("dp", "cp", "z"))
         yield Line(tokens, "all_reduce", "kept tokens", 1, 8)

@@ -48,8 +48,11 @@ class Tiles:
     last: tuple[Part, ...]
     embedding: tuple[Part, ...]
     positions: tuple[Part, ...]
+    experts: tuple[Part, ...] = ()
+    """Of one block, where ep divides them; else they are in ``block``."""
 
     def parts(self) -> list[Part]:
+        """All but ``experts``."""
         return [*self.block * self.layers, *self.last, *self.embedding, *self.positions]
 
 
@@ -71,11 +74,12 @@ def tiles_of(run: RunConfig, stage: Stage) -> Tiles:
     shared = model.tie_word_embeddings and grid.pp == 1
     learned = stage.is_first and model.position_embedding == "learned"
     return Tiles(
-        block=_block(run),
+        block=(*_block(run), *(() if grid.ep > 1 else _experts(run))),
         layers=stage.layers,
         last=(*_norm(run), table) if stage.is_last else (),
         embedding=(table,) if stage.is_first and not shared else (),
         positions=(Part(model.max_position_embeddings // grid.x, hidden),) if learned else (),
+        experts=_experts(run) if grid.ep > 1 else (),
     )
 
 
@@ -103,6 +107,13 @@ def _block(run: RunConfig) -> tuple[Part, ...]:
     block.append(Part(hidden, queries // x))
     if model.attention_output_bias:
         block.append(Part(hidden, 1, ("x",)))
+    if model.num_experts:
+        inner = model.shared_expert_intermediate_size // x
+        block.append(Part(model.num_experts, hidden, ("x",)))
+        if model.shared_expert_gate:
+            block.append(Part(1, hidden, ("x",)))
+    if inner == 0:
+        return tuple(block)
     for _ in range(2 if model.gated_mlp else 1):
         block.append(Part(inner, hidden))
         if model.mlp_bias:
@@ -111,6 +122,19 @@ def _block(run: RunConfig) -> tuple[Part, ...]:
     if model.mlp_bias:
         block.append(Part(hidden, 1, ("x",)))
     return tuple(block)
+
+
+def _experts(run: RunConfig) -> tuple[Part, ...]:
+    """Gate, up and down of a rank's experts, whose rows are experts."""
+    model, grid = run.model, run.parallel
+    width = model.moe_intermediate_size // grid.x * (model.hidden_size // grid.y)
+    return (Part(model.num_experts // grid.ep, width),) * 3 if model.num_experts else ()
+
+
+def expert_shards(run: RunConfig) -> int:
+    """Ranks that share the stored experts of one tile, where ep divides them."""
+    grid = run.parallel
+    return max(grid.z // grid.ep, 1) if grid.zero == 0 else grid.z * grid.dp * grid.cp // grid.ep
 
 
 def weight_shards(run: RunConfig) -> int:
@@ -124,7 +148,8 @@ def stored_bytes(run: RunConfig, pp_rank: int = 0) -> tuple[int, int, int]:
     pp."""
     item = 4 if run.training.master_weights == "fp32" else 2
     shards = weight_shards(run)
-    parts = (part for stage in stages_of_rank(run, pp_rank) for part in tiles_of(run, stage).parts())
-    entries = sum(part.chunk(shards) for part in parts)
+    tiles = [tiles_of(run, stage) for stage in stages_of_rank(run, pp_rank)]
+    entries = sum(part.chunk(shards) for each in tiles for part in each.parts())
+    entries += sum(part.chunk(expert_shards(run)) for each in tiles for part in each.experts * each.layers)
     moment = 4 if run.optimizer.stochastic_rounding else item
     return item * entries, item * entries, 2 * moment * entries

@@ -173,6 +173,7 @@ def test_the_network_of_a_row(gbits: object, node: float) -> None:
         ({"precision": "nvfp4"}, "below 8 bits"),
         ({"micro_batch": 16}, "more than the global batch"),
         ({"vpp": 99, "pp": 2}, "more than the layers"),
+        ({"ep": 3, "experts": 6, "experts_per_token": 2, "expert_ffn_hidden": 64}, "ep does not divide"),
     ],
 )
 def test_a_row_that_cannot_be_predicted_has_a_reason(cells: dict[str, object], reason: str) -> None:
@@ -245,7 +246,7 @@ def test_a_file_is_read_and_its_skipped_rows_counted(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("\n".join([HEADER, row_text(), row_text(ep=8), row_text(ep=4), row_text(precision="fp8")]))
     rows, skipped = read_rows([path])
-    assert len(rows) == 2 and skipped == {"mixture of experts": 2}
+    assert len(rows) == 2 and skipped == {"mixture of experts of unknown sizes": 2}
     assert [r.dense_half for r in rows] == [True, False]
 
 

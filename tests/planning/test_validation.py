@@ -157,6 +157,14 @@ def test_the_page_shows_the_shipped_constants_and_every_row() -> None:
     same_text(["|".join(row[5:]) for row in shown], ["|".join(cells[tuple(row[:3])][5:]) for row in shown])
 
 
+def test_the_page_shows_every_mixture() -> None:
+    page = (DOCS / "planner_validation.md").read_text(encoding="utf-8")
+    module, (rows, _) = script(), read_rows([measured_table()])
+    lines = module.mixtures_section(rows, module.mixtures_left_out(rows))
+    begin = page.index(lines[0])
+    same_text(page[begin : page.index("\n## ", begin)].splitlines(), lines[:-1])
+
+
 @pytest.mark.slow
 def test_the_page_is_what_the_script_makes() -> None:
     module, (rows, skipped) = script(), read_rows([measured_table()])

@@ -108,8 +108,11 @@ def row_of(measured: MeasuredRow) -> Row:
         raise Skipped("precision below 8 bits")
     if measured.architecture == "hybrid":
         raise Skipped("hybrid model")
-    if measured.architecture == "moe" and not all(map(partial(getattr, measured), OF_EXPERTS)):
+    if (measured.architecture == "moe" or measured.ep > 1) and not all(map(partial(getattr, measured), OF_EXPERTS)):
         raise Skipped("mixture of experts of unknown sizes")
+    divided = measured.ep * (measured.pp or 1) * (measured.tp or 1 if measured.experts_over_tp else 1)
+    if measured.ep > 1 and measured.gpus % divided:
+        raise Skipped("ep does not divide the GPUs of a stage")
     for name in ("machine", "layers", "hidden", "heads", "seq_len", "global_batch", "tp", "pp", "micro_batch"):
         if getattr(measured, name) is None:
             raise Skipped(f"no {name}")

@@ -13,6 +13,7 @@ from fourfold.planning.cost.experts import (
     experts_made_again,
     has_experts,
     kept_by_experts,
+    kept_by_shared_gate,
     states_of_experts,
 )  # fmt: skip
 from fourfold.planning.workload import CP_METHODS, Workload
@@ -251,8 +252,13 @@ def block_bytes(work: Workload) -> BlockBytes:
 
 
 def _with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
-    """A block with the experts of a mixture besides, or in place of, its MLP."""
-    residual = pieces(work).residual
+    """A block with the experts of a mixture besides, or in place of, its MLP.
+
+    The backward of a shared expert comes first, and frees what it has kept.
+    """
+    p = pieces(work)
+    freed = work.model.mlps * p.gathered + 2 * mlp_made_again(work) + kept_by_shared_gate(work)
+    residual = p.residual - np.where(work.model.shared_inner > 0, freed, 0)
     sharded, replicated = (residual + of_experts for of_experts in backward_of_experts(work))
     return replace(
         block,

@@ -9,8 +9,10 @@ import numpy as np
 from fourfold.planning.cases import Number
 from fourfold.planning.workload import Workload
 
-BYTES_OF_A_CHOICE = 40.0
+BYTES_OF_A_CHOICE = 44.0
 """Kept for each choice of a token: its expert, its place among the rows and back, in 64 bits, and its weights."""
+BYTES_OF_AN_ORDER = 32.0
+"""Kept for each row that is sorted by expert where it arrives: places and back, of both ways, in 64 bits."""
 
 
 def has_experts(work: Workload) -> bool:
@@ -82,7 +84,15 @@ def kept_by_experts(work: Workload, selective: bool) -> Number:
     tokens = work.tokens / layout.x
     read_by_router = np.where(program.is_fourfold, 4, item) * tokens * hidden
     router = read_by_router + 4 * tokens * model.experts + BYTES_OF_A_CHOICE * tokens * model.chosen
-    return model.sparse * (router + read + mlp + back)
+    order = np.where((layout.x * layout.ep > 1) & (rows.experts > 1), BYTES_OF_AN_ORDER * rows.here, 0)
+    return model.sparse * (router + read + mlp + back + order + kept_by_shared_gate(work))
+
+
+def kept_by_shared_gate(work: Workload) -> Number:
+    """Bytes that the gate of one block's shared expert keeps: what it reads, in fp32, and what it multiplies."""
+    model, layout = work.model, work.layout
+    residual = work.tokens / layout.x * model.hidden / layout.y
+    return np.where(model.shared_gate, (4 + work.step.item_bytes) * residual, 0)
 
 
 def experts_made_again(work: Workload) -> Number:
@@ -98,9 +108,13 @@ def _activated(work: Workload, rows: Rows) -> Number:
 
 
 def backward_of_experts(work: Workload) -> tuple[Number, Number]:
-    """Peak bytes of the backward of a block's experts: with weights that are sharded over data, and with others."""
+    """Peak bytes of the backward of a block's experts: with weights that are sharded over data, and with others.
+
+    At the experts' width the gradients of the product, of gate and up, and one that is made on the way; and the rows of
+    two gradients, in the order in which they come and in that of the experts.
+    """
     rows, model, layout, item = rows_of(work), work.model, work.layout, work.step.item_bytes
     inner, hidden = item * rows.here * rows.inner, item * rows.here * model.hidden / layout.y
     weight = model.experts * model.hidden * model.expert_inner / (layout.x * layout.y * layout.ep)
-    sharded, replicated = (np.maximum(2 * inner + size * weight, inner + hidden + item * weight) for size in (item, 4))
-    return sharded, replicated
+    both = 4 * inner + 2 * hidden
+    return both + item * weight, both + 4 * weight
