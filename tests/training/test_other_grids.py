@@ -113,6 +113,7 @@ EXPERTS = {
     "moe__z_loss": 1e-3,
     "moe__bias_update_rate": 1e-3,
     "moe__capacity_factor": 1.0,
+    "checks__replay_interval": 2,
 }
 FIGURES = ("expert_load", "dropped_share", "router_entropy", "balance_loss", "router_z_loss")
 

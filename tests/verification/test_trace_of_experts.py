@@ -94,7 +94,7 @@ def test_the_trace_is_within_three_percent_of_torchs_tracker(
 @pytest.mark.parametrize(
     ("model", "grid", "sections"),
     [
-        (MIXTURE, {"dp": 2, "ep": 2}, {}),
+        pytest.param(MIXTURE, {"dp": 2, "ep": 2}, {}, marks=pytest.mark.slow),
         pytest.param(DEEPSEEK, {"z": 4, "ep": 2}, {"activation_checkpoint": {"mode": "full"}}, marks=pytest.mark.slow),
         pytest.param(QWEN_MOE, {"x": 2, "dp": 2, "ep": 2, "zero": 3}, {}, marks=pytest.mark.slow),
         pytest.param(MIXTURE, {"z": 2, "dp": 2, "ep": 2, "zero": 2}, {}, marks=pytest.mark.slow),
