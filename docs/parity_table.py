@@ -23,6 +23,7 @@ TESTS = HERE.parent / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "verification")]
 
 from mutants import Mutant  # noqa: E402 (the tests' folder is on the path from here on)
+from mutants_of_experts import EXPERTS  # noqa: E402
 from mutants_of_layers import LAYERS  # noqa: E402
 from mutants_of_parallelism import PARALLELISM  # noqa: E402
 from mutants_of_steps import STEPS  # noqa: E402
@@ -100,7 +101,7 @@ SIXTEENS = {**MODELS["Llama"], "model.num_key_value_heads": 8, "model.intermedia
 """All sizes are multiples of 16 on every rank, as float8 needs them."""
 
 
-FAULTS = [*LAYERS, *PARALLELISM, *STEPS]
+FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS]
 FAULTS_HEADER = ("fault", "file", "grid", "betrayed by")
 
 
@@ -137,7 +138,7 @@ def parity_body(rank: int, world_size: int, run: RunConfig, steps: int, against:
 
 def mutant_body(rank: int, world_size: int, run: RunConfig, mutant: Mutant) -> ParityReport | None:
     with mutated(f"fourfold.{mutant.module}", mutant.old, mutant.new):
-        return parity_on_cpu(run, 2, "transformers")
+        return parity_on_cpu(run, 2, mutant.against)
 
 
 def precision_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError | None:

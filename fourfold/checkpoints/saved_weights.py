@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from fourfold.checkpoints.rank_files import dtype_of, read_boxes
-from fourfold.checkpoints.verify import verify
+from fourfold.checkpoints.verify import saved_shapes, verify
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
-from fourfold.models.lora import trained_shapes
 from fourfold.models.tensor_files import whole_or_part
-from fourfold.models.transformer import parameter_shapes
 
 
 class SavedWeights:
@@ -24,8 +22,7 @@ class SavedWeights:
         self.path = path
         self.state, self._layout = verify(path)
         self.model = ModelConfig(**self.state.model)
-        lora = self.state.lora
-        self.shapes = parameter_shapes(self.model) if lora is None else trained_shapes(self.model, lora)
+        self.shapes = saved_shapes(self.model, self.state.lora)
         self.dtypes = {name: dtype_of(self._layout, f"model.{name}") for name in self.shapes}
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
