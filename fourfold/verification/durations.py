@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fourfold.config.run import RunConfig
 from fourfold.planning.calibration.machine_constants import constants_for
-from fourfold.planning.cost.block import Rates
+from fourfold.planning.cost.rates import Rates
 from fourfold.planning.cost.terms import attention_core
 from fourfold.planning.cost.terms.bubble import transfer_seconds
 from fourfold.planning.cost.terms.collective import gather_seconds, group_of, reduce_seconds
