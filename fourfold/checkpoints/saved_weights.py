@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from fourfold.checkpoints.rank_files import dtype_of, read_boxes
-from fourfold.checkpoints.verify import verify
+from fourfold.checkpoints.verify import saved_shapes, verify
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
-from fourfold.models.lora import trained_shapes
 
 
 class SavedWeights:
@@ -22,7 +21,7 @@ class SavedWeights:
         self.path = path
         self.state, self._layout = verify(path)
         self.model = ModelConfig(**self.state.model)
-        self.shapes = trained_shapes(self.model, self.state.lora)
+        self.shapes = saved_shapes(self.model, self.state.lora)
         self.dtypes = {name: dtype_of(self._layout, f"model.{name}") for name in self.shapes}
 
     def read(self, name: str) -> Tensor:

@@ -14,8 +14,8 @@ from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_c
 from fourfold.checkpoints.rank_files import check_header
 from fourfold.checkpoints.saved_state import CheckpointState, read_state
 from fourfold.config.model import ModelConfig
+from fourfold.config.run import LoRAConfig
 from fourfold.models.lora import trained_shapes
-from fourfold.models.mixture import moves_alone
 from fourfold.models.transformer import parameter_shapes
 from fourfold.parallel.together import failing_together
 
@@ -52,14 +52,16 @@ def verified(path: Path, expected: Shapes) -> Iterator[Layout]:
 def shapes_of(state: CheckpointState) -> Shapes:
     """The shapes of all tensors that a checkpoint of a run must hold."""
     model = ModelConfig(**state.model)
-    shapes = trained_shapes(model, state.lora)
-    expected = {f"model.{name}": shape for name, shape in shapes.items()}
+    expected = {f"model.{name}": shape for name, shape in saved_shapes(model, state.lora).items()}
     if not state.weights_only:
+        shapes = trained_shapes(model, state.lora)
         expected |= {f"optimizer.{moment}.{name}": shape for name, shape in shapes.items() for moment in MOMENTS}
-    if state.lora is None:
-        shapes = parameter_shapes(model)
-        expected |= {f"model.{name}": shape for name, shape in shapes.items() if moves_alone(name)}
     return expected
+
+
+def saved_shapes(model: ModelConfig, lora: LoRAConfig | None) -> Shapes:
+    """The shapes of the weights that a checkpoint of a run has: all, or with LoRA those of its adapters."""
+    return parameter_shapes(model) if lora is None else trained_shapes(model, lora)
 
 
 def check_structure(path: Path, expected: Shapes, rank: int = 0, ranks: int = 1) -> Layout:

@@ -61,8 +61,8 @@ class _Multiply(Function):
 
 def _multiply(rows_NI: Tensor, weights_EOI: Tensor, sizes: Sequence[int]) -> Tensor:
     """x Wᵀ of each group."""
-    if _has_kernel(rows_NI, weights_EOI):
-        return F.grouped_mm(rows_NI, weights_EOI.mT, offs=_ends(sizes, rows_NI.device))
+    if has_kernel(rows_NI, weights_EOI, *weights_EOI.shape[1:]):
+        return F.grouped_mm(rows_NI.contiguous(), weights_EOI.mT, offs=_ends(sizes, rows_NI.device))
     out_NO = rows_NI.new_empty(len(rows_NI), weights_EOI.shape[1])
     for rows, weight_OI, out in zip(rows_NI.split(sizes), weights_EOI, out_NO.split(sizes), strict=True):
         if len(rows):
@@ -72,23 +72,19 @@ def _multiply(rows_NI: Tensor, weights_EOI: Tensor, sizes: Sequence[int]) -> Ten
 
 def _outer(grad_NO: Tensor, rows_NI: Tensor, sizes: Sequence[int]) -> Tensor:
     """gradᵀ x of each group, [E, O, I]; zero for an empty one."""
-    if _has_kernel(grad_NO, rows_NI):
-        return F.grouped_mm(grad_NO.T, rows_NI, offs=_ends(sizes, rows_NI.device))
+    if has_kernel(grad_NO, rows_NI, grad_NO.shape[1], rows_NI.shape[1]):
+        return F.grouped_mm(grad_NO.contiguous().T, rows_NI.contiguous(), offs=_ends(sizes, rows_NI.device))
     out_EOI = rows_NI.new_empty(len(sizes), grad_NO.shape[1], rows_NI.shape[1])
     for grad, rows, out_OI in zip(grad_NO.split(sizes), rows_NI.split(sizes), out_EOI, strict=True):
         torch.mm(grad.T, rows, out=out_OI)  # of no rows: zero
     return out_EOI
 
 
-def _has_kernel(*operands: Tensor) -> bool:
-    """True where torch multiplies all groups in one kernel: bf16 on a GPU."""
-    return hasattr(F, "grouped_mm") and all(
-        each.is_cuda
-        and each.dtype == torch.bfloat16
-        and each.shape[-1] * each.element_size() % ALIGNMENT == 0
-        and each.shape[-2] * each.element_size() % ALIGNMENT == 0
-        for each in operands
-    )
+def has_kernel(rows: Tensor, other: Tensor, *widths: int) -> bool:
+    """True where torch multiplies all groups in one kernel: bf16 on a GPU, with widths that are whole lines of it."""
+    fits = all(width * rows.element_size() % ALIGNMENT == 0 for width in widths)
+    is_half = rows.dtype == other.dtype == torch.bfloat16
+    return hasattr(F, "grouped_mm") and rows.is_cuda and is_half and fits and len(rows) > 0
 
 
 def _ends(sizes: Sequence[int], device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.config.model import ModelConfig
+from fourfold.models import grouped
 from fourfold.models.grouped import grouped_product
 from fourfold.models.initialize import fill_slice, initialize
 from fourfold.models.mixture import Mixture, capacity, within_capacity
@@ -150,3 +151,16 @@ def test_parameters_are_counted() -> None:
 def test_impossible_experts_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig(**(TINY | keys))
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.11 has no public grouped product")
+def test_torchs_grouped_kernel_multiplies_as_the_loop_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, weights = torch.randn(24, 16).bfloat16(), torch.randn(3, 32, 16).bfloat16()
+    results = []
+    for by_kernel in (False, True):
+        monkeypatch.setattr(grouped, "has_kernel", lambda *operands, by_kernel=by_kernel: by_kernel)
+        inputs = [rows.clone().requires_grad_(), weights.clone().requires_grad_()]
+        out = grouped_product(inputs[0], inputs[1], [8, 0, 16])
+        results.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)

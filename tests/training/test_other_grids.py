@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -101,6 +102,35 @@ def test_one_run_on_four_grids(pool: Pool, tmp_path: Path, prefix: str) -> None:
         run = on_grid(tmp_path / "run", prefix, grid, checkpoint__interval=2)
         pool.run(run.parallel.world_size, train_until, run, stop)
     assert_close(run, expected)
+
+
+EXPERTS = {
+    "model__num_experts": 4,
+    "model__moe_intermediate_size": 48,
+    "model__router_bias": True,
+    "model__shared_expert_intermediate_size": 24,
+    "moe__load_balancing_loss": 0.1,
+    "moe__z_loss": 1e-3,
+    "moe__bias_update_rate": 1e-3,
+    "moe__capacity_factor": 1.0,
+    "checks__replay_interval": 2,
+}
+FIGURES = ("expert_load", "dropped_share", "router_entropy", "balance_loss", "router_z_loss")
+
+
+def test_one_run_of_experts_on_four_grids(pool: Pool, tmp_path: Path, prefix: str) -> None:
+    expected = on_grid(tmp_path / "expected", prefix, {}, **EXPERTS)
+    pool.run(1, train_until, expected, 8)
+    grids = [{"dp": 4, "ep": 4, "zero": 1}, {"x": 2, "z": 2, "ep": 2}, {"pp": 2, "cp": 2, "ep": 2}, {"y": 2}]
+    for stop, grid in zip((2, 4, 6, 8), grids, strict=True):
+        run = on_grid(tmp_path / "run", prefix, grid, **EXPERTS | {"training__micro_batch_size": 1})
+        pool.run(run.parallel.world_size, train_until, run, stop)
+    assert_close(run, expected)
+    for ours, theirs in zip(metrics_of(run), metrics_of(expected), strict=True):
+        assert [ours[key] for key in FIGURES] == pytest.approx([theirs[key] for key in FIGURES], rel=1e-5)
+        assert 1 <= ours["expert_load"] <= 2
+        assert 0 < ours["dropped_share"] < 0.5
+        assert 1 < ours["router_entropy"] <= math.log(4) + 1e-6
 
 
 @pytest.mark.slow

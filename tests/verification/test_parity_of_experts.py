@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
+from test_parity import check
 from tiny_runs import DEEPSEEK, MIXTURE, QWEN_MOE, tiny_run
 
 from fourfold.config.run import ParallelConfig, RunConfig
 from fourfold.errors import UserError
 from fourfold.verification.low_precision import LIMIT, PrecisionError, precision_error
-from fourfold.verification.parity import parity, resharded
-from fourfold.verification.parity_report import ParityReport
+from fourfold.verification.parity import resharded
 
 Case = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
@@ -107,17 +107,6 @@ SLOW_CASES: dict[str, Case] = {
     "geglu": (MIXTURE | {"mlp": "geglu"}, {"dp": 2, "ep": 2}, {}),
     "neox's parallel residual": (MIXTURE | {"parallel_residual": True}, {"x": 2, "dp": 2, "ep": 2}, FULL),
 }
-
-
-def parity_body(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:
-    return parity(run, torch.device("cpu"))
-
-
-def check(pool: Pool, case: Case, folder: Path) -> None:
-    model, grid, sections = case
-    run = tiny_run(model, grid, output_dir=str(folder), **sections)
-    report = pool.run(run.parallel.world_size, parity_body, run)[0]
-    assert report.ok, report.record()
 
 
 @pytest.mark.fast_cases(4)
