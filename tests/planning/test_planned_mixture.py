@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fourfold.planning.calibration.machine_constants import constants_for
-from fourfold.planning.cost.experts_per_rank import rows_of, states_of_experts
+from fourfold.planning.cost.expert_sizes import rows_of, states_of_experts
 from fourfold.planning.cost.memory import stage_memory
 from fourfold.planning.cost.step import step_parts
 from fourfold.planning.machines.constants import prior_constants

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fourfold.planning.cases import Cases, Number
-from fourfold.planning.cost.experts_per_rank import (
+from fourfold.planning.cost.expert_sizes import (
     backward_of_experts,
     experts_made_again,
     has_experts,

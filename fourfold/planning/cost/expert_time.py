@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.planning.cases import Cases, Number
-from fourfold.planning.cost.experts_per_rank import Rows, has_experts, rows_of
+from fourfold.planning.cost.expert_sizes import Rows, has_experts, rows_of
 from fourfold.planning.cost.rates import Rates, linear_seconds
 from fourfold.planning.cost.terms import host, pointwise
 from fourfold.planning.cost.terms.collective import Group, gather_seconds, group_of, reduce_seconds

@@ -6,7 +6,7 @@ import numpy as np
 
 from fourfold.planning.cases import Number
 from fourfold.planning.cost.block import BlockTime
-from fourfold.planning.cost.experts_per_rank import has_experts, states_of_experts, where_experts
+from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts, where_experts
 from fourfold.planning.cost.terms.bubble import transfer_seconds
 from fourfold.planning.cost.terms.collective import (
     ShardGroup,

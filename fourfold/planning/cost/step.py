@@ -9,7 +9,7 @@ import numpy as np
 from fourfold.planning.cases import Number
 from fourfold.planning.cost.activations import is_replicated
 from fourfold.planning.cost.block import BlockTime, block_time
-from fourfold.planning.cost.experts_per_rank import has_experts, states_of_experts, where_experts
+from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts, where_experts
 from fourfold.planning.cost.exposed import (
     exposed_cp,
     exposed_gradient_sum,
