@@ -89,7 +89,7 @@ def main() -> int:
         size = Size({"preset": "llama-tiny", "vocab_size": 512}, 4, 64, 1, (TENSOR_GRID,))
     rows = []
     for title, section in SECTIONS.items():
-        if arguments.only and title[0] not in arguments.only:
+        if title[0] not in (arguments.only or ("abd" if arguments.tiny else "abde")):  # a compiler takes a minute
             continue
         print(f"\n{title}", flush=True)
         new = section(size)
@@ -111,14 +111,24 @@ def main() -> int:
 
 
 def one_process(size: Size) -> list[Row]:
+    return _compared("a", size, ONE_PROCESS)
+
+
+def compiled(size: Size) -> list[Row]:
+    return _compared("e", size, COMPILED)
+
+
+def _compared(letter: str, size: Size, comparisons: Comparisons) -> list[Row]:
     rows = []
-    for section, comparisons in ONE_PROCESS.items():
+    for section, pairs in comparisons.items():
         times = run_on_ranks(1, 2, _time_one_process, size, section)
-        rows += [_row(f"a {section}", size, times, ours, theirs, goal) for ours, theirs, goal in comparisons]
+        rows += [_row(f"{letter} {section}", size, times, ours, theirs, goal) for ours, theirs, goal in pairs]
     return rows
 
 
-ONE_PROCESS: dict[str, list[tuple[str, str, float | None]]] = {
+Comparisons = dict[str, list[tuple[str, str, float | None]]]
+
+ONE_PROCESS: Comparisons = {
     "fp32": [("fourfold", "Hugging Face", 1.0), ("Hugging Face", "Hugging Face", None)],
     "bf16": [
         ("fourfold, bf16 weights", "HF, bf16 weights", 1.0),
@@ -128,17 +138,32 @@ ONE_PROCESS: dict[str, list[tuple[str, str, float | None]]] = {
         ("HF, autocast", "HF, bf16 weights", None),
     ],
 }
+COMPILED: Comparisons = {
+    "compiled": [
+        ("fourfold, compiled", "Hugging Face", 1.2),
+        ("fourfold, compiled", "HF, compiled", 1.05),
+        ("HF, compiled", "Hugging Face", None),
+        ("fourfold", "Hugging Face", None),
+    ]
+}
 """Contender, whom it is compared with, and the least ratio that is aimed at. Like is compared with like: weights in
 bf16, or in float32 and used in bf16, which is what autocast does."""
 
 
 def _time_one_process(size: Size, section: str) -> Times:
-    def ours(**training: str) -> Any:
+    def ours(**training: object) -> Any:
         return fourfold(one_micro_batch_run({}, size.batch, size.seq_length, size.model, **training), CPU)
 
     run = one_micro_batch_run({}, size.batch, size.seq_length, size.model)
     if section == "fp32":
         steps = {"fourfold": ours(), "Hugging Face": hugging_face(run, CPU)}
+    elif section == "compiled":
+        steps = {
+            "fourfold": ours(),
+            "fourfold, compiled": ours(compile=True),
+            "Hugging Face": hugging_face(run, CPU),
+            "HF, compiled": hugging_face(run, CPU, compiled=True),
+        }
     else:
         steps = {
             "fourfold, fp32 master": ours(precision="bf16"),
@@ -146,7 +171,7 @@ def _time_one_process(size: Size, section: str) -> Times:
             "HF, bf16 weights": hugging_face(run, CPU, torch.bfloat16),
             "HF, autocast": hugging_face(run, CPU, autocast=torch.bfloat16),
         }
-    return interleave(steps, run, CPU, size.rounds, tolerance=1e-4 if section == "fp32" else 2e-2)
+    return interleave(steps, run, CPU, size.rounds, tolerance=2e-2 if section == "bf16" else 1e-4)
 
 
 def four_processes(size: Size) -> list[Row]:
@@ -188,6 +213,7 @@ SECTIONS = {
     "a  one process, two threads": one_process,
     "b, c  four processes of one thread, fp32": four_processes,
     "d  first step, in fresh processes": first_steps,
+    "e  one process, two threads, compiled": compiled,
 }
 
 
@@ -209,7 +235,7 @@ def _print(rows: list[Row]) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of every contender")
-    parser.add_argument("--only", default="", metavar="abd", help="letters of the sections to run")
+    parser.add_argument("--only", default="", metavar="abde", help="letters of the sections to run")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
     add_tiny(parser)
     return parser.parse_args()

@@ -3,15 +3,17 @@
     python -m benchmarks.tuner_cpu FOLDER [--rounds 3] [--trials 8] [--json results.json]
 
 Four parts, each of which keeps what it has in FOLDER, so that the same command goes on where it was interrupted:
-`fourfold calibrate`; every layout measured in rounds, each in an order of its own (a layout's time is the median of its
-rounds); `fourfold tune` with at most so many trials, each a run of its own; and the same table played to the tuner, to
-Optuna's TPE and to random choices. The tuner's choice is judged by the table, which its trials are not part of.
+`fourfold calibrate`; every layout measured once, and those that are not far from the fastest in more rounds, each in an
+order of its own (a layout's time is the median of its rounds); `fourfold tune` with at most so many trials, each a run
+of its own; and the same table played to the tuner, to Optuna's TPE and to random choices. The tuner's choice is judged
+by the table, which its trials are not part of.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -49,6 +51,8 @@ TINY_SPACE = ("recompute=none", "micro_batch=1,2,4", "batch_parts=1")
 BATCH, SEQUENCE = 16, 64
 AT_ONCE = 12
 """Layouts that are measured by the same processes."""
+FAR = 2.5
+"""A layout whose first round took so many times as long as the fastest is not measured again."""
 WARM_UP, STEPS = 1, 4
 NEAR, SEEDS = 0.05, range(12)
 
@@ -70,7 +74,13 @@ def _all_parts(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     machine = "laptop" if arguments.tiny else str(calibrated(folder, ranks))
     settings = Settings(trials=trials, steps=steps)
     search, _ = search_for(
-        run_file(folder, ranks), (), ranks, machine, space, folder / "tune", settings, None, None, _say
+        run_file(folder, ranks),
+        nproc=ranks,
+        machine_name=machine,
+        space=space,
+        folder=folder / "tune",
+        settings=settings,
+        report=_say,
     )
     candidates = search.subject.candidates
     _say(f"{candidates.count} layouts of {ranks} processes; load of the machine {os.getloadavg()[0]:.1f}")
@@ -126,12 +136,17 @@ def calibrated(folder: Path, ranks: int) -> Path:
 
 
 def measured(folder: Path, search: Search, ranks: int, rounds: int) -> dict[int, float]:
-    """Seconds of every layout: the median of its rounds."""
+    """Seconds of every layout: the median of its rounds. Rounds after the first leave out what is far from the best."""
     count = search.subject.candidates.count
     for number in range(rounds):
-        known = {index for index, each in rounds_of(folder).items() if len(each) > number}
+        so_far = rounds_of(folder)
+        least = min((each[0] for each in so_far.values()), default=math.inf)
         order = random.Random(number).sample(range(count), count)
-        left = [index for index in order if index not in known]
+        left = [
+            index
+            for index in order
+            if len(each := so_far.get(index, [])) <= number and (number == 0 or each[0] <= FAR * least)
+        ]
         for begin in range(0, len(left), AT_ONCE):
             some = left[begin : begin + AT_ONCE]
             runs = [search.subject.run(index) for index in some]
@@ -142,7 +157,7 @@ def measured(folder: Path, search: Search, ranks: int, rounds: int) -> dict[int,
                 for index, value in zip(some, seconds, strict=True):
                     layout = describe_layout(search.subject.candidates.point(index))
                     file.write(json.dumps({"index": index, "layout": layout, "seconds": value}) + "\n")
-            _say(f"round {number + 1} of {rounds}: {count - len(left) + begin + len(some)} of {count} layouts, "
+            _say(f"round {number + 1} of {rounds}: {begin + len(some)} of {len(left)} layouts, "
                  f"{time.monotonic() - started:.0f} s")  # fmt: skip
     return {index: statistics.median(each) for index, each in rounds_of(folder).items()}
 

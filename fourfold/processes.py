@@ -22,12 +22,18 @@ def keep_gloo_local() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
+def end_with_starter() -> None:
+    """Have the kernel end this process when the thread that started it ends; without effect but on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def end_with_parent() -> None:
     """End this worker when the thread that started it ends, even by SIGKILL."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in workers only"
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_starter()
         if not parent.is_alive():  # it ended before the call above
             os._exit(1)
     else:

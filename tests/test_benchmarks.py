@@ -17,7 +17,7 @@ ARGUMENTS = {
     "train_cpu": ["--only", "b"],
     "loki_decode": ["--kernels", "torch"],  # the others compile for seconds
 }
-SLOW = {"tuner_cpu"}
+SLOW = {"one_step", "pipeline_bubble", "train_cpu", "tuner_cpu", "watchdog_cost"}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,7 +25,9 @@ def tune(
         list[str],
         typer.Option(metavar="KNOB=VALUE,…", help="Values of a knob, as `pp=1,2` or `x<=4`; repeatable. Default: all."),
     ] = [],  # noqa: B006 (typer reads it, nobody writes it)
-    nproc: Annotated[int | None, typer.Option(help="Devices of a trial. Default: those of the run file.")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Devices of a trial. Default: those of the run file.")
+    ] = None,
     machine: Annotated[
         str | None, typer.Option(help="Machine of the planner, or a machine file. Default: metrics.machine, or laptop.")
     ] = None,
@@ -65,11 +68,23 @@ def tune(
 
     if slurm is None and (nodes > 1 or time or sbatch or setup):
         raise UserError("--nodes, --time, --sbatch and --setup are for jobs; name the site with --slurm too")
+    for name, value in {"--budget": budget, "--timeout": timeout, "--memory-limit": memory_limit}.items():
+        if value is not None and not math.isfinite(value):
+            raise UserError(f"{name} {value} is not a finite number; leave it out for no limit")
     limit = None if memory_limit is None else memory_limit * 1e9
     settings = Settings(trials, budget, at_once or 0, steps, timeout, limit, method, seed)
     job = None if slurm is None else SlurmJob(nodes, time, sbatch=sbatch, setup=None if setup is None else str(setup))
     search, base = search_for(
-        run_file, overrides, nproc, machine, space, out, settings, slurm, job, lambda line: typer.echo(line, err=True)
+        run_file,
+        overrides=overrides,
+        nproc=nproc,
+        machine_name=machine,
+        space=space,
+        folder=out,
+        settings=settings,
+        site=slurm,
+        job=job,
+        report=lambda line: typer.echo(line, err=True),
     )
     try:
         end = search.run()

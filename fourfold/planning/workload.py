@@ -248,6 +248,12 @@ class Workload(Cases):
             parts.setdefault(PART_OF[name], {})[name] = value
         return replace(self, **{part: replace(getattr(self, part), **values) for part, values in parts.items()})
 
+    def point(self, index: int | np.ndarray) -> Self:
+        """One case, with plain numbers in place of NumPy's narrow ones."""
+        point = self.take(np.array(index))
+        numbers = {name: value.item() for name, value in vars(point.layout).items() if isinstance(value, np.generic)}
+        return point.but(**numbers)
+
     @property
     def micro_batches(self) -> Number:
         """Micro-batches that one rank runs in a step."""

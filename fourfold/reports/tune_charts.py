@@ -13,7 +13,7 @@ HEIGHT, WIDTH, SIDE, HEAD = 300, 1072, 60, 26
 
 
 @dataclass(frozen=True)
-class Path:
+class Line:
     """One line through all coordinates. values: a number or word of each; strength: 0 (faint) to 1; text: tooltip."""
 
     values: Mapping[str, str | float]
@@ -23,7 +23,7 @@ class Path:
     best: bool = False
 
 
-def parallel_coordinates(title: str, paths: Sequence[Path]) -> str:
+def parallel_coordinates(title: str, paths: Sequence[Line]) -> str:
     """Draw a vertical axis for every coordinate, whose values are evenly spaced in order, and a line for each path.
 
     The best path is drawn last and orange, failed ones dashed.
@@ -53,7 +53,7 @@ def parallel_coordinates(title: str, paths: Sequence[Path]) -> str:
     return figure(title, [], svg)
 
 
-def _line(path: Path, places: Mapping[str, float], height: object) -> str:
+def _line(path: Line, places: Mapping[str, float], height: object) -> str:
     assert callable(height)
     points = " ".join(f"{x:g},{height(name, path.values[name]):g}" for name, x in places.items())
     color = "s1" if path.best else "s6" if path.failed else "s0"

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from fourfold.data.files import write_output
 from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES
 from fourfold.reports import html
+from fourfold.reports.numbers import counted
 from fourfold.reports.plan_charts import Dot, scatter
 from fourfold.reports.svg import Series, line_chart, stacked_bars
 from fourfold.reports.tables import print_table
-from fourfold.reports.tune_charts import Path as Line
-from fourfold.reports.tune_charts import parallel_coordinates
+from fourfold.reports.tune_charts import Line, parallel_coordinates
 from fourfold.reports.tune_sentences import ended_early, outcomes_of, summary_of
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def write_tune_report(path: Path, result: TuneRecord) -> None:
         "<h2>All trials</h2>",
         html.table([*COLUMNS, "why"], [[*_row(trial), trial.why] for trial in result.trials], words=True),
     ]
-    title = f"Search for the fastest layout of {result.name}, on {result.gpus} devices of {result.machine}"
+    title = f"Search for the fastest layout of {result.name}, on {counted(result.gpus, 'device')} of {result.machine}"
     write_output(path, html.page(title, result.best, sections))
 
 
@@ -63,7 +63,7 @@ def tune_tables(result: TuneRecord) -> None:
     from rich.console import Console
 
     order = sorted(result.trials, key=lambda trial: (trial.result.seconds is None, trial.result.seconds or 0))
-    title = f"{result.name} on {result.gpus} devices of {result.machine}"
+    title = f"{result.name} on {counted(result.gpus, 'device')} of {result.machine}"
     print_table(title, COLUMNS, [_row(trial) for trial in order], words=("layout", "result"))
     console = Console(soft_wrap=True, highlight=False)
     console.print(summary_of(result), markup=False)
@@ -99,7 +99,7 @@ def _history(result: TuneRecord) -> str:
         Series("failed (no time)", numbers, failed, dots=True),
     ]
     kept = [each for each in series if any(value is not None for value in each.y)]
-    return line_chart("Seconds a step of the trials", kept, x_label="th trial", log_y=True, width=1072)
+    return line_chart("Seconds a step of the trials", kept, x_label="trials", log_y=True, width=1072)
 
 
 def _parallel(result: TuneRecord) -> str:

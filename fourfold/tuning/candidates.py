@@ -75,10 +75,8 @@ class Candidates:
         return np.stack(columns, axis=1)
 
     def point(self, index: int) -> Workload:
-        """One layout, with plain numbers."""
-        point = self.work.take(np.array(index))
-        numbers = {name: value.item() for name, value in vars(point.layout).items() if isinstance(value, np.generic)}
-        return point.but(**numbers)
+        """One layout."""
+        return self.work.point(index)
 
     def but_with(self, constants: Constants) -> Self:
         """The same layouts, predicted with other constants."""

@@ -147,10 +147,10 @@ class Ledger:
         return self._index[tuple(params[name] for name in self.choices)]
 
 
-def open_ledger(folder: Path, candidates: Candidates, method: Method, seed: int, what: str) -> Ledger:
+def open_ledger(folder: Path, candidates: Candidates, method: Method, seed: int, what: Mapping[str, str]) -> Ledger:
     """Open, or begin, the ledger in a folder; raises ``UserError`` where it is of another search.
 
-    ``what``: a text in which two searches differ where their trials must not be mixed.
+    ``what``: texts in which two searches differ where their trials must not be mixed, by name.
     """
     optuna = import_optuna()
     from optuna.storages import JournalStorage
@@ -170,11 +170,11 @@ def open_ledger(folder: Path, candidates: Candidates, method: Method, seed: int,
     )
     before = study.user_attrs.get("search")
     if before is None:
-        study.set_user_attr("search", what)
-    elif before != what:
+        study.set_user_attr("search", dict(what))
+    elif differing := [name for name, text in what.items() if before.get(name) != text]:
         raise UserError(
-            f"{folder} holds the trials of another search (another run file, machine, space or method); choose "
-            "another --out, or remove the folder"
+            f"{folder} holds the trials of another search, with another {' and '.join(differing)}; choose another "
+            "--out, or remove the folder"
         )
     return Ledger(candidates, study)
 
@@ -210,6 +210,7 @@ def sampler_of(method: Method, seed: int) -> optuna.samplers.BaseSampler:
 def import_optuna() -> Any:
     """Import Optuna, and have it print warnings only."""
     optuna = import_extra("optuna", "tune", "a search needs")
+    import_extra("sklearn", "tune", "a search needs")  # at its end
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

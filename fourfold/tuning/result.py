@@ -20,7 +20,8 @@ class Result:
     noise: float = 0.0
     """Standard error of the logarithm of ``seconds``, from the spread of the trial's own steps."""
     memory_bytes: float | None = None
-    """Allocated by the fullest process; None where it was not measured."""
+    """On a GPU what the fullest process needs, its allocations and the runtime's; on a CPU the most that one held in
+    memory. None where it was not measured."""
     reason: str = ""
     """Why it ended before it was done."""
     wall_seconds: float = 0.0

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.extras import import_extra
 from fourfold.tuning.candidates import Candidates
 from fourfold.tuning.result import Trial
 
@@ -98,7 +97,6 @@ def surrogate(candidates: Candidates, trials: Sequence[Trial], seed: int = 0) ->
             logs.setdefault(trial.index, []).append(math.log(trial.result.seconds))
     if len(logs) < LEAST_TRIALS:
         return None
-    import_extra("sklearn", "tune", "the tree surrogate needs")
     from sklearn.ensemble import ExtraTreesRegressor
     from sklearn.model_selection import KFold, cross_val_predict
 

@@ -27,14 +27,15 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 def search_for(
     run_file: Path,
-    overrides: Sequence[str],
-    nproc: int | None,
-    machine_name: str | None,
-    space: Sequence[str],
-    folder: Path | None,
+    *,
+    overrides: Sequence[str] = (),
+    nproc: int | None = None,
+    machine_name: str | None = None,
+    space: Sequence[str] = (),
+    folder: Path | None = None,
     settings: Settings,
-    site: str | None,
-    job: SlurmJob | None,
+    site: str | None = None,
+    job: SlurmJob | None = None,
     report: Callable[[str], None],
 ) -> tuple[Search, Machine]:
     """Make the search, and load the machine as its file has it; raises ``UserError`` where no layout may fit.

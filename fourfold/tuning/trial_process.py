@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from fourfold.processes import PR_SET_PDEATHSIG
+from fourfold.processes import end_with_starter
 
 LOG = "log.txt"
 """Everything that a trial prints, in its folder."""
@@ -33,7 +32,7 @@ class TrialProcess(Protocol):
         ...
 
     def held_bytes(self) -> float | None:
-        """Bytes that the fullest of its processes holds now; None where that cannot be seen."""
+        """The most bytes that one of its processes has held so far; None where that cannot be seen."""
         ...
 
     def end(self) -> None:
@@ -53,7 +52,7 @@ class LocalTrial:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 env=os.environ | dict(environment),
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_starter,
             )
 
     def has_started(self) -> bool:
@@ -78,11 +77,6 @@ def kernel_kills() -> int | None:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return None
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _members(group: int) -> list[int]:

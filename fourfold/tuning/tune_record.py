@@ -93,7 +93,10 @@ def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
     fitted = _calibrated(search, base, [trial.number for trial in trials if trial.result.outcome == "done"])
     files = {"run file": search.folder / BEST_FILE, "machine file": search.folder / MACHINE_FILE}
     record = _record(search, trials, best, end, fitted, {name: str(path) for name, path in files.items()})
-    comment = f"# The fastest of {len(trials)} trials on {record.gpus} devices: {record.best_seconds:.4g} s a step.\n"
+    comment = (
+        f"# The fastest layout of a search: {record.best_seconds:.4g} s a step (trials: {len(trials)}, devices: "
+        f"{record.gpus}).\n"
+    )
     write_output(files["run file"], comment + to_toml(search.subject.run(best)))
     title = f"{base.name}, calibrated on {fitted.rows} trials of `fourfold tune`"
     write_output(files["machine file"], machine_toml(fitted.machine, title, base))

@@ -70,12 +70,17 @@ class Subject:
         """The run file with a candidate's layout."""
         return planned_run(self.request, self.prediction(index))
 
-    def fingerprint(self, method: Method) -> str:
-        """A text in which searches differ whose trials must not be mixed."""
+    def fingerprint(self, method: Method) -> dict[str, str]:
+        """Everything in which searches differ whose trials must not be mixed, by how a message calls it."""
         assert self.request.run is not None
         knobs = {name: values.tolist() for name, values in self.candidates.knobs.items()}
-        differing = [knobs, self.candidates.seconds.tolist(), float(self.machine.memory), method]
-        return hashlib.sha256((to_toml(self.request.run) + json.dumps(differing)).encode()).hexdigest()
+        whole = {
+            "run file": to_toml(self.request.run),
+            "--method": method,
+            "memory (--machine, --memory-limit)": float(self.machine.memory),
+            "layouts (--space, --nproc, --machine, or fourfold's version)": knobs,
+        }
+        return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest() for name, value in whole.items()}
 
 
 class Search:

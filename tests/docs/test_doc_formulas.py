@@ -82,7 +82,7 @@ def name_of(over: str, grid: ParallelConfig) -> str | None:
     return None if not split else name if name in names else "dp_cp_z"
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     "grid",

@@ -33,7 +33,7 @@ def never_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LokiConfig, "is_dense_at", lambda *_: False)
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("kv_heads", [8, 2, 1], ids=lambda heads: f"group {8 // heads}")
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.usefixtures("never_dense")

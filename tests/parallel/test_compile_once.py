@@ -51,7 +51,7 @@ def graphs(
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("grid", [{}, {"x": 2}, {"z": 2}, {"cp": 2}, {"x": 2, "y": 2}], ids=str)
 @pytest.mark.parametrize(

@@ -178,6 +178,7 @@ def test_evaluation_copies_nothing(notes: list[str]) -> None:
     assert notes == ["block 0", "block 1"]
 
 
+@pytest.mark.slow
 def test_the_trace_counts_inputs_that_are_back() -> None:
     """At the peak, in a block's backward, its input and the one before it are there, however many blocks there are."""
     peaks = {}

@@ -83,6 +83,7 @@ def step_body(rank: int, world_size: int, run: RunConfig) -> tuple[list[Span], l
     return stopwatch.spans(), stopwatch.waits()
 
 
+@pytest.mark.slow
 def test_every_operation_of_a_step_has_its_time(pool: Pool) -> None:
     run = tiny_run(GPT | {"num_hidden_layers": 2}, {"pp": 2}, training={"micro_batch_size": 1, "global_batch_size": 3})
     first, last = pool.run(2, step_body, run)

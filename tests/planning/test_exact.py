@@ -98,7 +98,7 @@ def assert_activations_too(run: RunConfig, within: float = 0.05) -> None:
     assert peak_bytes(work, work.model.layers, 1) == pytest.approx(memory.activations_peak, rel=within)
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("model", "grid", "mode"), [*FAST, *ALL], ids=str)
 def test_formulas_equal_the_trace(model: str, grid: dict[str, int], mode: str) -> None:
     assert_activations_too(run_of(model, grid, mode))
@@ -123,7 +123,7 @@ def test_formulas_equal_the_trace_with_other_steps(model: str, grid: dict[str, i
     assert_activations_too(run_of(model, grid, "none", **training))
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("mode", ["full", "none", "selective attention mlp gathers"])
 @pytest.mark.parametrize("grid", [{"x": 2, "y": 2}, {"y": 4}, {"x": 2, "z": 2}, {"x": 2, "cp": 2}], ids=str)
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_formulas_equal_the_trace_of_parts_in_turn(
     assert 0.9 < peak_bytes(work, work.model.layers, 1) / memory.activations_peak < 1.25
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("grid", [{"x": 2, "z": 2}, {}, {"y": 2}, {"z": 2, "dp": 2, "zero": 2}], ids=str)
 @pytest.mark.parametrize("model", ["llama", "gpt"])
@@ -154,7 +154,7 @@ def test_formulas_equal_the_trace_where_queries_are_split_and_share_keys() -> No
     assert_activations_too(run_of("uneven", {"y": 8}, "none", micro_batch_size=1, seq_length=256))
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("grid", "per_node"),
     [

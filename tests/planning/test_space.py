@@ -145,7 +145,7 @@ IN_PARTS = [
 ]
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("preset", "seq", "batch", "name", "gpus", "limits"), IN_PARTS)
 def test_the_fastest_are_those_of_all_layouts_in_all_parts(
     preset: str, seq: int, batch: int, name: str, gpus: int, limits: dict[str, Any]

@@ -98,7 +98,7 @@ CASES = [
 ]
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("sequences", [1, 2])
 @pytest.mark.parametrize(("model", "grid"), CASES, ids=str)
 def test_a_block_moves_what_the_planner_says(model: dict[str, Any], grid: dict[str, int], sequences: int) -> None:

@@ -86,6 +86,7 @@ def sizes_body(rank: int, world_size: int, run: RunConfig) -> None:
     assert seen == set(product_sizes(run).items())
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("model", "grid", "sections"),
     [

@@ -161,6 +161,7 @@ def test_the_command_measures_once(cli: Cli, tmp_path: Path, monkeypatch: pytest
     assert "give both" in one_sentence(cli("tune-matmul", run, "--out", tuned))
 
 
+@pytest.mark.slow
 def test_a_run_measures_what_the_table_lacks(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run = run_file(tmp_path, make_corpus(tmp_path))

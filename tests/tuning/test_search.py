@@ -141,6 +141,7 @@ search.run()
 """
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("moment", ["begun", "measured", "written"])
 def test_a_killed_search_loses_nothing_and_repeats_nothing(tmp_path: Path, moment: str) -> None:
     folder = tmp_path / "s"
@@ -163,7 +164,7 @@ def test_a_killed_search_loses_nothing_and_repeats_nothing(tmp_path: Path, momen
 def test_the_ledger_of_another_search_is_refused(tmp_path: Path) -> None:
     search, _ = fake_search(tmp_path / "s", trials=1)
     search.run()
-    with pytest.raises(UserError, match="another search"):
+    with pytest.raises(UserError, match=r"another search, with another memory \(--machine, --memory-limit\);"):
         fake_search(tmp_path / "s", memory=30e9)
 
 

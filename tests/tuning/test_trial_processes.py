@@ -113,8 +113,14 @@ def test_a_search_goes_on_when_a_worker_is_killed(tmp_path: Path, prefix: str) -
                 time.sleep(0.01)
             return super().exit_code()
 
-    search, base = search_for(path, (), None, "laptop", ["recompute=none"], tmp_path / "s", Settings(trials=3, steps=2),
-                              None, None, lambda line: None)  # fmt: skip
+    search, base = search_for(
+        path,
+        machine_name="laptop",
+        space=["recompute=none"],
+        folder=tmp_path / "s",
+        settings=Settings(trials=3, steps=2),
+        report=lambda line: None,
+    )
     search.start = lambda run, folder, slot: Killed(run, folder, {})
     result = finish(search, base, search.run())
     outcomes = [trial.result.outcome for trial in result.trials]
@@ -132,7 +138,7 @@ def children_of(process: int) -> list[int]:
 SBATCH = """#!{python}
 import pathlib, re, subprocess, sys
 script = sys.argv[-1]
-assert sys.argv[1:-1] == ["--wait", "--parsable"]
+assert sys.argv[1:-1] == ["--wait"]
 print("41", flush=True)
 lines = pathlib.Path(script).read_text().splitlines()
 output = re.search(r"--output=(.*)", "\\n".join(line for line in lines if line.startswith("#SBATCH")))[1]

@@ -96,6 +96,7 @@ AROUND_ATTENTION = ["y reduce_scatter qkv: outputs", "y all_gather o_proj: input
 """Attention waits for the tokens of all parts."""
 
 
+@pytest.mark.slow
 def test_parts_of_a_sequence_hide_each_others_collectives() -> None:
     sections = {"training": {"micro_batch_size": 1}, "overlap": {"batch_parts": 4}}
     for mode in ("none", "full"):
@@ -213,7 +214,7 @@ def thin_links() -> Machine:
     return replace(machine, units=1, base=1e-9, intra_hop=1e-9, inter_hop=1e-9, **slow)
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("grid", "sections"),
     [
@@ -283,7 +284,7 @@ Y_IN_PARTS = {"x": 0.30, "y": 0.30, "z": 0.15}
 """The same with parts and y: the planner does not follow which part waits for which."""
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("machine_name", ["dgx-a100", "frontier"])
 @pytest.mark.parametrize("name", AGREEMENT)
 def test_exposed_seconds_of_the_planner_are_those_of_the_trace(name: str, machine_name: str) -> None:

@@ -92,10 +92,8 @@ class Found:
         return len(self.seconds) + int(self.refused.sum())
 
     def point(self, index: int | np.ndarray) -> Workload:
-        """One layout, with plain numbers in place of the narrow ones of the search."""
-        point = self.work.take(np.array(index))
-        numbers = {name: value.item() for name, value in vars(point.layout).items() if isinstance(value, np.integer)}
-        return point.but(**numbers)
+        """One layout."""
+        return self.work.point(index)
 
     def rejected(self) -> dict[str, int]:
         """Count the layouts that each reason has refused."""
