@@ -38,7 +38,8 @@ def in_modules(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights of a model of transformers by the names of its modules, from all that its files have; differentiable."""
     kind: str = model.config.model_type
     found = {}
-    for name in (*dict(model.named_parameters()), *(model.state_dict().keys() & dict(model.named_buffers()).keys())):
+    stored = (name for name in dict(model.named_buffers()) if name_in_files(kind, name) in tensors)
+    for name in (*dict(model.named_parameters()), *stored):
         matrices = matrices_of(kind, name)
         if matrices:
             experts = range(len(model.get_parameter(name)))
