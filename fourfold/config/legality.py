@@ -47,7 +47,10 @@ class Divides:
         return f"{' · '.join(self.axes)} does not divide {self.what}"
 
     def broken(self, sizes: Sizes) -> Number:
-        return getattr(sizes, self.number) % self._ranks(sizes) != 0
+        number = getattr(sizes, self.number)
+        if isinstance(number, int) and number == 0:  # quick for many layouts
+            return False
+        return number % self._ranks(sizes) != 0
 
     def sentence(self, run: RunConfig, sizes: Sizes) -> str:
         number, ranks = getattr(sizes, self.number), self._ranks(sizes)
@@ -212,7 +215,7 @@ RULES: tuple[Divides | Rule, ...] = (
     ),
     Rule(
         "ep does not divide dp · cp · z",
-        lambda s: s.token_ranks % s.ep != 0,
+        lambda s: s.experts > 0 and s.token_ranks % s.ep != 0,
         lambda run, s: (
             f"parallel.ep = {s.ep} must divide dp·cp·z = {s.token_ranks}, the processes that the experts are split "
             f"over; ep = {math.gcd(s.ep, s.token_ranks)} works"
@@ -220,7 +223,7 @@ RULES: tuple[Divides | Rule, ...] = (
     ),
     Rule(
         "ep and z do not divide each other, with zero below 3",
-        lambda s: (s.zero < 3) & (s.z % s.ep != 0) & (s.ep % s.z != 0),
+        lambda s: s.experts > 0 and (s.zero < 3) & (s.z % s.ep != 0) & (s.ep % s.z != 0),
         lambda run, s: (
             f"parallel.ep = {s.ep} and z = {s.z} must divide each other, so that the processes of z with the same "
             f"experts share their weights; ep = {math.gcd(s.ep, s.z)} works, and so does zero = 3"
@@ -228,7 +231,7 @@ RULES: tuple[Divides | Rule, ...] = (
     ),
     Rule(
         "parts of a micro-batch do not take turns where there are experts",
-        lambda s: (s.experts > 0) & (s.batch_parts > 1) & (s.x * s.y > 1),
+        lambda s: s.experts > 0 and (s.batch_parts > 1) & (s.x * s.y > 1),
         lambda run, s: f"overlap.batch_parts = {s.batch_parts} is for dense models; with experts it must be 1",
     ),
     Rule(
