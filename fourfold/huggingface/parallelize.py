@@ -65,10 +65,10 @@ def parallelize(
         raise UserError(
             f"precision = {precision!r}: a step computes in {' or '.join(PRECISIONS)}; fp16 has no loss scaling"
         )
-    stored_buffers = sorted(buffers.keys() & model.state_dict().keys())
-    if stored_buffers:
+    in_files = _buffers_in_files(model)
+    if in_files:
         raise UserError(
-            f"{stored_buffers[0]} is a buffer that files keep among the weights, and parallelize neither reads nor "
+            f"{in_files[0]} is a buffer that files keep among the weights, and parallelize neither reads nor "
             "writes it there; such models are not supported"
         )
     working = stored if precision is None else DTYPES[precision]
@@ -265,6 +265,16 @@ def _units(model: nn.Module) -> Units:
     leaves = [module for module in outside if not any(True for _ in module.children())]
     embeddings: list[nn.Module] = [module for module in leaves if isinstance(module, (nn.Embedding, WholeEmbedding))]
     return Units(embeddings, list(blocks), [module for module in leaves if module not in embeddings])
+
+
+def _buffers_in_files(model: nn.Module) -> list[str]:
+    """The names of the buffers that files keep among the weights."""
+    return [
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, module in model.named_modules()
+        for name, _ in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    ]
 
 
 def _one_type(weights: Mapping[str, Tensor]) -> torch.dtype:
