@@ -223,10 +223,10 @@ def _row(section: str, size: Size, times: Times, ours: str, theirs: str, goal: f
 
 
 def _print(rows: list[Row]) -> None:
-    print(f"{'':8}{'':34}{'tokens/s':>10}{'ratio':>8}  {'to':22}goal")
+    print(f"{'':12}{'':34}{'tokens/s':>10}{'ratio':>8}  {'to':22}goal")
     for row in rows:
         print(
-            f"{row.section:8}{row.contender:34}{row.tokens_per_second:10.0f}{row.ratio:7.2f}x  {row.against:22}"
+            f"{row.section:12}{row.contender:34}{row.tokens_per_second:10.0f}{row.ratio:7.2f}x  {row.against:22}"
             f"{row.verdict}",
             flush=True,
         )

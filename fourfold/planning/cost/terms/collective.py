@@ -69,24 +69,26 @@ class ShardGroup(NamedTuple):
     whole: Group
     inside: Group
     across: Group
-    in_levels: Number
+    in_levels: np.ndarray
 
 
 def shard_group_of(
     size: Number, stride: Number, per_node: Number, machine: Machine, constants: Constants
 ) -> ShardGroup:
     """The group of ``size`` ranks, in two levels where several times ``per_node``, more than 1, are in it."""
-    return ShardGroup(
-        whole=group_of(size, stride, machine, constants),
-        inside=group_of(per_node, stride, machine, constants),
-        across=group_of(size / per_node, stride * per_node, machine, constants),
-        in_levels=(np.asarray(per_node) > 1) & (per_node < size),
-    )
+    whole = group_of(size, stride, machine, constants)
+    in_levels = (np.asarray(per_node) > 1) & (per_node < size)
+    if not in_levels.any():
+        return ShardGroup(whole, whole, whole, in_levels)
+    inside = group_of(per_node, stride, machine, constants)
+    return ShardGroup(whole, inside, group_of(size / per_node, stride * per_node, machine, constants), in_levels)
 
 
 def shard_seconds(size: Number, count: Number, group: ShardGroup) -> Number:
     """``gather_seconds`` over a shard group. Two levels are two rings, one after the other: one of the ranks of a node,
     and, with the part of one of them, one of the nodes (PCCL, arXiv 2504.18658)."""
+    if not group.in_levels.any():
+        return gather_seconds(size, count, group.whole)
     inside = gather_seconds(size, count, group.inside)
     across = gather_seconds(size / group.inside.size, count, group.across)
     return np.where(group.in_levels, inside + across, gather_seconds(size, count, group.whole))
