@@ -164,7 +164,7 @@ class StaticLokiLayer(StaticLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         shape = (self.batch_size, self.num_heads, self.max_cache_len, self.basis.shape[-1])
-        self.held_proxy_BKSd = torch.zeros(shape, dtype=self.proxy_dtype or self.dtype, device=self.device)
+        self.held_proxy_BKSd = torch.zeros(shape, dtype=self.proxy_dtype or key_states.dtype, device=self.device)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
