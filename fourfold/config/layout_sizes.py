@@ -87,7 +87,7 @@ class Sizes:
             layers_per_stage=grid.layers_per_stage if grid.pp > 1 else None,
             vocab_multiple=model.pad_vocab_size_to_multiple_of,
             experts=model.num_experts,
-            expert_inner=model.moe_intermediate_size,
+            expert_inner=model.moe_intermediate_size if model.num_experts else 0,
             shared_inner=model.shared_expert_intermediate_size,
             ep=grid.ep,
         )

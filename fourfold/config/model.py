@@ -27,6 +27,7 @@ OF_EXPERTS = {
     "router_bias": False,
     "routed_scaling_factor": 1.0,
     "shared_expert_intermediate_size": 0,
+    "shared_expert_gate": False,
     "first_k_dense_replace": 0,
 }
 """Keys that need experts, with their defaults."""

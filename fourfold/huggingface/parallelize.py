@@ -53,6 +53,8 @@ def parallelize(
 
     Raises ``UserError`` naming what cannot be laid out; the model is then partly replaced, and cannot be used.
     """
+    if grid.ep.size > 1:
+        raise UserError(f"ep = {grid.ep.size}: fourfold.parallelize divides experts over x and y; set ep = 1")
     for axis in ("cp", "pp"):
         if grid.axis(axis).size > 1:
             raise UserError(

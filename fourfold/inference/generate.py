@@ -140,14 +140,15 @@ def generate(
         **sampling.options(),
     )
     times = stream.times
-    step, full_step = step_bytes(model, out.past_key_values) or (None, None)
+    cache = out.cache if hasattr(out, "cache") else out.past_key_values  # its name before transformers 5.24
+    step, full_step = step_bytes(model, cache) or (None, None)
     return Generation(
         text=tokenizer.decode(stream.ids),
         prompt_tokens=len(ids),
         new_tokens=len(stream.ids),
         prompt_seconds=times[0] - begin,
         tokens_per_second=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None,
-        cache_bytes=cache_bytes(out.past_key_values),
+        cache_bytes=cache_bytes(cache),
         step_bytes=step,
         full_step_bytes=full_step,
     )

@@ -73,7 +73,11 @@ def _multiply(rows_NI: Tensor, weights_EOI: Tensor, sizes: Sequence[int]) -> Ten
 def _outer(grad_NO: Tensor, rows_NI: Tensor, sizes: Sequence[int]) -> Tensor:
     """gradᵀ x of each group, [E, O, I]; zero for an empty one."""
     if has_kernel(grad_NO, rows_NI, grad_NO.shape[1], rows_NI.shape[1]):
-        return F.grouped_mm(grad_NO.contiguous().T, rows_NI.contiguous(), offs=_ends(sizes, rows_NI.device))
+        out_EOI = F.grouped_mm(grad_NO.contiguous().T, rows_NI.contiguous(), offs=_ends(sizes, rows_NI.device))
+        for out_OI, count in zip(out_EOI, sizes, strict=True):
+            if not count:
+                out_OI.zero_()  # some kernels leave it as it was (pytorch issue 172439)
+        return out_EOI
     out_EOI = rows_NI.new_empty(len(sizes), grad_NO.shape[1], rows_NI.shape[1])
     for grad, rows, out_OI in zip(grad_NO.split(sizes), rows_NI.split(sizes), out_EOI, strict=True):
         torch.mm(grad.T, rows, out=out_OI)  # of no rows: zero

@@ -151,7 +151,7 @@ class Grid:
         by_place = ranks.reshape(-1, self.tokens.size // ep, ep)
         self.ep = self._level("ep", by_place.flatten(0, 1))
         replicas = by_place.mT.flatten(0, 1)
-        shards = max(self.z.size // ep, 1)
+        shards = self.z.size // ep if self.z.size % ep == 0 else 1  # else zero 3 shards over all
         nodes = replicas.reshape(-1, replicas.shape[1] // shards, shards)
         self.expert_replicas = self._level("ep_replicas", replicas)
         self.expert_copies = self._level("ep_copies", nodes.mT.flatten(0, 1))

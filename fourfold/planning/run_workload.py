@@ -35,7 +35,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
         parallel_residual=model.parallel_residual,
         experts=model.num_experts,
         chosen=model.num_experts_per_tok if model.num_experts else 0,
-        expert_inner=model.moe_intermediate_size,
+        expert_inner=model.moe_intermediate_size if model.num_experts else 0,
         shared_inner=model.shared_expert_intermediate_size,
         shared_gate=model.shared_expert_gate,
         sparse=sparse / model.num_hidden_layers if sparse else 0,

@@ -109,6 +109,8 @@ class Replay:
             yield grid.replicas, lambda shard: shard.tile.ep is None or not split
         if grid.sizes.zero == 0 and split and grid.expert_copies.size > 1:
             yield grid.expert_copies, lambda shard: shard.tile.ep is not None
+        if grid.tokens.size > 1 and (grid.sizes.zero or grid.z.size > 1):
+            yield grid.tokens, lambda shard: not shard.tile.sharded
         if grid.x.size > 1:
             yield grid.x, lambda shard: shard.tile.x is None
         if grid.y.size > 1:

@@ -21,10 +21,10 @@ NEVER = 1e-9
 
 MORE_IS_MORE = ("micro_batch", "recompute_every")
 """Knobs of which more takes more memory."""
-MORE_IS_LESS = ("x", "y", "z", "cp", "pp", "ep", "zero", "recompute", "offload")
+MORE_IS_LESS = ("x", "y", "z", "cp", "pp", "zero", "recompute", "offload")
 """Knobs of which more takes less memory, the others equal or no better."""
-AS_IT_IS = ("schedule", "interleave", "cp_method", "batch_parts")
-"""Knobs that make two layouts incomparable where they differ."""
+AS_IT_IS = ("ep", "schedule", "interleave", "cp_method", "batch_parts")
+"""Knobs that make two layouts incomparable where they differ; a larger ep may leave the busiest experts on one rank."""
 
 
 @dataclass

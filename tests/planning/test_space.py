@@ -194,12 +194,13 @@ def test_every_rejected_point_keeps_its_reason() -> None:
     assert (np.diff(found.seconds[found.order]) >= 0).all()
 
 
-def test_grids_that_are_illegal_with_any_other_choice_are_counted_and_no_points() -> None:
-    work, machine = base("llama3-70b", 8192, 96), load_machine("dgx-h100")
+@pytest.mark.parametrize(("model", "gpus"), [("llama3-70b", 96), ("qwen3-30b-a3b", 24)])
+def test_grids_that_are_illegal_with_any_other_choice_are_counted_and_no_points(model: str, gpus: int) -> None:
+    work, machine = base(model, 8192, gpus), load_machine("dgx-h100")
     limits = Limits(pipelines=ALL_SCHEDULES, parts=(1,), micro_batches=(1, 3, 4))
     done: list[tuple[int, int]] = []
-    found = search(work, machine, prior_constants(), 96, limits, lambda *numbers: done.append(numbers))
-    every = all_layouts(work, 96, limits)
+    found = search(work, machine, prior_constants(), gpus, limits, lambda *numbers: done.append(numbers))
+    every = all_layouts(work, gpus, limits)
     reasons = rejections(every, machine)
     counts = {REASONS[i]: int(n) for i, n in enumerate(np.bincount(reasons)) if n and i}
     refused = {reason: n for reason, n in found.rejected().items() if not reason.startswith("memory")}

@@ -66,11 +66,14 @@ SLOW_CASES: dict[str, Case] = {
     },
     "ep2 z4 zero 2": (MIXTURE, {"z": 4, "ep": 2, "zero": 2}, LOSSES),
     "ep2 z4 dp2 zero 2 deep": (DEEP, {"z": 4, "dp": 2, "ep": 2, "zero": 2}, ONE_SEQUENCE | LOSSES | FULL),
-    "ep3 dp2 z3 zero 3": (
-        MIXTURE | {"num_experts": 6},
-        {"dp": 2, "z": 3, "ep": 6, "zero": 3},
-        {"training": {"micro_batch_size": 1, "global_batch_size": 12}},
-    ),
+    **{
+        f"ep{ep} dp2 z3 zero 3": (
+            MIXTURE | {"num_experts": 6},
+            {"dp": 2, "z": 3, "ep": ep, "zero": 3},
+            {"training": {"micro_batch_size": 1, "global_batch_size": 12}},
+        )
+        for ep in (2, 6)
+    },
     "ep2 z4 in nodes of 2": (DEEPSEEK, {"z": 4, "ep": 2}, BIAS | NODES_OF_2),
     "ep2 z2 prefetched deeply": (DEEP, {"z": 2, "ep": 2}, {"overlap": {"weight_prefetch": 3}}),
     "ep2 z2 not prefetched": (DEEP, {"z": 2, "ep": 2}, {"overlap": {"weight_prefetch": 0}}),

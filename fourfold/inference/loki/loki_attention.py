@@ -61,7 +61,7 @@ def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: di
     if state.recipe.basis is not None:
         state.recipe.basis.to(hidden_states.device)
     state.release()
-    cache = keywords.get("past_key_values")
+    cache = keywords.get("cache", keywords.get("past_key_values"))  # the older name: before transformers 5.24
     if isinstance(cache, Cache):
         attention = cast(Attention, module)
         is_loki = attention.config._attn_implementation == NAME

@@ -50,7 +50,8 @@ def tuning_space(works: Sequence[Workload]) -> list[str]:
     pipelined, shared = ([layout for layout in layouts if getattr(layout, axis) > 1] for axis in ("pp", "cp"))
     some = {"schedule": pipelined, "interleave": pipelined, "cp_method": shared}
     space = []
-    for knob in (*AXES, "zero", "recompute", "micro_batch", "schedule", "interleave", "cp_method"):
+    experts = ["ep"] if works[0].model.experts else []
+    for knob in (*AXES, *experts, "zero", "recompute", "micro_batch", "schedule", "interleave", "cp_method"):
         values = sorted({int(getattr(layout, knob)) for layout in some.get(knob, layouts)})
         if values:
             names = [NAMED[knob][value] if knob in NAMED else str(value) for value in values]

@@ -112,8 +112,8 @@ def refused_grids(
     base: Workload, grids: dict[str, np.ndarray], limits: Limits, machine: Machine
 ) -> tuple[np.ndarray, np.ndarray]:
     """[n] the reason why a grid is illegal with any other choice, 0 where it may be legal; [n] its layouts."""
-    # Nothing is legal that is illegal with the choices that the fewest rules are about.
-    simplest = base.but(**grids, schedule=0, interleave=1, zero=0, recompute=0, offload=False, cp_method=0,
+    # No other choice makes legal what these leave illegal; zero 3 alone allows an ep that z and it do not divide.
+    simplest = base.but(**grids, schedule=0, interleave=1, zero=3, recompute=0, offload=False, cp_method=0,
                         batch_parts=1, shards_per_node=1, layers_per_stage=None)  # fmt: skip
     copies = grids["dp"] * grids["cp"] > 1
     layouts = np.where(grids["pp"] > 1, len(limits.pipelines), 1) * np.where(grids["cp"] > 1, len(limits.contexts), 1)
