@@ -53,13 +53,9 @@ def parallelize(
 
     Raises ``UserError`` naming what cannot be laid out; the model is then partly replaced, and cannot be used.
     """
-    if grid.ep.size > 1:
-        raise UserError(f"ep = {grid.ep.size}: fourfold.parallelize divides experts over x and y; set ep = 1")
-    for axis in ("cp", "pp"):
-        if grid.axis(axis).size > 1:
-            raise UserError(
-                f"{axis} = {grid.axis(axis).size}: fourfold.parallelize splits models over x, y, z and dp only"
-            )
+    for axis in ("cp", "pp", "ep"):
+        if (size := getattr(grid.sizes, axis)) > 1:
+            raise UserError(f"{axis} = {size}: fourfold.parallelize splits models over x, y, z and dp only")
     sources = {name: parameter.detach() for name, parameter in model.named_parameters()}
     buffers = dict(model.named_buffers())
     stored = _one_type(sources)
