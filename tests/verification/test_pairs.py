@@ -107,7 +107,9 @@ def run_of(settings: Settings, folder: str, precision: str = "fp32") -> RunConfi
     s = settings
     model = LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": s.kv_heads, "tie_word_embeddings": s.tied}
     if s.experts:
-        model |= {"num_experts": 4, "moe_intermediate_size": 48}
+        # In lower precision every expert: a choice between two that are nearly equal is more than rounding.
+        chosen = 2 if precision == "fp32" else 4
+        model |= {"num_experts": 4, "num_experts_per_tok": chosen, "moe_intermediate_size": 48}
     grid = {name: getattr(s, name) for name in ("x", "y", "z", "dp", "cp", "pp", "zero", "schedule")}
     grid |= {"ep": max(s.experts, 1)}
     batch = 2 * s.z * s.dp * (4 if s.accumulate else 1)
