@@ -168,4 +168,9 @@ def interleave(steps: dict[str, Step], run: RunConfig, device: torch.device, rou
 
 def ratio(times: Times, ours: str, theirs: str) -> float:
     """How many times as fast as ``theirs`` ours is: the median over the rounds, each a comparison of its own."""
-    return statistics.median(b / a for a, b in zip(times[ours], times[theirs], strict=True))
+    return statistics.median(ratios(times, ours, theirs))
+
+
+def ratios(times: Times, ours: str, theirs: str) -> list[float]:
+    """The same, round by round."""
+    return [b / a for a, b in zip(times[ours], times[theirs], strict=True)]

@@ -57,6 +57,9 @@ def test_the_parity_page_is_complete_and_within_its_limits() -> None:
     faults = tables["fault | file | grid | betrayed by"]
     assert [row[0] for row in faults] == [mutant.fault for mutant in table.FAULTS]
     assert not [row for row in faults if row[-1] == table.SURVIVED]
+    of_experts = {fault.fault for fault in table.EXPERTS}
+    shown = tables_of(DOCS / "moe.md")["fault | file | grid | betrayed by"]
+    assert shown == [row for row in faults if row[0] in of_experts], "run: python docs/parity_table.py --new-faults"
 
 
 def test_the_rows_of_the_parity_table_load() -> None:
