@@ -56,19 +56,28 @@ def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
 class _Differentiable(Function):
     @staticmethod
     def forward(
-        ctx: Context[Callable[[Tensor], Tensor]],
+        ctx: Context[Callable[..., Tensor]],
         x: Tensor,
         forward: Callable[[Tensor], Tensor],
-        backward: Callable[[Tensor], Tensor],
+        backward: Callable[..., Tensor],
+        *kept: Tensor,
     ) -> Tensor:
+        ctx.save_for_backward(*kept)
         ctx.kept = backward
         return forward(x)
 
     @staticmethod
-    def backward(ctx: Context[Callable[[Tensor], Tensor]], grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.kept(grad), None, None
+    def backward(ctx: Context[Callable[..., Tensor]], grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept = ctx.saved_tensors  # read once: a recomputation gives them only once
+        return ctx.kept(grad, *kept), None, None, *(None for _ in kept)
 
 
-def differentiable(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
-    """forward(x), a linear function whose gradient is ``backward`` of the output's gradient."""
-    return _Differentiable.apply(x, forward, backward)
+def differentiable(
+    x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[..., Tensor], *kept: Tensor
+) -> Tensor:
+    """forward(x), a linear function whose gradient is ``backward`` of the output's gradient and of ``kept``.
+
+    Tensors that the backward reads are given as ``kept``: one that its closure held would outlive the backward, and a
+    forward that is to run again would not drop it.
+    """
+    return _Differentiable.apply(x, forward, backward, *kept)

@@ -180,29 +180,32 @@ def count_rows(experts_TK: Tensor, num_experts: int) -> Tensor:
 
 def take_rows(x_TH: Tensor, order: Order, count: int) -> Tensor:
     """The token of each of the first ``count`` rows in the order of the experts, [N, H]."""
-    first_N = order.place_N[:count]
+    first_N, chosen = order.place_N[:count], order.chosen
 
-    def sum_of_tokens(grad_NH: Tensor) -> Tensor:
-        return _by_token(grad_NH, order).sum(1)
+    def sum_of_tokens(grad_NH: Tensor, inverse_N: Tensor) -> Tensor:
+        return _by_token(grad_NH, inverse_N, chosen).sum(1)
 
-    return differentiable(x_TH, lambda x: x[first_N // order.chosen], sum_of_tokens)
+    return differentiable(x_TH, lambda x: x[first_N // chosen], sum_of_tokens, order.inverse_N)
 
 
 def combine(rows_NH: Tensor, order: Order, weights_TK: Tensor) -> Tensor:
     """Σ_k w_tk · row_tk, [T, H]; the rows that are missing at the end were dropped, and are zero."""
     first_N = order.place_N[: len(rows_NH)]
     rows_TKH = differentiable(
-        rows_NH, lambda rows: _by_token(rows, order), lambda grad_TKH: grad_TKH.flatten(0, 1)[first_N]
+        rows_NH,
+        lambda rows: _by_token(rows, order.inverse_N, order.chosen),
+        lambda grad_TKH, first_N: grad_TKH.flatten(0, 1)[first_N],
+        first_N,
     )
     return (rows_TKH * weights_TK.to(rows_NH.dtype)[..., None]).sum(1)
 
 
-def _by_token(rows_NH: Tensor, order: Order) -> Tensor:
+def _by_token(rows_NH: Tensor, inverse_N: Tensor, chosen: int) -> Tensor:
     """[T, K, H] from the first of the rows in the order of the experts; the others are zero."""
-    dropped = len(order.place_N) - len(rows_NH)
+    dropped = len(inverse_N) - len(rows_NH)
     if dropped:
         rows_NH = F.pad(rows_NH, (0, 0, 0, dropped))
-    rows_TKH: Tensor = rows_NH[order.inverse_N].unflatten(0, (-1, order.chosen))
+    rows_TKH: Tensor = rows_NH[inverse_N].unflatten(0, (-1, chosen))
     return rows_TKH
 
 

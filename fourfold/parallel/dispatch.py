@@ -103,4 +103,4 @@ def _inverse(order_N: Tensor) -> Tensor:
 
 
 def _permuted(rows_Nh: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
-    return differentiable(rows_Nh, lambda rows: rows[order_N], lambda grad: grad[inverse_N])
+    return differentiable(rows_Nh, lambda rows: rows[order_N], lambda grad, inverse_N: grad[inverse_N], inverse_N)

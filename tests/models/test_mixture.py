@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from fourfold.config.model import ModelConfig
 from fourfold.models import grouped
 from fourfold.models.grouped import grouped_product
 from fourfold.models.initialize import fill_slice, initialize
-from fourfold.models.mixture import Mixture, capacity, within_capacity
+from fourfold.models.mixture import Mixture, Order, capacity, order_by_expert, within_capacity
 from fourfold.models.transformer import Transformer
+from fourfold.parallel.recompute import checkpointed
 from fourfold.verification.float64 import InFloat64
 
 TINY = {
@@ -111,6 +113,23 @@ def test_an_expert_without_rows_has_a_gradient_of_zero() -> None:
     assert nothing.shape == (0, 2)
 
 
+def test_a_layer_that_runs_again_keeps_no_order_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[weakref.ref[Tensor]] = []
+
+    def noted(*operands: Any) -> Order:
+        order = order_by_expert(*operands)
+        orders.extend(map(weakref.ref, (order.place_N, order.inverse_N)))
+        return order
+
+    monkeypatch.setattr("fourfold.models.mixture.order_by_expert", noted)
+    layer, x = mixture(), torch.randn(3, 11, 24, requires_grad=True)
+    out = checkpointed(layer, x)
+    assert len(orders) == 2 and not any(each() is not None for each in orders)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(grad, torch.autograd.grad(layer(x).sum(), x)[0])
+    assert len(orders) == 6
+
+
 def test_the_bias_stays_in_float32() -> None:
     model = Transformer(ModelConfig(**(TINY | DEEPSEEK))).to(torch.bfloat16)
     types = {name.rpartition(".")[2]: p.dtype for name, p in model.named_parameters() if ".gate." in name}
@@ -174,6 +193,7 @@ def test_torchs_grouped_kernel_multiplies_as_the_loop_does(monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @NEEDS_THE_KERNEL
 @pytest.mark.parametrize("sizes", [[0, 24, 0], [0, 0, 7, 0, 1, 0], [129, 0, 0, 3], [1, 0]], ids=str)
 def test_the_gpus_kernel_takes_empty_groups(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,8 +187,8 @@ EXPERTS = [
     on_grid(
         "gradients of dispatched rows go back to other tokens",
         "parallel.dispatch",
-        "lambda rows: rows[order_N], lambda grad: grad[inverse_N]",
-        "lambda rows: rows[order_N], lambda grad: grad[order_N]",
+        "lambda grad, inverse_N: grad[inverse_N], inverse_N)",
+        "lambda grad, inverse_N: grad[inverse_N], order_N)",
         MIXTURE,
         EP2,
     ),

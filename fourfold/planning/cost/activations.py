@@ -10,6 +10,7 @@ import numpy as np
 from fourfold.planning.cases import Cases, Number
 from fourfold.planning.cost.expert_sizes import (
     backward_of_experts,
+    choices_kept,
     experts_made_again,
     has_experts,
     kept_by_experts,
@@ -262,6 +263,7 @@ def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
     sharded, replicated = (residual + of_experts for of_experts in backward_of_experts(work))
     return replace(
         block,
+        full=block.full + choices_kept(work),
         whole=block.whole + kept_by_experts(work, False),
         selective=block.selective + kept_by_experts(work, True),
         backward=np.maximum(block.backward, sharded),

@@ -88,6 +88,12 @@ def kept_by_experts(work: Workload, selective: bool) -> Number:
     return model.sparse * (router + read + mlp + back + order + kept_by_shared_gate(work))
 
 
+def choices_kept(work: Workload) -> Number:
+    """Bytes of the choices of one block's tokens, in 64 bits, which a recomputation takes over: the mean over all."""
+    model = work.model
+    return model.sparse * 8 * work.tokens / work.layout.x * model.chosen
+
+
 def kept_by_shared_gate(work: Workload) -> Number:
     """Bytes that the gate of one block's shared expert keeps: what it reads, in fp32, and what it multiplies."""
     model, layout = work.model, work.layout
