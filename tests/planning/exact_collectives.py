@@ -52,8 +52,8 @@ def _all_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
     attended = 1 if run.training.micro_batch_size % parts else parts  # parts that are tokens are attended to together
     for stage in stages:
         of_attention = [*_head_norm_lines(run, stage), *_key_lines(run, stage), *_context_lines(run, stage)]
-        dense, rest = stage.dense, stage._replace(layers=stage.layers - stage.dense, before=stage.dense)
-        of_blocks = [*_block_lines(without_experts(run), stage._replace(layers=dense)), *_block_lines(run, rest)]
+        dense, rest = stage.parts()
+        of_blocks = [*_block_lines(without_experts(run), dense), *_block_lines(run, rest)]
         for lines, times in ((of_blocks, parts), (of_attention, attended)):
             yield from (replace(line, count=line.count * times) for line in lines)
         if stage.is_first:

@@ -38,6 +38,12 @@ class Stage(NamedTuple):
     before: int = 0
     """Layers of the stage before these, where they are a part of it."""
 
+    def parts(self) -> tuple[Stage, Stage]:
+        """The layers with a dense MLP that come first, and the rest."""
+        dense = Stage(self.number, self.dense, self.is_first, self.is_last)
+        rest = Stage(self.number, self.layers - self.dense, self.is_first, self.is_last, before=self.dense)
+        return dense, rest
+
     def recomputed(self, every: int) -> int:
         """How many of its layers recompute."""
         return math.ceil((self.before + self.layers) / every) - math.ceil(self.before / every)
