@@ -6,9 +6,11 @@ import math
 from pathlib import Path
 from typing import Any, get_args
 
+import layouts_of_experts
 import numpy as np
 import pytest
 import torch
+from layouts_of_experts import Case
 from pool import Pool
 from tiny_runs import GEMMA, GPT, LLAMA, NEOX, OLMO, QWEN, tiny_run
 from tuned_products import parity_on_cpu
@@ -24,8 +26,6 @@ from fourfold.verification.deviation import deviation, deviations, replica_diffe
 from fourfold.verification.parity import resharded
 from fourfold.verification.parity_report import ParityReport
 from fourfold.verification.reference_labels import kept_tokens
-
-Case = tuple[dict[str, Any], dict[str, int], dict[str, Any]]
 
 PACKED = {"data": {"source": "python-stdlib", "mask_documents": True}}
 GOLDFISH = {"masks": {"goldfish": {"strategy": "hash"}}}
@@ -295,7 +295,11 @@ def check(pool: Pool, case: Case, folder: Path, against: Against = "plain") -> N
     assert report.ok, report.record()
 
 
-@pytest.mark.fast_cases(7)
+CASES |= {f"experts, {name}": case for name, case in layouts_of_experts.CASES.items()}
+SLOW_CASES |= {f"experts, {name}": case for name, case in layouts_of_experts.SLOW_CASES.items()}
+
+
+@pytest.mark.fast_cases(11)
 @pytest.mark.parametrize("name", CASES)
 def test_layout_computes_what_one_process_computes(pool: Pool, name: str, tmp_path: Path) -> None:
     check(pool, CASES[name], tmp_path)
