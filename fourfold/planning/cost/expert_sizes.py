@@ -89,9 +89,10 @@ def kept_by_experts(work: Workload, selective: bool) -> Number:
 
 
 def choices_kept(work: Workload) -> Number:
-    """Bytes of the choices of one block's tokens, in 64 bits, which a recomputation takes over: the mean over all."""
+    """Bytes of the choices of one block's tokens, in 64 bits, which fourfold's recomputation takes over: the mean over
+    all blocks."""
     model = work.model
-    return model.sparse * 8 * work.tokens / work.layout.x * model.chosen
+    return np.where(work.program.is_fourfold, model.sparse * 8 * work.tokens / work.layout.x * model.chosen, 0.0)
 
 
 def kept_by_shared_gate(work: Workload) -> Number:
