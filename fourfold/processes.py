@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 PR_SET_PDEATHSIG = 1
 
@@ -25,6 +28,18 @@ def time_of_start() -> float:
     with open("/proc/self/stat", encoding="ascii", errors="replace") as stat:
         ticks = int(stat.read().rpartition(")")[2].split()[19])  # since the machine was booted
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Import large libraries without the collections of garbage, which take a fifth of the time and find none."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
 
 
 def keep_gloo_local() -> None:

@@ -17,7 +17,7 @@ from fourfold.environment import Place, read_environment, rendezvous
 from fourfold.errors import UserError
 from fourfold.launch.local_workers import run_workers
 from fourfold.launch.stop_signals import held_stop_signals
-from fourfold.processes import keep_gloo_local
+from fourfold.processes import importing, keep_gloo_local
 
 if TYPE_CHECKING:  # torch is imported where it is used: the parent of local workers never needs it
     import torch
@@ -86,7 +86,8 @@ def run_in_group(
     timeout: timedelta,
 ) -> Any:
     """Take this process's part in run_on_grid. meeting_point: torch's init_method; None for a group of one."""
-    call = imported(function)
+    with importing():
+        call = imported(function)
     with _default_group(place, meeting_point, device_of(place, wanted_device), timeout):
         return call(place, *args)
 

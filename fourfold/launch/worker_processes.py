@@ -19,7 +19,7 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fourfold.processes import end_with_parent, prepare_environment
+from fourfold.processes import end_with_parent, importing, prepare_environment
 
 Work = Callable[..., None]
 """What a worker runs: ``work(*args, sender)``, with the pipe on which it reports."""
@@ -107,9 +107,8 @@ def _start(
     forks = sys.platform == "linux"
     if forks:
         for module in modules:
-            with contextlib.suppress(Exception):  # the workers say what is wrong
+            with importing(), contextlib.suppress(Exception):  # the workers say what is wrong
                 importlib.import_module(module)
-        gc.collect()
         gc.freeze()  # a collection in a worker would copy every page that all share
     context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
     processes = []
@@ -131,6 +130,7 @@ def _start(
             process.kill()
         for process in processes:
             process.join()
+        os._exit(0)  # nothing is left to do, and the end of an interpreter with torch takes time
 
 
 def _work(work: Work, args: tuple[Any, ...], sender: Connection, others: Sequence[Connection]) -> None:
