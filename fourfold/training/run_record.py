@@ -13,6 +13,7 @@ import torch
 from fourfold.config.run import RunConfig
 from fourfold.data.files import WriteFailed, write_output
 from fourfold.data.mask_preview import MaskStatistics
+from fourfold.environment import Place
 from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import trained_shapes
 from fourfold.run_file.dump import to_toml
@@ -30,7 +31,9 @@ from fourfold.training.step_checks import Figures
 class RunRecord:
     """Shows and writes down one run; on rank 0 only."""
 
-    def __init__(self, run: RunConfig, run_dir: Path, job: Job, corpora: Corpora, first_step: int) -> None:
+    def __init__(
+        self, run: RunConfig, run_dir: Path, job: Job, corpora: Corpora, first_step: int, place: Place
+    ) -> None:
         """Print the numbers that follow from the run file, and open the files."""
         self.run, self.run_dir, self.job, self.first_step = run, run_dir, job, first_step
         training = run.training
@@ -53,6 +56,7 @@ class RunRecord:
         write_output(run_dir / RUN_FILE, to_toml(run))
         self.failure: WriteFailed | None = None
         """The record of a step could not be written; the other processes do not know that yet."""
+        self.startup_seconds = time.time() - place.started
         self.started = time.perf_counter()
 
     def __enter__(self) -> RunRecord:
@@ -109,7 +113,8 @@ class RunRecord:
             "steps": outcome.steps,
             "final loss": outcome.loss,
             "tokens/s, everything included": steps * self.tokens_per_step / seconds if steps else None,
-            "seconds": round(seconds, 1),
+            "seconds to the first step": round(self.startup_seconds, 1),
+            "seconds after it": round(seconds, 1),
             "checkpoint": outcome.checkpoint,
             "ended by": _ended_by(outcome),
         }

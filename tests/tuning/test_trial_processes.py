@@ -106,8 +106,8 @@ def test_a_search_goes_on_when_a_worker_is_killed(tmp_path: Path, prefix: str) -
 
         def exit_code(self) -> int | None:
             while not killed and super().exit_code() is None:
-                workers = children_of(self._process.pid)
-                if len(workers) > 2:  # the first child is multiprocessing's resource tracker
+                workers = [worker for child in children_of(self._process.pid) for worker in children_of(child)]
+                if len(workers) == 2:
                     killed.append(workers[-1])
                     os.kill(workers[-1], signal.SIGKILL)
                 time.sleep(0.01)
