@@ -1,4 +1,4 @@
-"""Record a run on rank 0: what it prints, metrics.jsonl, the prediction beside it, summary.json and sample.txt."""
+"""Record a run on rank 0: what it prints, metrics.jsonl, trackers, the prediction, summary.json and sample.txt."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from fourfold.training.outcome import Outcome
 from fourfold.training.prediction import Prediction
 from fourfold.training.run_folder import RUN_FILE, SAMPLE_FILE, SUMMARY_FILE
 from fourfold.training.step_checks import Figures
+from fourfold.training.tracking import Tracking, check_trackers
 
 
 class RunRecord:
@@ -46,7 +47,8 @@ class RunRecord:
         self.device_name = torch.cuda.get_device_name(job.device) if on_gpu else "CPU"
         # MFU is against the dense peak of the dtype that the matmuls run in.
         self.peak = peak_flops(self.device_name, DTYPES[training.precision]) if on_gpu else None
-        self.writer = MetricsWriter(run_dir, run.metrics.tensorboard, resume_step=first_step)
+        check_trackers(run)
+        self.writer = MetricsWriter(run_dir, resume_step=first_step)
         self.progress = Progress(training.train_steps, total_tokens, log_interval=run.metrics.log_interval)
         goldfish = corpora.goldfish_statistics()
         self.facts = self._facts(corpora, goldfish, total_tokens)
@@ -54,6 +56,7 @@ class RunRecord:
         self.progress.print_facts("Run", self.facts)
         _warn_about_data(corpora, goldfish, training.seq_length)
         write_output(run_dir / RUN_FILE, to_toml(run))
+        self.tracking = Tracking(run, run_dir, first_step, self.device_name)
         self.failure: WriteFailed | None = None
         """The record of a step could not be written; the other processes do not know that yet."""
         self.startup_seconds = time.time() - place.started
@@ -62,9 +65,10 @@ class RunRecord:
     def __enter__(self) -> RunRecord:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self.progress.close()
         self.writer.close()
+        self.tracking.close(failed=kind is not None)
 
     def step(self, step: int, figures: Figures, seconds: float, validation_loss: float | None, skipped: bool) -> None:
         """Record one step, counted from 0, that took ``seconds``; a failure waits in ``failure``."""
@@ -89,8 +93,10 @@ class RunRecord:
             experts=self.job.expert_load.figures() if self.job.expert_load is not None and figures.kept else None,
         )
         self.progress.update(metrics)
+        record = metrics.record()
+        self.tracking.log(metrics.step, record)
         try:
-            self.writer.write(metrics)
+            self.writer.write(record)
             if (compared := self.prediction.after_step(metrics)) is not None:
                 self.progress.print_facts("Predicted and measured", compared)
         except WriteFailed as failure:
@@ -101,7 +107,8 @@ class RunRecord:
         if self.failure is not None:
             raise self.failure
         self.writer.close()
-        self.writer = MetricsWriter(self.run_dir, self.run.metrics.tensorboard, resume_step=steps)
+        self.writer = MetricsWriter(self.run_dir, resume_step=steps)
+        self.tracking.go_back(steps)
 
     def end(self, outcome: Outcome) -> None:
         """Write the summary and the sample."""
