@@ -21,12 +21,15 @@ from fourfold.training.console import Fact, Progress
 from fourfold.training.corpora import Corpora
 from fourfold.training.flops import FLOP_FORMULA, flops_per_token, mfu, model_tflops_per_device, peak_flops
 from fourfold.training.job import Job
-from fourfold.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
+from fourfold.training.metrics import EXPERTS_FILE, MetricsWriter, StepMetrics, add_record, peak_memory_bytes
 from fourfold.training.outcome import Outcome
 from fourfold.training.prediction import Prediction
 from fourfold.training.run_folder import RUN_FILE, SAMPLE_FILE, SUMMARY_FILE
 from fourfold.training.step_checks import Figures
 from fourfold.training.tracking import Tracking, check_trackers
+
+EXPERT_RECORDS = 100
+"""Steps of which the load of every expert of every layer is recorded: as many as a heat map shows."""
 
 
 class RunRecord:
@@ -76,6 +79,7 @@ class RunRecord:
             self.tokens_per_step / seconds if figures.kept else 0.0
         )  # a batch that is left out takes no time
         tflops = model_tflops_per_device(self.flops.training, tokens_per_second, self.run.parallel.world_size)
+        load = self.job.expert_load if figures.kept else None
         metrics = StepMetrics(
             step=step + 1,
             loss=figures.loss,
@@ -90,17 +94,26 @@ class RunRecord:
             trained_token_share=figures.kept / self.tokens_per_step,
             validation_loss=validation_loss,
             skipped=skipped,
-            experts=self.job.expert_load.figures() if self.job.expert_load is not None and figures.kept else None,
+            experts=None if load is None else load.figures(),
         )
         self.progress.update(metrics)
         record = metrics.record()
         self.tracking.log(metrics.step, record)
         try:
             self.writer.write(record)
+            if load is not None and self._shows_experts(metrics):
+                of_experts = {"step": metrics.step, "tokens": metrics.tokens, **load.by_layer()}
+                add_record(self.run_dir / EXPERTS_FILE, of_experts)
             if (compared := self.prediction.after_step(metrics)) is not None:
                 self.progress.print_facts("Predicted and measured", compared)
         except WriteFailed as failure:
             self.failure = failure
+
+    def _shows_experts(self, metrics: StepMetrics) -> bool:
+        """True for the first step, the last, and about ``EXPERT_RECORDS`` between them; not where the loss is NaN."""
+        last, interval = self.run.training.train_steps, self.run.metrics.log_interval
+        is_due = metrics.step % max(interval, last // EXPERT_RECORDS) == 0 or metrics.step in (1, last)
+        return is_due and math.isfinite(metrics.loss)
 
     def go_back(self, steps: int) -> None:
         """Drop the lines of steps after the first ``steps``, which will be taken again."""
