@@ -111,6 +111,16 @@ class Grid:
         """All of them, the single ones first."""
         return list(self._axes.values())
 
+    def stage(self) -> Axis:
+        """All ranks of this process's place on pp, as one axis. Every process of the job calls it, which may make the
+        group."""
+        if self.pp.size == 1:
+            ranks = self.mesh.size()
+            return Axis("world", ranks, dist.get_rank(), dist.group.WORLD or self.x.group)
+        if "stage" not in self._axes:
+            self._axes["stage"] = self._level("stage", self.mesh.mesh.flatten(1))
+        return self._axes["stage"]
+
     def shards(self, name: str, per_node: int) -> dist.ProcessGroup | TwoLevels:
         """The ranks of the axis ``z`` or ``dp_cp_z``, in two levels where they are several nodes of several ranks.
 

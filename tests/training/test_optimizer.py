@@ -10,7 +10,8 @@ import torch
 from pool import Pool
 from tiny_runs import GPT, LLAMA, QWEN, tiny_run
 
-from fourfold.config.run import OptimizerConfig, RunConfig, SchedulerConfig
+from fourfold.config.optimizer import OptimizerConfig
+from fourfold.config.run import RunConfig, SchedulerConfig
 from fourfold.errors import UserError
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
