@@ -60,7 +60,13 @@ class Tiles:
 
     def parts(self) -> list[Part]:
         """All but ``experts``."""
-        return [*self.dense_block * self.dense_layers, *self.block * self.layers, *self.last, *self.embedding, *self.positions]
+        return [
+            *self.dense_block * self.dense_layers,
+            *self.block * self.layers,
+            *self.last,
+            *self.embedding,
+            *self.positions,
+        ]
 
 
 def stages_of_rank(run: RunConfig, pp_rank: int) -> list[Stage]:
