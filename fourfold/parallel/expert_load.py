@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
 from fourfold.models.autograd import Context, Function
-from fourfold.models.mixture import moves_alone
+from fourfold.models.mixture import is_router_bias
 from fourfold.parallel.communicate import purpose
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.sharding import Tiled
@@ -81,7 +81,7 @@ class ExpertLoad:
         if rate:
             direction_LE = (self.rows_LE.mean(1, keepdim=True) - self.rows_LE).sign()
             for shard in shards:
-                if moves_alone(shard.name):
+                if is_router_bias(shard.name):
                     shard.local.add_(direction_LE[_layer_of(shard.name)].to(shard.local.dtype), alpha=rate)
 
     def rows(self) -> list[list[int]]:

@@ -13,15 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from exact_order import directions
-from exact_parameters import (
-    Stage,
-    Tiles,
-    expert_shards,
-    stages_of_rank,
-    tiles_of,
-    weight_shards,
-    without_experts,
-)
+from exact_parameters import Stage, Tiles, expert_shards, stages_of_rank, tiles_of, weight_shards, without_experts
 
 from fourfold.config.layout import CHUNK_LOGITS, attention_split, context_method
 from fourfold.config.run import ParallelConfig, RunConfig
@@ -157,7 +149,12 @@ def _expert_lines(run: RunConfig, once: int, forward: int) -> Iterator[Line]:
     model, grid, sizes = run.model, run.parallel, _Sizes(run)
     line, item, experts = partial(_line, grid), sizes.item, model.num_experts
     tokens, hidden = sizes.tokens // grid.x, model.hidden_size // grid.y
-    rows, width = tokens * model.num_experts_per_tok, model.moe_intermediate_size // grid.x
+    chosen, width = tokens * model.num_experts_per_tok, model.moe_intermediate_size // grid.x
+    limit, rows = run.moe.capacity_factor, chosen
+    if limit:
+        rows = experts * min(chosen // experts, math.ceil(limit * chosen / experts))
+        yield from line("x", "all_gather", "router: chosen experts", 4 * grid.x * chosen, forward)
+        yield from line("cp", "all_gather", "router: chosen experts", 4 * grid.cp * grid.x * chosen, forward)
     for purpose in ("experts: dispatch", "experts: combine"):
         yield from line("ep", "all_to_all", purpose, item * rows * hidden, forward + once)
     for purpose in ("experts: tokens", "experts: outputs"):
@@ -165,7 +162,7 @@ def _expert_lines(run: RunConfig, once: int, forward: int) -> Iterator[Line]:
     yield from line("ep", "all_to_all", "experts: counts of rows", 8 * experts, forward)
     yield from line("x", "all_gather", "experts: counts of rows", 8 * grid.x * experts, forward)
     yield from line("y", "all_reduce", "router: logits", 4 * tokens * experts, forward)
-    yield from line("y", "all_reduce", "router: weights' gradient", 4 * rows, once)
+    yield from line("y", "all_reduce", "router: weights' gradient", 4 * chosen, once)
     yield from line("y", "all_reduce", "experts: outputs of up", item * grid.x * rows * width, 2 * forward)
     yield from line("y", "all_reduce", "experts: input gradient of down", item * grid.x * rows * width, once)
     if model.shared_expert_gate:

@@ -248,10 +248,10 @@ def block_bytes(work: Workload) -> BlockBytes:
         head_bytes(work),
         head_kept_bytes(work),
     )
-    return _with_experts(block, work) if has_experts(work) else block
+    return _bytes_with_experts(block, work) if has_experts(work) else block
 
 
-def _with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
+def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
     """A block with the experts of a mixture besides, or in place of, its MLP.
 
     The backward of a shared expert comes first, and frees what it has kept.
