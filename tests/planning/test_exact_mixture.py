@@ -9,9 +9,10 @@ from exact_collectives import Line, collective_lines
 from exact_parameters import stored_bytes
 from tiny_runs import MIXTURE, QWEN_MOE, tiny_run
 
+from fourfold.config.run import RunConfig
 from fourfold.planning.cost.activations import peak_bytes
 from fourfold.planning.run_workload import workload_of
-from fourfold.verification.trace import Collective, trace
+from fourfold.verification.trace import Collective, Memory, trace
 
 OF_WEIGHTS = ("weights", "gradients")
 CASES: list[tuple[dict[str, Any], dict[str, int], str]] = [
@@ -48,15 +49,31 @@ def totals(lines: list[Line] | list[Collective]) -> dict[tuple[str, str, str], t
 )
 def test_formulas_equal_the_trace(model: dict[str, Any], grid: dict[str, int], mode: str) -> None:
     """With an even load: all that is sent and stored, and the activations' peak within a tenth."""
+    run = run_of(model, grid, mode)
+    memory, work = assert_equal_to_the_trace(run), workload_of(run)
+    assert peak_bytes(work, work.model.layers, 1) == pytest.approx(memory.activations_peak, rel=0.1)
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("model", "grid", "mode"), [*CASES, *MORE], ids=str)
+def test_formulas_equal_the_trace_with_muon(model: dict[str, Any], grid: dict[str, int], mode: str) -> None:
+    assert_equal_to_the_trace(run_of(model, grid, mode, optimizer={"name": "muon"}))
+
+
+def run_of(model: dict[str, Any], grid: dict[str, int], mode: str, **sections: Any) -> RunConfig:
     ranks = grid.get("z", 1) * grid.get("dp", 1)
-    run = tiny_run(
+    return tiny_run(
         model | {"num_hidden_layers": 3},
         grid,
         training={"precision": "bf16", "global_batch_size": 4 * ranks, "seq_length": 128},
         activation_checkpoint={"mode": mode},
+        **sections,
     )
-    traced, work = trace(run, whole=True), workload_of(run)
+
+
+def assert_equal_to_the_trace(run: RunConfig) -> Memory:
+    traced = trace(run, whole=True)
     assert totals(collective_lines(run)) == totals(traced.collectives)
     memory = traced.memory
     assert stored_bytes(run) == (memory.parameters, memory.gradients, memory.optimizer)
-    assert peak_bytes(work, work.model.layers, 1) == pytest.approx(memory.activations_peak, rel=0.1)
+    return memory
