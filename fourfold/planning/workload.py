@@ -18,6 +18,9 @@ SCHEDULES = (
 )  # fmt: skip
 """Values of ``Layout.schedule``; 1F1B with several chunks per stage is Interleaved1F1B."""
 
+OPTIMIZERS = ("adamw", "muon", "lion")
+"""Values of ``Step.optimizer``."""
+
 CP_METHODS = ("gathered", "ring", "ulysses")
 """Values of ``Layout.cp_method``: keys and values all-gathered (other programs), passed around a ring, or heads
 exchanged for tokens."""
@@ -183,6 +186,8 @@ class Step(Cases):
     """Bytes per gradient entry in sums over ranks."""
     weight_bytes: Number = 4
     """Bytes per entry of a weight, of its gradient and of each optimizer moment, as stored."""
+    optimizer: Number = 0
+    """Index into ``OPTIMIZERS``."""
     capacity: Number = 0.0
     """An expert takes at most so many times its equal share of the tokens; 0: all that choose it."""
     imbalance: Number = 1.0

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from exact_muon import exchanged, layers_of
 from exact_order import directions
 from exact_parameters import Stage, Tiles, expert_shards, stages_of_rank, tiles_of, weight_shards, without_experts
 
@@ -63,6 +64,7 @@ def _all_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
         yield from _weight_lines(run, stage)
         yield from _transfer_lines(run, stage)
     yield from _once_a_step_lines(run, stages)
+    yield from _optimizer_lines(run, pp_rank)
 
 
 class _Sizes:
@@ -383,6 +385,16 @@ def _once_a_step_lines(run: RunConfig, stages: list[Stage]) -> Iterator[Line]:
         if run.model.num_experts:
             counts = run.model.num_hidden_layers * (run.model.num_experts + 4)
             yield Line(world, "all_reduce", "load of experts", 1, 8 * counts)
+
+
+def _optimizer_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
+    """Matrices that Muon's owners orthogonalize."""
+    axes = ("dp", "cp", "z", "y", "x")
+    if run.optimizer.name == "muon" and any(getattr(run.parallel, axis) > 1 for axis in axes):
+        (rounds, *sent), axis = exchanged(run, layers_of(run, pp_rank)), axis_name(run, axes)
+        axis = "stage" if axis == "world" and run.parallel.pp > 1 else axis
+        for purpose, size in zip(("matrices to their owners", "updates of matrices"), sent, strict=True):
+            yield Line(axis, "all_to_all", f"optimizer: {purpose}", rounds, size)
 
 
 def axis_name(run: RunConfig, axes: tuple[str, ...]) -> str:

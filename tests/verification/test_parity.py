@@ -40,7 +40,6 @@ GROUPS = {
         ]
     }
 }
-LION = {"optimizer": {"name": "lion", **GROUPS["optimizer"]}}
 DEEP_LLAMA, DEEP_GPT = LLAMA | {"num_hidden_layers": 4}, GPT | {"num_hidden_layers": 4}
 SCHEDULES = get_args(Schedule)
 FAST_SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
@@ -93,7 +92,6 @@ CASES: dict[str, Case] = {
     "z2 dp2 zero 3 goldfish packed": (GPT, {"z": 2, "dp": 2, "zero": 3}, GOLDFISH | PACKED),
     "x2 z2 tuned products": (LLAMA, {"x": 2, "z": 2}, TUNED),
     "x2 y2 tuned products, recomputed": (GPT, {"x": 2, "y": 2}, TUNED | FULL),
-    "x2 z2 lion": (LLAMA, {"x": 2, "z": 2}, LION),
     "pp2 ZBV tuned products": (DEEP_GPT, {"pp": 2, "schedule": "ZBVZeroBubble"}, TUNED_ONE_SEQUENCE),
 }
 
