@@ -125,8 +125,7 @@ def make_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, **ch
     transformers.utils.logging.disable_progress_bar()
     kind, keys = MODELS[name]
     sizes = GPT2 if kind == "GPT2Config" else SIZES
-    config = getattr(transformers, kind)(**(sizes | keys | changes))
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # others cap no scores
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**(sizes | keys | changes)))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():

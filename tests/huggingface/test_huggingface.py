@@ -85,6 +85,8 @@ def test_a_config_made_anew_says_the_same(name: str, tmp_path: Path) -> None:
 
 OF_PRESETS = {
     "moe-tiny": "qwen3_moe",
+    "mistral-7b": "mistral",
+    "gemma2-2b": "gemma2",
     "mixtral-8x7b": "mixtral",
     "mixtral-8x22b": "mixtral",
     "qwen3-30b-a3b": "qwen3_moe",

@@ -90,7 +90,6 @@ _GEMMA_KEYS = _LLAMA_KEYS | {
         "head_dim",
         "attention_bias",
         "query_pre_attn_scalar",
-        "attn_logit_softcapping",
         "final_logit_softcapping",
     )
 }
@@ -210,7 +209,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
-        _GEMMA_KEYS,
+        _GEMMA_KEYS | {"attn_logit_softcapping": "attn_logit_softcapping"},
         _GEMMA_DEFAULTS
         | {"max_position_embeddings": 8192, "sliding_window_pattern": 2}
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},

@@ -172,7 +172,6 @@ def head_bytes(work: Workload) -> Number:
     sums = np.where(program.fused_loss, 0, 4 / layout.y)
     first = rows * columns * (2 * step.item_bytes + sums) + step.item_bytes * weights
     capped = np.where(model.caps_logits, 8 / layout.y, 0)  # the sums, and the slopes of the cap
-    first = np.maximum(first, rows * columns * (step.item_bytes + capped) + step.item_bytes * weights)
     # The next piece's sums are made while names still hold those of the piece before.
     then = np.minimum(rows, np.maximum(work.tokens - rows, 0))
     summed = np.maximum((np.where(layout.y > 1, step.item_bytes, 0) + 4) / layout.y, capped)
