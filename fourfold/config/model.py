@@ -252,6 +252,8 @@ class ModelConfig(Strict):
         kinds = (given * math.ceil(count / len(given)))[:count]
         period = next(n for n in range(1, count + 1) if kinds[n:] == kinds[:-n])
         self.layer_types = kinds[:period]
+        if not self.sliding_layers:
+            self.sliding_window, self.layer_types, self.rope_local_base_freq = 0, [], 0.0
 
     def _check_experts(self) -> None:
         if not self.num_experts:

@@ -22,7 +22,6 @@ S, F = "sliding_attention", "full_attention"
         ([S, S], [S]),
         ([S, S, F], [S, S, F]),
         ([S, S, F, S, S, F], [S, S, F]),
-        ([F] * 6, [F]),
         ([S, F, F, S], [S, F, F, S, S, F]),
         ([F, F, F, F, S, S, S, S], [F, F, F, F, S, S]),
     ],
@@ -37,8 +36,10 @@ def test_kinds_of_layers_repeat(given: list[str], kept: list[str]) -> None:
 
 
 def test_without_a_window_no_layer_slides() -> None:
-    model = ModelConfig(**SIZES, layer_types=[F, F])
-    assert model.layer_types == [] and model.kinds_of_layers == [F] and model.sliding_layers == 0
+    for keys in ({"layer_types": [F, F]}, {"layer_types": [F] * 6 + [S], "sliding_window": 8}):
+        model = ModelConfig(**SIZES, **keys)
+        assert model.layer_types == [] and model.kinds_of_layers == [F]
+        assert model.sliding_layers == model.sliding_window == 0
 
 
 def test_a_base_that_is_that_of_the_others_is_none() -> None:
