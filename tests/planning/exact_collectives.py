@@ -115,8 +115,8 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     if inner:
         yield from line("x", "all_gather", f"{up}: tokens", residual, gathers)
         yield from line(
-            "x", "reduce_scatter", f"{down}: outputs", residual, once
-        )  # nothing that is recomputed reads them
+            "x", "reduce_scatter", f"{down}: outputs", residual, forward if model.norm_placement != "before" else once
+        )  # nothing that is recomputed reads them but a norm
         yield from line("x", "all_gather", f"{down}: output gradient", residual, once)
         yield from line("x", "reduce_scatter", f"{up}: input gradient", residual, once)
         yield from line("y", "all_reduce", f"{up}: outputs", item * tokens * inner // x, ups * forward)
@@ -127,8 +127,15 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     yield from line("y", "all_gather", "o_proj: inputs", item * tokens * queries // x, gathers)
     yield from line("y", "reduce_scatter", "o_proj: input gradient", item * tokens * queries // x, once)
     yield from line("y", "all_gather", "qkv: output gradient", item * tokens * features // x, once)
-    yield from line("y", "all_reduce", "norm: statistics", sizes.sums * tokens // x, 2 * norms)
-    yield from line("y", "all_reduce", "norm: statistics' gradient", sizes.sums_back * tokens // x, 2 * once)
+    yield from line("y", "all_reduce", "norm: statistics", sizes.sums * tokens // x, _norms(run, norms, forward))
+    statistics = sizes.sums_back * tokens // x
+    yield from line("y", "all_reduce", "norm: statistics' gradient", statistics, _norms(run, once, once))
+
+
+def _norms(run: RunConfig, inputs: int, outputs: int) -> int:
+    """Runs of a block's norms, where those of its inputs and those of its outputs run so often."""
+    placement = run.model.norm_placement
+    return 2 * (inputs * (placement != "after") + outputs * (placement != "before"))
 
 
 def _head_norm_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:

@@ -123,7 +123,7 @@ def _block(run: RunConfig) -> tuple[Part, ...]:
     split = attention_split(run)
     bias_over = () if split == "heads" else ("y",)
     bias_ranks = x * y if split == "heads" else x
-    block = [*_norm(run), *_norm(run)]
+    block = _norm(run) * (4 if model.norm_placement == "around" else 2)
     for out in (queries, keys, keys):
         block.append(Part(out // x, hidden))
         if model.attention_bias:
