@@ -30,7 +30,7 @@ lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/mypy
 
-# A site in site/ that needs no server; a link or an anchor that leads nowhere is an error.
+# A site in site/, to be read with `python -m http.server -d site`; a link that leads nowhere is an error.
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
 
