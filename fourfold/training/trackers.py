@@ -96,7 +96,7 @@ class WeightsAndBiases:
             config=tracked.description(),
             allow_val_change=True,
             # Nobody answers a question about a key, and the terminal belongs to the run's own display.
-            settings=wandb.Settings(console="off", login_timeout=1.0),
+            settings=wandb.Settings(console="off", login_timeout=1.0, init_timeout=30.0),
         )
         write_whole(id_file, self._run.id.encode())
         self._run.define_metric("*", step_metric="step")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,14 +68,10 @@ def of_tensorboard(run: RunConfig) -> Tracked:
 
 def of_wandb(run: RunConfig) -> Tracked:
     from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
 
-    files = sorted((folder_of(run) / "wandb").glob("offline-run-*/*.wandb"))
     losses, runs = [], []
-    for file in files:
-        store = DataStore()
-        store.open_for_scan(str(file))
-        while (content := store.scan_data()) is not None:
+    for file in sorted((folder_of(run) / "wandb").glob("offline-run-*/*.wandb")):
+        for content in whole_log(file):
             record = Record.FromString(content)
             if record.HasField("run"):
                 runs.append(record.run)
@@ -82,9 +79,39 @@ def of_wandb(run: RunConfig) -> Tracked:
                 values = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
                 losses.append((int(values["step"]), float(values["loss"])))
     assert len({(each.run_id, each.project, each.display_name) for each in runs}) == 1
-    config = {item.key: json.loads(item.value_json) for item in runs[-1].config.update}
+    config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
     keys = {"training.seq_length": str(config["training"]["seq_length"])}
     return Tracked(runs[0].project, runs[0].display_name, losses, keys, config["machine"])
+
+
+def whole_log(file: Path) -> list[bytes]:
+    """The records of a run that is finished; W&B's own process may take a moment to write the last of them."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    latest = time.monotonic() + 30
+    while time.monotonic() < latest:
+        records = list(leveldb_records(file.read_bytes()))
+        if any(Record.FromString(record).HasField("exit") for record in records):
+            return records
+        time.sleep(0.1)
+    pytest.fail(f"{file} has no end")
+
+
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """The records of a log in LevelDB's format, as W&B writes it: behind each header, parts of a record."""
+    assert content[:4] == b":W&B"
+    at, whole = 7, b""
+    while at + 7 <= len(content):
+        room = 2**15 - at % 2**15  # in its block, over whose end no part reaches
+        if room < 7:
+            at += room
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            yield whole
+            whole = b""
 
 
 def of_mlflow(run: RunConfig) -> Tracked:
@@ -131,6 +158,7 @@ def test_a_tracker_has_one_run_with_every_step_the_run_file_and_the_machine(
     pytest.importorskip(name)
     run = run_tracked_by(name, tmp_path)
     track(run, {1: 4.0, 2: 3.0, 3: 2.5})
+    time.sleep(1.1 if name == "wandb" else 0)  # which names folders by the second
     track(run, {3: 2.25, 4: 2.0}, first_step=2)
     warnings = [line for line in capfd.readouterr().err.splitlines() if "records no more" in line]
     assert warnings == []
