@@ -7,17 +7,8 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import stages_per_rank
 from fourfold.errors import UserError
-from fourfold.planning.workload import (
-    CP_METHODS,
-    OPTIMIZERS,
-    RECOMPUTE,
-    SCHEDULES,
-    Layout,
-    ModelShape,
-    Program,
-    Step,
-    Workload,
-)
+from fourfold.planning.program_flags import Program
+from fourfold.planning.workload import CP_METHODS, OPTIMIZERS, RECOMPUTE, SCHEDULES, Layout, ModelShape, Step, Workload
 
 
 def model_shape(model: ModelConfig) -> ModelShape:

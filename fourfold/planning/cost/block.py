@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fourfold.planning.cases import Cases, Number
-from fourfold.planning.cost.activations import attention_over_y, heads_here
 from fourfold.planning.cost.expert_sizes import has_experts
 from fourfold.planning.cost.expert_time import ExpertTime, expert_time
 from fourfold.planning.cost.rates import Rates, linear_seconds
+from fourfold.planning.cost.tensor_sizes import attention_over_y, heads_here
 from fourfold.planning.cost.terms import attention_core, host, pointwise
 from fourfold.planning.cost.terms.collective import Group, gather_seconds, group_of, reduce_seconds
 from fourfold.planning.machines.constants import Constants

@@ -75,7 +75,7 @@ class Found:
     """All points of a search, with their scores.
 
     order: the legal points, fastest first; crossed: the points before the candidates in more parts; refused: [reasons]
-    layouts of grids that are illegal with any other choice, which are no points; parts: those that were tried;
+    layouts that are illegal whatever they recompute, which are no points; parts: those that were tried;
     seconds_taken: wall time.
     """
 
