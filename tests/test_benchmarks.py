@@ -27,7 +27,7 @@ ARGUMENTS = {
     "train_cpu": ["--only", "b"],
     "loki_decode": ["--kernels", "torch"],  # the others compile for seconds
 }
-SLOW = {"one_step", "pipeline_bubble", "startup", "train_cpu", "tuner_cpu", "watchdog_cost"}
+SLOW = {"moe_cpu", "one_step", "pipeline_bubble", "scale", "startup", "train_cpu", "tuner_cpu", "watchdog_cost"}
 
 
 @pytest.mark.parametrize(

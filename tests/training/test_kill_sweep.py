@@ -99,15 +99,15 @@ def kill(process: subprocess.Popen[str], victim: str) -> None:
 def test_a_kill_of_one_process_costs_no_bit(tmp_path: Path, prefix: str, start: Start, cli: Cli) -> None:
     """The short form of the sweep: the second attempt, and the run that nobody kills, need no process of their own."""
     folders = tmp_path / "killed", tmp_path / "whole"
-    paths = [killable(folder, prefix, 40) for folder in folders]
+    paths = [killable(folder, prefix, 16) for folder in folders]
     process = start(paths[0])
-    wait_for_steps(paths[0], 3, process)
+    wait_for_steps(paths[0], 2, process)
     kill(process, "group")
     ended(process)
     assert process.returncode == -signal.SIGKILL
     for path in paths:
         assert cli("train", path)[0] == 0
-    assert_the_same(*folders, 40, cli)
+    assert_the_same(*folders, 16, cli)
 
 
 @pytest.mark.slow
