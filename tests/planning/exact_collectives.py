@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from exact_muon import exchanged, layers_of
 from exact_order import directions
 from exact_parameters import Stage, Tiles, expert_shards, stages_of_rank, tiles_of, weight_shards, without_experts
 
@@ -63,6 +64,7 @@ def _all_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
         yield from _weight_lines(run, stage)
         yield from _transfer_lines(run, stage)
     yield from _once_a_step_lines(run, stages)
+    yield from _optimizer_lines(run, pp_rank)
 
 
 class _Sizes:
@@ -113,8 +115,8 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     if inner:
         yield from line("x", "all_gather", f"{up}: tokens", residual, gathers)
         yield from line(
-            "x", "reduce_scatter", f"{down}: outputs", residual, once
-        )  # nothing that is recomputed reads them
+            "x", "reduce_scatter", f"{down}: outputs", residual, forward if model.norm_placement != "before" else once
+        )  # nothing that is recomputed reads them but a norm
         yield from line("x", "all_gather", f"{down}: output gradient", residual, once)
         yield from line("x", "reduce_scatter", f"{up}: input gradient", residual, once)
         yield from line("y", "all_reduce", f"{up}: outputs", item * tokens * inner // x, ups * forward)
@@ -125,8 +127,15 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     yield from line("y", "all_gather", "o_proj: inputs", item * tokens * queries // x, gathers)
     yield from line("y", "reduce_scatter", "o_proj: input gradient", item * tokens * queries // x, once)
     yield from line("y", "all_gather", "qkv: output gradient", item * tokens * features // x, once)
-    yield from line("y", "all_reduce", "norm: statistics", sizes.sums * tokens // x, 2 * norms)
-    yield from line("y", "all_reduce", "norm: statistics' gradient", sizes.sums_back * tokens // x, 2 * once)
+    yield from line("y", "all_reduce", "norm: statistics", sizes.sums * tokens // x, _norms(run, norms, forward))
+    statistics = sizes.sums_back * tokens // x
+    yield from line("y", "all_reduce", "norm: statistics' gradient", statistics, _norms(run, once, once))
+
+
+def _norms(run: RunConfig, inputs: int, outputs: int) -> int:
+    """Runs of a block's norms, where those of its inputs and those of its outputs run so often."""
+    placement = run.model.norm_placement
+    return 2 * (inputs * (placement != "after") + outputs * (placement != "before"))
 
 
 def _head_norm_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
@@ -383,6 +392,16 @@ def _once_a_step_lines(run: RunConfig, stages: list[Stage]) -> Iterator[Line]:
         if run.model.num_experts:
             counts = run.model.num_hidden_layers * (run.model.num_experts + 4)
             yield Line(world, "all_reduce", "load of experts", 1, 8 * counts)
+
+
+def _optimizer_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
+    """Matrices that Muon's owners orthogonalize."""
+    axes = ("dp", "cp", "z", "y", "x")
+    if run.optimizer.name == "muon" and any(getattr(run.parallel, axis) > 1 for axis in axes):
+        (rounds, *sent), axis = exchanged(run, layers_of(run, pp_rank)), axis_name(run, axes)
+        axis = "stage" if axis == "world" and run.parallel.pp > 1 else axis
+        for purpose, size in zip(("matrices to their owners", "updates of matrices"), sent, strict=True):
+            yield Line(axis, "all_to_all", f"optimizer: {purpose}", rounds, size)
 
 
 def axis_name(run: RunConfig, axes: tuple[str, ...]) -> str:

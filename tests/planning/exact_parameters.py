@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from exact_muon import layers_of, stepped_by_muon
+
 from fourfold.config.layout import attention_split
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import rank_of_stage, stage_layers
@@ -127,7 +129,7 @@ def _block(run: RunConfig) -> tuple[Part, ...]:
     split = attention_split(run)
     bias_over = () if split == "heads" else ("y",)
     bias_ranks = x * y if split == "heads" else x
-    block = [*_norm(run), *_norm(run)]
+    block = _norm(run) * (4 if model.norm_placement == "around" else 2)
     for out in (queries, keys, keys):
         block.append(Part(out // x, hidden))
         if model.attention_bias:
@@ -184,4 +186,9 @@ def stored_bytes(run: RunConfig, pp_rank: int = 0) -> tuple[int, int, int]:
     entries = sum(part.chunk(shards) for each in tiles for part in each.parts())
     entries += sum(part.chunk(expert_shards(run)) for each in tiles for part in each.experts * each.layers)
     moment = 4 if run.optimizer.stochastic_rounding else item
-    return item * entries, item * entries, 2 * moment * entries
+    states = 2 * entries
+    if run.optimizer.name == "lion":
+        states = entries
+    elif run.optimizer.name == "muon":
+        states -= stepped_by_muon(run, layers_of(run, pp_rank))
+    return item * entries, item * entries, moment * states

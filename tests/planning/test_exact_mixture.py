@@ -9,6 +9,7 @@ from exact_collectives import Line, collective_lines
 from exact_parameters import stored_bytes
 from tiny_runs import DEEPSEEK, MIXTURE, QWEN_MOE, tiny_run
 
+from fourfold.config.optimizer import OptimizerConfig
 from fourfold.config.run import RunConfig
 from fourfold.planning.cost.activations import peak_bytes
 from fourfold.planning.cost.memory import stage_memory
@@ -73,9 +74,9 @@ def run_of(model: dict[str, Any], grid: dict[str, Any], mode: str, layers: int =
 def assert_equal_to_the_trace(run: RunConfig) -> TraceReport:
     """All that is sent and stored, on a rank of every place on pp."""
     traced = trace(run, whole=True)
-    for place, told in enumerate(traced.pipeline or [traced]):
-        memory = told.memory
-        assert totals(collective_lines(run, place)) == totals(told.collectives), place
+    for place, stage in enumerate(traced.pipeline or [traced]):
+        memory = stage.memory
+        assert totals(collective_lines(run, place)) == totals(stage.collectives), place
         assert stored_bytes(run, place) == (memory.parameters, memory.gradients, memory.optimizer), place
     return traced
 
@@ -96,9 +97,9 @@ def test_formulas_equal_the_trace_of_pipelines(model: dict[str, Any], grid: dict
     """On every rank of pp, of which the first may have other layers than the last."""
     run = run_of(model, grid, mode)
     traced, work = assert_equal_to_the_trace(run), workload_of(run)
-    for place, told in enumerate(traced.pipeline):
+    for place, stage in enumerate(traced.pipeline):
         held = stage_memory(work, load_machine("laptop"), place)
-        assert held["activations"] + held["logits"] == pytest.approx(told.memory.activations_peak, rel=0.1)
+        assert held["activations"] + held["logits"] == pytest.approx(stage.memory.activations_peak, rel=0.1)
 
 
 @pytest.mark.fast_cases(1)
@@ -106,3 +107,10 @@ def test_formulas_equal_the_trace_of_pipelines(model: dict[str, Any], grid: dict
 @pytest.mark.parametrize(("factor", "mode"), [(0.75, "none"), (1.25, "full")])
 def test_formulas_equal_the_trace_with_a_capacity(grid: dict[str, int], factor: float, mode: str) -> None:
     assert_equal_to_the_trace(run_of(QWEN_MOE, grid, mode, capacity_factor=factor))
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("model", "grid", "mode"), [*CASES, *MORE], ids=str)
+def test_formulas_equal_the_trace_with_muon(model: dict[str, Any], grid: dict[str, Any], mode: str) -> None:
+    muon = OptimizerConfig(name="muon")
+    assert_equal_to_the_trace(run_of(model, grid, mode).model_copy(update={"optimizer": muon}))
