@@ -2,7 +2,7 @@
 
 A mark {{page.md; cells; column}} of the template becomes the cell of another page's table, in the row that begins with
 these cells; {{share; …}} shows it as a percentage. {{plan; name}} is a prediction that is made now, {{gaps; mask; key}}
-a figure of figures/mask_gaps.json.
+a figure of figures/mask_gaps.json, {{law; k; S}} the drop law, {{said; page.md; pattern}} a number in a page's text.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+from fourfold.memorization.goldfish_laws import exact_match_law, near_duplicate_law
 from fourfold.planning.calibration.machine_constants import constants_for
 from fourfold.planning.calibration.published import AXONN_BLOCKS, MEGATRON, base_of
 from fourfold.planning.machines.machine import load_machine
@@ -41,6 +42,10 @@ def value_of(mark: list[str]) -> str:
         return planned()[mark[1]]
     if mark[0] == "gaps":
         return gaps(*mark[1:])
+    if mark[0] == "law":
+        return share(exact_match_law(int(mark[1]), int(mark[2])))
+    if mark[0] == "said":
+        return said(HERE / mark[1], mark[2])
     if mark[0] == "share":
         return share(float(value_of(mark[1:])))
     return cell(HERE / mark[0], mark[1:-1], mark[-1])
@@ -57,6 +62,12 @@ def cell(path: Path, beginning: list[str], column: str) -> str:
     return found[0]
 
 
+def said(path: Path, pattern: str) -> str:
+    """What the group of a pattern is in the text of a page, which has it once."""
+    (found,) = re.findall(pattern, " ".join(path.read_text(encoding="utf-8").split()))
+    return str(found)
+
+
 def gaps(mask: str, key: str, passage: str = "") -> str:
     """A share from the stored measurement of masks on real text."""
     row = json.loads((HERE / "figures" / "mask_gaps.json").read_text(encoding="utf-8"))[mask]
@@ -64,7 +75,7 @@ def gaps(mask: str, key: str, passage: str = "") -> str:
 
 
 def share(value: float) -> str:
-    return f"{value:.1%}" if value >= 0.01 else f"{value:.1e}" if value else "none"
+    return f"{value:.1%}" if value >= 0.001 else f"{value:.1e}" if value else "none"
 
 
 def on_frontier(model: str, batch: int, **layout: int) -> Prediction:
@@ -99,6 +110,8 @@ def planned() -> dict[str, str]:
         "years best": f"{steps * of_1t[6].seconds * as_run / best / YEAR:.0f}",
         "bubble 175b": f"{15 / 320:.1%}",
         "bubble 1t": f"{127 / 512:.1%}",
+        "copies differ": f"{near_duplicate_law(0.01, 50, 50) / (1 - 1 / 50):.0%}",
+        "one passage in": f"{1 / exact_match_law(50, 500):,.0f}",
         "overlap 80b": f"{1 - overlapped.seconds / exposed.seconds:.0%}",
     }
 
