@@ -2,7 +2,8 @@
 
 A mark {{page.md; cells; column}} of the template becomes the cell of another page's table, in the row that begins with
 these cells; {{share; …}} shows it as a percentage. {{plan; name}} is a prediction that is made now, {{gaps; mask; key}}
-a figure of figures/mask_gaps.json, {{law; k; S}} the drop law, {{said; page.md; pattern}} a number in a page's text.
+a figure of figures/mask_gaps.json, {{law; k; S}} the drop law, {{said; page.md; pattern}} a number in a page's text,
+{{runs}} the table of slingshot_runs.csv.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from functools import cache
 from pathlib import Path
 
 from fourfold.memorization.goldfish_laws import exact_match_law, near_duplicate_law
-from fourfold.planning.calibration.machine_constants import constants_for
+from fourfold.planning.calibration.machine_constants import constants_for, shipped
 from fourfold.planning.calibration.published import AXONN_BLOCKS, MEGATRON, base_of
+from fourfold.planning.calibration.rows import read_rows
+from fourfold.planning.calibration.score import predict_rows
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.search.plan import Prediction, predict
 
@@ -42,6 +45,8 @@ def value_of(mark: list[str]) -> str:
         return planned()[mark[1]]
     if mark[0] == "gaps":
         return gaps(*mark[1:])
+    if mark[0] == "runs":
+        return runs()
     if mark[0] == "law":
         return share(exact_match_law(int(mark[1]), int(mark[2])))
     if mark[0] == "said":
@@ -60,6 +65,24 @@ def cell(path: Path, beginning: list[str], column: str) -> str:
             found += [row[header.index(column)] for row in rows if row[: len(beginning)] == beginning]
     assert len(found) == 1, f"{path.name}: {len(found)} cells for {beginning} in column {column}"
     return found[0]
+
+
+def runs() -> str:
+    """A table of measured runs on Slingshot networks beside their predictions."""
+    rows, _ = read_rows([HERE / "slingshot_runs.csv"])
+    lines = ["| run | GPUs | measured s | predicted s | error |", "|---|---|---|---|---|"]
+    for found in predict_rows(rows, shipped()):
+        row = found.row
+        assert row.seconds is not None and found.seconds is not None and found.error is not None
+        cells = (
+            row.source,
+            f"{int(row.work.layout.gpus):,}",
+            f"{row.seconds:.4g}",
+            f"{found.seconds:.4g}",
+            f"{found.error:+.0%}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def said(path: Path, pattern: str) -> str:
