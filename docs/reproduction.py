@@ -2,7 +2,8 @@
 
 A mark {{page.md; cells; column}} of the template becomes the cell of another page's table, in the row that begins with
 these cells; {{share; …}} shows it as a percentage. {{plan; name}} is a prediction that is made now, {{gaps; mask; key}}
-a figure of figures/mask_gaps.json.
+a figure of figures/mask_gaps.json, {{law; k; S}} the drop law, {{said; page.md; pattern}} a number in a page's text,
+{{runs}} the table of slingshot_runs.csv.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import re
 from functools import cache
 from pathlib import Path
 
-from fourfold.planning.calibration.machine_constants import constants_for
+from fourfold.memorization.goldfish_laws import exact_match_law, near_duplicate_law
+from fourfold.planning.calibration.machine_constants import constants_for, shipped
 from fourfold.planning.calibration.published import AXONN_BLOCKS, MEGATRON, base_of
+from fourfold.planning.calibration.rows import read_rows
+from fourfold.planning.calibration.score import predict_rows
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.search.plan import Prediction, predict
 
@@ -41,6 +45,12 @@ def value_of(mark: list[str]) -> str:
         return planned()[mark[1]]
     if mark[0] == "gaps":
         return gaps(*mark[1:])
+    if mark[0] == "runs":
+        return runs()
+    if mark[0] == "law":
+        return share(exact_match_law(int(mark[1]), int(mark[2])))
+    if mark[0] == "said":
+        return said(HERE / mark[1], mark[2])
     if mark[0] == "share":
         return share(float(value_of(mark[1:])))
     return cell(HERE / mark[0], mark[1:-1], mark[-1])
@@ -57,6 +67,30 @@ def cell(path: Path, beginning: list[str], column: str) -> str:
     return found[0]
 
 
+def runs() -> str:
+    """A table of measured runs on Slingshot networks beside their predictions."""
+    rows, _ = read_rows([HERE / "slingshot_runs.csv"])
+    lines = ["| run | GPUs | measured s | predicted s | error |", "|---|---|---|---|---|"]
+    for found in predict_rows(rows, shipped()):
+        row = found.row
+        assert row.seconds is not None and found.seconds is not None and found.error is not None
+        cells = (
+            row.source,
+            f"{int(row.work.layout.gpus):,}",
+            f"{row.seconds:.4g}",
+            f"{found.seconds:.4g}",
+            f"{found.error:+.0%}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def said(path: Path, pattern: str) -> str:
+    """What the group of a pattern is in the text of a page, which has it once."""
+    (found,) = re.findall(pattern, " ".join(path.read_text(encoding="utf-8").split()))
+    return str(found)
+
+
 def gaps(mask: str, key: str, passage: str = "") -> str:
     """A share from the stored measurement of masks on real text."""
     row = json.loads((HERE / "figures" / "mask_gaps.json").read_text(encoding="utf-8"))[mask]
@@ -64,7 +98,7 @@ def gaps(mask: str, key: str, passage: str = "") -> str:
 
 
 def share(value: float) -> str:
-    return f"{value:.1%}" if value >= 0.01 else f"{value:.1e}" if value else "none"
+    return f"{value:.1%}" if value >= 0.001 else f"{value:.1e}" if value else "none"
 
 
 def on_frontier(model: str, batch: int, **layout: int) -> Prediction:
@@ -99,6 +133,8 @@ def planned() -> dict[str, str]:
         "years best": f"{steps * of_1t[6].seconds * as_run / best / YEAR:.0f}",
         "bubble 175b": f"{15 / 320:.1%}",
         "bubble 1t": f"{127 / 512:.1%}",
+        "copies differ": f"{near_duplicate_law(0.01, 50, 50) / (1 - 1 / 50):.0%}",
+        "one passage in": f"{1 / exact_match_law(50, 500):,.0f}",
         "overlap 80b": f"{1 - overlapped.seconds / exposed.seconds:.0%}",
     }
 

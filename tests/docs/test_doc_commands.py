@@ -54,7 +54,9 @@ LONG = (
     "loki.md",
     "memorization.md",
     "memory.md",
+    "moving.md",
     "planner.md",
+    "planning-a-70b.md",
     "tuner.md",
 )
 """Pages whose commands take more than a few seconds."""

@@ -9,6 +9,10 @@ import sys
 import pytest
 from markdown import REPOSITORY, tables_of
 
+from fourfold.planning.calibration.machine_constants import constants_for
+from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.run_workload import workload_of
+from fourfold.planning.search.plan import predict
 from fourfold.run_file.load import load_run
 
 PAGE = REPOSITORY / "docs" / "llama-405b.md"
@@ -16,6 +20,8 @@ GRIDS = "machine | grid | `--set`"
 MEMORY = (
     "machine | parameters | gradients | optimizer | gathered weights | activations | peak, traced | peak, planned | of"
 )
+SECONDS = "machine | predicted | model FLOPs utilization | predicted of the fastest layout"
+MACHINES = {"16 × 8 H100": "dgx-h100", "Frontier": "frontier", "Perlmutter": "perlmutter", "Alps": "alps"}
 
 
 def overrides_of(cell: str) -> list[str]:
@@ -33,6 +39,19 @@ def test_every_grid_is_legal_and_has_its_memory(monkeypatch: pytest.MonkeyPatch)
     for *_, peak, planned, available in tables[MEMORY]:
         assert float(peak) < float(available)
         assert planned == "–" or float(peak) <= 1.02 * float(planned) < float(available)
+
+
+def test_seconds_and_planned_memory_are_the_planners(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    tables = tables_of(PAGE)
+    assert [row[0] for row in tables[SECONDS]] == list(MACHINES)
+    for (_, _, cell), memory, seconds in zip(tables[GRIDS], tables[MEMORY], tables[SECONDS], strict=False):
+        work = workload_of(load_run("examples/llama-3.1-405b.toml", overrides_of(cell)))
+        machine = load_machine(MACHINES[seconds[0]])
+        predicted = predict(work, machine, constants_for(machine))
+        allocated = predicted.memory_bytes - predicted.stages[0]["reserve"]
+        assert seconds[1:3] == [f"{predicted.seconds:.0f}", f"{predicted.utilization(work.model_flops()):.1%}"]
+        assert memory[7] == f"{allocated / 1e9:.2f}"
 
 
 @pytest.mark.slow
