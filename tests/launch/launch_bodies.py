@@ -9,7 +9,6 @@ from pathlib import Path
 from fourfold.environment import Place
 from fourfold.errors import UserError
 
-
 IMPORTED_BY = os.getpid()
 
 

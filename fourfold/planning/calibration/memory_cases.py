@@ -31,8 +31,8 @@ class FitCases(NamedTuple):
     fits: np.ndarray
 
     def refused(self, most_out_of_memory: float) -> tuple[float, float]:
-        """Of the cases that are refused, the share that does not fit (precision); of those that do not fit, the share
-        that is refused (recall)."""
+        """The share of the refused cases that does not fit (precision), and the share of those that do not fit that is
+        refused (recall)."""
         refused = 1 - self.predicted > most_out_of_memory
         return float(np.mean(~self.fits[refused])), float(np.mean(refused[~self.fits]))
 
