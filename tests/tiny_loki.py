@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from functools import cache
 from typing import Any
 
@@ -72,12 +73,25 @@ def slow_decode(
     return torch.cat(out)
 
 
+@cache
+def name_of_cache() -> str:
+    """The keyword of a forward for its cache; transformers before 5.24 has another."""
+    from transformers import LlamaForCausalLM
+
+    return "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
+def with_cache(cache: Any) -> dict[str, Any]:
+    """The keywords of a forward that reads and extends a cache."""
+    return {name_of_cache(): cache, "use_cache": True}
+
+
 def step_by_step(model: Any, tokens_BS: Tensor, begin: int, **more: Any) -> Tensor:
     """Logits of a prompt of ``begin`` tokens, and of every token after it, one step each."""
     from transformers import DynamicCache
 
-    cache = more.pop("past_key_values", None) or DynamicCache(config=model.config)
-    out = [model(tokens_BS[:, :begin], past_key_values=cache, use_cache=True, **more).logits]
+    cache = more.pop("cache", None) or DynamicCache(config=model.config)
+    out = [model(tokens_BS[:, :begin], **with_cache(cache), **more).logits]
     for place in range(begin, tokens_BS.shape[1]):
-        out.append(model(tokens_BS[:, place : place + 1], past_key_values=cache, use_cache=True).logits)
+        out.append(model(tokens_BS[:, place : place + 1], **with_cache(cache)).logits)
     return torch.cat(out, dim=1)

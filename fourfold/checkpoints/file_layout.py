@@ -56,7 +56,7 @@ class SavedTensor(Strict):
 
     @property
     def cuts(self) -> Cuts:
-        """What cuts it: x, y, ep, ``sharded_over``."""
+        """Whether x, y, ep and ``sharded_over`` cut it."""
         return self.x is not None, self.y is not None, self.ep is not None, self.sharded
 
 

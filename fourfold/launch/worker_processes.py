@@ -22,7 +22,7 @@ from typing import Any
 from fourfold.processes import end_with_parent, importing, prepare_environment
 
 Work = Callable[..., None]
-"""What a worker runs: ``work(*args, sender)``, with the pipe on which it reports."""
+"""A worker's whole life: ``work(*args, sender)``, with the pipe on which it reports."""
 
 STARTED_BY: ForkServerContext | SpawnContext = multiprocessing.get_context("spawn")
 """multiprocessing's method that starts the starter itself."""

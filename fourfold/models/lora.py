@@ -13,7 +13,7 @@ from fourfold.models.transformer import Transformer
 
 ADAPTERS = ("lora_A", "lora_B")
 NEVER_ADAPTED = "shared_expert_gate"
-"""One column, of which a low-rank adapter would be no smaller."""
+"""It has one output: a low-rank adapter would be as large as the layer."""
 
 
 class LoRALinear(nn.Linear):

@@ -76,7 +76,7 @@ class Collective:
     """The sum over their full tensors: gathered, or before the reduction."""
 
     exposed_bytes: int
-    """Of those that no matrix product hides: none is issued between the collective and the wait for its result."""
+    """The bytes that no matrix product hides: none is issued between the collective and the wait for its result."""
 
     seconds: float | None = None
     """The sum over their durations on a machine, each alone on its axis; None without a machine."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_loki import SHAPES, SPARSE, loki_model, prompt, slow_decode, step_by_step, windows
+from tiny_loki import SHAPES, SPARSE, loki_model, prompt, slow_decode, step_by_step, windows, with_cache
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -149,9 +149,9 @@ def test_prompts_in_chunks(llama: tuple[Any, LokiBasis]) -> None:
     enable_loki(model, basis, SPARSE)
     expected = step_by_step(model, tokens, 45)
     cache = DynamicCache(config=model.config)
-    model(tokens[:, :20], past_key_values=cache, use_cache=True)
-    model(tokens[:, 20:45], past_key_values=cache, use_cache=True)
-    again = [model(tokens[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(45, 50)]
+    model(tokens[:, :20], **with_cache(cache))
+    model(tokens[:, 20:45], **with_cache(cache))
+    again = [model(tokens[:, i : i + 1], **with_cache(cache)).logits for i in range(45, 50)]
     disable_loki(model)
     torch.testing.assert_close(torch.cat(again, 1), expected[:, 45:])
 
@@ -180,7 +180,7 @@ def test_skipped_and_short(llama: tuple[Any, LokiBasis]) -> None:
     both = step_by_step(model, tokens, 30)
     enable_loki(model, basis, replace(SPARSE, skip_layers=(0,)))
     held = DynamicCache(config=model.config)
-    half = step_by_step(model, tokens, 30, past_key_values=held)
+    half = step_by_step(model, tokens, 30, cache=held)
     assert [type(layer) for layer in held.layers] == [GrowingLayer, LokiLayer]
     with pytest.raises(UserError, match="layers are 0 to 1"):
         enable_loki(model, basis, replace(SPARSE, skip_layers=(2,)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_loki import SPARSE, prompt, step_by_step
+from tiny_loki import SPARSE, prompt, step_by_step, with_cache
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -30,12 +30,12 @@ def test_a_cache_is_cropped_copied_and_reordered(llama: tuple[Any, LokiBasis], c
     enable_loki(model, basis, replace(SPARSE, cache=cache))
     expected = step_by_step(model, tokens, 45)[:, 45]
     held = DynamicCache(config=model.config)
-    step_by_step(model, tokens, 45, past_key_values=held)
+    step_by_step(model, tokens, 45, cache=held)
     held.crop(-5)
     assert held.get_seq_length() == 45
 
     def next_logits(one: Any, row: Tensor) -> Tensor:
-        return model(row, past_key_values=one, use_cache=True).logits[:, 0]
+        return model(row, **with_cache(one)).logits[:, 0]
 
     row = tokens[:, 45:46]
     torch.testing.assert_close(next_logits(copy.deepcopy(held), row), expected)
@@ -50,7 +50,7 @@ def test_a_cache_is_cropped_copied_and_reordered(llama: tuple[Any, LokiBasis], c
     torch.testing.assert_close(next_logits(one, row[1:]), expected[1:])
     held.reset()
     assert held.get_seq_length() == 0
-    again = step_by_step(model, tokens[:, :46], 45, past_key_values=held)[:, 45]
+    again = step_by_step(model, tokens[:, :46], 45, cache=held)[:, 45]
     disable_loki(model)
     torch.testing.assert_close(again, expected)
 
@@ -62,12 +62,12 @@ def test_a_cache_of_fixed_size(llama: tuple[Any, LokiBasis]) -> None:
     enable_loki(model, basis, SPARSE)
     expected = step_by_step(model, tokens, 40)
     fixed = StaticCache(config=model.config, max_cache_len=90)
-    found = step_by_step(model, tokens, 40, past_key_values=fixed)
+    found = step_by_step(model, tokens, 40, cache=fixed)
     assert isinstance(fixed.layers[0], StaticLokiLayer)
     torch.testing.assert_close(found, expected)
     enable_loki(model, basis, LokiConfig(k_f=0.25, min_seq=0))
     with pytest.raises(UserError, match="give k instead of k_f"):
-        step_by_step(model, tokens, 40, past_key_values=StaticCache(config=model.config, max_cache_len=90))
+        step_by_step(model, tokens, 40, cache=StaticCache(config=model.config, max_cache_len=90))
     disable_loki(model)
 
 
@@ -80,16 +80,16 @@ def test_a_cache_that_was_filled_before(llama: tuple[Any, LokiBasis]) -> None:
     expected = step_by_step(model, tokens, 40)
     disable_loki(model)
     held = DynamicCache(config=model.config)
-    model(tokens[:, :40], past_key_values=held, use_cache=True)
+    model(tokens[:, :40], **with_cache(held))
     assert type(held.layers[0]) is DynamicLayer
     enable_loki(model, basis, replace(SPARSE, d=7))
-    model(tokens[:, 40:41], past_key_values=held, use_cache=True)
+    model(tokens[:, 40:41], **with_cache(held))
     held.crop(-1)
     enable_loki(model, basis, SPARSE)
-    found = [model(tokens[:, i : i + 1], past_key_values=held, use_cache=True).logits for i in range(40, 49)]
+    found = [model(tokens[:, i : i + 1], **with_cache(held)).logits for i in range(40, 49)]
     torch.testing.assert_close(torch.cat(found, 1), expected[:, 40:49])
     disable_loki(model)
-    last = model(tokens[:, 49:], past_key_values=held, use_cache=True).logits
+    last = model(tokens[:, 49:], **with_cache(held)).logits
     assert isinstance(held.layers[0], LokiLayer)
     assert last.isfinite().all()
     assert held.get_seq_length() == 50
@@ -103,9 +103,9 @@ def test_keys_beside_a_proxy_are_rotated_by_another_basis(llama: tuple[Any, Loki
     expected = step_by_step(model, tokens[:, :43], 40)[:, 40:]
     enable_loki(model, basis, SPARSE)
     held = DynamicCache(config=model.config)
-    model(tokens[:, :40], past_key_values=held, use_cache=True)
+    model(tokens[:, :40], **with_cache(held))
     enable_loki(model, basis.random(), rotated)
-    found = [model(tokens[:, i : i + 1], past_key_values=held, use_cache=True).logits for i in range(40, 43)]
+    found = [model(tokens[:, i : i + 1], **with_cache(held)).logits for i in range(40, 43)]
     disable_loki(model)
     assert isinstance(held.layers[0], RotatedLayer)
     torch.testing.assert_close(torch.cat(found, 1), expected)
@@ -116,22 +116,22 @@ def test_rotated_keys_are_refused_by_an_attention_that_does_not_know_them(llama:
     tokens = prompt()
     enable_loki(model, basis, replace(SPARSE, cache="rotated"))
     held = DynamicCache(config=model.config)
-    model(tokens[:, :40], past_key_values=held, use_cache=True)
+    model(tokens[:, :40], **with_cache(held))
     assert isinstance(held.layers[0], RotatedLayer)
     row = tokens[:, 40:41]
     model.set_attn_implementation("sdpa")
     with pytest.raises(UserError, match="start a new cache"):
-        model(row, past_key_values=held, use_cache=True)
+        model(row, **with_cache(held))
     model.set_attn_implementation("loki")
     enable_loki(model, basis.random(), replace(SPARSE, cache="rotated"))
     with pytest.raises(UserError, match="another basis"):
-        model(row, past_key_values=held, use_cache=True)
+        model(row, **with_cache(held))
     enable_loki(model, basis, SPARSE)
     with pytest.raises(UserError, match="start a new cache"):
-        model(row, past_key_values=held, use_cache=True)
+        model(row, **with_cache(held))
     disable_loki(model)
     with pytest.raises(UserError, match="keys rotated for Loki"):
-        model(row, past_key_values=held, use_cache=True)
+        model(row, **with_cache(held))
 
 
 def test_the_cache_does_not_move_at_every_token(llama: tuple[Any, LokiBasis]) -> None:
@@ -141,7 +141,7 @@ def test_the_cache_does_not_move_at_every_token(llama: tuple[Any, LokiBasis]) ->
     held = DynamicCache(config=model.config)
     places = set()
     for i in range(200):
-        model(tokens[:, i : i + 1], past_key_values=held, use_cache=True)
+        model(tokens[:, i : i + 1], **with_cache(held))
         places |= {(buffer, held.layers[0].buffers[buffer].filled.data_ptr()) for buffer in range(3)}
     disable_loki(model)
     assert len(places) <= 3 * 3  # room for 64, 128, 256

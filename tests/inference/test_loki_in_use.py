@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_loki import SPARSE, loki_model, prompt, windows
+from tiny_loki import SPARSE, loki_model, prompt, windows, with_cache
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -46,7 +46,7 @@ def test_dropout_meets_rotated_keys(llama: tuple[Any, LokiBasis]) -> None:
     model.train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 1e-9
-    logits = model(tokens, past_key_values=DynamicCache(config=model.config), use_cache=True).logits
+    logits = model(tokens, **with_cache(DynamicCache(config=model.config))).logits
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
@@ -57,8 +57,8 @@ def test_a_step_with_autograd(llama: tuple[Any, LokiBasis]) -> None:
     for is_taped in (True, False):
         with torch.set_grad_enabled(is_taped):
             cache = DynamicCache(config=model.config)
-            model(tokens[:, :40], past_key_values=cache, use_cache=True)
-            found.append(model(tokens[:, 40:41], past_key_values=cache, use_cache=True).logits)
+            model(tokens[:, :40], **with_cache(cache))
+            found.append(model(tokens[:, 40:41], **with_cache(cache)).logits)
     torch.testing.assert_close(found[0], found[1])
 
 
@@ -76,7 +76,7 @@ def test_an_interrupted_pass_leaves_rotated_keys_refused(switch: str) -> None:
     enable_loki(model, calibrate(model, windows()), replace(SPARSE, cache="rotated"))
     tokens, held = prompt(), DynamicCache(config=model.config)
     with torch.no_grad():
-        model(tokens[:, :40], past_key_values=held, use_cache=True)
+        model(tokens[:, :40], **with_cache(held))
         projection = model.model.layers[0].self_attn.k_proj
 
         def interrupt(*_: Any) -> None:
@@ -84,11 +84,11 @@ def test_an_interrupted_pass_leaves_rotated_keys_refused(switch: str) -> None:
 
         hook = projection.register_forward_pre_hook(interrupt)
         with pytest.raises(InterruptedError):
-            model(tokens[:, 40:41], past_key_values=held, use_cache=True)
+            model(tokens[:, 40:41], **with_cache(held))
         hook.remove()
         dense = disable_loki(model) if switch == "disable" else loki_model(num_hidden_layers=1)
         with pytest.raises(UserError, match="rotated"):
-            dense(tokens[:, 40:41], past_key_values=held, use_cache=True)
+            dense(tokens[:, 40:41], **with_cache(held))
 
 
 @pytest.mark.parametrize("cache", ["proxy", "rotated"])
@@ -100,10 +100,10 @@ def test_a_cache_is_offloaded_before_the_attention_reads_it(llama: tuple[Any, Lo
     with torch.no_grad():
         for is_offloaded in (False, True):
             held = DynamicCache(config=model.config)
-            model(tokens[:, :40], past_key_values=held, use_cache=True)
+            model(tokens[:, :40], **with_cache(held))
             for layer in held.layers if is_offloaded else []:
                 layer.update = _then_away(layer)
-            found.append(model(tokens[:, 40:41], past_key_values=held, use_cache=True).logits)
+            found.append(model(tokens[:, 40:41], **with_cache(held)).logits)
     torch.testing.assert_close(found[0], found[1])
 
 
@@ -164,8 +164,7 @@ def steps(model: Any, tokens_BS: Tensor, mask_BS: Tensor, begin: int, count: int
                     tokens_BS[:, first:last],
                     attention_mask=mask,
                     position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
+                    **with_cache(cache),
                 ).logits
             )
     return torch.cat(out, 1)
@@ -202,12 +201,12 @@ def test_a_cache_of_fixed_size_cannot_know_how_much_is_filled(llama: tuple[Any, 
     with torch.no_grad():
         enable_loki(model, basis, LokiConfig(k=20, min_seq=60))
         with pytest.raises(UserError, match="give min_seq = 0, or k of at least 60"):
-            model(tokens, past_key_values=held, use_cache=True)
+            model(tokens, **with_cache(held))
         enable_loki(model, basis, SPARSE)
-        model(tokens[:, :40], past_key_values=held, use_cache=True)
+        model(tokens[:, :40], **with_cache(held))
         enable_loki(model, basis, LokiConfig(d=4, k_f=0.25, min_seq=0))
         with pytest.raises(UserError, match="give k instead of k_f"):
-            model(tokens[:, 40:41], past_key_values=held, use_cache=True)
+            model(tokens[:, 40:41], **with_cache(held))
 
 
 @pytest.mark.parametrize("kind", ["static", "chunk"])
@@ -219,9 +218,9 @@ def test_what_cannot_be_simulated_is_refused(llama: tuple[Any, LokiBasis], kind:
         if kind == "static":
             held = StaticCache(config=model.config, max_cache_len=90)
         else:
-            model(tokens[:, :20], past_key_values=held, use_cache=True)
+            model(tokens[:, :20], **with_cache(held))
         with pytest.raises(UserError, match="simulate"):
-            model(tokens[:, 20:], past_key_values=held, use_cache=True)
+            model(tokens[:, 20:], **with_cache(held))
 
 
 def test_a_layer_that_was_skipped_is_ranked_later(llama: tuple[Any, LokiBasis]) -> None:
@@ -229,9 +228,9 @@ def test_a_layer_that_was_skipped_is_ranked_later(llama: tuple[Any, LokiBasis]) 
     tokens, held = prompt(), DynamicCache(config=model.config)
     with torch.no_grad():
         enable_loki(model, basis, replace(SPARSE, skip_layers=(0,)))
-        model(tokens[:, :40], past_key_values=held, use_cache=True)
+        model(tokens[:, :40], **with_cache(held))
         enable_loki(model, basis, SPARSE)
-        model(tokens[:, 40:41], past_key_values=held, use_cache=True)
+        model(tokens[:, 40:41], **with_cache(held))
     assert isinstance(held.layers[0], LokiLayer)
     with pytest.raises(UserError, match="no layer to Loki"):
         enable_loki(model, basis, replace(SPARSE, skip_layers=(0, 1)))
@@ -244,9 +243,9 @@ def test_a_prompt_in_inference_mode_goes_on_outside_it(llama: tuple[Any, LokiBas
     for mode in (torch.inference_mode, torch.no_grad):
         held = DynamicCache(config=model.config)
         with mode():
-            model(tokens[:, :40], past_key_values=held, use_cache=True)
+            model(tokens[:, :40], **with_cache(held))
         with torch.no_grad():
-            found.append(model(tokens[:, 40:41], past_key_values=held, use_cache=True).logits)
+            found.append(model(tokens[:, 40:41], **with_cache(held)).logits)
     assert torch.equal(found[0], found[1])
 
 
@@ -320,8 +319,8 @@ def test_a_window_of_all_positions_hides_nothing() -> None:
         for keys in (LokiConfig(k_f=1.0, min_seq=0), SPARSE):
             enable_loki(model, basis, keys)
             held = DynamicCache(config=model.config)
-            model(tokens[:, :50], past_key_values=held, use_cache=True)
-            rows = [model(tokens[:, i : i + 1], past_key_values=held, use_cache=True).logits for i in range(50, 60)]
+            model(tokens[:, :50], **with_cache(held))
+            rows = [model(tokens[:, i : i + 1], **with_cache(held)).logits for i in range(50, 60)]
             assert isinstance(held.layers[0], LokiLayer)
             found.append(torch.cat(rows, 1))
         disable_loki(model)
@@ -340,7 +339,7 @@ def test_another_cache_is_said_to_be_dense_once(llama: tuple[Any, LokiBasis], ca
     enable_loki(model, basis, SPARSE)
     with torch.no_grad():
         for begin in (0, 25):
-            model(tokens[:, begin : begin + 25], past_key_values=held, use_cache=True)
+            model(tokens[:, begin : begin + 25], **with_cache(held))
     assert caplog.text.count("a cache of type OwnLayer is dense") == 1
 
 
@@ -359,10 +358,10 @@ def test_a_cache_of_fixed_size_keeps_its_buffers(llama: tuple[Any, LokiBasis]) -
         for kind in (DynamicCache, StaticCache):
             disable_loki(model)
             held = kind(config=model.config, **({"max_cache_len": 90} if kind is StaticCache else {}))
-            model(tokens[:, :40], past_key_values=held, use_cache=True)
+            model(tokens[:, :40], **with_cache(held))
             place = held.layers[0].keys.data_ptr()
             for row, d in ((40, 4), (41, 6)):
                 enable_loki(model, basis, replace(SPARSE, d=d))
-                found.append(model(tokens[:, row : row + 1], past_key_values=held, use_cache=True).logits)
+                found.append(model(tokens[:, row : row + 1], **with_cache(held)).logits)
     assert held.layers[0].keys.data_ptr() == place
     torch.testing.assert_close(found[:2], found[2:])

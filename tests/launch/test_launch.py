@@ -78,6 +78,27 @@ def test_local_workers_share_a_group(capfd: pytest.CaptureFixture[str]) -> None:
     assert sorted(errors.splitlines()) == [f"error of rank {rank}" for rank in range(2)]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
+def test_workers_are_forked_from_one_that_has_imported_the_modules() -> None:
+    imported_by, starter = run_workers(launch_bodies.who_imported, [], 2, modules=["launch_bodies", "no_such_module"])
+    assert imported_by == starter != os.getpid()
+
+
+def test_workers_end_with_their_starter(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match=r"^worker \d of 2 was ended by SIGKILL"):
+        run_workers(launch_bodies.end_the_starter, [str(tmp_path)], 2)
+    assert are_gone([int(file.read_text()) for file in tmp_path.glob("?")])
+
+
+def test_a_process_knows_when_it_was_started(capfd: pytest.CaptureFixture[str]) -> None:
+    before = time.time()
+    code = "import time; time.sleep(0.3); from fourfold.processes import time_of_start; print(time_of_start())"
+    started = float(subprocess.check_output([sys.executable, "-c", code]))
+    assert before - 0.05 < started < time.time() - 0.3
+    assert run_on_grid("launch_bodies:sum_of_ranks", [0.5], 1, "cpu", started=started)["place"].started == started
+    capfd.readouterr()
+
+
 def test_one_process_needs_no_worker() -> None:
     result = run_on_grid("launch_bodies:sum_of_ranks", [0.5], 1, "cpu")
     assert (result["size"], result["place"]) == (1, Place(0, 0, 1, 1, "local"))
