@@ -19,8 +19,7 @@ SCHEDULES = (
 """Values of ``Layout.schedule``; 1F1B with several chunks per stage is Interleaved1F1B."""
 
 CP_METHODS = ("gathered", "ring", "ulysses")
-"""Values of ``Layout.cp_method``: keys and values all-gathered (other programs), passed around a ring, or heads
-exchanged for tokens."""
+"""Values of ``Layout.cp_method``: keys and values gathered (other programs), or in a ring; or heads sent for tokens."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,8 @@ class ModelShape(Cases):
     """Rows of the vocabulary, padding included."""
     tied: Number
     """Embedding and head share one table."""
-    rope: Number = True
+    rope: Number = 1
+    """Rotary tables: those of sliding layers may be others; 0: positions are learned."""
     rotary_share: Number = 1.0
     """Share of a head's channels that rotary embeddings rotate."""
     positions: Number = 0
@@ -59,16 +59,13 @@ class ModelShape(Cases):
     """Norms multiply by 1 + weight."""
     parallel_residual: Number = False
     """Attention and MLP read the same input."""
-    input_norms: Number = True
-    """Norms of what attention and MLP read."""
-    output_norms: Number = False
-    """Norms of what they return."""
+    norms: Number = 2
+    """Norms of a block, without those of queries and keys."""
+    output_norms: Number = False  # some are of what attention and MLP return
     window: Number = 0
     """Tokens that a query of a sliding layer sees."""
     sliding: Number = 0
     """Share of the blocks that slide."""
-    rotary_tables: Number = 1
-    """Rotary tables that layers of different kinds read."""
     caps_logits: Number = False
     """The head's logits are capped."""
     experts: Number = 0
@@ -88,11 +85,6 @@ class ModelShape(Cases):
         """Keys that a query sees in a sequence, the mean over queries and blocks: the causal half, or the window."""
         window = np.minimum(self.window, seq)
         return (1 - self.sliding) * seq / 2 + self.sliding * window * (1 - window / np.maximum(2 * seq, 1))
-
-    @property
-    def norms(self) -> Number:
-        """Norms of a block, without those of queries and keys."""
-        return 2 * (0 + self.input_norms + self.output_norms)
 
     @property
     def mean_inner(self) -> Number:
@@ -293,11 +285,9 @@ class Program(Cases):
     """Memory includes that of the driver and the communication library."""
 
     experts_over_x: Number = True
-    """x divides the experts' widths; false: ep divides them over the ranks of x too, and each is whole
-    (Megatron-LM's expert_tensor_parallel_size of 1)."""
+    """x divides experts' widths; false: ep divides them over x too (Megatron-LM's expert_tensor_parallel_size of 1)."""
     sends_once: Number = False
-    """A token goes once to each rank that has any of its experts, and once over the network to each node (DeepEP); not
-    once for each expert."""
+    """A token goes once to each rank with experts of its own, and once to each node (DeepEP); not for each expert."""
     fused_experts: Number = False
     """Products of experts make the activation, and round what they read and write to 8 bits."""
     overlap_ep: Number = False
@@ -378,16 +368,14 @@ class Workload(Cases):
         """FLOPs of one step: six per token and matrix entry, head included, and the attention to the keys seen."""
         model = self.model
         attention = 12.0 * model.layers * model.keys_seen(self.step.seq) * model.queries
-        return self.tokens_per_step * (
-            6 * (model.layers * model.active_weights + model.vocab * model.hidden) + attention
-        )
+        products = 6 * (model.layers * model.active_weights + model.vocab * model.hidden)
+        return self.tokens_per_step * (products + attention)
 
     def hardware_flops(self) -> Number:
         """Model FLOPs plus those of recompute."""
         model, recompute = self.model, self.layout.recompute
         attention = 4.0 * model.layers * model.keys_seen(self.step.seq) * model.queries
-        stops = np.asarray(self.program.recompute_stops_early, bool) & ~np.asarray(model.output_norms, bool)
-        last = np.where(stops, model.hidden * model.mean_inner, 0)
+        last = self.program.recompute_stops_early * (1 - 1 * model.output_norms) * model.hidden * model.mean_inner
         full = 2 * model.layers * (model.active_weights - last) + attention
         selective = np.where(self.program.recomputes_attention, attention, 0)
         again = np.where(recompute == 2, full, np.where(recompute == 1, selective, 0))
