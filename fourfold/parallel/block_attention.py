@@ -85,8 +85,8 @@ def attend_block_backward(
         lse = torch.nn.functional.pad(lse_BNQ, (0, -lse_BNQ.shape[2] % LSE_MULTIPLE)).contiguous()
         backward = ATEN._scaled_dot_product_efficient_attention_backward
         wanted = (True, True, True, False)
-        given = (*tensors, bias, out_BNQD, lse, no_dropout, no_dropout)
-        dq, dk, dv, _ = backward(*given, 0.0, wanted, causal, scale=scores.scale)
+        under_bias = (*tensors, bias, out_BNQD, lse, no_dropout, no_dropout)
+        dq, dk, dv, _ = backward(*under_bias, 0.0, wanted, causal, scale=scores.scale)
     return dq, _per_key_head(dk, k_BKSD), _per_key_head(dv, v_BKSD)
 
 
