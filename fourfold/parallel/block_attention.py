@@ -21,7 +21,7 @@ LSE_MULTIPLE = 32 if torch.version.hip is None else 1
 
 
 BIAS_MULTIPLE = 16
-"""CUDA's kernel for masks wants rows that begin at multiples of so many keys, as torch's public attention makes them."""
+"""CUDA's kernel for masks wants rows that begin at multiples of so many keys, as torch's public attention has them."""
 
 
 class Scores(NamedTuple):
