@@ -7,7 +7,8 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import stages_per_rank
 from fourfold.errors import UserError
-from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Layout, ModelShape, Program, Step, Workload
+from fourfold.planning.program_flags import Program
+from fourfold.planning.workload import CP_METHODS, OPTIMIZERS, RECOMPUTE, SCHEDULES, Layout, ModelShape, Step, Workload
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
@@ -76,6 +77,7 @@ def workload_of(run: RunConfig) -> Workload:
         bits=8 if training.float8 != "none" else 32 if training.precision == "fp32" else 16,
         reduce_bytes=4 if training.reduce_dtype == "fp32" else 2,
         weight_bytes=4 if training.master_weights == "fp32" else 2,
+        optimizer=OPTIMIZERS.index(run.optimizer.name),
         capacity=run.moe.capacity_factor,
     )
     program = Program(

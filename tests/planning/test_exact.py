@@ -149,6 +149,33 @@ def test_formulas_equal_the_trace_of_parts_in_turn(
     assert 0.9 < peak_bytes(work, work.model.layers, 1) / memory.activations_peak < 1.25
 
 
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize(
+    ("name", "model", "grid"),
+    [
+        ("muon", "llama", {"x": 2, "y": 2, "z": 2, "dp": 2}),
+        ("lion", "gpt", {"z": 2, "dp": 2, "zero": 1}),
+        ("muon", "uneven", {"pp": 2, "z": 2, "dp": 2, "zero": 2, "schedule": "Interleaved1F1B"}),
+        ("muon", "qwen", {}),
+        ("muon", "gpt", {"z": 3, "x": 2}),
+        ("muon", "wide", {"dp": 4}),
+        ("muon", "llama", {"dp": 2, "cp": 2, "z": 2}),
+        ("muon", "heavy", {"dp": 4, "x": 2, "zero": 3}),
+        ("muon", "gemma", {"pp": 2, "x": 2, "dp": 2}),
+        ("muon", "llama", {"pp": 2, "x": 2}),
+        ("lion", "llama", {"x": 2, "y": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_formulas_equal_the_trace_of_other_optimizers(
+    name: str, model: str, grid: dict[str, Any], precision: str
+) -> None:
+    run = run_of(model, grid, "none", layers=6, precision=precision)
+    optimizer = run.optimizer.model_copy(update={"name": name})
+    assert_equal_to_the_trace(run.model_copy(update={"optimizer": optimizer}))
+
+
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("grid", [{"x": 2, "z": 2}, {}, {"y": 2}, {"z": 2, "dp": 2, "zero": 2}], ids=str)

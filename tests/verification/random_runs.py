@@ -63,6 +63,7 @@ def _draw(draw: random.Random) -> Table:
     data = {"source": "python-stdlib", "mask_documents": draw.random() < 0.4}
     table: Table = {"model": model, "data": data, "parallel": grid, "training": _training(draw, grid)}
     table["optimizer"] = {"weight_decay": draw.choice((0.0, 0.1)), "max_grad_norm": draw.choice((0.1, 1.0, 100.0))}
+    table["optimizer"]["name"] = draw.choice(("adamw", "adamw", "muon", "lion"))
     table["lr_scheduler"] = {
         "decay_style": draw.choice(("cosine", "linear", "wsd", "constant")),
         "warmup_steps": draw.choice((0, 100)),

@@ -364,7 +364,7 @@ ONE_AXIS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("axis", ONE_AXIS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layout_computes_what_transformers_computes(pool: Pool, family: str, axis: str, tmp_path: Path) -> None:

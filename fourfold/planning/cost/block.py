@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fourfold.planning.cases import Cases, Number
-from fourfold.planning.cost.activations import attention_over_y, heads_here
 from fourfold.planning.cost.expert_sizes import has_experts
 from fourfold.planning.cost.expert_time import ExpertTime, expert_time
 from fourfold.planning.cost.rates import Rates, linear_seconds
+from fourfold.planning.cost.tensor_sizes import attention_over_y, heads_here
 from fourfold.planning.cost.terms import attention_core, host, pointwise
 from fourfold.planning.cost.terms.collective import Group, gather_seconds, group_of, reduce_seconds
 from fourfold.planning.machines.constants import Constants
@@ -106,10 +106,12 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     head, head_x, head_y, embedding = _head(work, rates, x_group, y_group)
     ends = {"head": head, "head_x": head_x, "head_y": head_y, "embedding": embedding}
     block = BlockTime(**{name: parts * of_part for name, of_part in seconds.items()}, **ends)
-    return _with_experts(block, work, machine, constants, rates) if has_experts(work) else block
+    return _time_with_experts(block, work, machine, constants, rates) if has_experts(work) else block
 
 
-def _with_experts(block: BlockTime, work: Workload, machine: Machine, constants: Constants, rates: Rates) -> BlockTime:
+def _time_with_experts(
+    block: BlockTime, work: Workload, machine: Machine, constants: Constants, rates: Rates
+) -> BlockTime:
     """A block with the experts of a mixture besides, or in place of, its MLP.
 
     The gradients of the rows' weights read what the experts' last products and sums over x give, which recompute
