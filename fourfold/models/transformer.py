@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.config.model import IGNORE_INDEX, LayerType, ModelConfig
-from fourfold.models.attention_core import AttentionContext, AttentionCore, AttentionTables
+from fourfold.models.causal_attention import AttentionContext, AttentionCore, AttentionTables
 from fourfold.models.mixture import Mixture
 from fourfold.models.mlp import MLP, Linears
 from fourfold.models.norms import norm_of

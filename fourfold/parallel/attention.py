@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.config.layout import AttentionSplit, ContextMethod
-from fourfold.models.attention_core import AttentionContext, AttentionCore
+from fourfold.models.causal_attention import AttentionContext, AttentionCore
 from fourfold.models.norms import RMSNorm
 from fourfold.parallel.block_attention import Scores, attend_masked
 from fourfold.parallel.communicate import gather

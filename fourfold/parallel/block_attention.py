@@ -20,6 +20,10 @@ LSE_MULTIPLE = 32 if torch.version.hip is None else 1
 """CUDA's kernel for masks pads the queries of its log-sum-exps to a multiple of this; AMD's takes them as they are."""
 
 
+BIAS_MULTIPLE = 16
+"""CUDA's kernel for masks wants rows that begin at multiples of so many keys, as torch's public attention has them."""
+
+
 class Scores(NamedTuple):
     """The scores of queries and keys: scale · q·k, between −softcap and softcap where that is not 0."""
 
@@ -85,8 +89,8 @@ def attend_block_backward(
         lse = torch.nn.functional.pad(lse_BNQ, (0, -lse_BNQ.shape[2] % LSE_MULTIPLE)).contiguous()
         backward = ATEN._scaled_dot_product_efficient_attention_backward
         wanted = (True, True, True, False)
-        given = (*tensors, bias, out_BNQD, lse, no_dropout, no_dropout)
-        dq, dk, dv, _ = backward(*given, 0.0, wanted, causal, scale=scores.scale)
+        under_bias = (*tensors, bias, out_BNQD, lse, no_dropout, no_dropout)
+        dq, dk, dv, _ = backward(*under_bias, 0.0, wanted, causal, scale=scores.scale)
     return dq, _per_key_head(dk, k_BKSD), _per_key_head(dv, v_BKSD)
 
 
@@ -163,7 +167,10 @@ def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
     if mask is None:
         return None
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
-    return bias.expand(-1, q.shape[1], -1, -1) if q.device.type == "cuda" else bias
+    if q.device.type != "cuda":
+        return bias
+    aligned = torch.nn.functional.pad(bias, (0, -bias.shape[-1] % BIAS_MULTIPLE))[..., : bias.shape[-1]]
+    return aligned.expand(q.shape[0], q.shape[1], -1, -1)
 
 
 def _per_query_head(q: Tensor, kv: Tensor) -> Tensor:

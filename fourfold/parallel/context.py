@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fourfold.data.loader import MicroBatch
-from fourfold.models.attention_core import AttentionContext, AttentionTables
+from fourfold.models.causal_attention import AttentionContext, AttentionTables
 from fourfold.parallel.communicate import exchange
 from fourfold.parallel.grid import Axis
 

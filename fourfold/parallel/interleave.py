@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fourfold.config.layout import AttentionSplit
-from fourfold.models.attention_core import AttentionContext
+from fourfold.models.causal_attention import AttentionContext
 from fourfold.models.mlp import MLP
 from fourfold.models.transformer import Block, Transformer, normed
 from fourfold.parallel.context import context_of_sequences

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.models.attention_core import documents_of
 from fourfold.models.autograd import Function
+from fourfold.models.causal_attention import documents_of
 from fourfold.parallel.block_attention import Scores, attend_block, attend_block_backward
 from fourfold.parallel.communicate import Pending, start_rotate
 from fourfold.parallel.context import take_chunks

@@ -46,7 +46,8 @@ class ModelShape(Cases):
     """Rows of the vocabulary, padding included."""
     tied: Number
     """Embedding and head share one table."""
-    rope: Number = True
+    rope: Number = 1
+    """Rotary tables: those of sliding layers may be others; 0: positions are learned."""
     rotary_share: Number = 1.0
     """Share of a head's channels that rotary embeddings rotate."""
     positions: Number = 0
@@ -63,16 +64,14 @@ class ModelShape(Cases):
     """Norms multiply by 1 + weight."""
     parallel_residual: Number = False
     """Attention and MLP read the same input."""
-    input_norms: Number = True
-    """Norms of what attention and MLP read."""
+    norms: Number = 2
+    """Norms of a block, without those of queries and keys."""
     output_norms: Number = False
-    """Norms of what they return."""
+    """Some are of what attention and MLP return."""
     window: Number = 0
     """Tokens that a query of a sliding layer sees."""
     sliding: Number = 0
     """Share of the blocks that slide."""
-    rotary_tables: Number = 1
-    """Rotary tables that layers of different kinds read."""
     caps_logits: Number = False
     """The head's logits are capped."""
     experts: Number = 0
@@ -92,11 +91,6 @@ class ModelShape(Cases):
         """Keys that a query sees in a sequence, the mean over queries and blocks: the causal half, or the window."""
         window = np.minimum(self.window, seq)
         return (1 - self.sliding) * seq / 2 + self.sliding * window * (1 - window / np.maximum(2 * seq, 1))
-
-    @property
-    def norms(self) -> Number:
-        """Norms of a block, without those of queries and keys."""
-        return 2 * (0 + self.input_norms + self.output_norms)
 
     @property
     def mean_inner(self) -> Number:
@@ -293,8 +287,7 @@ class Workload(Cases):
         """Model FLOPs plus those of recompute."""
         model, recompute = self.model, self.layout.recompute
         attention = 4.0 * model.layers * model.keys_seen(self.step.seq) * model.queries
-        stops = np.asarray(self.program.recompute_stops_early, bool) & ~np.asarray(model.output_norms, bool)
-        last = np.where(stops, model.hidden * model.mean_inner, 0)
+        last = self.program.recompute_stops_early * (1 - 1 * model.output_norms) * model.hidden * model.mean_inner
         full = 2 * model.layers * (model.active_weights - last) + attention
         selective = np.where(self.program.recomputes_attention, attention, 0)
         again = np.where(recompute == 2, full, np.where(recompute == 1, selective, 0))

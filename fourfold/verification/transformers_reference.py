@@ -10,7 +10,8 @@ from torch.func import functional_call
 
 from fourfold.config.run import RunConfig
 from fourfold.data.transformers_tokenizer import import_transformers
-from fourfold.huggingface.architectures.config_json import config_of
+from fourfold.huggingface.architectures.config_json import FULL, SLIDING, config_of
+from fourfold.huggingface.architectures.families import FAMILIES
 from fourfold.huggingface.expert_files import in_modules
 from fourfold.huggingface.weight_names import name_map
 from fourfold.verification.one_process import Logits, Parameters
@@ -37,19 +38,29 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
             return parameters[name]
         return parameters[name] + scale * parameters[f"{layer}.lora_B"] @ parameters[f"{layer}.lora_A"]
 
+    def masks(documents_BS: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+        """One for layers of each kind where the model knows kinds; a mask that is given takes the place of windows."""
+        windows = {kind: run.model.sliding_window * (kind == SLIDING) for kind in (FULL, SLIDING)}
+        by_kind = {kind: _block_diagonal(documents_BS, dtype, window) for kind, window in windows.items()}
+        knows_kinds = FAMILIES[config["model_type"]].lists_layer_types
+        return by_kind if knows_kinds else by_kind[SLIDING if run.model.sliding_window else FULL]
+
     def logits(parameters: Parameters, tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None) -> Tensor:
         joined = (t.joined([p.of(merged(parameters, p.name)) for p in t.pieces]) for t in tensors)
         theirs = in_modules(model, {t.name: whole for t, whole in zip(tensors, joined, strict=True)})
-        mask_B1SS = None if documents_BS is None else _block_diagonal(documents_BS, next(iter(theirs.values())).dtype)
-        inputs = {"input_ids": tokens_BS, "position_ids": positions_BS, "attention_mask": mask_B1SS}
+        mask = None if documents_BS is None else masks(documents_BS, next(iter(theirs.values())).dtype)
+        inputs = {"input_ids": tokens_BS, "position_ids": positions_BS, "attention_mask": mask}
         out: Tensor = functional_call(model, theirs, (), inputs).logits
         return out
 
     return logits
 
 
-def _block_diagonal(documents_BS: Tensor, dtype: torch.dtype) -> Tensor:
+def _block_diagonal(documents_BS: Tensor, dtype: torch.dtype, window: int) -> Tensor:
     """[B, 1, S, S]: 0 where a query may see a key, else the lowest number, as transformers adds it to the scores."""
     is_seen_BSS = (documents_BS[:, :, None] == documents_BS[:, None, :]).tril()
+    if window:
+        place_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
+        is_seen_BSS = is_seen_BSS & (place_S[:, None] < place_S + window)
     mask_BSS = torch.zeros(is_seen_BSS.shape, dtype=dtype, device=documents_BS.device)
     return mask_BSS.masked_fill(~is_seen_BSS, torch.finfo(dtype).min)[:, None]

@@ -22,7 +22,7 @@ S, F = "sliding_attention", "full_attention"
         ([S, S], [S]),
         ([S, S, F], [S, S, F]),
         ([S, S, F, S, S, F], [S, S, F]),
-        ([S, F, F, S], [S, F, F, S, S, F]),
+        ([S, F, F, S], [S, F, F, S]),
         ([F, F, F, F, S, S, S, S], [F, F, F, F, S, S]),
     ],
     ids=str,

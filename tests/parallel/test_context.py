@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fourfold.models.attention_core import causal_within
+from fourfold.models.causal_attention import causal_within
 from fourfold.parallel import block_attention
 from fourfold.parallel.block_attention import Scores, attend_block, attend_block_backward
 from fourfold.parallel.context import chunks_of, in_order, take_chunks

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.models.attention_core import causal_within, documents_of
+from fourfold.models.causal_attention import causal_within, documents_of
 from fourfold.parallel import document_attention
 from fourfold.parallel.block_attention import Scores
 from fourfold.parallel.document_attention import (

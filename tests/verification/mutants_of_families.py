@@ -22,10 +22,10 @@ WINDOWS = [
     ),
     Mutant(
         "the mask's window is one token shorter",
-        "models.attention_core",
+        "models.causal_attention",
         ".triu(1 - window)",
         ".triu(2 - window)",
-        GEMMA2 | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
+        GEMMA2 | {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
         {"x": 2, "y": 2},
         ONE_SEQUENCE,
     ),
@@ -84,7 +84,7 @@ NORMS = [
 TABLES = [
     Mutant(
         "layers that see all have the base of those that slide",
-        "models.attention_core",
+        "models.causal_attention",
         "has_own = slides and",
         "has_own = not slides and",
         GEMMA3,
@@ -118,7 +118,7 @@ CAPS = [
     ),
     Mutant(
         "scores are divided by the root of head_dim",
-        "models.attention_core",
+        "models.causal_attention",
         "config.query_pre_attn_scalar**-0.5",
         "config.head_dim**-0.5",
         GEMMA2,

@@ -254,20 +254,24 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
     if family.counts_shared_experts and model.num_experts:
         config["n_shared_experts"] = model.shared_expert_intermediate_size // model.moe_intermediate_size
     if model.position_embedding == "rope":
-        config[family.rope_theta] = model.rope_theta
-        if family.partial_rotary_factor is not None:
-            config[family.partial_rotary_factor] = model.partial_rotary_factor
-        if model.rope_scaling is not None:
-            kept = ("rope_type", *ROPE_KEYS[model.rope_scaling.rope_type])
-            scaling = {key: getattr(model.rope_scaling, key) for key in kept}
-            config["rope_scaling"] = {key: value for key, value in scaling.items() if value is not None}
+        config |= _their_rope(model, family)
     if family.slides is not None:
         config |= _their_windows(model, family)
+    return config
+
+
+def _their_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
+    config: dict[str, Any] = {family.rope_theta: model.rope_theta}
+    if family.partial_rotary_factor is not None:
+        config[family.partial_rotary_factor] = model.partial_rotary_factor
+    if model.rope_scaling is not None:
+        kept = ("rope_type", *ROPE_KEYS[model.rope_scaling.rope_type])
+        scaling = {key: getattr(model.rope_scaling, key) for key in kept}
+        config["rope_scaling"] = {key: value for key, value in scaling.items() if value is not None}
     if family.rope_by_layer_type and "rope_local_base_freq" not in family.defaults:
-        scaling = config.pop("rope_scaling", {"rope_type": "default"})
-        theta = config.pop(family.rope_theta)
-        local = {"rope_type": "default", "rope_theta": model.rope_local_base_freq or theta}
-        config["rope_parameters"] = {FULL: scaling | {"rope_theta": theta}, SLIDING: local}
+        of_full = config.get("rope_scaling", {"rope_type": "default"}) | {"rope_theta": model.rope_theta}
+        local = {"rope_type": "default", "rope_theta": model.rope_local_base_freq or model.rope_theta}
+        return {"rope_parameters": {FULL: of_full, SLIDING: local}}
     return config
 
 

@@ -223,9 +223,7 @@ def peak_bytes(
     recomputed = np.ceil(layers / layout.recompute_every)
     kept = recomputed * light + (layers - recomputed) * block.whole
     kept = kept + np.where(layout.pp > 1, program.stage_keeps, 0) * block.full
-    inputs = 16 * layout.micro_batch * step.seq * work.micro_batches + np.where(
-        model.rope, 4 * step.seq * model.head_dim * model.rotary_tables, 0
-    )
+    inputs = 16 * layout.micro_batch * step.seq * work.micro_batches + 4 * step.seq * model.head_dim * model.rope
     backward = np.where(is_replicated(work), block.backward_replicated, block.backward)
     # The head's part of a tied weight's gradient is held until the embedding's is there.
     tied = np.asarray(model.tied, bool) & (layout.pp == 1)
