@@ -365,8 +365,8 @@ def _once_a_step_lines(run: RunConfig, stages: list[Stage]) -> Iterator[Line]:
         tiles = tiles_of(run, ends[0])
         (*_, table) = tiles.last or tiles.embedding
         yield Line("pp", "all_reduce", "gradients of the tied embedding", 1, item * table.chunk(shards))
-    if run.model.num_experts and grid.dp * grid.cp * grid.z * grid.x > 1:
-        axis = axis_name(run, ("dp", "cp", "z", "x"))
+    if run.model.num_experts and grid.world_size > 1:
+        axis = axis_name(run, ("pp", "dp", "cp", "z", "y", "x"))
         yield Line(
             axis, "all_reduce", "load of experts", 1, 8 * run.model.num_hidden_layers * (run.model.num_experts + 4)
         )

@@ -27,17 +27,18 @@ OPTIMIZERS = [
     Mutant(
         "experts change places on the way back",
         "training.owned_matrices",
-        "(_part(whole_BMN, *where).flatten()",
-        "(_part(whole_BMN.flip(0), *where).flatten()",
+        "results = _flat(whole_BMN, each)",
+        "results = _flat(whole_BMN.flip(0), each)",
         MIXTURE,
         {"dp": 2, "ep": 2},
         MUON,
+        "plain",
     ),
     Mutant(
         "an owner puts all its matrices into the first",
         "training.owned_matrices",
-        "target = _part(matrices_BMN, slot, part)",
-        "target = _part(matrices_BMN, 0, part)",
+        "target = matrices_BMN[slot][",
+        "target = matrices_BMN[0][",
         grid=Z2,
         sections=MUON,
     ),
@@ -60,7 +61,11 @@ OPTIMIZERS = [
         "Newton-Schulz takes four steps", "training.newton_schulz", "range(STEPS)", "range(STEPS - 1)", sections=MUON
     ),
     Mutant(
-        "Newton-Schulz's order is three", "training.newton_schulz", "beta=b, alpha=c", "beta=b, alpha=0", sections=MUON
+        "Newton-Schulz's first coefficient is 3",
+        "training.newton_schulz",
+        "gram_BMM, x_BMN, beta=a",
+        "gram_BMM, x_BMN, beta=3.0",
+        sections=MUON,
     ),
     Mutant(
         "Muon's momentum is not Nesterov's",
@@ -102,7 +107,16 @@ OPTIMIZERS = [
         grid=Z2,
         sections=MUON,
     ),
-    Mutant("Muon steps the routers", "config.optimizer", "dims > 1 and not of_router", "dims > 1", MIXTURE, {}, MUON),
+    Mutant(
+        "Muon steps the routers",
+        "config.optimizer",
+        "dims > 1 and not of_router",
+        "dims > 1",
+        MIXTURE,
+        {},
+        MUON,
+        "plain",
+    ),
     Mutant(
         "AdamW steps the adapters",
         "config.optimizer",
