@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fourfold.config.run import RunConfig
 from fourfold.planning.cost.memory import stage_memory
-from fourfold.planning.cost.optimizer import Matrices, muon_seconds, muon_workspace
+from fourfold.planning.cost.optimizer_cost import Matrices, muon_seconds, muon_workspace
 from fourfold.planning.run_workload import workload_of
 from fourfold.training.newton_schulz import orthogonalize
 from fourfold.verification.trace import trace

@@ -13,7 +13,7 @@ OPTIMIZERS = [
         "halves of a matrix are orthogonalized alone",
         "training.owned_matrices",
         "whole_BMN = function(whole_BMN)",
-        "whole_BMN = torch.cat([function(half) for half in whole_BMN.chunk(2, 1)], 1)",
+        "whole_BMN = function(whole_BMN.unflatten(1, (2, -1)).flatten(0, 1)).reshape(whole_BMN.shape)",
         grid=X2,
         sections=MUON,
     ),
@@ -21,7 +21,7 @@ OPTIMIZERS = [
         "the matrices of an owner are orthogonalized as one",
         "training.owned_matrices",
         "whole_BMN = function(whole_BMN)",
-        "whole_BMN = function(whole_BMN.flatten(0, 1)[None])[0].view_as(whole_BMN)",
+        "whole_BMN = function(whole_BMN.flatten(0, 1)[None])[0].reshape(whole_BMN.shape)",
         sections=MUON,
     ),
     Mutant(
@@ -101,7 +101,7 @@ OPTIMIZERS = [
     ),
     Mutant(
         "Muon steps the embeddings",
-        "config.optimizer",
+        "config.optimizer_rules",
         'name.startswith("layers.") and dims > 1',
         "dims > 1",
         grid=Z2,
@@ -109,7 +109,7 @@ OPTIMIZERS = [
     ),
     Mutant(
         "Muon steps the routers",
-        "config.optimizer",
+        "config.optimizer_rules",
         "dims > 1 and not of_router",
         "dims > 1",
         MIXTURE,
@@ -119,7 +119,7 @@ OPTIMIZERS = [
     ),
     Mutant(
         "AdamW steps the adapters",
-        "config.optimizer",
+        "config.optimizer_rules",
         'return "muon" if name.startswith("layers.")',
         'return "muon" if name.startswith("none")',
         sections=MUON | LORA,

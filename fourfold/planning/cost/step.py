@@ -20,7 +20,7 @@ from fourfold.planning.cost.exposed import (
     share_of_z,
     weight_traffic_seconds,
 )  # fmt: skip
-from fourfold.planning.cost.optimizer import moved_bytes, muon_seconds
+from fourfold.planning.cost.optimizer_cost import moved_bytes, muon_seconds
 from fourfold.planning.cost.stage_split import split_of
 from fourfold.planning.cost.terms.bubble import bubble_seconds
 from fourfold.planning.cost.terms.host import OPTIMIZER_KERNELS, overlapped
