@@ -52,6 +52,8 @@ def is_named(work: Workload, name: str) -> Number:
 def entries_without_second_moment(work: Workload, blocks: Number, rest: Number) -> Number:
     """Entries of which the optimizer keeps one state instead of AdamW's two. blocks: layers whose matrices are meant,
     not those of experts; rest: entries of tables."""
+    if not np.any(work.step.optimizer):
+        return 0
     model = work.model
     router = model.hidden * model.experts * model.sparse
     return np.where(
@@ -84,6 +86,8 @@ def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Numb
 
     At least one rank has a whole one of the largest.
     """
+    if not np.any(is_named(work, "muon")):
+        return 0.0
     layout, kinds = work.layout, matrices_of(work, work.model.layers / work.layout.pp)
     ranks = layout.gpus / layout.pp
     flops = sum(kind.number * kind.flops for kind in kinds)
@@ -102,6 +106,8 @@ def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Numb
 def muon_workspace(work: Workload, layers: Number) -> Number:
     """Bytes beside the states on a rank with a full round: its matrices, these divided by their norms, and x·xᵀ with
     its square, or with the next x; or, later, the updates that are sent to all copies, and as many that come back."""
+    if not np.any(is_named(work, "muon")):
+        return 0
     layout, kinds = work.layout, matrices_of(work, layers)
     ranks = layout.gpus / layout.pp
     copies = np.where(layout.zero > 0, 1, layout.dp * layout.cp)
