@@ -15,7 +15,7 @@ from fourfold.checkpoints.saved_state import RecentSteps
 from fourfold.config.run import AXES, RunConfig
 from fourfold.errors import UserError
 from fourfold.models.dtypes import SAFETENSORS_NAMES
-from fourfold.models.mixture import moves_alone
+from fourfold.models.mixture import is_router_bias
 from fourfold.parallel.communicate import purpose
 from fourfold.parallel.expert_load import ExpertLoad
 from fourfold.parallel.grid import Grid
@@ -89,7 +89,7 @@ def trained_parts(job: TrainingState) -> Parts:
             parts[f"optimizer.{moment}.{name}"] = SavedPart(shard, local)
     if not job.run.lora.rank:  # what LoRA freezes is not saved
         parts |= {
-            f"model.{shard.name}": SavedPart(shard, shard.local) for shard in job.shards if moves_alone(shard.name)
+            f"model.{shard.name}": SavedPart(shard, shard.local) for shard in job.shards if is_router_bias(shard.name)
         }
     return parts
 

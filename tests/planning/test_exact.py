@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from exact_collectives import collective_lines
 from exact_parameters import stored_bytes
-from tiny_runs import GEMMA, GPT, LLAMA, NEOX, OLMO, QWEN, tiny_run
+from tiny_runs import GEMMA, GEMMA2, GEMMA3, GPT, LLAMA, NEOX, OLMO, OLMO2, QWEN, SLIDING, tiny_run
 
 from fourfold.config.run import RunConfig
 from fourfold.planning.cost.activations import peak_bytes
@@ -23,6 +23,10 @@ MODELS = {
     "olmo": OLMO,
     "neox": NEOX,
     "gemma": GEMMA,
+    "sliding": SLIDING,
+    "olmo2": OLMO2,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
     "wide": LLAMA | {"intermediate_size": 704},
     "heavy": LLAMA | {"intermediate_size": 2816, "vocab_size": 128},
     "uneven": LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8},
@@ -35,6 +39,10 @@ FAST = [
     ("qwen", {"x": 4, "dp": 2, "zero": 1}, "none"),
     ("uneven", {"x": 4}, "none"),
     ("olmo", {"x": 2, "y": 2}, "none"),
+    ("sliding", {}, "none"),
+    ("olmo2", {"x": 2, "y": 2}, "none"),
+    ("gemma2", {"y": 2}, "selective attention"),
+    ("gemma3", {"x": 2, "z": 2}, "full"),
 ]
 GRIDS: list[dict[str, int]] = [
     {},

@@ -10,7 +10,7 @@ from fourfold.planning.cases import Number
 from fourfold.planning.cost.activations import BlockBytes, block_bytes, peak_bytes
 from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts
 from fourfold.planning.cost.optimizer_cost import entries_without_second_moment, muon_workspace
-from fourfold.planning.cost.stage_split import blocks_of, split_of
+from fourfold.planning.cost.stage_split import blocks_of, dense_blocks_of, split_of
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import SCHEDULES, Workload
 
@@ -62,6 +62,10 @@ def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Numbe
 
 def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block: BlockBytes) -> tuple[Number, ...]:
     """Bytes by ``CATEGORIES``, activations and logits together."""
+    share = work.model.sparse
+    if np.any((share > 0) & (share < 1)):  # the dense blocks are on the first ranks
+        work = work.but(sparse=1 - dense_blocks_of(work, rank) / layers)
+        block = block_bytes(work)
     model, layout, program = work.model, work.layout, work.program
     first, last = np.equal(rank, 0), np.equal(rank, layout.pp - 1)
     last = np.where(layout.v_shaped & (layout.pp > 1), first, last)
