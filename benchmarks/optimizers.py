@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.options import add_tiny
-from fourfold.config.optimizer import Rule
+from fourfold.config.optimizer_rules import Rule
 from fourfold.config.run import AXES, RunConfig
 from fourfold.parallel.grid import Grid
 from fourfold.run_file.load import load_run

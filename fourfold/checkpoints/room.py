@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from fourfold.config.optimizer import STATES, rule_of
+from fourfold.config.optimizer_rules import STATES, rule_of
 from fourfold.config.run import RunConfig
 from fourfold.data.files import WriteFailed
 from fourfold.models.dtypes import DTYPES

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from fourfold.checkpoints.find import STATE_FILE, is_step_name, step_of
 from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_small_file
 from fourfold.config.model import ModelConfig
-from fourfold.config.optimizer import Rule
+from fourfold.config.optimizer_rules import Rule
 from fourfold.config.run import LoRAConfig, RunConfig
 from fourfold.config.strict import Strict
 from fourfold.errors import UserError

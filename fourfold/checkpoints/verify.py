@@ -14,7 +14,7 @@ from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_c
 from fourfold.checkpoints.rank_files import check_header
 from fourfold.checkpoints.saved_state import CheckpointState, read_state
 from fourfold.config.model import ModelConfig
-from fourfold.config.optimizer import STATES, rule_of
+from fourfold.config.optimizer_rules import STATES, rule_of
 from fourfold.config.run import LoRAConfig
 from fourfold.models.lora import trained_shapes
 from fourfold.models.transformer import parameter_shapes

@@ -12,7 +12,7 @@ from fourfold.config.fault_tolerance import FaultToleranceConfig
 from fourfold.config.loss_masks import MasksConfig
 from fourfold.config.model import ModelConfig
 from fourfold.config.moe import MoEConfig
-from fourfold.config.optimizer import OptimizerConfig
+from fourfold.config.optimizer_rules import OptimizerConfig
 from fourfold.config.strict import PathText, Size, Strict
 
 AXES = ("pp", "dp", "cp", "z", "y", "x")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from fourfold.config.optimizer import STATES, OptimizerConfig, ParameterGroup, Rule, rule_of
+from fourfold.config.optimizer_rules import STATES, OptimizerConfig, ParameterGroup, Rule, rule_of
 from fourfold.config.run import RunConfig, SchedulerConfig
 from fourfold.errors import UserError
 from fourfold.parallel.grid import Grid

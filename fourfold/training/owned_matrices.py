@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fourfold.checkpoints.file_layout import Layout
@@ -59,14 +58,15 @@ class Round:
 def deal(matrices: Mapping[tuple[int, int], Sequence[Matrix]], ranks: int) -> list[list[Unit]]:
     """Rounds, in each of which rank i owns the i-th unit: the large ones first, so that those of a round take as long.
 
-    matrices: by shape. Small ones are taken together, as many as are evenly shared and have no more entries than the
-    largest of all, which so bounds the memory of a round.
+    matrices: by shape. Small ones are taken together, evenly, but no more than have the entries of the largest of all,
+    which so bounds the memory of a round.
     """
     largest = max((math.prod(shape) for shape in matrices), default=0)
     units: list[tuple[int, Unit]] = []
     for shape, members in matrices.items():
         entries = math.prod(shape)
-        together = min(max(largest // entries, 1), math.ceil(len(members) / ranks))
+        turns = math.ceil(len(members) / (ranks * max(largest // entries, 1)))
+        together = math.ceil(len(members) / (ranks * turns))
         groups = [members[first : first + together] for first in range(0, len(members), together)]
         units += [(entries * len(group), group) for group in groups]
     units.sort(key=lambda unit: -unit[0])
@@ -104,19 +104,34 @@ class OwnedMatrices:
         ``take`` get are this rank's, and their experts are numbered as in its shard. Every process calls this.
         """
         for each in self.rounds:
-            mine = torch.cat([empty, *(part_of(matrix).flatten() for matrix in each.sent)])
-            whole_BMN = mine.new_empty(each.owned, *each.shape)
-            arrived = self._send(mine, each.sent_sizes, each.arriving_sizes, "optimizer: matrices to their owners")
-            _fill(whole_BMN, each.arriving, arrived)
-            del mine, arrived
+            whole_BMN = self._gathered(each, part_of, empty)
             if each.owned:
                 whole_BMN = function(whole_BMN)
-            parts = torch.cat([empty, *(_part(whole_BMN, *where).flatten() for where in each.returned)])
+            results = _flat(whole_BMN, each)
             del whole_BMN
-            back = self._send(parts, each.returned_sizes, each.held_sizes, "optimizer: updates of matrices")
-            shapes = [part_shape(self.shards[matrix.shard]) for matrix in each.held]
-            for matrix, shape, part in zip(each.held, shapes, back.split(list(map(math.prod, shapes))), strict=True):
-                take(matrix, part.view(shape))
+            back = self._send(results, each.returned_sizes, each.held_sizes, "optimizer: updates of matrices")
+            self._spread(each, back, take)
+            del results, back
+
+    def _gathered(self, each: Round, part_of: Callable[[Matrix], Tensor], empty: Tensor) -> Tensor:
+        """The matrices that a rank owns, whole."""
+        parts = empty.new_empty(sum(each.sent_sizes))
+        for matrix, entries in zip(each.sent, parts.split(self._sizes(each.sent)), strict=True):
+            part = part_of(matrix)
+            entries.view(part.shape).copy_(part)
+        arrived = self._send(parts, each.sent_sizes, each.arriving_sizes, "optimizer: matrices to their owners")
+        whole_BMN = empty.new_empty(each.owned, *each.shape)
+        for target, entries in _in_place(whole_BMN, each.arriving, arrived):
+            target.copy_(entries)
+        return whole_BMN
+
+    def _spread(self, each: Round, back: Tensor, take: Callable[[Matrix, Tensor], None]) -> None:
+        for matrix, part in zip(each.held, back.split(self._sizes(each.held)), strict=True):
+            take(matrix, part.view(part_shape(self.shards[matrix.shard])))
+
+    def _sizes(self, matrices: Sequence[Matrix]) -> list[int]:
+        """Entries of this rank's parts."""
+        return [math.prod(part_shape(self.shards[matrix.shard])) for matrix in matrices]
 
     def _send(self, parts: Tensor, sent: list[int], received: list[int], why: str) -> Tensor:
         return parts if self.axis.size == 1 else send_rows(parts, self.axis, sent, received, why)
@@ -220,12 +235,18 @@ def _entries(part: Bounds) -> int:
     return math.prod(stop - start for start, stop in part)
 
 
-def _part(matrices_BMN: Tensor, slot: int, part: Bounds) -> Tensor:
-    return matrices_BMN[slot][tuple(slice(*each) for each in part)]
+def _flat(whole_BMN: Tensor, each: Round) -> Tensor:
+    """The parts that an owner returns, one after the other."""
+    results = whole_BMN.new_empty(sum(each.returned_sizes))
+    for source, entries in _in_place(whole_BMN, each.returned, results):
+        entries.copy_(source)
+    return results
 
 
-def _fill(matrices_BMN: Tensor, places: Sequence[tuple[int, Bounds]], entries: Tensor) -> None:
-    """Put the parts into whole matrices, in the order in which they stand in ``entries``."""
+def _in_place(
+    matrices_BMN: Tensor, places: Sequence[tuple[int, Bounds]], entries: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parts of whole matrices, each with its entries, which stand one after the other."""
     for (slot, part), values in zip(places, entries.split([_entries(part) for _, part in places]), strict=True):
-        target = _part(matrices_BMN, slot, part)
-        target.copy_(values.view(target.shape))
+        target = matrices_BMN[slot][tuple(slice(*each) for each in part)]
+        yield target, values.view(target.shape)

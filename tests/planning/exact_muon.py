@@ -1,9 +1,9 @@
 """Bytes that Muon's matrices and their updates take on their way to their owners and back, in closed form.
 
-A stage's matrices are dealt to its N ranks: those of one shape in units of b = min(E/e, ceil(n/N)), for n matrices of e
-entries and at most E in any; the units in the order of their sizes, one to a rank and round. Rank 0 sends its part of
-the matrices whose owners are nearer to it than to other ranks with that part; it returns its own matrices, once to
-every copy.
+A stage's matrices are dealt to its N ranks: n matrices of one shape with e entries each, in units of ceil(n/(N·t)) with
+t = ceil(n/(N·floor(E/e))), where E is the most entries of any matrix; the units in the order of their sizes, one to a
+rank and round. Rank 0 sends its part of the matrices whose owners are nearer to it than to other ranks with that part;
+it returns its own matrices, once to every copy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def exchanged(run: RunConfig, layers: list[int]) -> tuple[int, int, int]:
     largest = max(rows * columns for rows, columns in by_shape)
     units: list[list[Kind]] = []
     for (rows, columns), kinds in by_shape.items():
-        together = min(largest // (rows * columns), math.ceil(len(kinds) / ranks))
+        turns = math.ceil(len(kinds) / (ranks * (largest // (rows * columns))))
+        together = math.ceil(len(kinds) / (ranks * turns))
         units += [kinds[first : first + together] for first in range(0, len(kinds), together)]
     units.sort(key=lambda unit: -len(unit) * unit[0].rows * unit[0].columns)
     sent = returned = 0

@@ -9,7 +9,7 @@ from exact_collectives import Line, collective_lines
 from exact_parameters import stored_bytes
 from tiny_runs import DEEPSEEK, MIXTURE, QWEN_MOE, tiny_run
 
-from fourfold.config.optimizer import OptimizerConfig
+from fourfold.config.optimizer_rules import OptimizerConfig
 from fourfold.config.run import RunConfig
 from fourfold.planning.cost.activations import peak_bytes
 from fourfold.planning.cost.memory import stage_memory

@@ -10,7 +10,7 @@ import torch
 from pool import Pool
 from tiny_runs import GPT, LLAMA, MIXTURE, QWEN, QWEN_MOE, tiny_run
 
-from fourfold.config.optimizer import OptimizerConfig, rule_of
+from fourfold.config.optimizer_rules import OptimizerConfig, rule_of
 from fourfold.config.run import RunConfig, SchedulerConfig
 from fourfold.errors import UserError
 from fourfold.parallel.grid import Grid

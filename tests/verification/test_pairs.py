@@ -11,7 +11,7 @@ import torch
 from pool import Pool
 from tiny_runs import LLAMA, tiny_run
 
-from fourfold.config.optimizer import Rule
+from fourfold.config.optimizer_rules import Rule
 from fourfold.config.run import ParallelConfig, RunConfig, Schedule
 from fourfold.errors import UserError
 from fourfold.verification.low_precision import LIMIT, PrecisionError, precision_error

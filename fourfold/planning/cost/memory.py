@@ -9,7 +9,7 @@ import numpy as np
 from fourfold.planning.cases import Number
 from fourfold.planning.cost.activations import BlockBytes, block_bytes, peak_bytes
 from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts
-from fourfold.planning.cost.optimizer import entries_without_second_moment, muon_workspace
+from fourfold.planning.cost.optimizer_cost import entries_without_second_moment, muon_workspace
 from fourfold.planning.cost.stage_split import blocks_of, split_of
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import SCHEDULES, Workload

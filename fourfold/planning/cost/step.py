@@ -11,7 +11,7 @@ from fourfold.planning.cost.activations import is_replicated
 from fourfold.planning.cost.block import BlockTime, block_time
 from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts
 from fourfold.planning.cost.exposed import exposed_cp, exposed_gradient_sum, exposed_pp, exposed_z, hidden
-from fourfold.planning.cost.optimizer import moved_bytes, muon_seconds
+from fourfold.planning.cost.optimizer_cost import moved_bytes, muon_seconds
 from fourfold.planning.cost.stage_split import split_of
 from fourfold.planning.cost.terms.bubble import bubble_seconds
 from fourfold.planning.cost.terms.host import OPTIMIZER_KERNELS, overlapped

@@ -52,6 +52,8 @@ def is_named(work: Workload, name: str) -> Number:
 def entries_without_second_moment(work: Workload, blocks: Number, rest: Number) -> Number:
     """Entries of which the optimizer keeps one state instead of AdamW's two. blocks: layers whose matrices are meant,
     not those of experts; rest: entries of tables."""
+    if not np.any(work.step.optimizer):
+        return 0
     model = work.model
     router = model.hidden * model.experts * model.sparse
     return np.where(
@@ -84,16 +86,17 @@ def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Numb
 
     At least one rank has a whole one of the largest.
     """
+    if not np.any(is_named(work, "muon")):
+        return 0.0
     layout, kinds = work.layout, matrices_of(work, work.model.layers / work.layout.pp)
     ranks = layout.gpus / layout.pp
     flops = sum(kind.number * kind.flops for kind in kinds)
     most = np.maximum.reduce([np.where(kind.number > 0, kind.flops, 0) for kind in kinds])
     products = np.maximum(flops / ranks, most) / Rates(work, machine, constants).head
     entries = sum(kind.number * kind.entries for kind in kinds)
-    largest = np.maximum.reduce([np.where(kind.number > 0, kind.entries, 0) for kind in kinds])
-    together = [np.clip(largest // np.maximum(kind.entries, 1), 1, np.ceil(kind.number / ranks)) for kind in kinds]
-    units = sum(kind.number / np.maximum(many, 1) for kind, many in zip(kinds, together, strict=True))
-    exchanges = 2 * np.ceil(units / ranks)
+    turns = _turns(kinds, ranks)
+    units = sum(np.minimum(turn * ranks, kind.number) for kind, turn in zip(kinds, turns, strict=True))
+    exchanges = 2 * np.maximum(np.ceil(units / ranks), 1)
     copies = np.where(layout.zero > 0, 1, layout.dp * layout.cp)
     size = work.step.item_bytes * entries / ranks * (1 + copies)
     sending = exchanges * exchange_seconds(size / exchanges, 1.0, False, ranks, 1, machine, constants)
@@ -101,15 +104,27 @@ def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Numb
 
 
 def muon_workspace(work: Workload, layers: Number) -> Number:
-    """Bytes beside the states on the rank that orthogonalizes one of the largest matrices: the matrix, it divided by
-    its norm, x·xᵀ and the next x; or, later, the updates that are sent to all copies, and as many that come back."""
+    """Bytes beside the states on a rank with a full round: its matrices, these divided by their norms, and x·xᵀ with
+    its square, or with the next x; or, later, the updates that are sent to all copies, and as many that come back."""
+    if not np.any(is_named(work, "muon")):
+        return 0
     layout, kinds = work.layout, matrices_of(work, layers)
+    ranks = layout.gpus / layout.pp
     copies = np.where(layout.zero > 0, 1, layout.dp * layout.cp)
     held = sum(kind.number * kind.entries for kind in kinds) / (layout.x * layout.y)
-    largest = [np.where(kind.number > 0, kind.entries, 0) for kind in kinds]
-    products = [3 * size + np.minimum(kind.short**2, size) for kind, size in zip(kinds, largest, strict=True)]
-    sent = 2 * np.minimum(copies * np.maximum.reduce(largest), held)
-    return np.where(is_named(work, "muon"), work.step.item_bytes * np.maximum.reduce([*products, sent]), 0)
+    needs = []
+    for kind, turns in zip(kinds, _turns(kinds, ranks), strict=True):
+        together = np.ceil(kind.number / np.maximum(ranks * turns, 1))
+        x, gram = together * kind.entries, together * kind.short**2
+        needs += [2 * x + 2 * gram, 3 * x + gram, np.where(ranks > 1, 2 * np.minimum(copies * x, held), 0)]
+    return np.where(is_named(work, "muon"), work.step.item_bytes * np.maximum.reduce(needs), 0)
+
+
+def _turns(kinds: list[Matrices], ranks: Number) -> list[Number]:
+    """The units that a rank has of each shape, none of which has more entries than the largest matrix."""
+    largest = np.maximum.reduce([np.where(kind.number > 0, kind.entries, 0) for kind in kinds])
+    limits = [np.maximum(largest // np.maximum(kind.entries, 1), 1) for kind in kinds]
+    return [np.ceil(kind.number / (ranks * limit)) for kind, limit in zip(kinds, limits, strict=True)]
 
 
 def moved_bytes(work: Workload) -> Number:
