@@ -19,6 +19,9 @@ SCHEDULES = (
 )  # fmt: skip
 """Values of ``Layout.schedule``; 1F1B with several chunks per stage is Interleaved1F1B."""
 
+OPTIMIZERS = ("adamw", "muon", "lion")
+"""Values of ``Step.optimizer``."""
+
 CP_METHODS = ("gathered", "ring", "ulysses")
 """Values of ``Layout.cp_method``: keys and values all-gathered (other programs), passed around a ring, or heads
 exchanged for tokens."""
@@ -60,6 +63,18 @@ class ModelShape(Cases):
     """Norms multiply by 1 + weight."""
     parallel_residual: Number = False
     """Attention and MLP read the same input."""
+    input_norms: Number = True
+    """Norms of what attention and MLP read."""
+    output_norms: Number = False
+    """Norms of what they return."""
+    window: Number = 0
+    """Tokens that a query of a sliding layer sees."""
+    sliding: Number = 0
+    """Share of the blocks that slide."""
+    rotary_tables: Number = 1
+    """Rotary tables that layers of different kinds read."""
+    caps_logits: Number = False
+    """The head's logits are capped."""
     experts: Number = 0
     """Experts of a block, of which each token passes some; 0: there are none."""
     chosen: Number = 0
@@ -72,6 +87,16 @@ class ModelShape(Cases):
     """Its output is multiplied by a gate of the token's own."""
     sparse: Number = 0
     """Share of the blocks that have experts."""
+
+    def keys_seen(self, seq: Number) -> Number:
+        """Keys that a query sees in a sequence, the mean over queries and blocks: the causal half, or the window."""
+        window = np.minimum(self.window, seq)
+        return (1 - self.sliding) * seq / 2 + self.sliding * window * (1 - window / np.maximum(2 * seq, 1))
+
+    @property
+    def norms(self) -> Number:
+        """Norms of a block, without those of queries and keys."""
+        return 2 * (0 + self.input_norms + self.output_norms)
 
     @property
     def mean_inner(self) -> Number:
@@ -184,6 +209,8 @@ class Step(Cases):
     """Bytes per gradient entry in sums over ranks."""
     weight_bytes: Number = 4
     """Bytes per entry of a weight, of its gradient and of each optimizer moment, as stored."""
+    optimizer: Number = 0
+    """Index into ``OPTIMIZERS``."""
     capacity: Number = 0.0
     """An expert takes at most so many times its equal share of the tokens; 0: all that choose it."""
     imbalance: Number = 1.0
@@ -255,9 +282,9 @@ class Workload(Cases):
         return 1.0 * self.step.batch * self.step.seq
 
     def model_flops(self) -> Number:
-        """FLOPs of one step: six per token and matrix entry, head included, and the causal half of the attention."""
+        """FLOPs of one step: six per token and matrix entry, head included, and the attention to the keys seen."""
         model = self.model
-        attention = 6.0 * model.layers * self.step.seq * model.queries
+        attention = 12.0 * model.layers * model.keys_seen(self.step.seq) * model.queries
         return self.tokens_per_step * (
             6 * (model.layers * model.active_weights + model.vocab * model.hidden) + attention
         )
@@ -265,8 +292,9 @@ class Workload(Cases):
     def hardware_flops(self) -> Number:
         """Model FLOPs plus those of recompute."""
         model, recompute = self.model, self.layout.recompute
-        attention = 2.0 * model.layers * self.step.seq * model.queries
-        last = np.where(self.program.recompute_stops_early, model.hidden * model.mean_inner, 0)
+        attention = 4.0 * model.layers * model.keys_seen(self.step.seq) * model.queries
+        stops = np.asarray(self.program.recompute_stops_early, bool) & ~np.asarray(model.output_norms, bool)
+        last = np.where(stops, model.hidden * model.mean_inner, 0)
         full = 2 * model.layers * (model.active_weights - last) + attention
         selective = np.where(self.program.recomputes_attention, attention, 0)
         again = np.where(recompute == 2, full, np.where(recompute == 1, selective, 0))

@@ -34,9 +34,10 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     rotated = np.where(model.rope, p.queries + read, 0)
     plain = np.where(model.rope, read, p.queries + 2 * read)
     qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
-    # Autograd keeps a float32 copy, and our norm over ranks does not.
+    # Autograd keeps a float32 copy, and another where weights are counted from one; our norm over ranks does not.
     over_ranks = np.asarray(model.joint_head_norms, bool) & (layout.x * layout.y > 1)
-    copies = 1 + np.where(over_ranks, 0, 4 / step.item_bytes)
+    in_32 = 4 / step.item_bytes
+    copies = np.where(over_ranks, 1, np.where(model.zero_centered, in_32, 1) + in_32)
     normed = np.where(model.head_norms, (p.queries + p.keys) * copies, 0)
     # Without a fused kernel the softmax's output, dropout's output and its mask are kept for every pair of tokens.
     pairs = layout.micro_batch * step.seq**2 / layout.cp * heads_here(work)
@@ -72,11 +73,11 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
     core = core + np.where(gathers | exchanged | puts_in_order(work), p.queries, 0)
     # In parallel, attention and MLP have norms that read, and keep, the same tensor.
-    read = np.where(model.parallel_residual, 1, 2) * p.residual
+    read = np.where(model.parallel_residual, 1, model.norms) * p.residual
     # The attention kernel keeps its output in 16 bits, whatever the projection after it reads.
     every = (1 + model.mlps) * tokens
     inputs = np.where(in_8, every / 2 + p.queries / 2, every)
-    stream = read + 2 * p.statistics + inputs + out
+    stream = read + model.norms * p.statistics + inputs + out
     if not selective:
         return stream + core + mlp
     attention = np.where(program.recomputes_attention, core_again, core)
@@ -107,9 +108,10 @@ def head_bytes(work: Workload) -> Number:
     # The partial sums, the sums in fp32, and their gradient in the step's type, with the product of that gradient.
     sums = np.where(program.fused_loss, 0, 4 / layout.y)
     first = rows * columns * (2 * step.item_bytes + sums) + step.item_bytes * weights
+    capped = np.where(model.caps_logits, 8 / layout.y, 0)  # the sums, and the slopes of the cap
     # The next piece's sums are made while names still hold those of the piece before.
     then = np.minimum(rows, np.maximum(work.tokens - rows, 0))
-    summed = (np.where(layout.y > 1, step.item_bytes, 0) + 4) / layout.y
+    summed = np.maximum((np.where(layout.y > 1, step.item_bytes, 0) + 4) / layout.y, capped)
     second = columns * (rows * (step.item_bytes + 4 / layout.y) + then * (step.item_bytes + summed))
     tokens = p.residual + np.where(layout.x > 1, p.residual, 0) + p.statistics + 2 * p.gathered
     return tokens + np.maximum(first, np.where(then > 0, second, 0)) + 4 * weights
@@ -185,10 +187,10 @@ def block_bytes(work: Workload) -> BlockBytes:
         head_bytes(work),
         head_kept_bytes(work),
     )
-    return _with_experts(block, work) if has_experts(work) else block
+    return _bytes_with_experts(block, work) if has_experts(work) else block
 
 
-def _with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
+def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
     """A block with the experts of a mixture besides, or in place of, its MLP.
 
     The backward of a shared expert comes first, and frees what it has kept.
@@ -220,7 +222,7 @@ def peak_bytes(
     kept = recomputed * light + (layers - recomputed) * block.whole
     kept = kept + np.where(layout.pp > 1, program.stage_keeps, 0) * block.full
     inputs = 16 * layout.micro_batch * step.seq * work.micro_batches + np.where(
-        model.rope, 4 * step.seq * model.head_dim, 0
+        model.rope, 4 * step.seq * model.head_dim * model.rotary_tables, 0
     )
     backward = np.where(is_replicated(work), block.backward_replicated, block.backward)
     # The head's part of a tied weight's gradient is held until the embedding's is there.

@@ -20,6 +20,7 @@ from fourfold.planning.cost.exposed import (
     forwards_again,
     hidden,
 )
+from fourfold.planning.cost.optimizer import moved_bytes, muon_seconds
 from fourfold.planning.cost.stage_split import split_of
 from fourfold.planning.cost.terms.bubble import bubble_seconds
 from fourfold.planning.cost.terms.host import OPTIMIZER_KERNELS, overlapped
@@ -33,11 +34,6 @@ PARTS = (
 )  # fmt: skip
 """Parts of a step; x, y, z, cp, ep and dp: exposed communication. Traffic of sharded weights over z · dp · cp ranks
 counts as z's up to the time that it would take over z alone, and the rest as dp's."""
-
-
-OPTIMIZER_BYTES = 34.0
-"""Bytes that AdamW moves per parameter: the fp32 weight and two moments read and written (24), the gradient read for
-the norm and for the update (8), the 16-bit copy written (2)."""
 
 
 class _Layer(NamedTuple):
@@ -250,11 +246,12 @@ def _optimizer(work: Workload, machine: Machine, constants: Constants) -> Number
     if has_experts(work):
         stepped = stepped + _entries_stepped(states_of_experts(work))
     step = work.step
-    moving = stepped * OPTIMIZER_BYTES / (constants.memory * machine.memory_bandwidth)
+    moving = stepped * moved_bytes(work) / (constants.memory * machine.memory_bandwidth)
     # Gradients go to the host, and weights come back.
     copied = stepped * (step.reduce_bytes + step.item_bytes) / np.maximum(machine.host, 1.0)
     seconds = np.where(work.program.offloads_optimizer, copied, moving)
-    return seconds + OPTIMIZER_KERNELS * constants.launch * machine.launch
+    kernels = OPTIMIZER_KERNELS * constants.launch * machine.launch
+    return seconds + kernels + muon_seconds(work, machine, constants)
 
 
 def _entries_stepped(work: Workload) -> Number:
