@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 import numpy as np
 
-from fourfold.planning.calibration.memory_cases import CAPACITIES, memory_cases
+from fourfold.planning.calibration.memory_cases import CAPACITIES, FitCases, memory_cases
 from fourfold.planning.calibration.rows import Row
 from fourfold.planning.cases import stack
-from fourfold.planning.cost.memory import CACHED, UNUSABLE, peak_memory, runtime_bytes
+from fourfold.planning.cost.memory import CACHED, SPREAD, UNUSABLE, normal_share, peak_memory, runtime_bytes
 from fourfold.planning.machines.machine import stack_machines
 from fourfold.planning.search.fastest import MAX_P_OUT_OF_MEMORY
 from validation_page.cells import percent, table
@@ -59,6 +61,9 @@ def misfits(rows: list[Row]) -> list[str]:
         (f"{low:.0%} to {high:.0%}", f"{count}", percent(share)) for low, high, count, share in cases.reliability()
     ]
     (precision, recall), (careful, careful_recall) = cases.refused(0.5), cases.refused(MAX_P_OUT_OF_MEMORY)
+    capacities = np.array(CAPACITIES)
+    exact = FitCases(1 - normal_share(-np.log(capacities) / SPREAD), capacities >= 1).refused(MAX_P_OUT_OF_MEMORY)[0]
+    margin = np.exp(NormalDist().inv_cdf(1 - MAX_P_OUT_OF_MEMORY) * SPREAD) - 1
     return [
         f"So few rows ran out of memory that misfits are constructed: the {sum(r.memory_gb is not None for r in rows)} "
         "runs with a measured memory, on devices with",
@@ -66,7 +71,11 @@ def misfits(rows: list[Row]) -> list[str]:
         f"are more likely than not to run out of memory {percent(precision)}",
         f"do, and they are {percent(recall)} of those that do. A plan is more careful, and refuses a layout from "
         f"{MAX_P_OUT_OF_MEMORY:.0%} on: {percent(careful_recall)} of those",
-        f"that do not fit, and {percent(1 - careful)} of its refusals would have fitted.",
+        f"that do not fit, and {percent(1 - careful)} of its refusals would have fitted. Of the refusals of exact "
+        f"predictions {percent(1 - exact)}",
+        f"would: with a spread of {SPREAD:.0%} a plan wants {margin:.0%} more memory than a step needs, and two of the "
+        "devices that fit have less. A",
+        "better estimate of the memory does not change that.",
         "",
         *table(("predicted to fit", "cases", "fit"), found),
         "",

@@ -15,6 +15,7 @@ from exact_parameters import stages_of_rank, stored_bytes
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
+from fourfold.planning.cases import unique_rows
 from fourfold.planning.cost.stage_split import split_of
 from fourfold.planning.cost.step import step_seconds
 from fourfold.planning.machines.constants import prior_constants
@@ -229,6 +230,13 @@ def test_the_space_of_175b_on_512_gpus_is_large() -> None:
     """How long it takes is measured by benchmarks/plan_search.py."""
     found = search(base("frontier-175b", 2048, 1536), load_machine("dgx-a100"), prior_constants(), 512)
     assert found.evaluated > 500_000
+
+
+def test_rows_are_unique_whose_numbers_together_exceed_64_bits() -> None:
+    largest = 2**22 - 1
+    columns = [np.array(column) for column in ([0, 2**20, largest, 0], [0, 0, largest, 0], [0, 0, largest, 0])]
+    first, back = unique_rows(columns)
+    assert len(first) == 3 and [first[row] for row in back] == [0, 1, 2, 0]
 
 
 def test_limits_leave_out_what_they_say() -> None:

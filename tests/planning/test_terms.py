@@ -14,7 +14,8 @@ from fourfold.config.stages import SPLIT_BACKWARD
 from fourfold.planning.budget import checkpoint_interval, costs
 from fourfold.planning.cost.block import block_time
 from fourfold.planning.cost.memory import in_flight
-from fourfold.planning.cost.step import OPTIMIZER_BYTES, step_parts
+from fourfold.planning.cost.optimizer import MOVED_BYTES
+from fourfold.planning.cost.step import step_parts
 from fourfold.planning.cost.terms.bubble import bubble_seconds
 from fourfold.planning.cost.terms.collective import (
     gather_seconds,
@@ -149,7 +150,7 @@ def test_host_and_device_overlap() -> None:
 def test_the_optimizer_reads_and_writes_every_state_once() -> None:
     work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq=2048, batch=8)
     entries = work.model.layers * work.model.block_weights + work.table_weights
-    moving = entries * OPTIMIZER_BYTES / (PRIOR.memory * A100.memory_bandwidth)
+    moving = entries * MOVED_BYTES["adamw"] / (PRIOR.memory * A100.memory_bandwidth)
     launching = OPTIMIZER_KERNELS * PRIOR.launch * A100.launch
     assert float(step_parts(work, A100, PRIOR)["optimizer"]) == pytest.approx(moving + launching)
 

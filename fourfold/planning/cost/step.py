@@ -10,7 +10,16 @@ from fourfold.planning.cases import Number
 from fourfold.planning.cost.activations import is_replicated
 from fourfold.planning.cost.block import BlockTime, block_time
 from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts
-from fourfold.planning.cost.exposed import exposed_cp, exposed_gradient_sum, exposed_pp, exposed_z, hidden
+from fourfold.planning.cost.exposed import (
+    exposed_cp,
+    exposed_ep,
+    exposed_gradient_sum,
+    exposed_pp,
+    exposed_x_and_y,
+    exposed_z,
+    forwards_again,
+    hidden,
+)
 from fourfold.planning.cost.optimizer_cost import moved_bytes, muon_seconds
 from fourfold.planning.cost.stage_split import split_of
 from fourfold.planning.cost.terms.bubble import bubble_seconds
@@ -125,14 +134,14 @@ def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockT
     if has_experts(work):
         of_experts = _seconds_for_a_weight(states_of_experts(work), machine, constants)
         for_weights = for_weights + work.model.expert_weights * of_experts
-    x, y = _exposed_x_and_y(work, constants, block)
+    x, y = exposed_x_and_y(work, constants, block)
     layer = _Layer(
         compute=block.forward + block.backward + for_weights,
         recompute=_recompute(work, block),
         x=x,
         y=y,
         cp=exposed_cp(work, machine, constants, block),
-        ep=_exposed_ep(work, constants, block),
+        ep=exposed_ep(work, constants, block),
         offload=_offload(work, machine, constants, block),
         launch=0.0,
         z=0.0,
@@ -155,11 +164,6 @@ def _offload(work: Workload, machine: Machine, constants: Constants, block: Bloc
     return np.where((layout.recompute == 2) & layout.offload, seconds * layout.recomputing, 0.0)
 
 
-def _forwards_again(work: Workload) -> Number:
-    """Share of a block's forward that full recompute repeats, on average over all blocks."""
-    return np.where(work.layout.recompute == 2, work.layout.recomputing, 0.0)
-
-
 def _recompute(work: Workload, block: BlockTime) -> Number:
     """Seconds of recomputation in the backward of one block."""
     layout, program = work.layout, work.program
@@ -178,7 +182,7 @@ def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
     it hides the launches of experts behind experts, and of the rest behind the rest. Programs other than fourfold that
     limit an expert's rows pad to the limit, and know how many there are.
     """
-    again, program, experts = _forwards_again(work), work.program, block.experts
+    again, program, experts = forwards_again(work), work.program, block.experts
     host = (block.launch_forward * (1 + again) + block.launch_backward) * (1 - program.captured)
     if not has_experts(work):
         return np.where(program.blocking, host, overlapped(device, host) - device)
@@ -189,71 +193,6 @@ def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
     knows = (work.step.capacity > 0) & ~np.asarray(program.is_fourfold, bool)
     waits = np.where(knows, overlapped(device, host + own) - device, waits)
     return np.where(program.blocking, host + own, waits)
-
-
-def _exposed_ep(work: Workload, constants: Constants, block: BlockTime) -> Number:
-    """Seconds of the exchanges of tokens over ep of one block, those repeated by recompute included, that stay exposed:
-    all, unless the products of another micro-batch are beside them."""
-    if not has_experts(work):
-        return 0.0
-    sent = block.experts.ep * (1 + _forwards_again(work)) + block.experts.ep_backward
-    beside = hidden(sent, block.forward + block.backward, constants.exposed)
-    return sent - np.where(work.program.overlap_ep, beside, 0.0)
-
-
-def _exposed_x_and_y(work: Workload, constants: Constants, block: BlockTime) -> tuple[Number, Number]:
-    """Seconds of tensor-parallel collectives of one block, those repeated by recompute included, that stay exposed."""
-    layout, program, exposed = work.layout, work.program, constants.exposed
-    again = _forwards_again(work)
-    gathers = np.where((layout.recompute == 1) & program.recomputes_gathers, layout.recomputing, 0.0)
-    x_whole = block.x_forward - np.where(program.recompute_stops_early, block.last_sum, 0.0)
-    x = block.x_forward + again * x_whole + gathers * block.x_again + block.x_backward
-    y = block.y_forward * (1 + again) + gathers * block.y_again + block.y_backward
-    # Weight gradients that are computed apart come too late to hide anything.
-    overlap = np.asarray(program.overlap_x, bool) & ~layout.split_backward
-    hideable_x, hideable_y = block.hideable_x + gathers * block.x_again, block.hideable_y + gathers * block.y_again
-    hidden_x = np.where(overlap, hidden(hideable_x, block.weight_gradients / 2, exposed), 0.0)
-    hidden_y = np.where(overlap, hidden(hideable_y, block.weight_gradients / 2, exposed), 0.0)
-    ahead = hidden(block.x_forward, (block.forward - block.attention_forward) / 2, exposed)
-    hidden_x = hidden_x + np.where(program.overlap_forward, ahead * (1 + again), 0.0)
-    # A block's backward begins with gathering gradients, and the recomputation is run beside that.
-    first = hidden(block.x_backward / 4, block.forward, exposed)
-    hidden_x = hidden_x + np.where(program.is_fourfold, again * first * (1 - work.model.sparse), 0.0)
-    gate = hidden(block.gate_sum, block.up_product, exposed)
-    hidden_y = hidden_y + np.where(program.gate_first, gate * (1 + again), 0.0)
-    by_parts_x, by_parts_y = _hidden_by_parts(work, constants, block)
-    takes_turns = work.parts > 1
-    return x - np.where(takes_turns, by_parts_x, hidden_x), y - np.where(takes_turns, by_parts_y, hidden_y)
-
-
-def _hidden_by_parts(work: Workload, constants: Constants, block: BlockTime) -> tuple[Number, Number]:
-    """Seconds of ``_exposed_x_and_y`` that the products of other parts of the micro-batch hide.
-
-    Exposed remain, as the trace has it: of each gather and sum over x in the forward, one part's, since no product lies
-    between the sum of a layer and the gather of the next; in a recomputation also one part's sum of up over y, and
-    without it the gather of one part's gradients as the backward begins. Where parts are tokens, one part's
-    collectives over y around the attention, which waits for all. A part hides nothing of its own: of the computation
-    all but one part's is beside them. Collectives over x, on the faster links, are hidden first.
-    """
-    layout, again, one = work.layout, _forwards_again(work), 1 / work.parts
-    computes = (block.forward, again * (block.forward - block.last_product), block.backward
-                - np.where(layout.split_backward, block.weight_gradients, 0.0))  # fmt: skip
-    over_x = (block.x_forward, again * (block.x_forward - block.last_sum), block.x_backward)
-    over_y = (block.y_forward, again * block.y_forward, block.y_backward)
-    exposed_of_x = (one, one, np.where(layout.recompute == 2, 0.0, one / 4))
-    of_qkv, of_heads = (np.where(work.parts_are_tokens, sums, 0.0) for sums in (block.qkv_sum, block.y_again))
-    sums_over_y = (of_qkv + of_heads, of_qkv + of_heads + block.up_sum, of_qkv)
-    exposed_of_y = [
-        one * sums / np.maximum(whole, 1e-30)
-        for sums, whole in zip(sums_over_y, (block.y_forward, block.y_forward, block.y_backward), strict=True)
-    ]
-    hidden_x = hidden_y = 0.0
-    for compute, x, y, of_x, of_y in zip(computes, over_x, over_y, exposed_of_x, exposed_of_y, strict=True):
-        x, y = (1 - of_x) * x, (1 - of_y) * y
-        beside = (1 - one) * compute
-        hidden_x = hidden_x + hidden(x, beside, constants.exposed)
-        hidden_y = hidden_y + hidden(y, np.maximum(beside - x, 0.0), constants.exposed)
-    return hidden_x, hidden_y
 
 
 def _ends(work: Workload, machine: Machine, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> _Ends:
