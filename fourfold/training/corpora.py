@@ -122,7 +122,12 @@ def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, T
     for prefix, _ in train:
         _check_format(prefix, run)
     tokenizer = _tokenizer(run)
-    return preview(*_training_data(run, train, tokenizer), samples, tokens), tokenizer
+    dataset, masks, goldfish = _training_data(run, train, tokenizer)
+    try:
+        return preview(dataset, masks, goldfish, samples, tokens), tokenizer
+    finally:
+        if isinstance(dataset, StreamedWindows):
+            dataset.close()
 
 
 def _training_data(
