@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from fourfold.config.strict import PathText, Strict
 
@@ -58,12 +58,17 @@ class DataConfig(Strict):
         """True where `source` is a dataset that is read while the run trains."""
         return self.source is not None and self.source.startswith("hf:")
 
+    @field_validator("source")
+    @classmethod
+    def _known_source(cls, source: str | None) -> str | None:
+        if source not in (None, "python-stdlib") and not source.startswith("hf:"):
+            raise ValueError(f"data.source = '{source}' is neither 'python-stdlib' nor of the form 'hf:NAME'")
+        return source
+
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
         if bool(self.train) == (self.source is not None):
             raise ValueError("give either data.train (corpora) or data.source (built-in text, or hf:NAME)")
-        if self.source not in (None, "python-stdlib") and not self.is_streamed:
-            raise ValueError(f"source = '{self.source}' is neither 'python-stdlib' nor of the form 'hf:NAME'")
         if self.is_streamed and self.tokenizer is None:
             raise ValueError(f"source = '{self.source}' needs data.tokenizer: 'bytes', or a tokenizer.json")
         for key in ("text_key", "streams", "read_ahead", "read_timeout"):
