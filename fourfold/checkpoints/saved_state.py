@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from fourfold.checkpoints.find import STATE_FILE, is_step_name, step_of
 from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_small_file
 from fourfold.config.model import ModelConfig
+from fourfold.config.optimizer import Rule
 from fourfold.config.run import LoRAConfig, RunConfig
 from fourfold.config.strict import Strict
 from fourfold.errors import UserError
@@ -71,6 +72,8 @@ class CheckpointState(Strict):
     """The run's [lora] where only adapters were trained; the checkpoint holds nothing else."""
     base: str | None = None
     """The model that the adapters belong to."""
+    optimizer: Rule = "adamw"
+    """The run's optimizer.name, which says what states there are."""
 
     @model_validator(mode="after")
     def _possible(self) -> CheckpointState:
@@ -107,6 +110,7 @@ def state_of(run: RunConfig, step: int) -> CheckpointState:
         rng=_rng_state(),
         lora=run.lora if run.lora.rank else None,
         base=adapted_model(run),
+        optimizer=run.optimizer.name,
     )
 
 

@@ -14,12 +14,12 @@ from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_c
 from fourfold.checkpoints.rank_files import check_header
 from fourfold.checkpoints.saved_state import CheckpointState, read_state
 from fourfold.config.model import ModelConfig
+from fourfold.config.optimizer import STATES, rule_of
 from fourfold.config.run import LoRAConfig
 from fourfold.models.lora import trained_shapes
 from fourfold.models.transformer import parameter_shapes
 from fourfold.parallel.together import failing_together
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -55,7 +55,9 @@ def shapes_of(state: CheckpointState) -> Shapes:
     expected = {f"model.{name}": shape for name, shape in saved_shapes(model, state.lora).items()}
     if not state.weights_only:
         shapes = trained_shapes(model, state.lora)
-        expected |= {f"optimizer.{moment}.{name}": shape for name, shape in shapes.items() for moment in MOMENTS}
+        for name, shape in shapes.items():
+            for moment in STATES[rule_of(name, len(shape), state.optimizer)]:
+                expected[f"optimizer.{moment}.{name}"] = shape
     return expected
 
 

@@ -9,7 +9,20 @@ import typer
 
 from fourfold.cli.options import Overrides, RunFile
 
-launch = typer.Typer(no_args_is_help=True, help="Write the script that starts a run on a cluster.")
+launch = typer.Typer(no_args_is_help=True, help="Write the script or manifest that starts a run on a cluster.")
+
+Nodes = Annotated[int, typer.Option(min=1, help="Nodes of the job; their GPUs must be those of the grid.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "--out", metavar="FILE", help="The file. Default: standard output.")
+]
+Setup = Annotated[Path | None, typer.Option(metavar="FILE", help="Shell file that loads your modules and environment.")]
+SaveSeconds = Annotated[
+    int,
+    typer.Option(min=1, max=65535, help="Time to save before the job is ended: more than a step and a save take."),
+]
+MaxCrashes = Annotated[
+    int, typer.Option(min=0, help="Restarts in a row after a crash. Those after a save are not limited.")
+]
 
 
 @launch.command()
@@ -18,30 +31,19 @@ def slurm(
     site: Annotated[
         str, typer.Option(help="frontier, perlmutter, alps, lumi, generic, or a file of your own (.toml).")
     ],
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job; their GPUs must be those of the grid.")],
+    nodes: Nodes,
     time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="Wall time.")] = None,
     account: Annotated[str | None, typer.Option(help="Account or project that pays.")] = None,
     partition: Annotated[str | None, typer.Option(help="Partition (queue).")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "--out", metavar="FILE", help="The script. Default: standard output.")
-    ] = None,
-    setup: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Shell file that loads your modules and environment.")
-    ] = None,
+    output: Output = None,
+    setup: Setup = None,
     wrapper: Annotated[
         str | None, typer.Option(metavar="WORDS", help="Words before `fourfold`, as `singularity run image.sif`.")
     ] = None,
     sbatch: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of sbatch; repeatable.")] = [],  # noqa: B006 (typer reads it, nobody writes it)
     srun: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Option of srun; repeatable.")] = [],  # noqa: B006
-    save_seconds: Annotated[
-        int,
-        typer.Option(
-            min=1, max=65535, help="The job is told to save so long before its wall time ends: a step, a save, more."
-        ),
-    ] = 300,
-    max_crashes: Annotated[
-        int, typer.Option(min=0, help="Restarts in a row after a crash. Those after a save are not limited.")
-    ] = 3,
+    save_seconds: SaveSeconds = 300,
+    max_crashes: MaxCrashes = 3,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
     """Write a batch script for `sbatch`, with the conventions of a site.
@@ -50,7 +52,6 @@ def slurm(
 
     Example: fourfold launch slurm RUN.toml --site frontier --nodes 64 --time 06:00:00 --account ABC123 --output job.sh
     """
-    from fourfold.data.files import write_output
     from fourfold.launch.job_scripts.slurm_script import SlurmJob, slurm_script
     from fourfold.launch.job_scripts.slurm_site import load_site
     from fourfold.run_file.load import load_run
@@ -68,7 +69,63 @@ def slurm(
         max_crashes,
         overrides,
     )
-    script = slurm_script(str(run_file), load_run(run_file, overrides), load_site(site), job)
+    _write(slurm_script(str(run_file), load_run(run_file, overrides), load_site(site), job), output)
+
+
+@launch.command()
+def torchrun(
+    run_file: RunFile,
+    nodes: Nodes = 1,
+    output: Output = None,
+    setup: Setup = None,
+    save_seconds: SaveSeconds = 300,
+    max_crashes: Annotated[int, typer.Option(min=0, help="Times that torchrun starts the processes again.")] = 3,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Write a shell script that starts torchrun, to be run on every node.
+
+    Example: fourfold launch torchrun RUN.toml --nodes 2 --output job.sh, and on both nodes: bash job.sh node0
+    """
+    from fourfold.launch.job_scripts.torchrun_script import torchrun_script
+    from fourfold.run_file.load import load_run
+
+    run = load_run(run_file, overrides)
+    where = None if setup is None else str(setup)
+    _write(torchrun_script(str(run_file), run, nodes, where, save_seconds, max_crashes, overrides), output)
+
+
+@launch.command()
+def kubernetes(
+    run_file: RunFile,
+    image: Annotated[str, typer.Option(help="Container image in which `fourfold` and torchrun are found.")],
+    claim: Annotated[str, typer.Option(help="Persistent volume claim that holds the corpora and the checkpoints.")],
+    nodes: Nodes = 1,
+    folder: Annotated[
+        str, typer.Option(help="Where the claim is mounted; the run file's relative paths begin here.")
+    ] = "/workspace",
+    gpu: Annotated[str, typer.Option(help="The cluster's resource for GPUs, as amd.com/gpu.")] = "nvidia.com/gpu",
+    output: Output = None,
+    save_seconds: SaveSeconds = 300,
+    max_crashes: Annotated[int, typer.Option(min=0, help="Times that a node's processes, and pods, start again.")] = 3,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Write a manifest for `kubectl apply`: an indexed Job with one pod for each node.
+
+    It needs no operator. The run file goes with it, in a ConfigMap.
+
+    Example: fourfold launch kubernetes RUN.toml --nodes 2 --image registry/fourfold --claim training --output job.yaml
+    """
+    from fourfold.launch.job_scripts.kubernetes_manifest import KubernetesJob, kubernetes_manifest
+    from fourfold.run_file.load import load_run
+
+    run = load_run(run_file, overrides)
+    job = KubernetesJob(nodes, image, claim, folder, gpu, save_seconds, max_crashes, overrides)
+    _write(kubernetes_manifest(run_file.read_text(encoding="utf-8"), run, job), output)
+
+
+def _write(script: str, output: Path | None) -> None:
+    from fourfold.data.files import write_output
+
     if output is None:
         print(script, end="")
     else:

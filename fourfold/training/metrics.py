@@ -10,15 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from fourfold.data.files import writing
+from fourfold.data.files import write_output, writing
 from fourfold.errors import UserError
 from fourfold.parsing import parse_json
 
 if TYPE_CHECKING:
     import torch
 
-METRICS_FILE = "metrics.jsonl"
-MEMORIZATION_FILE = "memorization.jsonl"
+METRICS_FILE, MEMORIZATION_FILE, EXPERTS_FILE = "metrics.jsonl", "memorization.jsonl", "experts.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +119,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             raise UserError(f'{path}, line {number} is not an object with an integer "step": fix or delete that line.')
         records.append(record)
     return records
+
+
+def add_record(path: Path, record: dict[str, Any]) -> None:
+    """Write one more line to a short record, beside which metrics.jsonl has every step.
+
+    Lines of the same step and of later ones go: they are from before the run was resumed, or went back. Raises
+    UserError where the file cannot be read or written.
+    """
+    earlier = read_metrics(path) if path.is_file() else []
+    lines = [*(each for each in earlier if each["step"] < record["step"]), record]
+    write_output(path, "".join(map(_to_line, lines)))
 
 
 def steps_taken(run_dir: Path) -> int:

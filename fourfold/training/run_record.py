@@ -13,6 +13,7 @@ import torch
 from fourfold.config.run import RunConfig
 from fourfold.data.files import WriteFailed, write_output
 from fourfold.data.mask_preview import MaskStatistics
+from fourfold.environment import Place
 from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import trained_shapes
 from fourfold.run_file.dump import to_toml
@@ -20,18 +21,23 @@ from fourfold.training.console import Fact, Progress
 from fourfold.training.corpora import Corpora
 from fourfold.training.flops import FLOP_FORMULA, flops_per_token, mfu, model_tflops_per_device, peak_flops
 from fourfold.training.job import Job
-from fourfold.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
+from fourfold.training.metrics import EXPERTS_FILE, MetricsWriter, StepMetrics, add_record, peak_memory_bytes
 from fourfold.training.outcome import Outcome
 from fourfold.training.prediction import Prediction
 from fourfold.training.run_folder import RUN_FILE, SAMPLE_FILE, SUMMARY_FILE
 from fourfold.training.step_checks import Figures
 from fourfold.training.tracking import Tracking, check_trackers
 
+EXPERT_RECORDS = 100
+"""Steps of which the load of every expert of every layer is recorded: as many as a heat map shows."""
+
 
 class RunRecord:
     """Shows and writes down one run; on rank 0 only."""
 
-    def __init__(self, run: RunConfig, run_dir: Path, job: Job, corpora: Corpora, first_step: int) -> None:
+    def __init__(
+        self, run: RunConfig, run_dir: Path, job: Job, corpora: Corpora, first_step: int, place: Place
+    ) -> None:
         """Print the numbers that follow from the run file, and open the files."""
         self.run, self.run_dir, self.job, self.first_step = run, run_dir, job, first_step
         training = run.training
@@ -56,6 +62,7 @@ class RunRecord:
         self.tracking = Tracking(run, run_dir, first_step, self.device_name)
         self.failure: WriteFailed | None = None
         """The record of a step could not be written; the other processes do not know that yet."""
+        self.startup_seconds = time.time() - place.started
         self.started = time.perf_counter()
 
     def __enter__(self) -> RunRecord:
@@ -72,6 +79,7 @@ class RunRecord:
             self.tokens_per_step / seconds if figures.kept else 0.0
         )  # a batch that is left out takes no time
         tflops = model_tflops_per_device(self.flops.training, tokens_per_second, self.run.parallel.world_size)
+        load = self.job.expert_load if figures.kept else None
         metrics = StepMetrics(
             step=step + 1,
             loss=figures.loss,
@@ -86,17 +94,26 @@ class RunRecord:
             trained_token_share=figures.kept / self.tokens_per_step,
             validation_loss=validation_loss,
             skipped=skipped,
-            experts=self.job.expert_load.figures() if self.job.expert_load is not None and figures.kept else None,
+            experts=None if load is None else load.figures(),
         )
         self.progress.update(metrics)
         record = metrics.record()
         self.tracking.log(metrics.step, record)
         try:
             self.writer.write(record)
+            if load is not None and self._shows_experts(metrics):
+                of_experts = {"step": metrics.step, "tokens": metrics.tokens, **load.by_layer()}
+                add_record(self.run_dir / EXPERTS_FILE, of_experts)
             if (compared := self.prediction.after_step(metrics)) is not None:
                 self.progress.print_facts("Predicted and measured", compared)
         except WriteFailed as failure:
             self.failure = failure
+
+    def _shows_experts(self, metrics: StepMetrics) -> bool:
+        """True for the first step, the last, and about ``EXPERT_RECORDS`` between them; not where the loss is NaN."""
+        last, interval = self.run.training.train_steps, self.run.metrics.log_interval
+        is_due = metrics.step % max(interval, last // EXPERT_RECORDS) == 0 or metrics.step in (1, last)
+        return is_due and math.isfinite(metrics.loss)
 
     def go_back(self, steps: int) -> None:
         """Drop the lines of steps after the first ``steps``, which will be taken again."""
@@ -116,7 +133,8 @@ class RunRecord:
             "steps": outcome.steps,
             "final loss": outcome.loss,
             "tokens/s, everything included": steps * self.tokens_per_step / seconds if steps else None,
-            "seconds": round(seconds, 1),
+            "seconds to the first step": round(self.startup_seconds, 1),
+            "seconds after it": round(seconds, 1),
             "checkpoint": outcome.checkpoint,
             "ended by": _ended_by(outcome),
         }

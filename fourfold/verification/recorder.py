@@ -64,9 +64,8 @@ class Recorder(TorchDispatchMode):
             self._tag(shard.local, "parameters")
         for index in range(len(job.trained)):
             job.optimizer.moments(index)
-        for state in job.optimizer.adamw.state.values():
-            for tensor in state.values():
-                self._tag(tensor, "optimizer")
+        for tensor in job.optimizer.states():
+            self._tag(tensor, "optimizer")
         self.parameters = sum(shard.local.nbytes for shard in job.shards)
         self.optimizer = sum(m.nbytes for i in range(len(job.trained)) for m in job.optimizer.moments(i).values())
         self._find_gradients_and_weights()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fourfold.errors import UserError
-from fourfold.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes, read_metrics
+from fourfold.training.metrics import MetricsWriter, StepMetrics, add_record, peak_memory_bytes, read_metrics
 
 KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "model_tflops_per_device", "mfu"]
 KEYS += ["peak_memory_bytes", "step_seconds", "trained_token_share"]
@@ -149,3 +149,12 @@ def test_peak_memory_on_a_gpu_is_what_was_allocated():
     before = peak_memory_bytes()
     torch.empty(2**26, dtype=torch.uint8, device="cuda")
     assert peak_memory_bytes() - before == 2**26
+
+
+def test_a_short_record_has_each_step_once_and_none_after_the_last(tmp_path):
+    path = tmp_path / "experts.jsonl"
+    for step in (1, 10, 20, 10):
+        add_record(path, {"step": step, "value": step / 2})
+    assert steps_in(path) == [1, 10]
+    assert read_metrics(path)[-1] == {"step": 10, "value": 5.0}
+    assert [file.name for file in tmp_path.iterdir()] == ["experts.jsonl"]
