@@ -47,7 +47,7 @@ from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, seal
 from fourfold.checkpoints.rank_files import entries_of, gather_written, read_parts, write_file
 from fourfold.checkpoints.remains import remove, remove_unfinished
 from fourfold.checkpoints.room import check_room
-from fourfold.checkpoints.saved_state import CheckpointState, read_state, state_of, write_state
+from fourfold.checkpoints.saved_state import CheckpointState, StreamPosition, read_state, state_of, write_state
 from fourfold.checkpoints.verify import shapes_of, verified
 from fourfold.config.run import CheckpointConfig
 from fourfold.data.files import WriteFailed, flush, swap_in, writing
@@ -67,10 +67,20 @@ class _Save(NamedTuple):
 
 
 class Checkpointer:
-    """Saves a job into a folder, and prunes old checkpoints there."""
+    """Saves a job into a folder, and prunes old checkpoints there.
 
-    def __init__(self, folder: Path, job: TrainingState, config: CheckpointConfig) -> None:
+    stream_position: where a streamed dataset continues after so many steps; every process calls it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        job: TrainingState,
+        config: CheckpointConfig,
+        stream_position: Callable[[int], StreamPosition | None] = lambda step: None,
+    ) -> None:
         self.folder, self.job, self.config = folder, job, config
+        self._stream_position = stream_position
         self.newest: Path | None = None
         """The newest checkpoint of this run, once ``wait`` has returned."""
         self._pending: tuple[_Save, Future[Written | None]] | None = None
@@ -120,6 +130,7 @@ class Checkpointer:
         state = state_of(self.job.run, step)
         state.optimizer_steps = self.job.optimizer.steps_taken()
         state.recent = self.job.recent.model_copy(deep=True)
+        state.stream = self._stream_position(step)
         state.loss_scale = None if scale is None else (scale.scale, scale.steps_since_change)
         if self.job.expert_load is not None:
             state.expert_rows = self.job.expert_load.rows()

@@ -36,6 +36,15 @@ class RecentSteps(Strict):
     """fp16 overflows since the last step without one."""
 
 
+class StreamPosition(Strict):
+    """Where a streamed dataset continues."""
+
+    source: str
+    """Its name."""
+    positions: list[dict[str, Any]]
+    """Of each of its streams, as ``data/stream.py`` describes them."""
+
+
 class CheckpointState(Strict):
     """The content of ``state.json``."""
 
@@ -55,6 +64,8 @@ class CheckpointState(Strict):
     recent: RecentSteps = RecentSteps()
     expert_rows: list[list[int]] | None = None
     """Rows of the last step's batch for each expert, layer by layer; None for dense models."""
+    stream: StreamPosition | None = None
+    """Where the streamed dataset continues; None for corpora on disk, whose position is ``step``."""
     weights_only: bool = False
     """True for an imported model: a run that starts from it begins at step 0."""
     lora: LoRAConfig | None = None

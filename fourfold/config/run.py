@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from fourfold.config.checks import ChecksConfig
+from fourfold.config.data_section import DataConfig
 from fourfold.config.during_training import AuditConfig, SampleConfig, ValidationConfig
 from fourfold.config.fault_tolerance import FaultToleranceConfig
 from fourfold.config.loss_masks import MasksConfig
@@ -23,57 +24,6 @@ AxisSize = Annotated[int, Field(ge=1, le=2**20)]
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
-
-
-class Corpus(Strict):
-    """One tokenized corpus of a mixture."""
-
-    path: PathText = Field(description="Prefix of an indexed corpus: PATH.bin and PATH.idx.")
-    weight: float = Field(1.0, gt=0, description="Share of the samples, relative to the other corpora.")
-
-
-class DataConfig(Strict):
-    """The data to train on. Give `train`, or `source` for built-in text."""
-
-    format: Literal["text", "sft"] = Field(
-        "text",
-        description="sft: conversations made by `fourfold prepare --format sft`; whole ones share a sequence without "
-        "seeing each other (mask_documents), and only answers are trained.",
-    )
-
-    train: list[Corpus] = Field([], description="Corpora made by `fourfold prepare`, or any Megatron .bin/.idx pair.")
-    validation: list[Corpus] = Field([], description="Corpora of the validation loss.")
-    source: Literal["python-stdlib"] | None = Field(
-        None, description="Built-in text, tokenized on first use into `cache_dir`: the standard library's own sources."
-    )
-    tokenizer: PathText | None = Field(
-        None,
-        description="'bytes', or the path of a tokenizer.json. Default: the corpus's own; with `source`, a byte-pair "
-        "tokenizer of model.vocab_size trained on it.",
-    )
-    cache_dir: PathText = Field("data", description="Folder for the tokenized built-in source.")
-    mask_documents: bool = Field(
-        False, description="Attention stays inside a document of the packed sequence, and positions restart there."
-    )
-
-    @model_validator(mode="after")
-    def _one_source(self) -> DataConfig:
-        if bool(self.train) == (self.source is not None):
-            raise ValueError("give either data.train (corpora) or data.source (built-in text)")
-        return self
-
-    @model_validator(mode="after")
-    def _conversations_are_apart(self) -> DataConfig:
-        if self.format == "sft":
-            if self.source is not None:
-                raise ValueError("data.source is text; format = 'sft' needs data.train")
-            if "mask_documents" in self.model_fields_set and not self.mask_documents:
-                raise ValueError(
-                    "format = 'sft' packs conversations into one sequence, which must not see each other; leave "
-                    "mask_documents out"
-                )
-            self.mask_documents = True
-        return self
 
 
 class ParallelConfig(Strict):
@@ -299,6 +249,15 @@ class RunConfig(Strict):
     def _rounding_needs_bf16(self) -> RunConfig:
         if self.optimizer.stochastic_rounding and self.training.master_weights != "bf16":
             raise ValueError("optimizer.stochastic_rounding = true needs training.master_weights = 'bf16'")
+        return self
+
+    @model_validator(mode="after")
+    def _streams_share_the_batch(self) -> RunConfig:
+        if self.training.global_batch_size % self.data.streams:
+            raise ValueError(
+                f"data.streams = {self.data.streams} does not divide training.global_batch_size = "
+                f"{self.training.global_batch_size}; choose a divisor"
+            )
         return self
 
     @model_validator(mode="after")

@@ -10,9 +10,11 @@ from fourfold.config.run import RunConfig
 from fourfold.data.conversations import PackedConversations
 from fourfold.data.dataset import Mixture, Samples, TokenWindows
 from fourfold.data.files import locked
+from fourfold.data.hub import HubDataset
 from fourfold.data.manifest import corpus_tokenizer, read_manifest
 from fourfold.data.prepare import prepare
 from fourfold.data.sources import PYTHON_STDLIB
+from fourfold.data.stream import StreamedWindows
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
 
@@ -34,6 +36,23 @@ def build_dataset(
         kind = PackedConversations if manifest is not None and manifest.format == "sft" else TokenWindows
         samples.append((kind.open(prefix, seq_length, seed + number, look_back), weight))
     return Mixture(samples, seed)
+
+
+def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:
+    """Open the streamed dataset of a run. Raises UserError where it cannot be loaded, or has too few files."""
+    data, training = run.data, run.training
+    assert data.source is not None and data.tokenizer is not None, "config/run.py checks it"
+    dataset = HubDataset.parse(data.source)
+    return StreamedWindows(
+        str(dataset),
+        dataset.streams(data.streams, data.text_key),
+        load_tokenizer(data.tokenizer),
+        training.seq_length,
+        training.global_batch_size,
+        look_back,
+        ahead=data.read_ahead * training.global_batch_size // data.streams,
+        timeout=data.read_timeout,
+    )
 
 
 def ensure_builtin(
@@ -70,6 +89,9 @@ def tokenizer_of_run(run: RunConfig) -> Tokenizer | None:
     Raises ``UserError`` where ``data.tokenizer`` is another one.
     """
     data = run.data
+    if data.is_streamed:
+        assert data.tokenizer is not None, "config/run.py checks it"
+        return load_tokenizer(data.tokenizer)
     if data.source is not None:
         return corpus_tokenizer(ensure_builtin(data.source, data.tokenizer, data.cache_dir, run.model.vocab_size))
     prefix = data.train[0].path

@@ -99,10 +99,7 @@ class TokenWindows:
             tokens[row, absent:] = self.corpus.read(start + absent, length - absent)
             document_starts.append(absent + self.corpus.document_starts(start + absent, length - absent))
             missing.append(absent)
-        documents = documents_of(document_starts, length)
-        documents -= documents[:, self.look_back, None]
-        documents[np.arange(length) < np.array(missing)[:, None]] = NO_DOCUMENT
-        return Windows(tokens, documents, numbers, self.look_back)
+        return windows_of(tokens, document_starts, missing, numbers, self.look_back)
 
 
 class Mixture:
@@ -141,6 +138,24 @@ class Mixture:
             documents[rows] = windows.stream_documents
             answers[rows] = True if windows.answers is None else windows.answers
         return Windows(stream, documents, numbers, self.look_back, answers)
+
+
+def windows_of(
+    stream: NDArray[np.int64],
+    document_starts: Sequence[NDArray[np.int64]],
+    missing: Sequence[int],
+    numbers: NDArray[np.int64],
+    look_back: int,
+) -> Windows:
+    """Windows from their tokens, the places in each row where documents start, and the places before the first token.
+
+    stream: [samples, look_back + seq_length + 1].
+    """
+    length = stream.shape[1]
+    documents = documents_of(document_starts, length)
+    documents -= documents[:, look_back, None]
+    documents[np.arange(length) < np.array(missing)[:, None]] = NO_DOCUMENT
+    return Windows(stream, documents, numbers, look_back)
 
 
 def documents_of(starts: Sequence[NDArray[np.int64]], length: int) -> NDArray[np.int64]:

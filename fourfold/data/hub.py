@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -42,12 +43,59 @@ class HubDataset(NamedTuple):
             raise UserError(f"{self} has no rows; name another split")
         return files
 
+    def streams(self, count: int, text_key: str) -> Sequence[HubStream]:
+        """The split as so many streams, each of its own files, without downloading it first.
+
+        Raises UserError where it cannot be loaded, or has fewer files.
+        """
+        dataset = self._load(streaming=True)
+        if count > dataset.num_shards:
+            raise UserError(f"{self} has {dataset.num_shards} files, so data.streams is at most that, not {count}")
+        return [HubStream(str(self), dataset, count, index, text_key) for index in range(count)]
+
     def _load(self, streaming: bool) -> Any:
         datasets = import_extra("datasets", "datasets", f"reading {self} needs")
         try:
             return datasets.load_dataset(self.name, self.config, split=self.split, streaming=streaming)
         except Exception as error:  # the library raises its own, the Hub's, the network's and Python's exceptions
             raise UserError(f"{self} cannot be loaded: {_one_line(error)}") from error
+
+
+class HubStream:
+    """Documents of one part of a streamed dataset, in the dataset's order; after the last comes the first again."""
+
+    def __init__(self, name: str, dataset: Any, count: int, index: int, text_key: str) -> None:
+        self._name, self._dataset, self._part, self._text_key = name, dataset, (count, index), text_key
+
+    def read(self, place: Any) -> Iterator[tuple[Any, str]]:
+        """Yield each document after its place; None is the place of the first. Raises UserError for what is no text."""
+        epoch, state = (0, None) if place is None else (place["epoch"], place["state"])
+        while True:
+            part = self._dataset.shard(*self._part)
+            any_text = state is not None
+            if state is None:
+                state = part.state_dict()
+            else:
+                part.load_state_dict(state)  # which `state_dict` heeds from the next row on only
+            rows = iter(part)
+            for row in rows:
+                if text := self._text(row):
+                    any_text = True
+                    yield {"epoch": epoch, "state": state}, text
+                state = part.state_dict()
+            if not any_text:
+                raise UserError(f"{self._name} has no text under '{self._text_key}'")
+            epoch, state = epoch + 1, None
+
+    def _text(self, row: dict[str, Any]) -> str | None:
+        if self._text_key not in row:
+            raise UserError(
+                f"{self._name} has no '{self._text_key}' among {', '.join(row)}; name the text in data.text_key"
+            )
+        text = row[self._text_key]
+        if text is not None and not isinstance(text, str):
+            raise UserError(f"{self._name}: '{self._text_key}' is no text but {type(text).__name__}; set data.text_key")
+        return text
 
 
 def _one_line(error: Exception) -> str:

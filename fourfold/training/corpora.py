@@ -13,14 +13,15 @@ from torch import Tensor
 
 from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
-from fourfold.data.build import build_dataset, check_one_tokenizer, ensure_builtin, tokenizer_of_run
+from fourfold.data.build import build_dataset, check_one_tokenizer, ensure_builtin, open_stream, tokenizer_of_run
 from fourfold.data.conversations import PackedConversations, PackingStatistics
-from fourfold.data.dataset import Mixture
+from fourfold.data.dataset import Mixture, Samples
 from fourfold.data.goldfish import Goldfish
 from fourfold.data.loader import Loader, MicroBatch
 from fourfold.data.manifest import read_manifest, validation_prefix
 from fourfold.data.mask_preview import MaskStatistics, Preview, preview
 from fourfold.data.masks import LossMask, build_masks, labels_of
+from fourfold.data.stream import StreamedWindows
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
 from fourfold.parallel.context import share_of_sequences
@@ -40,7 +41,7 @@ class Corpora:
 
     train: Loader
     validation: Loader | None
-    mixture: Mixture
+    samples: Samples
     """The training data."""
 
     tokenizer: Tokenizer | None
@@ -51,9 +52,21 @@ class Corpora:
 
     goldfish: Goldfish | None
 
+    @property
+    def stream(self) -> StreamedWindows | None:
+        """The training data where it is streamed."""
+        return self.samples if isinstance(self.samples, StreamedWindows) else None
+
+    def close(self) -> None:
+        """End the threads that read ahead."""
+        if self.stream is not None:
+            self.stream.close()  # first: the loader may wait for it
+        self.train.close()
+
     def packing(self) -> list[PackingStatistics]:
         """Statistics of how full the sequences of each corpus of conversations are."""
-        return [source.statistics for source in self.mixture.sources if isinstance(source, PackedConversations)]
+        sources = self.samples.sources if isinstance(self.samples, Mixture) else []
+        return [source.statistics for source in sources if isinstance(source, PackedConversations)]
 
     def trained_share(self) -> float:
         """Share of the tokens at the beginning of the training data that every mask keeps."""
@@ -77,6 +90,8 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
         _check_format(prefix, run)
     check_one_tokenizer([prefix for prefix, _ in [*train, *validation]])
     tokenizer = _tokenizer(run)
+    if run.data.is_streamed:
+        _check_validation(run, validation, tokenizer)
     if run.sample.prompt is not None and tokenizer is None:
         raise UserError(
             f"sample.prompt needs a tokenizer, and {train[0][0]}.json, which would name it, does not exist; "
@@ -85,16 +100,16 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
     needs_validation = run.validation.interval > 0
     if needs_validation and not validation:
         raise UserError("validation.interval is set, but data.validation names no corpus; name one, or set it to 0")
-    mixture, masks, goldfish = _training_data(run, train, tokenizer)
+    samples, masks, goldfish = _training_data(run, train, tokenizer)
     held_out = None
     if needs_validation:
         unseen = build_dataset(validation, run.training.seq_length, VALIDATION_SEED)
         held_out = _loader(run, unseen, batch, masks, prefetch=False)
     of_training: list[LossMask] = masks if goldfish is None else [*masks, goldfish]
     return Corpora(
-        train=_loader(run, mixture, batch, of_training, prefetch=True),
+        train=_loader(run, samples, batch, of_training, prefetch=True),
         validation=held_out,
-        mixture=mixture,
+        samples=samples,
         tokenizer=tokenizer,
         masks=masks,
         goldfish=goldfish,
@@ -107,16 +122,23 @@ def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, T
     for prefix, _ in train:
         _check_format(prefix, run)
     tokenizer = _tokenizer(run)
-    return preview(*_training_data(run, train, tokenizer), samples, tokens), tokenizer
+    dataset, masks, goldfish = _training_data(run, train, tokenizer)
+    try:
+        return preview(dataset, masks, goldfish, samples, tokens), tokenizer
+    finally:
+        if isinstance(dataset, StreamedWindows):
+            dataset.close()
 
 
 def _training_data(
     run: RunConfig, train: list[Source], tokenizer: Tokenizer | None
-) -> tuple[Mixture, list[LossMask], Goldfish | None]:
+) -> tuple[Samples, list[LossMask], Goldfish | None]:
     """The training data, the masks of the loss besides goldfish, and the goldfish mask."""
     training = run.training
     masks, goldfish = build_masks(run.masks, tokenizer, training.seq_length, training.global_batch_size)
     look_back = 0 if goldfish is None else goldfish.look_back
+    if run.data.is_streamed:
+        return open_stream(run, look_back), masks, goldfish
     return build_dataset(train, training.seq_length, training.seed, look_back), masks, goldfish
 
 
@@ -154,7 +176,7 @@ def _check_tokens(batch: MicroBatch[NDArray[np.int64]], vocab_size: int) -> None
 def _prefixes(run: RunConfig) -> tuple[list[Source], list[Source]]:
     """The training and the validation corpora."""
     data = run.data
-    if data.source is None:
+    if data.source is None or data.is_streamed:
         return [(c.path, c.weight) for c in data.train], [(c.path, c.weight) for c in data.validation]
     # One process makes the corpus, and the others find it.
     if dist.is_initialized() and dist.get_rank() > 0:
@@ -165,7 +187,7 @@ def _prefixes(run: RunConfig) -> tuple[list[Source], list[Source]]:
     return [(prefix, 1.0)], [(validation_prefix(prefix), 1.0)]
 
 
-def _loader(run: RunConfig, dataset: Mixture, batch: Axis, masks: list[LossMask], *, prefetch: bool) -> Loader:
+def _loader(run: RunConfig, dataset: Samples, batch: Axis, masks: list[LossMask], *, prefetch: bool) -> Loader:
     training = run.training
     sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
     return Loader(dataset, *sizes, batch.rank, batch.size, masks, prefetch=prefetch)
@@ -200,6 +222,18 @@ def _check_fits(whose: str, vocab_size: int, run: RunConfig) -> None:
 
 def _tokenizer(run: RunConfig) -> Tokenizer | None:
     tokenizer = tokenizer_of_run(run)
-    if tokenizer is not None and run.data.tokenizer is not None and run.data.source is None:
+    data = run.data
+    if tokenizer is not None and data.tokenizer is not None and (data.source is None or data.is_streamed):
         _check_fits(f"data.tokenizer = '{run.data.tokenizer}' has", tokenizer.vocab_size, run)
     return tokenizer
+
+
+def _check_validation(run: RunConfig, validation: list[Source], tokenizer: Tokenizer | None) -> None:
+    """Raise ``UserError`` for a validation corpus of another tokenizer than that of the streamed training data."""
+    for prefix, _ in validation:
+        manifest = read_manifest(prefix)
+        if manifest is not None and tokenizer is not None and manifest.fingerprint != tokenizer.fingerprint:
+            raise UserError(
+                f"the corpus {prefix} was made with {manifest.tokenizer}, and data.tokenizer = '{run.data.tokenizer}' "
+                "is another; prepare it with the same tokenizer"
+            )

@@ -40,6 +40,7 @@ from fourfold.training.run_folder import folder_of, open_run_folder
 from fourfold.training.run_record import RunRecord
 from fourfold.training.sample import sample_text
 from fourfold.training.step_checks import LEFT_OUT, StepChecks, figures_of_all_ranks
+from fourfold.training.streaming import continue_stream, stream_position
 from fourfold.training.supervision import supervised
 
 
@@ -77,9 +78,10 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
         checkpoint = decided_by_rank_0(lambda: _checkpoint_of(run, run_dir, stack))
         grid = Grid(run.parallel, device.type)
         corpora = open_corpora(run, grid.batch)
-        stack.callback(corpora.train.close)
+        stack.callback(corpora.close)
         job = Job(run, grid, device)
         checkpoint, first_step = _fill(job, corpora, checkpoint)
+        continue_stream(corpora, checkpoint, first_step)
 
         after_step: list[Callback] = [imported(name)(run, job, corpora.tokenizer, run_dir) for name in callbacks]
         for callback in after_step:
@@ -96,7 +98,9 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
                 if run.model.from_hf is not None:
                     with writing(run_dir / SOURCE_FOLDER):
                         keep_small_files(local_folder(run.model.from_hf, PATTERNS), run_dir / SOURCE_FOLDER)
-        checkpointer = Checkpointer(run_dir / CHECKPOINTS, job, run.checkpoint)
+        checkpointer = Checkpointer(
+            run_dir / CHECKPOINTS, job, run.checkpoint, lambda steps: stream_position(corpora, steps)
+        )
         if first_step:
             checkpointer.newest = checkpoint
         checks, replay = StepChecks(run_dir, job, checkpointer), Replay(job)
@@ -134,6 +138,7 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
             verdict.raise_stop()
             if verdict.action == "roll_back":
                 steps = checks.roll_back()
+                continue_stream(corpora, checkpointer.newest, steps)
                 with failing_together():
                     if record is not None:
                         record.go_back(steps)

@@ -67,7 +67,7 @@ def test_the_smallest_run_file(tmp_path: Path) -> None:
         ({"optimiser": {}}, "optimiser", "did you mean 'optimizer'?"),
         ({"training": {"seq_lenght": 1}}, "training.seq_lenght", "did you mean 'training.seq_length'?"),
         ({"parallel": {"Z": 1}}, "parallel.Z", "there are x, y, z, dp, cp, pp, ep, zero"),
-        ({"data": {"streaming": True}}, "data.streaming", "there are format, train, validation, source, tokenizer"),
+        ({"data": {"shuffle": True}}, "data.shuffle", "there are format, train, validation, source, tokenizer"),
         (
             {"training": {"interval": 1}},
             "training.interval",
@@ -241,7 +241,7 @@ def overridden(tmp_path: Path, *overrides: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.streaming=true", "--set data.streaming=true: unknown key 'data.streaming'; there are "),
+        ("data.shuffle=true", "--set data.shuffle=true: unknown key 'data.shuffle'; there are "),
         (
             "model.layers=3",
             "--set model.layers=3: unknown key 'model.layers'; here it is called model.num_hidden_layers",

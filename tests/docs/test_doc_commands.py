@@ -49,6 +49,7 @@ STARTS_EMPTY = ("loki.md", "huggingface.md")
 LONG = (
     "README.md",
     "checkpoints.md",
+    "data.md",
     "getting-started.md",
     "huggingface.md",
     "loki.md",

@@ -1,0 +1,245 @@
+"""Streams of documents as numbered samples: tokenized in the background, and continued exactly from a checkpoint.
+
+Sample n is window n // V of stream n mod V, for V streams that each are a part of the dataset: a function of n alone.
+So the grid does not matter, and a process opens only the streams that its own samples come from.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from queue import Empty, Full, Queue
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fourfold.data.dataset import Windows, windows_of
+from fourfold.data.tokenizer import Tokenizer
+from fourfold.errors import UserError
+
+_GLANCE = 0.1  # seconds between looks at whether to end
+_PATIENCE = 2.0  # seconds for threads to end; one that waits for a network is left alone
+_KEPT = 8  # steps whose ends are remembered; the loader is at most one step ahead of training
+
+
+class DocumentStream(Protocol):
+    """An endless sequence of documents that can be read from any of them on."""
+
+    def read(self, place: Any) -> Iterator[tuple[Any, str]]:
+        """Yield each document after its place, which is JSON; None is the place of the first."""
+        ...
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a window begins, so that it can be read without what is before it."""
+
+    place: Any = None
+    """Of the document that has the first token that the window or its look-back needs."""
+    skip: int = 0
+    """Tokens of that document before it."""
+    before: int = 0
+    """Tokens of the window's look-back that exist."""
+
+
+class Window(NamedTuple):
+    """A window of a stream, as one row of ``Windows``."""
+
+    tokens: NDArray[np.int64]
+    """[before + seq_length + 1]"""
+    document_starts: NDArray[np.int64]
+    """Places in ``tokens``."""
+    next: Position
+    """Where the window after this one begins."""
+
+
+def cut(
+    documents: DocumentStream, tokenizer: Tokenizer, position: Position, seq_length: int, look_back: int
+) -> Iterator[Window]:
+    """Cut a stream of documents into windows of ``seq_length`` + 1 tokens, neighbors sharing one, from a position on.
+
+    The windows are those of a corpus in which every document is followed by the end-of-document token.
+    """
+    tokens = np.empty(0, dtype=np.int64)
+    starts: list[tuple[int, Any]] = []  # where documents start in ``tokens``, and their places
+    before, skip = position.before, position.skip
+    for place, text in documents.read(position.place):
+        [ids] = tokenizer.encode_batch([text])
+        starts.append((len(tokens) - skip, place))
+        tokens = np.concatenate([tokens, np.array([*ids, tokenizer.eod_id], dtype=np.int64)[skip:]])
+        skip = 0
+        while len(tokens) > before + seq_length:
+            length = before + seq_length + 1
+            inside = np.array([start for start, _ in starts if 0 <= start < length], dtype=np.int64)
+            window = tokens[:length]
+            begin = max(0, length - 1 - look_back)  # of the next window's look-back
+            current = max(index for index, (start, _) in enumerate(starts) if start <= begin)
+            starts = [(start - begin, place) for start, place in starts[current:]]
+            tokens, before = tokens[begin:], length - 1 - begin
+            yield Window(window, inside, Position(starts[0][1], -starts[0][0], before))
+
+
+class StreamedWindows:
+    """Samples from streams of documents. Reading is fast in ascending order; going back begins at the last mark before.
+
+    look_back: tokens before each window that masks see. ahead: windows of a stream that are held in memory, at most.
+    timeout: seconds after which a stream that gives nothing counts as dead; ``read`` then raises ``UserError``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        streams: Sequence[DocumentStream],
+        tokenizer: Tokenizer,
+        seq_length: int,
+        global_batch_size: int,
+        look_back: int = 0,
+        ahead: int = 64,
+        timeout: float = 300.0,
+    ) -> None:
+        assert global_batch_size % len(streams) == 0, (global_batch_size, len(streams))
+        self.name, self.streams, self.tokenizer = name, streams, tokenizer
+        self.seq_length, self.look_back, self._timeout, self._most = seq_length, look_back, timeout, ahead
+        self._of_a_step = global_batch_size // len(streams)  # windows of each stream
+        self._begin: list[dict[int, Position]] = [{0: Position()} for _ in streams]
+        self._marks: list[dict[int, Position]] = [{} for _ in streams]
+        self._open: dict[int, _Ahead] = {}
+        self._lock = threading.Lock()
+
+    def read(self, numbers: ArrayLike) -> Windows:
+        """Read the samples of these numbers (int [B], from 0), in this order."""
+        numbers = np.asarray(numbers, dtype=np.int64)
+        with self._lock:
+            found = {number: self._window(number) for number in sorted(numbers.tolist())}
+        length = self.look_back + self.seq_length + 1
+        tokens = np.zeros((len(numbers), length), dtype=np.int64)
+        starts, missing = [], []
+        for row, number in enumerate(numbers.tolist()):
+            window = found[number]
+            absent = length - len(window.tokens)
+            tokens[row, absent:] = window.tokens
+            starts.append(absent + window.document_starts)
+            missing.append(absent)
+        return windows_of(tokens, starts, missing, numbers, self.look_back)
+
+    def positions(self, steps: int, mine: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """Where streams continue after so many steps: of each stream whose last sample until then is among ``mine``."""
+        count, places = len(self.streams), steps * self._of_a_step
+        own = {number % count for number in mine if number // count == places - 1} if steps else set(range(count))
+        return {stream: asdict(self._mark(stream, places)) for stream in own}
+
+    def go_to(self, steps: int, positions: Sequence[dict[str, Any]]) -> None:
+        """Know where every stream continues after so many steps."""
+        with self._lock:
+            places = steps * self._of_a_step
+            self._begin = [{0: Position(), places: Position(**position)} for position in positions]
+
+    def close(self) -> None:
+        """End the threads; a ``read`` that waits raises ``UserError``."""
+        for ahead in list(self._open.values()):
+            ahead.stop()
+        latest = time.monotonic() + _PATIENCE
+        for ahead in list(self._open.values()):
+            ahead.wait(latest - time.monotonic())
+
+    def _mark(self, stream: int, place: int) -> Position:
+        def known() -> Position | None:
+            return self._marks[stream].get(place) or self._begin[stream].get(place)
+
+        if (position := known()) is None:  # the step's batch was left out
+            with self._lock:
+                self._window((place - 1) * len(self.streams) + stream)
+            position = known()
+        assert position is not None, (stream, place)
+        return position
+
+    def _window(self, number: int) -> Window:
+        place, stream = divmod(number, len(self.streams))
+        ahead = self._open.get(stream)
+        nearest = max(mark for mark in (*self._begin[stream], *self._marks[stream]) if mark <= place)
+        if ahead is None or not nearest <= ahead.next <= place:
+            if ahead is not None:
+                ahead.stop()
+            ahead = self._open[stream] = self._start(stream, nearest)
+        while True:
+            window = ahead.take()
+            if ahead.next % self._of_a_step == 0:
+                self._set_mark(stream, ahead.next, window.next)
+            if ahead.next > place:
+                return window
+
+    def _start(self, stream: int, place: int) -> "_Ahead":
+        documents, position = self.streams[stream], {**self._begin[stream], **self._marks[stream]}[place]
+
+        def windows() -> Iterator[Window]:
+            return cut(documents, self.tokenizer, position, self.seq_length, self.look_back)
+
+        return _Ahead(self.name, windows, place, self._most, self._timeout)
+
+    def _set_mark(self, stream: int, place: int, position: Position) -> None:
+        marks = {mark: known for mark, known in self._marks[stream].items() if mark != place}
+        self._marks[stream] = dict([*marks.items(), (place, position)][-_KEPT:])
+
+
+class _Ahead:
+    """Windows of one stream, read ahead in a thread; ``next`` is the number of the one that ``take`` returns."""
+
+    def __init__(
+        self, name: str, windows: Callable[[], Iterator[Window]], first: int, most: int, timeout: float
+    ) -> None:
+        self.next = first
+        self._name, self._timeout = name, timeout
+        self._ready: Queue[Window | UserError] = Queue(most)
+        self._closed = threading.Event()
+        # A daemon: a read from a network that is down may never return.
+        self._thread = threading.Thread(target=self._work, args=(windows,), name="stream", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Window:
+        """The next window; raises ``UserError`` where none comes in time, or the stream cannot be read."""
+        latest = time.monotonic() + self._timeout
+        while not self._closed.is_set():
+            try:
+                found = self._ready.get(timeout=_GLANCE)
+            except Empty:
+                if time.monotonic() < latest:
+                    continue
+                raise UserError(
+                    f"{self._name} has given no text for {self._timeout:g} s; check the network, or raise "
+                    "data.read_timeout, then start the run again"
+                ) from None
+            if isinstance(found, UserError):
+                self.stop()
+                raise found
+            self.next += 1
+            return found
+        raise UserError(f"{self._name} is closed")
+
+    def stop(self) -> None:
+        """Have the thread end, and ``take`` raise ``UserError``."""
+        self._closed.set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the end of the thread, at most so long."""
+        self._thread.join(max(seconds, 0))
+
+    def _work(self, windows: Callable[[], Iterator[Window]]) -> None:
+        try:
+            for window in windows():
+                if not self._put(window):
+                    return
+        except UserError as error:
+            self._put(error)
+        except Exception as error:  # libraries raise whatever networks and files do
+            text = " ".join(str(error).split())
+            self._put(UserError(f"{self._name} cannot be read further: {type(error).__name__}: {text}"))
+
+    def _put(self, item: Window | UserError) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._ready.put(item, timeout=_GLANCE)
+            except Full:
+                continue
+            return True
+        return False

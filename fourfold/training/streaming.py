@@ -1,0 +1,53 @@
+"""A streamed dataset of a run, from checkpoint to checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fourfold.checkpoints.saved_state import StreamPosition, read_state
+from fourfold.errors import UserError
+from fourfold.parallel.communicate import purpose
+from fourfold.parallel.together import failing_together
+from fourfold.training.corpora import Corpora
+
+
+def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
+    """Where the streamed dataset continues after ``steps`` on any grid; None without one. Every process calls this.
+
+    Each stream is known to the process that has read its last sample.
+    """
+    stream = corpora.stream
+    if stream is None:
+        return None
+    mine: dict[int, dict[str, Any]] = {}
+    with failing_together():
+        last = corpora.train.sample_numbers(steps - 1).reshape(-1).tolist() if steps else []
+        mine = stream.positions(steps, last)
+    everyone: list[dict[int, dict[str, Any]]] = [{} for _ in range(dist.get_world_size())]
+    with purpose("positions in the data"):
+        dist.all_gather_object(everyone, mine)
+    found = {number: position for each in everyone for number, position in each.items()}
+    return StreamPosition(source=stream.name, positions=[found[number] for number in range(len(stream.streams))])
+
+
+def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> None:
+    """Have the streamed dataset, if there is one, continue where a checkpoint of ``steps`` was saved.
+
+    Every process calls this. Raises ``UserError`` where the checkpoint belongs to other data.
+    """
+    stream = corpora.stream
+    if stream is None or checkpoint is None or steps == 0:
+        return
+    with failing_together():
+        saved = read_state(checkpoint).stream
+        source, count = (None, 0) if saved is None else (saved.source, len(saved.positions))
+        if saved is None or source != stream.name or count != len(stream.streams):
+            was = "corpora on disk" if saved is None else f"data.source = '{source}' in {count} streams"
+            raise UserError(
+                f"the checkpoint {checkpoint} was trained on {was}, and the run file has data.source = "
+                f"'{stream.name}' in {len(stream.streams)} streams; set it back, or set checkpoint.resume = 'never'"
+            )
+        stream.go_to(steps, saved.positions)

@@ -1,0 +1,262 @@
+"""Streamed samples: those of the same text prepared, whatever the grid and wherever a run stops."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_hub import make_dataset, texts_of
+
+from fourfold.config.loss_masks import GoldfishConfig
+from fourfold.data.dataset import TokenWindows
+from fourfold.data.goldfish import Goldfish
+from fourfold.data.hub import HubDataset
+from fourfold.data.indexed import IndexedDataset, IndexedWriter
+from fourfold.data.loader import Loader
+from fourfold.data.stream import StreamedWindows
+from fourfold.data.tokenizer import ByteTokenizer
+from fourfold.errors import UserError
+
+S = 32
+LOOK_BACK = 5
+
+
+class Listed:
+    """Documents from a list, over and over; before each it may wait."""
+
+    def __init__(self, texts: list[str], wait: Any = lambda number: None) -> None:
+        self.texts, self.wait, self.given = texts, wait, 0
+
+    def read(self, place: Any) -> Iterator[tuple[Any, str]]:
+        number = 0 if place is None else place
+        while True:
+            self.wait(number)
+            self.given += 1
+            yield number, self.texts[number % len(self.texts)]
+            number += 1
+
+
+def streamed(*streams: Any, batch: int = 4, **options: Any) -> StreamedWindows:
+    options = {"look_back": LOOK_BACK, "ahead": 8, "timeout": 20.0, **options}
+    return StreamedWindows("hf:tales", streams, ByteTokenizer(), S, batch, **options)
+
+
+TEXTS = [chr(ord("a") + number % 26) * (1 + 7 * number % 90) for number in range(300)]
+
+
+@pytest.fixture(scope="module")
+def in_order(tmp_path_factory: pytest.TempPathFactory) -> TokenWindows:
+    """The same texts as a corpus on disk, read in its own order."""
+    prefix = tmp_path_factory.mktemp("corpus") / "c"
+    with IndexedWriter(prefix, 257) as writer:
+        for ids in ByteTokenizer().encode_batch(TEXTS):
+            writer.add_document([*ids, 256])
+    return TokenWindows(IndexedDataset(prefix), S, 0, LOOK_BACK)
+
+
+def window_of(corpus: TokenWindows, window: int) -> tuple[list[int], list[int]]:
+    """Tokens and document starts, straight from the file."""
+    start = window * S - LOOK_BACK
+    absent = max(0, -start)
+    tokens = corpus.corpus.read(start + absent, LOOK_BACK + S + 1 - absent)
+    return [0] * absent + tokens.tolist(), (corpus.corpus.document_starts(start + LOOK_BACK + 1, S) + 1).tolist()
+
+
+def test_windows_are_those_of_the_corpus_on_disk(in_order: TokenWindows) -> None:
+    count = len(in_order)
+    samples = streamed(Listed(TEXTS))
+    windows = samples.read(np.arange(count))
+    samples.close()
+    for window in range(count):
+        tokens, starts = window_of(in_order, window)
+        assert windows.stream[window].tolist() == tokens
+        changes = np.flatnonzero(np.diff(windows.documents[window])) + 1
+        assert changes.tolist() == starts
+    assert (windows.documents[:, 0] == 0).all()
+    assert (windows.stream_documents[0, :LOOK_BACK] < -1000).all()  # before the first token is nothing
+
+
+def test_every_position_continues_exactly() -> None:
+    """After each of 30 steps in a new reader, also where a window begins in the look-back of a document's end."""
+    whole = streamed(Listed(TEXTS), Listed(TEXTS[::-1]))
+    for steps in range(30):
+        batch = whole.read(np.arange(4 * steps, 4 * steps + 4))
+        saved = json.loads(json.dumps(whole.positions(steps + 1, range(4 * steps, 4 * steps + 4))))
+        again = streamed(Listed(TEXTS), Listed(TEXTS[::-1]))
+        again.go_to(steps + 1, [saved["0"], saved["1"]])
+        numbers = np.arange(4 * steps + 4, 4 * steps + 8)
+        found, expected = again.read(numbers), streamed(Listed(TEXTS), Listed(TEXTS[::-1])).read(numbers)
+        assert (found.stream == expected.stream).all()
+        assert (found.stream_documents == expected.stream_documents).all()
+        assert sum(stream.given for stream in again.streams) < 80
+        again.close()
+    assert batch.numbers.tolist() == [116, 117, 118, 119]
+    whole.close()
+
+
+def test_any_order_gives_the_same_samples() -> None:
+    """As after a return to an earlier checkpoint, a step that is left out, and a look at the beginning."""
+    samples, expected = streamed(Listed(TEXTS)), streamed(Listed(TEXTS)).read(np.arange(80))
+    for first in (0, 8, 4, 76, 0, 40, 20):
+        numbers = np.arange(first, first + 4)[::-1]
+        assert (samples.read(numbers).stream == expected.stream[numbers]).all()
+    samples.close()
+
+
+def test_a_look_at_the_beginning_forgets_no_position() -> None:
+    """As masks are measured when a run goes on."""
+    whole, again = streamed(Listed(TEXTS)), streamed(Listed(TEXTS))
+    expected = whole.read(np.arange(40, 48))
+    again.go_to(10, [whole.positions(10, range(36, 40))[0]])
+    again.read(np.arange(100))
+    given = again.streams[0].given
+    assert (again.read(np.arange(40, 48)).stream == expected.stream).all()
+    assert again.positions(12, range(44, 48)) == whole.positions(12, range(44, 48))
+    assert again.streams[0].given - given < 60  # not from the beginning
+    whole.close()
+    again.close()
+
+
+def test_a_step_that_is_left_out_has_a_position_too() -> None:
+    samples, other = streamed(Listed(TEXTS)), streamed(Listed(TEXTS))
+    samples.read(np.arange(4))
+    other.read(np.arange(8))
+    assert samples.positions(2, range(4, 8)) == other.positions(2, range(4, 8))
+
+
+GRIDS = (1, 2, 4)
+
+
+@pytest.mark.parametrize("streams", [1, 2, 4])
+def test_the_ledger_has_each_sample_once_over_200_steps_10_stops_and_3_grids(streams: int, tmp_path: Path) -> None:
+    """Each document has a word of its own; the tokens of all ranks, step by step, are those of one process."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    dataset = HubDataset.parse(make_dataset(tmp_path / "tales", documents=1200))
+    batch, ledger, saved = 4, [], None
+
+    def opened() -> StreamedWindows:
+        return streamed(*dataset.streams(streams, "text"), batch=batch)
+
+    stops = [13, 40, 41, 77, 90, 104, 130, 151, 170, 188, 200]
+    for attempt, (first, last) in enumerate(zip([0, *stops], stops, strict=False)):
+        size = GRIDS[attempt % 3]
+        loaders = [Loader(opened(), S, batch, 1, rank, size, masks=(), prefetch=True) for rank in range(size)]
+        for loader in loaders:
+            if saved is not None:
+                loader.dataset.go_to(first, saved)
+        for step in range(first, last):
+            batches = [loader.step(step) for loader in loaders]
+            ledger += [
+                [*batches[rank][micro].tokens[0].tolist(), int(batches[rank][micro].labels[0, -1])]
+                for micro in range(loaders[0].micro_batches)
+                for rank in range(size)
+            ]
+        merged: dict[int, Any] = {}
+        for loader in loaders:
+            merged |= loader.dataset.positions(last, loader.sample_numbers(last - 1).reshape(-1).tolist())
+            loader.dataset.close()
+            loader.close()
+        saved = json.loads(json.dumps([merged[stream] for stream in range(streams)]))
+
+    texts = [ByteTokenizer().encode_batch([text])[0] + [256] for text in texts_of(f"hf:{tmp_path}/tales")]
+    parts = np.array_split(np.arange(4), streams)  # which files each stream has
+    of_file = [texts[file * 299 : (file + 1) * 299] for file in range(4)]
+    for stream, files in enumerate(parts):
+        tokens = np.concatenate([np.concatenate(of_file[file]) for file in files])
+        own = ledger[stream::streams]
+        assert len(own) * S < len(tokens)  # not a second time
+        for window, row in enumerate(own):
+            assert row == tokens[window * S : window * S + S + 1].tolist()
+    assert len(ledger) == 200 * batch
+
+
+def test_goldfish_drops_the_same_tokens_of_a_text_wherever_it_is_cut() -> None:
+    mask = Goldfish(GoldfishConfig(strategy="hash", k=3, h=LOOK_BACK))
+    words = [f"{number} " + "the same tale of a grid " * 4 for number in range(200)]
+    samples = streamed(Listed(words))
+    windows = samples.read(np.arange(100))
+    kept, decided = mask(windows), {}
+    for row in range(100):
+        stream = windows.stream[row].tolist()
+        for place in range(S):
+            history = windows.stream_documents[row, place + 1 : place + LOOK_BACK + 2]
+            if (history == history[0]).all() and history[0] > -1000:
+                key = tuple(stream[place + 1 : place + LOOK_BACK + 1])
+                assert decided.setdefault(key, kept[row, place]) == kept[row, place]
+    assert 0.1 < 1 - kept.mean() < 0.6
+    samples.close()
+
+
+def test_a_slow_source_stalls_no_step_that_is_buffered() -> None:
+    released = threading.Event()
+    source = Listed(["x" * 4 * S] * 50, wait=lambda number: number < 6 or released.wait(30))
+    loader = Loader(streamed(source, look_back=0, ahead=24), S, 4, 4, masks=(), prefetch=True)
+    latest = time.monotonic() + 10
+    loader.step(0)
+    while source.given < 6 and time.monotonic() < latest:
+        time.sleep(0.01)
+    began = time.monotonic()
+    loader.step(1)
+    loader.step(2)
+    loader.step(3)
+    loader.step(4)
+    assert time.monotonic() - began < 5  # the source stands still all the while
+    released.set()
+    assert loader.step(5)[0].tokens.shape == (4, S)
+    loader.dataset.close()
+    loader.close()
+
+
+def test_the_buffer_is_bounded() -> None:
+    source = Listed(["x" * S] * 50)
+    samples = streamed(source, ahead=8)
+    samples.read([0])
+    time.sleep(0.5)
+    assert source.given < 20
+    samples.close()
+
+
+def test_a_dead_source_is_a_sentence_after_its_timeout() -> None:
+    samples = streamed(Listed(TEXTS, wait=lambda number: time.sleep(3 if number == 5 else 0)), timeout=0.5)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"hf:tales has given no text for 0.5 s; check the network"):
+        samples.read(np.arange(40))
+    assert 0.4 < time.monotonic() - began < 3
+    samples.close()
+
+
+def test_a_source_that_fails_is_a_sentence() -> None:
+    def fail(number: int) -> None:
+        if number == 5:
+            raise ConnectionError("the line\nis cut")
+
+    samples = streamed(Listed(TEXTS, wait=fail))
+    with pytest.raises(UserError, match="hf:tales cannot be read further: ConnectionError: the line is cut"):
+        samples.read(np.arange(40))
+
+
+def test_closing_ends_a_read_that_waits() -> None:
+    released = threading.Event()
+    loader = Loader(streamed(Listed(TEXTS, wait=lambda number: released.wait(30))), S, 4, 4, prefetch=True)
+    threading.Timer(0.3, loader.dataset.close).start()
+    threading.Timer(0.5, released.set).start()
+    with pytest.raises(UserError, match="is closed"):
+        loader.step(0)
+    loader.close()
+
+
+def test_what_a_dataset_lacks_is_a_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    dataset = HubDataset.parse(make_dataset(tmp_path / "tales"))
+    with pytest.raises(UserError, match=r"has 4 files, so data.streams is at most that, not 5"):
+        dataset.streams(5, "text")
+    for key, said in {"story": "has no 'story' among number, text", "number": "'number' is no text but int"}.items():
+        with pytest.raises(UserError, match=said):
+            next(dataset.streams(1, key)[0].read(None))
