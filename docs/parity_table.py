@@ -26,6 +26,7 @@ from mutants import Mutant  # noqa: E402 (the tests' folder is on the path from 
 from mutants_of_experts import EXPERTS  # noqa: E402
 from mutants_of_layers import LAYERS  # noqa: E402
 from mutants_of_parallelism import PARALLELISM  # noqa: E402
+from mutants_of_preferences import PREFERENCES  # noqa: E402
 from mutants_of_steps import STEPS  # noqa: E402
 from mutation import mutated  # noqa: E402
 from pool import Pool  # noqa: E402
@@ -101,7 +102,7 @@ SIXTEENS = {**MODELS["Llama"], "model.num_key_value_heads": 8, "model.intermedia
 """All sizes are multiples of 16 on every rank, as float8 needs them."""
 
 
-FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS]
+FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *PREFERENCES]
 FAULTS_HEADER = ("fault", "file", "grid", "betrayed by")
 
 

@@ -17,12 +17,13 @@ HEADER_BYTES = 512
 
 
 def checkpoint_bytes(run: RunConfig) -> int:
-    """The size of one checkpoint of a run: weights, two moments, and what describes them."""
+    """The size of one checkpoint of a run: weights, two moments, the average, and what describes them."""
     shapes = trained_shapes(run.model, run.lora).values()
     weight = DTYPES[run.training.master_weights].itemsize
     moment = 4 if run.optimizer.stochastic_rounding else weight
-    headers = 3 * len(shapes) * HEADER_BYTES * run.parallel.world_size
-    return sum(map(math.prod, shapes)) * (weight + 2 * moment) + headers
+    average = 4 if run.ema.decay else 0
+    headers = (4 if average else 3) * len(shapes) * HEADER_BYTES * run.parallel.world_size
+    return sum(map(math.prod, shapes)) * (weight + 2 * moment + average) + headers
 
 
 def free_bytes(folder: Path) -> int:

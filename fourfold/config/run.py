@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from fourfold.config.checks import ChecksConfig
-from fourfold.config.during_training import AuditConfig, SampleConfig, ValidationConfig
+from fourfold.config.during_training import AuditConfig, DPOConfig, EMAConfig, SampleConfig, ValidationConfig
 from fourfold.config.fault_tolerance import FaultToleranceConfig
+from fourfold.config.lora import LoRAConfig
 from fourfold.config.loss_masks import MasksConfig
 from fourfold.config.model import ModelConfig
 from fourfold.config.moe import MoEConfig
@@ -34,10 +35,11 @@ class Corpus(Strict):
 class DataConfig(Strict):
     """The data to train on. Give `train`, or `source` for built-in text."""
 
-    format: Literal["text", "sft"] = Field(
+    format: Literal["text", "sft", "preferences"] = Field(
         "text",
         description="sft: conversations made by `fourfold prepare --format sft`; whole ones share a sequence without "
-        "seeing each other (mask_documents), and only answers are trained.",
+        "seeing each other (mask_documents), and only answers are trained. preferences: pairs of answers made by "
+        "`fourfold prepare --format preferences`, for [dpo].",
     )
 
     train: list[Corpus] = Field([], description="Corpora made by `fourfold prepare`, or any Megatron .bin/.idx pair.")
@@ -72,6 +74,13 @@ class DataConfig(Strict):
                     "mask_documents out"
                 )
             self.mask_documents = True
+        if self.format == "preferences":
+            if self.source is not None or len(self.train) > 1 or len(self.validation) > 1:
+                raise ValueError(
+                    "format = 'preferences' needs one corpus in data.train, and at most one to validate on"
+                )
+            if self.mask_documents:
+                raise ValueError("format = 'preferences' has one answer in a sequence; leave mask_documents out")
         return self
 
 
@@ -253,20 +262,6 @@ class OptimizerConfig(Strict):
         return self
 
 
-class LoRAConfig(Strict):
-    """Fine-tuning with low-rank adapters. The model itself is frozen, in the step's type, without optimizer states.
-
-    It needs `model.from_hf`. Checkpoints hold the adapters alone; `fourfold export-hf` writes them as peft reads them,
-    or merged into the model ([huggingface.md](huggingface.md#lora)).
-    """
-
-    rank: int = Field(0, ge=0, description="Rank r of the adapters; 0 trains the whole model.")
-    alpha: float = Field(32.0, gt=0, description="The adapters' outputs are multiplied by alpha / rank.")
-    targets: list[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]] | None = Field(
-        None, min_length=1, description="Linear layers that have an adapter. Default: all of a block's."
-    )
-
-
 class LossScalingConfig(Strict):
     """Loss scaling of training.precision = 'fp16'."""
 
@@ -327,6 +322,8 @@ class RunConfig(Strict):
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoRAConfig = LoRAConfig()
+    dpo: DPOConfig = DPOConfig()
+    ema: EMAConfig = EMAConfig()
     loss_scaling: LossScalingConfig = LossScalingConfig()
     lr_scheduler: SchedulerConfig = SchedulerConfig()
     checks: ChecksConfig = ChecksConfig()
@@ -372,8 +369,24 @@ class RunConfig(Strict):
             raise ValueError("lora keeps what it freezes in bf16; set training.float8 = 'none'")
         if self.lora.rank and self.moe.bias_update_rate:
             raise ValueError("lora freezes the biases of routers; set moe.bias_update_rate = 0")
-        if self.lora.rank and self.metrics.machine is not None:
-            raise ValueError("the planner does not predict lora; leave metrics.machine out")
+        unpredicted = {"lora": self.lora.rank, "ema": self.ema.decay, "dpo": self.dpo.beta}
+        for section in (name for name, given in unpredicted.items() if given and self.metrics.machine is not None):
+            raise ValueError(f"the planner does not predict {section}; leave metrics.machine out")
+        return self
+
+    @model_validator(mode="after")
+    def _pairs_stay_together(self) -> RunConfig:
+        if not self.dpo.beta:
+            if self.data.format == "preferences":
+                raise ValueError("data.format = 'preferences' is for [dpo]; set dpo.beta, for example to 0.1")
+            return self
+        if self.training.micro_batch_size % 2:
+            raise ValueError(
+                f"training.micro_batch_size = {self.training.micro_batch_size} must be even with dpo: the two answers "
+                f"of a pair are in one micro-batch; {self.training.micro_batch_size + 1} works"
+            )
+        if self.masks.goldfish.strategy != "none":
+            raise ValueError("dpo compares whole answers; set masks.goldfish.strategy = 'none'")
         return self
 
     @model_validator(mode="after")

@@ -96,6 +96,8 @@ def _draw(draw: random.Random) -> Table:
         table["overlap"]["batch_parts"] = draw.choice((2, 3, 4))
     if draw.random() < 0.4:
         _add_experts(draw, table)
+    if draw.random() < 0.2:
+        table["ema"] = {"decay": draw.choice((0.5, 0.9))}
     return table
 
 

@@ -9,6 +9,7 @@ from mutants import Mutant
 from mutants_of_experts import EXPERTS
 from mutants_of_layers import LAYERS
 from mutants_of_parallelism import PARALLELISM
+from mutants_of_preferences import PREFERENCES
 from mutants_of_steps import STEPS
 from mutation import mutated
 from pool import Pool
@@ -30,7 +31,7 @@ def run_of(mutant: Mutant, folder: Path) -> RunConfig:
 
 def test_there_are_sixty_and_each_still_applies() -> None:
     """The program has moved on where this fails: write the fault for what it does now."""
-    faults = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS]
+    faults = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *PREFERENCES]
     assert len({mutant.fault for mutant in faults}) == len(faults) >= 60
     for mutant in faults:
         with mutated(f"fourfold.{mutant.module}", mutant.old, mutant.new):
@@ -38,7 +39,9 @@ def test_there_are_sixty_and_each_still_applies() -> None:
 
 
 @pytest.mark.fast_cases(4)
-@pytest.mark.parametrize("mutant", [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS], ids=lambda mutant: mutant.fault)
+@pytest.mark.parametrize(
+    "mutant", [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *PREFERENCES], ids=lambda mutant: mutant.fault
+)
 def test_parity_catches(mutant: Mutant, pool: Pool, tmp_path: Path) -> None:
     run = run_of(mutant, tmp_path)
     report = pool.run(run.parallel.world_size, mutant_body, run, mutant)[0]
