@@ -70,6 +70,22 @@ class AuditConfig(Strict):
         return self
 
 
+class EvaluationConfig(Strict):
+    """Tasks of lm-eval during training, on its own grid, written to tasks.jsonl (needs the extra `evaluate`)."""
+
+    interval: int = Field(0, ge=0, description="Steps between evaluations; 0: none. The last step is evaluated too.")
+    tasks: list[str] = Field([], description="Tasks by lm-eval's names.")
+    include_path: PathText | None = Field(None, description="A folder with tasks of your own.")
+    limit: int | None = Field(None, gt=0, description="Documents per task. Default: all.")
+    num_fewshot: int | None = Field(None, ge=0, description="Examples in a task's prompt. Default: the task's.")
+
+    @model_validator(mode="after")
+    def _tasks_given(self) -> EvaluationConfig:
+        if bool(self.interval) != bool(self.tasks):
+            raise ValueError("interval and tasks go together; give both, or neither")
+        return self
+
+
 class SampleConfig(Strict):
     prompt: str | None = Field(None, description="Text to continue when training ends. Default: no sample.")
     max_new_tokens: int = Field(200, gt=0, description="Tokens of the sample, unless its document ends before.")

@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from fourfold.config.checks import ChecksConfig
-from fourfold.config.during_training import AuditConfig, DPOConfig, EMAConfig, SampleConfig, ValidationConfig
+from fourfold.config.during_training import (
+    AuditConfig,
+    DPOConfig,
+    EMAConfig,
+    EvaluationConfig,
+    SampleConfig,
+    ValidationConfig,
+)
 from fourfold.config.fault_tolerance import FaultToleranceConfig
 from fourfold.config.lora import LoRAConfig
 from fourfold.config.loss_masks import MasksConfig
@@ -331,6 +338,7 @@ class RunConfig(Strict):
     fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
     metrics: MetricsConfig = MetricsConfig()
     validation: ValidationConfig = ValidationConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     audit: AuditConfig = AuditConfig()
     sample: SampleConfig = SampleConfig()
 

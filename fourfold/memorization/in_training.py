@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.config.run import RunConfig
-from fourfold.data.files import write_output
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.memorization.documents import AuditDocument, read_documents
 from fourfold.memorization.extraction import extraction, match_rate
@@ -19,7 +17,7 @@ from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import Sampling, TokenScores
 from fourfold.parallel.together import failing_together
 from fourfold.training.job import Job
-from fourfold.training.metrics import MEMORIZATION_FILE, read_metrics
+from fourfold.training.metrics import MEMORIZATION_FILE, put_record
 
 
 class CanaryAudit:
@@ -38,7 +36,6 @@ class CanaryAudit:
         )
         self.documents = [document.cut(run.training.seq_length + 1) for document in documents]
         self.exempt = () if tokenizer is None else tokenizer.special_ids
-        self._records: list[dict[str, Any]] | None = None
 
     def after_step(self, steps: int) -> None:
         """Audit if it is due after this many steps."""
@@ -60,11 +57,7 @@ class CanaryAudit:
             "tokens": steps * training.global_batch_size * training.seq_length,
             "by_count": self._by_count(scores),
         }
-        if self._records is None:
-            self._records = read_metrics(self.path) if self.path.is_file() else []
-        # Later lines are from before the run was resumed, or went back.
-        self._records = [*(earlier for earlier in self._records if earlier["step"] < steps), record]
-        write_output(self.path, "".join(json.dumps(each) + "\n" for each in self._records))
+        put_record(self.path, record)
 
     def _by_count(self, scores: list[TokenScores]) -> dict[str, Any]:
         counts = sorted({document.count for document in self.documents if document.count is not None})

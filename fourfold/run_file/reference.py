@@ -33,8 +33,8 @@ The sections are [model](#model), [data](#data), [masks](#masks), [moe](#moe), [
 [overlap](#overlap), [training](#training), [activation_checkpoint](#activation_checkpoint), [optimizer](#optimizer),
 [lora](#lora), [dpo](#dpo), [ema](#ema), [loss_scaling](#loss_scaling), [lr_scheduler](#lr_scheduler),
 [checks](#checks), [checkpoint](#checkpoint), [fault_tolerance](#fault_tolerance), [metrics](#metrics),
-[validation](#validation), [audit](#audit) and [sample](#sample). Only `[model]`, `[data]` and `[training]` have
-required keys; a preset gives those of `[model]`. At the end are the [presets](#presets), and the
+[validation](#validation), [evaluation](#evaluation), [audit](#audit) and [sample](#sample). Only `[model]`, `[data]`
+and `[training]` have required keys; a preset gives those of `[model]`. At the end are the [presets](#presets), and the
 [names that other frameworks use](#names-elsewhere).
 """
 

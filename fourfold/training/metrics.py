@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from fourfold.data.files import writing
+from fourfold.data.files import write_output, writing
 from fourfold.errors import UserError
 from fourfold.extras import import_extra
 from fourfold.parsing import parse_json
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 MEMORIZATION_FILE = "memorization.jsonl"
+TASKS_FILE = "tasks.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +137,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             raise UserError(f'{path}, line {number} is not an object with an integer "step": fix or delete that line.')
         records.append(record)
     return records
+
+
+def put_record(path: Path, record: dict[str, Any]) -> None:
+    """Write a record behind those of earlier steps. Later ones are from before the run was resumed, or went back."""
+    earlier = read_metrics(path) if path.is_file() else []
+    kept = [*(each for each in earlier if each["step"] < record["step"]), record]
+    write_output(path, "".join(map(_to_line, kept)))
 
 
 def steps_taken(run_dir: Path) -> int:

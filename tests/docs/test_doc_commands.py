@@ -55,7 +55,9 @@ LONG = (
     "memorization.md",
     "memory.md",
     "planner.md",
+    "preferences.md",
     "tuner.md",
+    "validation.md",
 )
 """Pages whose commands take more than a few seconds."""
 
