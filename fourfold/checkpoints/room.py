@@ -50,6 +50,7 @@ def check_room_at_start(folder: Path, run: RunConfig) -> None:
         return
     check_room(folder, run)
     at_once = min(saves + 1, run.checkpoint.keep_latest_k + 1) if run.checkpoint.keep_latest_k else saves + 1
+    at_once += run.validation.keep_best
     saved = len(list(folder.glob("step_*")))
     more, free = max(1, at_once - saved) * checkpoint_bytes(run), free_bytes(folder)
     if free < more:

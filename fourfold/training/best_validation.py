@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from fourfold.checkpoints.saved_state import BestValidation
 from fourfold.config.during_training import ValidationConfig
 
 
 def note_validation(best: BestValidation, config: ValidationConfig, step: int, loss: float) -> bool:
     """Note a validation after ``step`` steps; True where its loss is the lowest so far."""
-    if best.loss is not None and not loss < best.loss - config.min_improvement:
+    if not math.isfinite(loss) or (best.loss is not None and not loss < best.loss - config.min_improvement):
         best.since += 1
         return False
     best.loss, best.step, best.since = loss, step, 0

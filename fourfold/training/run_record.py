@@ -135,7 +135,8 @@ class RunRecord:
             saved = "before the first checkpoint" if outcome.checkpoint is None else "after saving"
             return f"a signal or the time limit, {saved}"
         if outcome.steps < self.run.training.train_steps:
-            return f"{best.since} validations without a loss below the {best.loss:.4f} of step {best.step}"
+            lowest = "finite loss" if best.loss is None else f"loss below the {best.loss:.4f} of step {best.step}"
+            return f"{best.since} validations without a {lowest}"
         return "the last step"
 
     def _facts(self, corpora: Corpora, masked: MaskStatistics | None, total_tokens: int) -> dict[str, Fact]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,15 @@ def test_a_run_ends_when_nothing_improves(tmp_path: Path, prefix: str, losses: l
     summary = Path(run.output_dir, run.name, "summary.json").read_text()
     assert "2 validations without a loss below the 3.8500 of step 8" in summary
     assert train(run).steps == 12, "the same command does not go on"
+
+
+def test_a_loss_that_is_not_finite_is_never_the_best() -> None:
+    best, config = BestValidation(), ValidationConfig(interval=1)
+    assert [note_validation(best, config, step, loss) for step, loss in enumerate([math.nan, math.inf, 2.0])] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_improvements_are_counted_from_the_best() -> None:

@@ -12,6 +12,7 @@ from tuned_products import parity_on_cpu
 
 from fourfold.config.run import RunConfig, Schedule
 from fourfold.verification.parity_report import ParityReport
+from fourfold.verification.trace import trace
 
 Case = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
@@ -58,6 +59,19 @@ def check(pool: Pool, case: Case, folder: Path) -> None:
     report = pool.run(run.parallel.world_size, parity_body, run)[0]
     assert report.ok, report.record()
     assert ("averages" in report.deviations) == bool(run.ema.decay)
+
+
+def test_the_trace_counts_averages_and_the_second_pass_of_pairs() -> None:
+    plain = trace(tiny_run(LLAMA, {"x": 2, "y": 2}, training={"device": "cpu"}))
+    averaged = trace(tiny_run(LLAMA, {"x": 2, "y": 2}, training={"device": "cpu"}, **AVERAGE))
+    pairs = trace(tiny_run(LLAMA, {"x": 2, "y": 2}, training={"device": "cpu"}, **PAIRS))
+    assert averaged.memory.optimizer == plain.memory.optimizer * 3 // 2
+    assert averaged.collectives == plain.collectives, "averages need no communication"
+    (once,), (twice,) = (
+        [c for c in found.collectives if c.purpose == "lm_head: logits" and c.op == "reduce_scatter"]
+        for found in (plain, pairs)
+    )
+    assert twice.bytes == 2 * once.bytes
 
 
 @pytest.mark.fast_cases(3)
