@@ -171,4 +171,4 @@ def test_lower_precision_only_rounds(pool: Pool, settings: Settings, tmp_path: P
         grid, one = (pool.run(r.parallel.world_size, precision_body, r)[0] for r in (run, alone))
         assert grid.gradients < LIMIT * one.gradients, precision
         assert grid.weights < LIMIT * one.weights, precision
-        assert grid.loss < 2 * LIMIT * one.loss, "one number a step: the mean of few squares"
+        assert grid.loss < 4 * LIMIT * one.loss, "one number a step: each a mean of eight squares"
