@@ -13,7 +13,7 @@ from fourfold.checkpoints.saved_state import (
     sample_order,
     saved_model,
 )
-from fourfold.config.lora import LoRAConfig
+from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from fourfold.checkpoints.find import STATE_FILE, is_step_name, step_of
 from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_small_file
-from fourfold.config.lora import LoRAConfig
+from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
 from fourfold.config.strict import Strict

@@ -14,7 +14,7 @@ from fourfold.checkpoints.global_tensors import AVERAGE
 from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_contents, check_files, check_listing
 from fourfold.checkpoints.rank_files import check_header
 from fourfold.checkpoints.saved_state import CheckpointState, read_state
-from fourfold.config.lora import LoRAConfig
+from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig
 from fourfold.models.lora import trained_shapes
 from fourfold.models.transformer import parameter_shapes

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from fourfold.config.activation_checkpoint import ActivationCheckpointConfig
 from fourfold.config.checks import ChecksConfig
 from fourfold.config.during_training import (
     AuditConfig,
@@ -16,8 +17,8 @@ from fourfold.config.during_training import (
     ValidationConfig,
 )
 from fourfold.config.fault_tolerance import FaultToleranceConfig
-from fourfold.config.lora import LoRAConfig
 from fourfold.config.loss_masks import MasksConfig
+from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig
 from fourfold.config.moe import MoEConfig
 from fourfold.config.strict import PathText, Size, Strict
@@ -195,28 +196,6 @@ class TrainingConfig(Strict):
             )
         if self.float8 != "none" and self.precision != "bf16":
             raise ValueError(f"float8 = '{self.float8}' needs training.precision = 'bf16'")
-        return self
-
-
-class ActivationCheckpointConfig(Strict):
-    mode: Literal["none", "selective", "full"] = Field(
-        "none", description="full recomputes whole blocks in the backward, selective only the modules listed."
-    )
-    modules: list[Literal["attention", "mlp", "norms", "gathers"]] = Field(
-        ["mlp", "norms", "gathers"],
-        description="selective: the attention core, the MLP's activation, the norms; gathers: linear layers keep only "
-        "their own part of an input that the ranks of x or y share, and gather it again. All but attention cost "
-        "next to nothing.",
-    )
-    every: int = Field(1, ge=1, description="Only in every n-th block; the others keep everything.")
-    offload: bool = Field(
-        False, description="full: the inputs of blocks are offloaded to the CPU's memory until the backward."
-    )
-
-    @model_validator(mode="after")
-    def _offload_needs_full(self) -> ActivationCheckpointConfig:
-        if self.offload and self.mode != "full":
-            raise ValueError("activation_checkpoint.offload = true needs mode = 'full', whose block inputs it moves")
         return self
 
 
