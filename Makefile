@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 # The tests start many processes: they find compiled modules, also where the shell wants none written.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-slow-part lint gpu clean
+.PHONY: demo test test-slow test-slow-part lint docs gpu clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/fourfold train examples/demo.toml
@@ -30,12 +30,16 @@ lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/mypy
 
+# A site in site/, to be read with `python -m http.server -d site`; a link that leads nowhere is an error.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
+
 # With the packages that are there: a machine with a GPU has its own torch, and often no network.
 gpu:
 	$(PYTHON) -m benchmarks.gpu $(OUT)
 
 clean:
-	rm -rf $(VENV) runs data
+	rm -rf $(VENV) runs data site
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -44,4 +48,9 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[test]"
+	touch $@
+
+$(VENV)/.installed-docs: pyproject.toml
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check "$$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')"
 	touch $@

@@ -18,7 +18,7 @@ from fourfold.planning.search.fastest import search
 
 CASES = (("frontier-175b", 2048, 1536, "dgx-a100", 512), ("llama3-405b", 8192, 2048, "dgx-h100", 16_384))
 TINY = (("llama3-8b", 2048, 64, "dgx-a100", 8),)
-GOAL = 200_000
+GOAL = 1_000_000
 """Layouts per second and core."""
 
 

@@ -32,8 +32,9 @@ from fourfold.planning.calibration.score import fit_rows
 from fourfold.planning.cases import stack
 from fourfold.planning.machines.constants import Constants, prior_constants
 from fourfold.planning.machines.machine import Machine, load_machine
+from fourfold.planning.program_flags import OTHER_PROGRAM
 from fourfold.planning.run_workload import model_shape
-from fourfold.planning.workload import OTHER_PROGRAM, Workload
+from fourfold.planning.workload import Workload
 from fourfold.tuning.candidates import Candidates, candidates_of
 from fourfold.tuning.ledger import Method, ledger_in_memory
 from fourfold.tuning.propose import propose

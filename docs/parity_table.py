@@ -24,7 +24,9 @@ sys.path[:0] = [str(TESTS), str(TESTS / "verification")]
 
 from mutants import Mutant  # noqa: E402 (the tests' folder is on the path from here on)
 from mutants_of_experts import EXPERTS  # noqa: E402
+from mutants_of_families import FAMILIES  # noqa: E402
 from mutants_of_layers import LAYERS  # noqa: E402
+from mutants_of_optimizers import OPTIMIZERS  # noqa: E402
 from mutants_of_parallelism import PARALLELISM  # noqa: E402
 from mutants_of_preferences import PREFERENCES  # noqa: E402
 from mutants_of_steps import STEPS  # noqa: E402
@@ -102,7 +104,7 @@ SIXTEENS = {**MODELS["Llama"], "model.num_key_value_heads": 8, "model.intermedia
 """All sizes are multiples of 16 on every rank, as float8 needs them."""
 
 
-FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *PREFERENCES]
+FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *OPTIMIZERS, *FAMILIES, *PREFERENCES]
 FAULTS_HEADER = ("fault", "file", "grid", "betrayed by")
 
 

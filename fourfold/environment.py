@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fourfold.errors import UserError
@@ -23,6 +24,8 @@ class Place:
     local_world_size: int
     launcher: Literal["torchrun", "slurm", "local"]
     restarts: int = 0
+    started: float = field(default_factory=time.time, compare=False)
+    """When the attempt began of which this process is a part: the start of the command, or of its next attempt."""
 
 
 def read_environment(environ: Mapping[str, str]) -> Place | None:

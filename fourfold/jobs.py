@@ -21,10 +21,11 @@ if TYPE_CHECKING:  # these import torch, which the parent of local workers does 
     from fourfold.training.outcome import Outcome
 
 
-def train(run: RunConfig, profile: bool = False) -> Outcome:
+def train(run: RunConfig, profile: bool = False, started: float | None = None) -> Outcome:
     """Train a model as a run file says, and resume where ``checkpoint.resume`` points.
 
-    profile: record the third to the fifth step after the start, in the folder ``profile`` of the run's folder.
+    profile: record the third to the fifth step after the start, in the folder ``profile`` of the run's folder. started:
+    when the command was started, by the clock of ``time.time``, for the figure of start-up; None: now.
 
     Starts one local process for each place of the grid, or joins those that torchrun or srun has started. Local
     processes import the program that starts them, so it needs ``if __name__ == "__main__":``.
@@ -42,7 +43,7 @@ def train(run: RunConfig, profile: bool = False) -> Outcome:
     callbacks += ["fourfold.evaluation.tasks_in_training:TasksInTraining"] if run.evaluation.interval else []
     callbacks += ["fourfold.verification.timeline:Timeline"] if profile else []
     for restarts in itertools.count():
-        started = time.time()
+        began = time.time()
         try:
             outcome: Outcome = run_on_grid(
                 "fourfold.training.loop:train",
@@ -52,9 +53,10 @@ def train(run: RunConfig, profile: bool = False) -> Outcome:
                 timeout=run.fault_tolerance.group_timeout,
                 heeds_stop_signals=True,
                 restarts=restarts,
+                started=began if restarts or started is None else started,
             )
         except WorkerFailed as failure:
-            if not _may_restart(run, started):
+            if not _may_restart(run, began):
                 raise
             print(f"fourfold: {failure}\nfourfold: starting again; {where_it_continues(run)}", file=sys.stderr)
         else:
@@ -62,10 +64,10 @@ def train(run: RunConfig, profile: bool = False) -> Outcome:
     return outcome
 
 
-def _may_restart(run: RunConfig, started: float) -> bool:
+def _may_restart(run: RunConfig, began: float) -> bool:
     """True where the attempt had begun to train; what fails before that fails again."""
     attempts = folder_of(run) / ATTEMPTS_FILE
-    began_to_train = attempts.is_file() and attempts.stat().st_mtime >= started
+    began_to_train = attempts.is_file() and attempts.stat().st_mtime >= began
     return run.fault_tolerance.max_restarts > 0 and run.checkpoint.resume == "auto" and began_to_train
 
 

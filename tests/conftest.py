@@ -7,14 +7,19 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
 from command_line import Cli, Result, exit_code
-from pool import Pool
+from forked_starter import ForkedStarter
+from pool import Pool, prepare_fork_server
 from sampling import Sampling, add_options, mark_long_matrices
 from tiny_corpus import make_corpus
 
+from fourfold.launch import worker_processes
+
+gc.disable()  # while the tests are imported: collections take a fifth of that time, and find nothing
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
@@ -39,6 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave what is imported out of every collection of garbage: each job ends with one."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
@@ -53,6 +59,14 @@ def pool() -> Iterator[Pool]:
     """Worker processes for tests on several ranks: ``pool.run(world_size, body, *args)``; started at first use."""
     with contextlib.closing(Pool()) as workers:
         yield workers
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forked_starter() -> Iterator[None]:
+    """Fork the local workers of jobs in this process from the server that forks those of ``pool``."""
+    prepare_fork_server()
+    with patch.object(worker_processes, "STARTED_BY", ForkedStarter()):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

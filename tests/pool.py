@@ -90,7 +90,6 @@ class Pool:
 
     def _start(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(imported_by_bodies())
         for rank in range(len(self._processes), world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs), daemon=True, name=f"pool-{rank}")
@@ -134,12 +133,18 @@ class Pool:
             time.sleep(0.2)
 
 
+def prepare_fork_server() -> None:
+    """Choose what the fork server imports, once the tests are imported and before it starts."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(imported_by_bodies())
+
+
 def imported_by_bodies() -> list[str]:
     """Modules that the fork server imports: those of this package that the tests have imported, and what they need."""
     models = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")]
     return [
         "pytest",
         "torch._dynamo",
+        "fourfold.training.loop",
         *(name for name in sys.modules if name.startswith("fourfold.")),
         *(models if "transformers" in sys.modules else []),
     ]

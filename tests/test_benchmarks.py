@@ -10,14 +10,24 @@ from typing import Any
 
 import pytest
 
-HELPERS = {"cache_traffic", "cluster_order", "cluster_overlap", "cluster_runs", "gpu", "options", "peers", "ranks"}
+HELPERS = {
+    "cache_traffic",
+    "cluster_order",
+    "cluster_overlap",
+    "cluster_runs",
+    "gpu",
+    "options",
+    "peers",
+    "ranks",
+    "startup_job",
+}
 BENCHMARKS = sorted({path.stem for path in Path(__file__).parents[1].glob("benchmarks/*.py")} - HELPERS)
 ARGUMENTS = {
     "train_gpu": ["--device", "cpu", "--no-compile"],
     "train_cpu": ["--only", "b"],
     "loki_decode": ["--kernels", "torch"],  # the others compile for seconds
 }
-SLOW = {"one_step", "pipeline_bubble", "train_cpu", "tuner_cpu", "watchdog_cost"}
+SLOW = {"moe_cpu", "one_step", "pipeline_bubble", "scale", "startup", "train_cpu", "tuner_cpu", "watchdog_cost"}
 
 
 @pytest.mark.parametrize(

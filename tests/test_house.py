@@ -32,6 +32,7 @@ ROOMS = (
     "data",
     "planning/cases",
     "planning/machines",
+    "planning/program_flags",
     "planning/workload",
     "planning/run_workload",
     "planning/cost",

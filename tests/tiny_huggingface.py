@@ -45,6 +45,10 @@ GLM: dict[str, Any] = {
     "moe_intermediate_size": 24,
 }
 NEOX_LINEAR = {"rope_theta": 2e4, "rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
+F, S = "full_attention", "sliding_attention"
+QWEN_WINDOW = {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+GEMMA: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
+GEMMA_LINEAR = {"rope_theta": 1e5, "rope_type": "linear", "factor": 8.0}
 YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,7 +59,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama yarn": ("LlamaConfig", {"head_dim": 16, "rope_parameters": YARN}),
     "llama linear": ("LlamaConfig", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}}),
     "mistral": ("MistralConfig", {"num_key_value_heads": 2, "sliding_window": None, "head_dim": 12}),
+    "mistral sliding": ("MistralConfig", {"num_key_value_heads": 2, "sliding_window": 7}),
     "qwen2": ("Qwen2Config", {"num_key_value_heads": 2}),
+    "qwen2 sliding": ("Qwen2Config", QWEN_WINDOW),
     "qwen2 tied": ("Qwen2Config", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 16}),
     "qwen3 tied": ("Qwen3Config", {"num_key_value_heads": 8, "head_dim": 16, "tie_word_embeddings": True}),
@@ -65,6 +71,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma biases": (
         "GemmaConfig",
         {"num_key_value_heads": 4, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "olmo2": ("Olmo2Config", {"num_key_value_heads": 2}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "sliding_window": 9,
+            "layer_types": [S, F],
+            "rope_parameters": {F: YARN, S: {"rope_type": "default", "rope_theta": 1e4}},
+        },
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        GEMMA | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": ("Gemma3TextConfig", GEMMA | {"num_hidden_layers": 3, "layer_types": [S, S, F]}),
+    "gemma3 stretched": (
+        "Gemma3TextConfig",
+        GEMMA
+        | {"layer_types": [F, S], "final_logit_softcapping": 3.0, "tie_word_embeddings": False}
+        | {"rope_parameters": {F: GEMMA_LINEAR, S: {"rope_type": "default", "rope_theta": 300.0}}},
     ),
     "gpt_neox": ("GPTNeoXConfig", {}),
     "gpt_neox in turn": (

@@ -51,6 +51,34 @@ GEMMA = {
 }
 """Norm weights counted from one, embeddings scaled, gated GELU, tied, one key-value head."""
 
+SLIDING = {"preset": "llama-tiny", "sliding_window": 5}
+"""Mistral: every layer slides."""
+
+OLMO2 = OLMO | {"norm_placement": "after", "tie_word_embeddings": False}
+"""Norms after attention and MLP, QK-norm over all heads."""
+
+GEMMA2 = GEMMA | {
+    "num_key_value_heads": 4,
+    "norm_placement": "around",
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 12,
+    "attn_logit_softcapping": 0.7,
+    "final_logit_softcapping": 0.9,
+}
+"""Norms before and after, every second layer slides, capped scores and logits; the caps are so low that they matter."""
+
+GEMMA3 = GEMMA2 | {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "qk_norm": True,
+    "rope_theta": 50000.0,
+    "rope_local_base_freq": 300.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    "attn_logit_softcapping": 0.0,
+    "final_logit_softcapping": 0.0,
+}
+"""Two kinds of rotary tables, QK-norm, no caps."""
 
 MIXTURE = {"preset": "llama-tiny", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 """Mixtral: softmax over the chosen experts."""

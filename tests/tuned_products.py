@@ -14,7 +14,7 @@ from fourfold.config.layout import product_sizes
 from fourfold.config.run import RunConfig
 from fourfold.models.dtypes import DTYPES
 from fourfold.parallel.product_layouts import LayerLayout, Way
-from fourfold.products.product_table import ProductTable, TunedLayer, key_of, machine_of, write_table
+from fourfold.products.product_table import PRODUCTS, Gain, ProductTable, TunedLayer, key_of, machine_of, write_table
 from fourfold.verification.comparison import Against
 from fourfold.verification.parity import as_verified, parity, resharded
 from fourfold.verification.parity_report import ParityReport
@@ -31,6 +31,7 @@ LAYOUTS = (
     LayerLayout(turned=True, input_gradient=Way(right="padded"), weight_gradient=Way(right="turned")),
     LayerLayout(output=Way(left="padded"), input_gradient=Way(right="turned and padded")),
 )
+EVEN = dict.fromkeys(PRODUCTS, Gain(seconds=1, gain=1, low=1, high=1))
 
 
 def parity_on_cpu(run: RunConfig, steps: int = 3, against: Against = "plain") -> ParityReport | None:
@@ -54,7 +55,7 @@ def forced_layouts(*runs: RunConfig) -> Iterator[None]:
     os.environ["XDG_CACHE_HOME"] = str(Path(tuned[0].output_dir) / "cache")
     keys = [key_of(s, DTYPES[run.training.precision]) for run in tuned for s in product_sizes(run).values()]
     layers = zip(dict.fromkeys(keys), itertools.cycle(LAYOUTS))
-    table = {key: TunedLayer(layout=layout, gains={}, other_order=1.0) for key, layout in layers}
+    table = {key: TunedLayer(layout=layout, gains=EVEN, other_order=1.0) for key, layout in layers}
     write_table(ProductTable(machine=machine_of(torch.device("cpu")), layers=table))
     try:
         yield

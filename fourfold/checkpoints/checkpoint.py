@@ -26,7 +26,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fourfold.checkpoints.compatible import check_has_model, check_same_adapters, check_same_model, check_same_order
+from fourfold.checkpoints.compatible import (
+    check_has_model,
+    check_same_adapters,
+    check_same_model,
+    check_same_optimizer,
+    check_same_order,
+)
 from fourfold.checkpoints.file_layout import Layout, write_layout
 from fourfold.checkpoints.find import best_checkpoint, list_checkpoints, mark_best, step_of
 from fourfold.checkpoints.global_tensors import (
@@ -235,6 +241,7 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
         check_same_model(path, state, job.run.model)
         check_same_adapters(path, state, job.run)
         if not state.weights_only:
+            check_same_optimizer(path, state, job.run)
             check_same_order(path, state, job.run)
         generator = state.generator(path)
     if state.weights_only:

@@ -47,6 +47,15 @@ def check_same_adapters(path: Path, state: CheckpointState, run: RunConfig) -> N
         )
 
 
+def check_same_optimizer(path: Path, state: CheckpointState, run: RunConfig) -> None:
+    """Raise ``UserError`` where the checkpoint has the states of another optimizer."""
+    if state.optimizer != run.optimizer.name:
+        raise UserError(
+            f"the checkpoint {path} has the states of optimizer.name = '{state.optimizer}', and the run file has "
+            f"'{run.optimizer.name}'; set it back, or set checkpoint.resume = 'never'"
+        )
+
+
 def check_has_model(path: Path, state: CheckpointState) -> None:
     """Raise ``UserError`` for a checkpoint of adapters without the model that they belong to."""
     if state.lora is not None:

@@ -121,6 +121,12 @@ class Layout(Strict):
         """Those of them that differ in dp, cp or z."""
         return self.token_ranks // self._experts(tensor) // self._pieces_of(tensor)
 
+    def part_of(self, name: str, rank: int) -> Box:
+        """The part of a tensor that a process has, or of a tensor like it of its own stage, whoever writes it."""
+        tensor, place = self.tensors[name], dict(zip(AXES, _unravel(rank, list(self.sizes.values())), strict=True))
+        ep, piece, _ = self._held_of(tensor, place)
+        return self._part(tensor, self._tile(tensor, place | {"ep": ep}), piece)
+
     def held_by(self, rank: int) -> dict[str, Box]:
         """The parts in the file of a process, in their order there; empty where it has no file."""
         place = dict(zip(AXES, _unravel(rank, list(self.sizes.values())), strict=True))

@@ -15,7 +15,7 @@ from fourfold.checkpoints.saved_state import BestValidation, RecentSteps
 from fourfold.config.run import AXES, RunConfig
 from fourfold.errors import UserError
 from fourfold.models.dtypes import SAFETENSORS_NAMES
-from fourfold.models.mixture import moves_alone
+from fourfold.models.mixture import is_router_bias
 from fourfold.parallel.communicate import purpose
 from fourfold.parallel.expert_load import ExpertLoad
 from fourfold.parallel.grid import Grid
@@ -23,7 +23,7 @@ from fourfold.parallel.state import LocalShard
 
 
 class OptimizerState(Protocol):
-    """The state that an optimizer keeps between steps; ``training.optimizer.ShardedAdamW`` is one."""
+    """The state that an optimizer keeps between steps; ``training.optimizer.ShardedOptimizer`` is one."""
 
     def moments(self, index: int) -> dict[str, Tensor]: ...
 
@@ -107,7 +107,7 @@ def trained_parts(job: TrainingState, with_averages: bool) -> Parts:
             parts[f"{AVERAGE}.{name}"] = SavedPart(shard, job.average.averages[index])
     if not job.run.lora.rank:  # what LoRA freezes is not saved
         parts |= {
-            f"model.{shard.name}": SavedPart(shard, shard.local) for shard in job.shards if moves_alone(shard.name)
+            f"model.{shard.name}": SavedPart(shard, shard.local) for shard in job.shards if is_router_bias(shard.name)
         }
     return parts
 
@@ -126,7 +126,20 @@ def layout_of(parts: Parts, grid: Grid, shards_per_node: int = 1) -> Layout:
     A tensor that several stages have is written by the first of them. Replicas over dp and cp take turns. Tensors that
     x or y do not cut are small; the first rank of the axis writes them all, so that few files have to be read for them.
     """
-    mine: dict[str, SavedTensor] = {}
+    layout = own_layout(parts, grid, shards_per_node)
+    if grid.pp.size > 1:
+        stages: list[dict[str, SavedTensor]] = [{}] * grid.pp.size
+        with purpose("layout of a checkpoint"):
+            dist.all_gather_object(stages, layout.tensors, grid.pp.group)
+        layout.tensors = {}
+        for tensors in stages:
+            for name, tensor in tensors.items():
+                layout.tensors.setdefault(name, tensor)
+    return layout
+
+
+def own_layout(parts: Parts, grid: Grid, shards_per_node: int) -> Layout:
+    """The layout of the tensors of this process's place on pp alone."""
     layout = Layout(
         sizes={axis: grid.axis(axis).size for axis in AXES},
         sharded_over=("dp", "cp", "z") if grid.sizes.zero else ("z",),
@@ -140,14 +153,7 @@ def layout_of(parts: Parts, grid: Grid, shards_per_node: int = 1) -> Layout:
         tensor.sharded_dim, tensor.sharded = tile.sharded_dim, tile.sharded
         turns = layout.token_copies(tensor)
         tensor.copy_number = number % turns * (layout.copies(tensor) // turns)
-        mine[name] = tensor
-    stages: list[dict[str, SavedTensor]] = [mine] * grid.pp.size
-    if grid.pp.size > 1:
-        with purpose("layout of a checkpoint"):
-            dist.all_gather_object(stages, mine, grid.pp.group)
-    for tensors in stages:
-        for name, tensor in tensors.items():
-            layout.tensors.setdefault(name, tensor)
+        layout.tensors[name] = tensor
     return layout
 
 

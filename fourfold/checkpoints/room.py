@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from fourfold.config.optimizer import STATES, rule_of
 from fourfold.config.run import RunConfig
 from fourfold.data.files import WriteFailed
 from fourfold.models.dtypes import DTYPES
@@ -17,13 +18,15 @@ HEADER_BYTES = 512
 
 
 def checkpoint_bytes(run: RunConfig) -> int:
-    """The size of one checkpoint of a run: weights, two moments, the average, and what describes them."""
-    shapes = trained_shapes(run.model, run.lora).values()
+    """The size of one checkpoint of a run: weights, the optimizer's states, averages, and what describes them."""
+    shapes = trained_shapes(run.model, run.lora)
     weight = DTYPES[run.training.master_weights].itemsize
     moment = 4 if run.optimizer.stochastic_rounding else weight
     average = 4 if run.ema.decay else 0
-    headers = (4 if average else 3) * len(shapes) * HEADER_BYTES * run.parallel.world_size
-    return sum(map(math.prod, shapes)) * (weight + 2 * moment + average) + headers
+    states = {name: len(STATES[rule_of(name, len(shape), run.optimizer.name)]) for name, shape in shapes.items()}
+    headers = sum(1 + number + bool(average) for number in states.values()) * HEADER_BYTES * run.parallel.world_size
+    sizes = ((math.prod(shape), states[name]) for name, shape in shapes.items())
+    return sum(size * (weight + number * moment + average) for size, number in sizes) + headers
 
 
 def free_bytes(folder: Path) -> int:

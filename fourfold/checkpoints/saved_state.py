@@ -13,6 +13,7 @@ from fourfold.checkpoints.find import STATE_FILE, is_step_name, step_of
 from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_small_file
 from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig
+from fourfold.config.optimizer import Rule
 from fourfold.config.run import RunConfig
 from fourfold.config.strict import Strict
 from fourfold.errors import UserError
@@ -74,6 +75,8 @@ class CheckpointState(Strict):
     """The run's [lora] where only adapters were trained; the checkpoint holds nothing else."""
     base: str | None = None
     """The model that the adapters belong to."""
+    optimizer: Rule = "adamw"
+    """The run's optimizer.name, which says what states there are."""
 
     @model_validator(mode="after")
     def _possible(self) -> CheckpointState:
@@ -110,6 +113,7 @@ def state_of(run: RunConfig, step: int) -> CheckpointState:
         rng=_rng_state(),
         lora=run.lora if run.lora.rank else None,
         base=adapted_model(run),
+        optimizer=run.optimizer.name,
     )
 
 

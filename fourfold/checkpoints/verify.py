@@ -16,11 +16,11 @@ from fourfold.checkpoints.rank_files import check_header
 from fourfold.checkpoints.saved_state import CheckpointState, read_state
 from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig
+from fourfold.config.optimizer import STATES, rule_of
 from fourfold.models.lora import trained_shapes
 from fourfold.models.transformer import parameter_shapes
 from fourfold.parallel.together import failing_together
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -56,9 +56,11 @@ def shapes_of(state: CheckpointState) -> Shapes:
     expected = {f"model.{name}": shape for name, shape in saved_shapes(model, state.lora).items()}
     if not state.weights_only:
         shapes = trained_shapes(model, state.lora)
-        expected |= {f"optimizer.{moment}.{name}": shape for name, shape in shapes.items() for moment in MOMENTS}
-        if state.has_averages:
-            expected |= {f"{AVERAGE}.{name}": shape for name, shape in shapes.items()}
+        for name, shape in shapes.items():
+            for moment in STATES[rule_of(name, len(shape), state.optimizer)]:
+                expected[f"optimizer.{moment}.{name}"] = shape
+            if state.has_averages:
+                expected[f"{AVERAGE}.{name}"] = shape
     return expected
 
 

@@ -11,6 +11,7 @@ import typer
 from fourfold.cli import loki_options as loki
 from fourfold.cli.options import AsJson, show
 from fourfold.errors import UserError
+from fourfold.processes import importing
 
 
 def generate(
@@ -46,13 +47,14 @@ def generate(
         raise UserError(
             "--attention loki and --basis BASIS.safetensors go together (fourfold loki calibrate makes one)"
         )
-    from fourfold.data.transformers_tokenizer import load_any_tokenizer
-    from fourfold.huggingface.export_model import as_huggingface
-    from fourfold.huggingface.transformers_models import load_model
-    from fourfold.inference.generate import Sampling, encode_prompt
-    from fourfold.inference.generate import generate as continue_text
-    from fourfold.inference.text import read_text
-    from fourfold.reports.terminal import generation_line
+    with importing():
+        from fourfold.data.transformers_tokenizer import load_any_tokenizer
+        from fourfold.huggingface.export_model import as_huggingface
+        from fourfold.huggingface.transformers_models import load_model
+        from fourfold.inference.generate import Sampling, encode_prompt
+        from fourfold.inference.generate import generate as continue_text
+        from fourfold.inference.text import read_text
+        from fourfold.reports.terminal import generation_line
 
     if prompt_file is not None:
         prompt = read_text(prompt_file, "the prompt")
@@ -60,7 +62,8 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, seed)
     with as_huggingface(model) as (folder, own_tokenizer):
         text = load_any_tokenizer(tokenizer or own_tokenizer)
-        opened = load_model(folder, dtype, device)
+        with importing():  # the model's code, and what it needs
+            opened = load_model(folder, dtype, device)
         if basis is not None:
             from fourfold.inference.loki import LokiBasis, enable_loki
 

@@ -19,7 +19,8 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="INPUTS...",
-            help="Files (.txt, .txt.gz, .jsonl, .jsonl.gz, .parquet), folders or globs of them, or python-stdlib.",
+            help="Files (.txt, .txt.gz, .jsonl, .jsonl.gz, .parquet), folders or globs of them, python-stdlib, or "
+            "hf:NAME[:CONFIG][:SPLIT].",
             show_default=False,
         ),
     ],

@@ -34,13 +34,14 @@ def train(
     """
     from fourfold import jobs
     from fourfold.environment import read_environment
+    from fourfold.processes import time_of_start
     from fourfold.run_file.load import load_run
     from fourfold.training.metrics import steps_taken
     from fourfold.training.run_folder import PROFILE_FILE, where_it_continues
 
     run = load_run(run_file, overrides)
     try:
-        outcome = jobs.train(run, profile)
+        outcome = jobs.train(run, profile, time_of_start())
     except (KeyboardInterrupt, SystemExit) as end:
         place = read_environment(os.environ)
         if place is None or place.rank == 0:

@@ -33,6 +33,9 @@ OF_EXPERTS = {
 """Keys that need experts, with their defaults."""
 
 
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
 class RopeScaling(Strict):
     """Rotary frequencies stretched beyond the trained context; the keys are those of Hugging Face's files."""
 
@@ -62,7 +65,7 @@ class RopeScaling(Strict):
 
 
 class ModelConfig(Strict):
-    """One decoder: GPT-2/3, GPT-NeoX and Llama / Mistral / Qwen / Gemma shapes are settings of the same few keys."""
+    """One decoder: GPT-2/3, GPT-NeoX and Llama / Mistral / Qwen / OLMo / Gemma shapes are settings of the same keys."""
 
     preset: str | None = Field(None, description="Start from a preset's sizes; any other key overrides it.")
     from_hf: PathText | None = Field(
@@ -87,7 +90,11 @@ class ModelConfig(Strict):
     gelu_approximation: Literal["tanh", "none"] = Field(
         "tanh", description="Approximation of GELU in geglu and gelu; none: exact, by the error function."
     )
-    norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="Normalization before attention and MLP.")
+    norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="Normalization of attention and MLP.")
+    norm_placement: Literal["before", "after", "around"] = Field(
+        "before",
+        description="Attention and MLP have a norm of their input, of their output (OLMo 2), or both (Gemma 2).",
+    )
     norm_eps: float = Field(1e-5, gt=0, description="Added to the variance, or mean square, inside a norm.")
     zero_centered_norm: bool = Field(False, description="RMSNorms multiply by 1 + weight (Gemma).")
     parallel_residual: bool = Field(
@@ -103,6 +110,27 @@ class ModelConfig(Strict):
     rope_scaling: RopeScaling | None = Field(
         None, description="Stretches the rotary frequencies. Default, and with rope_type = 'default': as trained."
     )
+    sliding_window: int = Field(
+        0, ge=0, description="Tokens that a query of a sliding layer sees, itself included; 0: no layer slides."
+    )
+    layer_types: list[LayerType] = Field(
+        [],
+        description="Kinds of the layers from the first on, repeated over all: only sliding_attention has the "
+        "sliding_window. Default: every layer slides, where there is one.",
+    )
+    rope_local_base_freq: float = Field(
+        0.0,
+        ge=0,
+        description="Base of the rotary frequencies of sliding layers, which are then not stretched (Gemma 3); 0: "
+        "theirs are those of the others.",
+    )
+    query_pre_attn_scalar: Size = Field(
+        UNSET, description="Attention scores are divided by its square root. Default: head_dim."
+    )
+    attn_logit_softcapping: float = Field(
+        0.0, ge=0, description="Attention scores s become c·tanh(s / c), where c is not 0 (Gemma 2)."
+    )
+    final_logit_softcapping: float = Field(0.0, ge=0, description="The same of the LM head's logits.")
     attention_bias: bool = Field(False, description="Biases of the query, key and value projections.")
     attention_output_bias: bool = Field(False, description="Bias of the attention's output projection.")
     mlp_bias: bool = Field(False, description="Biases of the MLP's projections.")
@@ -148,7 +176,13 @@ class ModelConfig(Strict):
         """Drop null for a size that follows from the others, as Hugging Face's files write it."""
         if not isinstance(table, dict):
             return table
-        derived = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size")
+        derived = (
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+            "moe_intermediate_size",
+            "query_pre_attn_scalar",
+        )
         return {key: value for key, value in table.items() if value is not None or key not in derived}
 
     @field_validator("rope_scaling", mode="before")
@@ -169,10 +203,13 @@ class ModelConfig(Strict):
                     f"{round_to_multiple(self.hidden_size, self.num_attention_heads)}"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.query_pre_attn_scalar == UNSET:
+            self.query_pre_attn_scalar = self.head_dim
         if self.intermediate_size == UNSET:
             self.intermediate_size = 4 * self.hidden_size
         if self.num_experts and self.moe_intermediate_size == UNSET:
             self.moe_intermediate_size = self.intermediate_size
+        self._fill_layer_types()
         self._check_experts()
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -187,15 +224,36 @@ class ModelConfig(Strict):
             )
         for key, unset, other, value in (
             ("rope_scaling", None, "position_embedding", "learned"),
+            ("rope_local_base_freq", 0.0, "position_embedding", "learned"),
+            ("rope_local_base_freq", 0.0, "sliding_window", 0),
             ("partial_rotary_factor", 1.0, "position_embedding", "learned"),
             ("zero_centered_norm", False, "norm", "layernorm"),
             ("gelu_approximation", "tanh", "mlp", "swiglu"),
             ("qk_norm_over", "head", "qk_norm", False),
+            ("norm_placement", "before", "parallel_residual", True),
             *((key, unset, "num_experts", 0) for key, unset in OF_EXPERTS.items()),
         ):
             if getattr(self, key) != unset and getattr(self, other) == value:
                 raise ValueError(f"{key} has no meaning with {other} = {value!r}; remove one of them")
         return self
+
+    def _fill_layer_types(self) -> None:
+        """Keep the shortest list that gives each layer its kind, and no base that is that of the others."""
+        if self.rope_local_base_freq == self.rope_theta and self.rope_scaling is None:
+            self.rope_local_base_freq = 0.0
+        if not self.sliding_window:
+            if "sliding_attention" in self.layer_types:
+                raise ValueError(
+                    "layer_types has 'sliding_attention', which needs a sliding_window; layer_types = [] has none"
+                )
+            self.layer_types = []
+            return
+        given, count = self.layer_types or ["sliding_attention"], self.num_hidden_layers
+        kinds = (given * math.ceil(count / len(given)))[:count]
+        period = next(n for n in range(1, count + 1) if kinds[n:] == kinds[:-n])
+        self.layer_types = kinds[:period]
+        if not self.sliding_layers:
+            self.sliding_window, self.layer_types, self.rope_local_base_freq = 0, [], 0.0
 
     def _check_experts(self) -> None:
         if not self.num_experts:
@@ -222,6 +280,20 @@ class ModelConfig(Strict):
             raise UserError(
                 f"a model of {self.num_parameters:.2g} parameters is beyond any machine; make [model] smaller"
             )
+
+    def is_sliding(self, layer: int) -> bool:
+        """True for the layers whose queries see a window of sliding_window tokens."""
+        return bool(self.layer_types) and self.layer_types[layer % len(self.layer_types)] == "sliding_attention"
+
+    @property
+    def kinds_of_layers(self) -> list[LayerType]:
+        """The kinds that some layer has."""
+        return list(dict.fromkeys(self.layer_types)) or ["full_attention"]
+
+    @property
+    def sliding_layers(self) -> int:
+        """Layers with a window."""
+        return sum(self.is_sliding(layer) for layer in range(self.num_hidden_layers))
 
     @property
     def gated_mlp(self) -> bool:
@@ -278,7 +350,7 @@ class ModelConfig(Strict):
         attention = hidden * (queries + 2 * keys) + queries * hidden
         attention += (queries + 2 * keys) * self.attention_bias + hidden * self.attention_output_bias
         normed = queries + keys if self.qk_norm_over == "all_heads" else 2 * self.head_dim
-        return attention + normed * self.qk_norm + 2 * norm
+        return attention + normed * self.qk_norm + (4 if self.norm_placement == "around" else 2) * norm
 
     @property
     def _mlp(self) -> int:

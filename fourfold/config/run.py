@@ -21,6 +21,7 @@ from fourfold.config.loss_masks import MasksConfig
 from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig
 from fourfold.config.moe import MoEConfig
+from fourfold.config.optimizer import OptimizerConfig
 from fourfold.config.strict import PathText, Size, Strict
 
 AXES = ("pp", "dp", "cp", "z", "y", "x")
@@ -199,55 +200,6 @@ class TrainingConfig(Strict):
         return self
 
 
-class ParameterGroup(Strict):
-    """Parameters that are trained differently from the rest; the first group that matches a parameter applies.
-
-    `[[optimizer.groups]]` begins one. Names are as `layers.0.mlp.down_proj.weight`, those of `fourfold parity`.
-    """
-
-    parameters: list[str] = Field(
-        min_length=1, description="Names, in which * stands for anything: 'embed_tokens.*', 'layers.*.mlp.*'."
-    )
-    lr_ratio: float = Field(1.0, ge=0, description="Factor on their learning rate; 0 freezes them.")
-    weight_decay: float | None = Field(
-        None, ge=0, description="Also applied to norms and biases that the group names. Default: as without the group."
-    )
-
-    @model_validator(mode="after")
-    def _says_something(self) -> ParameterGroup:
-        if self.lr_ratio == 1 and self.weight_decay is None:
-            raise ValueError(
-                f"the group of {', '.join(self.parameters)} has neither lr_ratio nor weight_decay; give one"
-            )
-        return self
-
-
-class OptimizerConfig(Strict):
-    """AdamW. Weight decay applies to matrices; norms and biases have none unless a group gives them one."""
-
-    lr: float = Field(3e-4, gt=0, description="Peak learning rate, after the warm-up.")
-    betas: tuple[float, float] = Field(
-        (0.9, 0.95), strict=False, description="Decay of the running means of the gradient and of its square."
-    )
-    eps: float = Field(1e-8, gt=0, description="Added to the root of the second mean before dividing by it.")
-    weight_decay: float = Field(0.1, ge=0, description="Decoupled: a step shrinks matrices by lr × weight_decay.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this global norm.")
-    stochastic_rounding: bool = Field(
-        False,
-        description="With training.master_weights = 'bf16': updates are rounded up or down at random, so that those "
-        "too small for bf16 are right on average; moments are float32.",
-    )
-    groups: list[ParameterGroup] = Field(
-        [], description="Parameters with a learning rate, or a weight decay, of their own."
-    )
-
-    @model_validator(mode="after")
-    def _betas_in_range(self) -> OptimizerConfig:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas = {list(self.betas)} must both be at least 0 and below 1")
-        return self
-
-
 class LossScalingConfig(Strict):
     """Loss scaling of training.precision = 'fp16'."""
 
@@ -284,6 +236,12 @@ class CheckpointConfig(Strict):
 class MetricsConfig(Strict):
     log_interval: int = Field(10, gt=0, description="Steps between lines when the output is not a terminal.")
     tensorboard: bool = Field(False, description="Also write TensorBoard events (needs the extra `tensorboard`).")
+    wandb: bool = Field(False, description="Also record the run in Weights & Biases (needs the extra `wandb`).")
+    mlflow: bool = Field(False, description="Also record the run in MLflow (needs the extra `mlflow`).")
+    trackio: bool = Field(False, description="Also record the run in Trackio (needs the extra `trackio`).")
+    project: str = Field(
+        "fourfold", min_length=1, max_length=128, description="Project, or experiment, of the run in these three."
+    )
     machine: PathText | None = Field(
         None,
         description="A machine of the planner, or a machine file: after ten steps, the prediction for it is shown "

@@ -1,4 +1,4 @@
-"""Reads documents from text, JSON lines and Parquet files, folders of them, and Python's own library."""
+"""Reads documents from text, JSON lines, Parquet and Arrow files, folders of them, Python's library, and the Hub."""
 
 import codecs
 import glob
@@ -13,12 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar, cast
 
+from fourfold.data import hub
 from fourfold.errors import UserError
 from fourfold.extras import import_extra
 from fourfold.parsing import parse_json
 
 PYTHON_STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
+ARROW = ".arrow"
+"""The kind of file that `datasets` keeps in its cache; only a name hf:… leads to one."""
+TABLES = (".parquet", ARROW)
 UTF_8 = "utf-8"
 
 _KNOWN = ", ".join(SUFFIXES)
@@ -43,12 +47,13 @@ class InputFile:
 def list_inputs(inputs: Iterable[str | Path]) -> list[InputFile]:
     """List the files of `inputs` in the order given; those of a folder or glob are sorted.
 
-    Each input is a file, a folder (searched recursively, hidden names left out), a glob, or "python-stdlib".
+    Each input is a file, a folder (searched recursively, hidden names left out), a glob, "python-stdlib", or
+    "hf:NAME[:CONFIG][:SPLIT]": the Arrow files of a dataset in the cache of `datasets`, which first downloads it.
     Raises UserError for one that does not exist, has an unknown suffix, or holds no file of a known one.
     """
     found = [path for item in inputs for path in _expand(str(item))]
     if not found:
-        raise UserError(f'nothing to prepare; name files ({_KNOWN}), folders, globs, or "{PYTHON_STDLIB}"')
+        raise UserError(f'nothing to prepare; name files ({_KNOWN}), folders, globs, "{PYTHON_STDLIB}", or hf:NAME')
     files = []
     for path in found:
         status = path.stat()
@@ -96,8 +101,8 @@ def read_documents(
     """Yield the documents of one file that have any text.
 
     A .txt or .txt.gz file is one document in `encoding`; so is a .py file, which is left out unless it is UTF-8. In
-    .jsonl, .jsonl.gz and .parquet every row is a document, under `text_key`. For .jsonl, `start` and `stop` keep the
-    lines that begin at bytes [start, stop), so that several processes can share a large file.
+    the other kinds every row is a document, under `text_key`. For .jsonl, `start` and `stop` keep the lines that begin
+    at bytes [start, stop), so that several processes can share a large file.
 
     Raises UserError with the file, and the line if there is one, for what cannot be read.
     """
@@ -109,14 +114,14 @@ def read_documents(
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[object, dict[str, Any]]]:
-    """Yield every row of a .jsonl, .jsonl.gz or .parquet file, each after its place, which prints as "FILE, line 3".
+    """Yield every row of a file that has rows, each after its place, which prints as "FILE, line 3".
 
     Raises UserError with the file, and the line if there is one, for what cannot be read.
     """
     path = Path(path)
-    if path.name.endswith(".parquet"):
-        with _naming(path), _opened_parquet(path) as file:
-            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+    if path.name.endswith(TABLES):
+        with _naming(path), _opened_table(path) as (_, batches):
+            rows = (row for batch in batches(None) for row in batch.to_pylist())
             yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
     elif path.name.endswith((".jsonl", ".jsonl.gz")):
         yield from read_json_lines(path)
@@ -143,8 +148,8 @@ def _reader(path: Path, text_key: str, start: int, stop: int | None, encoding: s
     if path.name.endswith((".jsonl", ".jsonl.gz")):
         return (text for _, text in _parsed_lines(path, partial(_text, key=text_key), start, stop))
     assert start == 0, path
-    if path.name.endswith(".parquet"):
-        return _read_parquet(path, text_key)
+    if path.name.endswith(TABLES):
+        return _read_column(path, text_key)
     return _read_text(path, encoding)
 
 
@@ -248,33 +253,40 @@ def _row(line: bytes, having: str = "") -> dict[str, Any]:
     return row
 
 
-def _read_parquet(path: Path, key: str) -> Iterator[str | None]:
-    with _opened_parquet(path) as file:
-        names = file.schema_arrow.names
-        if key not in names:
-            raise UserError(f'{path} has no column "{key}" among {", ".join(names)}; choose one with --text-key')
-        kind = file.schema_arrow.field(key).type
+def _read_column(path: Path, key: str) -> Iterator[str | None]:
+    with _opened_table(path) as (schema, batches):
+        if key not in schema.names:
+            raise UserError(f'{path} has no column "{key}" among {", ".join(schema.names)}; choose one with --text-key')
+        kind = schema.field(key).type
         if str(kind) not in ("string", "large_string"):
             raise UserError(f'{path}: column "{key}" holds {kind}, not text; choose another with --text-key')
-        for batch in file.iter_batches(columns=[key]):
-            yield from batch.column(0).to_pylist()
+        for batch in batches([key]):
+            yield from batch.column(key).to_pylist()
 
 
 @contextmanager
-def _opened_parquet(path: Path) -> Iterator[Any]:
+def _opened_table(path: Path) -> Iterator[tuple[Any, Callable[[list[str] | None], Iterable[Any]]]]:
+    """The schema of a Parquet file, or of one that `datasets` keeps, and a function that reads columns in batches."""
     import_extra("pyarrow", "parquet", f"reading {path} needs")
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            yield file
+        if path.suffix == ARROW:
+            with pyarrow.memory_map(str(path)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
+                yield stream.schema, lambda columns: stream
+        else:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                yield file.schema_arrow, lambda columns: file.iter_batches(columns=columns)
     except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{path} is not a Parquet file: {error}") from error
+        kind = "an Arrow stream" if path.suffix == ARROW else "a Parquet file"
+        raise UserError(f"{path} is not {kind}: {error}") from error
 
 
 def _expand(item: str) -> list[Path]:
     if item == PYTHON_STDLIB:
         return _python_stdlib()
+    if item.startswith(hub.PREFIX):
+        return hub.HubDataset.parse(item).cached_files()
     path = Path(item)
     if path.is_dir():
         files = (file for file in sorted(path.rglob("*")) if _is_input(file))
@@ -287,7 +299,7 @@ def _expand(item: str) -> list[Path]:
     if glob.has_magic(item):
         found = [Path(name) for name in sorted(glob.glob(item, recursive=True)) if _is_input(Path(name))]
         return found or _nothing_in(item)
-    raise UserError(f'input {item} does not exist; give a file, a folder, a glob, or "{PYTHON_STDLIB}"')
+    raise UserError(f'input {item} does not exist; give a file, a folder, a glob, "{PYTHON_STDLIB}", or hf:NAME')
 
 
 def _nothing_in(item: str) -> NoReturn:

@@ -16,7 +16,7 @@ from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import Sampling
 from fourfold.parallel.together import failing_together
 from fourfold.training.job import Job
-from fourfold.training.metrics import TASKS_FILE, put_record
+from fourfold.training.metrics import TASKS_FILE, add_record
 
 
 class TasksInTraining:
@@ -46,7 +46,7 @@ class TasksInTraining:
         results = run_tasks(self.model, config.tasks, self.folder, config.limit, config.num_fewshot)
         with failing_together():
             if dist.get_rank() == 0:
-                put_record(self.path, {"step": steps, "tasks": results})
+                add_record(self.path, {"step": steps, "tasks": results})
 
     def close(self) -> None:
         """Nothing is open."""

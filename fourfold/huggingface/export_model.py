@@ -42,7 +42,7 @@ from fourfold.huggingface.model_folder import (
 from fourfold.huggingface.tokenizer_file import write_tokenizer
 from fourfold.huggingface.weight_names import TheirTensor, name_map
 from fourfold.models.dtypes import DTYPES
-from fourfold.models.mixture import moves_alone
+from fourfold.models.mixture import is_router_bias
 from fourfold.models.tensor_files import Entry, write_tensor_files
 from fourfold.run_file.load import load_run
 
@@ -86,7 +86,7 @@ def export_huggingface(
         wanted = _TYPE_NAMES.get(str(config.get("dtype", config.get("torch_dtype"))))
     if wanted is not None:
         # transformers keeps a router's bias in float32 too.
-        types = {name: each if moves_alone(name) else wanted for name, each in types.items()}
+        types = {name: each if is_router_bias(name) else wanted for name, each in types.items()}
     if source is None or wanted is not None or not saved.state.weights_only:
         key = "dtype" if "dtype" in config else "torch_dtype"
         config[key] = next(name for name, each in _TYPE_NAMES.items() if each == types["embed_tokens.weight"])

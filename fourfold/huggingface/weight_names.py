@@ -51,6 +51,16 @@ _LLAMA = _OUTSIDE | _weight_and_bias(
         "mlp.down_proj": "layers.{i}.mlp.down_proj",
     },
 )
+_OUTPUT_NORMS: Table = {
+    "model.layers.{i}.post_attention_layernorm.weight": ("layers.{i}.attention_output_layernorm.weight",),
+    "model.layers.{i}.post_feedforward_layernorm.weight": ("layers.{i}.mlp_output_layernorm.weight",),
+}
+_OLMO2 = {theirs: ours for theirs, ours in _LLAMA.items() if "input_layernorm" not in theirs} | _OUTPUT_NORMS
+_GEMMA2 = (
+    _LLAMA
+    | _OUTPUT_NORMS
+    | {"model.layers.{i}.pre_feedforward_layernorm.weight": ("layers.{i}.post_attention_layernorm.weight",)}
+)
 _PHI3 = _OUTSIDE | _weight_and_bias(
     "model.layers.{i}.",
     {
@@ -133,6 +143,10 @@ class Format:
 
 FORMATS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), Format(_LLAMA)) | {
     "phi3": Format(_PHI3),
+    "olmo2": Format(_OLMO2),
+    "olmo3": Format(_OLMO2),
+    "gemma2": Format(_GEMMA2),
+    "gemma3_text": Format(_GEMMA2),
     "gpt_neox": Format(_GPT_NEOX, prefix="gpt_neox.", by_head=(".query_key_value.",)),
     "gpt2": Format(_GPT2, prefix="transformer.", transposed=(".c_attn.", ".c_proj.", ".c_fc.")),
     "mixtral": Format(_MIXTRAL),

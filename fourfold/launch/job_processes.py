@@ -6,7 +6,9 @@ import contextlib
 import importlib
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +17,7 @@ from fourfold.environment import Place, read_environment, rendezvous
 from fourfold.errors import UserError
 from fourfold.launch.local_workers import run_workers
 from fourfold.launch.stop_signals import held_stop_signals
-from fourfold.processes import keep_gloo_local
+from fourfold.processes import importing, keep_gloo_local
 
 if TYPE_CHECKING:  # torch is imported where it is used: the parent of local workers never needs it
     import torch
@@ -31,23 +33,27 @@ def run_on_grid(
     timeout: timedelta = timedelta(minutes=10),
     heeds_stop_signals: bool = False,
     restarts: int = 0,
+    started: float | None = None,
 ) -> Any:
     """Call ``function(place, *args)`` on every process of the job, inside a default process group.
 
     function: ``"package.module:name"``, a string so that the parent of local workers need not import it. timeout: for
     waiting for another process. heeds_stop_signals: the function enters ``stop_request``; the signals are held back
-    until then. restarts: the times that local workers were started before. Returns the result of this process's call,
-    or of rank 0's where the workers were started here. Raises UserError for a launcher that does not fit, or when a
-    worker raises it, and WorkerFailed for a defect.
+    until then. restarts: the times that local workers were started before. started: when the command was started, by
+    the clock of ``time.time``; None: now. Returns the result of this process's call, or of rank 0's where the workers
+    were started here. Raises UserError for a launcher that does not fit, or when a worker raises it, and WorkerFailed
+    for a defect.
     """
     place = read_environment(os.environ)
+    started = started or time.time()
     if place is not None or world_size == 1:
         with held_stop_signals() if heeds_stop_signals else contextlib.nullcontext():
-            return _run_here(place, function, args, world_size, wanted_device, timeout)
+            return _run_here(place, function, args, world_size, wanted_device, timeout, started)
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
         meeting_point = Path(folder, "store").as_uri()  # a file, since another program could take a port
         task = (meeting_point, function, args, wanted_device, timeout)
-        return run_workers(run_in_group, task, world_size, heeds_stop_signals, restarts)
+        modules = [function.partition(":")[0], "fourfold.parallel.process_group"]
+        return run_workers(run_in_group, task, world_size, heeds_stop_signals, restarts, modules, started)
 
 
 def _run_here(
@@ -57,14 +63,18 @@ def _run_here(
     world_size: int,
     wanted_device: WantedDevice,
     timeout: timedelta,
+    started: float,
 ) -> Any:
     """Run this process's part: that of a launcher's process, or the whole of a job of one."""
+    meeting_point = None
     if place is None:
         keep_gloo_local()
-        return run_in_group(Place(0, 0, 1, 1, launcher="local"), None, function, args, wanted_device, timeout)
-    _check_world_size(place, world_size)
-    host, port = rendezvous(os.environ, place)
-    return run_in_group(place, f"tcp://{host}:{port}", function, args, wanted_device, timeout)
+        place = Place(0, 0, 1, 1, launcher="local")
+    else:
+        _check_world_size(place, world_size)
+        host, port = rendezvous(os.environ, place)
+        meeting_point = f"tcp://{host}:{port}"
+    return run_in_group(replace(place, started=started), meeting_point, function, args, wanted_device, timeout)
 
 
 def run_in_group(
@@ -76,7 +86,8 @@ def run_in_group(
     timeout: timedelta,
 ) -> Any:
     """Take this process's part in run_on_grid. meeting_point: torch's init_method; None for a group of one."""
-    call = imported(function)
+    with importing():
+        call = imported(function)
     with _default_group(place, meeting_point, device_of(place, wanted_device), timeout):
         return call(place, *args)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
 import os
 import pickle
 import signal
@@ -16,10 +15,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, Literal
 
@@ -27,7 +25,8 @@ from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.exit_codes import HANG, ended_by
 from fourfold.launch.stop_signals import RELAYED_INTERRUPT, leave_terminal
-from fourfold.processes import available_cores, end_with_parent, keep_gloo_local
+from fourfold.launch.worker_processes import WorkerProcesses
+from fourfold.processes import end_with_parent
 
 ECHO_SECONDS = 0.5
 """Once no report has followed a worker's failure for this long, the cause is chosen among the reports."""
@@ -67,37 +66,36 @@ def run_workers(
     world_size: int,
     heeds_stop_signals: bool = False,
     restarts: int = 0,
+    modules: Sequence[str] = (),
+    started: float | None = None,
 ) -> Any:
     """Call ``target(place, *args)`` in ``world_size`` new processes; returns what rank 0 returned.
 
-    heeds_stop_signals: the target enters ``stop_request``; until then the workers hold the signals back.
+    heeds_stop_signals: the target enters ``stop_request``; until then the workers hold the signals back. modules: those
+    that the target imports, to import once for all workers. started: the workers' ``Place.started``; None: now.
     Raises the first UserError of a worker, and WorkerFailed for any other failure; KeyboardInterrupt after a Ctrl-C
     that the workers do not handle, or a second one; SystemExit after another stop signal that they do not handle, or
     a second SIGTERM. No worker outlives the call, nor this process. Standard output is rank 0's, standard error
     everyone's.
     """
-    processes: list[BaseProcess] = []
+    workers = WorkerProcesses(world_size)
     try:
-        with _signals_relayed(processes, world_size) as received:
+        with _signals_relayed(workers, heeds_stop_signals) as received:
             with _signals_blocked():
                 task = pickle.dumps((target, tuple(args)))
-                pipes = _start(task, world_size, processes, heeds_stop_signals, restarts)
+                first = Place(0, 0, world_size, world_size, "local", restarts, started or time.time())
+                places = [replace(first, rank=rank, local_rank=rank) for rank in range(world_size)]
+                workers.start(_work, [(place, task, heeds_stop_signals) for place in places], modules)
+            workers.wait_for_start()
+            with _signals_blocked():
+                workers.take_ids()
                 for signum in tuple(received):
-                    _send(RELAYED[signal.Signals(signum)], processes)
-            return _result(_reports(pipes, processes), world_size, received)
+                    workers.send(RELAYED[signal.Signals(signum)])
+            return _result(_reports(workers), world_size, received)
     finally:
         with _interrupt_ignored():
-            for process in processes:
-                process.kill()  # not SIGTERM, at which it may try to save, with its peers gone
-            for process in processes:
-                process.join()
+            workers.kill()
             _show_cursor()
-
-
-def prepare_environment(world_size: int) -> None:
-    """Divide the cores among the workers, and keep gloo on this machine; called before torch is imported."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // world_size)))
-    keep_gloo_local()
 
 
 def _show_cursor() -> None:
@@ -106,31 +104,12 @@ def _show_cursor() -> None:
         print("\x1b[?25h", end="", flush=True)
 
 
-def _start(
-    task: bytes, world_size: int, processes: list[BaseProcess], heeds_stop_signals: bool, restarts: int
-) -> list[Connection]:
-    """Start the workers, adding each to ``processes`` at once; returns the pipe on which each will report."""
-    context = multiprocessing.get_context("spawn")  # not forked: the caller may have threads
-    pipes = []
-    for rank in range(world_size):
-        place = Place(rank, rank, world_size, world_size, "local", restarts)
-        receiver, sender = context.Pipe(duplex=False)
-        # Not a daemon, which could not have the children that load its data.
-        process = context.Process(target=_work, args=(place, task, sender, heeds_stop_signals), name=f"fourfold-{rank}")
-        process.start()
-        sender.close()  # so that the worker's death is the end of the pipe
-        processes.append(process)
-        pipes.append(receiver)
-    return pipes
-
-
-def _work(place: Place, task: bytes, sender: Connection, heeds_stop_signals: bool) -> None:
+def _work(place: Place, task: bytes, heeds_stop_signals: bool, sender: Connection) -> None:
     """Run the task and report. It is unpickled here, because that may import torch."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers through their parent
     if not heeds_stop_signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*RELAYED, *RELAYED.values()})
     end_with_parent()
-    prepare_environment(place.world_size)
     if place.rank == 0:
         assert isinstance(sys.stdout, io.TextIOWrapper)
         sys.stdout.reconfigure(line_buffering=True)  # it may be killed for another's failure
@@ -148,25 +127,24 @@ def _work(place: Place, task: bytes, sender: Connection, heeds_stop_signals: boo
     sender.send_bytes(report)
 
 
-def _reports(pipes: Sequence[Connection], processes: Sequence[BaseProcess]) -> list[Report]:
+def _reports(workers: WorkerProcesses) -> list[Report]:
     """Collect the reports, sorted by time: of all workers, or of those that end soon after a failure."""
-    waiting: dict[object, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
+    waiting: dict[object, int] = {pipe: rank for rank, pipe in enumerate(workers.reports)}
     reports: list[Report] = []
     failed = False
+    pipes = workers.reports
     while waiting and (ready := wait([pipes[rank] for rank in waiting.values()], ECHO_SECONDS if failed else None)):
         for pipe in ready:
-            rank = waiting.pop(pipe)
-            reports.append(_receive(pipes[rank], rank, processes[rank]))
+            reports.append(_receive(workers, waiting.pop(pipe)))
             failed |= reports[-1].outcome != "returned"
     return sorted(reports, key=lambda report: report.time)
 
 
-def _receive(pipe: Connection, rank: int, process: BaseProcess) -> Report:
+def _receive(workers: WorkerProcesses, rank: int) -> Report:
     try:
-        report: Report = pickle.loads(pipe.recv_bytes())
+        report: Report = pickle.loads(workers.reports[rank].recv_bytes())
     except EOFError:
-        process.join()
-        report = Report(rank, "died", process.exitcode)
+        report = Report(rank, "died", workers.exit_code(rank))
     return report
 
 
@@ -200,37 +178,31 @@ def _failure(report: Report, world_size: int, received: Sequence[int]) -> BaseEx
 
 
 @contextlib.contextmanager
-def _signals_relayed(processes: Sequence[BaseProcess], world_size: int) -> Iterator[list[int]]:
+def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[int]]:
     """Relay the stop signals to the workers, which may save; yields the list of those received.
 
-    Those received before all workers are there are only listed: some workers would miss them.
-    A second Ctrl-C raises KeyboardInterrupt here, and a second SIGTERM SystemExit: the caller ends the workers.
+    heeded: the workers hold the signals until they can save. Those received before all workers are there are then only
+    listed, since some workers would miss them; else they end the job here. A second Ctrl-C raises KeyboardInterrupt
+    here, and a second SIGTERM SystemExit: the caller ends the workers.
     """
     received: list[int] = []
 
     def relay(signum: int, frame: FrameType | None) -> None:
-        if signum == signal.SIGINT and received:
+        ends_at_once = not heeded and not workers.ids
+        if signum == signal.SIGINT and (received or ends_at_once):
             raise KeyboardInterrupt
-        if signum == signal.SIGTERM and signum in received:
+        if ends_at_once or (signum == signal.SIGTERM and signum in received):
             raise SystemExit(ended_by(signum))
         if signum == signal.SIGHUP:
             leave_terminal()
         received.append(signum)
-        if len(processes) == world_size:
-            _send(RELAYED[signal.Signals(signum)], processes)
+        workers.send(RELAYED[signal.Signals(signum)])
 
     with contextlib.ExitStack() as handlers:
         for signum in RELAYED:
             if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup has it
                 handlers.enter_context(_handler(signum, relay))
         yield received
-
-
-def _send(signum: int, processes: Sequence[BaseProcess]) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            assert process.pid is not None, "it was started"
-            os.kill(process.pid, signum)
 
 
 def _interrupt_ignored() -> contextlib.AbstractContextManager[None]:

@@ -17,7 +17,7 @@ from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import Sampling, TokenScores
 from fourfold.parallel.together import failing_together
 from fourfold.training.job import Job
-from fourfold.training.metrics import MEMORIZATION_FILE, put_record
+from fourfold.training.metrics import MEMORIZATION_FILE, add_record
 
 
 class CanaryAudit:
@@ -57,7 +57,7 @@ class CanaryAudit:
             "tokens": steps * training.global_batch_size * training.seq_length,
             "by_count": self._by_count(scores),
         }
-        put_record(self.path, record)
+        add_record(self.path, record)
 
     def _by_count(self, scores: list[TokenScores]) -> dict[str, Any]:
         counts = sorted({document.count for document in self.documents if document.count is not None})

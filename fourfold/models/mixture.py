@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -59,17 +59,31 @@ class Routing(NamedTuple):
     """The experts of each token."""
 
     logits_TE: Tensor
-    """Of the router, float32."""
+    """The router's outputs, float32."""
     experts_TK: Tensor
-    """Their numbers, the best first."""
+    """Numbers of the chosen experts, the best first."""
     weights_TK: Tensor
     """The factors on their outputs, float32."""
 
 
-class Router(nn.Module):
-    """The choice of each token's experts, and their weights, in float32."""
+BIAS = "e_score_correction_bias"
+
+
+class BiasInFloat32(nn.Module):
+    """A router whose bias stays in float32 when it becomes another type: steps are smaller than bf16 resolves."""
 
     e_score_correction_bias: nn.Parameter | None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's has no annotations
+        bias = self.e_score_correction_bias
+        if bias is not None and bias.dtype in (torch.bfloat16, torch.float16):
+            self.register_parameter(BIAS, nn.Parameter(bias.detach().float(), requires_grad=False))
+        return self
+
+
+class Router(BiasInFloat32):
+    """The choice of each token's experts, and their weights, in float32."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -85,23 +99,8 @@ class Router(nn.Module):
         experts_TK = self.choice.experts(scores_TE, self.e_score_correction_bias)
         return Routing(logits_TE, experts_TK, self.choice.weights(scores_TE, experts_TK))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's has no annotations
-        keep_bias_in_float32(self)
-        return self
 
-
-def keep_bias_in_float32(router: nn.Module) -> None:
-    """Make the bias float32 again after its module has become another type: steps are smaller than bf16 resolves."""
-    bias = router._parameters[BIAS]
-    if bias is not None and bias.dtype in (torch.bfloat16, torch.float16):
-        router.register_parameter(BIAS, nn.Parameter(bias.detach().float(), requires_grad=False))
-
-
-BIAS = "e_score_correction_bias"
-
-
-def moves_alone(name: str) -> bool:
+def is_router_bias(name: str) -> bool:
     """True for a parameter that changes in training without a gradient: a router's bias."""
     return name.endswith(BIAS)
 

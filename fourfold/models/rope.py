@@ -11,14 +11,18 @@ from fourfold.config.model import ModelConfig, RopeScaling
 from fourfold.models.autograd import Context, Function
 
 
-def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
+def rope_frequencies(
+    config: ModelConfig, device: torch.device | str = "cpu", local: bool = False
+) -> tuple[Tensor, float]:
     """The angular frequency [d] of each rotated pair of channels, in float32, and the factor on cos and sin.
 
+    local: those of sliding layers with a base of their own.
     Su et al. 2021 (arXiv 2104.09864); llama3: Grattafiori et al. 2024; yarn: Peng et al. 2023 (arXiv 2309.00071).
     """
     channels = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device=device)
-    frequencies = config.rope_theta ** (-channels / config.rotary_dim)
-    scaling = config.rope_scaling
+    theta = config.rope_local_base_freq if local else config.rope_theta
+    frequencies = theta ** (-channels / config.rotary_dim)
+    scaling = None if local else config.rope_scaling
     if scaling is None:
         return frequencies, 1.0
     if scaling.rope_type == "linear":

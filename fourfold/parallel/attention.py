@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.config.layout import AttentionSplit, ContextMethod
-from fourfold.models.transformer import AttentionContext, AttentionCore, RMSNorm
+from fourfold.models.attention_core import AttentionContext, AttentionCore
+from fourfold.models.norms import RMSNorm
+from fourfold.parallel.block_attention import Scores, attend_masked
 from fourfold.parallel.communicate import gather
 from fourfold.parallel.context import DocumentContext, context_of_sequences, gather_sequence, scatter_sequence
 from fourfold.parallel.document_attention import attend_documents
@@ -39,7 +41,7 @@ class SharedAttentionCore(AttentionCore):
         kv_heads: int,
     ) -> None:
         nn.Module.__init__(self)
-        self.head_dim = core.head_dim
+        self.head_dim, self.scale, self.softcap = core.head_dim, core.scale, core.softcap
         self.norms_each_head = core.norms_each_head
         self.q_norm = self._norm(core.q_norm, grid, split, "q_norm")
         self.k_norm = self._norm(core.k_norm, grid, split, "k_norm")
@@ -91,16 +93,27 @@ class SharedAttentionCore(AttentionCore):
 
     def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
         if not isinstance(context, DocumentContext):
-            return super().attend(q_BSND, k_BSKD, v_BSKD, context)
-        document_ends_BE = context.document_ends_BE
+            return self._attend_some_queries(q_BSND, k_BSKD, v_BSKD, context)
+        document_ends_BE, window = context.document_ends_BE, context.window
         if self.cp.size > 1 and self.method == "ring":
-            return ring_attention(q_BSND, k_BSKD, v_BSKD, document_ends_BE, self.cp)
+            scores = Scores(self.scale, self.softcap)
+            return ring_attention(q_BSND, k_BSKD, v_BSKD, document_ends_BE, self.cp, scores, window)
         q_BSnD, k_BSkD, v_BSkD = gather_sequence(q_BSND, k_BSKD, v_BSKD, self.cp)
-        if document_ends_BE is None:
+        if document_ends_BE is None and not 0 < window < q_BSnD.shape[1] and not self.softcap:
             out_BSnD = super().attend(q_BSnD, k_BSkD, v_BSkD, AttentionContext())
         else:
-            out_BSnD, _ = attend_documents(q_BSnD, k_BSkD, v_BSkD, document_ends_BE)
+            options = (document_ends_BE, self.scale, window, self.softcap)
+            out_BSnD, _ = attend_documents(q_BSnD, k_BSkD, v_BSkD, *options)
         return scatter_sequence(out_BSnD, self.cp)
+
+    def _attend_some_queries(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
+        """A part of the queries, under a mask; where scores are capped, without keeping them for the backward."""
+        if not self.softcap:
+            return super().attend(q_BSND, k_BSKD, v_BSKD, context)
+        q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))
+        mask_B1QS = self.mask_of(q_BSND, k_BSKD, context)
+        assert mask_B1QS is not None, "there is one where scores are capped"
+        return attend_masked(q, k, v, mask_B1QS, Scores(self.scale, self.softcap)).transpose(1, 2)
 
     def _my_kv_heads(self, kv: Tensor) -> Tensor:
         """The whole heads that this rank's queries read, from a slice of the key (or value) features."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fourfold.data.loader import MicroBatch
-from fourfold.models.transformer import AttentionContext, AttentionTables
+from fourfold.models.attention_core import AttentionContext, AttentionTables
 from fourfold.parallel.communicate import exchange
 from fourfold.parallel.grid import Axis
 
@@ -70,9 +70,12 @@ class DocumentTables(AttentionTables):
     def __init__(self, tables: AttentionTables) -> None:
         super().__init__(tables.config)
 
-    def forward(self, positions_BS: Tensor, document_ends_BE: Tensor | None) -> DocumentContext:
-        tables = super().forward(positions_BS, None)
-        return DocumentContext(tables.cos_BS1d, tables.sin_BS1d, document_ends_BE=document_ends_BE)
+    def with_documents(
+        self, tables: AttentionContext, document_ends_BE: Tensor | None, positions_BS: Tensor
+    ) -> DocumentContext:
+        return DocumentContext(
+            tables.cos_BS1d, tables.sin_BS1d, window=tables.window, document_ends_BE=document_ends_BE
+        )
 
 
 def gather_sequence(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, cp: Axis) -> tuple[Tensor, Tensor, Tensor]:

@@ -101,7 +101,8 @@ def tensor_rules(grid: Grid, run: RunConfig, own_products: bool = False) -> Rule
     rules = {"lm_head": inputs_and_head["lm_head"]} if compiled else inputs_and_head
     if own_products:
         rules = rules | outputs
-    return rules | attention if grid.cp.size > 1 or run.data.mask_documents else rules
+    is_plain = not (run.data.mask_documents or model.sliding_window or model.attn_logit_softcapping)
+    return rules if grid.cp.size == 1 and is_plain else rules | attention
 
 
 def apply_rules(model: nn.Module, rules: Rules, prefix: str = "") -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
 from fourfold.models.autograd import Context, Function
-from fourfold.models.mixture import moves_alone
+from fourfold.models.mixture import is_router_bias
 from fourfold.parallel.communicate import purpose
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.sharding import Tiled
@@ -80,7 +81,7 @@ class ExpertLoad:
         if rate:
             direction_LE = (self.rows_LE.mean(1, keepdim=True) - self.rows_LE).sign()
             for shard in shards:
-                if moves_alone(shard.name):
+                if is_router_bias(shard.name):
                     shard.local.add_(direction_LE[_layer_of(shard.name)].to(shard.local.dtype), alpha=rate)
 
     def rows(self) -> list[list[int]]:
@@ -120,6 +121,22 @@ class ExpertLoad:
             "router_entropy": entropy / layers,
             "balance_loss": balance,
             "router_z_loss": z,
+        }
+
+    def by_layer(self) -> dict[str, list[Any]]:
+        """Figures of each layer with experts in the step that was counted last, over all ranks.
+
+        layers: their numbers; tokens_per_expert: tokens that chose each expert, those that were dropped included;
+        dropped_share and router_entropy: as in ``figures``.
+        """
+        first = self.run.model.first_k_dense_replace
+        sums = self._sums[first:]
+        figures = dict(zip(FIGURES, (sums[:, self.experts :] / self.tokens).T, strict=True))
+        return {
+            "layers": list(range(first, first + len(sums))),
+            "tokens_per_expert": sums[:, : self.experts].long().tolist(),
+            "dropped_share": (figures["dropped"] / self.chosen).tolist(),
+            "router_entropy": figures["entropy"].tolist(),
         }
 
     def with_losses(self, logits_TE: Tensor, layer: int) -> Tensor:

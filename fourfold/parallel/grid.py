@@ -111,6 +111,18 @@ class Grid:
         """All of them, the single ones first."""
         return list(self._axes.values())
 
+    def stage(self) -> Axis:
+        """All ranks of this process's place on pp, as one axis. Every process of the job calls it, which may make the
+        group."""
+        if self.pp.size == 1:
+            ranks = self.mesh.size()
+            return Axis("world", ranks, dist.get_rank(), dist.group.WORLD or self.x.group)
+        if "stage" not in self._axes:
+            ranks = self.mesh.size() // self.pp.size  # neighbors, as pp is the outermost axis
+            group = group_among([list(range(place * ranks, (place + 1) * ranks)) for place in range(self.pp.size)])
+            self._axes["stage"] = self._axis_among("stage", group)
+        return self._axes["stage"]
+
     def shards(self, name: str, per_node: int) -> dist.ProcessGroup | TwoLevels:
         """The ranks of the axis ``z`` or ``dp_cp_z``, in two levels where they are several nodes of several ranks.
 
@@ -133,7 +145,9 @@ class Grid:
         return self.levels[name, per_node]
 
     def _level(self, name: str, sets: Tensor) -> Axis:
-        group = group_among(sets.tolist())
+        return self._axis_among(name, group_among(sets.tolist()))
+
+    def _axis_among(self, name: str, group: dist.ProcessGroup | None) -> Axis:
         assert group is not None, "every process is in one of the sets"
         limit_waiting(group, self.device_type)
         return Axis(name, group.size(), group.rank(), group)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fourfold.config.layout import CHUNK_LOGITS
 from fourfold.config.model import IGNORE_INDEX
 from fourfold.models.autograd import Context, Function, not_compiled
+from fourfold.models.softcap import softcapped
 from fourfold.models.transformer import LMHead
 from fourfold.parallel.communicate import all_gather, all_reduce, reduce_scatter
 from fourfold.parallel.grid import Grid
@@ -28,7 +29,7 @@ class ParallelHead(Tiled):
 
     def __init__(self, head: LMHead, grid: Grid) -> None:
         super().__init__()
-        self.vocab_size, self.x, self.y = head.vocab_size, grid.x, grid.y
+        self.vocab_size, self.softcap, self.x, self.y = head.vocab_size, head.softcap, grid.x, grid.y
         self.chunk_logits = CHUNK_LOGITS[grid.device_type]
         self.add_tile("weight", head.weight, Tile(x=0, y=1), grid)
 
@@ -50,7 +51,8 @@ class ParallelHead(Tiled):
     def _logits(self, x_BTh: Tensor) -> Tensor:
         x_BSh = all_gather(x_BTh, self.x, 1, "lm_head: tokens")
         logits_BSv = all_reduce(F.linear(x_BSh, self.weight), self.y, "lm_head: logits")
-        return all_gather(logits_BSv, self.x, 2, "lm_head: logits")[..., : self.vocab_size]
+        logits_BSV = all_gather(logits_BSv, self.x, 2, "lm_head: logits")[..., : self.vocab_size]
+        return softcapped(logits_BSV, self.softcap)
 
 
 @not_compiled
@@ -145,6 +147,11 @@ def cross_entropy(
     total: what to make of the losses [m] in place of their sum.
     """
     real, rows = head.real_columns(), logits_mv.shape[1]
+    slopes_mv = None
+    if head.softcap:
+        logits_mv.div_(head.softcap).tanh_()
+        slopes_mv = logits_mv.square().neg_().add_(1) if wants_gradient else None
+        logits_mv.mul_(head.softcap)
     if real < rows:
         logits_mv[:, real:] = -torch.inf
     columns_m = labels_m - head.x.rank * rows
@@ -163,7 +170,8 @@ def cross_entropy(
     if not wants_gradient:
         return loss, None
     gradient_mv = exp_mv.mul_(((largest_m - normalizer_m).exp() * kept_m)[:, None])
-    return loss, gradient_mv.scatter_add_(1, columns_m1, -(mine_m & kept_m)[:, None].to(gradient_mv.dtype))
+    gradient_mv.scatter_add_(1, columns_m1, -(mine_m & kept_m)[:, None].to(gradient_mv.dtype))
+    return loss, gradient_mv if slopes_mv is None else gradient_mv.mul_(slopes_mv)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fourfold.config.layout import AttentionSplit
+from fourfold.models.attention_core import AttentionContext
 from fourfold.models.mlp import MLP
-from fourfold.models.transformer import AttentionContext, Block, Transformer
+from fourfold.models.transformer import Block, Transformer, normed
 from fourfold.parallel.context import context_of_sequences
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.linear import Linear4D, LinearGroup
@@ -73,22 +74,23 @@ class InterleavedBlock(Block):
         # Side by side, nothing makes attention's backward wait for the MLP's.
         is_summed = o_proj.writes.axis.size > 1 and not self.parallel_residual
         of_up = WeightGradientsLater(up.layers()) if is_summed else None
-        q, k, v = yield from qkv.steps(self.input_layernorm(x_BTh))
+        q, k, v = yield from qkv.steps(normed(x_BTh, self.input_layernorm))
         if joined is None:
             heads = self.self_attn.core(q, k, v, context)
         else:
             joined.give(q, k, v)
             yield  # the others give theirs
             heads = joined.take()
-        attended_BTh = x_BTh + (yield from o_proj.steps(heads, hidden_by=of_up))
+        attention_BTh = yield from o_proj.steps(heads, hidden_by=of_up)
+        attended_BTh = x_BTh + normed(attention_BTh, self.attention_output_layernorm)
         mlp_reads_BTh = x_BTh if self.parallel_residual else attended_BTh
-        up_BSf = yield from up.steps(self.post_attention_layernorm(mlp_reads_BTh), later=of_up)
+        up_BSf = yield from up.steps(normed(mlp_reads_BTh, self.post_attention_layernorm), later=of_up)
         if type(self.mlp).down is not MLP.down:  # it runs again in the backward, as a whole
-            return attended_BTh + self.mlp.down(*up_BSf)
+            return attended_BTh + normed(self.mlp.down(*up_BSf), self.mlp_output_layernorm)
         # Nothing reads the output of a recomputed block: it ends when all parts have come to the last product.
         down_steps = down_proj.steps(self.mlp.activation(*up_BSf), pause=RECOMPUTES.get())
-        out_BTh: Tensor = attended_BTh + (yield from down_steps)
-        return out_BTh
+        mlp_BTh = yield from down_steps
+        return attended_BTh + normed(mlp_BTh, self.mlp_output_layernorm)
 
 
 class JoinedAttention:

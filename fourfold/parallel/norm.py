@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.models.autograd import Context, Function, not_compiled
-from fourfold.models.transformer import RMSNorm, rms_norm
+from fourfold.models.norms import RMSNorm, rms_norm
 from fourfold.parallel.communicate import all_reduce
 from fourfold.parallel.grid import Axis, Grid
 from fourfold.parallel.sharding import Tile, Tiled

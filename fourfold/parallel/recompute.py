@@ -53,7 +53,8 @@ def recompute(model: Transformer, config: ActivationCheckpointConfig) -> None:
 def _methods(block: Block, name: str) -> tuple[str, ...]:
     """The methods that a name of the run file stands for in a block."""
     if name != "mlp" or isinstance(block.mlp, MLP):
-        return SELECTIVE.get(name, ())
+        there = dict(block.named_modules())
+        return tuple(path for path in SELECTIVE.get(name, ()) if path.rpartition(".")[0] in there)
     return ("mlp.experts.down", *(("mlp.shared_expert.down",) if block.mlp.shared_expert is not None else ()))
 
 

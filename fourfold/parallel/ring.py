@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fourfold.models.attention_core import documents_of
 from fourfold.models.autograd import Function
-from fourfold.models.transformer import documents_of
-from fourfold.parallel.block_attention import attend_block, attend_block_backward
+from fourfold.parallel.block_attention import Scores, attend_block, attend_block_backward
 from fourfold.parallel.communicate import Pending, start_rotate
 from fourfold.parallel.context import take_chunks
 from fourfold.parallel.grid import Axis
@@ -23,11 +23,20 @@ from fourfold.parallel.grid import Axis
 KEYS_AND_VALUES, THEIR_GRADIENTS = "attention: keys and values", "attention: keys' and values' gradients"
 
 
-def ring_attention(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, document_ends_BE: Tensor | None, cp: Axis) -> Tensor:
-    """Outputs [B, T, N, D] of this rank's queries. document_ends_BE: for attention within documents."""
+def ring_attention(
+    q_BTND: Tensor,
+    k_BTKD: Tensor,
+    v_BTKD: Tensor,
+    document_ends_BE: Tensor | None,
+    cp: Axis,
+    scores: Scores,
+    window: int = 0,
+) -> Tensor:
+    """Outputs [B, T, N, D] of this rank's queries. document_ends_BE: for attention within documents; window: tokens
+    that a query sees, itself included, or 0 for all."""
     documents_BS = None if document_ends_BE is None else documents_of(document_ends_BE, q_BTND.shape[1] * cp.size)
     q, k, v = (t.transpose(1, 2) for t in (q_BTND, k_BTKD, v_BTKD))
-    out_BNTD = _Ring.apply(q, k, v, documents_BS, cp)
+    out_BNTD = _Ring.apply(q, k, v, documents_BS, cp, scores, window)
     return out_BNTD.transpose(1, 2)
 
 
@@ -41,8 +50,11 @@ class Block:
     mask_B1QK: Tensor | None
 
 
-def block_of_step(source: int, tokens: int, documents_BS: Tensor | None, cp: Axis) -> Block:
-    """The keys of rank ``source`` that this rank's queries see; each rank has ``tokens`` of both."""
+def block_of_step(
+    source: int, tokens: int, documents_BS: Tensor | None, cp: Axis, window: int, device: torch.device
+) -> Block | None:
+    """The keys of rank ``source`` that this rank's queries see; each rank has ``tokens`` of both. None where all of
+    them are before the windows of these queries."""
     everything, half = slice(0, tokens), tokens // 2
     if source == cp.rank:
         queries, keys = everything, everything
@@ -50,39 +62,61 @@ def block_of_step(source: int, tokens: int, documents_BS: Tensor | None, cp: Axi
         queries, keys = everything, slice(0, half)  # its head comes before both of ours, its tail after
     else:
         queries, keys = slice(half, tokens), everything  # our tail comes after both of its chunks, our head before
-    causal, mask = source == cp.rank, None
+    causal, length = source == cp.rank, tokens * cp.size
+    if not causal and window:
+        if (abs(source - cp.rank) - 1) * half + 1 >= window:
+            return None
+        if (2 * cp.size - 2 - source - cp.rank) * half + 1 >= window:  # nor does our tail see its head
+            queries, keys = (slice(0, half), keys) if source < cp.rank else (queries, slice(half, tokens))
+    if documents_BS is None and not 0 < window < length:
+        return Block(queries, keys, causal, None)
+    mask_BQK = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
     if documents_BS is not None:
-        ours = take_chunks(documents_BS, cp.rank, cp.size)[:, queries]
-        theirs = take_chunks(documents_BS, source, cp.size)[:, keys]
-        mask = (ours[:, :, None] == theirs[:, None, :])[:, None]
-        mask = mask.tril() if causal else mask
-        causal = False
-    return Block(queries, keys, causal, mask)
+        ours_BQ, theirs_BK = _of_both(documents_BS, source, queries, keys, cp)
+        mask_BQK = ours_BQ[:, :, None] == theirs_BK[:, None, :]
+    if window:
+        ours_1Q, theirs_1K = _of_both(torch.arange(length, device=device)[None], source, queries, keys, cp)
+        mask_BQK = mask_BQK & (ours_1Q[:, :, None] - theirs_1K[:, None, :] < window)
+    return Block(queries, keys, False, (mask_BQK.tril() if causal else mask_BQK)[:, None])
+
+
+def _of_both(t_BS: Tensor, source: int, queries: slice, keys: slice, cp: Axis) -> tuple[Tensor, Tensor]:
+    """The entries of a block's queries, and of its keys."""
+    return take_chunks(t_BS, cp.rank, cp.size)[:, queries], take_chunks(t_BS, source, cp.size)[:, keys]
 
 
 class _Ring(Function):
     @staticmethod
     def forward(
-        ctx: Any, q_BNTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, documents_BS: Tensor | None, cp: Axis
+        ctx: Any,
+        q_BNTD: Tensor,
+        k_BKTD: Tensor,
+        v_BKTD: Tensor,
+        documents_BS: Tensor | None,
+        cp: Axis,
+        scores: Scores,
+        window: int,
     ) -> Tensor:
         out_BNTD = torch.zeros_like(q_BNTD, dtype=torch.float32)
         lse_BNT = torch.full(q_BNTD.shape[:3], -torch.inf, device=q_BNTD.device)
         kv = torch.stack([k_BKTD, v_BKTD])
         for step in range(cp.size):
             following = start_rotate(kv, cp, KEYS_AND_VALUES) if step + 1 < cp.size else None
-            block = block_of_step((cp.rank - step) % cp.size, q_BNTD.shape[2], documents_BS, cp)
-            rows, (k, v) = block.queries, kv[..., block.keys, :]
-            part, part_lse = attend_block(q_BNTD[:, :, rows], k, v, block.causal, block.mask_B1QK)
-            merge(out_BNTD[:, :, rows], lse_BNT[:, :, rows], part, part_lse)
+            source = (cp.rank - step) % cp.size
+            block = block_of_step(source, q_BNTD.shape[2], documents_BS, cp, window, kv.device)
+            if block is not None:
+                rows, (k, v) = block.queries, kv[..., block.keys, :]
+                part, part_lse = attend_block(q_BNTD[:, :, rows], k, v, block.causal, block.mask_B1QK, scores)
+                merge(out_BNTD[:, :, rows], lse_BNT[:, :, rows], part, part_lse)
             if following is not None:
                 kv = following.wait()
         out_BNTD = out_BNTD.to(q_BNTD.dtype)
         ctx.save_for_backward(q_BNTD, k_BKTD, v_BKTD, out_BNTD, lse_BNT, documents_BS)
-        ctx.cp = cp
+        ctx.cp, ctx.scores, ctx.window = cp, scores, window
         return out_BNTD
 
     @staticmethod
-    def backward(ctx: Any, grad_BNTD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_BNTD: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, documents_BS = ctx.saved_tensors
         cp: Axis = ctx.cp
         dq = torch.zeros_like(q, dtype=torch.float32)
@@ -90,22 +124,25 @@ class _Ring(Function):
         dkv_coming: Pending | None = None
         for step in range(cp.size):
             following = start_rotate(kv, cp, KEYS_AND_VALUES) if step + 1 < cp.size else None
-            block = block_of_step((cp.rank - step) % cp.size, q.shape[2], documents_BS, cp)
-            rows, (k, v) = block.queries, kv[..., block.keys, :]
-            grad_rows, q_rows, out_rows, lse_rows = (t[:, :, rows] for t in (grad_BNTD, q, out, lse))
-            dq_part, dk, dv = attend_block_backward(
-                grad_rows, q_rows, out_rows, lse_rows, k, v, block.causal, block.mask_B1QK
-            )
-            dq[:, :, rows] += dq_part
+            source = (cp.rank - step) % cp.size
+            block = block_of_step(source, q.shape[2], documents_BS, cp, ctx.window, kv.device)
+            if block is not None:
+                rows, (k, v) = block.queries, kv[..., block.keys, :]
+                grad_rows, q_rows, out_rows, lse_rows = (t[:, :, rows] for t in (grad_BNTD, q, out, lse))
+                dq_part, dk, dv = attend_block_backward(
+                    grad_rows, q_rows, out_rows, lse_rows, k, v, block.causal, block.mask_B1QK, ctx.scores
+                )
+                dq[:, :, rows] += dq_part
             # The gradients of these keys and values so far, from the ranks that have had them before.
             dkv = torch.zeros_like(kv, dtype=torch.float32) if dkv_coming is None else dkv_coming.wait()
-            dkv[..., block.keys, :] += torch.stack([dk, dv])
+            if block is not None:
+                dkv[..., block.keys, :] += torch.stack([dk, dv])
             dkv_coming = start_rotate(dkv, cp, THEIR_GRADIENTS)
             if following is not None:
                 kv = following.wait()
         assert dkv_coming is not None
         dk, dv = dkv_coming.wait().to(q.dtype)  # after a full round they are back on their own rank
-        return dq.to(q.dtype), dk, dv, None, None
+        return dq.to(q.dtype), dk, dv, None, None, None, None
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.models.mixture import BIAS, Router, Routing, count_rows, keep_bias_in_float32, within_capacity
+from fourfold.models.mixture import BIAS, BiasInFloat32, Router, Routing, count_rows, within_capacity
 from fourfold.parallel.communicate import all_gather, sum_of
 from fourfold.parallel.context import in_order, take_chunks
 from fourfold.parallel.expert_load import CountedRouter
@@ -16,11 +14,10 @@ from fourfold.parallel.recompute import RECOMPUTES, remembered
 from fourfold.parallel.sharding import Tile
 
 
-class ParallelRouter(CountedRouter):
+class ParallelRouter(BiasInFloat32, CountedRouter):
     """The router with weight [E, H/y]. All ranks of y have the same logits, and choose the same experts."""
 
     weight: nn.Parameter
-    e_score_correction_bias: nn.Parameter | None
 
     def __init__(self, router: Router, grid: Grid, layer: int) -> None:
         super().__init__()
@@ -44,11 +41,6 @@ class ParallelRouter(CountedRouter):
         """Count the rows that no expert takes."""
         if self.load is not None and not RECOMPUTES.get():
             self.load.count_dropped(self.layer, (~kept_TK).sum())
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelRouter:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's has no annotations
-        keep_bias_in_float32(self)
-        return self
 
 
 def within_capacity_of_sequences(experts_BTK: Tensor, num_experts: int, factor: float, grid: Grid) -> Tensor:

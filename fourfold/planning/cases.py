@@ -62,10 +62,14 @@ def stack(cases: Sequence[SomeCases]) -> SomeCases:
 
 def unique_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Index of each unique row of whole-number ``columns`` [n], and for every row the position of its unique row."""
-    codes = np.zeros(np.shape(columns[0]), dtype=np.int64)
+    codes, numbers = np.zeros(np.shape(columns[0]), dtype=np.int64), 1
     for column in columns:
         if any(np.asarray(column).strides):  # a broadcast scalar distinguishes no rows
-            codes = codes * (int(column.max()) + 1) + column.astype(np.int64)
+            values = int(column.max()) + 1
+            if numbers * values >= 2**63:
+                kinds, codes = np.unique(codes, return_inverse=True)
+                numbers = len(kinds)
+            codes, numbers = codes * values + column.astype(np.int64), numbers * values
     # Rows that follow each other are often equal, and finding them is quicker than sorting.
     begins = np.flatnonzero(np.diff(codes, prepend=codes[:1] - 1))
     _, first, back = np.unique(codes[begins], return_index=True, return_inverse=True)

@@ -7,7 +7,8 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import stages_per_rank
 from fourfold.errors import UserError
-from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Layout, ModelShape, Program, Step, Workload
+from fourfold.planning.program_flags import Program
+from fourfold.planning.workload import CP_METHODS, OPTIMIZERS, RECOMPUTE, SCHEDULES, Layout, ModelShape, Step, Workload
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
@@ -33,6 +34,12 @@ def model_shape(model: ModelConfig) -> ModelShape:
         layer_norm=model.norm == "layernorm",
         zero_centered=model.zero_centered_norm,
         parallel_residual=model.parallel_residual,
+        input_norms=model.norm_placement != "after",
+        output_norms=model.norm_placement != "before",
+        window=model.sliding_window,
+        sliding=model.sliding_layers / model.num_hidden_layers,
+        rotary_tables=len(model.kinds_of_layers) if model.rope_local_base_freq else 1,
+        caps_logits=model.final_logit_softcapping > 0,
         experts=model.num_experts,
         chosen=model.num_experts_per_tok if model.num_experts else 0,
         expert_inner=model.moe_intermediate_size if model.num_experts else 0,
@@ -76,6 +83,7 @@ def workload_of(run: RunConfig) -> Workload:
         bits=8 if training.float8 != "none" else 32 if training.precision == "fp32" else 16,
         reduce_bytes=4 if training.reduce_dtype == "fp32" else 2,
         weight_bytes=4 if training.master_weights == "fp32" else 2,
+        optimizer=OPTIMIZERS.index(run.optimizer.name),
         capacity=run.moe.capacity_factor,
     )
     program = Program(

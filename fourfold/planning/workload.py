@@ -9,6 +9,7 @@ import numpy as np
 
 from fourfold.config.stages import FORWARDS_FIRST, IN_ROUNDS, SPLIT_BACKWARD, V_SHAPED
 from fourfold.planning.cases import Cases, Number
+from fourfold.planning.program_flags import OWN_PROGRAM, Program
 
 RECOMPUTE = ("none", "selective", "full")
 """Values of ``Layout.recompute``: selective runs parts of a block again in the backward, full the whole block."""
@@ -17,6 +18,9 @@ SCHEDULES = (
     "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",
 )  # fmt: skip
 """Values of ``Layout.schedule``; 1F1B with several chunks per stage is Interleaved1F1B."""
+
+OPTIMIZERS = ("adamw", "muon", "lion")
+"""Values of ``Step.optimizer``."""
 
 CP_METHODS = ("gathered", "ring", "ulysses")
 """Values of ``Layout.cp_method``: keys and values all-gathered (other programs), passed around a ring, or heads
@@ -59,6 +63,18 @@ class ModelShape(Cases):
     """Norms multiply by 1 + weight."""
     parallel_residual: Number = False
     """Attention and MLP read the same input."""
+    input_norms: Number = True
+    """Norms of what attention and MLP read."""
+    output_norms: Number = False
+    """Norms of what they return."""
+    window: Number = 0
+    """Tokens that a query of a sliding layer sees."""
+    sliding: Number = 0
+    """Share of the blocks that slide."""
+    rotary_tables: Number = 1
+    """Rotary tables that layers of different kinds read."""
+    caps_logits: Number = False
+    """The head's logits are capped."""
     experts: Number = 0
     """Experts of a block, of which each token passes some; 0: there are none."""
     chosen: Number = 0
@@ -71,6 +87,16 @@ class ModelShape(Cases):
     """Its output is multiplied by a gate of the token's own."""
     sparse: Number = 0
     """Share of the blocks that have experts."""
+
+    def keys_seen(self, seq: Number) -> Number:
+        """Keys that a query sees in a sequence, the mean over queries and blocks: the causal half, or the window."""
+        window = np.minimum(self.window, seq)
+        return (1 - self.sliding) * seq / 2 + self.sliding * window * (1 - window / np.maximum(2 * seq, 1))
+
+    @property
+    def norms(self) -> Number:
+        """Norms of a block, without those of queries and keys."""
+        return 2 * (0 + self.input_norms + self.output_norms)
 
     @property
     def mean_inner(self) -> Number:
@@ -183,6 +209,8 @@ class Step(Cases):
     """Bytes per gradient entry in sums over ranks."""
     weight_bytes: Number = 4
     """Bytes per entry of a weight, of its gradient and of each optimizer moment, as stored."""
+    optimizer: Number = 0
+    """Index into ``OPTIMIZERS``."""
     capacity: Number = 0.0
     """An expert takes at most so many times its equal share of the tokens; 0: all that choose it."""
     imbalance: Number = 1.0
@@ -195,112 +223,13 @@ class Step(Cases):
 
 
 @dataclass(frozen=True)
-class Program(Cases):
-    """Differences between training programs; the defaults are fourfold's."""
-
-    is_fourfold: Number = True
-    """Pointwise operations are counted one by one; those of others are estimated (``cost.terms.pointwise``)."""
-    flash: Number = True
-    """Attention is one fused kernel."""
-    flash2: Number = False
-    """The fused kernel is FlashAttention-2, whatever is faster on the machine."""
-    fused: Number = False
-    """Pointwise operations are fused (torch.compile, Transformer Engine)."""
-    fused_gate: Number = False
-    """A gated MLP keeps gate, up and their product, and no activation between."""
-    fused_loss: Number = False
-    """The loss reads 16-bit logits."""
-    keeps_float8_inputs: Number = False
-    """FP8 products keep their inputs in FP8 (Transformer Engine)."""
-    chunk_logits: Number = 1 << 27
-    """Logits computed at once."""
-    tiled_mlp: Number = False
-    """The MLP runs on as many tokens at a time as the hidden size (DeepSpeed's ALST)."""
-    offloads_optimizer: Number = False
-    """Gradients, optimizer states and 32-bit weights are kept in the host's memory."""
-    blocking: Number = False
-    """The host waits for every kernel (CUDA_LAUNCH_BLOCKING)."""
-
-    split_residual: Number = True
-    """The residual stream is sharded over x; false for tensor parallelism without sequence parallelism."""
-    regather: Number = False
-    """Inputs are kept sharded over x and gathered again in the backward, whatever the recompute (Megatron-LM)."""
-    overlap_x: Number = True
-    """Backward collectives of x and y run behind weight gradients."""
-    overlap_forward: Number = False
-    """Forward collectives of x run piece by piece behind the product that reads them (AsyncTP)."""
-    gate_first: Number = True
-    """The sum of gate over y runs behind the product of up."""
-
-    overlap_z: Number = True
-    """Weight gathers and gradient scatters run behind computation."""
-    overlap_dp: Number = True
-    """The gradient sum over dp runs behind the last backward."""
-    scatter_bytes: Number = 0
-    """Bytes per gradient entry in the sums that scatter over z; 0: as ``Step.reduce_bytes``."""
-    prefetch: Number = 1
-    """Blocks gathered ahead."""
-    shards_per_node: Number = 1
-    """Ranks of a shard group in a node, where more than 1: its collectives run inside nodes and across them."""
-    weights_kept: Number = False
-    """Weights are gathered once per step, not per micro-batch (distributed optimizers)."""
-    half_weights: Number = False
-    """16-bit weights are stored besides the optimizer's."""
-    all_reduces_gradients: Number = False
-    """Gradients are all-reduced over dp although each rank needs a shard (DeepSpeed)."""
-    fuses_accumulation: Number = False
-    """Weight-gradient products add to the gradients of earlier micro-batches (Megatron-LM)."""
-    gradient_bytes: Number = 0
-    """Bytes per stored gradient entry; 0: as ``Step.reduce_bytes``."""
-    gradient_copy: Number = False
-    """The optimizer copies its gradients to fp32 (DeepSpeed)."""
-
-    recomputes_attention: Number = False
-    """Selective recompute runs the attention core again."""
-    recomputes_mlp: Number = True
-    """Selective recompute runs the MLP's activation again."""
-    recomputes_gathers: Number = True
-    """Selective recompute repeats the gathers over x and y."""
-    recomputes_per_op: Number = False
-    """Selective recompute keeps the outputs of the attention and of every second product (torchtitan)."""
-    recompute_stops_early: Number = True
-    """Full recompute skips a block's last product and its sum over x, which nothing reads."""
-    stage_keeps: Number = 0
-    """Residuals that a pipeline stage keeps per micro-batch besides those of its blocks."""
-    count_runtime: Number = True
-    """Memory includes that of the driver and the communication library."""
-
-    experts_over_x: Number = True
-    """x divides the experts' widths; false: ep divides them over the ranks of x too, and each is whole
-    (Megatron-LM's expert_tensor_parallel_size of 1)."""
-    sends_once: Number = False
-    """A token goes once to each rank that has any of its experts, and once over the network to each node (DeepEP); not
-    once for each expert."""
-    fused_experts: Number = False
-    """Products of experts make the activation, and round what they read and write to 8 bits."""
-    overlap_ep: Number = False
-    """Tokens are exchanged over ep behind the computation of another micro-batch."""
-    captured: Number = False
-    """The host launches a block's kernels together, as CUDA graphs, except those of experts."""
-    captured_experts: Number = False
-    """It launches those of experts together, too."""
-
-
-OTHER_PROGRAM = Program(
-    is_fourfold=False, gate_first=False, recomputes_attention=True, recomputes_mlp=False, recomputes_gathers=False,
-    recompute_stops_early=False,
-)  # fmt: skip
-"""The defaults of programs other than fourfold."""
-
-
-@dataclass(frozen=True)
 class Workload(Cases):
     """One optimizer step: every field of its four parts is a number, or an array [n] of them."""
 
     model: ModelShape
     layout: Layout = Layout()
     step: Step = Step()
-    program: Program = Program()
+    program: Program = OWN_PROGRAM
 
     def but(self, **changes: Number) -> Self:
         """A copy with some fields changed, each in the part that has it: ``work.but(x=2, seq=4096)``."""
@@ -353,9 +282,9 @@ class Workload(Cases):
         return 1.0 * self.step.batch * self.step.seq
 
     def model_flops(self) -> Number:
-        """FLOPs of one step: six per token and matrix entry, head included, and the causal half of the attention."""
+        """FLOPs of one step: six per token and matrix entry, head included, and the attention to the keys seen."""
         model = self.model
-        attention = 6.0 * model.layers * self.step.seq * model.queries
+        attention = 12.0 * model.layers * model.keys_seen(self.step.seq) * model.queries
         return self.tokens_per_step * (
             6 * (model.layers * model.active_weights + model.vocab * model.hidden) + attention
         )
@@ -363,8 +292,9 @@ class Workload(Cases):
     def hardware_flops(self) -> Number:
         """Model FLOPs plus those of recompute."""
         model, recompute = self.model, self.layout.recompute
-        attention = 2.0 * model.layers * self.step.seq * model.queries
-        last = np.where(self.program.recompute_stops_early, model.hidden * model.mean_inner, 0)
+        attention = 4.0 * model.layers * model.keys_seen(self.step.seq) * model.queries
+        stops = np.asarray(self.program.recompute_stops_early, bool) & ~np.asarray(model.output_norms, bool)
+        last = np.where(stops, model.hidden * model.mean_inner, 0)
         full = 2 * model.layers * (model.active_weights - last) + attention
         selective = np.where(self.program.recomputes_attention, attention, 0)
         again = np.where(recompute == 2, full, np.where(recompute == 1, selective, 0))

@@ -10,13 +10,15 @@ import re
 from pathlib import Path
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from fourfold.config.layout import ProductSizes
 from fourfold.config.strict import Strict
 from fourfold.data.files import write_output, writing
 from fourfold.errors import UserError
 from fourfold.parallel.product_layouts import LayerLayout
+
+PRODUCTS = tuple(name for name in LayerLayout.model_fields if name != "turned")
 
 
 class Gain(Strict):
@@ -39,6 +41,13 @@ class TunedLayer(Strict):
     gains: dict[str, Gain]
     other_order: float = Field(gt=0)
     """The gain of the three together with the weight in the order that was not chosen."""
+
+    @field_validator("gains")
+    @classmethod
+    def _has_every_product(cls, gains: dict[str, Gain]) -> dict[str, Gain]:
+        if set(gains) != set(PRODUCTS):
+            raise ValueError(f"gains are of {', '.join(PRODUCTS)}")
+        return gains
 
     @property
     def gain(self) -> float:

@@ -16,29 +16,36 @@ def heat_map(
     row_label: str,
     column_label: str,
     limits: tuple[float, float],
+    row_names: Sequence[str] | None = None,
+    column_names: Sequence[str] | None = None,
 ) -> str:
     """Draw an HTML figure of a matrix; `limits` are the values of the palest and the darkest cell.
 
-    Give maps that are to be compared the same limits. A cell's value appears under the pointer.
+    Give maps that are to be compared the same limits. A cell's value appears under the pointer. Rows and columns
+    without names are numbered from 0.
     """
     rows, columns = len(values), len(values[0])
+    row_names = row_names or [str(row) for row in range(rows)]
+    column_names = column_names or [str(column) for column in range(columns)]
     cell = (_WIDTH - _LEFT - _RIGHT) / columns
     tall = max(5.0, min(cell, 320 / rows, 28.0))
     height = round(_TOP + tall * rows + _BOTTOM)
     cells = "".join(
         f'<rect class="cell" x="{_LEFT + column * cell:.1f}" y="{_TOP + row * tall:.1f}" width="{cell:.1f}" '
         f'height="{tall:.1f}" fill-opacity="{_shade(value, limits):.3f}">'
-        f"<title>{escape(f'{row_label} {row}, {column_label} {column}: {format_number(value)}')}</title></rect>"
-        for row, of_row in enumerate(values)
-        for column, value in enumerate(of_row)
+        f"<title>{escape(f'{row_label} {name}, {column_label} {column_name}: {format_number(value)}')}</title></rect>"
+        for row, (name, of_row) in enumerate(zip(row_names, values, strict=True))
+        for column, (column_name, value) in enumerate(zip(column_names, of_row, strict=True))
     )
     foot = _TOP + tall * rows
     marks = "".join(
-        f'<text x="{_LEFT - 7}" y="{_TOP + (row + 0.5) * tall + 4:.1f}" text-anchor="end">{row}</text>'
+        f'<text x="{_LEFT - 7}" y="{_TOP + (row + 0.5) * tall + 4:.1f}" text-anchor="end">'
+        f"{escape(row_names[row])}</text>"
         for row in range(0, rows, _stride(rows, 12))
     ) + "".join(
-        f'<text x="{_LEFT + (column + 0.5) * cell:.1f}" y="{foot + 15:.1f}" text-anchor="middle">{column}</text>'
-        for column in range(0, columns, _stride(columns, 16))
+        f'<text x="{_LEFT + (column + 0.5) * cell:.1f}" y="{foot + 15:.1f}" text-anchor="middle">'
+        f"{escape(column_names[column])}</text>"
+        for column in range(0, columns, _stride(columns, 16 if max(map(len, column_names)) <= 2 else 8))
     )
     names = (
         f'<text x="{_LEFT + cell * columns / 2:.1f}" y="{foot + 33:.1f}" text-anchor="middle">{escape(column_label)}'

@@ -11,10 +11,11 @@ from typing import Any
 from fourfold.data.files import write_output
 from fourfold.errors import UserError
 from fourfold.reports import html
+from fourfold.reports.expert_charts import expert_maps
 from fourfold.reports.numbers import counted
 from fourfold.reports.svg import Series, line_chart
 from fourfold.training.console import byte_unit, format_bytes
-from fourfold.training.metrics import MEMORIZATION_FILE, METRICS_FILE, read_metrics
+from fourfold.training.metrics import EXPERTS_FILE, MEMORIZATION_FILE, METRICS_FILE, read_metrics
 
 Record = dict[str, Any]
 
@@ -22,9 +23,9 @@ Record = dict[str, Any]
 def write_run_report(run_dir: Path) -> Path:
     """Write `run_dir`/report.html, one file without network access, and return its path.
 
-    Reads run.toml and metrics.jsonl and, if they exist, sample.txt (generated text), memorization.jsonl and
-    summary.json (an object of label to text or number). Raises UserError if run.toml or metrics.jsonl is missing, no
-    step is recorded, or metrics.jsonl or summary.json cannot be read.
+    Reads run.toml and metrics.jsonl and, if they exist, sample.txt (generated text), experts.jsonl, memorization.jsonl
+    and summary.json (an object of label to text or number). Raises UserError if run.toml or metrics.jsonl is missing,
+    no step is recorded, or one of the records or summary.json cannot be read.
     """
     run_dir = Path(run_dir)
     records = read_metrics(run_dir / METRICS_FILE)
@@ -35,7 +36,7 @@ def write_run_report(run_dir: Path) -> Path:
         raise UserError(f"{run_file} does not exist: give the folder of a run, in which `fourfold train` puts it.")
 
     sections = [html.facts(_headline(records)), *_not_finite(records), _curves(records)]
-    sections += [*_memorization(run_dir), *_summary(run_dir)]
+    sections += [*_experts(run_dir, records), *_memorization(run_dir), *_summary(run_dir)]
     sample = run_dir / "sample.txt"
     if sample.is_file():
         sections.append(html.text_block("Sample", _read_text(sample), wrap=True))
@@ -93,10 +94,23 @@ def _curves(records: Sequence[Record]) -> str:
     return html.charts(others, wide=[loss])
 
 
+def _experts(run_dir: Path, records: Sequence[Record]) -> list[str]:
+    """Chart the experts of a mixture: the busiest at every step, and heat maps; nothing for dense models."""
+    shown = _short_record(run_dir / EXPERTS_FILE)
+    if not shown:
+        return []
+    load = _series("of any layer, relative to the mean", records, "expert_load")
+    chart = line_chart("Load of the busiest expert", [load], x_label="tokens", from_zero=True)
+    return ["<h2>Experts</h2>", html.charts([chart, *expert_maps(shown)])]
+
+
+def _short_record(path: Path) -> list[Record]:
+    return read_metrics(path) if path.is_file() else []
+
+
 def _memorization(run_dir: Path) -> list[str]:
     """Chart the canaries during training by their number of repeats; nothing without [audit]."""
-    path = run_dir / MEMORIZATION_FILE
-    records = read_metrics(path) if path.is_file() else []
+    records = _short_record(run_dir / MEMORIZATION_FILE)
     if not records:
         return []
     charts = []

@@ -32,7 +32,7 @@ from fourfold.parallel.product_layouts import Layouts
 from fourfold.parallel.state import LocalShard, clip_gradients, initialize_shards, sum_partial_gradients
 from fourfold.products.product_choice import agreed_layouts
 from fourfold.training.loss_scaling import LossScale
-from fourfold.training.optimizer import ShardedAdamW, check_groups, learning_rate
+from fourfold.training.optimizer import ShardedOptimizer, check_groups, learning_rate
 from fourfold.training.weight_average import WeightAverage
 
 
@@ -84,7 +84,7 @@ class Job:
         if run.model.tie_word_embeddings and self.pipeline is not None and not run.lora.rank:
             copies = [shard for shard in self.shards if shard.name == "embed_tokens.weight"]
             self.tied_ends = TiedEnds(copies, grid, run)
-        self.optimizer = ShardedAdamW(self.trained, run.optimizer, run.training.seed)
+        self.optimizer = ShardedOptimizer(self.trained, run, grid)
         self.loss_scale: LossScale | None = None
         if run.training.precision == "fp16":
             self.loss_scale = LossScale(run.loss_scaling, run.loss_scaling.initial)

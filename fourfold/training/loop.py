@@ -94,7 +94,7 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
                 note_start(run_dir, place.restarts, run)
                 if first_step < run.training.train_steps:
                     check_room_at_start(run_dir / CHECKPOINTS, run)
-                record = stack.enter_context(RunRecord(run, run_dir, job, corpora, first_step))
+                record = stack.enter_context(RunRecord(run, run_dir, job, corpora, first_step, place))
                 if run.model.from_hf is not None:
                     with writing(run_dir / SOURCE_FOLDER):
                         keep_small_files(local_folder(run.model.from_hf, PATTERNS), run_dir / SOURCE_FOLDER)

@@ -1,4 +1,4 @@
-"""The record of a run: one JSON object per step in metrics.jsonl, and the same numbers for TensorBoard."""
+"""The record of a run: one JSON object per step in metrics.jsonl."""
 
 import errno
 import json
@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from fourfold.data.files import write_output, writing
 from fourfold.errors import UserError
-from fourfold.extras import import_extra
 from fourfold.parsing import parse_json
 
 if TYPE_CHECKING:
     import torch
-    from torch.utils.tensorboard import SummaryWriter
 
-METRICS_FILE = "metrics.jsonl"
-MEMORIZATION_FILE = "memorization.jsonl"
+METRICS_FILE, MEMORIZATION_FILE, EXPERTS_FILE = "metrics.jsonl", "memorization.jsonl", "experts.jsonl"
 TASKS_FILE = "tasks.jsonl"
 
 
@@ -61,50 +58,34 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """Appends steps to `run_dir`/metrics.jsonl, and with `tensorboard` to events in `run_dir`/tensorboard.
+    """Appends steps to `run_dir`/metrics.jsonl.
 
     Every line is flushed, so a crash costs at most the line being written. `resume_step` N continues the record of a
     run whose checkpoint is of step N: lines of later steps are dropped, since those steps are trained again.
 
-    Raises UserError when TensorBoard is not installed, an earlier record cannot be read, or the disk is full.
+    Raises UserError when an earlier record cannot be read, or the disk is full.
     """
 
-    def __init__(self, run_dir: Path, tensorboard: bool, resume_step: int = 0) -> None:
+    def __init__(self, run_dir: Path, resume_step: int = 0) -> None:
         path = run_dir / METRICS_FILE
-        if tensorboard:
-            import_extra("tensorboard", "tensorboard", "metrics.tensorboard = true needs")
         self._path = path
-        self._tensorboard: SummaryWriter | None = None
         with writing(path):
             run_dir.mkdir(parents=True, exist_ok=True)
-            if tensorboard:
-                from torch.utils import tensorboard as writers
-
-                # TensorBoard hides the events from purge_step on, which an interrupted run wrote.
-                self._tensorboard = writers.SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)
             if path.exists():
                 _drop_after(path, resume_step)
             # Without a buffer, whose rest would fail again when the file is closed.
             self._file = path.open("ab", buffering=0)
 
-    def write(self, metrics: StepMetrics) -> None:
-        """Append one step."""
-        record = metrics.record()
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one step, a `StepMetrics.record`."""
         line = _to_line(record).encode()
         with writing(self._path):
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if self._tensorboard is not None:
-                for key, value in record.items():
-                    if key != "step" and value is not None:
-                        self._tensorboard.add_scalar(key, value, metrics.step)
 
     def close(self) -> None:
-        """Close the files; a second call does nothing."""
+        """Close the file; a second call does nothing."""
         self._file.close()
-        if self._tensorboard is not None:
-            with writing(self._path):
-                self._tensorboard.close()
 
     def __enter__(self) -> Self:
         return self
@@ -139,11 +120,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def put_record(path: Path, record: dict[str, Any]) -> None:
-    """Write a record behind those of earlier steps. Later ones are from before the run was resumed, or went back."""
+def add_record(path: Path, record: dict[str, Any]) -> None:
+    """Write one more line to a short record, beside which metrics.jsonl has every step.
+
+    Lines of the same step and of later ones go: they are from before the run was resumed, or went back. Raises
+    UserError where the file cannot be read or written.
+    """
     earlier = read_metrics(path) if path.is_file() else []
-    kept = [*(each for each in earlier if each["step"] < record["step"]), record]
-    write_output(path, "".join(map(_to_line, kept)))
+    lines = [*(each for each in earlier if each["step"] < record["step"]), record]
+    write_output(path, "".join(map(_to_line, lines)))
 
 
 def steps_taken(run_dir: Path) -> int:
@@ -164,7 +149,7 @@ def peak_memory_bytes(device: "torch.device") -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
 
 
-def _to_line(record: dict[str, Any]) -> str:
+def _to_line(record: Mapping[str, Any]) -> str:
     return json.dumps(record) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""AdamW on local shards, and the learning-rate schedule."""
+"""AdamW, Lion and Muon on local shards, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import difflib
 import fnmatch
 import math
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from fourfold.config.run import OptimizerConfig, ParameterGroup, SchedulerConfig
+from fourfold.config.optimizer import STATES, OptimizerConfig, ParameterGroup, Rule, rule_of
+from fourfold.config.run import RunConfig, SchedulerConfig
 from fourfold.errors import UserError
+from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import LocalShard
+from fourfold.training.newton_schulz import orthogonalize, update_scale
+from fourfold.training.owned_matrices import Matrix, OwnedMatrices
 
 
 class Treatment(NamedTuple):
@@ -56,26 +60,34 @@ def _matches(group: ParameterGroup, name: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in group.parameters)
 
 
-class ShardedAdamW:
-    """torch's AdamW over the plain local tensors behind FSDP2's parameters.
+class ShardedOptimizer:
+    """torch's AdamW over the plain local tensors behind FSDP2's parameters, or Lion, or beside it Muon.
 
     On DTensors every operation of every step would be dispatched through Python, and the first step would compile a
     sharding strategy for each.
     """
 
-    def __init__(self, shards: Sequence[LocalShard], config: OptimizerConfig, seed: int = 0) -> None:
-        """seed: for stochastic rounding, which rounds all replicas of a weight the same way."""
-        self.shards, self.config, self.seed = list(shards), config, seed
+    def __init__(self, shards: Sequence[LocalShard], run: RunConfig, grid: Grid) -> None:
+        self.shards, self.config, self.seed = list(shards), run.optimizer, run.training.seed
         self._steps = 0  # AdamW counts in tensors, which the trace on fake tensors cannot read
         # As they are stored: fused kernels go through the memory of weight, gradient and moments in one order.
         self.parameters = [
             nn.Parameter(shard.tile.as_tile(shard.local), requires_grad=shard.parameter.requires_grad)
             for shard in shards
         ]
+        config = self.config
         self.treatments = [treatment(shard.name, len(shard.global_shape), config) for shard in self.shards]
+        self.rules: list[Rule] = [rule_of(shard.name, len(shard.global_shape), config.name) for shard in self.shards]
+        matrices = {i: shard for i, shard in enumerate(self.shards) if self.rules[i] == "muon"}
+        self._matrices = OwnedMatrices(matrices, grid, run.overlap.shards_per_node) if config.name == "muon" else None
+        self._products = torch.float32 if run.training.precision == "fp32" else torch.bfloat16
+        """The type in which Muon orthogonalizes."""
+        self._momentum: dict[int, Tensor] = {}
+        """The running mean of each shard that Lion or Muon steps, as its parameter."""
+        members = list(zip(self.parameters, self.treatments, self.rules, strict=True))
         groups = [
             {
-                "params": [p for p, own in zip(self.parameters, self.treatments, strict=True) if own == each],
+                "params": [p for p, own, rule in members if (own, rule) == (each, "adamw")],
                 "weight_decay": each.weight_decay,
                 "lr_ratio": each.lr_ratio,
             }
@@ -98,6 +110,10 @@ class ShardedAdamW:
             self._step_and_round(lr)
         else:
             self.adamw.step()
+        for index in self._of_rule("lion"):
+            self._step_lion(index, lr)
+        if self._matrices is not None:
+            self._step_muon(self._matrices, lr)
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
@@ -105,13 +121,67 @@ class ShardedAdamW:
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
             parameter.grad = shard.parameter.grad = None
 
+    def _of_rule(self, rule: Rule) -> Iterator[int]:
+        """The shards of a rule that have a gradient."""
+        for index, shard in enumerate(self.shards):
+            if self.rules[index] == rule and shard.grad is not None:
+                yield index
+
+    @torch.no_grad()
+    def _step_lion(self, index: int, lr: float) -> None:
+        """Step one shard by Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2).
+
+        The sign is linear between -eps and eps, so that rounding moves no weight whose gradient is nothing but that.
+        """
+        beta1, beta2 = self.config.betas
+        mean, grad = self._mean(index), self._gradient(Matrix(index))
+        update = grad.lerp(mean, beta1)
+        update /= update.abs().clamp_(min=self.config.eps)
+        mean.lerp_(grad, 1 - beta2)
+        self._apply(Matrix(index), update, lr, 1.0)
+
+    @torch.no_grad()
+    def _step_muon(self, matrices: OwnedMatrices, lr: float) -> None:
+        """Step the matrices by Muon with Nesterov's momentum (Jordan 2024), scaled as in arXiv 2502.16982."""
+        momentum = self.config.momentum
+        for index in self._of_rule("muon"):
+            self._mean(index).lerp_(self._gradient(Matrix(index)), 1 - momentum)
+
+        def ahead(matrix: Matrix) -> Tensor:
+            mean = _matrix_of(self._mean(matrix.shard), matrix)
+            tile = self.shards[matrix.shard].tile
+            return tile.as_tile(self._gradient(matrix).lerp(mean, momentum)).to(self._products)
+
+        def take(matrix: Matrix, update: Tensor) -> None:
+            shard = self.shards[matrix.shard]
+            self._apply(matrix, shard.tile.as_tile(update), lr, update_scale(shard.global_shape))
+
+        empty = torch.empty(0, dtype=self._products, device=self.parameters[0].device)
+        matrices.transform(ahead, orthogonalize, take, empty)
+
+    def _gradient(self, matrix: Matrix) -> Tensor:
+        """The gradient of a shard, or of an expert of it, as its parameter and in the type of its mean."""
+        shard = self.shards[matrix.shard]
+        assert shard.grad is not None, f"{shard.name} has no gradient"
+        return _matrix_of(shard.tile.as_tile(shard.grad), matrix).to(self._mean(matrix.shard).dtype)
+
+    def _apply(self, matrix: Matrix, update: Tensor, lr: float, scale: float) -> None:
+        """Let a shard's weights, or those of an expert of it, decay, and move them against ``update`` by lr · scale."""
+        parameter, own = _matrix_of(self.parameters[matrix.shard].detach(), matrix), self.treatments[matrix.shard]
+        rounds = self.config.stochastic_rounding
+        wide = parameter.float() if rounds else parameter
+        rate = lr * own.lr_ratio
+        wide.mul_(1 - rate * own.weight_decay).sub_(update, alpha=rate * scale)
+        if rounds:
+            self._round(matrix, wide)
+
     @torch.no_grad()
     def _step_and_round(self, lr: float) -> None:
-        """Step float32 copies of the weights, one at a time, and round the results to bfloat16."""
+        """Step float32 copies of AdamW's weights, one at a time, and round the results to bfloat16."""
         beta1, beta2 = self.config.betas
-        for index, (parameter, shard) in enumerate(zip(self.parameters, self.shards, strict=True)):
-            if shard.grad is None:
-                continue
+        for index in self._of_rule("adamw"):
+            parameter, shard = self.parameters[index], self.shards[index]
+            assert shard.grad is not None
             first, second = (shard.tile.as_tile(moment) for moment in self.moments(index).values())
             count = self.adamw.state[parameter]["step"]
             wide, grad = parameter.float(), shard.tile.as_tile(shard.grad).float().contiguous()
@@ -126,34 +196,60 @@ class ShardedAdamW:
                 eps=self.config.eps,
                 maximize=False,
             )
-            generator = torch.Generator(wide.device)
-            # Seeded by name: the copies of a tied weight at both ends of a pipeline are rounded the same way too.
-            name = zlib.crc32(shard.name.encode())
-            generator.manual_seed(((self.seed * 1_000_003 + self._steps) * 1_000_003 + name) % 2**63)
-            parameter.copy_(stochastically_rounded(wide, generator))
+            self._round(Matrix(index), wide)
+
+    def _round(self, matrix: Matrix, wide: Tensor) -> None:
+        """Store a float32 copy of a weight in its bfloat16."""
+        generator = torch.Generator(wide.device)
+        # Seeded by name: the copies of a tied weight at both ends of a pipeline are rounded the same way too.
+        expert = "" if matrix.expert is None else f"[{matrix.expert}]"
+        name = zlib.crc32(f"{self.shards[matrix.shard].name}{expert}".encode())
+        generator.manual_seed(((self.seed * 1_000_003 + self._steps) * 1_000_003 + name) % 2**63)
+        _matrix_of(self.parameters[matrix.shard], matrix).copy_(stochastically_rounded(wide, generator))
 
     def moments(self, index: int) -> dict[str, Tensor]:
-        """First and second moment of shard ``index``, as its ``local``; zeros before the first step."""
-        parameter = self.parameters[index]
+        """The states of shard ``index`` by name, each as its ``local``; zeros before the first step."""
+        parameter, names = self.parameters[index], STATES[self.rules[index]]
+        if self.rules[index] != "adamw":
+            return {name: self.shards[index].tile.as_tile(self._mean(index)) for name in names}
         state = self.adamw.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            dtype = torch.float32 if self.config.stochastic_rounding else parameter.dtype
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        return {name: self.shards[index].tile.as_tile(state[name]) for name in ("exp_avg", "exp_avg_sq")}
+            for name in names:
+                state[name] = self._zeros(parameter)
+        return {name: self.shards[index].tile.as_tile(state[name]) for name in names}
+
+    def _mean(self, index: int) -> Tensor:
+        """The running mean of a shard that Lion or Muon steps, as its parameter."""
+        if index not in self._momentum:
+            self._momentum[index] = self._zeros(self.parameters[index])
+        return self._momentum[index]
+
+    def _zeros(self, parameter: Tensor) -> Tensor:
+        dtype = torch.float32 if self.config.stochastic_rounding else parameter.dtype
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+
+    def states(self) -> Iterator[Tensor]:
+        """Every tensor that is kept between steps, AdamW's counts of steps included."""
+        for state in self.adamw.state.values():
+            yield from state.values()
+        yield from self._momentum.values()
 
     def steps_taken(self) -> int:
         """Steps that changed the weights."""
-        state = self.adamw.state[self.parameters[0]]
-        return int(state["step"]) if state else 0
+        return self._steps
 
     def set_steps_taken(self, steps: int) -> None:
         """Set the steps that Adam's bias correction counts, after loading moments."""
         self._steps = steps
         for index, parameter in enumerate(self.parameters):
             self.moments(index)
-            self.adamw.state[parameter]["step"].fill_(steps)
+            if self.rules[index] == "adamw":
+                self.adamw.state[parameter]["step"].fill_(steps)
+
+
+def _matrix_of(stack: Tensor, matrix: Matrix) -> Tensor:
+    return stack if matrix.expert is None else stack[matrix.expert]
 
 
 def stochastically_rounded(wide: Tensor, generator: torch.Generator) -> Tensor:

@@ -1,4 +1,4 @@
-"""Record a run on rank 0: what it prints, metrics.jsonl, the prediction beside it, summary.json and sample.txt."""
+"""Record a run on rank 0: what it prints, metrics.jsonl, trackers, the prediction, summary.json and sample.txt."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from fourfold.config.run import RunConfig
 from fourfold.data.files import WriteFailed, write_output
 from fourfold.data.mask_preview import MaskStatistics
+from fourfold.environment import Place
 from fourfold.models.dtypes import DTYPES
 from fourfold.models.lora import trained_shapes
 from fourfold.run_file.dump import to_toml
@@ -21,17 +22,23 @@ from fourfold.training.console import Fact, Progress
 from fourfold.training.corpora import Corpora
 from fourfold.training.flops import FLOP_FORMULA, flops_per_token, mfu, model_tflops_per_device, peak_flops
 from fourfold.training.job import Job
-from fourfold.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
+from fourfold.training.metrics import EXPERTS_FILE, MetricsWriter, StepMetrics, add_record, peak_memory_bytes
 from fourfold.training.outcome import Outcome
 from fourfold.training.prediction import Prediction
 from fourfold.training.run_folder import RUN_FILE, SAMPLE_FILE, SUMMARY_FILE
 from fourfold.training.step_checks import Figures
+from fourfold.training.tracking import Tracking, check_trackers
+
+EXPERT_RECORDS = 100
+"""Steps of which the load of every expert of every layer is recorded: as many as a heat map shows."""
 
 
 class RunRecord:
     """Shows and writes down one run; on rank 0 only."""
 
-    def __init__(self, run: RunConfig, run_dir: Path, job: Job, corpora: Corpora, first_step: int) -> None:
+    def __init__(
+        self, run: RunConfig, run_dir: Path, job: Job, corpora: Corpora, first_step: int, place: Place
+    ) -> None:
         """Print the numbers that follow from the run file, and open the files."""
         self.run, self.run_dir, self.job, self.first_step = run, run_dir, job, first_step
         training = run.training
@@ -46,7 +53,8 @@ class RunRecord:
         self.device_name = torch.cuda.get_device_name(job.device) if on_gpu else "CPU"
         # MFU is against the dense peak of the dtype that the matmuls run in.
         self.peak = peak_flops(self.device_name, DTYPES[training.precision]) if on_gpu else None
-        self.writer = MetricsWriter(run_dir, run.metrics.tensorboard, resume_step=first_step)
+        check_trackers(run)
+        self.writer = MetricsWriter(run_dir, resume_step=first_step)
         self.progress = Progress(training.train_steps, total_tokens, log_interval=run.metrics.log_interval)
         goldfish = corpora.goldfish_statistics()
         self.facts = self._facts(corpora, goldfish, total_tokens)
@@ -54,16 +62,19 @@ class RunRecord:
         self.progress.print_facts("Run", self.facts)
         _warn_about_data(corpora, goldfish, training.seq_length)
         write_output(run_dir / RUN_FILE, to_toml(run))
+        self.tracking = Tracking(run, run_dir, first_step, self.device_name)
         self.failure: WriteFailed | None = None
         """The record of a step could not be written; the other processes do not know that yet."""
+        self.startup_seconds = time.time() - place.started
         self.started = time.perf_counter()
 
     def __enter__(self) -> RunRecord:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self.progress.close()
         self.writer.close()
+        self.tracking.close(failed=kind is not None)
 
     def step(self, step: int, figures: Figures, seconds: float, more: Mapping[str, float], skipped: bool) -> None:
         """Record one step, counted from 0, that took ``seconds``; a failure waits in ``failure``.
@@ -74,6 +85,7 @@ class RunRecord:
             self.tokens_per_step / seconds if figures.kept else 0.0
         )  # a batch that is left out takes no time
         tflops = model_tflops_per_device(self.flops.training, tokens_per_second, self.run.parallel.world_size)
+        load = self.job.expert_load if figures.kept else None
         metrics = StepMetrics(
             step=step + 1,
             loss=figures.loss,
@@ -88,25 +100,37 @@ class RunRecord:
             trained_token_share=figures.kept / self.losses_per_step,
             validation_loss=more.get("validation_loss"),
             skipped=skipped,
-            more={**self._of_experts(figures), **{k: v for k, v in more.items() if k != "validation_loss"}},
+            more={
+                **({} if load is None else load.figures()),
+                **{k: v for k, v in more.items() if k != "validation_loss"},
+            },
         )
         self.progress.update(metrics)
+        record = metrics.record()
+        self.tracking.log(metrics.step, record)
         try:
-            self.writer.write(metrics)
+            self.writer.write(record)
+            if load is not None and self._shows_experts(metrics):
+                of_experts = {"step": metrics.step, "tokens": metrics.tokens, **load.by_layer()}
+                add_record(self.run_dir / EXPERTS_FILE, of_experts)
             if (compared := self.prediction.after_step(metrics)) is not None:
                 self.progress.print_facts("Predicted and measured", compared)
         except WriteFailed as failure:
             self.failure = failure
 
-    def _of_experts(self, figures: Figures) -> Mapping[str, float]:
-        return self.job.expert_load.figures() if self.job.expert_load is not None and figures.kept else {}
+    def _shows_experts(self, metrics: StepMetrics) -> bool:
+        """True for the first step, the last, and about ``EXPERT_RECORDS`` between them; not where the loss is NaN."""
+        last, interval = self.run.training.train_steps, self.run.metrics.log_interval
+        is_due = metrics.step % max(interval, last // EXPERT_RECORDS) == 0 or metrics.step in (1, last)
+        return is_due and math.isfinite(metrics.loss)
 
     def go_back(self, steps: int) -> None:
         """Drop the lines of steps after the first ``steps``, which will be taken again."""
         if self.failure is not None:
             raise self.failure
         self.writer.close()
-        self.writer = MetricsWriter(self.run_dir, self.run.metrics.tensorboard, resume_step=steps)
+        self.writer = MetricsWriter(self.run_dir, resume_step=steps)
+        self.tracking.go_back(steps)
 
     def end(self, outcome: Outcome) -> None:
         """Write the summary and the sample."""
@@ -118,7 +142,8 @@ class RunRecord:
             "steps": outcome.steps,
             "final loss": outcome.loss,
             "tokens/s, everything included": steps * self.tokens_per_step / seconds if steps else None,
-            "seconds": round(seconds, 1),
+            "seconds to the first step": round(self.startup_seconds, 1),
+            "seconds after it": round(seconds, 1),
             "checkpoint": outcome.checkpoint,
             "ended by": self._ended_by(outcome),
         }

@@ -17,9 +17,7 @@ class CollectiveNames:
     """Names the collectives of a process on a grid."""
 
     def __init__(self, grid: Grid) -> None:
-        # By members: FSDP2 makes groups of its own along our axes.
-        axes = [*grid.neighbors.values(), *grid.axes()[::-1]]
-        self._axis_of_ranks = {tuple(dist.get_process_group_ranks(axis.group)): axis.name for axis in axes}
+        self._grid = grid
         self._axis_of_group: dict[str, str] = {}
         if grid.ep.size > 1:  # its members may be those of another axis
             self._axis_of_group[grid.ep.group.group_name] = "ep"
@@ -39,6 +37,8 @@ class CollectiveNames:
 
     def _axis_of(self, group: dist.ProcessGroup) -> str:
         if group.group_name not in self._axis_of_group:
-            ranks = tuple(dist.get_process_group_ranks(group))
-            self._axis_of_group[group.group_name] = self._axis_of_ranks.get(ranks, "world")
+            # By members: FSDP2 makes groups of its own along our axes.
+            axes, ranks = [*self._grid.axes(), *self._grid.neighbors.values()], dist.get_process_group_ranks(group)
+            names = (axis.name for axis in axes if dist.get_process_group_ranks(axis.group) == ranks)
+            self._axis_of_group[group.group_name] = next(names, "world")
         return self._axis_of_group[group.group_name]

@@ -40,7 +40,7 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Poin
     """The points to trace in place of a rank's part of the run: one, two or four, or the run itself if it is small.
 
     timed: for seconds too. Sums over replicas that hold whole weights are waited for only at the end, and a backlog of
-    them is not linear in the layers, so every layer is traced.
+    them is not linear in the layers, so every layer is traced; with Muon too, whose owners have whole matrices.
     """
     target, grid = point_of(run, pp_rank), run.parallel
     pipelines = [target]
@@ -59,8 +59,9 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Poin
     few = (3 if target.micro_batches > 1 else 4) + run.overlap.weight_prefetch
     counts = [target.layers]
     backlog = timed and grid.z == 1 and grid.zero == 0 and grid.dp * grid.cp > 1
+    deals = run.optimizer.name == "muon" and grid.world_size > grid.pp
     if (
-        not backlog
+        not (backlog or deals)
         and target.layers > few + 1
         and run.model.first_k_dense_replace < few
         and all(len(layers) == target.layers for layers in layers_of_rank(run, pp_rank))

@@ -1,13 +1,12 @@
 """One process that trains what a run file describes, written apart from the training loop.
 
-Its loss, clipping and AdamW are torch's; labels, schedule, weight decay and learning rates of groups are its own. It
-shares with the grid the random samples and, as the reference ``plain``, the decoder.
+Its loss, clipping and AdamW are torch's; labels, schedule, the other optimizers, weight decay and learning rates of
+groups are its own. It shares with the grid the random samples and, as the reference ``plain``, the decoder.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from fourfold.training.job import build_model
 from fourfold.verification.batches import RandomSamples
 from fourfold.verification.float64 import InFloat64
 from fourfold.verification.reference_labels import document_ends, kept_tokens, positions
+from fourfold.verification.reference_optimizer import ReferenceOptimizer
 
 Parameters = Mapping[str, Tensor]
 Logits = Callable[[Parameters, Tensor, Tensor, Tensor | None], Tensor]
@@ -67,8 +67,7 @@ class Reference:
         copies = {name: weight.to(device, dtype, copy=True) for name, weight in weights.items()}
         self.frozen = {name: copy for name, copy in copies.items() if run.lora.rank and ".lora_" not in name}
         self.trained = {name: nn.Parameter(copy) for name, copy in copies.items() if name not in self.frozen}
-        groups = [{"params": [p], **_treatment(name, p, run)} for name, p in self.trained.items()]
-        self.adamw = torch.optim.AdamW(groups, betas=run.optimizer.betas, eps=run.optimizer.eps)
+        self.optimizer = ReferenceOptimizer(self.trained, run)
         self.router_losses = RouterLosses(run, device)
         self.averages: dict[str, Tensor] = {}
         """Moving averages of the trained weights, where the run has them."""
@@ -88,12 +87,9 @@ class Reference:
                 loss += part.detach()
         gradients = {name: p.grad.clone() for name, p in self.trained.items() if p.grad is not None}
         norm = nn.utils.clip_grad_norm_(self.trained.values(), max_grad_norm)
-        for group in self.adamw.param_groups:
-            group["lr"] = _learning_rate(step, self.run) * group["lr_ratio"]
-        self.adamw.step()
+        self.optimizer.step(_learning_rate(step, self.run))
         self._average()
         self.router_losses.end_step(self.trained)
-        self.adamw.zero_grad()
         return Figures(loss, norm, gradients)
 
     def _average(self) -> None:
@@ -198,15 +194,6 @@ class RouterLosses:
             if bias is not None:
                 bias += self.run.moe.bias_update_rate * (rows.sum() - len(rows) * rows).sign()
         self.rows.clear()
-
-
-def _treatment(name: str, parameter: Tensor, run: RunConfig) -> dict[str, float]:
-    decay = run.optimizer.weight_decay if parameter.ndim > 1 else 0.0
-    for group in run.optimizer.groups:
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in group.parameters):
-            given = group.weight_decay
-            return {"lr_ratio": group.lr_ratio, "weight_decay": decay if given is None else given}
-    return {"lr_ratio": 1.0, "weight_decay": decay}
 
 
 def _learning_rate(step: int, run: RunConfig) -> float:

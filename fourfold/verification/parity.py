@@ -35,6 +35,9 @@ ADAM_EPS = 1e-3
 """Adam divides by √v + eps. With a small eps rounding noise moves weights whose gradient is nearly zero by whole steps,
 differently on any two machines."""
 
+LION_EPS = 1e-5
+"""Lion's sign is linear below eps, and rounding noise is far below this: without it, noise changes whole signs."""
+
 WARMUP_STEPS = 2
 """The fewest in which a warm-up shows."""
 
@@ -78,7 +81,7 @@ def shortened(run: RunConfig, steps: int) -> RunConfig:
     """A run of a few steps in which the schedule, the masks, clipping and the optimizer show."""
     optimizer = {
         "lr": LEARNING_RATE,
-        "eps": max(run.optimizer.eps, ADAM_EPS),
+        "eps": max(run.optimizer.eps, LION_EPS if run.optimizer.name == "lion" else ADAM_EPS),
         "max_grad_norm": min(run.optimizer.max_grad_norm, MAX_GRAD_NORM),
         "stochastic_rounding": False,
     }

@@ -64,9 +64,8 @@ class Recorder(TorchDispatchMode):
             self._tag(shard.local, "parameters")
         for index in range(len(job.trained)):
             job.optimizer.moments(index)
-        for state in job.optimizer.adamw.state.values():
-            for tensor in state.values():
-                self._tag(tensor, "optimizer")
+        for tensor in job.optimizer.states():
+            self._tag(tensor, "optimizer")
         averages = [] if job.average is None else job.average.averages
         for average in averages:
             self._tag(average, "optimizer")

@@ -99,6 +99,7 @@ def load_elsewhere(rank: int, world_size: int, run: RunConfig, path: Path) -> di
     return whole(job)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("model", [GPT, QWEN | SHORT], ids=["gpt", "short norms"])
 def test_every_grid_reads_it_exactly(pool: Pool, tmp_path: Path, model: dict[str, Any]) -> None:
     batch = {"training": {"global_batch_size": 12, "micro_batch_size": 1}}

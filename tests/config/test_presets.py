@@ -24,6 +24,8 @@ BILLIONS = {
     "llama3-8b": 8.03,
     "llama3-70b": 70.6,
     "llama3-405b": 406,
+    "mistral-7b": 7.24,
+    "gemma2-2b": 2.61,
     "mixtral-8x7b": 46.7,
     "mixtral-8x22b": 141,
     "qwen3-30b-a3b": 30.5,
@@ -56,7 +58,7 @@ def test_every_preset_is_checked_here() -> None:
 
 @pytest.mark.parametrize(("name", "billions"), BILLIONS.items())
 def test_number_of_parameters(name: str, billions: float) -> None:
-    published_to_the_digit = name.startswith(("gpt2", "llama3", "mixtral", "qwen3", "olmoe"))
+    published_to_the_digit = name.startswith(("gpt2", "llama3", "mistral", "gemma2", "mixtral", "qwen3", "olmoe"))
     count = make_run(table({"preset": name})).model.num_parameters
     assert count / 1e9 == pytest.approx(billions, rel=0.005 if published_to_the_digit else 0.1)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from markdown import REPOSITORY
+from tiny_hub import make_dataset
 
 
 @pytest.fixture
@@ -18,4 +19,6 @@ def workplace(tmp_path: Path) -> Path:
         source = Path(importlib.util.find_spec(name).origin).read_text(encoding="utf-8")
         for number, part in enumerate(source.split("\n\n\n")):
             (tmp_path / "text" / f"{name}-{number}.txt").write_text(part, encoding="utf-8")
+    if importlib.util.find_spec("datasets"):
+        make_dataset(tmp_path / "tales", documents=400)
     return tmp_path

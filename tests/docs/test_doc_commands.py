@@ -24,7 +24,7 @@ from fourfold.run_file.load import load_run, make_run
 
 NOT_RUN = "# not run by the tests"
 
-NEEDS = {"loki.md": "transformers"}
+NEEDS = {"loki.md": "transformers", "data.md": "datasets"}
 """Pages whose commands need a library that the tests may do without."""
 
 CHEAPER = {"z = 2\n": "z = 1\n", "seq_length = 128": "seq_length = 32", "max_new_tokens = 20": "max_new_tokens = 2"}
@@ -78,6 +78,7 @@ def test_the_commands_of_a_page_run(page: Path, workplace: Path) -> None:
         shutil.rmtree(workplace / "text")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "COV"))}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "100"}
+    environment["HF_DATASETS_CACHE"] = str(workplace / "cache")
     for block, after in itertools.pairwise([*blocks_of(page), Block("", "")]):
         name = re.match(r"# (\w+\.toml)$", block.text, re.MULTILINE)
         if block.language == "toml" and name:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from markdown import REPOSITORY, tables_of
 
+import fourfold
 from fourfold.config.run import RunConfig
-from fourfold.run_file.load import load_run
+from fourfold.run_file.load import ELSEWHERE, load_run
 from fourfold.run_file.reference import reference
 from fourfold.verification.parity_report import LIMIT
 
@@ -88,3 +90,29 @@ def test_a_batch_goes_through_twelve_files() -> None:
     for _, name, lines in rows:
         found = len((REPOSITORY / "fourfold" / name).read_text(encoding="utf-8").splitlines())
         assert abs(found - int(lines)) <= 0.1 * found, f"docs/architecture.md: {name} has {found} lines, not {lines}"
+
+
+def test_the_glossary_names_keys_as_the_loader_does() -> None:
+    for keys, name in tables_of(DOCS / "glossary.md")["key elsewhere | here"]:
+        assert {ELSEWHERE[key] for key in re.findall(r"`(\w+)`", keys)} == {name}, keys
+
+
+def test_workflows_and_templates_name_what_exists() -> None:
+    """Parsed as YAML; make targets, paths and versions of Python are the repository's."""
+    yaml = pytest.importorskip("yaml")
+    files = [
+        *(REPOSITORY / ".github").rglob("*.yml"),
+        *REPOSITORY.glob("*.cff"),
+        REPOSITORY / ".pre-commit-config.yaml",
+    ]
+    parsed = {path.name: yaml.safe_load(path.read_text(encoding="utf-8")) for path in files}
+    targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        assert set(re.findall(r"run: make ([\w-]+)", text)) <= set(targets), path.name
+        assert all((REPOSITORY / name).exists() for name in re.findall(r"\bexamples/[\w./-]+", text)), path.name
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pythons = parsed["tests.yml"]["jobs"]["tests"]["strategy"]["matrix"]["python"]
+    assert project["requires-python"] == f">={pythons[0]}"
+    assert parsed["CITATION.cff"]["version"] == fourfold.__version__
+    assert f"## {fourfold.__version__}" in (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -42,6 +42,7 @@ def of_a_block(run: RunConfig) -> Counter[Line]:
     return bytes_of(trace(more, whole=True)) - bytes_of(trace(run, whole=True))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("model", "grid"),
     [(LLAMA, {"x": 2, "y": 2}), (GPT, {"x": 2}), (GPT, {"x": 2, "y": 4})],
@@ -110,6 +111,7 @@ def test_the_table_of_zero_says_what_the_trace_counts(zero: int, grid: dict[str,
         assert size == pytest.approx(said[line], rel=4e-3), line
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("other", ["dp", "cp"])
 def test_the_table_of_states_says_what_the_trace_counts(zero: int, other: str) -> None:

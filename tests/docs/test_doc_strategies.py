@@ -19,7 +19,7 @@ from fourfold.config.stages import stage_layers
 from fourfold.parallel.context import chunks_of
 from fourfold.parallel.schedule import bubble, schedule_ops, timeline
 from fourfold.planning.calibration.machine_constants import constants_for
-from fourfold.planning.cost.exposed import weight_traffic_seconds
+from fourfold.planning.cost.weight_traffic import weight_traffic_seconds
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.run_workload import workload_of_model
 from fourfold.run_file.load import load_run, make_run

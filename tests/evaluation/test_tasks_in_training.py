@@ -13,7 +13,7 @@ from tiny_corpus import make_corpus, run_file
 from fourfold.data.tokenizer import train_bpe
 from fourfold.errors import UserError
 from fourfold.run_file.load import load_run
-from fourfold.training.metrics import put_record, read_metrics
+from fourfold.training.metrics import add_record, read_metrics
 
 TASK = """
 task: tiny_choice
@@ -79,5 +79,5 @@ def test_interval_and_tasks_go_together(tmp_path: Path) -> None:
 
 def test_records_of_later_steps_are_replaced(tmp_path: Path) -> None:
     for step in (4, 8, 12, 8):
-        put_record(tmp_path / "r.jsonl", {"step": step, "tasks": {}})
+        add_record(tmp_path / "r.jsonl", {"step": step, "tasks": {}})
     assert [record["step"] for record in read_metrics(tmp_path / "r.jsonl")] == [4, 8]

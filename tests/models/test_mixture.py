@@ -153,14 +153,35 @@ def test_impossible_experts_are_refused(keys: dict[str, Any], message: str) -> N
         ModelConfig(**(TINY | keys))
 
 
-@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.11 has no public grouped product")
+NEEDS_THE_KERNEL = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.11 has no public grouped product")
+
+
+def grouped_by(by_kernel: bool, sizes: list[int], device: str, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """A grouped product in bf16 and its gradients, in one kernel or by the loop."""
+    monkeypatch.setattr(grouped, "has_kernel", lambda *operands: by_kernel)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((sum(sizes), 16), (len(sizes), 32, 16))
+    inputs = [torch.randn(shape, generator=generator).bfloat16().to(device).requires_grad_() for shape in shapes]
+    out = grouped_product(inputs[0], inputs[1], sizes)
+    return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+
+
+@NEEDS_THE_KERNEL
 def test_torchs_grouped_kernel_multiplies_as_the_loop_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, weights = torch.randn(24, 16).bfloat16(), torch.randn(3, 32, 16).bfloat16()
-    results = []
-    for by_kernel in (False, True):
-        monkeypatch.setattr(grouped, "has_kernel", lambda *operands, by_kernel=by_kernel: by_kernel)
-        inputs = [rows.clone().requires_grad_(), weights.clone().requires_grad_()]
-        out = grouped_product(inputs[0], inputs[1], [8, 0, 16])
-        results.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
-    for one, other in zip(*results, strict=True):
+    loop, kernel = (grouped_by(by_kernel, [8, 0, 16], "cpu", monkeypatch) for by_kernel in (False, True))
+    for one, other in zip(kernel, loop, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@NEEDS_THE_KERNEL
+@pytest.mark.parametrize("sizes", [[0, 24, 0], [0, 0, 7, 0, 1, 0], [129, 0, 0, 3], [1, 0]], ids=str)
+def test_the_gpus_kernel_takes_empty_groups(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of an empty group's matrix are zero, whatever the memory held before (pytorch issue 172439)."""
+    loop = grouped_by(False, sizes, "cuda", monkeypatch)
+    poison = [torch.full((len(sizes), 32, 16), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
+    del poison  # the allocator gives this memory to the kernel's output
+    kernel = grouped_by(True, sizes, "cuda", monkeypatch)
+    assert not kernel[2][[n for n, size in enumerate(sizes) if not size]].any()
+    for one, other in zip(kernel, loop, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fourfold.models.transformer import causal_within
+from fourfold.models.attention_core import causal_within
 from fourfold.parallel import block_attention
-from fourfold.parallel.block_attention import attend_block, attend_block_backward
+from fourfold.parallel.block_attention import Scores, attend_block, attend_block_backward
 from fourfold.parallel.context import chunks_of, in_order, take_chunks
 from fourfold.parallel.ring import block_of_step, merge
 
@@ -30,14 +30,19 @@ def documents_of(batch: int, length: int) -> Tensor:
     return starts.cumsum(1)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+SCORES = Scores(0.25)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: Scores = SCORES) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps in plain operations; of a query that sees nothing 0 and −∞."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = (q @ k.mT) / q.shape[-1] ** 0.5
-    scores = scores.masked_fill(~mask, -torch.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse.isinf(), 0)[..., None]).exp()
+    products = scores.scale * (q @ k.mT)
+    if scores.softcap:
+        products = scores.softcap * (products / scores.softcap).tanh()
+    products = products.masked_fill(~mask, -torch.inf)
+    lse = products.logsumexp(-1)
+    weights = (products - lse.masked_fill(lse.isinf(), 0)[..., None]).exp()
     return weights @ v, lse
 
 
@@ -60,7 +65,8 @@ def test_taking_chunks_and_putting_them_in_order_are_inverse(ranks: int) -> None
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("masks_documents", [False, True])
-def test_the_steps_of_all_ranks_cover_the_mask_exactly(ranks: int, masks_documents: bool) -> None:
+@pytest.mark.parametrize("window", [0, 1, 3, 4, 5, 6, 13, 99])
+def test_the_steps_of_all_ranks_cover_the_mask_exactly(ranks: int, masks_documents: bool, window: int) -> None:
     """Every pair of a query and a key that it may see is met once, by the rank that has the query; no other is."""
     length = 8 * ranks
     documents = documents_of(3, length) if masks_documents else torch.zeros(3, length, dtype=torch.int64)
@@ -69,8 +75,10 @@ def test_the_steps_of_all_ranks_cover_the_mask_exactly(ranks: int, masks_documen
     for rank in range(ranks):
         cp = Place(ranks, rank)
         for source in range(ranks):
-            tokens = length // ranks
-            block = block_of_step(source, tokens, documents if masks_documents else None, cp)
+            given = documents if masks_documents else None
+            block = block_of_step(source, length // ranks, given, cp, window, position.device)
+            if block is None:
+                continue
             queries = take_chunks(position, rank, ranks)[0, block.queries]
             keys = take_chunks(position, source, ranks)[0, block.keys]
             seen = torch.ones(3, len(queries), len(keys), dtype=torch.bool)
@@ -79,7 +87,15 @@ def test_the_steps_of_all_ranks_cover_the_mask_exactly(ranks: int, masks_documen
             if block.mask_B1QK is not None:
                 seen &= block.mask_B1QK[:, 0]
             met[:, queries[:, None], keys[None]] += seen
-    assert torch.equal(met, causal_within(documents)[:, 0].long())
+    assert torch.equal(met, causal_within(documents, window)[:, 0].long())
+
+
+def test_ranks_that_no_window_reaches_are_skipped() -> None:
+    """8 chunks of 4 tokens on 4 ranks; a window of 4 tokens reaches the chunk before, of the rank before or after."""
+    blocks = {source: block_of_step(source, 8, None, Place(4, 1), 4, torch.device("cpu")) for source in range(4)}
+    assert blocks[3] is None
+    assert blocks[0] is not None and (blocks[0].queries, blocks[0].keys) == (slice(0, 4), slice(0, 4))
+    assert blocks[2] is not None and (blocks[2].queries, blocks[2].keys) == (slice(4, 8), slice(4, 8))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -89,7 +105,8 @@ def test_every_rank_has_the_same_work(ranks: int) -> None:
     for rank in range(ranks):
         pairs = 0.0
         for source in range(ranks):
-            block = block_of_step(source, tokens, None, Place(ranks, rank))
+            block = block_of_step(source, tokens, None, Place(ranks, rank), 0, torch.device("cpu"))
+            assert block is not None
             size = len(range(tokens)[block.queries]) * len(range(tokens)[block.keys])
             pairs += size / 2 if block.causal else size
         work.add(pairs)
@@ -127,7 +144,7 @@ def test_a_block_of_attention_is_dense_attention(mask: str, kv_heads: int) -> No
     expected, expected_lse = dense(q, k, v, seen)
     expected.backward(grad)
     with torch.no_grad():
-        out, lse = attend_block(q, k, v, causal, given)
+        out, lse = attend_block(q, k, v, causal, given, SCORES)
     torch.testing.assert_close(out, expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, expected_lse.detach(), rtol=1e-5, atol=1e-6)
     if mask == "rows that see nothing":  # their gradients: below, where other keys are seen
@@ -135,7 +152,7 @@ def test_a_block_of_attention_is_dense_attention(mask: str, kv_heads: int) -> No
         assert (lse[0, :, 3:6] == -torch.inf).all()
         return
     with torch.no_grad():
-        gradients = attend_block_backward(grad, q, out, lse, k, v, causal, given)
+        gradients = attend_block_backward(grad, q, out, lse, k, v, causal, given, SCORES)
     for got, tensor in zip(gradients, (q, k, v), strict=True):
         torch.testing.assert_close(got, tensor.grad, rtol=1e-5, atol=1e-5)
 
@@ -155,13 +172,13 @@ def test_parts_merge_to_the_whole(mask: str) -> None:
         out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf)
         for keys in blocks:
             part_mask = None if given is None else seen[..., keys]
-            merge(out, lse, *attend_block(q, k[:, :, keys], v[:, :, keys], False, part_mask))
+            merge(out, lse, *attend_block(q, k[:, :, keys], v[:, :, keys], False, part_mask, SCORES))
         torch.testing.assert_close(out, expected.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(lse, expected_lse.detach(), rtol=1e-5, atol=1e-6)
         dq = torch.zeros_like(q)
         for keys in blocks:
             part_mask = None if given is None else seen[..., keys]
-            part = (k[:, :, keys], v[:, :, keys], False, part_mask)
+            part = (k[:, :, keys], v[:, :, keys], False, part_mask, SCORES)
             dq_part, dk, dv = attend_block_backward(grad, q, out, lse, *part)
             dq += dq_part
             torch.testing.assert_close(dk, k.grad[:, :, keys], rtol=1e-5, atol=1e-5)
@@ -188,5 +205,5 @@ def test_log_sum_exps_have_the_length_that_a_gpus_kernel_wants(
         q, grad, out = torch.empty(3, 1, 4, 20, 16)
         k, v = torch.empty(2, 1, 2, 24, 16)
         mask, lse = torch.ones(1, 1, 20, 24, dtype=torch.bool), torch.empty(1, 4, 20)
-        attend_block_backward(grad, q, out, lse, k, v, False, mask)
+        attend_block_backward(grad, q, out, lse, k, v, False, mask, SCORES)
     assert lengths == [padded]

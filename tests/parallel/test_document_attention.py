@@ -9,8 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.models.transformer import causal_within, documents_of
-from fourfold.parallel.document_attention import attend_at_once, attend_documents, begins_of, differentiate_at_once
+from fourfold.models.attention_core import causal_within, documents_of
+from fourfold.parallel import document_attention
+from fourfold.parallel.block_attention import Scores
+from fourfold.parallel.document_attention import (
+    Limits,
+    attend_at_once,
+    attend_documents,
+    begins_of,
+    differentiate_at_once,
+    pieces_of,
+)
 from fourfold.verification.trace import trace
 from tests.tiny_runs import LLAMA, tiny_run
 
@@ -31,41 +40,71 @@ def with_gradients(attend: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -
     return (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    mask = causal_within(documents_of(ENDS, q.shape[1]))
-    heads_first = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float = 0.25, window: int = 0, softcap: float = 0.0) -> Tensor:
+    mask = causal_within(documents_of(ENDS, q.shape[1]), window)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    if not softcap:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+    scores = softcap * (scale * (q @ k.mT) / softcap).tanh()
+    return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+
+def assert_equal_to_dense(tensors: list[Tensor], *options: float) -> None:
+    """options: scale, window and softcap."""
+    found = with_gradients(lambda q, k, v: attend_documents(q, k, v, ENDS, *options)[0], *tensors)
+    exact = with_gradients(lambda q, k, v: dense(q, k, v, *options), *(t.double() for t in tensors))
+    plain = with_gradients(lambda q, k, v: dense(q, k, v, *options), *tensors)
+    for ours, theirs, true in zip(found, plain, exact, strict=True):
+        error, limit = (ours.double() - true).abs().max(), (theirs.double() - true).abs().max()
+        assert error <= 3 * limit + 1e-12
+        assert ours.dtype == tensors[0].dtype
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_it_is_dense_attention_under_the_mask(dtype: torch.dtype, kv_heads: int) -> None:
-    tensors = inputs(dtype, kv_heads)
-    found = with_gradients(lambda q, k, v: attend_documents(q, k, v, ENDS)[0], *tensors)
-    exact = with_gradients(dense, *(t.double() for t in tensors))
-    plain = with_gradients(dense, *tensors)
-    for ours, theirs, true in zip(found, plain, exact, strict=True):
-        error, limit = (ours.double() - true).abs().max(), (theirs.double() - true).abs().max()
-        assert error <= 3 * limit + 1e-12
-        assert ours.dtype == dtype
+    assert_equal_to_dense(inputs(dtype, kv_heads), 0.25)
+
+
+@pytest.mark.parametrize("queries", [3, 16], ids=["in pieces", "whole"])
+@pytest.mark.parametrize(("window", "softcap"), [(5, 0.0), (1, 0.0), (0, 0.7), (5, 0.7), (99, 0.7)])
+def test_windows_and_caps_are_those_of_dense_attention(
+    window: int, softcap: float, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document_attention, "LEAST_QUERIES", queries)
+    monkeypatch.setattr(document_attention, "MOST_QUERIES", queries)
+    for dtype in (torch.float64, torch.float32):
+        assert_equal_to_dense(inputs(dtype, 2), 0.3, window, softcap)
+
+
+def test_time_follows_the_window() -> None:
+    """The keys of every piece, without documents."""
+    q = torch.empty(1, 4096, 1, 8)
+    pieces = list(pieces_of(Limits(None, 64), q, Scores(1.0)))
+    assert sum(len(range(4096)[queries]) * len(range(4096)[keys]) for _, queries, keys in pieces) < 4096 * 128
 
 
 def test_the_operators_keep_to_torchs_rules() -> None:
     """Fake shapes and strides, aliasing, autograd's registration; gradients by differences in float64."""
     q, k, v = (t.detach().requires_grad_() for t in inputs(torch.float64, 2)[:3])
-    torch.library.opcheck(attend_documents, (q, k, v, ENDS))
-    assert torch.autograd.gradcheck(lambda *qkv: attend_documents(*qkv, ENDS)[0], (q, k, v), fast_mode=True)
+    torch.library.opcheck(attend_documents, (q, k, v, ENDS, 0.25, 5, 0.7))
+    assert torch.autograd.gradcheck(
+        lambda *qkv: attend_documents(*qkv, ENDS, 0.25, 5, 0.7)[0], (q, k, v), fast_mode=True
+    )
 
 
 def test_the_kernel_for_all_documents_has_the_shapes_that_are_said() -> None:
     """By torch's own account of its kernel, without a GPU."""
     q, k, v, grad = (t.to("meta") for t in inputs(torch.bfloat16, 2))
-    ends, said = ENDS.to("meta"), attend_documents(q, k, v, ENDS.to("meta"))
-    found = attend_at_once(q, k, v, ends)
+    limits, scores = Limits(ENDS.to("meta"), 5), Scores(0.25)
+    said = attend_documents(q, k, v, limits.document_ends_BE, 0.25, 5)
+    found = attend_at_once(q, k, v, limits, scores)
     assert [(t.shape, t.dtype, t.stride()) for t in found] == [(t.shape, t.dtype, t.stride()) for t in said]
-    gradients = differentiate_at_once((grad, q, k, v, found[0]), found[1], ends)
+    gradients = differentiate_at_once((grad, q, k, v, found[0]), found[1], limits, scores)
     assert [(t.shape, t.dtype) for t in gradients] == [(t.shape, t.dtype) for t in (q, k, v)]
-    begins = begins_of(ENDS, 20)
+    begins = begins_of(Limits(ENDS, 0), torch.empty(3, 20, 1, 1))
+    assert begins_of(Limits(None, 0), torch.empty(3, 20, 1, 1)).tolist() == [0, 20, 40, 60]
     assert begins.tolist() == [0, 7, 8, 20, 20, 40, 40, 40, 40, 41, 49, 50, 60] and begins.dtype == torch.int32
 
 

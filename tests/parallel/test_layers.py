@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fourfold
 from fourfold.config.run import ParallelConfig, RunConfig
 from fourfold.models.initialize import initialize
-from fourfold.models.transformer import RMSNorm, Transformer
+from fourfold.models.norms import RMSNorm
+from fourfold.models.transformer import Transformer
 from fourfold.parallel.communicate import PURPOSE
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.norm import Norm

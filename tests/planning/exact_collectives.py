@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from exact_muon import exchanged, layers_of
 from exact_order import directions
-from exact_parameters import Stage, Tiles, expert_shards, stages_of_rank, tiles_of, weight_shards
+from exact_parameters import Stage, Tiles, expert_shards, stages_of_rank, tiles_of, weight_shards, without_experts
 
 from fourfold.config.layout import CHUNK_LOGITS, attention_split, context_method
 from fourfold.config.run import ParallelConfig, RunConfig
@@ -52,7 +53,9 @@ def _all_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
     attended = 1 if run.training.micro_batch_size % parts else parts  # parts that are tokens are attended to together
     for stage in stages:
         of_attention = [*_head_norm_lines(run, stage), *_key_lines(run, stage), *_context_lines(run, stage)]
-        for lines, times in ((_block_lines(run, stage), parts), (of_attention, attended)):
+        dense, rest = stage.dense, stage._replace(layers=stage.layers - stage.dense, before=stage.dense)
+        of_blocks = [*_block_lines(without_experts(run), stage._replace(layers=dense)), *_block_lines(run, rest)]
+        for lines, times in ((of_blocks, parts), (of_attention, attended)):
             yield from (replace(line, count=line.count * times) for line in lines)
         if stage.is_first:
             yield from _embedding_lines(run)
@@ -61,6 +64,7 @@ def _all_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
         yield from _weight_lines(run, stage)
         yield from _transfer_lines(run, stage)
     yield from _once_a_step_lines(run, stages)
+    yield from _optimizer_lines(run, pp_rank)
 
 
 class _Sizes:
@@ -111,8 +115,8 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     if inner:
         yield from line("x", "all_gather", f"{up}: tokens", residual, gathers)
         yield from line(
-            "x", "reduce_scatter", f"{down}: outputs", residual, once
-        )  # nothing that is recomputed reads them
+            "x", "reduce_scatter", f"{down}: outputs", residual, forward if model.norm_placement != "before" else once
+        )  # nothing that is recomputed reads them but a norm
         yield from line("x", "all_gather", f"{down}: output gradient", residual, once)
         yield from line("x", "reduce_scatter", f"{up}: input gradient", residual, once)
         yield from line("y", "all_reduce", f"{up}: outputs", item * tokens * inner // x, ups * forward)
@@ -123,8 +127,15 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     yield from line("y", "all_gather", "o_proj: inputs", item * tokens * queries // x, gathers)
     yield from line("y", "reduce_scatter", "o_proj: input gradient", item * tokens * queries // x, once)
     yield from line("y", "all_gather", "qkv: output gradient", item * tokens * features // x, once)
-    yield from line("y", "all_reduce", "norm: statistics", sizes.sums * tokens // x, 2 * norms)
-    yield from line("y", "all_reduce", "norm: statistics' gradient", sizes.sums_back * tokens // x, 2 * once)
+    yield from line("y", "all_reduce", "norm: statistics", sizes.sums * tokens // x, _norms(run, norms, forward))
+    statistics = sizes.sums_back * tokens // x
+    yield from line("y", "all_reduce", "norm: statistics' gradient", statistics, _norms(run, once, once))
+
+
+def _norms(run: RunConfig, inputs: int, outputs: int) -> int:
+    """Runs of a block's norms, where those of its inputs and those of its outputs run so often."""
+    placement = run.model.norm_placement
+    return 2 * (inputs * (placement != "after") + outputs * (placement != "before"))
 
 
 def _head_norm_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
@@ -147,7 +158,12 @@ def _expert_lines(run: RunConfig, once: int, forward: int) -> Iterator[Line]:
     model, grid, sizes = run.model, run.parallel, _Sizes(run)
     line, item, experts = partial(_line, grid), sizes.item, model.num_experts
     tokens, hidden = sizes.tokens // grid.x, model.hidden_size // grid.y
-    rows, width = tokens * model.num_experts_per_tok, model.moe_intermediate_size // grid.x
+    chosen, width = tokens * model.num_experts_per_tok, model.moe_intermediate_size // grid.x
+    limit, rows = run.moe.capacity_factor, chosen
+    if limit:
+        rows = experts * min(chosen // experts, math.ceil(limit * chosen / experts))
+        yield from line("x", "all_gather", "router: chosen experts", 4 * grid.x * chosen, forward)
+        yield from line("cp", "all_gather", "router: chosen experts", 4 * grid.cp * grid.x * chosen, forward)
     for purpose in ("experts: dispatch", "experts: combine"):
         yield from line("ep", "all_to_all", purpose, item * rows * hidden, forward + once)
     for purpose in ("experts: tokens", "experts: outputs"):
@@ -155,7 +171,7 @@ def _expert_lines(run: RunConfig, once: int, forward: int) -> Iterator[Line]:
     yield from line("ep", "all_to_all", "experts: counts of rows", 8 * experts, forward)
     yield from line("x", "all_gather", "experts: counts of rows", 8 * grid.x * experts, forward)
     yield from line("y", "all_reduce", "router: logits", 4 * tokens * experts, forward)
-    yield from line("y", "all_reduce", "router: weights' gradient", 4 * rows, once)
+    yield from line("y", "all_reduce", "router: weights' gradient", 4 * chosen, once)
     yield from line("y", "all_reduce", "experts: outputs of up", item * grid.x * rows * width, 2 * forward)
     yield from line("y", "all_reduce", "experts: input gradient of down", item * grid.x * rows * width, once)
     if model.shared_expert_gate:
@@ -255,7 +271,7 @@ def _weight_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     reduced = 4 if training.reduce_dtype == "fp32" else 2
     replicas = axis_name(run, ("dp", "cp"))
     if grid.z == 1 and (grid.zero == 0 or grid.dp * grid.cp == 1):
-        buckets = tiles.layers + stage.is_first + stage.is_last
+        buckets = stage.layers + stage.is_first + stage.is_last
         if grid.dp * grid.cp > 1:
             size = sum(part.rows * part.width for part in tiles.parts())
             yield Line(replicas, "all_reduce", "gradients", buckets, reduced * size)
@@ -266,7 +282,8 @@ def _weight_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     item, steps, shards = 4 if training.precision == "fp32" else 2, run.gradient_accumulation_steps, weight_shards(run)
     axis = axis_name(run, ("z",) if grid.zero == 0 else ("dp", "cp", "z"))
     gathers = _gathers(run, stage)
-    groups = [(tiles.block, tiles.layers, gathers.block), (tiles.last, 1, gathers.last)]
+    groups = [(tiles.dense_block, tiles.dense_layers, gathers.block), (tiles.block, tiles.layers, gathers.block)]
+    groups += [(tiles.last, 1, gathers.last)]
     groups += [(tiles.embedding, 1, gathers.embedding), (tiles.positions, 1, gathers.embedding)]
     levels, levels_of_z = _levels(run, axis, shards), _levels(run, "z", grid.z)
     for parts, count, (from_all, from_z) in groups:
@@ -363,11 +380,6 @@ def _once_a_step_lines(run: RunConfig, stages: list[Stage]) -> Iterator[Line]:
         tiles = tiles_of(run, ends[0])
         (*_, table) = tiles.last or tiles.embedding
         yield Line("pp", "all_reduce", "gradients of the tied embedding", 1, item * table.chunk(shards))
-    if run.model.num_experts and grid.dp * grid.cp * grid.z * grid.x > 1:
-        axis = axis_name(run, ("dp", "cp", "z", "x"))
-        yield Line(
-            axis, "all_reduce", "load of experts", 1, 8 * run.model.num_hidden_layers * (run.model.num_experts + 4)
-        )
     if grid.dp * grid.cp * grid.z > 1:
         tokens = axis_name(run, ("dp", "cp", "z"))
         yield Line(tokens, "all_reduce", "kept tokens", 1, 8)
@@ -377,6 +389,19 @@ def _once_a_step_lines(run: RunConfig, stages: list[Stage]) -> Iterator[Line]:
     if grid.world_size > 1:
         world = axis_name(run, ("pp", "dp", "cp", "z", "y", "x"))
         yield Line(world, "all_reduce", "gradient norm", 1, 8)
+        if run.model.num_experts:
+            counts = run.model.num_hidden_layers * (run.model.num_experts + 4)
+            yield Line(world, "all_reduce", "load of experts", 1, 8 * counts)
+
+
+def _optimizer_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
+    """Matrices that Muon's owners orthogonalize."""
+    axes = ("dp", "cp", "z", "y", "x")
+    if run.optimizer.name == "muon" and any(getattr(run.parallel, axis) > 1 for axis in axes):
+        (rounds, *sent), axis = exchanged(run, layers_of(run, pp_rank)), axis_name(run, axes)
+        axis = "stage" if axis == "world" and run.parallel.pp > 1 else axis
+        for purpose, size in zip(("matrices to their owners", "updates of matrices"), sent, strict=True):
+            yield Line(axis, "all_to_all", f"optimizer: {purpose}", rounds, size)
 
 
 def axis_name(run: RunConfig, axes: tuple[str, ...]) -> str:

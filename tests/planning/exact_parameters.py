@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from exact_muon import layers_of, stepped_by_muon
+
 from fourfold.config.layout import attention_split
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import rank_of_stage, stage_layers
@@ -33,10 +35,14 @@ class Stage(NamedTuple):
     layers: int
     is_first: bool
     is_last: bool
+    dense: int = 0
+    """The first of its layers, of a mixture of experts, that have a dense MLP."""
+    before: int = 0
+    """Layers of the stage before these, where they are a part of it."""
 
     def recomputed(self, every: int) -> int:
         """How many of its layers recompute."""
-        return math.ceil(self.layers / every)
+        return math.ceil((self.before + self.layers) / every) - math.ceil(self.before / every)
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,9 @@ class Tiles:
 
     block: tuple[Part, ...]
     layers: int
+    dense_block: tuple[Part, ...]
+    dense_layers: int
+    """Of a mixture of experts, before the others."""
     last: tuple[Part, ...]
     embedding: tuple[Part, ...]
     positions: tuple[Part, ...]
@@ -53,17 +62,34 @@ class Tiles:
 
     def parts(self) -> list[Part]:
         """All but ``experts``."""
-        return [*self.block * self.layers, *self.last, *self.embedding, *self.positions]
+        return [
+            *self.dense_block * self.dense_layers,
+            *self.block * self.layers,
+            *self.last,
+            *self.embedding,
+            *self.positions,
+        ]
 
 
 def stages_of_rank(run: RunConfig, pp_rank: int) -> list[Stage]:
     """The stages of one rank of pp, as ``config.stages`` splits the layers."""
     every = stage_layers(run.model, run.parallel)
     return [
-        Stage(number, len(layers), number == 0, number == len(every) - 1)
+        Stage(number, len(layers), number == 0, number == len(every) - 1, dense_layers(run, layers))
         for number, layers in enumerate(every)
         if rank_of_stage(number, run.parallel) == pp_rank
     ]
+
+
+def dense_layers(run: RunConfig, layers: range) -> int:
+    """How many of some layers of a mixture of experts have a dense MLP."""
+    return len(range(layers.start, min(layers.stop, run.model.first_k_dense_replace)))
+
+
+def without_experts(run: RunConfig) -> RunConfig:
+    """A run of the dense layers of a mixture of experts."""
+    keys = {"num_experts": 0, "shared_expert_intermediate_size": 0, "shared_expert_gate": False}
+    return run.model_copy(update={"model": run.model.model_copy(update=keys)})
 
 
 def tiles_of(run: RunConfig, stage: Stage) -> Tiles:
@@ -75,7 +101,9 @@ def tiles_of(run: RunConfig, stage: Stage) -> Tiles:
     learned = stage.is_first and model.position_embedding == "learned"
     return Tiles(
         block=(*_block(run), *(() if grid.ep > 1 else _experts(run))),
-        layers=stage.layers,
+        layers=stage.layers - stage.dense,
+        dense_block=_block(without_experts(run)),
+        dense_layers=stage.dense,
         last=(*_norm(run), table) if stage.is_last else (),
         embedding=(table,) if stage.is_first and not shared else (),
         positions=(Part(model.max_position_embeddings // grid.x, hidden),) if learned else (),
@@ -95,7 +123,7 @@ def _block(run: RunConfig) -> tuple[Part, ...]:
     split = attention_split(run)
     bias_over = () if split == "heads" else ("y",)
     bias_ranks = x * y if split == "heads" else x
-    block = [*_norm(run), *_norm(run)]
+    block = _norm(run) * (4 if model.norm_placement == "around" else 2)
     for out in (queries, keys, keys):
         block.append(Part(out // x, hidden))
         if model.attention_bias:
@@ -152,4 +180,9 @@ def stored_bytes(run: RunConfig, pp_rank: int = 0) -> tuple[int, int, int]:
     entries = sum(part.chunk(shards) for each in tiles for part in each.parts())
     entries += sum(part.chunk(expert_shards(run)) for each in tiles for part in each.experts * each.layers)
     moment = 4 if run.optimizer.stochastic_rounding else item
-    return item * entries, item * entries, 2 * moment * entries
+    states = 2 * entries
+    if run.optimizer.name == "lion":
+        states = entries
+    elif run.optimizer.name == "muon":
+        states -= stepped_by_muon(run, layers_of(run, pp_rank))
+    return item * entries, item * entries, moment * states

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from exact_collectives import collective_lines
 from exact_parameters import stored_bytes
-from tiny_runs import GEMMA, GPT, LLAMA, NEOX, OLMO, QWEN, tiny_run
+from tiny_runs import GEMMA, GEMMA2, GEMMA3, GPT, LLAMA, NEOX, OLMO, OLMO2, QWEN, SLIDING, tiny_run
 
 from fourfold.config.run import RunConfig
 from fourfold.planning.cost.activations import peak_bytes
@@ -23,6 +23,10 @@ MODELS = {
     "olmo": OLMO,
     "neox": NEOX,
     "gemma": GEMMA,
+    "sliding": SLIDING,
+    "olmo2": OLMO2,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
     "wide": LLAMA | {"intermediate_size": 704},
     "heavy": LLAMA | {"intermediate_size": 2816, "vocab_size": 128},
     "uneven": LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8},
@@ -35,6 +39,10 @@ FAST = [
     ("qwen", {"x": 4, "dp": 2, "zero": 1}, "none"),
     ("uneven", {"x": 4}, "none"),
     ("olmo", {"x": 2, "y": 2}, "none"),
+    ("sliding", {}, "none"),
+    ("olmo2", {"x": 2, "y": 2}, "none"),
+    ("gemma2", {"y": 2}, "selective attention"),
+    ("gemma3", {"x": 2, "z": 2}, "full"),
 ]
 GRIDS: list[dict[str, int]] = [
     {},
@@ -139,6 +147,33 @@ def test_formulas_equal_the_trace_of_parts_in_turn(
     run = run.model_copy(update={"overlap": run.overlap.model_copy(update={"batch_parts": parts})})
     memory, work = assert_equal_to_the_trace(run).memory, workload_of(run)
     assert 0.9 < peak_bytes(work, work.model.layers, 1) / memory.activations_peak < 1.25
+
+
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize(
+    ("name", "model", "grid"),
+    [
+        ("muon", "llama", {"x": 2, "y": 2, "z": 2, "dp": 2}),
+        ("lion", "gpt", {"z": 2, "dp": 2, "zero": 1}),
+        ("muon", "uneven", {"pp": 2, "z": 2, "dp": 2, "zero": 2, "schedule": "Interleaved1F1B"}),
+        ("muon", "qwen", {}),
+        ("muon", "gpt", {"z": 3, "x": 2}),
+        ("muon", "wide", {"dp": 4}),
+        ("muon", "llama", {"dp": 2, "cp": 2, "z": 2}),
+        ("muon", "heavy", {"dp": 4, "x": 2, "zero": 3}),
+        ("muon", "gemma", {"pp": 2, "x": 2, "dp": 2}),
+        ("muon", "llama", {"pp": 2, "x": 2}),
+        ("lion", "llama", {"x": 2, "y": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_formulas_equal_the_trace_of_other_optimizers(
+    name: str, model: str, grid: dict[str, Any], precision: str
+) -> None:
+    run = run_of(model, grid, "none", layers=6, precision=precision)
+    optimizer = run.optimizer.model_copy(update={"name": name})
+    assert_equal_to_the_trace(run.model_copy(update={"optimizer": optimizer}))
 
 
 @pytest.mark.fast_cases(1)

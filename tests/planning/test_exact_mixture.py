@@ -7,19 +7,36 @@ from typing import Any
 import pytest
 from exact_collectives import Line, collective_lines
 from exact_parameters import stored_bytes
-from tiny_runs import MIXTURE, QWEN_MOE, tiny_run
+from tiny_runs import DEEPSEEK, MIXTURE, QWEN_MOE, tiny_run
 
+from fourfold.config.optimizer import OptimizerConfig
+from fourfold.config.run import RunConfig
 from fourfold.planning.cost.activations import peak_bytes
+from fourfold.planning.cost.memory import stage_memory
+from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.run_workload import workload_of
-from fourfold.verification.trace import Collective, trace
+from fourfold.verification.trace import Collective, TraceReport, trace
 
 OF_WEIGHTS = ("weights", "gradients")
-CASES: list[tuple[dict[str, Any], dict[str, int], str]] = [
+UNBIASED = DEEPSEEK | {"router_bias": False}
+CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MIXTURE, {"x": 2, "y": 2, "dp": 2, "ep": 2}, "full"),
     (QWEN_MOE, {"z": 4, "dp": 2, "ep": 2}, "none"),
     (MIXTURE, {"z": 2, "dp": 2, "ep": 2, "zero": 2}, "none"),
 ]
-MORE: list[tuple[dict[str, Any], dict[str, int], str]] = [
+PIPELINES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (UNBIASED, {"pp": 2, "dp": 2, "ep": 2}, "none"),
+    (MIXTURE, {"pp": 2, "z": 2, "ep": 2}, "none"),
+    (QWEN_MOE, {"pp": 2, "dp": 2, "ep": 2, "zero": 1}, "full"),
+    (UNBIASED, {"pp": 2, "x": 2, "z": 2, "ep": 2, "schedule": "Interleaved1F1B"}, "none"),
+    (MIXTURE, {"pp": 2, "dp": 2, "ep": 2, "zero": 1, "schedule": "ZBVZeroBubble"}, "none"),
+    (UNBIASED, {"pp": 2, "y": 2, "dp": 2, "ep": 2, "schedule": "DualPipeV"}, "selective"),
+]
+MORE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (UNBIASED, {"z": 2, "dp": 2, "ep": 2}, "none"),
+    (UNBIASED, {"x": 2, "dp": 2, "ep": 2, "zero": 1}, "full"),
+    (UNBIASED | {"first_k_dense_replace": 3}, {"z": 4, "ep": 4}, "none"),
+    (UNBIASED | {"first_k_dense_replace": 2}, {"y": 2, "z": 2, "ep": 2}, "selective"),
     (MIXTURE, {}, "none"),
     (QWEN_MOE, {"dp": 4, "ep": 2}, "full"),
     (MIXTURE, {"z": 2, "dp": 4, "ep": 4}, "none"),
@@ -43,20 +60,58 @@ def totals(lines: list[Line] | list[Collective]) -> dict[tuple[str, str, str], t
     return found
 
 
+def run_of(model: dict[str, Any], grid: dict[str, Any], mode: str, layers: int = 4, **moe: float) -> RunConfig:
+    ranks = grid.get("z", 1) * grid.get("dp", 1)
+    return tiny_run(
+        model | {"num_hidden_layers": layers},
+        grid,
+        training={"precision": "bf16", "global_batch_size": 8 * ranks, "seq_length": 128},
+        activation_checkpoint={"mode": mode},
+        moe=moe,
+    )
+
+
+def assert_equal_to_the_trace(run: RunConfig) -> TraceReport:
+    """All that is sent and stored, on a rank of every place on pp."""
+    traced = trace(run, whole=True)
+    for place, stage in enumerate(traced.pipeline or [traced]):
+        memory = stage.memory
+        assert totals(collective_lines(run, place)) == totals(stage.collectives), place
+        assert stored_bytes(run, place) == (memory.parameters, memory.gradients, memory.optimizer), place
+    return traced
+
+
 @pytest.mark.parametrize(
     ("model", "grid", "mode"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)], ids=str
 )
-def test_formulas_equal_the_trace(model: dict[str, Any], grid: dict[str, int], mode: str) -> None:
+def test_formulas_equal_the_trace(model: dict[str, Any], grid: dict[str, Any], mode: str) -> None:
     """With an even load: all that is sent and stored, and the activations' peak within a tenth."""
-    ranks = grid.get("z", 1) * grid.get("dp", 1)
-    run = tiny_run(
-        model | {"num_hidden_layers": 3},
-        grid,
-        training={"precision": "bf16", "global_batch_size": 4 * ranks, "seq_length": 128},
-        activation_checkpoint={"mode": mode},
-    )
-    traced, work = trace(run, whole=True), workload_of(run)
-    assert totals(collective_lines(run)) == totals(traced.collectives)
-    memory = traced.memory
-    assert stored_bytes(run) == (memory.parameters, memory.gradients, memory.optimizer)
+    run = run_of(model, grid, mode)
+    memory, work = assert_equal_to_the_trace(run).memory, workload_of(run)
     assert peak_bytes(work, work.model.layers, 1) == pytest.approx(memory.activations_peak, rel=0.1)
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("model", "grid", "mode"), PIPELINES, ids=str)
+def test_formulas_equal_the_trace_of_pipelines(model: dict[str, Any], grid: dict[str, Any], mode: str) -> None:
+    """On every rank of pp, of which the first may have other layers than the last."""
+    run = run_of(model, grid, mode)
+    traced, work = assert_equal_to_the_trace(run), workload_of(run)
+    for place, stage in enumerate(traced.pipeline):
+        held, memory = stage_memory(work, load_machine("laptop"), place), stage.memory
+        assert held["activations"] + held["logits"] == pytest.approx(memory.activations_peak, rel=0.08)
+        assert held["parameters"] == pytest.approx(memory.parameters, rel=0.02)  # all but norms
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("grid", [{"x": 2, "cp": 2, "ep": 2}, {"cp": 2, "dp": 2, "ep": 4}, {"x": 2, "y": 2}], ids=str)
+@pytest.mark.parametrize(("factor", "mode"), [(0.75, "none"), (1.25, "full")])
+def test_formulas_equal_the_trace_with_a_capacity(grid: dict[str, int], factor: float, mode: str) -> None:
+    assert_equal_to_the_trace(run_of(QWEN_MOE, grid, mode, capacity_factor=factor))
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("model", "grid", "mode"), [*CASES, *MORE], ids=str)
+def test_formulas_equal_the_trace_with_muon(model: dict[str, Any], grid: dict[str, Any], mode: str) -> None:
+    muon = OptimizerConfig(name="muon")
+    assert_equal_to_the_trace(run_of(model, grid, mode).model_copy(update={"optimizer": muon}))

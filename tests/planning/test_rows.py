@@ -18,7 +18,8 @@ from fourfold.planning.calibration.score import Scored, errors_of, memory_of, pr
 from fourfold.planning.cost.activations import head_bytes, kept_by_block
 from fourfold.planning.cost.memory import CACHED, CATEGORIES, stage_memory
 from fourfold.planning.machines.machine import load_machine
-from fourfold.planning.workload import Program, Workload
+from fourfold.planning.program_flags import Program
+from fourfold.planning.workload import Workload
 
 A100 = load_machine("dgx-a100")
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -29,6 +28,12 @@ from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.search.fastest import MAX_P_OUT_OF_MEMORY
 
 DOCS = Path(__file__).parents[2] / "docs"
+sys.path.append(str(DOCS))
+
+import planner_validation as page_maker  # noqa: E402 (the folder of its scripts is on the path from here on)
+from validation_page.every_row import every_row_section  # noqa: E402
+from validation_page.left_out_rows import all_left_out, intervals  # noqa: E402
+from validation_page.mixture_rows import mixtures_left_out, mixtures_section  # noqa: E402
 
 
 def table_of(path: Path, sources: dict[str, float]) -> Path:
@@ -130,14 +135,6 @@ def test_the_interval_of_a_machine() -> None:
     assert len(KINDS) == 2
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("planner_validation", DOCS / "planner_validation.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def same_text(found: list[str], expected: list[str]) -> None:
     """Equal but for the last digits of numbers, which differ between processors."""
     number = re.compile(r"-?\d+\.\d+")
@@ -149,8 +146,8 @@ def same_text(found: list[str], expected: list[str]) -> None:
 def test_the_page_shows_the_shipped_constants_and_every_row() -> None:
     """Each row's errors with the shipped constants and without any, and its memory, are the page's."""
     page = (DOCS / "planner_validation.md").read_text(encoding="utf-8")
-    module, (rows, _) = script(), read_rows([measured_table()])
-    lines = module.every_row_section(shipped(), rows, predict_rows(rows, shipped()))
+    rows, _ = read_rows([measured_table()])
+    lines = every_row_section(shipped(), rows, predict_rows(rows, shipped()))
     cells = {tuple(line.split(" | ")[:3]): line.split(" | ") for line in lines if line.startswith("|")}
     shown = [line.split(" | ") for line in page[page.index("## Every row") :].splitlines() if line.startswith("|")]
     assert [tuple(row[:3]) for row in shown] == list(cells)
@@ -159,19 +156,19 @@ def test_the_page_shows_the_shipped_constants_and_every_row() -> None:
 
 def test_the_page_shows_every_mixture() -> None:
     page = (DOCS / "planner_validation.md").read_text(encoding="utf-8")
-    module, (rows, _) = script(), read_rows([measured_table()])
-    lines = module.mixtures_section(rows, module.mixtures_left_out(rows))
+    rows, _ = read_rows([measured_table()])
+    lines = mixtures_section(rows, mixtures_left_out(rows))
     begin = page.index(lines[0])
     same_text(page[begin : page.index("\n## ", begin)].splitlines(), lines[:-1])
 
 
 @pytest.mark.slow
 def test_the_page_is_what_the_script_makes() -> None:
-    module, (rows, skipped) = script(), read_rows([measured_table()])
-    left_out = module.all_left_out(rows)
-    made = module.page(rows, skipped, fit_rows(rows), left_out)
+    rows, skipped = read_rows([measured_table()])
+    left_out = all_left_out(rows)
+    made = page_maker.page(rows, skipped, fit_rows(rows), left_out)
     same_text(made.splitlines(), (DOCS / "planner_validation.md").read_text(encoding="utf-8").splitlines())
-    for kind, interval in module.intervals(left_out).items():
+    for kind, interval in intervals(left_out).items():
         machine = load_machine("dgx-a100" if kind == "known machine" else "frontier")
         assert shipped_interval(machine) == pytest.approx(interval, abs=0.01)
 

@@ -11,7 +11,7 @@ import torch
 from pool import Pool
 from tiny_runs import GPT, LLAMA, QWEN, tiny_run
 from torch import Tensor
-from tuned_products import LAYOUTS, forced_layouts
+from tuned_products import EVEN, LAYOUTS, forced_layouts
 
 from fourfold.config.layout import ProductSizes, product_sizes
 from fourfold.config.run import RunConfig
@@ -106,7 +106,7 @@ def layouts_body(rank: int, world_size: int, run: RunConfig, folder: str) -> Any
     """The layouts of a run on a rank whose own table has other ones."""
     os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank}"
     layers = {
-        key_of(sizes, torch.float32): TunedLayer(layout=LAYOUTS[rank], gains={}, other_order=1.0)
+        key_of(sizes, torch.float32): TunedLayer(layout=LAYOUTS[rank], gains=EVEN, other_order=1.0)
         for sizes in product_sizes(run).values()
     }
     write_table(ProductTable(machine=machine_of(CPU), layers=layers))

@@ -19,6 +19,7 @@ from fourfold.parallel.product_layouts import LaidOutProducts, LayerLayout, Way
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.machines.names import FOLDER
 from fourfold.products.product_table import (
+    PRODUCTS,
     Gain,
     ProductTable,
     TunedLayer,
@@ -102,7 +103,7 @@ TABLE = ProductTable(
     layers={
         key_of(SIZES, torch.bfloat16): TunedLayer(
             layout=LayerLayout(turned=True, output=Way(right="padded")),
-            gains={"output": Gain(seconds=0.5, gain=1.5, low=1.25, high=1.75)},
+            gains=dict.fromkeys(PRODUCTS, Gain(seconds=0.5, gain=1.5, low=1.25, high=1.75)),
             other_order=0.75,
         )
     },
@@ -123,7 +124,8 @@ def test_the_table_is_kept_in_the_cache_directory(cache: Path, monkeypatch: pyte
 def test_a_damaged_table_is_a_sentence(cache: Path) -> None:
     file = write_table(TABLE)
     whole = file.read_text()
-    for text in ("", whole[: len(whole) // 2], whole.replace("padded", "folded"), whole.replace('"seconds": 0.5', "")):
+    for text in ("", whole[: len(whole) // 2], whole.replace("padded", "folded"), whole.replace('"seconds": 0.5', ""),
+                 whole.replace('"weight_gradient"', '"another"')):  # fmt: skip
         file.write_text(text)
         with pytest.raises(UserError, match="damaged: it is no table of tuned products; remove it"):
             read_table(TABLE.machine)

@@ -30,7 +30,7 @@ def record(step, **changes):
 class Outline(HTMLParser):
     """Checks that tags are balanced and collects attributes and headings."""
 
-    VOID = ("meta", "line", "circle", "rect", "path")
+    VOID = ("meta", "line", "circle", "path")
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -76,6 +76,60 @@ def test_every_curve_is_there(tmp_path):
     assert "<h1>tiny</h1>" in html
     assert "hidden_size = 64 # &lt;tiny&gt; &amp; fast" in html
     assert not list(path.parent.glob("*.tmp"))
+
+
+def expert_record(step, **changes):
+    """Two layers of three experts; the second layer is uneven."""
+    values = {"layers": [1, 2], "dropped_share": [0.0, 0.0], "router_entropy": [1.0, 0.5]}
+    return {"step": step, "tokens": step * 1000, "tokens_per_expert": [[4, 4, 4], [9, 3, 0]]} | values | changes
+
+
+def cells(html, title):
+    """The values that a heat map shows, by its rows and columns."""
+    (figure,) = re.findall(rf"<figcaption><b>{re.escape(title)}</b>.*?</figure>", html)
+    return dict(re.findall(r"<title>(.*?): (.*?)</title>", figure))
+
+
+def lines(records):
+    return "".join(json.dumps(each) + "\n" for each in records)
+
+
+def test_experts_have_heat_maps_over_the_steps(tmp_path):
+    shown = [expert_record(10, dropped_share=[0.0, 0.25]), expert_record(20)]
+    records = [record(step, expert_load=step / 10) for step in (10, 20)]
+    html = write_run_report(make_run(tmp_path, records, experts_jsonl=lines(shown))).read_text()
+    assert cells(html, "Load of the experts of layer 2") == {
+        "expert 0, step 10": "2.25", "expert 1, step 10": "0.75", "expert 2, step 10": "0",
+        "expert 0, step 20": "2.25", "expert 1, step 20": "0.75", "expert 2, step 20": "0",
+    }  # fmt: skip
+    assert cells(html, "Load of each layer&#x27;s busiest expert") == {
+        "layer 1, step 10": "1", "layer 2, step 10": "2.25", "layer 1, step 20": "1", "layer 2, step 20": "2.25",
+    }  # fmt: skip
+    assert cells(html, "Entropy of the router, nats")["layer 2, step 20"] == "0.5"
+    assert cells(html, "Rows dropped")["layer 2, step 10"] == "0.25"
+    assert "Load of the busiest expert" in html
+    Outline(html)
+
+
+def test_dense_models_have_no_section_of_experts(tmp_path):
+    html = write_run_report(make_run(tmp_path, [record(1)])).read_text()
+    assert "Experts" not in html and "busiest" not in html
+
+
+def test_maps_of_many_steps_and_experts_stay_small_and_end_with_the_last_step(tmp_path):
+    shown = [expert_record(n, tokens_per_expert=[[n % (e + 1) for e in range(256)]] * 2) for n in range(1, 202)]
+    path = write_run_report(make_run(tmp_path, [record(1)], experts_jsonl=lines(shown)))
+    titles = cells(path.read_text(), "Load of the experts of layer 1")
+    steps = sorted({int(title.split()[-1]) for title in titles})
+    assert len(steps) <= 16 and steps[-1] == 201 and len(titles) == 256 * len(steps)
+    assert "Rows dropped" not in path.read_text()
+    assert path.stat().st_size < 1_500_000
+
+
+def test_a_layer_of_which_no_token_was_counted_is_even(tmp_path):
+    shown = [expert_record(1, tokens_per_expert=[[0, 0, 0], [0, 0, 0]])]
+    html = write_run_report(make_run(tmp_path, [record(1)], experts_jsonl=lines(shown))).read_text()
+    assert set(cells(html, "Load of each layer&#x27;s busiest expert").values()) == {"1"}
 
 
 def test_little_memory_is_shown_in_its_own_unit(tmp_path):

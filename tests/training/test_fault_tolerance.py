@@ -16,7 +16,16 @@ from command_line import Cli
 from poisoned_runs import same_tensors, tensors_at, train_without
 from pool import Pool
 from tiny_corpus import run_file
-from train_processes import Start, checkpoint_steps, children_of, endless, wait_for_steps, wait_until, with_change
+from train_processes import (
+    Start,
+    checkpoint_steps,
+    children_of,
+    endless,
+    wait_for_steps,
+    wait_until,
+    with_change,
+    workers_of,
+)
 
 from fourfold.errors import UserError
 from fourfold.exit_codes import HANG, STOPPED
@@ -31,12 +40,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=2"]
 
 def worker(parent: subprocess.Popen[str], rank: int) -> int:
     """The process of a rank, started by ``fourfold train`` itself or by torchrun."""
-    ranks = [
-        child
-        for child in children_of(parent.pid)
-        if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()
-    ]
-    return ranks[rank]
+    launched = "torch.distributed.run" in Path(f"/proc/{parent.pid}/cmdline").read_text()
+    return (children_of if launched else workers_of)(parent.pid)[rank]
 
 
 def losses(folder: Path) -> list[float]:

@@ -14,7 +14,7 @@ import pytest
 from command_line import Cli
 from poisoned_runs import same_tensors, tensors_at
 from tiny_corpus import run_file
-from train_processes import FOURFOLD, ONE_THREAD, Start, children_of, wait_for_steps, wait_until, with_change
+from train_processes import FOURFOLD, ONE_THREAD, Start, wait_for_steps, wait_until, with_change, workers_of
 
 from fourfold.run_file.load import load_run
 from fourfold.training.metrics import read_metrics
@@ -87,32 +87,27 @@ def _processes_of(session: int) -> list[int]:
     return found
 
 
-def _workers(process: subprocess.Popen[str]) -> list[int]:
-    commands = {child: Path(f"/proc/{child}/cmdline").read_text() for child in children_of(process.pid)}
-    return [child for child, command in commands.items() if "resource_tracker" not in command]
-
-
 def kill(process: subprocess.Popen[str], victim: str) -> None:
     if victim == "group":
         os.killpg(process.pid, signal.SIGKILL)
     elif victim == "parent":
         process.kill()
     else:
-        os.kill(_workers(process)[int(victim[-1])], signal.SIGKILL)
+        os.kill(workers_of(process.pid)[int(victim[-1])], signal.SIGKILL)
 
 
 def test_a_kill_of_one_process_costs_no_bit(tmp_path: Path, prefix: str, start: Start, cli: Cli) -> None:
     """The short form of the sweep: the second attempt, and the run that nobody kills, need no process of their own."""
     folders = tmp_path / "killed", tmp_path / "whole"
-    paths = [killable(folder, prefix, 40) for folder in folders]
+    paths = [killable(folder, prefix, 16) for folder in folders]
     process = start(paths[0])
-    wait_for_steps(paths[0], 3, process)
+    wait_for_steps(paths[0], 2, process)
     kill(process, "group")
     ended(process)
     assert process.returncode == -signal.SIGKILL
     for path in paths:
         assert cli("train", path)[0] == 0
-    assert_the_same(*folders, 40, cli)
+    assert_the_same(*folders, 16, cli)
 
 
 @pytest.mark.slow
@@ -127,7 +122,7 @@ def test_a_kill_at_any_moment_costs_no_bit(
     process = start(path)
     early = seed % 10 == 9
     if early:
-        wait_until(lambda: len(_workers(process)) == 2, process)
+        wait_until(lambda: len(workers_of(process.pid)) == 2, process)
         time.sleep(chance.uniform(0, 3))
     else:
         wait_for_steps(path, chance.randint(1, steps - 4), process)
@@ -150,13 +145,12 @@ import multiprocessing, os, signal
 
 def change(module):
     folder, chosen = os.environ["KILL_FOLDER"], int(os.environ["KILL_BEFORE"])
-    if multiprocessing.current_process().name != f"fourfold-{os.environ['KILL_RANK']}":
-        return
     count, saving = 0, False
 
     def before(event, arguments):
         nonlocal count, saving
-        if event not in EVENTS:
+        # Workers are forked from the process that has imported this.
+        if event not in EVENTS or multiprocessing.current_process().name != f"fourfold-{os.environ['KILL_RANK']}":
             return
         what = f"{event} {arguments[0] if arguments else ''}"
         if ".partial" in what:

@@ -127,6 +127,7 @@ def test_the_same_run_again_is_the_same(finished: tuple[RunConfig, Outcome], tmp
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_stopped_by_a_signal_it_saves_and_goes_on(
     finished: tuple[RunConfig, Outcome], tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch, mode: str
@@ -238,6 +239,7 @@ def test_a_step_without_a_token_to_learn(tmp_path: Path) -> None:
         train(run)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -335,6 +337,7 @@ def test_the_sample_is_the_same_on_every_grid(
     assert len(set(texts)) == 1
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0])
 def test_sample_at_any_temperature(tmp_path: Path, prefix: str, temperature: float) -> None:
     changes = {"sample__temperature": temperature, "sample__max_new_tokens": 40, "checkpoint__save_last": False}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fourfold.errors import UserError
-from fourfold.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes, read_metrics
+from fourfold.training.metrics import MetricsWriter, StepMetrics, add_record, peak_memory_bytes, read_metrics
 
 KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "model_tflops_per_device", "mfu"]
 KEYS += ["peak_memory_bytes", "step_seconds", "trained_token_share"]
@@ -34,9 +34,9 @@ def step_metrics(step: int, **changes) -> StepMetrics:
 
 
 def write_steps(run_dir, *steps, **options):
-    with MetricsWriter(run_dir, tensorboard=False, **options) as writer:
+    with MetricsWriter(run_dir, **options) as writer:
         for step in steps:
-            writer.write(step_metrics(step))
+            writer.write(step_metrics(step).record())
     return run_dir / "metrics.jsonl"
 
 
@@ -45,9 +45,9 @@ def steps_in(path):
 
 
 def test_one_object_a_step_with_every_key(tmp_path):
-    with MetricsWriter(tmp_path / "run", tensorboard=False) as writer:
-        writer.write(step_metrics(1))
-        writer.write(step_metrics(2, mfu=0.4, validation_loss=3.25))
+    with MetricsWriter(tmp_path / "run") as writer:
+        writer.write(step_metrics(1).record())
+        writer.write(step_metrics(2, mfu=0.4, validation_loss=3.25).record())
     first, second = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert list(first) == KEYS
     assert first["mfu"] is None
@@ -57,14 +57,14 @@ def test_one_object_a_step_with_every_key(tmp_path):
 
 
 def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        writer.write(step_metrics(1))
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(step_metrics(1).record())
         assert steps_in(tmp_path / "metrics.jsonl") == [1]
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        writer.write(step_metrics(1, loss=math.nan, grad_norm=math.inf, validation_loss=math.nan))
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(step_metrics(1, loss=math.nan, grad_norm=math.inf, validation_loss=math.nan).record())
     text = (tmp_path / "metrics.jsonl").read_text()
     record = json.loads(text, parse_constant=pytest.fail)  # strict JSON has no NaN and no Infinity
     assert (record["loss"], record["grad_norm"], record["validation_loss"]) == (None, None, None)
@@ -135,30 +135,6 @@ def test_a_missing_file_is_the_users_error(tmp_path):
         read_metrics(tmp_path / "metrics.jsonl")
 
 
-def test_tensorboard_gets_the_same_numbers(tmp_path):
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with MetricsWriter(tmp_path, tensorboard=True) as writer:
-        for step in (1, 2, 3):
-            writer.write(step_metrics(step, loss=float(step)))
-    with MetricsWriter(tmp_path, tensorboard=True, resume_step=1) as writer:
-        writer.write(step_metrics(2, loss=20.0))
-    events = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 20.0)]
-    assert "mfu" not in events.Tags()["scalars"]
-
-
-def test_missing_tensorboard_names_the_extra_and_leaves_the_record_alone(tmp_path, monkeypatch):
-    path = write_steps(tmp_path, 1, 2)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(UserError, match=r"pip install 'fourfold\[tensorboard\]'"):
-        MetricsWriter(tmp_path, tensorboard=True, resume_step=0)
-    assert steps_in(path) == [1, 2]
-    with pytest.raises(UserError, match=r"metrics.tensorboard = true needs the tensorboard library"):
-        MetricsWriter(tmp_path / "new", tensorboard=True)
-    assert not (tmp_path / "new").exists()
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 def test_peak_memory_on_cpu_is_the_high_water_mark_of_this_process():
     status = Path("/proc/self/status").read_text()
@@ -173,3 +149,12 @@ def test_peak_memory_on_a_gpu_is_what_was_allocated():
     before = peak_memory_bytes()
     torch.empty(2**26, dtype=torch.uint8, device="cuda")
     assert peak_memory_bytes() - before == 2**26
+
+
+def test_a_short_record_has_each_step_once_and_none_after_the_last(tmp_path):
+    path = tmp_path / "experts.jsonl"
+    for step in (1, 10, 20, 10):
+        add_record(path, {"step": step, "value": step / 2})
+    assert steps_in(path) == [1, 10]
+    assert read_metrics(path)[-1] == {"step": 10, "value": 5.0}
+    assert [file.name for file in tmp_path.iterdir()] == ["experts.jsonl"]

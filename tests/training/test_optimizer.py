@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from tiny_runs import GPT, LLAMA, QWEN, tiny_run
+from tiny_runs import GPT, LLAMA, MIXTURE, QWEN, QWEN_MOE, tiny_run
 
-from fourfold.config.run import OptimizerConfig, RunConfig, SchedulerConfig
+from fourfold.config.optimizer import OptimizerConfig, rule_of
+from fourfold.config.run import RunConfig, SchedulerConfig
 from fourfold.errors import UserError
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
 from fourfold.training.job import Job
 from fourfold.training.optimizer import check_groups, learning_rate
+from fourfold.training.owned_matrices import Matrix, deal
 from fourfold.verification.batches import random_micro_batches
 from fourfold.verification.trace import trace
 
@@ -122,6 +124,104 @@ def test_adamw_is_torchs_on_every_grid(pool: Pool, model: dict[str, Any], parall
             parameter.grad = gradient_of(name, tuple(parameter.shape), step)
             adamw.step()
         torch.testing.assert_close(after[name], parameter.data, rtol=1e-5, atol=1e-6)
+
+
+def steps_of(optimizer: type[torch.optim.Optimizer], start: torch.Tensor, name: str, **settings: Any) -> torch.Tensor:
+    """A weight after five steps of one of torch's optimizers."""
+    parameter = torch.nn.Parameter(start.clone())
+    stepping = optimizer([parameter], lr=0.01, **settings)
+    for step in range(5):
+        parameter.grad = gradient_of(name, tuple(parameter.shape), step)
+        stepping.step()
+    return parameter.detach()
+
+
+def by_torchs_muon(config: OptimizerConfig, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Five steps by torch's Muon, each expert by itself, and what Muon does not step by AdamW."""
+    after = {}
+    for name, start in before.items():
+        decay = config.weight_decay if start.ndim > 1 else 0.0
+        if rule_of(name, start.ndim, "muon") == "adamw":
+            settings = {"betas": config.betas, "eps": config.eps, "weight_decay": decay}
+            after[name] = steps_of(torch.optim.AdamW, start, name, **settings)
+            continue
+        parameters = [torch.nn.Parameter(m.clone()) for m in (start if start.ndim == 3 else start[None])]
+        muon = torch.optim.Muon(
+            parameters, lr=0.01, weight_decay=decay, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
+        )
+        for step in range(5):
+            gradient = gradient_of(name, tuple(start.shape), step).reshape(-1, *start.shape[-2:])
+            for parameter, own in zip(parameters, gradient, strict=True):
+                parameter.grad = own.clone()
+            muon.step()
+        after[name] = torch.stack([p.detach() for p in parameters]).view_as(start)
+    return after
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        (GPT, {}),
+        (LLAMA, {"x": 2, "y": 2, "z": 2}),
+        (MIXTURE, {"z": 2, "dp": 2, "ep": 2, "zero": 2}),
+        pytest.param(GPT, {"z": 3, "dp": 2}, marks=pytest.mark.slow),
+        pytest.param(QWEN_MOE, {"dp": 4, "ep": 2}, marks=pytest.mark.slow),
+        pytest.param(MIXTURE, {"x": 2, "z": 4, "ep": 2}, marks=pytest.mark.slow),
+        pytest.param(LLAMA, {"dp": 4, "zero": 3}, marks=pytest.mark.slow),
+    ],
+)
+def test_muon_is_torchs_on_every_grid(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], parallel: dict[str, int]
+) -> None:
+    """In float32, in which torch's orthogonalizes only where it cannot round to bf16."""
+    optimizer = {**optimizer_section(), "name": "muon", "momentum": 0.9}
+    run = tiny_run(model, parallel, optimizer=optimizer, training={"global_batch_size": 24})
+    before, after = pool.run(run.parallel.world_size, step_with_known_gradients, run, 5, False)[0]
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    expected = by_torchs_muon(run.optimizer, before)
+    assert {rule_of(name, start.ndim, "muon") for name, start in before.items()} == {"adamw", "muon"}
+    for name, weight in expected.items():
+        torch.testing.assert_close(after[name], weight, rtol=1e-5, atol=1e-5)
+
+
+def test_muon_rounds_to_bf16_as_torchs_does(pool: Pool) -> None:
+    optimizer = {**optimizer_section(), "name": "muon"}
+    run = tiny_run(LLAMA, {"x": 2}, optimizer=optimizer, training={"precision": "bf16"})
+    before, after = pool.run(2, step_with_known_gradients, run, 5, False)[0]
+    for name, weight in by_torchs_muon(run.optimizer, before).items():
+        moved = float((weight - before[name]).abs().max())
+        torch.testing.assert_close(after[name], weight, rtol=0, atol=0.02 * moved)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"x": 2, "z": 2}])
+def test_lion_is_the_published_one(pool: Pool, parallel: dict[str, int]) -> None:
+    """Algorithm 2 of arXiv 2302.06675."""
+    optimizer = {**optimizer_section(), "name": "lion"}
+    run = tiny_run(GPT, parallel, optimizer=optimizer, training={"global_batch_size": 12})
+    before, after = pool.run(run.parallel.world_size, step_with_known_gradients, run, 3, False)[0]
+    (beta1, beta2), decay = run.optimizer.betas, run.optimizer.weight_decay
+    for name, weight in before.items():
+        mean = torch.zeros_like(weight)
+        for step in range(3):
+            gradient = gradient_of(name, tuple(weight.shape), step)
+            update = (beta1 * mean + (1 - beta1) * gradient).sign()
+            mean = beta2 * mean + (1 - beta2) * gradient
+            weight = weight - 0.01 * (update + (decay if weight.ndim > 1 else 0.0) * weight)
+        moved = after[name] - weight
+        assert (moved.abs() > 1e-6).float().mean() < 1e-4, "but for elements where the update is rounding noise"
+
+
+def test_matrices_are_dealt_evenly() -> None:
+    many = {(8, 16): [Matrix(i) for i in range(9)], (4, 4): [Matrix(9, e) for e in range(50)]}
+    for ranks in (1, 3, 4, 64):
+        rounds = deal(many, ranks)
+        dealt = [matrix for units in rounds for unit in units for matrix in unit]
+        assert sorted(map(str, dealt)) == sorted(map(str, [*many[8, 16], *many[4, 4]]))
+        assert all(len(units) <= ranks for units in rounds)
+        assert all(len(units) == ranks for units in rounds[:-1])
+        entries = [16 * len(unit) if unit[0].expert is not None else 128 for units in rounds for unit in units]
+        assert entries == sorted(entries, reverse=True)
+        assert max(entries) == 128
 
 
 @pytest.mark.parametrize("parallel", [{}, {"z": 3}, {"x": 2, "z": 2}])

@@ -21,9 +21,10 @@ from fourfold.config.run import RunConfig
 from fourfold.data.loader import Loader, MicroBatch
 from fourfold.environment import Place
 from fourfold.models.transformer import Transformer
+from fourfold.reports.run_report import write_run_report
 from fourfold.run_file.load import load_run
 from fourfold.training import loop
-from fourfold.training.metrics import read_metrics
+from fourfold.training.metrics import EXPERTS_FILE, read_metrics
 
 CHANGES = {"model__num_hidden_layers": 4, "training__micro_batch_size": 1, "optimizer__eps": 1e-3}
 """With a small eps, Adam makes a whole step of the rounding noise of gradients that are nearly zero."""
@@ -114,6 +115,7 @@ EXPERTS = {
     "moe__bias_update_rate": 1e-3,
     "moe__capacity_factor": 1.0,
     "checks__replay_interval": 2,
+    "metrics__log_interval": 1,
 }
 FIGURES = ("expert_load", "dropped_share", "router_entropy", "balance_loss", "router_z_loss")
 
@@ -131,6 +133,15 @@ def test_one_run_of_experts_on_four_grids(pool: Pool, tmp_path: Path, prefix: st
         assert 1 <= ours["expert_load"] <= 2
         assert 0 < ours["dropped_share"] < 0.5
         assert 1 < ours["router_entropy"] <= math.log(4) + 1e-6
+    folder = Path(run.output_dir, run.name)
+    for ours, figures in zip(read_metrics(folder / EXPERTS_FILE), metrics_of(run), strict=True):  # a line every step
+        rows = ours["tokens_per_expert"]
+        assert [sum(each) for each in rows] == [2 * figures["tokens"] // figures["step"]] * 4
+        assert ours["layers"] == [0, 1, 2, 3]
+        assert max(max(each) * 4 / sum(each) for each in rows) == pytest.approx(figures["expert_load"])
+        for key in ("dropped_share", "router_entropy"):
+            assert sum(ours[key]) / 4 == pytest.approx(figures[key])
+    assert "Load of the experts of layer" in write_run_report(folder).read_text()
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ def turn_into_a_file(checkpoint: Path) -> None:
     checkpoint.write_text("")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("harm", [lose_the_state, lose_all, turn_into_a_file])
 def test_a_checkpoint_that_lost_its_state_is_named_and_set_aside(
     cli: Cli, tmp_path: Path, prefix: str, trained: Path, harm: Any

@@ -19,8 +19,9 @@ from fourfold.data.loader import Loader
 from fourfold.data.masks import answers_only, document_boundary
 from fourfold.data.prepare_conversations import prepare_conversations
 from fourfold.errors import UserError
+from fourfold.models.attention_core import documents_of
 from fourfold.models.initialize import initialize
-from fourfold.models.transformer import IGNORE_INDEX, Transformer, documents_of
+from fourfold.models.transformer import IGNORE_INDEX, Transformer
 from fourfold.parallel.grid import Grid
 from fourfold.training.corpora import micro_batches, open_corpora
 from fourfold.training.job import Job

@@ -167,6 +167,7 @@ def train(run: RunConfig) -> None:
     run_on_grid("fourfold.training.loop:train", [run], 1, "cpu")
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("fault", [LARGE_LOSS, LARGE_GRADIENT])
 @pytest.mark.parametrize("step", [3, 5])
 def test_spikes_of_loss_and_gradient_norm(
@@ -216,6 +217,7 @@ def test_the_run_file_says_roll_back(cli: Cli, tmp_path: Path, prefix: str, monk
     assert not any("skipped" in record for record in read_metrics(folder / "metrics.jsonl"))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("policy", "message"),
     [

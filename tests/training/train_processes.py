@@ -69,3 +69,8 @@ def endless(folder: Path, prefix: str, **changes: object) -> Path:
 
 def children_of(process_id: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()]
+
+
+def workers_of(process_id: int) -> list[int]:
+    """The local workers of a job, by rank: the children of their starter, in the order of their start."""
+    return [worker for child in children_of(process_id) for worker in children_of(child)]

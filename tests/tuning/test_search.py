@@ -89,6 +89,7 @@ def test_a_hopeless_trial_ends_early(tmp_path: Path) -> None:
     assert hopeless(folder, best=None) is None
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("moment", [0, 1, 3])
 def test_an_interrupted_search_goes_on(tmp_path: Path, moment: int) -> None:
     whole, tried_at_once = fake_search(tmp_path / "whole", trials=8)
@@ -214,6 +215,7 @@ def test_several_trials_at_once(tmp_path: Path) -> None:
     assert len(search.ledger.trials()) == 9
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("method", ["tpe", "random"])
 def test_samplers_of_optuna_search_the_same_layouts(tmp_path: Path, method: str) -> None:
     search, tried = fake_search(

@@ -52,7 +52,7 @@ def result_of(attempt: Attempt) -> Result:
 
 
 def local(run: RunConfig, trial: Path, timeout: float = 300, limit: float | None = None) -> Result:
-    process = LocalTrial(trial / "run.toml", trial, {})
+    process = LocalTrial(trial / "run.toml", trial, {"OMP_NUM_THREADS": "1"})  # other tests have the other cores
     result = result_of(attempt_of(process, run, trial, timeout, limit))
     assert process.exit_code() is not None, "nothing is left behind"
     return result
@@ -106,8 +106,8 @@ def test_a_search_goes_on_when_a_worker_is_killed(tmp_path: Path, prefix: str) -
 
         def exit_code(self) -> int | None:
             while not killed and super().exit_code() is None:
-                workers = children_of(self._process.pid)
-                if len(workers) > 2:  # the first child is multiprocessing's resource tracker
+                workers = [worker for child in children_of(self._process.pid) for worker in children_of(child)]
+                if len(workers) == 2:
                     killed.append(workers[-1])
                     os.kill(workers[-1], signal.SIGKILL)
                 time.sleep(0.01)
@@ -121,7 +121,7 @@ def test_a_search_goes_on_when_a_worker_is_killed(tmp_path: Path, prefix: str) -
         settings=Settings(trials=3, steps=2),
         report=lambda line: None,
     )
-    search.start = lambda run, folder, slot: Killed(run, folder, {})
+    search.start = lambda run, folder, slot: Killed(run, folder, {"OMP_NUM_THREADS": "1"})
     result = finish(search, base, search.run())
     outcomes = [trial.result.outcome for trial in result.trials]
     assert outcomes[0] == "crashed" and "SIGKILL" in result.trials[0].result.reason, result.trials[0].result

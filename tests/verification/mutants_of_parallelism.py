@@ -306,8 +306,8 @@ CONTEXT = [
     Mutant(
         "the ring crosses documents",
         "parallel.ring",
-        "mask = (ours[:, :, None] == theirs[:, None, :])[:, None]",
-        "mask = (ours[:, :, None] >= theirs[:, None, :])[:, None]",
+        "mask_BQK = ours_BQ[:, :, None] == theirs_BK[:, None, :]",
+        "mask_BQK = ours_BQ[:, :, None] >= theirs_BK[:, None, :]",
         grid=CP2,
         sections=PACKED,
     ),
@@ -328,7 +328,7 @@ CONTEXT = [
     Mutant(
         "attention without a mask crosses documents",
         "parallel.attention",
-        "if document_ends_BE is None:",
+        "if document_ends_BE is None and not 0 < window < q_BSnD.shape[1] and not self.softcap:",
         "if True:",
         sections=PACKED,
     ),
@@ -342,16 +342,16 @@ CONTEXT = [
     Mutant(
         "inside documents, queries see later keys",
         "parallel.document_attention",
-        "attend_block(q, k, v, causal=True",
-        "attend_block(q, k, v, causal=False",
+        "attend_block(q, k, v, mask is None,",
+        "attend_block(q, k, v, False,",
         grid=ULYSSES,
         sections=PACKED,
     ),
     Mutant(
         "inside documents, gradients reach later keys",
         "parallel.document_attention",
-        "tokens], k, v, causal=True",
-        "tokens], k, v, causal=False",
+        "out, lse, k, v, mask is None,",
+        "out, lse, k, v, False,",
         sections=PACKED,
     ),
     Mutant(

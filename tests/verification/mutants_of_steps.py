@@ -22,7 +22,7 @@ from mutants import (
 from tiny_runs import GEMMA, GPT, NEOX
 
 MODEL = [
-    Mutant("RoPE of the queries is off", "models.transformer", "q_BSND = apply_rope(q_BSND,", "apply_rope(q_BSND,"),
+    Mutant("RoPE of the queries is off", "models.attention_core", "q_BSND = apply_rope(q_BSND,", "apply_rope(q_BSND,"),
     Mutant(
         "RoPE's frequencies are those of whole heads",
         "models.rope",
@@ -37,10 +37,10 @@ MODEL = [
         "_rotated(grad_BSND, cos_BS1d, sin_BS1d)",
         grid=Y2,
     ),
-    Mutant("attention sees later tokens", "models.transformer", "is_causal=mask is None", "is_causal=False"),
+    Mutant("attention sees later tokens", "models.attention_core", "is_causal=mask is None", "is_causal=False"),
     Mutant(
         "attention crosses documents",
-        "models.transformer",
+        "models.attention_core",
         "same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]",
         "same_BSS = documents_BS[:, :, None] >= documents_BS[:, None, :]",
         model=SIX_HEADS,

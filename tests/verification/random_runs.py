@@ -66,6 +66,7 @@ def _draw(draw: random.Random) -> Table:
     data = {"source": "python-stdlib", "mask_documents": draw.random() < 0.4}
     table: Table = {"model": model, "data": data, "parallel": grid, "training": _training(draw, grid)}
     table["optimizer"] = {"weight_decay": draw.choice((0.0, 0.1)), "max_grad_norm": draw.choice((0.1, 1.0, 100.0))}
+    table["optimizer"]["name"] = draw.choice(("adamw", "adamw", "muon", "lion"))
     table["lr_scheduler"] = {
         "decay_style": draw.choice(("cosine", "linear", "wsd", "constant")),
         "warmup_steps": draw.choice((0, 100)),
@@ -155,7 +156,18 @@ def _model(draw: random.Random) -> dict[str, Any]:
         model[key] = draw.random() < 0.4
     if model["qk_norm"]:
         model["qk_norm_over"] = draw.choice(("head", "all_heads"))
-    model["parallel_residual"], model["scale_embeddings"] = draw.random() < 0.2, draw.random() < 0.2
+    if draw.random() < 0.3:
+        model["sliding_window"] = draw.choice((1, 5, 12, 40))
+        kinds = ("sliding_attention", "full_attention")
+        model["layer_types"] = [draw.choice(kinds) for _ in range(draw.choice((0, 1, 2, 3)))]
+        if model["position_embedding"] == "rope" and draw.random() < 0.5:
+            model["rope_local_base_freq"] = 300.0
+    model["norm_placement"] = draw.choice(("before", "before", "after", "around"))
+    model["query_pre_attn_scalar"] = draw.choice((head_dim, head_dim, 12))
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        model[key] = draw.choice((0.0, 0.0, 0.0, 0.8))
+    model["parallel_residual"] = model["norm_placement"] == "before" and draw.random() < 0.2
+    model["scale_embeddings"] = draw.random() < 0.2
     if model["norm"] == "rmsnorm":
         model["zero_centered_norm"] = draw.random() < 0.3
     if model["mlp"] != "swiglu":

@@ -220,11 +220,11 @@ def thin_links() -> Machine:
     [
         ({"x": 2, "y": 2, "z": 2}, {}),
         ({"dp": 4}, {}),
-        ({"z": 4}, {"overlap": {"weight_prefetch": 2}}),
+        ({"pp": 2, "x": 2}, {}),
         ({"x": 2, "y": 2}, {"overlap": {"batch_parts": 2}, "activation_checkpoint": {"mode": "full"}}),
         ({"z": 2, "dp": 2, "zero": 3}, {}),
         ({"cp": 2, "cp_method": "ring", "y": 2}, {}),
-        ({"pp": 2, "x": 2}, {}),
+        ({"z": 4}, {"overlap": {"weight_prefetch": 2}}),
     ],
     ids=str,
 )

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from mutants import Mutant
 from mutants_of_experts import EXPERTS
+from mutants_of_families import FAMILIES
 from mutants_of_layers import LAYERS
+from mutants_of_optimizers import OPTIMIZERS
 from mutants_of_parallelism import PARALLELISM
 from mutants_of_preferences import PREFERENCES
 from mutants_of_steps import STEPS
@@ -18,6 +20,8 @@ from tuned_products import parity_on_cpu
 
 from fourfold.config.run import RunConfig
 from fourfold.verification.parity_report import ParityReport
+
+FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *OPTIMIZERS, *FAMILIES, *PREFERENCES]
 
 
 def mutant_body(rank: int, world_size: int, run: RunConfig, mutant: Mutant) -> ParityReport | None:
@@ -31,17 +35,14 @@ def run_of(mutant: Mutant, folder: Path) -> RunConfig:
 
 def test_there_are_sixty_and_each_still_applies() -> None:
     """The program has moved on where this fails: write the fault for what it does now."""
-    faults = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *PREFERENCES]
-    assert len({mutant.fault for mutant in faults}) == len(faults) >= 60
-    for mutant in faults:
+    assert len({mutant.fault for mutant in FAULTS}) == len(FAULTS) >= 60
+    for mutant in FAULTS:
         with mutated(f"fourfold.{mutant.module}", mutant.old, mutant.new):
             pass
 
 
 @pytest.mark.fast_cases(4)
-@pytest.mark.parametrize(
-    "mutant", [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *PREFERENCES], ids=lambda mutant: mutant.fault
-)
+@pytest.mark.parametrize("mutant", FAULTS, ids=lambda mutant: mutant.fault)
 def test_parity_catches(mutant: Mutant, pool: Pool, tmp_path: Path) -> None:
     run = run_of(mutant, tmp_path)
     report = pool.run(run.parallel.world_size, mutant_body, run, mutant)[0]

@@ -11,6 +11,7 @@ import torch
 from pool import Pool
 from tiny_runs import LLAMA, tiny_run
 
+from fourfold.config.optimizer import Rule
 from fourfold.config.run import ParallelConfig, RunConfig, Schedule
 from fourfold.errors import UserError
 from fourfold.verification.low_precision import LIMIT, PrecisionError, precision_error
@@ -20,7 +21,7 @@ from fourfold.verification.parity_report import ParityReport
 
 class Settings(NamedTuple):
     """One layout of at most 8 processes. accumulate: four micro-batches a step, else one. per_node: shards. experts: 0
-    for dense MLPs, else the ranks that share the experts."""
+    for dense MLPs, else the ranks that share the experts. window: tokens, or 0. norms: their placement."""
 
     x: int
     y: int
@@ -37,6 +38,9 @@ class Settings(NamedTuple):
     accumulate: bool
     per_node: int
     experts: int
+    optimizer: str
+    window: int
+    norms: str
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -50,38 +54,41 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "accumulate": (False, True),
     "per_node": (1, 2),
     "experts": (0, 1, 2),
+    "optimizer": get_args(Rule),
+    "window": (0, 5),
+    "norms": ("before", "after", "around"),
 }
 
 CASES = [
     Settings(*row)
     for row in (
-        (1, 1, 1, 1, 1, 1, 0, "1F1B", "full", False, 4, True, False, 1, 1),
-        (1, 1, 2, 2, 1, 2, 2, "GPipe", "selective", True, 8, False, True, 2, 2),
-        (2, 2, 1, 1, 2, 1, 3, "1F1B", "none", True, 8, False, True, 1, 0),
-        (1, 1, 1, 2, 2, 2, 1, "InterleavedZeroBubble", "none", False, 4, True, False, 2, 0),
-        (2, 2, 1, 1, 1, 2, 0, "ZBVZeroBubble", "selective", False, 8, True, False, 2, 1),
-        (1, 1, 2, 2, 1, 2, 3, "Interleaved1F1B", "full", True, 4, False, False, 2, 1),
-        (2, 1, 1, 1, 2, 2, 2, "LoopedBFS", "full", False, 4, True, True, 1, 2),
-        (1, 2, 1, 2, 1, 2, 1, "DualPipeV", "full", True, 8, True, True, 2, 1),
-        (1, 2, 2, 1, 2, 1, 1, "1F1B", "selective", False, 4, False, False, 2, 2),
-        (1, 1, 2, 2, 1, 2, 0, "LoopedBFS", "none", True, 4, False, False, 2, 0),
-        (1, 2, 1, 1, 2, 2, 0, "Interleaved1F1B", "selective", False, 8, True, True, 2, 2),
-        (1, 2, 1, 1, 2, 2, 3, "GPipe", "selective", False, 4, True, False, 2, 1),
-        (2, 1, 1, 2, 1, 2, 1, "ZBVZeroBubble", "full", True, 4, False, True, 1, 0),
-        (2, 2, 1, 1, 1, 2, 0, "InterleavedZeroBubble", "selective", True, 8, False, True, 1, 0),
-        (2, 1, 1, 1, 2, 2, 0, "DualPipeV", "none", False, 4, False, True, 1, 2),
-        (1, 2, 2, 2, 1, 1, 2, "1F1B", "none", False, 8, True, False, 2, 1),
-        (1, 2, 1, 2, 1, 2, 1, "LoopedBFS", "selective", True, 8, False, True, 2, 1),
-        (2, 1, 2, 1, 1, 2, 0, "GPipe", "full", True, 8, False, False, 1, 0),
-        (1, 1, 1, 1, 2, 2, 1, "ZBVZeroBubble", "none", False, 8, False, True, 2, 2),
-        (2, 1, 1, 2, 1, 2, 1, "Interleaved1F1B", "none", True, 4, True, True, 1, 0),
-        (1, 1, 1, 1, 2, 2, 1, "GPipe", "none", False, 4, False, False, 1, 0),
-        (1, 1, 1, 1, 1, 2, 0, "1F1B", "full", False, 8, True, False, 1, 1),
-        (1, 1, 1, 1, 1, 2, 0, "InterleavedZeroBubble", "full", False, 8, True, False, 2, 1),
-        (1, 1, 1, 1, 1, 2, 0, "DualPipeV", "selective", True, 8, False, True, 1, 0),
-        (1, 1, 1, 1, 2, 2, 2, "Interleaved1F1B", "none", True, 8, False, True, 1, 0),
-        (1, 1, 1, 1, 2, 2, 3, "LoopedBFS", "selective", True, 8, True, False, 1, 2),
-        (2, 1, 1, 1, 2, 2, 1, "InterleavedZeroBubble", "none", False, 8, False, False, 2, 2),
+        (1, 1, 1, 1, 1, 1, 0, "1F1B", "full", False, 4, True, False, 1, 1, "lion", 5, "around"),
+        (1, 1, 2, 2, 1, 2, 2, "GPipe", "selective", True, 8, False, True, 2, 2, "muon", 5, "after"),
+        (2, 2, 1, 1, 2, 1, 3, "1F1B", "none", True, 8, False, True, 1, 0, "lion", 5, "after"),
+        (1, 1, 1, 2, 2, 2, 1, "InterleavedZeroBubble", "none", False, 4, True, False, 2, 0, "adamw", 5, "before"),
+        (2, 2, 1, 1, 1, 2, 0, "ZBVZeroBubble", "selective", False, 8, True, False, 2, 1, "adamw", 5, "around"),
+        (1, 1, 2, 2, 1, 2, 3, "Interleaved1F1B", "full", True, 4, False, False, 2, 1, "muon", 0, "after"),
+        (2, 1, 1, 1, 2, 2, 2, "LoopedBFS", "full", False, 4, True, True, 1, 2, "adamw", 5, "after"),
+        (1, 2, 1, 2, 1, 2, 1, "DualPipeV", "full", True, 8, True, True, 2, 1, "lion", 5, "before"),
+        (1, 2, 2, 1, 2, 1, 1, "1F1B", "selective", False, 4, False, False, 2, 2, "adamw", 0, "before"),
+        (1, 1, 2, 2, 1, 2, 0, "LoopedBFS", "none", True, 4, False, False, 2, 0, "lion", 5, "after"),
+        (1, 2, 1, 1, 2, 2, 0, "Interleaved1F1B", "selective", False, 8, True, True, 2, 2, "adamw", 5, "before"),
+        (1, 2, 1, 1, 2, 2, 3, "GPipe", "selective", False, 4, True, False, 2, 1, "adamw", 5, "around"),
+        (2, 1, 1, 2, 1, 2, 1, "ZBVZeroBubble", "full", True, 4, False, True, 1, 0, "muon", 5, "after"),
+        (2, 2, 1, 1, 1, 2, 0, "InterleavedZeroBubble", "selective", True, 8, False, True, 1, 0, "lion", 0, "after"),
+        (2, 1, 1, 1, 2, 2, 0, "DualPipeV", "none", False, 4, False, True, 1, 2, "muon", 0, "around"),
+        (1, 2, 2, 2, 1, 1, 2, "1F1B", "none", False, 8, True, False, 2, 1, "muon", 0, "around"),
+        (1, 2, 1, 2, 1, 2, 1, "LoopedBFS", "selective", True, 8, False, True, 2, 1, "muon", 5, "around"),
+        (2, 1, 2, 1, 1, 2, 0, "GPipe", "full", True, 8, False, False, 1, 0, "lion", 5, "before"),
+        (1, 1, 1, 1, 2, 2, 1, "ZBVZeroBubble", "none", False, 8, False, True, 2, 2, "lion", 0, "before"),
+        (2, 1, 1, 2, 1, 2, 1, "Interleaved1F1B", "none", True, 4, True, True, 1, 0, "lion", 5, "around"),
+        (1, 1, 1, 1, 2, 2, 1, "GPipe", "none", False, 4, False, False, 1, 0, "adamw", 0, "before"),
+        (1, 1, 1, 1, 1, 2, 0, "1F1B", "full", False, 8, True, False, 1, 1, "muon", 0, "before"),
+        (1, 1, 1, 1, 1, 2, 0, "InterleavedZeroBubble", "full", False, 8, True, False, 2, 1, "lion", 0, "after"),
+        (1, 1, 1, 1, 1, 2, 0, "DualPipeV", "selective", True, 8, False, True, 1, 0, "adamw", 0, "after"),
+        (1, 1, 1, 1, 2, 2, 2, "Interleaved1F1B", "none", True, 8, False, True, 1, 0, "lion", 0, "before"),
+        (1, 1, 1, 1, 2, 2, 3, "LoopedBFS", "selective", True, 8, True, False, 1, 2, "lion", 0, "before"),
+        (2, 1, 1, 1, 2, 2, 1, "InterleavedZeroBubble", "none", False, 8, False, False, 2, 2, "muon", 5, "around"),
     )
 ]
 
@@ -106,6 +113,7 @@ def makes_no_sense(pair: Pair) -> bool:
 def run_of(settings: Settings, folder: str, precision: str = "fp32") -> RunConfig:
     s = settings
     model = LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": s.kv_heads, "tie_word_embeddings": s.tied}
+    model |= {"sliding_window": s.window, "norm_placement": s.norms}
     if s.experts:
         # In lower precision every expert: a choice between two that are nearly equal is more than rounding.
         chosen = 2 if precision == "fp32" else 4
@@ -121,6 +129,7 @@ def run_of(settings: Settings, folder: str, precision: str = "fp32") -> RunConfi
         activation_checkpoint={"mode": s.recompute, "modules": ["attention", "mlp", "norms", "gathers"]},
         overlap={"shards_per_node": s.per_node},
         moe={"load_balancing_loss": 0.1, "z_loss": 0.001} if s.experts else {},
+        optimizer={"name": s.optimizer},
         loss_scaling={"initial": 1024.0},
         output_dir=folder,
     )

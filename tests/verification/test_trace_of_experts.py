@@ -20,6 +20,7 @@ UNEVEN = [5.0, 2.0, 1.0, 0.0]
 UNBIASED = DEEPSEEK | {"router_bias": False}
 """torch's tracker knows no frozen parameters."""
 FOUR_EXPERTS = MIXTURE | {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GATED = {"shared_expert_intermediate_size": 40, "shared_expert_gate": True}
 
 
 def expected(run: RunConfig, load: list[float]) -> Lines:
@@ -41,6 +42,9 @@ def expected(run: RunConfig, load: list[float]) -> Lines:
         ("x", "all_to_all", "experts: tokens"): 2 * gathered,
         ("x", "all_to_all", "experts: outputs"): 2 * gathered,
         ("x", "all_gather", "router: chosen experts"): 4 * rows * grid.x if run.moe.capacity_factor else 0,
+        ("cp", "all_gather", "router: chosen experts"): 4 * rows * grid.x * grid.cp if run.moe.capacity_factor else 0,
+        ("y", "all_reduce", "shared expert: gate"): 4 * tokens if model.shared_expert_gate else 0,
+        ("y", "all_reduce", "shared expert: gate's gradient"): 4 * tokens if model.shared_expert_gate else 0,
         ("y", "all_reduce", "router: logits"): 4 * tokens * experts,
         ("y", "all_reduce", "router: weights' gradient"): 4 * rows,
         ("y", "all_reduce", "experts: outputs of up"): 2 * grid.x * received * width * 4,
@@ -51,22 +55,28 @@ def expected(run: RunConfig, load: list[float]) -> Lines:
 
 @pytest.mark.parametrize("load", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize(
-    ("grid", "moe"),
+    ("model", "grid", "moe"),
     [
-        ({"dp": 2, "ep": 2}, {}),
-        ({"z": 4, "ep": 4}, {}),
-        ({"x": 2, "dp": 2, "ep": 2}, {}),
-        ({"x": 2, "y": 2, "z": 2, "ep": 2}, {"capacity_factor": 1.0}),
-        ({"y": 2, "dp": 4, "ep": 2}, {"load_balancing_loss": 0.1}),
+        ({}, {"dp": 2, "ep": 2}, {}),
+        ({}, {"z": 4, "ep": 4}, {}),
+        ({}, {"x": 2, "dp": 2, "ep": 2}, {}),
+        ({}, {"x": 2, "y": 2, "z": 2, "ep": 2}, {"capacity_factor": 1.0}),
+        ({}, {"y": 2, "dp": 4, "ep": 2}, {"load_balancing_loss": 0.1}),
+        ({}, {"cp": 2, "ep": 2}, {}),
+        ({}, {"x": 2, "cp": 2, "ep": 2}, {"capacity_factor": 0.75}),
+        (GATED, {"x": 2, "y": 2, "cp": 2, "ep": 2}, {"capacity_factor": 1.0}),
     ],
     ids=str,
 )
-def test_a_layer_sends_what_the_formulas_say(grid: dict[str, int], moe: dict[str, float], load: list[float]) -> None:
+def test_a_layer_sends_what_the_formulas_say(
+    model: dict[str, Any], grid: dict[str, int], moe: dict[str, float], load: list[float]
+) -> None:
     """Of two models that differ by one layer, the difference is a layer."""
     batch = {"global_batch_size": 2 * grid.get("z", 1) * grid.get("dp", 1)}
-    runs = [tiny_run(FOUR_EXPERTS | {"num_hidden_layers": n}, grid, training=batch, moe=moe) for n in (1, 2)]
+    runs = [tiny_run(FOUR_EXPERTS | model | {"num_hidden_layers": n}, grid, training=batch, moe=moe) for n in (1, 2)]
     one, two = (by_line(trace(run, whole=True, expert_load=load)) for run in runs)
-    found = {line: two[line] - one[line] for line in two if line[2].startswith(("experts", "router"))}
+    purposes = ("experts", "router", "shared expert")
+    found = {line: two[line] - one[line] for line in two if line[2].startswith(purposes)}
     assert found == expected(runs[0], load)
 
 

@@ -22,10 +22,17 @@ CONFIG_FILE = "config.json"
 DECISIVE_KEYS = (
     "mlp", "norm", "position_embedding", "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm",
     "qk_norm_over", "parallel_residual", "partial_rotary_factor", "zero_centered_norm", "scale_embeddings",
+    "norm_placement", "sliding_window", "layer_types", "rope_local_base_freq", "query_pre_attn_scalar",
+    "attn_logit_softcapping", "final_logit_softcapping",
     "num_experts", "moe_intermediate_size", "router_score", "norm_topk_prob", "router_bias", "routed_scaling_factor",
     "shared_expert_intermediate_size", "shared_expert_gate", "first_k_dense_replace",
 )  # fmt: skip
 """Keys of [model] that decide which family a model can be."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping")
+"""Keys of theirs where null, and 0 in ours, is none."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -95,9 +102,9 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         keys["shared_expert_intermediate_size"] = given["n_shared_experts"] * given["moe_intermediate_size"]
     if keys["position_embedding"] == "rope":
         keys |= _rope(given, family, where)
-    window = sliding_window(config)
-    if window is not None:
-        keys["max_position_embeddings"] = min(window, keys["max_position_embeddings"])
+    keys |= _windows(given, family, where)
+    if not keys["sliding_window"]:
+        keys.pop("rope_local_base_freq", None)
     return keys
 
 
@@ -113,22 +120,26 @@ def model_of(config: Mapping[str, Any], where: str) -> ModelConfig:
         ) from None
 
 
-def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """The number of tokens that a query sees, in the layers where it sees least; None: no limit."""
-    kind = config["model_type"]
-    given = {**FAMILIES[kind].defaults, **config}
-    window = given.get("sliding_window")
-    kinds = given.get("layer_types")
+def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """The keys of [model] for layers that slide."""
+    window, none = given.get("sliding_window"), {"sliding_window": 0, "layer_types": []}
+    if family.slides is None or window is None or not given.get("use_sliding_window", True):
+        return none
+    layers = given[family.keys["num_hidden_layers"]]
+    kinds = given.get("layer_types") if family.lists_layer_types else None
     if kinds is None:
-        limited = given.get("use_sliding_window", False) if kind.startswith("qwen") else True
-    else:
-        limited = any(each != "full_attention" for each in kinds)
-    return window if window is not None and limited else None
+        kinds = [SLIDING if family.slides(layer, given) else FULL for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {FULL, SLIDING}:
+        raise UserError(f"{where}: layer_types = {kinds!r}; the decoder here has '{FULL}' and '{SLIDING}' layers")
+    return {"sliding_window": window, "layer_types": kinds} if SLIDING in kinds else none
 
 
 def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
     """The keys of [model] for the rotary embeddings, from those of transformers 4 (rope_scaling, …) or 5."""
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    local: dict[str, Any] = {}
+    if family.rope_by_layer_type:
+        local, rope = _local_rope(given, family, rope, where)
     if not isinstance(rope, Mapping):
         raise UserError(f"{where}: the rotary embeddings are {rope!r}, not a table of their type and factors")
     rope = dict(rope)
@@ -139,7 +150,9 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
     _check_number("partial_rotary_factor", part, where)
     if part != 1.0 and family.partial_rotary_factor is None:
         raise UserError(f"{where}: partial_rotary_factor = {part}; models of this family rotate whole heads")
-    always = {"rope_theta": float(theta), "partial_rotary_factor": float(part)}
+    always = {"rope_theta": float(theta), "partial_rotary_factor": float(part), **local}
+    if family.rope_by_layer_type and not local:
+        always["rope_local_base_freq"] = float(theta)
     older = rope.pop("type", None)
     kind = rope.pop("rope_type", older) or "default"
     if kind == "default":
@@ -162,6 +175,20 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
         _check_number(key, value, where)
     scaling = {key: float(v) if key != "original_max_position_embeddings" else v for key, v in scaling.items()}
     return always | {"rope_scaling": {"rope_type": kind, **scaling}}
+
+
+def _local_rope(given: Mapping[str, Any], family: Family, rope: Any, where: str) -> tuple[dict[str, Any], Any]:
+    """The base of sliding layers, where it is given, and the table of the others."""
+    base = given.get("rope_local_base_freq") if "rope_local_base_freq" in family.defaults else None
+    if isinstance(rope, Mapping) and rope.keys() & {FULL, SLIDING}:
+        own = dict(rope.get(SLIDING) or {})
+        if own.pop("rope_type", "default") != "default" or own.keys() - {"rope_theta"}:
+            raise UserError(f"{where}: the rotary embeddings of sliding layers are {rope[SLIDING]}; only rope_type = "
+                            "'default' is computed")  # fmt: skip
+        base, rope = own.get("rope_theta", base), rope.get(FULL) or {}
+    if base is not None:
+        _check_number("rope_local_base_freq", base, where)
+    return {} if base is None else {"rope_local_base_freq": float(base)}, rope
 
 
 def _first_dense(given: Mapping[str, Any], where: str) -> int:
@@ -217,6 +244,7 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
     # Left out they would be those of the family's first model, perhaps beyond this one's vocabulary.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config |= {theirs: getattr(model, ours) for ours, theirs in family.keys.items()}
+    config |= {key: None for key in NONE_IS_0 if config.get(key) == 0}
     config |= {key: values[0] for key, values in family.required.items()}
     for activation, ours in family.activations.items():
         if all(getattr(model, key) == value for key, value in ours.items()):
@@ -233,8 +261,26 @@ def _config(model: ModelConfig, kind: str) -> dict[str, Any]:
             kept = ("rope_type", *ROPE_KEYS[model.rope_scaling.rope_type])
             scaling = {key: getattr(model.rope_scaling, key) for key in kept}
             config["rope_scaling"] = {key: value for key, value in scaling.items() if value is not None}
-    if "sliding_window" in family.defaults:
-        config["sliding_window"] = None
+    if family.slides is not None:
+        config |= _their_windows(model, family)
+    if family.rope_by_layer_type and "rope_local_base_freq" not in family.defaults:
+        scaling = config.pop("rope_scaling", {"rope_type": "default"})
+        theta = config.pop(family.rope_theta)
+        local = {"rope_type": "default", "rope_theta": model.rope_local_base_freq or theta}
+        config["rope_parameters"] = {FULL: scaling | {"rope_theta": theta}, SLIDING: local}
+    return config
+
+
+def _their_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
+    slides = model.sliding_layers > 0
+    config: dict[str, Any] = {"sliding_window": model.sliding_window if slides else None}
+    if "use_sliding_window" in family.defaults:
+        config["use_sliding_window"] = slides
+    if "rope_local_base_freq" in family.defaults:
+        config["rope_local_base_freq"] = model.rope_local_base_freq or model.rope_theta
+    if family.lists_layer_types:
+        kinds = [SLIDING if model.is_sliding(layer) else FULL for layer in range(model.num_hidden_layers)]
+        config["layer_types"] = kinds
     return config
 
 
@@ -272,13 +318,7 @@ def from_huggingface(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_length(name: str, max_position_embeddings: int, seq_length: int) -> None:
-    """Raise ``UserError`` for sequences longer than a pretrained model's positions, or than its sliding window."""
-    window = sliding_window(read_config(local_folder(name)))
-    if window is not None and seq_length > window:
-        raise UserError(
-            f"training.seq_length = {seq_length}: in '{name}' a token sees the last {window} tokens (sliding_window), "
-            f"and here all; a seq_length of at most {window} is the same"
-        )
+    """Raise ``UserError`` for sequences longer than a pretrained model's positions."""
     if seq_length > max_position_embeddings:
         raise UserError(
             f"training.seq_length = {seq_length} is longer than the {max_position_embeddings} positions of '{name}'; "

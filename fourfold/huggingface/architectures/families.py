@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +42,27 @@ class Family:
     """Their mlp_only_layers names the layers without experts; the decoder computes it where these are the first."""
     counts_shared_experts: bool = False
     """Their n_shared_experts gives the shared expert's width, as a multiple of moe_intermediate_size."""
+    slides: Callable[[int, Mapping[str, Any]], bool] | None = None
+    """True for the numbers of layers that have the sliding_window of a config.json; None: it has no such key."""
+    lists_layer_types: bool = False
+    """Their layer_types, where given, says it instead."""
+    rope_by_layer_type: bool = False
+    """Layers that slide have rotary frequencies of their own."""
 
 
+def _every(layer: int, given: Mapping[str, Any]) -> bool:
+    return True
+
+
+def _all_but_each_nth(layer: int, given: Mapping[str, Any]) -> bool:
+    return bool((layer + 1) % given["sliding_window_pattern"])
+
+
+def _from_the_nth_on(layer: int, given: Mapping[str, Any]) -> bool:
+    return bool(layer >= given["max_window_layers"])
+
+
+_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _SAME_NAMES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
     "max_position_embeddings", "tie_word_embeddings", "initializer_range",
@@ -59,6 +78,34 @@ _GELU = {name: {"mlp": "gelu", "gelu_approximation": "tanh"} for name in _TANH_G
     "gelu": {"mlp": "gelu", "gelu_approximation": "none"}
 }
 _EXPERT_KEYS = {key: key for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size")}
+_OLMO_FIXED = _LLAMA_FIXED | {
+    "norm_placement": "after",
+    "mlp_bias": False,
+    "qk_norm": True,
+    "qk_norm_over": "all_heads",
+}
+_GEMMA_KEYS = _LLAMA_KEYS | {
+    key: key
+    for key in (
+        "head_dim",
+        "attention_bias",
+        "query_pre_attn_scalar",
+        "final_logit_softcapping",
+    )
+}
+_GEMMA_DEFAULTS = _LLAMA_DEFAULTS | {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_GEMMA_FIXED = _LLAMA_FIXED | {
+    "norm_placement": "around",
+    "mlp_bias": False,
+    "zero_centered_norm": True,
+    "scale_embeddings": True,
+}
 _GPT2_KEYS = {
     "vocab_size": "vocab_size",
     "hidden_size": "n_embd",
@@ -102,20 +149,43 @@ FAMILIES: dict[str, Family] = {
         _LLAMA_DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         _LLAMA_FIXED | _NO_BIASES,
         _SWIGLU,
+        slides=_every,
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         _LLAMA_KEYS | {"head_dim": "head_dim"},
-        _LLAMA_DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+        _LLAMA_DEFAULTS | _QWEN_WINDOW | {"num_key_value_heads": 32, "max_position_embeddings": 32768},
         _LLAMA_FIXED | _NO_BIASES | {"attention_bias": True},
         _SWIGLU,
+        slides=_from_the_nth_on,
+        lists_layer_types=True,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         _LLAMA_KEYS | {"head_dim": "head_dim", "attention_bias": "attention_bias"},
-        _LLAMA_DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
+        _LLAMA_DEFAULTS | _QWEN_WINDOW | {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
         _LLAMA_FIXED | {"mlp_bias": False, "qk_norm": True},
         _SWIGLU,
+        slides=_from_the_nth_on,
+        lists_layer_types=True,
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        _LLAMA_KEYS | {"attention_bias": "attention_bias"},
+        _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
+        _OLMO_FIXED,
+        _SWIGLU,
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        _LLAMA_KEYS | {"attention_bias": "attention_bias"},
+        _LLAMA_DEFAULTS
+        | {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        _OLMO_FIXED,
+        _SWIGLU,
+        slides=_all_but_each_nth,
+        lists_layer_types=True,
+        rope_by_layer_type=True,
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -125,6 +195,7 @@ FAMILIES: dict[str, Family] = {
         _SWIGLU,
         partial_rotary_factor="partial_rotary_factor",
         rope_types=(),  # longrope is the only scaling that transformers has for it
+        slides=_every,
     ),
     "gemma": Family(
         "GemmaForCausalLM",
@@ -135,6 +206,33 @@ FAMILIES: dict[str, Family] = {
         # "gelu" in the first files of the family means the approximation too, and is read so by transformers.
         _GEGLU | {"gelu": _GEGLU["gelu_pytorch_tanh"]},
         required={"use_bidirectional_attention": (None, False)},
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _GEMMA_KEYS | {"attn_logit_softcapping": "attn_logit_softcapping"},
+        _GEMMA_DEFAULTS
+        | {"max_position_embeddings": 8192, "sliding_window_pattern": 2}
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        _GEMMA_FIXED,
+        _GEGLU,
+        "hidden_activation",
+        {"use_bidirectional_attention": (None, False)},
+        slides=_all_but_each_nth,
+        lists_layer_types=True,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _GEMMA_KEYS,
+        _GEMMA_DEFAULTS
+        | {"max_position_embeddings": 131072, "sliding_window_pattern": 6}
+        | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        _GEMMA_FIXED | {"qk_norm": True},
+        _GEGLU,
+        "hidden_activation",
+        {"use_bidirectional_attention": (None, False)},
+        slides=_all_but_each_nth,
+        lists_layer_types=True,
+        rope_by_layer_type=True,
     ),
     "gpt_neox": Family(
         "GPTNeoXForCausalLM",
@@ -169,18 +267,21 @@ FAMILIES: dict[str, Family] = {
         _SWIGLU,
         required={"router_jitter_noise": (0.0,)},
         other_names={"num_experts": "num_local_experts"},
+        slides=_every,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         _LLAMA_KEYS | _EXPERT_KEYS | {"head_dim": "head_dim", "attention_bias": "attention_bias"},
         _LLAMA_DEFAULTS
         | {"num_key_value_heads": 4, "max_position_embeddings": 32768, "num_experts": 128, "num_experts_per_tok": 8}
-        | {"moe_intermediate_size": 768, "norm_topk_prob": False},
+        | {"moe_intermediate_size": 768, "norm_topk_prob": False}
+        | _QWEN_WINDOW,
         _LLAMA_FIXED | {"mlp_bias": False, "qk_norm": True},
         _SWIGLU,
         required={"decoder_sparse_step": (1,)},
         other_names={"num_local_experts": "num_experts"},
         lists_dense_layers=True,
+        slides=_every,
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
@@ -191,11 +292,14 @@ FAMILIES: dict[str, Family] = {
         _LLAMA_DEFAULTS
         | {"num_key_value_heads": 16, "max_position_embeddings": 32768, "num_experts": 60, "num_experts_per_tok": 4}
         | {"moe_intermediate_size": 1408, "norm_topk_prob": False, "qkv_bias": True}
-        | {"shared_expert_intermediate_size": 5632},
+        | {"shared_expert_intermediate_size": 5632}
+        | _QWEN_WINDOW,
         _LLAMA_FIXED | {"attention_output_bias": False, "mlp_bias": False, "shared_expert_gate": True},
         _SWIGLU,
         required={"decoder_sparse_step": (1,)},
         lists_dense_layers=True,
+        slides=lambda layer, given: layer % 2 == 0 and layer < given["max_window_layers"],
+        lists_layer_types=True,
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
@@ -231,10 +335,7 @@ FAMILIES: dict[str, Family] = {
 
 MISSING: dict[str, str] = {
     "phi": "one norm for attention and MLP side by side, and a bias of the head",
-    "gemma2": "norms after attention and MLP, and capped logits",
-    "gemma3": "norms after attention and MLP, and sliding windows in some layers",
-    "gemma3_text": "norms after attention and MLP, and sliding windows in some layers",
-    "olmo2": "norms after attention and MLP",
+    "gemma3": "images beside text (its text model alone, 'gemma3_text', is computed)",
     "falcon": "one norm for attention and MLP side by side",
     "phimoe": "sparsemixer, its choice of experts",
     "llama4": "experts whose inputs are scaled, and attention in chunks",

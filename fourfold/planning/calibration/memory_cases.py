@@ -31,13 +31,13 @@ class FitCases(NamedTuple):
     fits: np.ndarray
 
     def refused(self, most_out_of_memory: float) -> tuple[float, float]:
-        """Of the cases that are refused, the share that does not fit (precision); of those that do not fit, the share
-        that is refused (recall)."""
+        """Precision and recall of refusing what is more likely than that to run out of memory: the share of the refused
+        that does not fit, and the share of what does not fit that is refused."""
         refused = 1 - self.predicted > most_out_of_memory
         return float(np.mean(~self.fits[refused])), float(np.mean(refused[~self.fits]))
 
     def reliability(self) -> list[tuple[float, float, int, float]]:
-        """By group: its bounds, its cases, and the share of them that fits."""
+        """Bounds, cases, and the share of them that fits, of each group of predictions."""
         group = np.clip(np.searchsorted(EDGES, self.predicted, "right") - 1, 0, len(EDGES) - 2)
         return [
             (low, high, int((group == i).sum()), float(self.fits[group == i].mean()))

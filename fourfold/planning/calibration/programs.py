@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from fourfold.planning.program_flags import OTHER_PROGRAM, OWN_PROGRAM, Program
+
 Overlap = Literal["none", "backward", "pieces"]
+
+
+CUDNN = replace(OTHER_PROGRAM, regather=True)
+"""Attention is cuDNN's, through Transformer Engine or XLA."""
+FLASH2 = replace(CUDNN, flash2=True)
 
 
 class Traits(NamedTuple):
@@ -12,28 +20,17 @@ class Traits(NamedTuple):
 
     source: str
     """The place in the program's code or documentation to check this against."""
-    fused: bool = False
-    """Pointwise operations are fused without torch.compile."""
-    fused_gate: bool = False
-    """A gated MLP keeps gate, up and their product, and no activation between."""
-    fused_loss: bool = False
-    """The loss reads 16-bit logits."""
-    cudnn_attention: bool = False
-    """Attention is cuDNN's, through Transformer Engine or XLA, and not FlashAttention-2."""
-    fuses_accumulation: bool = False
-    """Weight-gradient products add to the gradients of earlier micro-batches."""
+    flags: Program = FLASH2
+    """What it does where a row says nothing else; regather counts only with sequence parallelism, and
+    keeps_float8_inputs only in FP8."""
     half_sums: bool = False
     """Gradients are summed over ranks in 16 bits, whatever the precision."""
-    keeps_float8_inputs: bool = False
-    """FP8 products keep their inputs in FP8."""
     hides_sums: bool = False
     """The sum of the gradients over sharded data-parallel ranks runs behind the backward."""
     tp_overlap: Overlap = "backward"
     """Work that hides tensor-parallel collectives."""
     seq_parallel: bool = False
     """Tensor parallelism comes with sequence parallelism."""
-    regathers: bool = True
-    """With sequence parallelism inputs are kept sharded and gathered again in the backward."""
     deepspeed: bool = False
     """Optimizer and pipeline are DeepSpeed's."""
 
@@ -42,7 +39,7 @@ MEGATRON_LM = Traits(
     "NVIDIA/Megatron-LM: fused kernels (megatron/core/fusions), gradient_accumulation_fusion and the distributed "
     "optimizer's overlapped sums (megatron/core/distributed); attention of Transformer Engine, which prefers cuDNN on "
     "Hopper and Blackwell",
-    fused=True, cudnn_attention=True, fuses_accumulation=True, hides_sums=True,
+    replace(CUDNN, fused=True, fuses_accumulation=True), hides_sums=True,
 )  # fmt: skip
 
 PROGRAMS: dict[str, Traits] = {
@@ -51,7 +48,8 @@ PROGRAMS: dict[str, Traits] = {
         source="NVIDIA/NeMo scripts/performance/helpers.py, and Megatron-Bridge's recipes: grad_reduce_in_fp32 = "
         "False, fused SwiGLU and loss, sequence parallelism; Transformer Engine keeps the inputs of FP8 products in 8 "
         "bits",
-        fused_gate=True, fused_loss=True, half_sums=True, keeps_float8_inputs=True, seq_parallel=True,
+        flags=replace(MEGATRON_LM.flags, fused_gate=True, fused_loss=True, keeps_float8_inputs=True), half_sums=True,
+        seq_parallel=True,
     ),
     "deepspeed": Traits(
         "deepspeed/runtime/bf16_optimizer.py shards the optimizer of bf16 at any stage and all-reduces fp32 gradients; "
@@ -64,18 +62,19 @@ PROGRAMS: dict[str, Traits] = {
     ),
     "torchtitan": Traits("pytorch/torchtitan: FSDP2, fused where compiled; AsyncTP is an option"),
     "llm-foundry": Traits(
-        "mosaicml/llm-foundry: FSDP, and the fused loss of llmfoundry/models/mpt/modeling_mpt.py", fused_loss=True
+        "mosaicml/llm-foundry: FSDP, and the fused loss of llmfoundry/models/mpt/modeling_mpt.py",
+        replace(FLASH2, fused_loss=True),
     ),
     "fms-fsdp": Traits("foundation-model-stack/fms-fsdp README.md: FSDP and torch.compile"),
     "lit-gpt": Traits("jzhang38/TinyLlama README.md: FSDP on Lightning"),
     "nanotron": Traits(
         "huggingface/nanotron: tensor parallelism in reduce-scatter mode keeps gathered inputs "
         "(src/nanotron/parallel/tensor_parallel); gradients accumulate in fp32 (optim/gradient_accumulator.py)",
-        fused=True, fuses_accumulation=True, regathers=False,
+        replace(FLASH2, fused=True, fuses_accumulation=True, regather=False),
     ),
-    "maxtext": Traits("AI-Hypercomputer/maxtext: sharded by XLA", cudnn_attention=True),
-    "paxml": Traits("google/paxml: sharded by XLA", cudnn_attention=True),
+    "maxtext": Traits("AI-Hypercomputer/maxtext: sharded by XLA", CUDNN),
+    "paxml": Traits("google/paxml: sharded by XLA", CUDNN),
     "axonn": Traits("axonn-ai/axonn: four-dimensional tensor and data parallelism"),
-    "fourfold": Traits("this project: the flags are those of its own runs"),
+    "fourfold": Traits("this project: the flags are those of its own runs", OWN_PROGRAM),
     "other": Traits("PyTorch's FSDP without a compiler"),
 }  # fmt: skip

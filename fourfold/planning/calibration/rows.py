@@ -17,7 +17,8 @@ from fourfold.errors import UserError
 from fourfold.planning.calibration.columns import MeasuredRow, check_header, parse_cells
 from fourfold.planning.calibration.programs import PROGRAMS, Traits
 from fourfold.planning.machines.machine import Machine, load_machine
-from fourfold.planning.workload import CP_METHODS, OTHER_PROGRAM, RECOMPUTE, ModelShape, Program, Workload
+from fourfold.planning.program_flags import Program
+from fourfold.planning.workload import CP_METHODS, RECOMPUTE, ModelShape, Workload
 
 GPT_VOCABULARY = 51200
 """GPT-2's, padded: assumed where a row names none."""
@@ -169,7 +170,7 @@ def _model(measured: MeasuredRow) -> Workload:
                    rope=measured.mlp == "swiglu", experts=experts, chosen=measured.experts_per_token or 0,
                    expert_inner=measured.expert_ffn_hidden or 0, shared_inner=measured.shared_ffn_hidden,
                    sparse=1 - measured.dense_layers / measured.layers if experts else 0),
-        program=Program() if measured.program == "fourfold" else OTHER_PROGRAM,
+        program=PROGRAMS[measured.program].flags,
     )  # fmt: skip
 
 
@@ -221,7 +222,6 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
     parallel_sequence = traits.seq_parallel if measured.seq_parallel is None else measured.seq_parallel
     shared = {
         "flash": measured.attention == "flash",
-        "flash2": not traits.cudnn_attention and measured.program != "fourfold",
         "blocking": measured.blocking,
         "count_runtime": measured.memory_gb is None or measured.memory_kind == "device",
         "experts_over_x": measured.experts_over_tp,
@@ -237,13 +237,11 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
     return {
         **shared,
         **_deepspeed(measured, traits),
-        "fused": measured.compiled or traits.fused,
-        "fused_gate": measured.compiled or traits.fused_gate,
-        "fused_loss": traits.fused_loss,
-        "fuses_accumulation": traits.fuses_accumulation,
-        "keeps_float8_inputs": traits.keeps_float8_inputs and measured.precision in FLOAT8,
+        "fused": measured.compiled or traits.flags.fused,
+        "fused_gate": measured.compiled or traits.flags.fused_gate,
+        "keeps_float8_inputs": traits.flags.keeps_float8_inputs and measured.precision in FLOAT8,
         "split_residual": parallel_sequence,
-        "regather": parallel_sequence and traits.regathers,
+        "regather": parallel_sequence and traits.flags.regather,
         "overlap_x": overlap != "none",
         "overlap_forward": overlap == "pieces",
         "overlap_z": True,

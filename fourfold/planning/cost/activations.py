@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,53 +15,8 @@ from fourfold.planning.cost.expert_sizes import (
     kept_by_shared_gate,
     states_of_experts,
 )  # fmt: skip
+from fourfold.planning.cost.tensor_sizes import attention_over_y, heads_here, log_sums, pieces, puts_in_order
 from fourfold.planning.workload import CP_METHODS, Workload
-
-
-class Pieces(NamedTuple):
-    """Bytes on the rank, of one micro-batch: residual [T/x, H/y], gathered [T, H/y], inner [T, F/x].
-
-    queries and keys are those that attention reads here, whole_queries those of all ranks of y.
-    """
-
-    residual: Number
-    gathered: Number
-    queries: Number
-    keys: Number
-    whole_queries: Number
-    inner: Number
-    statistics: Number
-
-
-def pieces(work: Workload) -> Pieces:
-    model, layout, program = work.model, work.layout, work.program
-    token = work.step.item_bytes * work.tokens
-    at_once = np.where(program.tiled_mlp, np.minimum(model.hidden / work.tokens, 1), 1)
-    split = attention_over_y(work)
-    # A rank holds whole the key-value heads that its queries read, once for each where they divide irregularly.
-    heads = model.queries / model.head_dim / (layout.x * np.where(split == "heads", layout.y, 1))
-    group = model.queries / model.keys
-    kv_heads = np.where(heads % group == 0, heads / group, np.where(heads < group, 1, heads))
-    return Pieces(
-        residual=token * model.hidden / (layout.y * np.where(program.split_residual, layout.x, 1)),
-        gathered=token * model.hidden / layout.y,
-        queries=token * model.queries / (layout.x * layout.y),
-        keys=token * kv_heads * model.head_dim / np.where(split == "batch", layout.y, 1),
-        whole_queries=token * model.queries / layout.x,
-        inner=token * model.mean_inner / layout.x * at_once,
-        statistics=4 * work.tokens / np.where(program.split_residual, layout.x, 1),
-    )
-
-
-def attention_over_y(work: Workload) -> np.ndarray:
-    """The dimension along which the y ranks share the attention, as ``config.layout.attention_split`` has it."""
-    model, layout = work.model, work.layout
-    heads = model.queries / model.head_dim
-    return np.where(
-        heads % (layout.x * layout.y) == 0,
-        "heads",
-        np.where(work.together % layout.y == 0, "batch", "sequence"),
-    )
 
 
 def kept_by_core(work: Workload) -> tuple[Number, Number]:
@@ -80,9 +34,10 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     rotated = np.where(model.rope, p.queries + read, 0)
     plain = np.where(model.rope, read, p.queries + 2 * read)
     qkv = np.where(one_buffer, p.queries + 2 * p.keys + rotated, plain + rotated)
-    # Autograd keeps a float32 copy, and our norm over ranks does not.
+    # Autograd keeps a float32 copy, and another where weights are counted from one; our norm over ranks does not.
     over_ranks = np.asarray(model.joint_head_norms, bool) & (layout.x * layout.y > 1)
-    copies = 1 + np.where(over_ranks, 0, 4 / step.item_bytes)
+    in_32 = 4 / step.item_bytes
+    copies = np.where(over_ranks, 1, np.where(model.zero_centered, in_32, 1) + in_32)
     normed = np.where(model.head_norms, (p.queries + p.keys) * copies, 0)
     # Without a fused kernel the softmax's output, dropout's output and its mask are kept for every pair of tokens.
     pairs = layout.micro_batch * step.seq**2 / layout.cp * heads_here(work)
@@ -91,23 +46,6 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
     mask = np.where(split == "sequence", step.item_bytes * step.seq**2 / layout.y, 0)
     arriving = step.item_bytes * work.tokens * (model.queries + 2 * model.keys) / (layout.x * layout.y)
     return qkv + normed + log_sums(work) + scores + mask, arriving
-
-
-def puts_in_order(work: Workload) -> Number:
-    """True where attention copies its rank's heads to have whole sequences, and copies what it returns."""
-    is_own = np.asarray(work.program.is_fourfold, bool)
-    return is_own & (work.layout.x > 1) & (work.together > 1) & (attention_over_y(work) == "heads")
-
-
-def heads_here(work: Workload) -> Number:
-    """Query heads of the rank; a part of one where ranks share it."""
-    model, layout = work.model, work.layout
-    return model.queries / model.head_dim / (layout.x * layout.y)
-
-
-def log_sums(work: Workload) -> Number:
-    """Bytes of the logarithms of the softmax's sums, fp32, one for each query of each head."""
-    return 4 * work.tokens * heads_here(work)
 
 
 def kept_by_block(work: Workload, selective: bool) -> Number:
@@ -135,11 +73,11 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
     core = core + np.where(gathers | exchanged | puts_in_order(work), p.queries, 0)
     # In parallel, attention and MLP have norms that read, and keep, the same tensor.
-    read = np.where(model.parallel_residual, 1, 2) * p.residual
+    read = np.where(model.parallel_residual, 1, model.norms) * p.residual
     # The attention kernel keeps its output in 16 bits, whatever the projection after it reads.
     every = (1 + model.mlps) * tokens
     inputs = np.where(in_8, every / 2 + p.queries / 2, every)
-    stream = read + 2 * p.statistics + inputs + out
+    stream = read + model.norms * p.statistics + inputs + out
     if not selective:
         return stream + core + mlp
     attention = np.where(program.recomputes_attention, core_again, core)
@@ -170,9 +108,10 @@ def head_bytes(work: Workload) -> Number:
     # The partial sums, the sums in fp32, and their gradient in the step's type, with the product of that gradient.
     sums = np.where(program.fused_loss, 0, 4 / layout.y)
     first = rows * columns * (2 * step.item_bytes + sums) + step.item_bytes * weights
+    capped = np.where(model.caps_logits, 8 / layout.y, 0)  # the sums, and the slopes of the cap
     # The next piece's sums are made while names still hold those of the piece before.
     then = np.minimum(rows, np.maximum(work.tokens - rows, 0))
-    summed = (np.where(layout.y > 1, step.item_bytes, 0) + 4) / layout.y
+    summed = np.maximum((np.where(layout.y > 1, step.item_bytes, 0) + 4) / layout.y, capped)
     second = columns * (rows * (step.item_bytes + 4 / layout.y) + then * (step.item_bytes + summed))
     tokens = p.residual + np.where(layout.x > 1, p.residual, 0) + p.statistics + 2 * p.gathered
     return tokens + np.maximum(first, np.where(then > 0, second, 0)) + 4 * weights
@@ -248,10 +187,10 @@ def block_bytes(work: Workload) -> BlockBytes:
         head_bytes(work),
         head_kept_bytes(work),
     )
-    return _with_experts(block, work) if has_experts(work) else block
+    return _bytes_with_experts(block, work) if has_experts(work) else block
 
 
-def _with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
+def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
     """A block with the experts of a mixture besides, or in place of, its MLP.
 
     The backward of a shared expert comes first, and frees what it has kept.
@@ -283,7 +222,7 @@ def peak_bytes(
     kept = recomputed * light + (layers - recomputed) * block.whole
     kept = kept + np.where(layout.pp > 1, program.stage_keeps, 0) * block.full
     inputs = 16 * layout.micro_batch * step.seq * work.micro_batches + np.where(
-        model.rope, 4 * step.seq * model.head_dim, 0
+        model.rope, 4 * step.seq * model.head_dim * model.rotary_tables, 0
     )
     backward = np.where(is_replicated(work), block.backward_replicated, block.backward)
     # The head's part of a tied weight's gradient is held until the embedding's is there.

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fourfold.planning.cases import Cases, Number
-from fourfold.planning.cost.activations import attention_over_y, heads_here
 from fourfold.planning.cost.expert_sizes import has_experts
 from fourfold.planning.cost.expert_time import ExpertTime, expert_time
 from fourfold.planning.cost.rates import Rates, linear_seconds
+from fourfold.planning.cost.tensor_sizes import attention_over_y, heads_here
 from fourfold.planning.cost.terms import attention_core, host, pointwise
 from fourfold.planning.cost.terms.collective import Group, gather_seconds, group_of, reduce_seconds
 from fourfold.planning.machines.constants import Constants
@@ -83,8 +83,8 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
         "backward": input_gradients + weight_gradients + attend_backward + pointwise_backward + added,
         "attention_forward": attend,
         "activation_forward": _activation(part, rates),
-        "last_product": down,
-        "last_sum": x_forward / 4,
+        "last_product": np.where(model.output_norms, 0, down),  # a norm reads it
+        "last_sum": np.where(model.output_norms, 0, x_forward / 4),
         "x_again": x_forward / 2,
         "y_again": gather_seconds(part.step.item_bytes * part.tokens * model.queries / layout.x, 1, y_group),
         "x_forward": x_forward,
@@ -106,10 +106,12 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     head, head_x, head_y, embedding = _head(work, rates, x_group, y_group)
     ends = {"head": head, "head_x": head_x, "head_y": head_y, "embedding": embedding}
     block = BlockTime(**{name: parts * of_part for name, of_part in seconds.items()}, **ends)
-    return _with_experts(block, work, machine, constants, rates) if has_experts(work) else block
+    return _time_with_experts(block, work, machine, constants, rates) if has_experts(work) else block
 
 
-def _with_experts(block: BlockTime, work: Workload, machine: Machine, constants: Constants, rates: Rates) -> BlockTime:
+def _time_with_experts(
+    block: BlockTime, work: Workload, machine: Machine, constants: Constants, rates: Rates
+) -> BlockTime:
     """A block with the experts of a mixture besides, or in place of, its MLP.
 
     The gradients of the rows' weights read what the experts' last products and sums over x give, which recompute
@@ -163,10 +165,9 @@ def _products(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
 def _attention(work: Workload, rates: Rates, machine: Machine) -> tuple[Number, Number]:
     """Forward and backward of the attention core; each rank has its share of heads (or sequences, or queries)."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
-    scores = (
-        layout.micro_batch * step.seq * step.seq * model.queries / model.head_dim / (layout.x * layout.y * layout.cp)
-    )
-    flops = 4 * scores * model.head_dim / 2
+    queries = layout.micro_batch * step.seq * model.queries / model.head_dim / (layout.x * layout.y * layout.cp)
+    scores = queries * step.seq
+    flops = 4 * queries * model.keys_seen(step.seq) * model.head_dim
     flash = attention_core.flash_seconds(
         flops, step.seq, model.head_dim, rate=rates.attention, kernel=kernel_of(work, machine)
     )
@@ -268,7 +269,7 @@ def _over_y(work: Workload, group: Group) -> tuple[Number, Number, Number]:
     model, layout = work.model, work.layout
     item = work.step.item_bytes * work.tokens / layout.x
     qkv, queries = model.queries + 2 * model.keys, model.queries
-    statistics = reduce_seconds(4 * work.tokens / layout.x, 1, group)
+    statistics = model.norms / 2 * reduce_seconds(4 * work.tokens / layout.x, 1, group)
     sums = np.where(work.program.is_fourfold, model.mean_gate_up / np.maximum(model.mean_inner, 1), model.mlps)
     forward = gather_seconds(item * (qkv + queries), 2, group) + reduce_seconds(item * model.mean_gate_up, sums, group)
     hideable = reduce_seconds(item * model.mean_inner, model.mlps, group) + gather_seconds(item * queries, 1, group)

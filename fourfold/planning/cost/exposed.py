@@ -6,16 +6,8 @@ import numpy as np
 
 from fourfold.planning.cases import Number
 from fourfold.planning.cost.block import BlockTime
-from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts, where_experts
 from fourfold.planning.cost.terms.bubble import transfer_seconds
-from fourfold.planning.cost.terms.collective import (
-    ShardGroup,
-    gather_seconds,
-    group_of,
-    reduce_seconds,
-    shard_group_of,
-    shard_seconds,
-)  # fmt: skip
+from fourfold.planning.cost.terms.collective import gather_seconds, group_of, reduce_seconds
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import CP_METHODS, Workload
@@ -49,80 +41,16 @@ def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: Bl
     return np.where(layout.cp_method == CP_METHODS.index("ulysses"), exchanged, passed)
 
 
-def weight_traffic_seconds(
-    work: Workload, machine: Machine, constants: Constants, weights: Number, gathers: int
-) -> Number:
-    """Seconds to gather ``weights`` for the forward and, where ``gathers`` is 2, again for the backward, and to scatter
-    their gradients; nothing hidden."""
-    layout, step = work.layout, work.step
-    item, weights = step.item_bytes, weights / (layout.x * layout.y)
-    tensor = layout.x * layout.y
-    all_of_dp = layout.dp * layout.cp
-    per_node = work.program.shards_per_node
-    z_group = shard_group_of(layout.z, tensor, per_node, machine, constants)
-    wide = shard_group_of(layout.z * all_of_dp, tensor, per_node, machine, constants)
-    three, sharded = layout.zero == 3, (layout.zero > 0) & (layout.zero < 3)
-    each = np.where(gathered_once_a_step(work), 0.0, 1.0)
-
-    def gathered_and_scattered(group: ShardGroup) -> Number:
-        scattered = np.where(work.program.scatter_bytes > 0, work.program.scatter_bytes, step.reduce_bytes)
-        return shard_seconds(gathers * item * weights, gathers, group) + shard_seconds(scattered * weights, 1, group)
-
-    again = shard_seconds((gathers - 1) * item * weights, gathers - 1, z_group)
-    scattered = np.where(layout.zero == 2, 1.0, 0.0)
-    z_sharded = each * (shard_seconds(item * weights, 1, wide) + again)
-    z_sharded = z_sharded + scattered * shard_seconds(step.reduce_bytes * weights, 1, wide)
-    return np.where(three, gathered_and_scattered(wide),
-                    np.where(sharded, z_sharded, gathered_and_scattered(z_group)))  # fmt: skip
-
-
-def share_of_z(work: Workload, machine: Machine, constants: Constants, gathers: int) -> Number:
-    """Share of ``weight_traffic_seconds`` that remains with one rank of dp and cp."""
-    weights = work.model.block_weights if gathers == 2 else work.model.vocab * work.model.hidden
-    all_ranks = weight_traffic_seconds(work, machine, constants, weights, gathers)
-    alone = weight_traffic_seconds(work.but(dp=1, cp=1), machine, constants, weights, gathers)
-    return np.where(all_ranks > 0, np.minimum(alone / np.maximum(all_ranks, 1e-30), 1.0), 1.0)
-
-
 def exposed_z(work: Workload, constants: Constants, sending: Number, computing: Number) -> Number:
     """Seconds of ``sending`` weights and gradients that ``computing`` beside it leaves exposed."""
     return sending - np.where(work.program.overlap_z, hidden(sending, computing, constants.exposed), 0.0)
 
 
-def gathered_once_a_step(work: Workload) -> Number:
-    """True where sharded weights are gathered once a step: distributed optimizers, and zero 1 and 2 where z is 1."""
-    layout = work.layout
-    return work.program.weights_kept | ((layout.zero > 0) & (layout.zero < 3) & (layout.z == 1))
-
-
-def exposed_gradient_sum(work: Workload, machine: Machine, constants: Constants, last_backward: Number) -> Number:
-    """Seconds of summing gradients over the ranks that hold copies, once a step, less what the last backward hides."""
-    sending = _gradient_sum_seconds(work, machine, constants)
-    if has_experts(work):
-        of_experts = _gradient_sum_seconds(states_of_experts(work), machine, constants)
-        sending = sending + where_experts(work, of_experts)
+def exposed_gradient_sum(work: Workload, constants: Constants, sending: Number, last_backward: Number) -> Number:
+    """Seconds of ``sending`` gradients to other ranks, once a step, that the last backward does not hide."""
     # Weight gradients that are computed apart come last, and their sums after all of them.
     overlap = np.asarray(work.program.overlap_dp, bool) & ~work.layout.split_backward
     return sending - np.where(overlap, hidden(sending, last_backward, constants.exposed), 0.0)
-
-
-def _gradient_sum_seconds(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Seconds of the sum of all gradients but those of experts, nothing hidden.
-
-    With a distributed optimizer (zero 1 whose weights are kept) gradients are scattered, and weights gathered during
-    the next forward.
-    """
-    model, layout, step, program = work.model, work.layout, work.step, work.program
-    weights = (model.layers / layout.pp * model.block_weights + work.table_weights) / (layout.x * layout.y)
-    copies = layout.dp * layout.cp
-    across = group_of(copies, layout.x * layout.y * layout.z, machine, constants)
-    wide = shard_group_of(copies * layout.z, layout.x * layout.y, program.shards_per_node, machine, constants)
-    reduced = reduce_seconds(step.reduce_bytes * weights / layout.z, 1, across)
-    scattered = shard_seconds(step.reduce_bytes * weights, 1, wide)
-    scattered = np.where(program.all_reduces_gradients, reduced, scattered)
-    gathered = np.where(gathered_once_a_step(work), shard_seconds(step.item_bytes * weights, 1, wide), 0.0)
-    sending = np.where(layout.zero == 0, reduced, np.where(layout.zero == 1, scattered + gathered, 0.0))
-    return np.where(layout.zero == 2, gathered, sending)
 
 
 def exposed_pp(work: Workload, machine: Machine, constants: Constants) -> Number:

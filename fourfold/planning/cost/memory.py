@@ -9,7 +9,8 @@ import numpy as np
 from fourfold.planning.cases import Number
 from fourfold.planning.cost.activations import BlockBytes, block_bytes, peak_bytes
 from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts
-from fourfold.planning.cost.stage_split import blocks_of, split_of
+from fourfold.planning.cost.optimizer import entries_without_second_moment, muon_workspace
+from fourfold.planning.cost.stage_split import blocks_of, dense_blocks_of, split_of
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import SCHEDULES, Workload
 
@@ -61,6 +62,10 @@ def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Numbe
 
 def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block: BlockBytes) -> tuple[Number, ...]:
     """Bytes by ``CATEGORIES``, activations and logits together."""
+    share = work.model.sparse
+    if np.any((share > 0) & (share < 1)):  # the dense blocks are on the first ranks
+        work = work.but(sparse=1 - dense_blocks_of(work, rank) / layers)
+        block = block_bytes(work)
     model, layout, program = work.model, work.layout, work.program
     first, last = np.equal(rank, 0), np.equal(rank, layout.pp - 1)
     last = np.where(layout.v_shaped & (layout.pp > 1), first, last)
@@ -76,8 +81,8 @@ def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block:
             for every, own in zip((parameters, gradients, optimizer, weights, copied), of_experts, strict=True)
         )
     activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
-    # The optimizer copies its gradients when no activations are left.
-    optimizer = optimizer + np.maximum(copied - activations, 0)
+    # The optimizer copies its gradients, and Muon matrices, when no activations are left.
+    optimizer = optimizer + np.maximum(copied + muon_workspace(work, layers) - activations, 0)
     gradients, optimizer = (np.where(program.offloads_optimizer, 0, size) for size in (gradients, optimizer))
     allocated = parameters + gradients + optimizer + weights + activations
     reserve = np.where(program.count_runtime, runtime_bytes(work, machine), 0) + CACHED * allocated
@@ -110,7 +115,9 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
             step.weight_bytes * entries / shards,
         ),
     )
-    optimizer = np.where(program.half_weights, 12, 2 * step.weight_bytes) * entries / shards
+    single = entries_without_second_moment(work, layers, tables) / (layout.x * layout.y)
+    optimizer = np.where(program.half_weights, 12 * entries - 4 * single, step.weight_bytes * (2 * entries - single))
+    optimizer = optimizer / shards
     gathered_blocks = np.minimum(1 + program.prefetch, layers)
     resharded = (layout.z > 1) | (layout.zero == 3)
     gathered = item * (np.where(resharded, gathered_blocks * model.block_weights / (layout.x * layout.y), entries)

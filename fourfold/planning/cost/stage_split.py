@@ -43,6 +43,37 @@ def blocks_of(work: Workload) -> tuple[int, ...]:
                            float(layout.ends), layout.layers_per_stage)  # fmt: skip
 
 
+def dense_blocks_of(work: Workload, rank: Number) -> Number:
+    """Count, for every case, a rank's blocks without experts, which are the first of the model."""
+    model, layout = work.model, work.layout
+    dense = np.rint(model.layers * (1 - model.sparse))
+    cases = np.broadcast_arrays(
+        model.layers, layout.pp, layout.interleave, layout.v_shaped, layout.ends, dense, rank
+    )  # fmt: skip
+    if not any(np.ndim(case) for case in cases):
+        return _dense_blocks(*(float(case) for case in cases), layout.layers_per_stage)
+    first, back = unique_rows(cases)
+    table = np.stack([case[first].astype(float) for case in cases], axis=1)
+    return np.array([_dense_blocks(*row, None) for row in table.tolist()])[back]
+
+
+@lru_cache(maxsize=4096)
+def _dense_blocks(
+    layers: float, pp: float, interleave: float, v_shaped: float, ends: float, dense: float, rank: float,
+    counts: tuple[int, ...] | None,
+) -> int:  # fmt: skip
+    stages = int(pp * interleave)
+    if stages > layers:  # refused elsewhere
+        return 0
+    counts, left = counts or balanced(int(layers), stages, ends, ends), int(dense)
+    found = 0
+    for stage, count in enumerate(counts):
+        here = min(left, count)
+        found += here * (_rank_of(stage, int(pp), stages, bool(v_shaped)) == rank)
+        left -= here
+    return found
+
+
 @lru_cache(maxsize=4096)
 def _split(
     layers: float, pp: float, interleave: float, v_shaped: float, ends: float, counts: tuple[int, ...] | None
@@ -62,5 +93,9 @@ def blocks_of_ranks(
     counts = counts or balanced(layers, stages, ends, ends)
     ranks = [0] * pp
     for stage, count in enumerate(counts):
-        ranks[min(stage, stages - 1 - stage) if v_shaped else stage % pp] += count
+        ranks[_rank_of(stage, pp, stages, v_shaped)] += count
     return tuple(ranks)
+
+
+def _rank_of(stage: int, pp: int, stages: int, v_shaped: bool) -> int:
+    return min(stage, stages - 1 - stage) if v_shaped else stage % pp

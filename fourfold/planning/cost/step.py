@@ -9,20 +9,13 @@ import numpy as np
 from fourfold.planning.cases import Number
 from fourfold.planning.cost.activations import is_replicated
 from fourfold.planning.cost.block import BlockTime, block_time
-from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts, where_experts
-from fourfold.planning.cost.exposed import (
-    exposed_cp,
-    exposed_gradient_sum,
-    exposed_pp,
-    exposed_z,
-    gathered_once_a_step,
-    hidden,
-    share_of_z,
-    weight_traffic_seconds,
-)  # fmt: skip
+from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts
+from fourfold.planning.cost.exposed import exposed_cp, exposed_gradient_sum, exposed_pp, exposed_z, hidden
+from fourfold.planning.cost.optimizer import moved_bytes, muon_seconds
 from fourfold.planning.cost.stage_split import split_of
 from fourfold.planning.cost.terms.bubble import bubble_seconds
 from fourfold.planning.cost.terms.host import OPTIMIZER_KERNELS, overlapped
+from fourfold.planning.cost.weight_traffic import WeightTraffic, gathered_once_a_step, weight_traffic
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
@@ -32,11 +25,6 @@ PARTS = (
 )  # fmt: skip
 """Parts of a step; x, y, z, cp, ep and dp: exposed communication. Traffic of sharded weights over z · dp · cp ranks
 counts as z's up to the time that it would take over z alone, and the rest as dp's."""
-
-
-OPTIMIZER_BYTES = 34.0
-"""Bytes that AdamW moves per parameter: the fp32 weight and two moments read and written (24), the gradient read for
-the norm and for the update (8), the 16-bit copy written (2)."""
 
 
 class _Layer(NamedTuple):
@@ -74,18 +62,21 @@ class _Ends(NamedTuple):
 
 
 def step_parts(
-    work: Workload, machine: Machine, constants: Constants, block: BlockTime | None = None
-) -> dict[str, Number]:
-    """Seconds of each of ``PARTS``, whose sum is the step; ``block``: that of the work, if it is known already."""
+    work: Workload, machine: Machine, constants: Constants, block: BlockTime | None = None,
+    traffic: WeightTraffic | None = None,
+) -> dict[str, Number]:  # fmt: skip
+    """Seconds of each of ``PARTS``, whose sum is the step; block, traffic: those of the work, if they are known
+    already."""
     layout = work.layout
     block = block_time(work, machine, constants) if block is None else block
-    layer, ends = _layer(work, machine, constants, block), _ends(work, machine, constants, block)
+    traffic = weight_traffic(work, machine, constants) if traffic is None else traffic
+    layer, ends = _layer(work, machine, constants, block, traffic), _ends(work, machine, constants, block, traffic)
     several = layout.pp > 1
     # A rank has the layers, and the share of head and embedding, of an average stage; the rest is waiting.
     layers, tables = work.micro_batches * _mean_layers(work), work.micro_batches / layout.pp
     z_layers = layers * layer.z + work.micro_batches * layer.z_first
     z_tables = tables * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
-    z = z_layers * share_of_z(work, machine, constants, 2) + z_tables * share_of_z(work, machine, constants, 1)
+    z = z_layers * traffic.of_z + z_tables * traffic.table_of_z
     logits = block.head + ends.table + np.where(several, 0.0, block.embedding + ends.table)
     dispersion = 1 + constants.dispersion * slowest_of(layout.gpus / machine.gpus_per_node)
     parts = {
@@ -96,7 +87,7 @@ def step_parts(
         "z": z,
         "cp": layers * layer.cp,
         "ep": layers * layer.ep,
-        "dp": _gradient_sum(work, machine, constants, block) + (z_layers + z_tables - z),
+        "dp": _gradient_sum(work, constants, block, traffic) + (z_layers + z_tables - z),
         "pp": exposed_pp(work, machine, constants),
         "bubble": _bubble(work, block, layer, ends),
         "logits": tables * logits * dispersion,
@@ -116,9 +107,10 @@ def step_seconds(work: Workload, machine: Machine, constants: Constants, block: 
 def micro_batch_seconds(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
     """Seconds that the layers of an average rank take for one micro-batch, forward and backward, with all exposed
     communication, except once a step (the gradient sum over dp) and between stages."""
-    parts = step_parts(work, machine, constants, block)
+    traffic = weight_traffic(work, machine, constants)
+    parts = step_parts(work, machine, constants, block, traffic)
     repeated = sum(parts[name] for name in ("compute", "recompute", "x", "y", "z", "cp", "ep", "dp", "launch"))
-    return (repeated - _gradient_sum(work, machine, constants, block)) / work.micro_batches
+    return (repeated - _gradient_sum(work, constants, block, traffic)) / work.micro_batches
 
 
 def slowest_of(nodes: Number) -> Number:
@@ -127,17 +119,12 @@ def slowest_of(nodes: Number) -> Number:
     return np.sqrt(2 * np.log(np.maximum(nodes, 1)))
 
 
-def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> _Layer:
+def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> _Layer:
     """Seconds of one block for one micro-batch, by part."""
-    weights = work.model.block_weights
-    for_weights = weights * _seconds_for_a_weight(work, machine, constants)
-    sending = weight_traffic_seconds(work, machine, constants, weights, 2)
-    outermost = weight_traffic_seconds(work, machine, constants, weights, 1)
+    for_weights = work.model.block_weights * _seconds_for_a_weight(work, machine, constants)
     if has_experts(work):
-        experts, weights = states_of_experts(work), work.model.expert_weights
-        for_weights = for_weights + weights * _seconds_for_a_weight(experts, machine, constants)
-        twice, once = (weight_traffic_seconds(experts, machine, constants, weights, gathers) for gathers in (2, 1))
-        sending, outermost = sending + where_experts(work, twice), outermost + where_experts(work, once)
+        of_experts = _seconds_for_a_weight(states_of_experts(work), machine, constants)
+        for_weights = for_weights + work.model.expert_weights * of_experts
     x, y = _exposed_x_and_y(work, constants, block)
     layer = _Layer(
         compute=block.forward + block.backward + for_weights,
@@ -152,8 +139,8 @@ def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockT
         z_first=0.0,
     )
     launch = _launch(work, block, layer.device)
-    z = exposed_z(work, constants, sending, layer.device + launch)
-    z_first = np.where(work.program.is_fourfold, outermost * (1 - z / np.maximum(sending, 1e-30)), 0.0)
+    z = exposed_z(work, constants, traffic.block, layer.device + launch)
+    z_first = np.where(work.program.is_fourfold, traffic.outermost * (1 - z / np.maximum(traffic.block, 1e-30)), 0.0)
     return layer._replace(launch=launch, z=z, z_first=z_first)
 
 
@@ -269,14 +256,12 @@ def _hidden_by_parts(work: Workload, constants: Constants, block: BlockTime) -> 
     return hidden_x, hidden_y
 
 
-def _ends(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> _Ends:
+def _ends(work: Workload, machine: Machine, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> _Ends:
     """Seconds of head and embedding for one micro-batch on the ranks that have them."""
-    weights = work.model.vocab * work.model.hidden
-    table = weights * _seconds_for_a_weight(work, machine, constants)
-    sending = weight_traffic_seconds(work, machine, constants, weights, 1)
-    z_head = exposed_z(work, constants, sending, block.head)
+    table = work.model.vocab * work.model.hidden * _seconds_for_a_weight(work, machine, constants)
+    z_head = exposed_z(work, constants, traffic.table, block.head)
     shared = np.asarray(work.model.tied, bool) & (work.layout.pp == 1)
-    z_embedding = np.where(shared, 0.0, sending)  # nothing hides it
+    z_embedding = np.where(shared, 0.0, traffic.table)  # nothing hides it
     head = block.head + table + block.head_x + block.head_y + z_head
     return _Ends(head, block.embedding + table + z_embedding, table, z_head, z_embedding)
 
@@ -309,11 +294,11 @@ def _slowest_rank(work: Workload, layer: _Layer, ends: _Ends) -> Number:
     return np.maximum(slowest, split.first * layer.total + at_the_start)
 
 
-def _gradient_sum(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
+def _gradient_sum(work: Workload, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> Number:
     """Seconds of the gradient sum over dp and cp that stay exposed, once a step."""
     layers, micro_batches = work.micro_batches * _mean_layers(work), work.micro_batches
     last_backward = layers * (block.backward + _recompute(work, block)) / micro_batches
-    return exposed_gradient_sum(work, machine, constants, last_backward)
+    return exposed_gradient_sum(work, constants, traffic.gradients, last_backward)
 
 
 def _optimizer(work: Workload, machine: Machine, constants: Constants) -> Number:
@@ -322,11 +307,12 @@ def _optimizer(work: Workload, machine: Machine, constants: Constants) -> Number
     if has_experts(work):
         stepped = stepped + _entries_stepped(states_of_experts(work))
     step = work.step
-    moving = stepped * OPTIMIZER_BYTES / (constants.memory * machine.memory_bandwidth)
+    moving = stepped * moved_bytes(work) / (constants.memory * machine.memory_bandwidth)
     # Gradients go to the host, and weights come back.
     copied = stepped * (step.reduce_bytes + step.item_bytes) / np.maximum(machine.host, 1.0)
     seconds = np.where(work.program.offloads_optimizer, copied, moving)
-    return seconds + OPTIMIZER_KERNELS * constants.launch * machine.launch
+    kernels = OPTIMIZER_KERNELS * constants.launch * machine.launch
+    return seconds + kernels + muon_seconds(work, machine, constants)
 
 
 def _entries_stepped(work: Workload) -> Number:

@@ -13,7 +13,7 @@ from fourfold.planning.cost.step import PARTS
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.search.fastest import RANKED, evaluate, in_parts, score
 from fourfold.planning.search.plan import Plan, Prediction, make_plan, of_blocks, predict
-from fourfold.planning.search.space import AXES, PIPELINES, REASONS, Limits, refusal
+from fourfold.planning.search.space import AXES, PIPELINES, REASONS, Limits, refusal, rejections
 from fourfold.planning.workload import SCHEDULES
 
 KNOBS = {
@@ -140,7 +140,7 @@ def neighbors(plan: Plan) -> list[Neighbor]:
         if not len(places):
             return Neighbor(text, None, refusal(best.work.but(**changes), plan.machine) or "outside the searched sizes")
         near = in_parts(found.work.take(places), parts)
-        scores = score(near, plan.machine, plan.constants)
+        scores = score(near, plan.machine, plan.constants, rejections(near, plan.machine))
         if not len(scores.fits):
             return Neighbor(text, None, REASONS[scores.reason[np.argmin(scores.seconds)]])
         place = scores.fits[np.argmin(scores.seconds[scores.fits])]

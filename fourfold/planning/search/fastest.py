@@ -19,26 +19,30 @@ from fourfold.planning.cost.activations import block_bytes
 from fourfold.planning.cost.block import block_time
 from fourfold.planning.cost.memory import p_out_of_memory, peak_memory
 from fourfold.planning.cost.step import step_parts
+from fourfold.planning.cost.weight_traffic import weight_traffic
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.search.space import (
+    CHUNK,
+    NO_OFFLOAD,
     OUT_OF_MEMORY,
     REASONS,
     Limits,
     all_grids,
-    layouts_of,
+    choices_of,
     refused_grids,
     rejections,
+    with_recomputes,
 )
 from fourfold.planning.workload import Workload
 
-CHUNK = 1 << 14
-"""Points evaluated at once: their arrays stay in a processor's cache."""
 MAX_P_OUT_OF_MEMORY = 0.05
 HOPELESS = 0.9
 """Layouts that are as likely as this to run out of memory do so in any number of parts."""
 BLOCK_KEY = ("x", "y", "cp", "micro_batch", "cp_method", "batch_parts", "ep")
 """Fields on which the time of one block depends, within one search."""
+TRAFFIC_KEY = ("x", "y", "z", "dp", "cp", "pp", "ep", "zero")
+"""Fields on which the traffic of weights and gradients depends."""
 RANKED = 400
 """So many of the fastest layouts are the fastest with any parts."""
 LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "ep", "launch")
@@ -71,7 +75,7 @@ class Found:
     """All points of a search, with their scores.
 
     order: the legal points, fastest first; crossed: the points before the candidates in more parts; refused: [reasons]
-    layouts of grids that are illegal with any other choice, which are no points; parts: those that were tried;
+    layouts that are illegal whatever they recompute, which are no points; parts: those that were tried;
     seconds_taken: wall time.
     """
 
@@ -116,13 +120,17 @@ def search(
         raise UserError(f"no layout of {gpus} GPUs is left by the given limits; allow more axes or sizes")
     reason, layouts = refused_grids(base, grids, limits, machine)
     refused = np.bincount(reason, layouts * (reason > 0), len(REASONS)).astype(int)
-    work = layouts_of(base, {name: column[reason == 0] for name, column in grids.items()}, limits)
+    choices = choices_of(base, {name: column[reason == 0] for name, column in grids.items()}, limits)
+    reason = rejections(choices, machine)
+    refused[1:] += len(limits.recomputes) * np.bincount(reason, minlength=len(REASONS))[1:]
+    work = with_recomputes(choices.take(reason == 0), limits)
     crossed = np.size(work.layout.x)
-    scores = score(work, machine, constants, watch)
+    unknown = np.asarray(work.layout.offload, bool) & (machine.host == 0)
+    scores = score(work, machine, constants, np.where(unknown, NO_OFFLOAD, 0), watch)
     candidates = _candidates(work, scores)
     if len(limits.parts) > 1 and len(candidates):
         more = in_parts(work.take(candidates), limits.parts[1:])
-        scores = scores.followed_by(score(more, machine, constants))
+        scores = scores.followed_by(score(more, machine, constants, rejections(more, machine)))
         work = work.followed_by(more)
     order = scores.fits[np.argsort(scores.seconds[scores.fits], kind="stable")]
     return Found(
@@ -140,41 +148,44 @@ def search(
 
 
 def score(
-    work: Workload, machine: Machine, constants: Constants, watch: Callable[[int, int], None] | None = None
-) -> Scores:
-    """Evaluate points that are legal, and say why the others are not."""
+    work: Workload, machine: Machine, constants: Constants, reason: np.ndarray,
+    watch: Callable[[int, int], None] | None = None,
+) -> Scores:  # fmt: skip
+    """Evaluate the points that no other ``reason`` refuses (``space.rejections``), and refuse those that do not fit."""
     count = np.size(work.layout.x)
     scores = Scores(
         seconds=np.full(count, np.inf),
         least=np.full(count, np.inf, dtype=np.float32),
         memory=np.full(count, np.nan),
         p_oom=np.full(count, np.nan),
-        reason=np.empty(count, dtype=np.uint8),
+        reason=reason.astype(np.uint8),
     )
-    for begin_at in range(0, count, CHUNK):
-        chunk = slice(begin_at, min(begin_at + CHUNK, count))
-        scores.reason[chunk] = rejections(work.take(chunk), machine)
-        index = begin_at + np.flatnonzero(scores.reason[chunk] == 0)
-        if len(index):
-            part = work.take(index).with_float_arrays()
-            scores.memory[index], scores.seconds[index], scores.least[index] = evaluate(part, machine, constants)
-            scores.p_oom[index] = p_out_of_memory(scores.memory[index], part, machine)
+    legal = np.flatnonzero(reason == 0)
+    for begin_at in range(0, len(legal), CHUNK):
+        index = legal[begin_at : begin_at + CHUNK]
+        part = work.take(index).with_float_arrays()
+        scores.memory[index], scores.seconds[index], scores.least[index] = evaluate(part, machine, constants)
+        scores.p_oom[index] = p_out_of_memory(scores.memory[index], part, machine)
         if watch is not None:
-            watch(chunk.stop, count)
+            watch(begin_at + len(index), len(legal))
     scores.reason[scores.p_oom > MAX_P_OUT_OF_MEMORY] = OUT_OF_MEMORY
     return scores
 
 
 def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bytes of the fullest rank, seconds of a step, and those that it takes at least in any parts, for every point; a
-    block is computed once for all points that share it.
+    """Bytes of the fullest rank, seconds of a step, and those that it takes at least in any parts, for every point.
+
+    What points share, a block and the traffic of weights, is computed once.
 
     The last: parts hide what is exposed over x and y, and do not shorten the rest, save for copies of tokens.
     """
     first, back = unique_rows([getattr(work.layout, name) for name in BLOCK_KEY])
     blocks = work.take(first)
     memory = peak_memory(work, machine, block_bytes(blocks).take(back))
-    parts = step_parts(work, machine, constants, block_time(blocks, machine, constants).take(back))
+    block = block_time(blocks, machine, constants).take(back)
+    first, of_grid = unique_rows([getattr(work.layout, name) for name in TRAFFIC_KEY])
+    traffic = weight_traffic(work.take(first), machine, constants).take(of_grid)
+    parts = step_parts(work, machine, constants, block, traffic)
     seconds, of_layers = sum(parts.values()), sum(parts[name] for name in LAYER_PARTS)
     least = COPIES * seconds * (1 - (parts["x"] + parts["y"]) / of_layers)
     each = back.shape

@@ -40,7 +40,9 @@ REASONS = (
     "memory: more likely than allowed not to fit",
 )
 """Reasons for rejecting a point; it keeps the index of the first that holds."""
-OUT_OF_MEMORY = len(REASONS) - 1
+NO_OFFLOAD, OUT_OF_MEMORY = len(REASONS) - 2, len(REASONS) - 1
+CHUNK = 1 << 15
+"""Points evaluated at once: their arrays stay in a processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Limits:
 def all_layouts(base: Workload, gpus: int, limits: Limits) -> Workload:
     """``base`` with every factorisation of ``gpus``, micro-batch, schedule, zero, recompute, method of cp, and ep where
     there are experts, and with the first of the ``parts`` where these matter."""
-    return layouts_of(base, all_grids(base, gpus, limits), limits)
+    return with_recomputes(choices_of(base, all_grids(base, gpus, limits), limits), limits)
 
 
 def all_grids(base: Workload, gpus: int, limits: Limits) -> dict[str, np.ndarray]:
@@ -85,8 +87,8 @@ def all_grids(base: Workload, gpus: int, limits: Limits) -> dict[str, np.ndarray
     return _crossed(columns, {"micro_batch": limits.micro_batches})
 
 
-def layouts_of(base: Workload, grids: dict[str, np.ndarray], limits: Limits) -> Workload:
-    """``base`` with every grid and every other choice."""
+def choices_of(base: Workload, grids: dict[str, np.ndarray], limits: Limits) -> Workload:
+    """``base`` with every grid and every other choice, except what is recomputed: no rule depends on that."""
     columns = grids
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in limits.pipelines]
     columns = _crossed(columns, {"schedule": [s for s, _ in pipelines], "interleave": [c for _, c in pipelines]})
@@ -100,12 +102,18 @@ def layouts_of(base: Workload, grids: dict[str, np.ndarray], limits: Limits) -> 
     columns = _crossed(columns, {"zero": limits.zeros})
     copies = columns["dp"] * columns["cp"] > 1
     columns = _kept(columns, (columns["zero"] == min(limits.zeros)) | copies)
-    modes, everies, offloads = zip(*limits.recomputes, strict=True)
-    columns = _crossed(columns, {"recompute": modes, "recompute_every": everies, "offload": offloads})
     parts = np.broadcast_to(np.int32(limits.parts[0]), columns["x"].shape)
     if limits.parts[0] > 1:
         parts = np.where(columns["x"] * columns["y"] > 1, parts, np.int32(1))
-    return base.but(**columns, batch_parts=parts, layers_per_stage=None)
+    return base.but(**columns, batch_parts=parts, recompute=0, recompute_every=1, offload=False, layers_per_stage=None)
+
+
+def with_recomputes(choices: Workload, limits: Limits) -> Workload:
+    """Every choice with every recompute."""
+    columns = {name: column for name, column in vars(choices.layout).items() if isinstance(column, np.ndarray)}
+    modes, everies, offloads = zip(*limits.recomputes, strict=True)
+    columns = _crossed(columns, {"recompute": modes, "recompute_every": everies, "offload": offloads})
+    return choices.but(**columns)
 
 
 def refused_grids(
@@ -122,10 +130,14 @@ def refused_grids(
 
 def rejections(work: Workload, machine: Machine) -> np.ndarray:
     """[n] indices into ``REASONS``, memory not yet considered."""
+    count = np.size(work.layout.x)
+    if count > CHUNK:
+        chunks = [rejections(work.take(slice(at, at + CHUNK)), machine) for at in range(0, count, CHUNK)]
+        return np.concatenate(chunks)
     sizes = _sizes(work)
     broken = [rule.broken(sizes) for rule in RULES]
     broken.append(np.asarray(work.layout.offload, bool) & (machine.host == 0))
-    reason = np.zeros(np.size(work.layout.x), dtype=np.uint8)
+    reason = np.zeros(count, dtype=np.uint8)
     for index, mask in reversed(list(enumerate(broken, start=1))):
         reason[np.broadcast_to(mask, reason.shape)] = index
     return reason

@@ -1,0 +1,90 @@
+"""Validation loss of AdamW, Muon and Lion after the same tokens, each at several learning rates, on one process.
+
+    python -m benchmarks.optimizers [--set training.train_steps=100 ...] [--json results.json]
+
+Weights, samples and schedule are the same in all runs. Prints a Markdown table: a row for each learning rate, a column
+for each optimizer; Lion's rates are a tenth of the others'. The seconds of a step are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.options import add_tiny
+from fourfold.config.optimizer import Rule
+from fourfold.config.run import AXES, RunConfig
+from fourfold.parallel.grid import Grid
+from fourfold.run_file.load import load_run
+from fourfold.training.corpora import micro_batches, open_corpora
+from fourfold.training.job import Job
+
+RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+RATIOS: dict[Rule, float] = {"adamw": 1.0, "muon": 1.0, "lion": 0.1}
+"""Each optimizer's rates, relative to ``RATES``."""
+TINY = [
+    "model.preset=gpt-tiny", "model.vocab_size=257", "data.tokenizer=bytes", "training.seq_length=32",
+    "training.train_steps=2", "validation.steps=1",
+]  # fmt: skip
+
+
+class Result(NamedTuple):
+    """Nats per token of text that is not trained on, and the median seconds of a step."""
+
+    loss: float
+    seconds: float
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--run", type=Path, default=Path("examples/demo.toml"))
+    options.add_argument("--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE")
+    options.add_argument("--rates", nargs="*", type=float, default=list(RATES))
+    options.add_argument("--json", type=Path)
+    add_tiny(options)
+    given = options.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    alone = [f"parallel.{axis}=1" for axis in AXES]
+    run = load_run(given.run, [*alone, *given.set, *(TINY if given.tiny else [])])
+    rates = given.rates[:1] if given.tiny else given.rates
+    print("| lr | " + " | ".join(RATIOS) + " |\n" + "|---" * (1 + len(RATIOS)) + "|")
+    results: dict[str, dict[Rule, Result]] = {}
+    for rate in rates:
+        found = {name: trained(run, name, ratio * rate, device) for name, ratio in RATIOS.items()}
+        results[f"{rate:g}"] = found
+        print(f"| {rate:g} | " + " | ".join(f"{result.loss:.3f}" for result in found.values()) + " |", flush=True)
+    for name in RATIOS:
+        seconds = statistics.median(found[name].seconds for found in results.values())
+        print(f"{name}: {seconds * 1e3:.1f} ms a step")
+    dist.destroy_process_group()
+    if given.json is not None:
+        given.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def trained(run: RunConfig, name: Rule, rate: float, device: torch.device) -> Result:
+    """The result of a run with an optimizer and its rate."""
+    optimizer = run.optimizer.model_copy(update={"name": name, "lr": rate})
+    job = Job(run.model_copy(update={"optimizer": optimizer}), Grid(run.parallel, device.type), device)
+    job.initialize(run.training.seed)
+    corpora, seconds = open_corpora(run, job.grid.batch), []
+    for step in range(run.training.train_steps):
+        batches = micro_batches(corpora.train.step(step), run, job.grid.cp, device)
+        began = time.perf_counter()
+        job.train_step(batches, step).loss.item()
+        seconds.append(time.perf_counter() - began)
+    assert corpora.validation is not None, "the run file has a [validation]"
+    held_out = [batch for step in range(run.validation.steps) for batch in corpora.validation.step(step)]
+    loss = job.evaluate(micro_batches(held_out, run, job.grid.cp, device)).item()
+    return Result(loss, statistics.median(seconds))
+
+
+if __name__ == "__main__":
+    main()

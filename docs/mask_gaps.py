@@ -1,0 +1,75 @@
+"""Measure how much of real text goldfish masks leave without a gap; write docs/figures/mask_gaps.json:
+
+fourfold prepare python-stdlib --out runs/mask-gaps --train-tokenizer 8192
+python docs/mask_gaps.py runs/mask-gaps
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.config.loss_masks import GoldfishConfig
+from fourfold.data.dataset import TokenWindows, Windows
+from fourfold.data.goldfish import Goldfish
+from fourfold.data.mask_preview import longest_run
+from fourfold.memorization.goldfish_laws import exact_match_law
+
+STORED = Path(__file__).parent / "figures" / "mask_gaps.json"
+SEQ, TOKENS = 4096, 1_000_000
+PASSAGES = (50, 100, 500)
+MASKS = {
+    "hash, k 4, h 13": GoldfishConfig(strategy="hash", k=4, h=13),
+    "hash, k 50, h 50": GoldfishConfig(strategy="hash", k=50, h=50),
+    "hash-table, k 4, h 13": GoldfishConfig(strategy="hash-table", k=4, h=13),
+    "hash-table, k 50, h 50": GoldfishConfig(strategy="hash-table", k=50, h=50),
+}
+"""hash-table is the published code's; Apertus was trained with k = 50 and h = 50 of it."""
+
+
+def measured(corpus: Path, tokens: int = TOKENS) -> dict[str, dict[str, Any]]:
+    """Counts of every mask over the first windows of a corpus; passages and spans lie within one document."""
+    found = {}
+    for name, config in MASKS.items():
+        goldfish = Goldfish(config)
+        windows = TokenWindows.open(corpus, SEQ, seed=0, look_back=goldfish.look_back).read(np.arange(tokens // SEQ))
+        found[name] = counts(windows, ~goldfish(windows), config.k)
+    return found
+
+
+def counts(windows: Windows, dropped: NDArray[np.bool_], k: int) -> dict[str, Any]:
+    documents = windows.documents[:, 1:]
+    starts = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
+    gaps = dropped.cumsum(axis=1)
+    return {
+        "k": k,
+        "tokens": int(dropped.size),
+        "drop_rate": float(dropped.mean()),
+        "without_gap": {str(passage): without_gap(dropped, gaps, documents, passage) for passage in PASSAGES},
+        "law": {str(passage): exact_match_law(k, passage) for passage in PASSAGES},
+        "longest_span": max(longest_run(row[None]) for row in pieces(~dropped, starts)),
+    }
+
+
+def without_gap(
+    dropped: NDArray[np.bool_], gaps: NDArray[np.int64], documents: NDArray[np.int64], passage: int
+) -> float:
+    """The share of all passages of so many tokens of one document that have no dropped token."""
+    last = gaps[:, passage - 1 :]
+    before = (gaps - dropped)[:, : last.shape[1]]
+    inside = documents[:, passage - 1 :] == documents[:, : last.shape[1]]
+    return float((last == before)[inside].mean())
+
+
+def pieces(kept: NDArray[np.bool_], starts: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
+    """The parts of each window that belong to one document."""
+    return [part for row, start in zip(kept, starts, strict=True) for part in np.split(row, np.flatnonzero(start))]
+
+
+if __name__ == "__main__":
+    STORED.write_text(json.dumps(measured(Path(sys.argv[1])), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,116 @@
+"""Write docs/reproduction.md from reproduction_page.md.in: python docs/reproduction.py
+
+A mark {{page.md; cells; column}} of the template becomes the cell of another page's table, in the row that begins with
+these cells; {{share; …}} shows it as a percentage. {{plan; name}} is a prediction that is made now, {{gaps; mask; key}}
+a figure of figures/mask_gaps.json.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+from fourfold.planning.calibration.machine_constants import constants_for
+from fourfold.planning.calibration.published import AXONN_BLOCKS, MEGATRON, base_of
+from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.search.plan import Prediction, predict
+
+HERE = Path(__file__).parent
+PAGE, TEMPLATE = HERE / "reproduction.md", HERE / "reproduction_page.md.in"
+STUDY = {"x": 4, "zero": 1, "recompute": 2, "micro_batch": 1}
+"""What the Frontier study's scripts for 175B and 1T have in common; x is its tensor parallelism."""
+STAGES = {"frontier-175b": 16, "frontier-1t": 128}
+TENSOR_SIZES = (1, 2, 4, 8, 16, 32)
+YEAR = 365.25 * 24 * 3600
+
+
+def main() -> None:
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+def page() -> str:
+    template = TEMPLATE.read_text(encoding="utf-8")
+    return re.sub(r"\{\{(.+?)\}\}", lambda mark: value_of([part.strip() for part in mark[1].split(";")]), template)
+
+
+def value_of(mark: list[str]) -> str:
+    """The text of a mark."""
+    if mark[0] == "plan":
+        return planned()[mark[1]]
+    if mark[0] == "gaps":
+        return gaps(*mark[1:])
+    if mark[0] == "share":
+        return share(float(value_of(mark[1:])))
+    return cell(HERE / mark[0], mark[1:-1], mark[-1])
+
+
+def cell(path: Path, beginning: list[str], column: str) -> str:
+    """One cell of the only table that has such a row and such a column."""
+    found = []
+    for table in re.findall(r"(?:^\|.*\|\n)+", path.read_text(encoding="utf-8"), re.MULTILINE):
+        header, *rows = ([each.strip() for each in line.strip("|").split("|")] for line in table.splitlines())
+        if column in header:
+            found += [row[header.index(column)] for row in rows if row[: len(beginning)] == beginning]
+    assert len(found) == 1, f"{path.name}: {len(found)} cells for {beginning} in column {column}"
+    return found[0]
+
+
+def gaps(mask: str, key: str, passage: str = "") -> str:
+    """A share from the stored measurement of masks on real text."""
+    row = json.loads((HERE / "figures" / "mask_gaps.json").read_text(encoding="utf-8"))[mask]
+    return share(row[key][passage] if passage else row[key]) if key != "longest_span" else f"{row[key]:,}"
+
+
+def share(value: float) -> str:
+    return f"{value:.1%}" if value >= 0.01 else f"{value:.1e}" if value else "none"
+
+
+def on_frontier(model: str, batch: int, **layout: int) -> Prediction:
+    """A layout of the study's own program."""
+    machine = load_machine("frontier")
+    return predict(base_of(model, 2048, batch).but(**{**STUDY, **layout}, **MEGATRON), machine, constants_for(machine))
+
+
+@cache
+def planned() -> dict[str, str]:
+    """Predictions by the names that the template has for them."""
+    of_175b = {dp: on_frontier("frontier-175b", 320 * dp, pp=16, dp=dp) for dp in (2, 16)}
+    of_1t = {dp: on_frontier("frontier-1t", 512 * dp, pp=128, dp=dp) for dp in (2, 6)}
+    strong_175b = on_frontier("frontier-175b", 320 * 16, pp=16, dp=2)
+    strong_1t = on_frontier("frontier-1t", 512 * 6, pp=128, dp=2)
+    tensor = {x: on_frontier("frontier-22b", 640, x=x, pp=8, dp=32 // x) for x in TENSOR_SIZES}
+    stages = [sum(stage.values()) - stage["reserve"] for stage in of_175b[2].stages]
+    steps = 20e12 / (3072 * 2048)
+    as_run, best = (
+        float(cell(HERE / "planner_validation.md", ["frontier-1t", "frontier"], column).split(":")[0])
+        for column in ("as run", "best")
+    )
+    overlapped, exposed = axonn_with_overlap(True), axonn_with_overlap(False)
+    return {
+        "weak 175b": f"{of_175b[2].seconds / of_175b[16].seconds:.1%}",
+        "weak 1t": f"{of_1t[2].seconds / of_1t[6].seconds:.1%}",
+        "strong 175b": f"{strong_175b.seconds / of_175b[16].seconds / 8:.0%}",
+        "strong 1t": f"{strong_1t.seconds / of_1t[6].seconds / 3:.0%}",
+        "tensor sizes": ", ".join(f"{x}: {tensor[x].seconds:.1f} s" for x in TENSOR_SIZES),
+        "memory 175b": f"{min(stages) / 1e9:.1f} to {max(stages) / 1e9:.1f} GB",
+        "years as run": f"{steps * of_1t[6].seconds / YEAR:.0f}",
+        "years best": f"{steps * of_1t[6].seconds * as_run / best / YEAR:.0f}",
+        "bubble 175b": f"{15 / 320:.1%}",
+        "bubble 1t": f"{127 / 512:.1%}",
+        "overlap 80b": f"{1 - overlapped.seconds / exposed.seconds:.0%}",
+    }
+
+
+def axonn_with_overlap(overlap: bool) -> Prediction:
+    """GPT-80B on 8,192 GCDs in the layout of docs/planner_validation.md, with AxoNN's overlap or without any."""
+    machine = load_machine("frontier")
+    switches = {} if overlap else {"overlap_x": False, "overlap_z": False, "prefetch": 0}
+    layout = {"x": 2, "z": 256, "dp": 16, "recompute": 2, "micro_batch": 2}
+    work = base_of("gpt-80b", 2048, 8192).but(**{**AXONN_BLOCKS, **switches}, **layout)
+    return predict(work, machine, constants_for(machine))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Bring to the site what lies outside of docs/: README.md as its first page, and the run files that pages link to.
+
+mkdocs calls the functions by their names (mkdocs.yml, hooks).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+PAGES = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
+"""Pages of the site by the files of the repository's root that they are."""
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)((?:#[^)\s]*)?)\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages, and every run file."""
+    for name, source in PAGES.items():
+        files.append(File.generated(config, name, content=(ROOT / source).read_text(encoding="utf-8")))
+    for path in sorted((ROOT / "examples").rglob("*.*")):
+        if path.suffix in (".toml", ".py", ".json"):
+            files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links between files of the repository into those of the site."""
+    source = ROOT / PAGES[page.file.src_uri] if page.file.src_uri in PAGES else ROOT / "docs" / page.file.src_uri
+    return LINK.sub(lambda link: f"]({place_of(source, link[1])}{link[2]})", markdown)
+
+
+def place_of(source: Path, target: str) -> str:
+    """The place on the site of what a link of a file leads to; a folder's is the page of all run files."""
+    path = (source.parent / target).resolve()
+    if path.is_dir():
+        return "recipes.md"
+    name = path.relative_to(ROOT).as_posix()
+    pages = {root_file: site_page for site_page, root_file in PAGES.items()}
+    return pages.get(name, name.removeprefix("docs/"))

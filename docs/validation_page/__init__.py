@@ -1,0 +1,1 @@
+"""Sections of docs/planner_validation.md, a file each."""

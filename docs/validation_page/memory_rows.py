@@ -1,0 +1,73 @@
+"""Memory of the rows: the share that the allocator holds unused, and constructed misfits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fourfold.planning.calibration.memory_cases import CAPACITIES, memory_cases
+from fourfold.planning.calibration.rows import Row
+from fourfold.planning.cases import stack
+from fourfold.planning.cost.memory import CACHED, UNUSABLE, peak_memory, runtime_bytes
+from fourfold.planning.machines.machine import stack_machines
+from fourfold.planning.search.fastest import MAX_P_OUT_OF_MEMORY
+from validation_page.cells import percent, table
+
+NOISE_OF_MEMORY = 0.12
+"""Standard deviation of one measured memory row around its prediction."""
+CACHED_SPREAD = 0.05
+"""Standard deviation of ``CACHED`` around its prior, ``UNUSABLE``."""
+
+
+def memory_rows(rows: list[Row]) -> list[tuple[str, ...]]:
+    """Predict the memory of each source with the allocator's share that fits all others."""
+    found, everything = [], []
+    for source in dict.fromkeys(row.source for row in rows if row.memory_gb is not None):
+        own = [row for row in rows if row.source == source and row.memory_gb is not None]
+        share = allocator_share([row for row in rows if row.source != source])
+        runtime, allocated, measured = memory_parts(own)
+        errors = (runtime + allocated * (1 + share)) / measured - 1
+        everything += errors.tolist()
+        found.append((source, f"{len(own)}", f"{share:.3f}", percent(np.abs(errors).mean()), f"{errors.mean():+.1%}"))
+    return [
+        ("all", f"{len(everything)}", "", percent(np.abs(everything).mean()), f"{np.mean(everything):+.1%}"),
+        *found,
+    ]
+
+
+def allocator_share(rows: list[Row]) -> float:
+    """Estimate what the allocator holds unused as a share of the allocated bytes, with a prior."""
+    runtime, allocated, measured = memory_parts([row for row in rows if row.memory_gb is not None])
+    shares = np.clip((measured - runtime) / allocated - 1, -0.1, 0.4)
+    return float(
+        (UNUSABLE / CACHED_SPREAD**2 + shares.sum() / NOISE_OF_MEMORY**2)
+        / (CACHED_SPREAD**-2 + len(shares) / NOISE_OF_MEMORY**2)
+    )
+
+
+def memory_parts(rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Bytes of the runtime, allocated by the step, and measured, of rows with memory."""
+    work, machine = stack([row.work for row in rows]), stack_machines([row.machine for row in rows])
+    runtime = np.where(work.program.count_runtime, runtime_bytes(work, machine), 0)
+    measured = np.array([row.memory_gb * 1e9 for row in rows if row.memory_gb is not None])
+    return runtime, (peak_memory(work, machine) - runtime) / (1 + CACHED), measured
+
+
+def misfits(rows: list[Row]) -> list[str]:
+    """Judge probabilities of fitting on devices that measured runs would, and would not, fit."""
+    cases = memory_cases(rows)
+    found = [
+        (f"{low:.0%} to {high:.0%}", f"{count}", percent(share)) for low, high, count, share in cases.reliability()
+    ]
+    (precision, recall), (careful, careful_recall) = cases.refused(0.5), cases.refused(MAX_P_OUT_OF_MEMORY)
+    return [
+        f"So few rows ran out of memory that misfits are constructed: the {sum(r.memory_gb is not None for r in rows)} "
+        "runs with a measured memory, on devices with",
+        f"{CAPACITIES[0]:.0%} to {CAPACITIES[-1]:.0%} of what they need ({len(CAPACITIES)} each). Of the cases that "
+        f"are more likely than not to run out of memory {percent(precision)}",
+        f"do, and they are {percent(recall)} of those that do. A plan is more careful, and refuses a layout from "
+        f"{MAX_P_OUT_OF_MEMORY:.0%} on: {percent(careful_recall)} of those",
+        f"that do not fit, and {percent(1 - careful)} of its refusals would have fitted.",
+        "",
+        *table(("predicted to fit", "cases", "fit"), found),
+        "",
+    ]

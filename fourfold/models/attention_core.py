@@ -1,0 +1,146 @@
+"""Causal attention of whole heads, with the tables that all layers of a kind share, in plain PyTorch.
+
+Shapes: B sequences, S tokens, N heads, K key-value heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.config.model import LayerType, ModelConfig
+from fourfold.models.norms import RMSNorm
+from fourfold.models.rope import apply_rope, rope_frequencies, rope_tables
+from fourfold.models.softcap import softcapped
+
+
+class AttentionCore(nn.Module):
+    """Queries, keys and values of whole heads → the heads' outputs: norm, rotate, attend."""
+
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.scale, self.softcap = config.query_pre_attn_scalar**-0.5, config.attn_logit_softcapping
+        self.norms_each_head = config.qk_norm_over == "head"
+        sizes = [heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)]
+        if self.norms_each_head:
+            sizes = [config.head_dim, config.head_dim]
+        norms = [
+            RMSNorm(size, config.norm_eps, config.zero_centered_norm) if config.qk_norm else None for size in sizes
+        ]
+        self.q_norm, self.k_norm = norms
+
+    def forward(self, q_BSf: Tensor, k_BSf: Tensor, v_BSf: Tensor, context: AttentionContext) -> Tensor:
+        return self.attend_heads(*self.norm_all_heads(q_BSf, k_BSf), v_BSf, context)
+
+    def norm_all_heads(self, q_BSf: Tensor, k_BSf: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, normalized over all heads where the model does that."""
+        if self.norms_each_head or self.q_norm is None or self.k_norm is None:
+            return q_BSf, k_BSf
+        return self.q_norm(q_BSf), self.k_norm(k_BSf)
+
+    def attend_heads(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
+        """Queries, keys and values, whose heads are joined in one dim → the heads' outputs, joined too."""
+        q_BSND, k_BSKD, v_BSKD = (t.unflatten(-1, (-1, self.head_dim)) for t in (q_BSND, k_BSKD, v_BSKD))
+        if self.norms_each_head and self.q_norm is not None and self.k_norm is not None:
+            q_BSND, k_BSKD = self.q_norm(q_BSND), self.k_norm(k_BSKD)
+        if context.cos_BS1d is not None and context.sin_BS1d is not None:
+            queries = slice(context.first_query, context.first_query + q_BSND.shape[1])
+            q_BSND = apply_rope(q_BSND, context.cos_BS1d[:, queries], context.sin_BS1d[:, queries])
+            k_BSKD = apply_rope(k_BSKD, context.cos_BS1d, context.sin_BS1d)
+        return self.attend(q_BSND, k_BSKD, v_BSKD, context).flatten(-2)
+
+    def attend(self, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, context: AttentionContext) -> Tensor:
+        """Σ softmax(scale · q·k, capped) · v over the keys that the context lets a query see, [B, S, N, D]."""
+        mask = self.mask_of(q_BSND, k_BSKD, context)
+        if mask is not None:
+            # Kernels that take a mask want as many key-value heads as query heads; else torch would keep all scores.
+            k_BSKD, v_BSKD = (t.repeat_interleave(q_BSND.shape[2] // t.shape[2], dim=2) for t in (k_BSKD, v_BSKD))
+        q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BSKD, v_BSKD))
+        if self.softcap and mask is not None:
+            scores_BNSS = softcapped(self.scale * (q @ k.mT), self.softcap).masked_fill(~mask, -torch.inf)
+            return (scores_BNSS.softmax(-1, dtype=torch.float32).to(v.dtype) @ v).transpose(1, 2)
+        out_BNSD = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=k.shape[1] != q.shape[1]
+        )
+        return out_BNSD.transpose(1, 2)
+
+    def mask_of(self, q_BSND: Tensor, k_BSKD: Tensor, context: AttentionContext) -> Tensor | None:
+        """[B or 1, 1, Q, S]: true where a query may see a key; None where a kernel's causal mask is that."""
+        first, count = context.first_query, q_BSND.shape[1]
+        if context.mask_B1SS is not None:
+            return context.mask_B1SS[:, :, first : first + count]
+        if count == k_BSKD.shape[1] and not self.softcap:
+            return None
+        return torch.ones(1, 1, count, k_BSKD.shape[1], dtype=torch.bool, device=q_BSND.device).tril(first)
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """Tables that the attention of all layers of a kind reads."""
+
+    cos_BS1d: Tensor | None = None
+    """Rotary tables; None with learned positions. B is 1 where all sequences have the same positions."""
+    sin_BS1d: Tensor | None = None
+    mask_B1SS: Tensor | None = None
+    """True where a query may see a key; None: plain causal."""
+    first_query: int = 0
+    """Place of the first query in the sequence, when the queries are only a part of it."""
+    window: int = 0
+    """Tokens that a query sees, itself included; 0: all before it."""
+
+
+class AttentionTables(nn.Module):
+    """Rotary tables and masks, made once for all layers of a kind."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, positions_BS: Tensor, document_ends_BE: Tensor | None) -> dict[LayerType, AttentionContext]:
+        config = self.config
+        shared, contexts = self._rotary(positions_BS, local=False), {}
+        for kind in config.kinds_of_layers:
+            slides = kind == "sliding_attention"
+            has_own = slides and config.rope_local_base_freq > 0
+            cos_BS1d, sin_BS1d = self._rotary(positions_BS, local=True) if has_own else shared
+            tables = AttentionContext(cos_BS1d, sin_BS1d, window=config.sliding_window if slides else 0)
+            contexts[kind] = self.with_documents(tables, document_ends_BE, positions_BS)
+        return contexts
+
+    def with_documents(
+        self, tables: AttentionContext, document_ends_BE: Tensor | None, positions_BS: Tensor
+    ) -> AttentionContext:
+        """The same tables with a mask, where attention is more than causal."""
+        length = positions_BS.shape[1]
+        if document_ends_BE is None and not 0 < tables.window < length:
+            return tables
+        documents_BS = positions_BS.new_zeros(1, length)
+        if document_ends_BE is not None:
+            documents_BS = documents_of(document_ends_BE, length)
+        return replace(tables, mask_B1SS=causal_within(documents_BS, tables.window))
+
+    def _rotary(self, positions_BS: Tensor, local: bool) -> tuple[Tensor | None, Tensor | None]:
+        if self.config.position_embedding != "rope":
+            return None, None
+        frequencies_d, scale = rope_frequencies(self.config, positions_BS.device, local)
+        return rope_tables(positions_BS, frequencies_d, scale)
+
+
+def documents_of(document_ends_BE: Tensor, length: int) -> Tensor:
+    """The document of each token, 0, 1, 2 … within its sequence, [B, S]."""
+    places_BS = torch.arange(length, device=document_ends_BE.device).repeat(len(document_ends_BE), 1)
+    return torch.searchsorted(document_ends_BE, places_BS, right=True)
+
+
+def causal_within(documents_BS: Tensor, window: int = 0) -> Tensor:
+    """[B, 1, S, S]: true where a query may see a key, before it in its own document and, if given, in its window."""
+    same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
+    seen_BSS = same_BSS.tril().triu(1 - window) if window else same_BSS.tril()
+    return seen_BSS[:, None]

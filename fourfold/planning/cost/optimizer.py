@@ -1,0 +1,117 @@
+"""The optimizer: bytes of its states, and seconds of its step.
+
+Muon's matrices are dealt to the ranks of a pipeline stage, which orthogonalize them whole
+(``training.owned_matrices``).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fourfold.planning.cases import Number
+from fourfold.planning.cost.rates import Rates
+from fourfold.planning.cost.terms.exchange import exchange_seconds
+from fourfold.planning.machines.constants import Constants
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.workload import OPTIMIZERS, Workload
+
+STEPS = 5
+"""Of Newton-Schulz's iteration."""
+
+MOVED_BYTES = {"adamw": 34.0, "muon": 68.0, "lion": 78.0}
+"""Bytes that a step moves per parameter. AdamW is one kernel: the fp32 weight and two moments read and written (24),
+the gradient read for the norm and for the update (8), the 16-bit copy written (2). Of the others every operation counts
+that reads a weight, its mean, its gradient or the update, and what it writes."""
+
+
+class Matrices(NamedTuple):
+    """Matrices of one shape on a rank's stages: their number, and their shorter and longer side."""
+
+    number: Number
+    short: Number
+    long: Number
+
+    @property
+    def entries(self) -> Number:
+        """Of one."""
+        return self.short * self.long
+
+    @property
+    def flops(self) -> Number:
+        """FLOPs of Newton-Schulz's iteration of one: x·xᵀ, its square, and their product with x, five times."""
+        return STEPS * (4.0 * self.short**2 * self.long + 2.0 * self.short**3)
+
+
+def is_named(work: Workload, name: str) -> Number:
+    """True where a run has the optimizer."""
+    return np.equal(work.step.optimizer, OPTIMIZERS.index(name))
+
+
+def entries_without_second_moment(work: Workload, blocks: Number, rest: Number) -> Number:
+    """Entries of which the optimizer keeps one state instead of AdamW's two. blocks: layers whose matrices are meant,
+    not those of experts; rest: entries of tables."""
+    model = work.model
+    router = model.hidden * model.experts * model.sparse
+    return np.where(
+        is_named(work, "lion"),
+        blocks * model.block_weights + rest,
+        np.where(is_named(work, "muon"), blocks * (model.block_weights - router), 0),
+    )
+
+
+def matrices_of(work: Workload, layers: Number) -> list[Matrices]:
+    """The matrices that Muon steps in so many layers, those of experts too."""
+    model, hidden = work.model, work.model.hidden
+    dense, sparse = layers * (1 - model.sparse), layers * model.sparse
+    ups = model.gate_up / np.maximum(model.inner, 1)
+
+    def kind(number: Number, width: Number) -> Matrices:
+        return Matrices(np.where(np.greater(width, 0), number, 0), np.minimum(width, hidden), np.maximum(width, hidden))
+
+    return [
+        kind(2 * layers, model.queries),
+        kind(2 * layers, model.keys),
+        kind((ups + 1) * dense, model.inner),
+        kind(3 * sparse, model.shared_inner),
+        kind(3 * sparse * model.experts, model.expert_inner),
+    ]
+
+
+def muon_seconds(work: Workload, machine: Machine, constants: Constants) -> Number:
+    """Seconds in which a rank orthogonalizes its share of a stage's matrices, and sends and gets them; 0 without Muon.
+
+    At least one rank has a whole one of the largest.
+    """
+    layout, kinds = work.layout, matrices_of(work, work.model.layers / work.layout.pp)
+    ranks = layout.gpus / layout.pp
+    flops = sum(kind.number * kind.flops for kind in kinds)
+    most = np.maximum.reduce([np.where(kind.number > 0, kind.flops, 0) for kind in kinds])
+    products = np.maximum(flops / ranks, most) / Rates(work, machine, constants).head
+    entries = sum(kind.number * kind.entries for kind in kinds)
+    largest = np.maximum.reduce([np.where(kind.number > 0, kind.entries, 0) for kind in kinds])
+    together = [np.clip(largest // np.maximum(kind.entries, 1), 1, np.ceil(kind.number / ranks)) for kind in kinds]
+    units = sum(kind.number / np.maximum(many, 1) for kind, many in zip(kinds, together, strict=True))
+    exchanges = 2 * np.ceil(units / ranks)
+    copies = np.where(layout.zero > 0, 1, layout.dp * layout.cp)
+    size = work.step.item_bytes * entries / ranks * (1 + copies)
+    sending = exchanges * exchange_seconds(size / exchanges, 1.0, False, ranks, 1, machine, constants)
+    return np.where(is_named(work, "muon"), products + sending, 0.0)
+
+
+def muon_workspace(work: Workload, layers: Number) -> Number:
+    """Bytes beside the states on the rank that orthogonalizes one of the largest matrices: the matrix, it divided by
+    its norm, x·xᵀ and the next x; or, later, the updates that are sent to all copies, and as many that come back."""
+    layout, kinds = work.layout, matrices_of(work, layers)
+    copies = np.where(layout.zero > 0, 1, layout.dp * layout.cp)
+    held = sum(kind.number * kind.entries for kind in kinds) / (layout.x * layout.y)
+    largest = [np.where(kind.number > 0, kind.entries, 0) for kind in kinds]
+    products = [3 * size + np.minimum(kind.short**2, size) for kind, size in zip(kinds, largest, strict=True)]
+    sent = 2 * np.minimum(copies * np.maximum.reduce(largest), held)
+    return np.where(is_named(work, "muon"), work.step.item_bytes * np.maximum.reduce([*products, sent]), 0)
+
+
+def moved_bytes(work: Workload) -> Number:
+    """Bytes that a step moves for each entry that a rank steps."""
+    return np.choose(work.step.optimizer, [MOVED_BYTES[name] for name in OPTIMIZERS])

@@ -1,0 +1,73 @@
+"""Bytes of the tensors of one block on a rank, and how the ranks of y share the attention."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fourfold.planning.cases import Number
+from fourfold.planning.workload import Workload
+
+
+class Pieces(NamedTuple):
+    """Bytes on the rank, of one micro-batch: residual [T/x, H/y], gathered [T, H/y], inner [T, F/x].
+
+    queries and keys are those that attention reads here, whole_queries those of all ranks of y.
+    """
+
+    residual: Number
+    gathered: Number
+    queries: Number
+    keys: Number
+    whole_queries: Number
+    inner: Number
+    statistics: Number
+
+
+def pieces(work: Workload) -> Pieces:
+    model, layout, program = work.model, work.layout, work.program
+    token = work.step.item_bytes * work.tokens
+    at_once = np.where(program.tiled_mlp, np.minimum(model.hidden / work.tokens, 1), 1)
+    split = attention_over_y(work)
+    # A rank holds whole the key-value heads that its queries read, once for each where they divide irregularly.
+    heads = model.queries / model.head_dim / (layout.x * np.where(split == "heads", layout.y, 1))
+    group = model.queries / model.keys
+    kv_heads = np.where(heads % group == 0, heads / group, np.where(heads < group, 1, heads))
+    return Pieces(
+        residual=token * model.hidden / (layout.y * np.where(program.split_residual, layout.x, 1)),
+        gathered=token * model.hidden / layout.y,
+        queries=token * model.queries / (layout.x * layout.y),
+        keys=token * kv_heads * model.head_dim / np.where(split == "batch", layout.y, 1),
+        whole_queries=token * model.queries / layout.x,
+        inner=token * model.mean_inner / layout.x * at_once,
+        statistics=4 * work.tokens / np.where(program.split_residual, layout.x, 1),
+    )
+
+
+def attention_over_y(work: Workload) -> np.ndarray:
+    """The dimension along which the y ranks share the attention, as ``config.layout.attention_split`` has it."""
+    model, layout = work.model, work.layout
+    heads = model.queries / model.head_dim
+    return np.where(
+        heads % (layout.x * layout.y) == 0,
+        "heads",
+        np.where(work.together % layout.y == 0, "batch", "sequence"),
+    )
+
+
+def puts_in_order(work: Workload) -> Number:
+    """True where attention copies its rank's heads to have whole sequences, and copies what it returns."""
+    is_own = np.asarray(work.program.is_fourfold, bool)
+    return is_own & (work.layout.x > 1) & (work.together > 1) & (attention_over_y(work) == "heads")
+
+
+def heads_here(work: Workload) -> Number:
+    """Query heads of the rank; a part of one where ranks share it."""
+    model, layout = work.model, work.layout
+    return model.queries / model.head_dim / (layout.x * layout.y)
+
+
+def log_sums(work: Workload) -> Number:
+    """Bytes of the logarithms of the softmax's sums, fp32, one for each query of each head."""
+    return 4 * work.tokens * heads_here(work)

@@ -1,0 +1,112 @@
+"""Seconds of sending weights and gradients to the ranks that share or copy them, with nothing hidden."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fourfold.planning.cases import Cases, Number
+from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts, where_experts
+from fourfold.planning.cost.terms.collective import (
+    ShardGroup,
+    group_of,
+    reduce_seconds,
+    shard_group_of,
+    shard_seconds,
+)  # fmt: skip
+from fourfold.planning.machines.constants import Constants
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class WeightTraffic(Cases):
+    """Seconds of one micro-batch, and of a step for gradients. They depend on the grid and on zero alone.
+
+    block, table: the weights of a block gathered for the forward and the backward, those of a table once, and their
+    gradients scattered; outermost: a block's gathered once; of_z, table_of_z: the shares of block and table that remain
+    with one rank of dp and cp; gradients: summed over the ranks that hold copies.
+    """
+
+    block: Number
+    table: Number
+    outermost: Number
+    of_z: Number
+    table_of_z: Number
+    gradients: Number
+
+
+def weight_traffic(work: Workload, machine: Machine, constants: Constants) -> WeightTraffic:
+    """Seconds for each case of ``work``."""
+    weights, table = work.model.block_weights, work.model.vocab * work.model.hidden
+    twice = weight_traffic_seconds(work, machine, constants, weights, 2)
+    outermost = weight_traffic_seconds(work, machine, constants, weights, 1)
+    of_table = weight_traffic_seconds(work, machine, constants, table, 1)
+    alone = work.but(dp=1, cp=1)
+    of_z = _share(weight_traffic_seconds(alone, machine, constants, weights, 2), twice)
+    table_of_z = _share(weight_traffic_seconds(alone, machine, constants, table, 1), of_table)
+    gradients = _gradient_sum_seconds(work, machine, constants)
+    if has_experts(work):
+        experts, weights = states_of_experts(work), work.model.expert_weights
+        again, once = (weight_traffic_seconds(experts, machine, constants, weights, gathers) for gathers in (2, 1))
+        twice, outermost = twice + where_experts(work, again), outermost + where_experts(work, once)
+        gradients = gradients + where_experts(work, _gradient_sum_seconds(experts, machine, constants))
+    return WeightTraffic(twice, of_table, outermost, of_z, table_of_z, gradients)
+
+
+def _share(part: Number, whole: Number) -> Number:
+    """The share of ``part`` in ``whole``; 1 where nothing is sent."""
+    return np.where(whole > 0, np.minimum(part / np.maximum(whole, 1e-30), 1.0), 1.0)
+
+
+def weight_traffic_seconds(
+    work: Workload, machine: Machine, constants: Constants, weights: Number, gathers: int
+) -> Number:
+    """Seconds to gather ``weights`` for the forward and, where ``gathers`` is 2, again for the backward, and to scatter
+    their gradients; nothing hidden."""
+    layout, step = work.layout, work.step
+    item, weights = step.item_bytes, weights / (layout.x * layout.y)
+    tensor = layout.x * layout.y
+    all_of_dp = layout.dp * layout.cp
+    per_node = work.program.shards_per_node
+    z_group = shard_group_of(layout.z, tensor, per_node, machine, constants)
+    wide = shard_group_of(layout.z * all_of_dp, tensor, per_node, machine, constants)
+    three, sharded = layout.zero == 3, (layout.zero > 0) & (layout.zero < 3)
+    each = np.where(gathered_once_a_step(work), 0.0, 1.0)
+
+    def gathered_and_scattered(group: ShardGroup) -> Number:
+        scattered = np.where(work.program.scatter_bytes > 0, work.program.scatter_bytes, step.reduce_bytes)
+        return shard_seconds(gathers * item * weights, gathers, group) + shard_seconds(scattered * weights, 1, group)
+
+    again = shard_seconds((gathers - 1) * item * weights, gathers - 1, z_group)
+    scattered = np.where(layout.zero == 2, 1.0, 0.0)
+    z_sharded = each * (shard_seconds(item * weights, 1, wide) + again)
+    z_sharded = z_sharded + scattered * shard_seconds(step.reduce_bytes * weights, 1, wide)
+    return np.where(three, gathered_and_scattered(wide),
+                    np.where(sharded, z_sharded, gathered_and_scattered(z_group)))  # fmt: skip
+
+
+def gathered_once_a_step(work: Workload) -> Number:
+    """True where sharded weights are gathered once a step: distributed optimizers, and zero 1 and 2 where z is 1."""
+    layout = work.layout
+    return work.program.weights_kept | ((layout.zero > 0) & (layout.zero < 3) & (layout.z == 1))
+
+
+def _gradient_sum_seconds(work: Workload, machine: Machine, constants: Constants) -> Number:
+    """Seconds of the sum of all gradients but those of experts, nothing hidden.
+
+    With a distributed optimizer (zero 1 whose weights are kept) gradients are scattered, and weights gathered during
+    the next forward.
+    """
+    model, layout, step, program = work.model, work.layout, work.step, work.program
+    weights = (model.layers / layout.pp * model.block_weights + work.table_weights) / (layout.x * layout.y)
+    copies = layout.dp * layout.cp
+    across = group_of(copies, layout.x * layout.y * layout.z, machine, constants)
+    wide = shard_group_of(copies * layout.z, layout.x * layout.y, program.shards_per_node, machine, constants)
+    reduced = reduce_seconds(step.reduce_bytes * weights / layout.z, 1, across)
+    scattered = shard_seconds(step.reduce_bytes * weights, 1, wide)
+    scattered = np.where(program.all_reduces_gradients, reduced, scattered)
+    gathered = np.where(gathered_once_a_step(work), shard_seconds(step.item_bytes * weights, 1, wide), 0.0)
+    sending = np.where(layout.zero == 0, reduced, np.where(layout.zero == 1, scattered + gathered, 0.0))
+    return np.where(layout.zero == 2, gathered, sending)

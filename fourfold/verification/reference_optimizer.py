@@ -1,0 +1,92 @@
+"""The optimizer of the one process that a grid is compared with: torch's AdamW, and Lion and Muon in few lines.
+
+It shares no code with ``training.optimizer``; ``tests/training/test_optimizer.py`` compares both with torch's Muon.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.config.run import RunConfig
+
+NOT_OF_MUON = re.compile(r"mlp\.(gate|shared_expert_gate)\.weight$")
+"""Matrices of the layers that AdamW steps: a router's, and the gate of a shared expert."""
+
+
+class ReferenceOptimizer:
+    """Steps whole parameters, in their own type."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], run: RunConfig) -> None:
+        self.run, name = run, run.optimizer.name
+        self.settings = {key: _settings(key, p, run) for key, p in parameters.items()}
+        self.own = {
+            key: p for key, p in parameters.items() if name == "lion" or (name == "muon" and _is_hidden(key, p))
+        }
+        self.means = {key: torch.zeros_like(p) for key, p in self.own.items()}
+        of_adamw = [{"params": [p], **self.settings[key]} for key, p in parameters.items() if key not in self.own]
+        self.adamw = torch.optim.AdamW(
+            of_adamw or [{"params": []}], betas=run.optimizer.betas, eps=run.optimizer.eps
+        )  # fmt: skip
+        self.parameters = list(parameters.values())
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Step with the parameters' gradients, and drop them."""
+        for group in self.adamw.param_groups:
+            group["lr"] = lr * group.get("lr_ratio", 1.0)
+        self.adamw.step()
+        config, direction = self.run.optimizer, {"lion": self._lion, "muon": self._muon}
+        for key, parameter in self.own.items():
+            if parameter.grad is not None:
+                own = self.settings[key]
+                update = direction[config.name](self.means[key], parameter.grad)
+                rate = lr * own["lr_ratio"]
+                parameter.copy_(parameter * (1 - rate * own["weight_decay"]) - rate * update)
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _lion(self, mean: Tensor, gradient: Tensor) -> Tensor:
+        """The direction of Lion, and its next mean (arXiv 2302.06675, algorithm 2); linear where it is below eps."""
+        beta1, beta2 = self.run.optimizer.betas
+        between = beta1 * mean + (1 - beta1) * gradient
+        mean.copy_(beta2 * mean + (1 - beta2) * gradient)
+        return (between / self.run.optimizer.eps).clamp(-1, 1)
+
+    def _muon(self, mean: Tensor, gradient: Tensor) -> Tensor:
+        """The direction of Muon with Nesterov's momentum, of every matrix of a stack, and its next mean."""
+        momentum = self.run.optimizer.momentum
+        mean.copy_(momentum * mean + (1 - momentum) * gradient)
+        ahead = momentum * mean + (1 - momentum) * gradient
+        matrices = ahead if ahead.ndim == 3 else ahead[None]
+        updates = torch.stack([0.2 * math.sqrt(max(matrix.shape)) * _orthogonal(matrix) for matrix in matrices])
+        return updates.view_as(ahead)
+
+
+def _orthogonal(matrix: Tensor) -> Tensor:
+    """Newton-Schulz's iteration of the fifth order, five times (Jordan 2024; scaled as in arXiv 2502.16982)."""
+    x: Tensor = matrix / matrix.norm().clamp(min=1e-7)
+    for _ in range(5):
+        square = x @ x.T if len(x) <= x.shape[1] else x.T @ x
+        factor = 3.4445 * torch.eye(len(square), dtype=x.dtype, device=x.device) - 4.7750 * square
+        factor += 2.0315 * square @ square
+        x = factor @ x if len(x) <= x.shape[1] else x @ factor
+    return x
+
+
+def _is_hidden(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim > 1 and name.startswith("layers.") and NOT_OF_MUON.search(name) is None
+
+
+def _settings(name: str, parameter: Tensor, run: RunConfig) -> dict[str, float]:
+    decay = run.optimizer.weight_decay if parameter.ndim > 1 else 0.0
+    for group in run.optimizer.groups:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in group.parameters):
+            given = group.weight_decay
+            return {"lr_ratio": group.lr_ratio, "weight_decay": decay if given is None else given}
+    return {"lr_ratio": 1.0, "weight_decay": decay}

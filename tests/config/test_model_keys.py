@@ -1,0 +1,77 @@
+"""The keys of a model that follow from one another: kinds of layers, bases of rotary frequencies, scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from fourfold.config.model import ModelConfig
+from fourfold.models.transformer import parameter_shapes
+
+SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4}
+S, F = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ([], [S]),
+        ([S], [S]),
+        ([S, S], [S]),
+        ([S, S, F], [S, S, F]),
+        ([S, S, F, S, S, F], [S, S, F]),
+        ([S, F, F, S], [S, F, F, S, S, F]),
+        ([F, F, F, F, S, S, S, S], [F, F, F, F, S, S]),
+    ],
+    ids=str,
+)
+def test_kinds_of_layers_repeat(given: list[str], kept: list[str]) -> None:
+    model = ModelConfig(**SIZES, sliding_window=8, layer_types=given)
+    assert model.layer_types == kept
+    expected = ((given or [S]) * 6)[:6]
+    assert [model.is_sliding(layer) for layer in range(6)] == [kind == S for kind in expected]
+    assert model.sliding_layers == expected.count(S)
+
+
+def test_without_a_window_no_layer_slides() -> None:
+    for keys in ({"layer_types": [F, F]}, {"layer_types": [F] * 6 + [S], "sliding_window": 8}):
+        model = ModelConfig(**SIZES, **keys)
+        assert model.layer_types == [] and model.kinds_of_layers == [F]
+        assert model.sliding_layers == model.sliding_window == 0
+
+
+def test_a_base_that_is_that_of_the_others_is_none() -> None:
+    window = {"sliding_window": 8, "rope_local_base_freq": 10000.0}
+    assert ModelConfig(**SIZES, **window).rope_local_base_freq == 0
+    stretched = ModelConfig(**SIZES, **window, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    assert stretched.rope_local_base_freq == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"layer_types": [S]}, "layer_types has 'sliding_attention', which needs a sliding_window"),
+        ({"rope_local_base_freq": 500.0}, "rope_local_base_freq has no meaning with sliding_window = 0"),
+        (
+            {"rope_local_base_freq": 500.0, "position_embedding": "learned", "sliding_window": 4},
+            "rope_local_base_freq has no meaning with position_embedding = 'learned'",
+        ),
+        (
+            {"norm_placement": "after", "parallel_residual": True},
+            "norm_placement has no meaning",
+        ),
+    ],
+)
+def test_contradictions_are_refused(keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        ModelConfig(**SIZES, **keys)
+
+
+@pytest.mark.parametrize("placement", ["before", "after", "around"])
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_parameters_are_those_of_the_decoder(placement: str, norm: str) -> None:
+    model = ModelConfig(**SIZES, norm_placement=placement, norm=norm)
+    sizes = [rows * (columns[0] if columns else 1) for rows, *columns in parameter_shapes(model).values()]
+    assert model.num_parameters == sum(sizes)

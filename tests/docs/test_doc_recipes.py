@@ -1,0 +1,72 @@
+"""Every run file of examples/ is planned, fits, and stands in the table of docs/recipes.md with what is predicted."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from markdown import REPOSITORY
+
+from fourfold.planning.run_workload import workload_of
+from fourfold.planning.search.fastest import MAX_P_OUT_OF_MEMORY
+from fourfold.planning.search.plan import describe_layout
+from fourfold.run_file.load import load_run
+
+sys.path.append(str(REPOSITORY / "docs"))
+
+import recipes
+
+RECIPES = pytest.mark.parametrize("recipe", recipes.RECIPES, ids=lambda recipe: recipe.name)
+OTHERS = {"demo.toml", "parity.toml", "loki/model.toml", "memorization/arm.toml", "memorization/buckets.toml"}
+"""Run files of the tutorials."""
+TRACED = ("finetuning/llama-3.1-8b-lora.toml", "finetuning/llama-3.1-70b-lora.toml")
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run files name the folders of models from there."""
+    monkeypatch.chdir(REPOSITORY)
+
+
+def test_no_run_file_is_left_out() -> None:
+    found = {path.relative_to(recipes.EXAMPLES).as_posix() for path in recipes.EXAMPLES.rglob("*.toml")}
+    assert found == {recipe.path for recipe in recipes.RECIPES} | OTHERS
+
+
+def test_the_page_is_what_its_script_writes() -> None:
+    assert recipes.PAGE.read_text(encoding="utf-8") == recipes.page(), "run: python docs/recipes.py"
+
+
+@RECIPES
+def test_a_recipe_is_as_declared_and_fits(recipe: recipes.Recipe) -> None:
+    run = load_run(recipe.file)
+    if recipe.gpus:
+        assert run.parallel.world_size == recipe.gpus
+        record = recipes.prediction(recipe).record()
+        text = recipes.run_file(
+            recipe, record["parallel"], record["micro_batch_size"], recipes.MODES.index(run.activation_checkpoint.mode)
+        )
+        assert recipe.file.read_text(encoding="utf-8") == text, "run: python docs/recipes.py --plan"
+    if recipe.layout:
+        assert describe_layout(workload_of(run).but(**dict(recipe.layout))) == describe_layout(workload_of(run))
+    if not run.lora.rank:
+        # A paper's layout, in fourfold, may be more likely to fit than not; the page says so.
+        assert recipes.prediction(recipe).p_oom <= (0.5 if recipe.layout else MAX_P_OUT_OF_MEMORY)
+
+
+def test_layouts_of_the_papers_are_slower_than_ours() -> None:
+    for size in ("22b", "175b", "1t"):
+        published, ours = (
+            recipes.prediction(next(r for r in recipes.RECIPES if r.path == f"frontier/{size}{suffix}.toml"))
+            for suffix in ("-published", "")
+        )
+        assert ours.seconds < published.seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", TRACED)
+def test_the_memory_of_lora_is_what_the_trace_counts(path: str) -> None:
+    recipe = next(recipe for recipe in recipes.RECIPES if recipe.path == path)
+    stored = json.loads(recipes.TRACED.read_text(encoding="utf-8"))[path]
+    assert recipes.traced(recipe) == stored

@@ -1,0 +1,103 @@
+"""Bytes that Muon's matrices and their updates take on their way to their owners and back, in closed form.
+
+A stage's matrices are dealt to its N ranks: those of one shape in units of b = min(E/e, ceil(n/N)), for n matrices of e
+entries and at most E in any; the units in the order of their sizes, one to a rank and round. Rank 0 sends its part of
+the matrices whose owners are nearer to it than to other ranks with that part; it returns its own matrices, once to
+every copy.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from fourfold.config.run import RunConfig
+from fourfold.config.stages import rank_of_stage, stage_layers
+
+
+class Kind(NamedTuple):
+    """A matrix, and how it is cut. part: the entries that rank 0 holds of it, if it does."""
+
+    rows: int
+    columns: int
+    part: int
+    pieces: int
+    """Ranks of a plane (x, y) that share the matrix, or the stack of experts."""
+    ep: int = 1
+    first: bool = True
+    """Rank 0 holds some of it."""
+
+
+def exchanged(run: RunConfig, layers: list[int]) -> tuple[int, int, int]:
+    """Rounds, and the bytes of matrices and of updates that the first rank of a stage with these layers sends."""
+    grid = run.parallel
+    ranks, plane = grid.dp * grid.cp * grid.z * grid.y * grid.x, grid.x * grid.y
+    by_shape: dict[tuple[int, int], list[Kind]] = {}
+    for layer in layers:
+        for kind in _kinds(run, layer):
+            by_shape.setdefault((kind.rows, kind.columns), []).append(kind)
+    largest = max(rows * columns for rows, columns in by_shape)
+    units: list[list[Kind]] = []
+    for (rows, columns), kinds in by_shape.items():
+        together = min(largest // (rows * columns), math.ceil(len(kinds) / ranks))
+        units += [kinds[first : first + together] for first in range(0, len(kinds), together)]
+    units.sort(key=lambda unit: -len(unit) * unit[0].rows * unit[0].columns)
+    sent = returned = 0
+    for place, unit in enumerate(units):
+        owner = place % ranks
+        for kind in unit:
+            sent += kind.part * (kind.first and _nearest(run, owner // plane, kind) == 0)
+            copies = ranks // plane // (kind.pieces * kind.ep)
+            returned += kind.rows * kind.columns * copies * (owner == 0)
+    item = 4 if run.training.precision == "fp32" else 2
+    return math.ceil(len(units) / ranks), item * sent, item * returned
+
+
+def _nearest(run: RunConfig, owner: int, kind: Kind) -> int:
+    """Of the ranks of (dp, cp, z) that hold what rank 0 holds, the one with the owner's place on most outer axes."""
+    grid = run.parallel
+
+    def place(rank: int) -> tuple[int, ...]:
+        return rank // grid.z // grid.cp, rank // grid.z % grid.cp, rank % grid.z
+
+    holders = range(0, grid.dp * grid.cp * grid.z, kind.pieces * kind.ep)
+    return min(holders, key=lambda rank: [a != b for a, b in zip(place(rank), place(owner), strict=True)])
+
+
+def _kinds(run: RunConfig, layer: int) -> list[Kind]:
+    """The matrices of a layer, in the order of the model."""
+    model, grid = run.model, run.parallel
+    x, y, hidden = grid.x, grid.y, model.hidden_size
+    tokens = grid.dp * grid.cp * grid.z
+    pieces = grid.z if grid.zero == 0 else tokens
+
+    def up(out: int) -> Kind:
+        return Kind(out, hidden, math.ceil(out // x / pieces) * (hidden // y), pieces)
+
+    def down(width: int) -> Kind:
+        return Kind(hidden, width, math.ceil(hidden // y / pieces) * (width // x), pieces)
+
+    queries, keys = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
+    kinds = [up(queries), up(keys), up(keys), down(queries)]
+    inner = model.intermediate_size
+    if model.is_sparse(layer):
+        inner, width = model.shared_expert_intermediate_size, model.moe_intermediate_size
+        shards = max(grid.z // grid.ep, 1) if grid.zero == 0 else tokens // grid.ep
+        mine = math.ceil(model.num_experts // grid.ep / shards)
+        for rows, columns in ((width, hidden), (width, hidden), (hidden, width)):
+            part = rows * columns // (x * y)
+            kinds += [Kind(rows, columns, part, shards, grid.ep, e < mine) for e in range(model.num_experts)]
+    if inner:
+        kinds += [up(inner)] * (2 if model.gated_mlp else 1) + [down(inner)]
+    return kinds
+
+
+def stepped_by_muon(run: RunConfig, layers: list[int]) -> int:
+    """Entries that the first rank of a stage with these layers stores of Muon's matrices."""
+    return sum(kind.part * kind.first for layer in layers for kind in _kinds(run, layer))
+
+
+def layers_of(run: RunConfig, pp_rank: int) -> list[int]:
+    """The layers of all stages of a rank of pp."""
+    stages = enumerate(stage_layers(run.model, run.parallel))
+    return [layer for stage, own in stages if rank_of_stage(stage, run.parallel) == pp_rank for layer in own]

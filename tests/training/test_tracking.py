@@ -1,0 +1,317 @@
+"""Trackers: each client's own files say what was logged, and no failure of theirs reaches the run."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from tiny_corpus import run_file
+
+from fourfold.config.run import RunConfig
+from fourfold.errors import UserError
+from fourfold.launch.job_processes import run_on_grid
+from fourfold.run_file.load import load_run
+from fourfold.training import tracking
+from fourfold.training.metrics import read_metrics
+from fourfold.training.tracking import InBackground, Tracking, check_trackers
+
+
+class Tracked(NamedTuple):
+    """A tracker's own account of the only run that it has."""
+
+    project: str | None
+    name: str | None
+    losses: list[tuple[int, float]]
+    """Step and loss, in the order in which they were recorded."""
+    run_file: Mapping[str, Any]
+    """Some or all keys of the resolved run file, as text, under section.key."""
+    machine: Mapping[str, Any]
+
+
+def run_tracked_by(name: str, folder: Path, **changes: Any) -> RunConfig:
+    return load_run(run_file(folder, "corpus", **{f"metrics__{name}": True}, metrics__project="tests", **changes))
+
+
+def folder_of(run: RunConfig) -> Path:
+    folder = Path(run.output_dir, run.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def track(run: RunConfig, losses: Mapping[int, float], first_step: int = 0) -> None:
+    with Tracking(run, folder_of(run), first_step, "CPU") as trackers:
+        for step, loss in losses.items():
+            trackers.log(step, {"step": step, "loss": loss, "mfu": None})
+
+
+def of_tensorboard(run: RunConfig) -> Tracked:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder_of(run) / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["loss"]
+    texts = {}
+    for name in ("run file", "machine"):
+        text = events.Tensors(f"{name}/text_summary")[-1].tensor_proto.string_val[0].decode()
+        texts[name] = dict(line.strip().split(" = ", 1) for line in text.splitlines() if " = " in line)
+    keys = {"training.seq_length": texts["run file"]["seq_length"]}
+    losses = [(event.step, event.value) for event in events.Scalars("loss")]
+    return Tracked(None, None, losses, keys, texts["machine"])
+
+
+def of_wandb(run: RunConfig) -> Tracked:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    losses, runs = [], []
+    for file in sorted((folder_of(run) / "wandb").glob("offline-run-*/*.wandb")):
+        for content in whole_log(file):
+            record = Record.FromString(content)
+            if record.HasField("run"):
+                runs.append(record.run)
+            if record.HasField("history"):
+                values = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+                losses.append((int(values["step"]), float(values["loss"])))
+    assert len({(each.run_id, each.project, each.display_name) for each in runs}) == 1
+    config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
+    keys = {"training.seq_length": str(config["training"]["seq_length"])}
+    return Tracked(runs[0].project, runs[0].display_name, losses, keys, config["machine"])
+
+
+def whole_log(file: Path) -> list[bytes]:
+    """The records of a run that is finished; W&B's own process may take a moment to write the last of them."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    latest = time.monotonic() + 30
+    while time.monotonic() < latest:
+        records = list(leveldb_records(file.read_bytes()))
+        if any(Record.FromString(record).HasField("exit") for record in records):
+            return records
+        time.sleep(0.1)
+    pytest.fail(f"{file} has no end")
+
+
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """The records of a log in LevelDB's format, as W&B writes it: behind each header, parts of a record."""
+    assert content[:4] == b":W&B"
+    at, whole = 7, b""
+    while at + 7 <= len(content):
+        room = 2**15 - at % 2**15  # in its block, over whose end no part reaches
+        if room < 7:
+            at += room
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            yield whole
+            whole = b""
+
+
+def of_mlflow(run: RunConfig) -> Tracked:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("tests")
+    assert experiment is not None
+    (only,) = client.search_runs([experiment.experiment_id])
+    assert only.info.status == "FINISHED"
+    history = client.get_metric_history(only.info.run_id, "loss")
+    losses = [(metric.step, metric.value) for metric in sorted(history, key=lambda metric: metric.timestamp)]
+    machine = {key.removeprefix("machine."): tag for key, tag in only.data.tags.items()}
+    return Tracked(experiment.name, only.info.run_name, losses, only.data.params, machine)
+
+
+def of_trackio(run: RunConfig) -> Tracked:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    (only,) = SQLiteStorage.get_run_records("tests")
+    logs = SQLiteStorage.get_logs("tests", only["name"], run_id=only["id"])
+    losses = [(line["step"], line["loss"]) for line in logs]
+    config = SQLiteStorage.get_run_config("tests", only["name"], run_id=only["id"])
+    keys = {"training.seq_length": str(config["training"]["seq_length"])}
+    return Tracked("tests", only["name"], losses, keys, config["machine"])
+
+
+READERS: dict[str, Callable[[RunConfig], Tracked]] = {
+    "tensorboard": of_tensorboard,
+    "wandb": of_wandb,
+    "mlflow": of_mlflow,
+    "trackio": of_trackio,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_tracker_has_one_run_with_every_step_the_run_file_and_the_machine(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Steps after the last checkpoint come twice; TensorBoard hides the first time, the others show both."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported, in this test only
+    pytest.importorskip(name)
+    run = run_tracked_by(name, tmp_path)
+    track(run, {1: 4.0, 2: 3.0, 3: 2.5})
+    time.sleep(1.1 if name == "wandb" else 0)  # which names folders by the second
+    track(run, {3: 2.25, 4: 2.0}, first_step=2)
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "records no more" in line]
+    assert warnings == []
+
+    tracked = READERS[name](run)
+    assert tracked.project in ("tests", None)
+    assert tracked.name in ("run", None)
+    first = [(1, 4.0), (2, 3.0)] if name == "tensorboard" else [(1, 4.0), (2, 3.0), (3, 2.5)]
+    assert tracked.losses == [*first, (3, 2.25), (4, 2.0)]
+    assert tracked.run_file["training.seq_length"] == "32"
+    assert tracked.machine["device"] == "CPU"
+    assert float(tracked.machine["memory_gib"]) > 0
+
+
+def test_a_run_that_begins_anew_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    run = run_tracked_by("mlflow", tmp_path)
+    track(run, {1: 4.0})
+    track(run, {1: 3.0})
+    other_grid = run.model_copy(update={"parallel": run.parallel.model_copy(update={"dp": 2})})
+    track(other_grid, {2: 2.0}, first_step=1)
+    client = MlflowClient()
+    second, first = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    assert (first.data.metrics["loss"], second.data.metrics["loss"]) == (4.0, 2.0)
+    assert second.data.params["parallel.dp"] == "1"
+    assert second.data.tags["from_step_2.parallel.dp"] == "2"
+    assert not any(key.startswith("from_step") for key in first.data.tags)
+
+
+def test_a_whole_run_and_its_resumption_are_one_curve(prefix: str, tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    changes = {"metrics__tensorboard": True, "checkpoint__interval": 2, "validation__interval": 4}
+    for last in (4, 8):
+        run = load_run(run_file(tmp_path, prefix, **changes), [f"training.train_steps={last}"])
+        run_on_grid("fourfold.training.loop:train", [run], 1, "cpu")
+    events = accumulators.EventAccumulator(str(folder_of(run) / "tensorboard"))
+    events.Reload()
+    written = read_metrics(folder_of(run) / "metrics.jsonl")
+    assert len(written) == 8
+    for key in ("loss", "grad_norm", "lr", "tokens", "validation_loss"):
+        expected = [(line["step"], pytest.approx(line[key])) for line in written if key in line]
+        assert [(event.step, event.value) for event in events.Scalars(key)] == expected
+    assert "mfu" not in events.Tags()["scalars"]
+
+
+class Stubborn:
+    """A client that fails, or hangs, when it records step 2."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.steps, self.failed = fails, list[int](), None
+        self.hangs, self.released = threading.Event(), threading.Event()
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        if step == 2:
+            if self.fails:
+                raise ConnectionError("the network is down")
+            self.hangs.set()
+            self.released.wait(60)
+        self.steps.append(step)
+
+    def finish(self, failed: bool) -> None:
+        self.failed = failed
+
+
+def in_background(client: Stubborn) -> InBackground:
+    return InBackground("stubborn", lambda tracked, first_step: client, None, 0)
+
+
+def test_a_tracker_that_fails_is_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    client = Stubborn(fails=True)
+    tracker = in_background(client)
+    for step in (1, 2, 3, 4):
+        tracker.log(step, {})
+        time.sleep(0.02)
+    tracker.end(failed=False)
+    assert (client.steps, client.failed) == ([1], None)
+    error = capsys.readouterr().err
+    assert error == "warning: stubborn records no more of this run: ConnectionError: the network is down\n"
+
+
+def test_a_tracker_that_cannot_start_is_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    def client(tracked: object, first_step: int) -> Stubborn:
+        raise PermissionError("no key")
+
+    tracker = InBackground("stubborn", client, None, 0)
+    tracker.wait(10)
+    tracker.log(1, {})
+    assert capsys.readouterr().err.count("warning: stubborn records no more of this run: PermissionError: no key") == 1
+
+
+def test_a_tracker_that_hangs_costs_no_step_any_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tracking, "MOST_WAITING", 100)
+    client = Stubborn(fails=False)
+    tracker = in_background(client)
+    tracker.log(1, {})
+    tracker.log(2, {})
+    assert client.hangs.wait(10)
+    began = time.perf_counter()
+    for step in range(3, 103):
+        tracker.log(step, {})
+    assert capsys.readouterr().err == ""
+    for step in range(103, 1000):
+        tracker.log(step, {})
+    tracker.end(failed=False)
+    tracker.wait(10)  # in vain, so not at all
+    assert time.perf_counter() - began < 5
+    assert capsys.readouterr().err == "warning: stubborn records no more of this run: it is 100 steps behind\n"
+    client.released.set()
+
+
+def test_the_end_waits_for_a_slow_tracker_but_not_for_ever(capsys: pytest.CaptureFixture[str]) -> None:
+    client = Stubborn(fails=False)
+    tracker = in_background(client)
+    for step in (1, 2, 3):
+        tracker.log(step, {})
+    tracker.end(failed=True)
+    tracker.wait(0.1)
+    assert capsys.readouterr().err.count("it has not taken its last numbers") == 1
+    client.released.set()
+
+    patient = in_background(client)
+    for step in (4, 5):
+        patient.log(step, {})
+    patient.end(failed=True)
+    patient.wait(10)
+    assert client.steps[-2:] == [4, 5]
+    assert client.failed is True
+
+
+def test_a_roll_back_continues_the_run_from_an_earlier_step() -> None:
+    made = []
+
+    def client(tracked: object, first_step: int) -> Stubborn:
+        made.append((first_step, Stubborn(fails=False)))
+        return made[-1][1]
+
+    tracker = InBackground("stubborn", client, None, 0)
+    tracker.log(3, {})
+    tracker.go_back(1)
+    tracker.log(4, {})
+    tracker.end(failed=False)
+    tracker.wait(10)
+    assert [(first_step, each.steps, each.failed) for first_step, each in made] == [(0, [3], False), (1, [4], False)]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_missing_library_is_named_with_its_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError) as error:
+        check_trackers(run_tracked_by(name, tmp_path))
+    assert str(error.value) == f"metrics.{name} = true needs the {name} library: pip install 'fourfold[{name}]'"

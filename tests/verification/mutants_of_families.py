@@ -1,0 +1,128 @@
+"""Faults in what only some families have: windows, norms of outputs, two kinds of rotary tables, soft caps."""
+
+from __future__ import annotations
+
+from mutants import CP2, ONE_SEQUENCE, ULYSSES, X2, Y2, Mutant
+from tiny_runs import GEMMA2, GEMMA3, OLMO2, SLIDING
+
+WINDOWS = [
+    Mutant(
+        "the window is one token longer",
+        "parallel.document_attention",
+        ".triu(before - window + 1)",
+        ".triu(before - window)",
+        SLIDING,
+    ),
+    Mutant(
+        "a piece of the queries misses the first key of its window",
+        "parallel.document_attention",
+        "begin - window + 1)",
+        "begin - window + 2)",
+        SLIDING,
+    ),
+    Mutant(
+        "the mask's window is one token shorter",
+        "models.attention_core",
+        ".triu(1 - window)",
+        ".triu(2 - window)",
+        GEMMA2 | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
+        {"x": 2, "y": 2},
+        ONE_SEQUENCE,
+    ),
+    Mutant(
+        "with heads exchanged for tokens, the window is ignored",
+        "parallel.attention",
+        "options = (document_ends_BE, self.scale, window, self.softcap)",
+        "options = (document_ends_BE, self.scale, 0, self.softcap)",
+        SLIDING,
+        ULYSSES,
+    ),
+    Mutant(
+        "the ring ignores the window",
+        "parallel.ring",
+        "theirs_1K[:, None, :] < window)",
+        "theirs_1K[:, None, :] < length)",
+        SLIDING,
+        CP2,
+    ),
+    Mutant(
+        "the ring skips ranks that a window reaches",
+        "parallel.ring",
+        "(abs(source - cp.rank) - 1) * half + 1 >= window",
+        "(abs(source - cp.rank) - 0) * half + 1 >= window",
+        SLIDING,
+        CP2,
+    ),
+    Mutant(
+        "all layers are of the first one's kind",
+        "models.transformer",
+        "contexts[block.layer_type]",
+        "contexts[self.config.kinds_of_layers[0]]",
+        GEMMA2,
+    ),
+]
+
+NORMS = [
+    Mutant(
+        "the sum of residual and attention is normalized",
+        "models.transformer",
+        "x_BSH + normed(attention_BSH, self.attention_output_layernorm)",
+        "normed(x_BSH + attention_BSH, self.attention_output_layernorm)",
+        OLMO2,
+        Y2,
+    ),
+    Mutant(
+        "weights counted from one are counted from zero",
+        "parallel.norm",
+        "1 + weight.float(),",
+        "weight.float(),",
+        GEMMA3,
+        X2,
+    ),
+]
+
+TABLES = [
+    Mutant(
+        "layers that see all have the base of those that slide",
+        "models.attention_core",
+        "has_own = slides and",
+        "has_own = not slides and",
+        GEMMA3,
+        X2,
+    ),
+    Mutant(
+        "the frequencies of layers that slide are stretched",
+        "models.rope",
+        "scaling = None if local else config.rope_scaling",
+        "scaling = config.rope_scaling",
+        GEMMA3,
+    ),
+]
+
+CAPS = [
+    Mutant(
+        "the gradient of the logits forgets their cap",
+        "parallel.head",
+        "gradient_mv.mul_(slopes_mv)",
+        "gradient_mv",
+        GEMMA2,
+        X2,
+    ),
+    Mutant(
+        "the gradient of the scores forgets their cap",
+        "parallel.block_attention",
+        "- projected) * slopes * scores.scale",
+        "- projected) * scores.scale",
+        GEMMA2,
+        CP2,
+    ),
+    Mutant(
+        "scores are divided by the root of head_dim",
+        "models.attention_core",
+        "config.query_pre_attn_scalar**-0.5",
+        "config.head_dim**-0.5",
+        GEMMA2,
+    ),
+]
+
+FAMILIES = [*WINDOWS, *NORMS, *TABLES, *CAPS]
