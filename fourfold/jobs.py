@@ -40,6 +40,7 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
     if read_environment(os.environ) is None:  # all processes are this machine's
         check_machine_memory(run)
     callbacks = ["fourfold.memorization.in_training:CanaryAudit"] if run.audit.interval else []
+    callbacks += ["fourfold.evaluation.tasks_in_training:TasksInTraining"] if run.evaluation.interval else []
     callbacks += ["fourfold.verification.timeline:Timeline"] if profile else []
     for restarts in itertools.count():
         began = time.time()

@@ -7,16 +7,16 @@
         state.json                  step, model sizes, random state
         manifest-<checksum>.json    size and checksum of every file
 
-Tensors are called ``model.<name>`` and ``optimizer.<moment>.<name>``. A checkpoint is written under another name and
-renamed when every process has finished: it is complete, or it is not there. Processes exchange the sizes and checksums
-of their files, and nothing else.
+Tensors are called ``model.<name>``, ``optimizer.<moment>.<name>`` and ``average.<name>``. A checkpoint is written under
+another name and renamed when every process has finished: it is complete, or it is not there. Processes exchange the
+sizes and checksums of their files, and nothing else.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -34,8 +34,9 @@ from fourfold.checkpoints.compatible import (
     check_same_order,
 )
 from fourfold.checkpoints.file_layout import Layout, write_layout
-from fourfold.checkpoints.find import list_checkpoints, step_of
+from fourfold.checkpoints.find import best_checkpoint, list_checkpoints, mark_best, step_of
 from fourfold.checkpoints.global_tensors import (
+    AveragedWeights,
     TrainingState,
     check_finite,
     fill_second_copies,
@@ -54,6 +55,7 @@ from fourfold.data.files import WriteFailed, flush, swap_in, writing
 from fourfold.errors import UserError
 from fourfold.models.tensor_files import Written
 from fourfold.parallel.communicate import purpose
+from fourfold.parallel.state import LocalShard
 from fourfold.parallel.together import decided_by_rank_0, failing_together
 
 
@@ -116,7 +118,8 @@ class Checkpointer:
             self._finish(save, written.result)
 
     def _save(self, step: int, prune: bool) -> None:
-        parts = trained_parts(self.job)
+        averaged = self.job.average is not None and self.job.average.has_begun
+        parts = trained_parts(self.job, averaged)
         check_finite(parts, step, self.folder)
         per_node = self.job.run.overlap.shards_per_node
         layout, folder = layout_of(parts, self.job.grid, per_node), self._partial(step)
@@ -131,6 +134,8 @@ class Checkpointer:
         state.optimizer_steps = self.job.optimizer.steps_taken()
         state.recent = self.job.recent.model_copy(deep=True)
         state.stream = self._stream_position(step)
+        state.best = self.job.best.model_copy()
+        state.has_averages = averaged
         state.loss_scale = None if scale is None else (scale.scale, scale.steps_since_change)
         if self.job.expert_load is not None:
             state.expert_rows = self.job.expert_load.rows()
@@ -179,6 +184,8 @@ class Checkpointer:
                         seal(folder, written)
                         flush(folder)
                         swap_in(folder, finished)
+                        if self.job.run.validation.keep_best and save.state.best.step == save.step:
+                            mark_best(finished)
                         flush(self.folder)
         self.newest = finished
         if dist.get_rank() == 0 and save.prune:
@@ -194,8 +201,9 @@ class Checkpointer:
             swap_in(later, later.with_name(f"{later.name}.superseded"))
         if self.config.keep_latest_k:
             every = self.config.keep_every
+            best = best_checkpoint(self.folder)
             for old in ours[: -self.config.keep_latest_k]:
-                if not every or step_of(old) % every:
+                if (not every or step_of(old) % every) and old.name != best:
                     remove(old)
 
 
@@ -251,18 +259,28 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
         _load_weights(path, job, state)
         return 0
     with verified(path, shapes_of(state)) as layout:
-        read_parts(path, layout, trained_parts(job))
+        read_parts(path, layout, trained_parts(job, state.has_averages))
     job.optimizer.set_steps_taken(state.step if state.optimizer_steps is None else state.optimizer_steps)
-    job.recent = state.recent
+    job.recent, job.best = state.recent, state.best
     if job.expert_load is not None and state.expert_rows is not None:
         job.expert_load.set_rows(state.expert_rows)
     if job.loss_scale is not None and state.loss_scale is not None:
         job.loss_scale.scale, job.loss_scale.steps_since_change = state.loss_scale
     fill_second_copies(job.shards, lambda index: {"weight": job.shards[index].local})
     fill_second_copies(job.trained, job.optimizer.moments)
+    if job.average is not None:
+        _begin_average(job.trained, job.average, state.has_averages)
     job.publish()
     torch.set_rng_state(generator.get_state())
     return state.step
+
+
+def _begin_average(trained: Sequence[LocalShard], average: AveragedWeights, is_loaded: bool) -> None:
+    if is_loaded:
+        fill_second_copies(trained, lambda index: {"average": average.averages[index]})
+        average.has_begun = True
+    else:  # a run that has had no average until now
+        average.restart()
 
 
 def load_sharded_weights(path: Path, job: TrainingState) -> None:

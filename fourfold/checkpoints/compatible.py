@@ -13,8 +13,9 @@ from fourfold.checkpoints.saved_state import (
     sample_order,
     saved_model,
 )
+from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig
-from fourfold.config.run import LoRAConfig, RunConfig
+from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 
 

@@ -9,6 +9,8 @@ from fourfold.errors import UserError
 STATE_FILE = "state.json"
 FOLDER = "checkpoints"
 """Subfolder of a run's folder that holds its checkpoints."""
+BEST = "best"
+"""Link beside the checkpoints to the one with the lowest validation loss."""
 
 
 def step_of(checkpoint: Path) -> int:
@@ -37,6 +39,20 @@ def newest_checkpoint(path: Path) -> Path | None:
     """The checkpoint at ``path``, or the newest one in a folder of checkpoints or in the folder of a run."""
     found = checkpoints_at(path)
     return found[-1] if found else None
+
+
+def best_checkpoint(folder: Path) -> str | None:
+    """The name of the checkpoint in a folder that has the lowest validation loss, where one was kept."""
+    link = folder / BEST
+    return link.readlink().name if link.is_symlink() else None
+
+
+def mark_best(checkpoint: Path) -> None:
+    """Have the link point to this checkpoint."""
+    link = checkpoint.with_name(f".{BEST}")
+    link.unlink(missing_ok=True)
+    link.symlink_to(checkpoint.name)
+    link.replace(checkpoint.with_name(BEST))
 
 
 def find_checkpoint(resume: str, folder: Path) -> Path | None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.checkpoints.file_layout import Layout, SavedTensor
-from fourfold.checkpoints.saved_state import RecentSteps
+from fourfold.checkpoints.saved_state import BestValidation, RecentSteps
 from fourfold.config.run import AXES, RunConfig
 from fourfold.errors import UserError
 from fourfold.models.dtypes import SAFETENSORS_NAMES
@@ -39,10 +39,20 @@ class LossScaleState(Protocol):
     steps_since_change: int
 
 
+class AveragedWeights(Protocol):
+    """Averages of the trained weights; ``training.weight_average.WeightAverage`` is one."""
+
+    averages: list[Tensor]
+    has_begun: bool
+
+    def restart(self) -> None: ...
+
+
 class TrainingState(Protocol):
     """The job that a checkpoint saves and fills; ``training.job.Job`` is one."""
 
     recent: RecentSteps
+    best: BestValidation
 
     @property
     def run(self) -> RunConfig: ...
@@ -60,6 +70,9 @@ class TrainingState(Protocol):
     def optimizer(self) -> OptimizerState: ...
 
     @property
+    def average(self) -> AveragedWeights | None: ...
+
+    @property
     def loss_scale(self) -> LossScaleState | None: ...
 
     @property
@@ -75,18 +88,23 @@ class SavedPart(NamedTuple):
     local: Tensor
 
 
+AVERAGE = "average"
+"""Averages are called ``average.<name>`` in a checkpoint."""
+
 Parts = Mapping[str, SavedPart]
 """Parts of global tensors, by their names in a checkpoint."""
 
 
-def trained_parts(job: TrainingState) -> Parts:
-    """Trained weights and their moments."""
+def trained_parts(job: TrainingState, with_averages: bool) -> Parts:
+    """Trained weights, their moments, and where there are any, their averages."""
     parts: dict[str, SavedPart] = {}
     for name, index in _first_copies(job.trained).items():
         shard = job.trained[index]
         parts[f"model.{name}"] = SavedPart(shard, shard.local)
         for moment, local in job.optimizer.moments(index).items():
             parts[f"optimizer.{moment}.{name}"] = SavedPart(shard, local)
+        if with_averages and job.average is not None:
+            parts[f"{AVERAGE}.{name}"] = SavedPart(shard, job.average.averages[index])
     if not job.run.lora.rank:  # what LoRA freezes is not saved
         parts |= {
             f"model.{shard.name}": SavedPart(shard, shard.local) for shard in job.shards if is_router_bias(shard.name)

@@ -18,13 +18,15 @@ HEADER_BYTES = 512
 
 
 def checkpoint_bytes(run: RunConfig) -> int:
-    """The size of one checkpoint of a run: weights, the optimizer's states, and what describes them."""
+    """The size of one checkpoint of a run: weights, the optimizer's states, averages, and what describes them."""
     shapes = trained_shapes(run.model, run.lora)
     weight = DTYPES[run.training.master_weights].itemsize
     moment = 4 if run.optimizer.stochastic_rounding else weight
+    average = 4 if run.ema.decay else 0
     states = {name: len(STATES[rule_of(name, len(shape), run.optimizer.name)]) for name, shape in shapes.items()}
-    headers = sum(1 + number for number in states.values()) * HEADER_BYTES * run.parallel.world_size
-    return sum(math.prod(shape) * (weight + states[name] * moment) for name, shape in shapes.items()) + headers
+    headers = sum(1 + number + bool(average) for number in states.values()) * HEADER_BYTES * run.parallel.world_size
+    sizes = ((math.prod(shape), states[name]) for name, shape in shapes.items())
+    return sum(size * (weight + number * moment + average) for size, number in sizes) + headers
 
 
 def free_bytes(folder: Path) -> int:
@@ -51,6 +53,7 @@ def check_room_at_start(folder: Path, run: RunConfig) -> None:
         return
     check_room(folder, run)
     at_once = min(saves + 1, run.checkpoint.keep_latest_k + 1) if run.checkpoint.keep_latest_k else saves + 1
+    at_once += run.validation.keep_best
     saved = len(list(folder.glob("step_*")))
     more, free = max(1, at_once - saved) * checkpoint_bytes(run), free_bytes(folder)
     if free < more:

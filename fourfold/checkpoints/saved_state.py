@@ -11,9 +11,10 @@ from pydantic import Field, model_validator
 
 from fourfold.checkpoints.find import STATE_FILE, is_step_name, step_of
 from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_small_file
+from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig
 from fourfold.config.optimizer_rules import Rule
-from fourfold.config.run import LoRAConfig, RunConfig
+from fourfold.config.run import RunConfig
 from fourfold.config.strict import Strict
 from fourfold.errors import UserError
 from fourfold.parsing import parse_json
@@ -45,6 +46,16 @@ class StreamPosition(Strict):
     """Of each of its streams, as ``data/stream.py`` describes them."""
 
 
+class BestValidation(Strict):
+    """The lowest validation loss so far."""
+
+    loss: float | None = None
+    step: int = 0
+    """Steps taken when it was reached."""
+    since: int = 0
+    """Validations since then."""
+
+
 class CheckpointState(Strict):
     """The content of ``state.json``."""
 
@@ -62,6 +73,9 @@ class CheckpointState(Strict):
     loss_scale: tuple[float, int] | None = Field(None, strict=False)
     """The loss scale, and the steps since it last changed."""
     recent: RecentSteps = RecentSteps()
+    best: BestValidation = BestValidation()
+    has_averages: bool = False
+    """True where the moving averages of the trained weights are saved too."""
     expert_rows: list[list[int]] | None = None
     """Rows of the last step's batch for each expert, layer by layer; None for dense models."""
     stream: StreamPosition | None = None

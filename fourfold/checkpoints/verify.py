@@ -10,12 +10,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fourfold.checkpoints.file_layout import LAYOUT_FILE, Layout, read_layout
+from fourfold.checkpoints.global_tensors import AVERAGE
 from fourfold.checkpoints.integrity import ELSEWHERE, DamagedCheckpoint, check_contents, check_files, check_listing
 from fourfold.checkpoints.rank_files import check_header
 from fourfold.checkpoints.saved_state import CheckpointState, read_state
+from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig
 from fourfold.config.optimizer_rules import STATES, rule_of
-from fourfold.config.run import LoRAConfig
 from fourfold.models.lora import trained_shapes
 from fourfold.models.transformer import parameter_shapes
 from fourfold.parallel.together import failing_together
@@ -58,6 +59,8 @@ def shapes_of(state: CheckpointState) -> Shapes:
         for name, shape in shapes.items():
             for moment in STATES[rule_of(name, len(shape), state.optimizer)]:
                 expected[f"optimizer.{moment}.{name}"] = shape
+            if state.has_averages:
+                expected[f"{AVERAGE}.{name}"] = shape
     return expected
 
 

@@ -24,6 +24,7 @@ from fourfold.cli.parity import parity
 from fourfold.cli.plan import plan
 from fourfold.cli.prepare import prepare
 from fourfold.cli.report import report
+from fourfold.cli.serve import serve
 from fourfold.cli.trace import trace
 from fourfold.cli.train import train
 from fourfold.cli.tune import tune
@@ -54,6 +55,7 @@ for command in (
     import_hf,
     export_hf,
     generate,
+    serve,
     doctor,
 ):
     app.command()(command)

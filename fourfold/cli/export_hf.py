@@ -28,6 +28,7 @@ def export_hf(
         str | None, typer.Option(metavar="PATH", help="A tokenizer.json. Default: the original's, or the corpus's.")
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="LoRA: the merged model, not the adapter.")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="The moving average that [ema] keeps, not the weights.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint of any grid as a folder that transformers opens.
@@ -39,7 +40,7 @@ def export_hf(
     from fourfold.huggingface.export_model import export_huggingface
     from fourfold.reports.terminal import print_transferred
 
-    transferred = export_huggingface(checkpoint, out, dtype, model_type, tokenizer, merge)
+    transferred = export_huggingface(checkpoint, out, dtype, model_type, tokenizer, merge, averaged=ema)
     show(transferred.record(), as_json, print_transferred)
     if not transferred.has_tokenizer:
         typer.echo(

@@ -33,10 +33,14 @@ def prepare(
         typer.Option(metavar="VOCAB", help="Train a byte-level BPE tokenizer of this size on the input instead."),
     ] = None,
     format: Annotated[
-        Literal["text", "sft"], typer.Option(help="sft: rows of messages, or of prompt and completion.")
+        Literal["text", "sft", "preferences"],
+        typer.Option(
+            help="sft: rows of messages, or of prompt and completion. preferences: rows of prompt, chosen and rejected."
+        ),
     ] = "text",
     chat_template: Annotated[
-        Path | None, typer.Option(help="A Jinja file, for --format sft. Default: the one in the tokenizer's folder.")
+        Path | None,
+        typer.Option(help="A Jinja file, for sft and preferences. Default: the one in the tokenizer's folder."),
     ] = None,
     text_key: Annotated[str, typer.Option(help="The key, or column, that holds the text.")] = "text",
     encoding: Annotated[str, typer.Option(help="Encoding of .txt files, such as latin-1 or utf-16.")] = "utf-8",
@@ -75,7 +79,7 @@ def prepare(
     from fourfold.data.canaries import Canaries
     from fourfold.data.prepare_conversations import prepare_conversations
 
-    if format == "sft":
+    if format != "text":
         refused = {
             "--train-tokenizer": train_tokenizer,
             "--canaries": canaries,
@@ -86,16 +90,21 @@ def prepare(
         }
         for name, value in refused.items():
             if value:
-                raise UserError(f"--format sft does not take {name}")
+                raise UserError(f"--format {format} does not take {name}")
         if tokenizer is None:
-            raise UserError("--format sft needs --tokenizer, the model's folder")
+            raise UserError(f"--format {format} needs --tokenizer, the model's folder")
         summary = prepare_conversations(
-            inputs, out, tokenizer=tokenizer, chat_template=chat_template, validation_fraction=validation_fraction
+            inputs,
+            out,
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+            validation_fraction=validation_fraction,
+            format=format,
         )
         _show(summary)
         return
     if chat_template is not None:
-        raise UserError("--chat-template is for --format sft")
+        raise UserError("--chat-template is for --format sft and preferences")
     wanted = None
     if canaries is not None:
         wanted = Canaries(canaries, _numbers(repeats), canary_tokens, canary_noise, canary_shift, canaries_from)

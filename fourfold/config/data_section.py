@@ -19,10 +19,11 @@ class Corpus(Strict):
 class DataConfig(Strict):
     """The data to train on. Give `train`, or `source`: built-in text, or a dataset that is streamed."""
 
-    format: Literal["text", "sft"] = Field(
+    format: Literal["text", "sft", "preferences"] = Field(
         "text",
         description="sft: conversations made by `fourfold prepare --format sft`; whole ones share a sequence without "
-        "seeing each other (mask_documents), and only answers are trained.",
+        "seeing each other (mask_documents), and only answers are trained. preferences: pairs of answers made by "
+        "`fourfold prepare --format preferences`, for [dpo].",
     )
 
     train: list[Corpus] = Field([], description="Corpora made by `fourfold prepare`, or any Megatron .bin/.idx pair.")
@@ -87,4 +88,11 @@ class DataConfig(Strict):
                     "mask_documents out"
                 )
             self.mask_documents = True
+        if self.format == "preferences":
+            if self.source is not None or len(self.train) > 1 or len(self.validation) > 1:
+                raise ValueError(
+                    "format = 'preferences' needs one corpus in data.train, and at most one to validate on"
+                )
+            if self.mask_documents:
+                raise ValueError("format = 'preferences' has one answer in a sequence; leave mask_documents out")
         return self

@@ -6,11 +6,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from fourfold.config.activation_checkpoint import ActivationCheckpointConfig
 from fourfold.config.checks import ChecksConfig
 from fourfold.config.data_section import DataConfig
-from fourfold.config.during_training import AuditConfig, SampleConfig, ValidationConfig
+from fourfold.config.during_training import (
+    AuditConfig,
+    DPOConfig,
+    EMAConfig,
+    EvaluationConfig,
+    SampleConfig,
+    ValidationConfig,
+)
 from fourfold.config.fault_tolerance import FaultToleranceConfig
 from fourfold.config.loss_masks import MasksConfig
+from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig
 from fourfold.config.moe import MoEConfig
 from fourfold.config.optimizer_rules import OptimizerConfig
@@ -133,42 +142,6 @@ class TrainingConfig(Strict):
         return self
 
 
-class ActivationCheckpointConfig(Strict):
-    mode: Literal["none", "selective", "full"] = Field(
-        "none", description="full recomputes whole blocks in the backward, selective only the modules listed."
-    )
-    modules: list[Literal["attention", "mlp", "norms", "gathers"]] = Field(
-        ["mlp", "norms", "gathers"],
-        description="selective: the attention core, the MLP's activation, the norms; gathers: linear layers keep only "
-        "their own part of an input that the ranks of x or y share, and gather it again. All but attention cost "
-        "next to nothing.",
-    )
-    every: int = Field(1, ge=1, description="Only in every n-th block; the others keep everything.")
-    offload: bool = Field(
-        False, description="full: the inputs of blocks are offloaded to the CPU's memory until the backward."
-    )
-
-    @model_validator(mode="after")
-    def _offload_needs_full(self) -> ActivationCheckpointConfig:
-        if self.offload and self.mode != "full":
-            raise ValueError("activation_checkpoint.offload = true needs mode = 'full', whose block inputs it moves")
-        return self
-
-
-class LoRAConfig(Strict):
-    """Fine-tuning with low-rank adapters. The model itself is frozen, in the step's type, without optimizer states.
-
-    It needs `model.from_hf`. Checkpoints hold the adapters alone; `fourfold export-hf` writes them as peft reads them,
-    or merged into the model ([huggingface.md](huggingface.md#lora)).
-    """
-
-    rank: int = Field(0, ge=0, description="Rank r of the adapters; 0 trains the whole model.")
-    alpha: float = Field(32.0, gt=0, description="The adapters' outputs are multiplied by alpha / rank.")
-    targets: list[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]] | None = Field(
-        None, min_length=1, description="Linear layers that have an adapter. Default: all of a block's."
-    )
-
-
 class LossScalingConfig(Strict):
     """Loss scaling of training.precision = 'fp16'."""
 
@@ -235,6 +208,8 @@ class RunConfig(Strict):
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoRAConfig = LoRAConfig()
+    dpo: DPOConfig = DPOConfig()
+    ema: EMAConfig = EMAConfig()
     loss_scaling: LossScalingConfig = LossScalingConfig()
     lr_scheduler: SchedulerConfig = SchedulerConfig()
     checks: ChecksConfig = ChecksConfig()
@@ -242,6 +217,7 @@ class RunConfig(Strict):
     fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
     metrics: MetricsConfig = MetricsConfig()
     validation: ValidationConfig = ValidationConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     audit: AuditConfig = AuditConfig()
     sample: SampleConfig = SampleConfig()
 
@@ -289,8 +265,24 @@ class RunConfig(Strict):
             raise ValueError("lora keeps what it freezes in bf16; set training.float8 = 'none'")
         if self.lora.rank and self.moe.bias_update_rate:
             raise ValueError("lora freezes the biases of routers; set moe.bias_update_rate = 0")
-        if self.lora.rank and self.metrics.machine is not None:
-            raise ValueError("the planner does not predict lora; leave metrics.machine out")
+        unpredicted = {"lora": self.lora.rank, "ema": self.ema.decay, "dpo": self.dpo.beta}
+        for section in (name for name, given in unpredicted.items() if given and self.metrics.machine is not None):
+            raise ValueError(f"the planner does not predict {section}; leave metrics.machine out")
+        return self
+
+    @model_validator(mode="after")
+    def _pairs_stay_together(self) -> RunConfig:
+        if not self.dpo.beta:
+            if self.data.format == "preferences":
+                raise ValueError("data.format = 'preferences' is for [dpo]; set dpo.beta, for example to 0.1")
+            return self
+        if self.training.micro_batch_size % 2:
+            raise ValueError(
+                f"training.micro_batch_size = {self.training.micro_batch_size} must be even with dpo: the two answers "
+                f"of a pair are in one micro-batch; {self.training.micro_batch_size + 1} works"
+            )
+        if self.masks.goldfish.strategy != "none":
+            raise ValueError("dpo compares whole answers; set masks.goldfish.strategy = 'none'")
         return self
 
     @model_validator(mode="after")

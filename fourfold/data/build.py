@@ -12,6 +12,7 @@ from fourfold.data.dataset import Mixture, Samples, TokenWindows
 from fourfold.data.files import locked
 from fourfold.data.hub import HubDataset
 from fourfold.data.manifest import corpus_tokenizer, read_manifest
+from fourfold.data.preferences import PreferencePairs
 from fourfold.data.prepare import prepare
 from fourfold.data.sources import PYTHON_STDLIB
 from fourfold.data.stream import StreamedWindows
@@ -19,6 +20,13 @@ from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
 
 _VALIDATION_FRACTION = 0.02
+
+KINDS: dict[str, type[TokenWindows | PackedConversations | PreferencePairs]] = {
+    "text": TokenWindows,
+    "sft": PackedConversations,
+    "preferences": PreferencePairs,
+}
+"""Samples of a corpus by its format."""
 
 
 def build_dataset(
@@ -33,7 +41,7 @@ def build_dataset(
     samples: list[tuple[Samples, float]] = []
     for number, (prefix, weight) in enumerate(sources):
         manifest = read_manifest(prefix)
-        kind = PackedConversations if manifest is not None and manifest.format == "sft" else TokenWindows
+        kind = KINDS["text" if manifest is None else manifest.format]
         samples.append((kind.open(prefix, seq_length, seed + number, look_back), weight))
     return Mixture(samples, seed)
 

@@ -58,8 +58,8 @@ class PackedConversations:
         self._offsets = corpus.document_offsets
         room = seq_length + 1
         lengths = np.diff(self._offsets)
-        first_answers = _first_answers(answers, self._offsets)
-        kept = np.flatnonzero(first_answers < np.minimum(lengths, room))
+        first = first_answers(answers, self._offsets)
+        kept = np.flatnonzero(first < np.minimum(lengths, room))
         if len(kept) == 0:
             raise UserError(
                 f"no conversation of {corpus.prefix}.bin has an answer within training.seq_length = {seq_length}"
@@ -138,7 +138,7 @@ def pack(lengths: Sequence[int] | NDArray[np.integer], room: int) -> list[NDArra
     return [np.array(each, dtype=np.int64) for each in bins]
 
 
-def _first_answers(answers: IndexedDataset, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+def first_answers(answers: IndexedDataset, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the place of the first trained token in each conversation; a huge number where none is trained."""
     trained = np.flatnonzero(answers.read(0, answers.tokens))
     # The very first token of a conversation has nothing before it to be predicted from, so it does not count.

@@ -32,6 +32,8 @@ class Windows:
     look_back: int = 0
     answers: NDArray[np.bool_] | None = None
     """[samples, seq_length + 1]: the tokens of conversations that belong to an answer; None for text."""
+    reference: NDArray[np.float32] | None = None
+    """[samples]: the log-probabilities that the reference of preference optimization gives the answers."""
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -131,13 +133,17 @@ class Mixture:
         stream = np.empty((len(place), self.look_back + self.seq_length + 1), dtype=np.int64)
         documents = np.empty_like(stream)
         answers = np.ones((len(place), self.seq_length + 1), dtype=bool)
+        reference: NDArray[np.float32] | None = None
         for index in np.unique(source):
             rows = np.flatnonzero(source == index)
             windows = self.sources[index].read(own_number[rows])
             stream[rows] = windows.stream
             documents[rows] = windows.stream_documents
             answers[rows] = True if windows.answers is None else windows.answers
-        return Windows(stream, documents, numbers, self.look_back, answers)
+            if windows.reference is not None:
+                reference = np.empty(len(place), dtype=np.float32) if reference is None else reference
+                reference[rows] = windows.reference
+        return Windows(stream, documents, numbers, self.look_back, answers, reference)
 
 
 def windows_of(

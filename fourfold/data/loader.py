@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,8 @@ class MicroBatch(Generic[Array]):
     document_ends: Array | None = None
     """[B, E]: where the documents of a sequence end, which attention must not cross: the last at S, repeated in
     sequences with fewer; None: it may."""
+    reference: Array | None = None
+    """[B], float32: the reference's log-probability of each sequence's labels, for preference optimization."""
 
     def map(self, function: Callable[[Array], Other]) -> "MicroBatch[Other]":
         """Apply ``function`` to every field that is not None."""
@@ -35,7 +37,8 @@ class MicroBatch(Generic[Array]):
         def of(field: Array | None) -> Other | None:
             return None if field is None else function(field)
 
-        return MicroBatch(function(self.tokens), of(self.labels), of(self.positions), of(self.document_ends))
+        others = (of(field) for field in (self.labels, self.positions, self.document_ends, self.reference))
+        return MicroBatch(function(self.tokens), *others)
 
 
 class Loader:
@@ -72,9 +75,9 @@ class Loader:
         self.size = size
         self.masks = tuple(masks)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="loader") if prefetch else None
-        self._ahead: tuple[int, Future[list[MicroBatch[NDArray[np.int64]]]]] | None = None
+        self._ahead: tuple[int, Future[list[MicroBatch[NDArray[Any]]]]] | None = None
 
-    def step(self, step: int) -> list[MicroBatch[NDArray[np.int64]]]:
+    def step(self, step: int) -> list[MicroBatch[NDArray[Any]]]:
         """The micro-batches of optimizer step `step` (from 0), in the order in which they run."""
         if self._executor is None:
             return self._assemble(step)
@@ -101,14 +104,28 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _assemble(self, step: int) -> list[MicroBatch[NDArray[np.int64]]]:
-        windows = self.dataset.read(self.sample_numbers(step).reshape(-1))
+    def _assemble(self, step: int) -> list[MicroBatch[NDArray[Any]]]:
+        return self.assemble(self.sample_numbers(step).reshape(-1))
+
+    def assemble(self, numbers: NDArray[np.int64]) -> list[MicroBatch[NDArray[Any]]]:
+        """The samples of these numbers in micro-batches."""
+        windows = self.dataset.read(numbers)
         labels = labels_of(windows, self.masks)
         tokens = np.ascontiguousarray(windows.tokens[:, :-1])
         documents = np.ascontiguousarray(windows.documents[:, :-1])
         positions = positions_of(documents)
         rows = [slice(begin, begin + self.micro_batch_size) for begin in range(0, len(tokens), self.micro_batch_size)]
-        return [MicroBatch(tokens[row], labels[row], positions[row], document_ends(documents[row])) for row in rows]
+        reference = windows.reference
+        return [
+            MicroBatch(
+                tokens[row],
+                labels[row],
+                positions[row],
+                document_ends(documents[row]),
+                None if reference is None else reference[row],
+            )
+            for row in rows
+        ]
 
 
 def document_ends(documents: NDArray[np.int64]) -> NDArray[np.int64]:

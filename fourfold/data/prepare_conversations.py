@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +31,15 @@ def prepare_conversations(
     chat_template: str | Path | None = None,
     validation_fraction: float = 0.0,
     seed: int = 0,
+    format: Literal["sft", "preferences"] = "sft",
 ) -> PrepareSummary:
     """Tokenize conversations into OUT.bin, OUT.idx and OUT.json, and a flag for each trained token into OUT-trained.*.
 
     A row has `messages`, a list of {role, content} that the chat template of `tokenizer`'s folder (or `chat_template`)
-    renders, or `prompt` and `completion`. `validation_fraction`: the share of the rows, chosen by a hash of
-    their number and `seed`, that goes to OUT-validation instead. OUT.json is written last.
+    renders, or `prompt` and `completion`. With `format` "preferences" it has `chosen` and `rejected`, each an answer to
+    `prompt` or such a list of messages, and becomes two documents, one after the other. `validation_fraction`: the
+    share of the rows, chosen by a hash of their number and `seed`, that goes to OUT-validation instead. OUT.json is
+    written last.
 
     Raises UserError naming the file and the line for what cannot be read or rendered.
     """
@@ -45,7 +48,7 @@ def prepare_conversations(
     check_fraction(validation_fraction)
     files = list_inputs(names)
     loaded = load_tokenizer(tokenizer)
-    reader = _Rows(tokenizer, loaded, chat_template)
+    reader = _Rows(tokenizer, loaded, chat_template, format)
     with unfinished(prefix):
         splits = {"train": Split(prefix, trained=0)}
         if validation_fraction:
@@ -56,12 +59,13 @@ def prepare_conversations(
                 tokens[name] = stack.enter_context(IndexedWriter(split.prefix, loaded.vocab_size))
                 answers[name] = stack.enter_context(IndexedWriter(trained_prefix(split.prefix), _BINARY))
             rows = (row for file in files for row in reader.read(file.path))
-            for number, (ids, trained, text_bytes) in enumerate(rows):
+            for number, documents in enumerate(rows):
                 held_out = bool(falls_within(np.array([number]), validation_fraction, seed)[0])
                 name = "validation" if held_out else "train"
-                tokens[name].add_document(ids)
-                answers[name].add_document(trained.astype(np.int64))
-                splits[name].count(1, len(ids), text_bytes, int(trained.sum()))
+                for ids, trained, text_bytes in documents:
+                    tokens[name].add_document(ids)
+                    answers[name].add_document(trained.astype(np.int64))
+                    splits[name].count(1, len(ids), text_bytes, int(trained.sum()))
             for name, split in splits.items():
                 if split.documents == 0:
                     raise UserError(f"{', '.join(names)}: there is no conversation for {name}")
@@ -79,7 +83,7 @@ def prepare_conversations(
             request=digest(
                 [[f.path, f.size, f.mtime_ns] for f in files] + [reader.identity, validation_fraction, seed]
             ),
-            format="sft",
+            format=format,
         )
     prefixes = [p for split in splits.values() for p in (split.prefix, trained_prefix(split.prefix))]
     paths = [path(each) for each in prefixes for path in (bin_path, idx_path)]
@@ -89,8 +93,9 @@ def prepare_conversations(
 class _Rows:
     """Reads rows of either kind; the template is loaded when the first conversation needs it."""
 
-    def __init__(self, name: str | Path, tokenizer: Tokenizer, chat_template: str | Path | None) -> None:
+    def __init__(self, name: str | Path, tokenizer: Tokenizer, chat_template: str | Path | None, format: str) -> None:
         self._name, self._tokenizer, self._template_file = name, tokenizer, chat_template
+        self._parts = _pair_of if format == "preferences" else _row_alone
         self._template: ChatTemplate | None = None
 
     @property
@@ -98,16 +103,19 @@ class _Rows:
         """The tokenizer and the template, which with the rows decide the tokens."""
         return self._tokenizer.fingerprint + ("" if self._template is None else self._template.source)
 
-    def read(self, path: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_], int]]:
-        """Yield the tokens of each row, whether each is trained, and the bytes of the row's text."""
+    def read(self, path: str) -> Iterator[list[tuple[NDArray[np.int64], NDArray[np.bool_], int]]]:
+        """Yield the documents of each row: the tokens, whether each is trained, and the bytes of the text."""
         for where, row in read_rows(path):
+            documents = []
             try:
-                ids, trained = self._encode(row)
+                for part in self._parts(row):
+                    ids, trained = self._encode(part)
+                    if not trained.any():
+                        raise ValueError("nothing of the conversation is trained; its answers may be empty")
+                    documents.append((ids, trained, _text_bytes(part)))
             except ValueError as error:
                 raise UserError(f"{where}: {error}") from error
-            if not trained.any():
-                raise UserError(f"{where}: nothing of the conversation is trained; its answers may be empty")
-            yield ids, trained, _text_bytes(row)
+            yield documents
 
     def _encode(self, row: dict[str, Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         if "messages" in row:
@@ -119,6 +127,23 @@ class _Rows:
         raise ValueError(
             f"a row has messages, or prompt and completion; this one has {', '.join(sorted(row)) or 'nothing'}"
         )
+
+
+def _row_alone(row: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row]
+
+
+def _pair_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row of chosen and rejected answers as two rows, the chosen one first."""
+    prompt, answers = row.get("prompt"), [row.get("chosen"), row.get("rejected")]
+    if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
+        return [{"prompt": prompt, "completion": answer} for answer in answers]
+    if all(isinstance(answer, list) for answer in answers) and isinstance(prompt, list | None):
+        return [{"messages": [*(prompt or []), *answer]} for answer in answers if isinstance(answer, list)]
+    raise ValueError(
+        "a row has prompt, chosen and rejected as texts, or chosen and rejected as lists of messages; this one has "
+        f"{', '.join(sorted(row)) or 'nothing'}"
+    )
 
 
 def _text_bytes(row: dict[str, Any]) -> int:

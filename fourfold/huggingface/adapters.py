@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fourfold.checkpoints.saved_weights import SavedWeights
-from fourfold.config.run import LoRAConfig
+from fourfold.config.low_rank import LoRAConfig
 from fourfold.data.files import write_whole
 from fourfold.huggingface.architectures.config_json import local_folder
 from fourfold.huggingface.model_folder import PATTERNS

@@ -57,6 +57,7 @@ def export_huggingface(
     kind: str | None = None,
     tokenizer: str | None = None,
     merge: bool = False,
+    averaged: bool = False,
 ) -> Transferred:
     """Write a checkpoint of any grid as a folder that transformers opens; one tensor is in memory at a time.
 
@@ -64,10 +65,11 @@ def export_huggingface(
 
     dtype: of the weights; auto: as the model that training began with, else as stored. kind: the model_type to write,
     by default that of the original, else the first that computes the same. tokenizer: a tokenizer.json; by default
-    the original's files, else the tokenizer of the run's corpus.
+    the original's files, else the tokenizer of the run's corpus. averaged: the moving average of [ema] in place of the
+    weights.
     """
     checkpoint = _newest(checkpoint)
-    saved = SavedWeights(checkpoint)
+    saved = SavedWeights(checkpoint, averaged)
     if merge and saved.state.lora is None:
         raise UserError(f"the checkpoint {checkpoint} holds a whole model; there are no adapters to merge")
     if saved.state.lora is not None and not merge:

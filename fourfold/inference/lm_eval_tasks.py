@@ -13,12 +13,13 @@ from fourfold.extras import import_extra
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
+    from lm_eval.tasks import TaskManager
     from transformers import PreTrainedModel
 
 
-def import_lm_eval() -> ModuleType:
-    """Import the lm-eval library, or raise ``UserError``."""
-    return import_extra("lm_eval", "evaluate", "--tasks needs")
+def import_lm_eval(purpose: str = "--tasks needs") -> ModuleType:
+    """Import the lm-eval library, or raise ``UserError``, which begins with ``purpose``."""
+    return import_extra("lm_eval", "evaluate", purpose)
 
 
 def task_names(names: str) -> tuple[str, ...]:
@@ -44,6 +45,20 @@ def wrap_model(model: PreTrainedModel, tokenizer: TransformersTokenizer) -> LM:
     return HFLM(pretrained=model, tokenizer=tokenizer.tokenizer, batch_size=1)
 
 
+def find_tasks(tasks: Sequence[str], folder: Path | None = None) -> TaskManager:
+    """The tasks that there are, those of ``folder`` too. Raises ``UserError`` for an unknown one among ``tasks``."""
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=None if folder is None else str(folder))
+    unknown = [task for task in tasks if not manager.match_tasks([task])]
+    if unknown:
+        raise UserError(
+            f"task {unknown[0]}: lm-eval has no such task; --include-path, or in a run file evaluation.include_path, "
+            "names a folder of your own"
+        )
+    return manager
+
+
 def run_tasks(
     model: LM,
     tasks: Sequence[str],
@@ -56,18 +71,12 @@ def run_tasks(
     folder: with tasks of your own. limit: documents per task. Raises ``UserError`` for an unknown task.
     """
     lm_eval = import_lm_eval()
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=None if folder is None else str(folder))
-    unknown = [task for task in tasks if not manager.match_tasks([task])]
-    if unknown:
-        raise UserError(f"--tasks {unknown[0]}: lm-eval has no such task; --include-path names a folder of your own")
     results = lm_eval.simple_evaluate(
         model,
         tasks=list(tasks),
         num_fewshot=num_fewshot,
         limit=limit,
-        task_manager=manager,
+        task_manager=find_tasks(tasks, folder),
         bootstrap_iters=0,
         log_samples=False,
     )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fourfold.checkpoints.checkpoint import load_sharded_weights
+from fourfold.config.during_training import EMAConfig
 from fourfold.config.layout import CHUNK_LOGITS
 from fourfold.config.run import RunConfig
 from fourfold.data.loader import MicroBatch
@@ -55,9 +56,10 @@ class GridScorer:
 
     @classmethod
     def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: Sampling) -> GridScorer:
-        """Load a checkpoint's weights onto the grid of ``run``, without an optimizer."""
+        """Load a checkpoint's weights onto the grid of ``run``, without an optimizer and averages."""
         training = run.training.model_copy(update={"tuned_products": "off"})  # they are for whole steps
-        job = Job(run.model_copy(update={"training": training}), Grid(run.parallel, device.type), device)
+        run = run.model_copy(update={"training": training, "ema": EMAConfig()})
+        job = Job(run, Grid(run.parallel, device.type), device)
         load_sharded_weights(checkpoint, job)
         return cls(job, sampling)
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.config.low_rank import LoRAConfig
 from fourfold.config.model import ModelConfig
-from fourfold.config.run import LoRAConfig
 from fourfold.errors import UserError
 from fourfold.models.transformer import Transformer
 

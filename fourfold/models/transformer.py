@@ -51,6 +51,7 @@ class Transformer(nn.Module):
         document_ends_BE: Tensor | None = None,
         loss_scale: Tensor | float = 1.0,
         x_BSH: Tensor | None = None,
+        reference_B: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, S, vocab_size], or with labels the sum of the losses of the positions not IGNORE_INDEX; without
         the last layer its hidden states [B, S, H].
@@ -58,7 +59,7 @@ class Transformer(nn.Module):
         positions_BS: each token's position (default 0, 1, 2, …); document_ends_BE: where the documents of a sequence
         end, when attention must not leave them (default: no such limit), the last at S, repeated in rows with fewer;
         loss_scale: the factor by which the caller multiplies the sum before the backward; x_BSH: the hidden states of
-        the layers before, where there are any.
+        the layers before, where there are any; reference_B: for a head of preference optimization.
         """
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
@@ -69,7 +70,8 @@ class Transformer(nn.Module):
             x_BSH = block(x_BSH, contexts[block.layer_type])
         if self.norm is None or self.lm_head is None:
             return x_BSH
-        out: Tensor = self.lm_head(self.norm(x_BSH), labels_BS, loss_scale)
+        reference = () if reference_B is None else (reference_B,)
+        out: Tensor = self.lm_head(self.norm(x_BSH), labels_BS, loss_scale, *reference)
         return out
 
     @property

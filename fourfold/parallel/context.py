@@ -40,9 +40,9 @@ def share_of_sequences(micro_batch: MicroBatch[Tensor], cp: Axis) -> MicroBatch[
     positions = micro_batch.positions
     if positions is None:
         positions = torch.arange(micro_batch.tokens.shape[1], device=micro_batch.tokens.device)[None]
-    by_token = replace(micro_batch, positions=positions, document_ends=None)
+    by_token = replace(micro_batch, positions=positions, document_ends=None, reference=None)
     mine = by_token.map(lambda t: take_chunks(t, cp.rank, cp.size))
-    return replace(mine, document_ends=micro_batch.document_ends)
+    return replace(mine, document_ends=micro_batch.document_ends, reference=micro_batch.reference)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from fourfold.parallel.interleave import interleave
 from fourfold.parallel.linear import Linear4D, LinearGroup
 from fourfold.parallel.norm import Norm
 from fourfold.parallel.offload import offload_inputs
+from fourfold.parallel.preference_head import PreferenceHead
 from fourfold.parallel.product_layouts import Layouts, lay_out_products
 from fourfold.parallel.recompute import compile_blocks, recompute
 from fourfold.parallel.replicated import Replicated
@@ -65,7 +66,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_products: bool = False) -> Rule
 
     own_products: every linear layer of the blocks is ours, also on one process of (x, y).
     """
-    overlap, model = run.overlap, run.model
+    overlap, model, beta = run.overlap, run.model, run.dpo.beta
     split = attention_split(run)
     method = context_method(run)
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
@@ -79,7 +80,7 @@ def tensor_rules(grid: Grid, run: RunConfig, own_products: bool = False) -> Rule
         "layers.*.mlp.up": lambda name, m: LinearGroup(m, grid, "replicate", "up", overlap),
         "layers.*layernorm": lambda name, m: Norm(m, grid, "norm"),
         "norm": lambda name, m: Norm(m, grid, "norm"),
-        "lm_head": lambda name, m: ParallelHead(m, grid),
+        "lm_head": lambda name, m: PreferenceHead(m, grid, beta) if beta else ParallelHead(m, grid),
     }
     attention: Rules = {
         "layers.*.self_attn.core": lambda name, m: SharedAttentionCore(m, grid, split, method, heads, kv_heads)

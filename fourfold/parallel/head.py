@@ -6,6 +6,8 @@ The gradients are computed with the loss, chunk by chunk, so that logits and the
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -74,30 +76,8 @@ class _Loss(Function):
         loss_scale: Tensor | float,
     ) -> Tensor:
         x_BSh = all_gather(x_BTh, head.x, 1, "lm_head: tokens")
-        x_Nh, labels_N = x_BSh.flatten(0, 1), labels_BS.flatten()
-        wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        dx_Nh = torch.empty_like(x_Nh) if wants_dx else None
-        dw_vh = torch.zeros_like(weight, dtype=torch.float32) if wants_dw else None
-        loss = torch.zeros((), dtype=torch.float32, device=x_Nh.device)
-        size = chunk_size(x_Nh.shape[0], weight.shape[0], head.y.size, head.chunk_logits)
-        for begin in range(0, x_Nh.shape[0], size):
-            chunk = slice(begin, min(begin + size, x_Nh.shape[0]))
-            partial_nv = x_Nh[chunk] @ weight.T
-            logits_mv = reduce_scatter(partial_nv, head.y, 0, "lm_head: logits").float()
-            my_labels_m = labels_N[chunk].chunk(head.y.size)[head.y.rank]
-            chunk_loss, dlogits_mv = _cross_entropy(logits_mv, my_labels_m, head, wants_dx or wants_dw)
-            loss += chunk_loss
-            if dlogits_mv is None:
-                continue
-            dlogits_mv *= loss_scale
-            dlogits_nv = all_gather(dlogits_mv.to(weight.dtype), head.y, 0, "lm_head: logits' gradient")
-            if dx_Nh is not None:
-                torch.mm(dlogits_nv, weight, out=dx_Nh[chunk])
-            if dw_vh is not None:
-                _add_product(dw_vh, dlogits_nv.T, x_Nh[chunk])
-        if dx_Nh is not None:
-            dx_Nh = reduce_scatter(dx_Nh.view_as(x_BSh), head.x, 1, "lm_head: input gradient")
-        ctx.save_for_backward(dx_Nh, None if dw_vh is None else dw_vh.to(weight.dtype))
+        loss, dx, dw = loss_and_gradients(x_BSh, weight, labels_BS, head, loss_scale, ctx.needs_input_grad[:2])
+        ctx.save_for_backward(dx, dw)
         ctx.kept = loss_scale
         return all_reduce(loss, head.y, "lm_head: loss")
 
@@ -108,15 +88,64 @@ class _Loss(Function):
         return None if dx is None else dx * scale, None if dw is None else dw * scale, None, None, None
 
 
+def loss_and_gradients(
+    x_BSh: Tensor,
+    weight: Tensor,
+    labels_BS: Tensor,
+    head: ParallelHead,
+    loss_scale: Tensor | float,
+    wanted: Sequence[bool],
+    weights_BS: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """This rank's part of the sum of the losses, and where ``wanted`` the gradients of inputs and weight.
+
+    x_BSh: the tokens of all ranks of x; the gradient of the inputs is that of this rank's tokens. weights_BS: factors
+    of the tokens' losses in the gradients, not in the sum.
+    """
+    x_Nh, labels_N = x_BSh.flatten(0, 1), labels_BS.flatten()
+    wants_dx, wants_dw = wanted
+    dx_Nh = torch.empty_like(x_Nh) if wants_dx else None
+    dw_vh = torch.zeros_like(weight, dtype=torch.float32) if wants_dw else None
+    loss = torch.zeros((), dtype=torch.float32, device=x_Nh.device)
+    size = chunk_size(x_Nh.shape[0], weight.shape[0], head.y.size, head.chunk_logits)
+    for begin in range(0, x_Nh.shape[0], size):
+        chunk = slice(begin, min(begin + size, x_Nh.shape[0]))
+        partial_nv = x_Nh[chunk] @ weight.T
+        logits_mv = reduce_scatter(partial_nv, head.y, 0, "lm_head: logits").float()
+        my_labels_m = labels_N[chunk].chunk(head.y.size)[head.y.rank]
+        chunk_loss, dlogits_mv = cross_entropy(logits_mv, my_labels_m, head, wants_dx or wants_dw)
+        loss += chunk_loss
+        if dlogits_mv is None:
+            continue
+        if weights_BS is not None:
+            dlogits_mv *= weights_BS.flatten()[chunk].chunk(head.y.size)[head.y.rank][:, None]
+        dlogits_mv *= loss_scale
+        dlogits_nv = all_gather(dlogits_mv.to(weight.dtype), head.y, 0, "lm_head: logits' gradient")
+        if dx_Nh is not None:
+            torch.mm(dlogits_nv, weight, out=dx_Nh[chunk])
+        if dw_vh is not None:
+            _add_product(dw_vh, dlogits_nv.T, x_Nh[chunk])
+    if dx_Nh is not None:
+        dx_Nh = reduce_scatter(dx_Nh.view_as(x_BSh), head.x, 1, "lm_head: input gradient")
+    return loss, dx_Nh, None if dw_vh is None else dw_vh.to(weight.dtype)
+
+
 def chunk_size(tokens: int, columns: int, y: int, budget: int) -> int:
     """Tokens whose logits (``columns`` each) are made at once: a multiple of y within a budget of logits."""
     return min(tokens, max(1, budget // columns // y) * y)
 
 
-def _cross_entropy(
-    logits_mv: Tensor, labels_m: Tensor, head: ParallelHead, wants_gradient: bool
+def cross_entropy(
+    logits_mv: Tensor,
+    labels_m: Tensor,
+    head: ParallelHead,
+    wants_gradient: bool,
+    total: Callable[[Tensor], Tensor] = torch.sum,
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum of the losses of m tokens whose logits are split over x, and its gradient, written over the logits."""
+    """The sum of the losses of m tokens whose logits are split over x, and its gradient, written over the logits.
+
+    total: what to make of the losses [m] in place of their sum.
+    """
     real, rows = head.real_columns(), logits_mv.shape[1]
     slopes_mv = None
     if head.softcap:
@@ -137,7 +166,7 @@ def _cross_entropy(
         both_x2m = all_gather(torch.stack([normalizer_m, target_m])[None], head.x, 0, "lm_head: normalizers")
         normalizer_m, target_m = both_x2m[:, 0].logsumexp(0), both_x2m[:, 1].sum(0)
     kept_m = labels_m != IGNORE_INDEX
-    loss = ((normalizer_m - target_m) * kept_m).sum()
+    loss = total((normalizer_m - target_m) * kept_m)
     if not wants_gradient:
         return loss, None
     gradient_mv = exp_mv.mul_(((largest_m - normalizer_m).exp() * kept_m)[:, None])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.config.run import ActivationCheckpointConfig
+from fourfold.config.activation_checkpoint import ActivationCheckpointConfig
 from fourfold.models.transformer import Transformer
 from fourfold.parallel.communicate import purpose
 from fourfold.parallel.recompute import checkpointed

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.config.run import ActivationCheckpointConfig, ParallelConfig
+from fourfold.config.activation_checkpoint import ActivationCheckpointConfig
+from fourfold.config.run import ParallelConfig
 from fourfold.models.mlp import MLP
 from fourfold.models.transformer import Block, Transformer
 from fourfold.parallel.linear import Linear4D

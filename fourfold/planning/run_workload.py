@@ -54,9 +54,14 @@ def workload_of_model(model: ModelConfig) -> Workload:
 
 
 def workload_of(run: RunConfig) -> Workload:
-    """The step that a run file describes. Raises ``UserError`` for LoRA, whose memory and time differ."""
+    """The step that a run file describes. Raises ``UserError`` for LoRA, DPO and EMA, whose memory and time
+    differ."""
     if run.lora.rank:
         raise UserError("the planner does not predict LoRA; `fourfold trace` counts its memory and its collectives")
+    if run.dpo.beta:
+        raise UserError("the planner does not predict [dpo]; `fourfold trace` counts its memory and its collectives")
+    if run.ema.decay:
+        raise UserError("the planner does not predict the average of [ema]; `fourfold trace` counts its memory")
     training, grid, recompute = run.training, run.parallel, run.activation_checkpoint
     layout = Layout(
         x=grid.x, y=grid.y, z=grid.z, dp=grid.dp, cp=grid.cp, pp=grid.pp, ep=grid.ep, zero=grid.zero,

@@ -31,10 +31,11 @@ not is refused with a sentence ([parallelism.md](parallelism.md#what-is-refused)
 
 The sections are [model](#model), [data](#data), [masks](#masks), [moe](#moe), [parallel](#parallel),
 [overlap](#overlap), [training](#training), [activation_checkpoint](#activation_checkpoint), [optimizer](#optimizer),
-[lora](#lora), [loss_scaling](#loss_scaling), [lr_scheduler](#lr_scheduler), [checks](#checks),
-[checkpoint](#checkpoint), [fault_tolerance](#fault_tolerance), [metrics](#metrics), [validation](#validation),
-[audit](#audit) and [sample](#sample). Only `[model]`, `[data]` and `[training]` have required keys; a preset gives
-those of `[model]`. At the end are the [presets](#presets), and the [names that other frameworks use](#names-elsewhere).
+[lora](#lora), [dpo](#dpo), [ema](#ema), [loss_scaling](#loss_scaling), [lr_scheduler](#lr_scheduler),
+[checks](#checks), [checkpoint](#checkpoint), [fault_tolerance](#fault_tolerance), [metrics](#metrics),
+[validation](#validation), [evaluation](#evaluation), [audit](#audit) and [sample](#sample). Only `[model]`, `[data]`
+and `[training]` have required keys; a preset gives those of `[model]`. At the end are the [presets](#presets), and the
+[names that other frameworks use](#names-elsewhere).
 """
 
 NAMES = {int: "integer", float: "number", str: "string", bool: "`true` or `false`"}

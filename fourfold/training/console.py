@@ -86,8 +86,8 @@ class Progress:
         fields += [f"lr: {metrics.lr:.3e}", f"eta: {self._eta(metrics)}"]
         if metrics.trained_token_share < 0.9995:  # which is shown as less than 100.0%
             fields.append(f"trained: {metrics.trained_token_share:.1%}")
-        if metrics.experts is not None:
-            fields.append(f"expert_load: {metrics.experts['expert_load']:.2f}")
+        if "expert_load" in metrics.more:
+            fields.append(f"expert_load: {metrics.more['expert_load']:.2f}")
         if metrics.validation_loss is not None:
             fields.append(f"validation_loss: {metrics.validation_loss:.5f}")
         return "  ".join(fields)

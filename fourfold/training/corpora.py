@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from fourfold.data.loader import Loader, MicroBatch
 from fourfold.data.manifest import read_manifest, validation_prefix
 from fourfold.data.mask_preview import MaskStatistics, Preview, preview
 from fourfold.data.masks import LossMask, build_masks, labels_of
+from fourfold.data.preferences import PreferencePairs
 from fourfold.data.stream import StreamedWindows
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
@@ -67,6 +69,12 @@ class Corpora:
         """Statistics of how full the sequences of each corpus of conversations are."""
         sources = self.samples.sources if isinstance(self.samples, Mixture) else []
         return [source.statistics for source in sources if isinstance(source, PackedConversations)]
+
+    def pairs(self) -> list[PreferencePairs]:
+        """The pairs of answers of the training and of the validation data."""
+        mixtures = [self.samples] if self.validation is None else [self.samples, self.validation.dataset]
+        sources = [source for mixture in mixtures if isinstance(mixture, Mixture) for source in mixture.sources]
+        return [source for source in sources if isinstance(source, PreferencePairs)]
 
     def trained_share(self) -> float:
         """Share of the tokens at the beginning of the training data that every mask keeps."""
@@ -143,11 +151,11 @@ def _training_data(
 
 
 def micro_batches(
-    batches: Sequence[MicroBatch[NDArray[np.int64]]], run: RunConfig, cp: Axis, device: torch.device
+    batches: Sequence[MicroBatch[NDArray[Any]]], run: RunConfig, cp: Axis, device: torch.device
 ) -> list[MicroBatch[Tensor]]:
     """A loader's micro-batches as tensors on the device: this rank's share of each sequence."""
 
-    def tensor(array: NDArray[np.int64]) -> Tensor:
+    def tensor(array: NDArray[Any]) -> Tensor:
         found = torch.from_numpy(array)
         # The host does not wait for a copy from pinned memory.
         return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
@@ -161,7 +169,7 @@ def micro_batches(
     return found
 
 
-def _check_tokens(batch: MicroBatch[NDArray[np.int64]], vocab_size: int) -> None:
+def _check_tokens(batch: MicroBatch[NDArray[Any]], vocab_size: int) -> None:
     """Raise ``UserError`` for a token outside the vocabulary, which the embedding would treat as another rank's."""
     smallest, largest = int(batch.tokens.min()), int(batch.tokens.max())
     if batch.labels is not None:
@@ -205,8 +213,8 @@ def _check_format(prefix: str, run: RunConfig) -> None:
     made = "text" if manifest is None else manifest.format
     if made != run.data.format:
         remedy = f"set data.format = '{made}'"
-        if made == "text":
-            remedy += ", or prepare conversations with `fourfold prepare --format sft`"
+        if run.data.format != "text":
+            remedy += f", or prepare it with `fourfold prepare --format {run.data.format}`"
         raise UserError(
             f"the corpus {prefix} is of the format '{made}', and data.format = '{run.data.format}'; {remedy}"
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fourfold.checkpoints.saved_state import RecentSteps
+from fourfold.checkpoints.saved_state import BestValidation, RecentSteps
 from fourfold.config.model import IGNORE_INDEX
 from fourfold.config.run import RunConfig
 from fourfold.config.stages import rank_of_stage, stage_layers
@@ -26,11 +27,13 @@ from fourfold.parallel.decoder import parallelize_decoder
 from fourfold.parallel.expert_load import ExpertLoad
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.pipeline import Pipeline, TiedEnds, tied_ends_as_one
+from fourfold.parallel.preference_head import PreferenceHead
 from fourfold.parallel.product_layouts import Layouts
 from fourfold.parallel.state import LocalShard, clip_gradients, initialize_shards, sum_partial_gradients
 from fourfold.products.product_choice import agreed_layouts
 from fourfold.training.loss_scaling import LossScale
 from fourfold.training.optimizer import ShardedOptimizer, check_groups, learning_rate
+from fourfold.training.weight_average import WeightAverage
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ class Job:
         self.loss_scale: LossScale | None = None
         if run.training.precision == "fp16":
             self.loss_scale = LossScale(run.loss_scaling, run.loss_scaling.initial)
-        self.recent = RecentSteps()
+        self.recent, self.best = RecentSteps(), BestValidation()
+        self.average = WeightAverage(self.trained, run.ema.decay) if run.ema.decay else None
         self.expert_load: ExpertLoad | None = None
         if run.model.num_experts:
             self.expert_load = ExpertLoad(run, grid, device)
@@ -134,7 +138,7 @@ class Job:
         """The sum of the losses of one micro-batch, or without labels its logits; without a pipeline."""
         doing("forward and backward of a micro-batch")
         inputs = (micro_batch.tokens, micro_batch.labels, micro_batch.positions, micro_batch.document_ends)
-        result: Tensor = self.stages[0].model(*inputs, loss_scale)
+        result: Tensor = self.stages[0].model(*inputs, loss_scale, None, micro_batch.reference)
         return result
 
     def finish_gradients(self) -> None:
@@ -160,6 +164,8 @@ class Job:
         self.optimizer.step(self.learning_rate(step))
         if self.expert_load is not None:
             self.expert_load.advance(self.shards)
+        if self.average is not None:
+            self.average.update()
         self.publish()
         return True
 
@@ -172,6 +178,31 @@ class Job:
         """Mean loss of the kept tokens over all ranks, without gradients."""
         kept = self.count_kept(micro_batches)
         return self.mean_loss(self.outputs(micro_batches), kept)
+
+    def take_preferences(self) -> dict[str, float]:
+        """Figures of the pairs since this was last called, over all ranks: the mean margin and reward of the chosen,
+        and the share of pairs with a positive margin; nothing without [dpo]. Every process calls it."""
+        if not self.run.dpo.beta:
+            return {}
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        for stage in self.stages.values():
+            head = stage.model.lm_head
+            if isinstance(head, PreferenceHead) and head.figures is not None:
+                sums, head.figures = sums + head.figures, None
+        for axis in (self.grid.batch, self.grid.pp):
+            sums = all_reduce(sums, axis, "figures of preferences")
+        pairs, margins, above, rewards = sums.tolist()
+        names = ("dpo_margin", "dpo_accuracy", "dpo_chosen_reward")
+        return dict(zip(names, (total / pairs for total in (margins, above, rewards)), strict=True)) if pairs else {}
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Compute with the moving averages in place of the weights, as long as the block lasts."""
+        assert self.average is not None
+        with self.average.in_place_of_weights():
+            self.publish()
+            yield
+        self.publish()
 
     def next_token_logits(self, tokens_BS: Tensor, position: int) -> Tensor:
         """Logits [V] after the token at ``position`` of the first sequence, on every process."""
@@ -203,8 +234,11 @@ class Job:
         return learning_rate(step, run.training.train_steps, run.optimizer.lr, run.lr_scheduler)
 
     def count_kept(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> Tensor:
-        """Tokens of a step, over all ranks, that the loss counts."""
+        """Tokens of a step, over all ranks, that the loss counts; with [dpo] pairs."""
         labels = [micro_batch.labels for micro_batch in micro_batches if micro_batch.labels is not None]
+        if self.run.dpo.beta:
+            pairs = torch.tensor(sum(len(labels_BS) for labels_BS in labels) // 2, device=self.device)
+            return all_reduce(pairs, self.grid.batch, "pairs of answers")
         mine = torch.stack([(labels_BS != IGNORE_INDEX).sum() for labels_BS in labels]).sum()
         return all_reduce(mine, self.grid.tokens, "kept tokens")
 

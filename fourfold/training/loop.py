@@ -32,9 +32,11 @@ from fourfold.parallel.float8 import require_float8
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.together import decided_by_rank_0, failing_together, raise_together
 from fourfold.training.attempts import note_end, note_start
+from fourfold.training.best_validation import is_exhausted, note_validation
 from fourfold.training.corpora import Corpora, micro_batches, open_corpora
 from fourfold.training.job import Job, StepResult
 from fourfold.training.outcome import Outcome
+from fourfold.training.reference_model import install_reference
 from fourfold.training.replay import Replay
 from fourfold.training.run_folder import folder_of, open_run_folder
 from fourfold.training.run_record import RunRecord
@@ -98,6 +100,8 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
                 if run.model.from_hf is not None:
                     with writing(run_dir / SOURCE_FOLDER):
                         keep_small_files(local_folder(run.model.from_hf, PATTERNS), run_dir / SOURCE_FOLDER)
+        if run.dpo.beta:
+            install_reference(job, corpora, run_dir, checkpoint if first_step else None)
         checkpointer = Checkpointer(
             run_dir / CHECKPOINTS, job, run.checkpoint, lambda steps: stream_position(corpora, steps)
         )
@@ -107,7 +111,7 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
         steps, last_loss = first_step, None
         stopped = _on_any_rank(stop.is_set, device)  # while everything above was made ready
 
-        while steps < run.training.train_steps and not stopped:
+        while steps < run.training.train_steps and not stopped and not is_exhausted(job.best, run.validation):
             begin_step(steps)
             step, started = steps, time.perf_counter()
             is_left_out = checks.leaves_out(step)  # the run went back from it, or failed in it again and again
@@ -129,12 +133,14 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
                 last_loss = figures.loss
             else:
                 updated = job.skip_update()
+            preferences = job.take_preferences()
             seconds = time.perf_counter() - started
             steps = step + 1
 
-            validation_loss = _validate(job, corpora) if _due(steps, run.validation.interval) else None
+            validation = validate(job, corpora) if _due(steps, run.validation.interval) else {}
+            is_best = bool(validation) and note_validation(job.best, run.validation, steps, [*validation.values()][-1])
             if record is not None:
-                record.step(step, figures, seconds, validation_loss, skipped=not updated)
+                record.step(step, figures, seconds, {**preferences, **validation}, skipped=not updated)
             verdict.raise_stop()
             if verdict.action == "roll_back":
                 steps = checks.roll_back()
@@ -146,8 +152,9 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
             for callback in after_step:
                 callback.after_step(steps)
 
-            ends = stopped or (steps == run.training.train_steps and run.checkpoint.save_last)
-            if _due(steps, run.checkpoint.interval) or ends:
+            is_over = steps == run.training.train_steps or is_exhausted(job.best, run.validation)
+            ends = stopped or (is_over and run.checkpoint.save_last)
+            if _due(steps, run.checkpoint.interval) or ends or (is_best and run.validation.keep_best):
                 checkpointer.save(steps, required=ends, prune=verdict.action == "update")
             checkpointer.poll()
         checkpointer.wait()
@@ -199,12 +206,18 @@ def _fill(job: Job, corpora: Corpora, checkpoint: Path | None) -> tuple[Path | N
     return load_newest(checkpoint, job, run.checkpoint.resume == "auto")
 
 
-def _validate(job: Job, corpora: Corpora) -> float | None:
-    """Mean loss over the same ``validation.steps`` batches every time."""
-    if corpora.validation is None:
-        return None
+def validate(job: Job, corpora: Corpora) -> dict[str, float]:
+    """Mean loss over the same ``validation.steps`` batches every time, of the weights and of their moving average."""
+    assert corpora.validation is not None, "open_corpora has made one"
     batches = [batch for step in range(job.run.validation.steps) for batch in corpora.validation.step(step)]
-    return job.evaluate(micro_batches(batches, job.run, job.grid.cp, job.device)).item()
+    mine = micro_batches(batches, job.run, job.grid.cp, job.device)
+    found = {"validation_loss": job.evaluate(mine).item()}
+    found = {**{f"validation_{name}": value for name, value in job.take_preferences().items()}, **found}
+    if job.average is not None and job.average.has_begun:
+        with job.averaged():
+            found["ema_validation_loss"] = job.evaluate(mine).item()
+            job.take_preferences()  # those of the averages are not shown
+    return decided_by_rank_0(lambda: found)  # whose bits all processes judge by
 
 
 def _due(steps: int, interval: int) -> bool:

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 METRICS_FILE, MEMORIZATION_FILE, EXPERTS_FILE = "metrics.jsonl", "memorization.jsonl", "experts.jsonl"
+TASKS_FILE = "tasks.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,18 +39,16 @@ class StepMetrics:
     mfu: float | None  # fraction of the peak; None where the peak is unknown
     peak_memory_bytes: int  # of the fullest device, or of the process on CPU
     step_seconds: float
-    trained_token_share: float  # tokens that carry loss / all tokens of the step
+    trained_token_share: float  # tokens that carry loss / all tokens of the step; with [dpo] of pairs
     validation_loss: float | None = None  # only on steps that evaluate; absent from the others' lines
     skipped: bool = False  # the update was not applied; absent from the lines of steps that were
-    experts: Mapping[str, float] | None = (
-        None  # figures of the experts (docs/moe.md), each a key of the line; or absent
-    )
+    more: Mapping[str, float] = field(default_factory=dict)  # figures that only some runs have, each a key of the line
 
     def record(self) -> dict[str, int | float | None]:
         """The JSON object of this step."""
         values: dict[str, int | float | None] = asdict(self)
-        del values["experts"]
-        values |= self.experts or {}
+        del values["more"]
+        values |= self.more
         record = {key: v if v is None or math.isfinite(v) else None for key, v in values.items()}
         if self.validation_loss is None:
             del record["validation_loss"]

@@ -100,6 +100,8 @@ class Replay:
         for index, shard in enumerate(self.job.trained):
             for moment, tensor in self.job.optimizer.moments(index).items():
                 yield f"{moment} of {shard.name}", shard, tensor
+            if self.job.average is not None:
+                yield f"the average of {shard.name}", shard, self.job.average.averages[index]
 
     def _axes_of_copies(self) -> Iterator[tuple[Axis, Any]]:
         """The axes along which processes hold the same parts, each with a test of which shards."""

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -43,6 +44,8 @@ class RunRecord:
         training = run.training
         # The global batch counts sequences over all ranks; each has seq_length tokens that are read, trained or not.
         self.tokens_per_step = training.global_batch_size * training.seq_length
+        self.losses_per_step = training.global_batch_size // 2 if run.dpo.beta else self.tokens_per_step
+        """What a step's mean is over, where nothing is masked: tokens, or pairs of answers."""
         total_tokens = training.train_steps * self.tokens_per_step
         # A frozen model (LoRA) needs no weight gradients: two thirds of the FLOPs.
         self.flops = flops_per_token(run.model, training.seq_length, frozen=run.lora.rank > 0)
@@ -73,8 +76,11 @@ class RunRecord:
         self.writer.close()
         self.tracking.close(failed=kind is not None)
 
-    def step(self, step: int, figures: Figures, seconds: float, validation_loss: float | None, skipped: bool) -> None:
-        """Record one step, counted from 0, that took ``seconds``; a failure waits in ``failure``."""
+    def step(self, step: int, figures: Figures, seconds: float, more: Mapping[str, float], skipped: bool) -> None:
+        """Record one step, counted from 0, that took ``seconds``; a failure waits in ``failure``.
+
+        more: figures that only some runs or steps have, such as the validation loss.
+        """
         tokens_per_second = (
             self.tokens_per_step / seconds if figures.kept else 0.0
         )  # a batch that is left out takes no time
@@ -91,10 +97,13 @@ class RunRecord:
             mfu=mfu(tflops, self.peak),
             peak_memory_bytes=peak_memory_bytes(self.job.device),
             step_seconds=seconds,
-            trained_token_share=figures.kept / self.tokens_per_step,
-            validation_loss=validation_loss,
+            trained_token_share=figures.kept / self.losses_per_step,
+            validation_loss=more.get("validation_loss"),
             skipped=skipped,
-            experts=None if load is None else load.figures(),
+            more={
+                **({} if load is None else load.figures()),
+                **{k: v for k, v in more.items() if k != "validation_loss"},
+            },
         )
         self.progress.update(metrics)
         record = metrics.record()
@@ -136,7 +145,7 @@ class RunRecord:
             "seconds to the first step": round(self.startup_seconds, 1),
             "seconds after it": round(seconds, 1),
             "checkpoint": outcome.checkpoint,
-            "ended by": _ended_by(outcome),
+            "ended by": self._ended_by(outcome),
         }
         if steps:  # a run that was finished already keeps the summary of its last steps
             write_output(self.run_dir / SUMMARY_FILE, json.dumps({**self.facts, **facts}, indent=1))
@@ -144,6 +153,16 @@ class RunRecord:
             write_output(self.run_dir / SAMPLE_FILE, outcome.sample)
         self.progress.close()
         self.progress.print_facts("Stopped" if outcome.stopped else "Done", facts)
+
+    def _ended_by(self, outcome: Outcome) -> str:
+        best = self.job.best
+        if outcome.stopped:
+            saved = "before the first checkpoint" if outcome.checkpoint is None else "after saving"
+            return f"a signal or the time limit, {saved}"
+        if outcome.steps < self.run.training.train_steps:
+            lowest = "finite loss" if best.loss is None else f"loss below the {best.loss:.4f} of step {best.step}"
+            return f"{best.since} validations without a {lowest}"
+        return "the last step"
 
     def _facts(self, corpora: Corpora, masked: MaskStatistics | None, total_tokens: int) -> dict[str, Fact]:
         run, model = self.run, self.run.model
@@ -167,6 +186,11 @@ class RunRecord:
                 f"{packed.conversations:,} in {packed.windows:,} sequences, {packed.filled:.1%} filled; "
                 f"{corpora.trained_share():.1%} of the tokens trained"
             )
+        for source in corpora.pairs()[:1]:
+            facts["pairs of answers"] = (
+                f"{len(source) // 2:,}; {source.cut:,} are cut at their end, and {source.left_out:,} are left out, "
+                "whose prompts leave no room"
+            )
         if masked is not None:
             goldfish = run.masks.goldfish
             facts["goldfish mask"] = (
@@ -174,14 +198,6 @@ class RunRecord:
                 f"{masked.drop_rate:.1%} not trained, at most {masked.longest_undropped_span} kept in a row"
             )
         return facts
-
-
-def _ended_by(outcome: Outcome) -> str:
-    if not outcome.stopped:
-        return "the last step"
-    return (
-        f"a signal or the time limit, {'before the first checkpoint' if outcome.checkpoint is None else 'after saving'}"
-    )
 
 
 def _warn_about_data(corpora: Corpora, masked: MaskStatistics | None, seq_length: int) -> None:

@@ -29,6 +29,7 @@ class RandomSamples:
             run.model.vocab_size,
             training.global_batch_size,
         )
+        self.beta = run.dpo.beta
         self.goldfish = goldfish_mask(run.masks.goldfish, (), training.seq_length, training.global_batch_size)
         self.look_back = 0 if self.goldfish is None else self.goldfish.look_back
 
@@ -46,7 +47,17 @@ class RandomSamples:
         tokens = np.stack([generator.integers(self.vocab_size, size=length) for generator in generators])
         starts = [np.flatnonzero(generator.random(length) < 4 / self.seq_length) for generator in generators]
         documents = documents_of(starts, length)
-        return Windows(tokens, documents - documents[:, self.look_back, None], numbers, self.look_back)
+        first = documents[:, self.look_back, None]
+        return Windows(tokens, documents - first, numbers, self.look_back, reference=self.reference(numbers))
+
+    def reference(self, numbers: NDArray[np.int64]) -> NDArray[np.float32] | None:
+        """Log-probabilities of a reference near a model that knows nothing, so that no margin is far from zero."""
+        if not self.beta:
+            return None
+        even = -np.log(self.vocab_size) * self.kept(numbers).sum(1)
+        drawn = [np.random.default_rng((3, number)).normal() for number in numbers]
+        found: NDArray[np.float32] = (even + np.array(drawn) / self.beta).astype(np.float32)
+        return found
 
     def kept(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
         """[samples, S]: the labels that no mask of the run file leaves out."""

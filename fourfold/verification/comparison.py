@@ -62,6 +62,7 @@ class Comparison:
             self._add("grad_norm", [deviation("grad_norm", norm, one.grad_norm, exact.grad_norm)])
             self._add("gradients", deviations(gradients, one.gradients, exact.gradients))
             self._add("weights", deviations(weights, *(reference.weights() for reference in self.references)))
+        self._compare_averages("averages", job)
 
     def resumed_step(self, job: Job, step: int) -> None:
         """Take one step as training does, on a job that was loaded."""
@@ -72,6 +73,11 @@ class Comparison:
             self._add("resumed", [deviation("loss", result.loss, one.loss, exact.loss)])
             self._add("resumed", [deviation("grad_norm", result.grad_norm, one.grad_norm, exact.grad_norm)])
             self._add("resumed", deviations(weights, *(reference.weights() for reference in self.references)))
+        self._compare_averages("resumed", job)
+
+    def _compare_averages(self, quantity: str, job: Job) -> None:
+        if job.average is not None and (averages := self._whole(job.trained, job.average.averages)) is not None:
+            self._add(quantity, deviations(averages, *(reference.averages for reference in self.references)))
 
     def _references_step(self, job: Job, step: int) -> list[Figures]:
         max_grad_norm = job.run.optimizer.max_grad_norm

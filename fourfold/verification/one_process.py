@@ -53,6 +53,8 @@ class Sequences:
     kept_BS: Tensor
     positions_BS: Tensor
     documents_BS: Tensor | None
+    reference_B: Tensor | None
+    """With [dpo]: the log-probability that its reference gives the kept tokens of each sequence."""
 
 
 class Reference:
@@ -67,11 +69,16 @@ class Reference:
         self.trained = {name: nn.Parameter(copy) for name, copy in copies.items() if name not in self.frozen}
         self.optimizer = ReferenceOptimizer(self.trained, run)
         self.router_losses = RouterLosses(run, device)
+        self.averages: dict[str, Tensor] = {}
+        """Moving averages of the trained weights, where the run has them."""
 
     def step(self, step: int, max_grad_norm: float) -> Figures:
         """Train one step on its random samples."""
         batch = self._sequences(step)
-        kept, size = batch.kept_BS.sum(), self.run.training.micro_batch_size
+        kept, size = (
+            batch.kept_BS.sum() if batch.reference_B is None else len(batch.kept_BS) // 2,
+            self.run.training.micro_batch_size,
+        )
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
         with InFloat64() if self.dtype == torch.float64 else contextlib.nullcontext():
             for first in range(0, len(batch.tokens_BS), size):
@@ -81,8 +88,15 @@ class Reference:
         gradients = {name: p.grad.clone() for name, p in self.trained.items() if p.grad is not None}
         norm = nn.utils.clip_grad_norm_(self.trained.values(), max_grad_norm)
         self.optimizer.step(_learning_rate(step, self.run))
+        self._average()
         self.router_losses.end_step(self.trained)
         return Figures(loss, norm, gradients)
+
+    def _average(self) -> None:
+        decay = self.run.ema.decay
+        for name, weight in self.trained.items() if decay else ():
+            before = self.averages.get(name, weight.detach())
+            self.averages[name] = decay * before + (1 - decay) * weight.detach()
 
     def weights(self) -> dict[str, Tensor]:
         return {**self.frozen, **{name: p.detach().clone() for name, p in self.trained.items()}}
@@ -93,6 +107,12 @@ class Reference:
         parameters = {**self.frozen, **self.trained}
         logits_BSV = self.logits(parameters, batch.tokens_BS[rows], batch.positions_BS[rows], documents_BS)
         kept_BS = batch.kept_BS[rows]
+        if batch.reference_B is not None:
+            log_probs_BSV = logits_BSV.log_softmax(-1)
+            log_probs_BS = log_probs_BSV.gather(-1, batch.targets_BS[rows, :, None])[..., 0]
+            gains_B = (log_probs_BS * kept_BS).sum(1) - batch.reference_B[rows].to(log_probs_BS.dtype)
+            margins_P = self.run.dpo.beta * (gains_B[0::2] - gains_B[1::2])
+            return (1 + (-margins_P).exp()).log().sum()
         return F.cross_entropy(logits_BSV[kept_BS], batch.targets_BS[rows][kept_BS], reduction="sum")
 
     def _sequences(self, step: int) -> Sequences:
@@ -107,7 +127,12 @@ class Reference:
         documents_BS = torch.from_numpy(windows.documents[:, :-1]).to(self.device)
         positions_BS = positions(documents_BS if apart else torch.zeros_like(documents_BS))
         return Sequences(
-            tokens[:, :-1], tokens[:, 1:], kept_BS.to(self.device), positions_BS, documents_BS if apart else None
+            tokens[:, :-1],
+            tokens[:, 1:],
+            kept_BS.to(self.device),
+            positions_BS,
+            documents_BS if apart else None,
+            None if windows.reference is None else torch.from_numpy(windows.reference).to(self.device),
         )
 
 

@@ -66,8 +66,12 @@ class Recorder(TorchDispatchMode):
             job.optimizer.moments(index)
         for tensor in job.optimizer.states():
             self._tag(tensor, "optimizer")
+        averages = [] if job.average is None else job.average.averages
+        for average in averages:
+            self._tag(average, "optimizer")
         self.parameters = sum(shard.local.nbytes for shard in job.shards)
         self.optimizer = sum(m.nbytes for i in range(len(job.trained)) for m in job.optimizer.moments(i).values())
+        self.optimizer += sum(average.nbytes for average in averages)
         self._find_gradients_and_weights()
 
     def exclude(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -206,10 +206,11 @@ def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_l
     with FakeTensorMode(allow_non_fake_inputs=True):
         shape = (run.training.micro_batch_size, run.training.seq_length)
         fields = 4 if run.data.mask_documents else 2
-        micro_batches = [
-            share_of_sequences(MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(fields))), grid.cp)
-            for _ in range(run.gradient_accumulation_steps)
-        ]
+        micro_batches = []
+        for _ in range(run.gradient_accumulation_steps):
+            batch = MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(fields)))
+            reference = torch.zeros(len(batch.tokens)) if run.dpo.beta else None
+            micro_batches.append(share_of_sequences(replace(batch, reference=reference), grid.cp))
         recorder = Recorder(grid, durations)
         recorder.exclude(micro_batches)
         with recorder:

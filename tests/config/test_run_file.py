@@ -71,7 +71,7 @@ def test_the_smallest_run_file(tmp_path: Path) -> None:
         (
             {"training": {"interval": 1}},
             "training.interval",
-            "did you mean 'checkpoint.interval' or 'validation.interval' or 'audit.interval'?",
+            "did you mean 'checkpoint.interval' or 'validation.interval' or 'evaluation.interval' or 'audit.interval'?",
         ),
         (
             {"model": {"rope_scaling": {"rope_type": "linear", "factr": 2.0}}},

@@ -58,7 +58,9 @@ LONG = (
     "moving.md",
     "planner.md",
     "planning-a-70b.md",
+    "preferences.md",
     "tuner.md",
+    "validation.md",
 )
 """Pages whose commands take more than a few seconds."""
 

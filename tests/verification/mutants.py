@@ -27,6 +27,7 @@ ONE_SEQUENCE = {"training": {"micro_batch_size": 1}}
 WARMUP = {"lr_scheduler": {"warmup_steps": 100}}
 GROUPS = {"optimizer": {"groups": [{"parameters": ["layers.0.*"], "lr_ratio": 0.1}]}}
 TUNED = {"training": {"tuned_products": "cached"}}
+AVERAGE = {"ema": {"decay": 0.8}}
 LORA = {"lora": {"rank": 4, "alpha": 12.0}}
 HASH = {"masks": {"goldfish": {"strategy": "hash", "h": 2}}}
 STATIC = {"masks": {"goldfish": {"strategy": "static"}}}

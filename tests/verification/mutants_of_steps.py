@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mutants import (
+    AVERAGE,
     DP2,
     FROM_STEP_1,
     GROUPS,
@@ -248,8 +249,24 @@ TRAINING = [
     Mutant(
         "a resumed run has no second moment",
         "checkpoints.checkpoint",
-        "read_parts(path, layout, trained_parts(job))",
-        'read_parts(path, layout, {n: p for n, p in trained_parts(job).items() if "exp_avg_sq" not in n})',
+        "read_parts(path, layout, trained_parts(job, state.has_averages))",
+        'read_parts(path, layout, {n: p for n, p in trained_parts(job, False).items() if "exp_avg_sq" not in n})',
+    ),
+    Mutant(
+        "an average takes in the share that it should keep",
+        "training.weight_average",
+        "average.lerp_(shard.local.float(), 1 - self.decay)",
+        "average.lerp_(shard.local.float(), self.decay)",
+        grid=DP2,
+        sections=AVERAGE,
+    ),
+    Mutant(
+        "a resumed run begins its average anew",
+        "checkpoints.checkpoint",
+        "    if is_loaded:\n",
+        "    if not is_loaded:\n",
+        grid=X2,
+        sections=AVERAGE,
     ),
 ]
 

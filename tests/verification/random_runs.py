@@ -24,7 +24,10 @@ def random_table(seed: int) -> Table:
         if is_legal(table):
             if "num_experts" not in table["model"]:
                 table["training"]["tuned_products"] = draw.choice(("off", "off", "cached"))
-            return table
+            if draw.random() < 0.2:
+                table["ema"] = {"decay": draw.choice((0.5, 0.9))}
+            pairs = {**table, "dpo": {"beta": 0.2}, "data": {"format": "preferences", "train": [{"path": "nowhere"}]}}
+            return pairs if draw.random() < 0.2 and is_legal(pairs) else table
 
 
 def run_of(table: Table, folder: Path) -> RunConfig:

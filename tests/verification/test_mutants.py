@@ -11,6 +11,7 @@ from mutants_of_families import FAMILIES
 from mutants_of_layers import LAYERS
 from mutants_of_optimizers import OPTIMIZERS
 from mutants_of_parallelism import PARALLELISM
+from mutants_of_preferences import PREFERENCES
 from mutants_of_steps import STEPS
 from mutation import mutated
 from pool import Pool
@@ -20,7 +21,7 @@ from tuned_products import parity_on_cpu
 from fourfold.config.run import RunConfig
 from fourfold.verification.parity_report import ParityReport
 
-FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *OPTIMIZERS, *FAMILIES]
+FAULTS = [*LAYERS, *PARALLELISM, *STEPS, *EXPERTS, *OPTIMIZERS, *FAMILIES, *PREFERENCES]
 
 
 def mutant_body(rank: int, world_size: int, run: RunConfig, mutant: Mutant) -> ParityReport | None:

@@ -43,7 +43,7 @@ def test_random_runs_are_many_kinds() -> None:
     assert all(sizes[axis, 2] for axis in AXES)
     assert sum(sizes[axis, 3] for axis in AXES) > 3
     assert any(1 < t["overlap"]["shards_per_node"] < t["parallel"]["z"] for t in tables)
-    assert {"masks", "lora"} <= {section for table in tables for section in table}
+    assert {"masks", "lora", "ema", "dpo"} <= {section for table in tables for section in table}
     assert sum(table["parallel"].get("ep", 1) > 1 for table in tables) > 3
     assert len({str(table) for table in tables}) == len(tables)
 

@@ -1,0 +1,87 @@
+"""Pairs of answers to one prompt as samples: the chosen one, then the rejected one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fourfold.data.conversations import first_answers
+from fourfold.data.dataset import Windows
+from fourfold.data.indexed import IndexedDataset
+from fourfold.data.manifest import corpus_tokenizer, trained_prefix
+from fourfold.data.order import sample_permutation
+from fourfold.errors import UserError
+
+
+class PreferencePairs:
+    """Windows of `seq_length` + 1 tokens, each one answer with its prompt; what is left is padding, never trained.
+
+    Samples 2n and 2n + 1 are the chosen and the rejected answer of a pair. Epoch n // pairs visits all pairs in an
+    order of its own, drawn from `seed`. Answers that do not fit are cut at their end; pairs of which a prompt leaves no
+    room for its answer are left out.
+
+    Raises UserError if the two corpora do not belong together, or no pair is left.
+    """
+
+    def __init__(
+        self, corpus: IndexedDataset, answers: IndexedDataset, seq_length: int, seed: int, padding: int
+    ) -> None:
+        if answers.tokens != corpus.tokens or answers.documents != corpus.documents or corpus.documents % 2:
+            raise UserError(f"{answers.prefix}.bin does not belong to {corpus.prefix}.bin; prepare the corpus again")
+        self.corpus, self.answers, self.padding = corpus, answers, padding
+        self.seq_length, self.seed, self.look_back = seq_length, seed, 0
+        self._offsets = corpus.document_offsets
+        lengths = np.diff(self._offsets)
+        begins = first_answers(answers, self._offsets)
+        fits: NDArray[np.bool_] = np.all((begins < np.minimum(lengths, seq_length + 1)).reshape(-1, 2), axis=1)
+        self._pairs = np.flatnonzero(fits)
+        if len(self._pairs) == 0:
+            raise UserError(
+                f"no pair of {corpus.prefix}.bin has both answers within training.seq_length = {seq_length}"
+            )
+        self.left_out = len(fits) - len(self._pairs)
+        self.cut = int((lengths.reshape(-1, 2)[fits] > seq_length + 1).any(1).sum())
+        self.reference: NDArray[np.float32] | None = None
+        """The reference model's log-probability of each answer, [documents of the corpus], once it is known."""
+
+    @classmethod
+    def open(cls, prefix: str | Path, seq_length: int, seed: int, look_back: int = 0) -> Self:
+        """Open a corpus that `fourfold prepare --format preferences` made."""
+        assert look_back == 0, "the run file refuses a goldfish mask"
+        padding = corpus_tokenizer(prefix).eod_id
+        return cls(IndexedDataset(prefix), IndexedDataset(trained_prefix(prefix)), seq_length, seed, padding)
+
+    def __len__(self) -> int:
+        """Samples in one epoch: two for each pair."""
+        return 2 * len(self._pairs)
+
+    def documents_of(self, numbers: ArrayLike) -> NDArray[np.int64]:
+        """The documents of the corpus that are the samples of these numbers."""
+        pairs, second = np.divmod(np.asarray(numbers, dtype=np.int64), 2)
+        epoch, within = np.divmod(pairs, len(self._pairs))
+        chosen: NDArray[np.int64] = 2 * self._pairs[sample_permutation(within, len(self._pairs), self.seed, epoch)]
+        return chosen + second
+
+    def read(self, numbers: ArrayLike) -> Windows:
+        """Read the samples of these numbers (int [B], from 0), in this order."""
+        documents = self.documents_of(numbers)
+        stream = np.full((len(documents), self.seq_length + 1), self.padding, dtype=np.int64)
+        is_padding = np.ones_like(stream)
+        answers = np.zeros(stream.shape, dtype=bool)
+        for row, document in enumerate(documents.tolist()):
+            start = int(self._offsets[document])
+            length = min(int(self._offsets[document + 1]) - start, self.seq_length + 1)
+            stream[row, :length] = self.corpus.read(start, length)
+            answers[row, :length] = self.answers.read(start, length)
+            is_padding[row, :length] = 0
+        reference = None if self.reference is None else self.reference[documents]
+        return Windows(stream, is_padding, np.asarray(numbers, dtype=np.int64), 0, answers, reference)
+
+    def all_numbers(self, at_once: int) -> Iterator[NDArray[np.int64]]:
+        """The samples of one epoch in groups of ``at_once``; the last repeats some of the first."""
+        for begin in range(0, len(self), at_once):
+            yield np.arange(begin, begin + at_once) % len(self)

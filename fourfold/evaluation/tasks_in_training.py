@@ -1,0 +1,52 @@
+"""Tasks of lm-eval during training: scores against steps, in the run's tasks.jsonl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fourfold.config.run import RunConfig
+from fourfold.data.tokenizer import Tokenizer
+from fourfold.errors import UserError
+from fourfold.evaluation.evaluate import prefix_token
+from fourfold.inference.lm_eval_tasks import find_tasks, import_lm_eval, run_tasks
+from fourfold.memorization.scored_model import ScoredModel
+from fourfold.memorization.scorers import GridScorer
+from fourfold.memorization.scores import Sampling
+from fourfold.parallel.together import failing_together
+from fourfold.training.job import Job
+from fourfold.training.metrics import TASKS_FILE, add_record
+
+
+class TasksInTraining:
+    """A callback of the training loop: runs the tasks of [evaluation] on the training grid at its intervals.
+
+    Every process of the job calls it; the first one writes. A resumed run replaces the lines of later steps.
+    Raises ``UserError`` without lm-eval or a tokenizer, and for a task that lm-eval does not know.
+    """
+
+    def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:
+        self.run, self.config, self.path = run, run.evaluation, run_dir / TASKS_FILE
+        import_lm_eval("evaluation.tasks needs")
+        if tokenizer is None:
+            raise UserError("evaluation.tasks needs a tokenizer; set data.tokenizer")
+        self.folder = None if self.config.include_path is None else Path(self.config.include_path)
+        find_tasks(self.config.tasks, self.folder)
+        from fourfold.evaluation.harness import HarnessModel
+
+        prefix = prefix_token(tokenizer, ScoredModel(run.name))
+        self.model = HarnessModel(GridScorer(job, Sampling()), tokenizer, prefix, run.training.seq_length)
+
+    def after_step(self, steps: int) -> None:
+        """Run the tasks if they are due after this many steps."""
+        config = self.config
+        if steps % config.interval and steps != self.run.training.train_steps:
+            return
+        results = run_tasks(self.model, config.tasks, self.folder, config.limit, config.num_fewshot)
+        with failing_together():
+            if dist.get_rank() == 0:
+                add_record(self.path, {"step": steps, "tasks": results})
+
+    def close(self) -> None:
+        """Nothing is open."""

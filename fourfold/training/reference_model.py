@@ -1,0 +1,103 @@
+"""The reference of preference optimization: its log-probabilities of all answers, computed once on the job's own grid.
+
+The reference is the model with which training begins, so that its weights are there at step 0 and never again. What
+they say about the answers is a number for each: kept in a file, it makes a second model in memory needless, and a run
+that is continued, on this grid or another, reads the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from fourfold.data.files import write_output
+from fourfold.data.loader import Loader
+from fourfold.data.masks import LossMask
+from fourfold.data.preferences import PreferencePairs
+from fourfold.errors import UserError
+from fourfold.parallel.communicate import all_reduce
+from fourfold.parallel.together import decided_by_rank_0
+from fourfold.parsing import parse_json
+from fourfold.training.corpora import Corpora, micro_batches
+from fourfold.training.job import Job
+
+REFERENCE_FILE = "reference.json"
+
+
+def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Path | None) -> None:
+    """Give the run's pairs the reference's log-probabilities; every process calls this.
+
+    checkpoint: where the run resumes; None at its start, where the job's weights are the reference's. The run's folder
+    gets the file that has them. Raises ``UserError`` where a resumed run has lost it, or it is of other pairs.
+    """
+    sources = corpora.pairs()
+    if checkpoint is None:
+        found = [reference_log_probabilities(job, source, corpora.train.masks) for source in sources]
+    else:
+        places = [run_dir / REFERENCE_FILE, checkpoint.resolve().parent.parent / REFERENCE_FILE]
+        found = decided_by_rank_0(lambda: _read(places, sources))
+    for source, values in zip(sources, found, strict=True):
+        source.reference = values
+    if dist.get_rank() == 0:
+        kept = {
+            str(source.corpus.prefix): [None if np.isnan(value) else float(value) for value in values]
+            for source, values in zip(sources, found, strict=True)
+        }
+        write_output(run_dir / REFERENCE_FILE, json.dumps(kept))
+
+
+@torch.no_grad()
+def reference_log_probabilities(job: Job, source: PreferencePairs, masks: tuple[LossMask, ...]) -> NDArray[np.float32]:
+    """The log-probability that the job's weights give each document of a corpus of pairs; NaN for those left out."""
+    training, batch = job.run.training, job.grid.batch
+    loader = Loader(
+        source,
+        training.seq_length,
+        training.global_batch_size,
+        training.micro_batch_size,
+        batch.rank,
+        batch.size,
+        masks,
+    )
+    documents = source.corpus.documents
+    sums, counts = (torch.zeros(documents, dtype=torch.float64, device=job.device) for _ in range(2))
+    for step in range(-(-len(source) // training.global_batch_size)):
+        numbers = loader.sample_numbers(step).reshape(-1)
+        mine = micro_batches(loader.assemble(numbers), job.run, job.grid.cp, job.device)
+        outputs = job.outputs(mine)  # nothing on ranks of other stages than the last
+        if outputs:
+            rows = torch.from_numpy(source.documents_of(numbers)).to(job.device)
+            sums.index_add_(0, rows, torch.cat(outputs).double())
+            counts.index_add_(0, rows, torch.ones_like(rows, dtype=torch.float64))
+    for axis in (batch, job.grid.pp):
+        sums, counts = (all_reduce(t, axis, "log-probabilities of the reference") for t in (sums, counts))
+    found: NDArray[np.float32] = (sums / counts).float().cpu().numpy()  # the last step may have seen some twice
+    return found
+
+
+def _read(places: list[Path], sources: list[PreferencePairs]) -> list[NDArray[np.float32]]:
+    path = next((path for path in places if path.is_file()), None)
+    if path is None:
+        raise UserError(
+            f"{places[0]} is missing, the log-probabilities of the reference that a resumed run needs; restore it, or "
+            "start again with checkpoint.resume = 'never'"
+        )
+    try:
+        kept = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise UserError(f"{path} is damaged; start again with checkpoint.resume = 'never'") from None
+    found = []
+    for source in sources:
+        values = kept.get(str(source.corpus.prefix)) if isinstance(kept, dict) else None
+        if not isinstance(values, list) or len(values) != source.corpus.documents:
+            raise UserError(
+                f"{path} has no log-probabilities of the {source.corpus.documents} answers of {source.corpus.prefix}; "
+                "train on the pairs with which the run began, or start again with checkpoint.resume = 'never'"
+            )
+        found.append(np.array(values, dtype=np.float32))
+    return found

@@ -1,0 +1,55 @@
+"""A running mean of the weights, cut over the grid as the weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fourfold.parallel.state import LocalShard
+
+
+class WeightAverage:
+    """Exponential moving average (EMA) of the trained weights, in float32.
+
+    The weights after the first update begin it; each later update gives average ← decay · average + (1 - decay) ·
+    weight. Element by element, so that it is the same on every grid (Polyak and Juditsky 1992 in the form of Tarvainen
+    and Valpola 2017, arXiv 1703.01780).
+    """
+
+    def __init__(self, shards: Sequence[LocalShard], decay: float) -> None:
+        self.shards, self.decay = list(shards), decay
+        self.averages: list[Tensor] = [torch.zeros_like(shard.local, dtype=torch.float32) for shard in shards]
+        """As ``local`` of the shards."""
+        self.has_begun = False
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin the average with the weights as they are."""
+        for average, shard in zip(self.averages, self.shards, strict=True):
+            average.copy_(shard.local)
+        self.has_begun = True
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights after an update."""
+        if not self.has_begun:
+            return self.restart()
+        for average, shard in zip(self.averages, self.shards, strict=True):
+            average.lerp_(shard.local.float(), 1 - self.decay)
+        return None
+
+    @contextmanager
+    def in_place_of_weights(self) -> Iterator[None]:
+        """Hold the averages where the weights are, as long as the block lasts; the caller publishes them."""
+        with torch.no_grad():
+            weights = [shard.local.clone() for shard in self.shards]
+            try:
+                for average, shard in zip(self.averages, self.shards, strict=True):
+                    shard.local.copy_(average)
+                yield
+            finally:
+                for weight, shard in zip(weights, self.shards, strict=True):
+                    shard.local.copy_(weight)

@@ -1,0 +1,83 @@
+"""Tasks of lm-eval at intervals of a run: the scores of its checkpoints, on the training grid."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Cli
+from tiny_corpus import make_corpus, run_file
+
+from fourfold.data.tokenizer import train_bpe
+from fourfold.errors import UserError
+from fourfold.run_file.load import load_run
+from fourfold.training.metrics import add_record, read_metrics
+
+TASK = """
+task: tiny_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{rows}"}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{label}}}}"
+doc_to_choice: "{{{{choices}}}}"
+metric_list: [{{metric: acc}}]
+"""
+
+
+def make_task(folder: Path) -> Path:
+    words = ("grid", "axis", "tile")
+    rows = [{"question": f"shard {i}", "choices": [f" {w} {i}" for w in words], "label": i % 3} for i in range(20)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "tasks").mkdir()
+    (folder / "tasks" / "tiny.yaml").write_text(TASK.format(rows=folder / "rows.jsonl"))
+    return folder / "tasks"
+
+
+def evaluated(folder: Path, tasks: Path, **changes: Any) -> Path:
+    if not (folder / "t.json").is_file():
+        train_bpe(["grid axis tile shard gather reduce token 1 2 3"] * 20, 300, folder / "t.json")
+        make_corpus(folder, tokenizer=str(folder / "t.json"))
+    evaluation = {"evaluation__interval": 4, "evaluation__tasks": ["tiny_choice"], "model__vocab_size": 300}
+    evaluation |= {"evaluation__include_path": str(tasks), "checkpoint__interval": 4, "training__device": "cpu"}
+    return run_file(folder, str(folder / "corpus"), **evaluation | changes)
+
+
+@pytest.mark.slow
+def test_the_scores_of_a_run_are_those_of_its_checkpoints(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    tasks = make_task(tmp_path)
+    code, _, errors = cli("train", evaluated(tmp_path, tasks, parallel__x=2))
+    assert code == 0, errors
+    records = read_metrics(tmp_path / "runs" / "run" / "tasks.jsonl")
+    assert [record["step"] for record in records] == [4, 8]
+    for record in records:
+        model = tmp_path / "runs" / "run" / "checkpoints" / f"step_{record['step']}"
+        options = ("--tasks", "tiny_choice", "--include-path", tasks, "--json", "--set", "parallel.x=1")
+        code, out, errors = cli("evaluate", "--model", model, *options)
+        assert code == 0, errors
+        found = json.loads(out[out.index("{") :])["tasks"]["tiny_choice"]["acc,none"]
+        assert record["tasks"]["tiny_choice"]["acc,none"] == found
+
+
+def test_a_task_that_is_unknown_ends_a_run_at_its_start(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    path = evaluated(tmp_path, make_task(tmp_path), evaluation__tasks=["no_such_task"])
+    code, _, errors = cli("train", path)
+    assert code == 2 and "task no_such_task: lm-eval has no such task" in errors
+    assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
+
+
+def test_interval_and_tasks_go_together(tmp_path: Path) -> None:
+    for changes in ({"evaluation__interval": 0}, {"evaluation__tasks": []}):
+        with pytest.raises(UserError, match="interval and tasks go together"):
+            load_run(evaluated(tmp_path, tmp_path, **changes))
+
+
+def test_records_of_later_steps_are_replaced(tmp_path: Path) -> None:
+    for step in (4, 8, 12, 8):
+        add_record(tmp_path / "r.jsonl", {"step": step, "tasks": {}})
+    assert [record["step"] for record in read_metrics(tmp_path / "r.jsonl")] == [4, 8]

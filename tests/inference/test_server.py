@@ -1,0 +1,115 @@
+"""`fourfold serve` starts the server of another library on an exported model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Cli
+from tiny_corpus import make_corpus, run_file
+
+from fourfold.data.tokenizer import train_bpe
+from fourfold.inference import server
+
+FOURFOLD = [sys.executable, "-m", "fourfold"]
+MODULES = server.ENGINES["transformers"][0]
+HAS_TRANSFORMERS = all(importlib.util.find_spec(module) for module in MODULES)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder, with a tokenizer that transformers reads."""
+    folder = tmp_path_factory.mktemp("served")
+    train_bpe(["grid axis tile shard gather reduce scatter token layer head norm loss"] * 20, 300, folder / "t.json")
+    path = run_file(
+        folder,
+        make_corpus(folder, tokenizer=str(folder / "t.json")),
+        training__train_steps=1,
+        training__device="cpu",
+        model__vocab_size=300,
+    )
+    subprocess.run([*FOURFOLD, "train", str(path)], check=True, capture_output=True)
+    return folder / "runs" / "run"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def ask(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://localhost:{port}{path}", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="the extra serve is not installed")
+def test_transformers_serves_a_run(trained: Path) -> None:
+    port = free_port()
+    words = [*FOURFOLD, "serve", str(trained), "--engine", "transformers", "--port", str(port), "--", "--device", "cpu"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        give_up = time.monotonic() + 300
+        while True:
+            try:
+                ask(port, "/health")
+                break
+            except (urllib.error.URLError, ConnectionError):
+                assert process.poll() is None and time.monotonic() < give_up, process.communicate()[0]
+                time.sleep(0.5)
+        assert [model["id"] for model in ask(port, "/v1/models")["data"]] == ["run"]
+        body = {"model": "run", "prompt": "grid axis", "max_tokens": 4, "temperature": 0}
+        answer = ask(port, "/v1/completions", body)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        printed, _ = process.communicate(timeout=60)
+    assert isinstance(answer["choices"][0]["text"], str) and answer["usage"]["completion_tokens"] <= 4, printed
+    assert "Traceback" not in printed
+
+
+def test_the_command_that_is_started(trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in shows its words, and that the model is there and goes away afterwards."""
+    script = (
+        "import os, sys; print(os.listdir(sys.argv[1]), sys.argv[1:], os.getcwd()); "
+        "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); os.kill(os.getppid(), signal.SIGTERM); "
+        "signal.pause()"
+    )
+    monkeypatch.setitem(server.ENGINES, "vllm", (("json",), ("-c", script), "pip install vllm"))
+    code, out, errors = cli("serve", trained, "--port", 8123, "--name", "mine", "--", "--max-model-len", 32)
+    assert code == 7, errors
+    assert "model.safetensors" in out and "tokenizer.json" in out
+    assert "['mine', '--host', 'localhost', '--port', '8123', '--max-model-len', '32']" in out
+    assert not Path(out.split()[-1]).exists()
+
+
+def test_what_is_missing_is_named(trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = (("no_such_library",), ("-m", "nothing"), "pip install it")
+    monkeypatch.setitem(server.ENGINES, "vllm", absent)
+    code, _, errors = cli("serve", trained, "--engine", "vllm")
+    assert code == 2 and "--engine vllm needs the library no_such_library: pip install it" in errors
+    monkeypatch.setitem(server.ENGINES, "transformers", absent)
+    code, _, errors = cli("serve", trained)
+    assert code == 2 and "serving needs vLLM (pip install it) or transformers' server: pip install it" in errors
+
+
+def test_bytes_cannot_be_served(tmp_path: Path, prefix: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(server.ENGINES, "vllm", (("json",), ("-c", ""), "pip install vllm"))
+    path = run_file(tmp_path, prefix, training__train_steps=1, training__device="cpu")
+    subprocess.run([*FOURFOLD, "train", str(path)], check=True, capture_output=True)
+    code, _, errors = cli("serve", tmp_path / "runs" / "run")
+    assert code == 2 and "has no tokenizer that a server can use" in errors

@@ -1,0 +1,195 @@
+"""Preference optimization: its data, its reference, and a whole run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command_line import Cli
+from pool import Pool
+from tiny_chat import CHATML, make_chat_tokenizer, write_rows
+from tiny_runs import LLAMA, tiny_run
+
+from fourfold.config.run import RunConfig
+from fourfold.data.loader import Loader
+from fourfold.data.masks import answers_only, document_boundary
+from fourfold.data.preferences import PreferencePairs
+from fourfold.data.prepare_conversations import prepare_conversations
+from fourfold.errors import UserError
+from fourfold.launch.job_processes import run_on_grid
+from fourfold.models.initialize import initialize
+from fourfold.models.transformer import IGNORE_INDEX, Transformer
+from fourfold.parallel.grid import Grid
+from fourfold.planning.run_workload import workload_of
+from fourfold.training.corpora import open_corpora
+from fourfold.training.job import Job
+from fourfold.training.metrics import read_metrics
+from fourfold.training.reference_model import REFERENCE_FILE, reference_log_probabilities
+
+MASKS = (document_boundary, answers_only)
+ROWS = [
+    {"prompt": f"{i} is ", "chosen": "even" if i % 2 == 0 else "odd", "rejected": "odd" if i % 2 == 0 else "even, no"}
+    for i in range(10, 21)
+]
+"""Eleven pairs: a global batch of four pairs does not divide them."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("pairs")
+    rows = write_rows(folder / "rows.jsonl", ROWS)
+    prepare_conversations([rows], folder / "c", tokenizer="bytes", format="preferences")
+    return str(folder / "c")
+
+
+def run_of(corpus: str, folder: Path, grid: dict[str, int] | None = None, **sections: Any) -> RunConfig:
+    data = {"format": "preferences", "train": [{"path": corpus}], "validation": [{"path": corpus}]}
+    training = {"train_steps": 6, "device": "cpu", **sections.pop("training", {})}
+    optimizer = {"lr": 3e-3}
+    return tiny_run(
+        LLAMA, grid, data=data, dpo={"beta": 0.5}, optimizer=optimizer, training=training, output_dir=str(folder),
+        **sections,
+    )  # fmt: skip
+
+
+def train(run: RunConfig) -> list[dict[str, Any]]:
+    run_on_grid("fourfold.training.loop:train", [run], run.parallel.world_size, "cpu")
+    return read_metrics(Path(run.output_dir, run.name, "metrics.jsonl"))
+
+
+def test_a_pair_is_the_same_prompt_twice(corpus: str) -> None:
+    pairs = PreferencePairs.open(corpus, 32, 0)
+    assert len(pairs) == 22 and (pairs.cut, pairs.left_out) == (0, 0)
+    windows = pairs.read(np.arange(44))
+    seen = []
+    for chosen, rejected in zip(windows.tokens[0::2], windows.tokens[1::2], strict=True):
+        texts = [bytes(t for t in row.tolist() if t < 256).decode() for row in (chosen, rejected)]
+        row = next(row for row in ROWS if texts[0].startswith(row["prompt"]))
+        assert texts == [row["prompt"] + row["chosen"], row["prompt"] + row["rejected"]]
+        seen.append(row["prompt"])
+    assert sorted(seen[:11]) == sorted(seen[11:]) == sorted(row["prompt"] for row in ROWS)
+    assert seen[:11] != seen[11:], "each epoch has an order of its own"
+    (batch,) = Loader(pairs, 32, 4, 4, masks=MASKS).step(0)
+    trained = [bytes(t for t in row if 0 <= t < 256).decode() for row in batch.labels.tolist()]
+    assert all(text in ("even", "odd", "even, no") for text in trained), "neither prompts nor padding"
+
+
+def test_pairs_that_do_not_fit(corpus: str) -> None:
+    pairs = PreferencePairs.open(corpus, 10, 0)
+    assert pairs.left_out == 0 and pairs.cut == 5
+    with pytest.raises(UserError, match=r"no pair of .* has both answers within training.seq_length = 4"):
+        PreferencePairs.open(corpus, 4, 0)
+
+
+def by_hand(run: RunConfig, pairs: PreferencePairs) -> np.ndarray:
+    """The log-probability of every document under the initial model, in plain PyTorch."""
+    model = Transformer(run.model)
+    initialize(model, run.model, run.training.seed)
+    (batch,) = Loader(pairs, 32, 22, 22, masks=MASKS).step(0)
+    tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
+    with torch.no_grad():
+        log_probs = model(tokens).double().log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+    found = np.empty(22)
+    found[pairs.documents_of(np.arange(22))] = (log_probs * (labels != IGNORE_INDEX)).sum(1).numpy()
+    return found
+
+
+def reference_body(rank: int, world_size: int, run: RunConfig) -> np.ndarray:
+    grid = Grid(run.parallel, "cpu")
+    corpora = open_corpora(run, grid.batch)
+    job = Job(run, grid, torch.device("cpu"))
+    job.initialize(run.training.seed)
+    return reference_log_probabilities(job, corpora.pairs()[0], corpora.train.masks)
+
+
+@pytest.mark.parametrize("grid", [{}, {"x": 2, "y": 2}, {"pp": 2, "z": 2}, {"cp": 2}], ids=str)
+def test_the_reference_is_the_initial_model(pool: Pool, corpus: str, tmp_path: Path, grid: dict[str, int]) -> None:
+    run = run_of(corpus, tmp_path, grid)
+    expected = by_hand(run, PreferencePairs.open(corpus, 32, 0))
+    for found in pool.run(run.parallel.world_size, reference_body, run):
+        assert np.allclose(found, expected, rtol=1e-5)
+
+
+def test_a_run_learns_the_preferences(corpus: str, tmp_path: Path) -> None:
+    steps = {"train_steps": 30}
+    records = train(run_of(corpus, tmp_path, training=steps, validation={"interval": 30, "steps": 2}))
+    first, last = records[0], records[-1]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5), "the model is its own reference"
+    assert abs(first["dpo_margin"]) < 1e-4 and first["trained_token_share"] == 1
+    assert last["loss"] < 0.3 and last["dpo_accuracy"] == 1 and last["dpo_margin"] > 1
+    assert last["validation_dpo_accuracy"] == 1 and last["validation_loss"] < 0.3
+    assert {"dpo_chosen_reward", "validation_dpo_margin"} <= last.keys()
+
+
+def test_a_resumed_run_keeps_its_reference(corpus: str, tmp_path: Path) -> None:
+    half = run_of(corpus, tmp_path / "halves", training={"train_steps": 3}, lr_scheduler={"decay_style": "constant"})
+    whole = run_of(corpus, tmp_path / "whole", lr_scheduler={"decay_style": "constant"})
+    train(half)
+    reference = tmp_path / "halves" / "run" / REFERENCE_FILE
+    before = json.loads(reference.read_text())
+    resumed = train(half.model_copy(update={"training": whole.training}))
+    assert [r["loss"] for r in resumed] == [r["loss"] for r in train(whole)]
+    assert json.loads(reference.read_text()) == before
+
+    reference.unlink()
+    longer = half.model_copy(update={"training": whole.training.model_copy(update={"train_steps": 8})})
+    with pytest.raises(UserError, match=r"reference.json is missing, the log-probabilities of the reference"):
+        train(longer)
+    reference.write_text(json.dumps({corpus: [0.0]}))
+    with pytest.raises(UserError, match="has no log-probabilities of the 22 answers"):
+        train(longer)
+
+
+def test_chats_become_pairs(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = make_chat_tokenizer(tmp_path / "tokenizer", CHATML)
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    answers = {name: {"role": "assistant", "content": text} for name, text in (("chosen", "Paris"), ("rejected", "No"))}
+    rows = [
+        {"prompt": asked, "chosen": [answers["chosen"]], "rejected": [answers["rejected"]]},
+        {"chosen": [*asked, answers["chosen"]], "rejected": [*asked, answers["rejected"]]},
+    ]
+    arguments = ("--out", tmp_path / "c", "--format", "preferences", "--tokenizer", folder)
+    code, out, err = cli("prepare", write_rows(tmp_path / "rows.jsonl", rows), *arguments)
+    assert code == 0 and "4 documents" in out, err
+    windows = PreferencePairs.open(tmp_path / "c", 64, 0).read([0, 1, 2, 3])
+    assert np.array_equal(windows.tokens[:2], windows.tokens[2:]), "both ways to write a row are the same pair"
+    assert not np.array_equal(windows.tokens[0], windows.tokens[1])
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "a", "chosen": "b"}, {"prompt": "a", "chosen": ["b"], "rejected": "c"}, {"text": "a"}]
+)
+def test_rows_that_are_no_pairs(cli: Cli, tmp_path: Path, row: dict[str, Any]) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [row])
+    code, _, errors = cli("prepare", rows, "--out", tmp_path / "c", "--format", "preferences", "--tokenizer", "bytes")
+    assert code == 2 and "a row has prompt, chosen and rejected as texts" in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"training": {"micro_batch_size": 1}}, "micro_batch_size = 1 must be even with dpo"),
+        ({"dpo": {}}, "data.format = 'preferences' is for .dpo.; set dpo.beta"),
+        ({"masks": {"goldfish": {"strategy": "hash"}}}, "dpo compares whole answers"),
+        ({"data": {"source": "python-stdlib", "format": "preferences"}}, "needs one corpus in data.train"),
+        ({"metrics": {"machine": "laptop"}}, "the planner does not predict dpo"),
+    ],
+)
+def test_run_files_that_are_refused(sections: dict[str, Any], message: str) -> None:
+    data = {"format": "preferences", "train": [{"path": "nowhere"}]}
+    with pytest.raises(UserError, match=message):
+        tiny_run(LLAMA, {}, **{"data": data, "dpo": {"beta": 0.1}, **sections})
+
+
+def test_text_and_pairs_are_not_exchanged(corpus: str, tmp_path: Path) -> None:
+    grid = type("Axis", (), {"rank": 0, "size": 1})
+    with pytest.raises(UserError, match=r"is of the format 'preferences', and data\.format = 'text'"):
+        open_corpora(tiny_run(LLAMA, {}, data={"train": [{"path": corpus}]}), grid)
+    with pytest.raises(UserError, match=r"the planner does not predict \[dpo\]"):
+        workload_of(run_of(corpus, tmp_path))
