@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fourfold.planning.cost.optimizer_cost import MOVED_BYTES
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
@@ -15,6 +14,7 @@ from fourfold.config.stages import SPLIT_BACKWARD
 from fourfold.planning.budget import checkpoint_interval, costs
 from fourfold.planning.cost.block import block_time
 from fourfold.planning.cost.memory import in_flight
+from fourfold.planning.cost.optimizer_cost import MOVED_BYTES
 from fourfold.planning.cost.step import step_parts
 from fourfold.planning.cost.terms.bubble import bubble_seconds
 from fourfold.planning.cost.terms.collective import (
