@@ -129,4 +129,4 @@ def _turns(kinds: list[Matrices], ranks: Number) -> list[Number]:
 
 def moved_bytes(work: Workload) -> Number:
     """Bytes that a step moves for each entry that a rank steps."""
-    return np.choose(work.step.optimizer, [MOVED_BYTES[name] for name in OPTIMIZERS])
+    return np.array([MOVED_BYTES[name] for name in OPTIMIZERS])[np.asarray(work.step.optimizer, int)]
