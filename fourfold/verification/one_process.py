@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from fourfold.config.run import RunConfig
 from fourfold.data.dataset import Windows
-from fourfold.models.mixture import Mixture, Routing
+from fourfold.models.mixture import Mixture, Routing, is_router_bias
 from fourfold.training.job import build_model
 from fourfold.verification.batches import RandomSamples
 from fourfold.verification.float64 import InFloat64
@@ -95,6 +95,8 @@ class Reference:
     def _average(self) -> None:
         decay = self.run.ema.decay
         for name, weight in self.trained.items() if decay else ():
+            if is_router_bias(name):  # it has no average
+                continue
             before = self.averages.get(name, weight.detach())
             self.averages[name] = decay * before + (1 - decay) * weight.detach()
 

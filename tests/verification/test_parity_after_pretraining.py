@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 from pool import Pool
-from tiny_runs import GPT, LLAMA, MIXTURE, QWEN, tiny_run
+from tiny_runs import DEEPSEEK, GPT, LLAMA, MIXTURE, QWEN, tiny_run
 from tuned_products import parity_on_cpu
 
 from fourfold.config.run import RunConfig, Schedule
@@ -43,6 +43,7 @@ SLOW_CASES: dict[str, Case] = {
     "pp2 cp2 pairs": (DEEP_LLAMA, {"pp": 2, "cp": 2}, PAIRS),
     "y2 z2 pairs, adapters": (LLAMA, {"y": 2, "z": 2}, PAIRS | ADAPTERS),
     "x2 y2 pairs, y shares the batch, in parts": (SIX_HEADS, {"x": 2, "y": 2}, PAIRS | TWO_PARTS),
+    "dp2 ep2 average, biases of routers": (DEEPSEEK, {"dp": 2, "ep": 2}, AVERAGE),
     "z2 ep2 pairs": (MIXTURE, {"z": 2, "ep": 2}, PAIRS),
     "pp2 y2 ZBV average, tied": (DEEP_GPT, {"pp": 2, "y": 2, "schedule": "ZBVZeroBubble"}, AVERAGE),
     "dp2 cp2 zero 3 average of adapters": (LLAMA, {"dp": 2, "cp": 2, "zero": 3}, AVERAGE | ADAPTERS),
