@@ -19,11 +19,11 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)((?:#[^)\s]*)?)\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages, and every run file."""
+    """Add the pages, and every example."""
     for name, source in PAGES.items():
         files.append(File.generated(config, name, content=(ROOT / source).read_text(encoding="utf-8")))
     for path in sorted((ROOT / "examples").rglob("*.*")):
-        if path.suffix in (".toml", ".py", ".json"):
+        if path.suffix in (".toml", ".py", ".json", ".yaml"):
             files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
     return files
 

@@ -42,6 +42,10 @@ class StreamPosition(Strict):
 
     source: str
     """Its name."""
+    text_key: str
+    """The column of its texts."""
+    tokenizer: str
+    """The fingerprint of the tokenizer."""
     positions: list[dict[str, Any]]
     """Of each of its streams, as ``data/stream.py`` describes them."""
 

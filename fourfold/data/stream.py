@@ -85,6 +85,7 @@ class StreamedWindows:
 
     look_back: tokens before each window that masks see. ahead: windows of a stream that are held in memory, at most.
     timeout: seconds after which a stream that gives nothing counts as dead; ``read`` then raises ``UserError``.
+    text_key: the column of the texts, as a checkpoint records it.
     """
 
     def __init__(
@@ -97,9 +98,10 @@ class StreamedWindows:
         look_back: int = 0,
         ahead: int = 64,
         timeout: float = 300.0,
+        text_key: str = "text",
     ) -> None:
         assert global_batch_size % len(streams) == 0, (global_batch_size, len(streams))
-        self.name, self.streams, self.tokenizer = name, streams, tokenizer
+        self.name, self.streams, self.tokenizer, self.text_key = name, streams, tokenizer, text_key
         self.seq_length, self.look_back, self._timeout, self._most = seq_length, look_back, timeout, ahead
         self._of_a_step = global_batch_size // len(streams)  # windows of each stream
         self._begin: list[dict[int, Position]] = [{0: Position()} for _ in streams]
@@ -118,9 +120,11 @@ class StreamedWindows:
         for row, number in enumerate(numbers.tolist()):
             window = found[number]
             absent = length - len(window.tokens)
-            tokens[row, absent:] = window.tokens
-            starts.append(absent + window.document_starts)
-            missing.append(absent)
+            unseen = max(0, -absent)  # of a checkpoint whose masks looked further back
+            tokens[row, max(absent, 0) :] = window.tokens[unseen:]
+            begins = absent + window.document_starts
+            starts.append(begins[begins >= 0])
+            missing.append(max(absent, 0))
         return windows_of(tokens, starts, missing, numbers, self.look_back)
 
     def positions(self, steps: int, mine: Iterable[int]) -> dict[int, dict[str, Any]]:

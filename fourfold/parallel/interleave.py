@@ -87,8 +87,9 @@ class InterleavedBlock(Block):
         up_BSf = yield from up.steps(normed(mlp_reads_BTh, self.post_attention_layernorm), later=of_up)
         if type(self.mlp).down is not MLP.down:  # it runs again in the backward, as a whole
             return attended_BTh + normed(self.mlp.down(*up_BSf), self.mlp_output_layernorm)
-        # Nothing reads the output of a recomputed block: it ends when all parts have come to the last product.
-        down_steps = down_proj.steps(self.mlp.activation(*up_BSf), pause=RECOMPUTES.get())
+        # Where no norm reads it, nothing does: a recomputed block ends when all parts have come to the last product.
+        ends_early = RECOMPUTES.get() and self.mlp_output_layernorm is None
+        down_steps = down_proj.steps(self.mlp.activation(*up_BSf), pause=ends_early)
         mlp_BTh = yield from down_steps
         return attended_BTh + normed(mlp_BTh, self.mlp_output_layernorm)
 

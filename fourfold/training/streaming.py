@@ -30,7 +30,9 @@ def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
     with purpose("positions in the data"):
         dist.all_gather_object(everyone, mine)
     found = {number: position for each in everyone for number, position in each.items()}
-    return StreamPosition(source=stream.name, positions=[found[number] for number in range(len(stream.streams))])
+    positions = [found[number] for number in range(len(stream.streams))]
+    tokenizer = stream.tokenizer.fingerprint
+    return StreamPosition(source=stream.name, text_key=stream.text_key, tokenizer=tokenizer, positions=positions)
 
 
 def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> None:
@@ -50,4 +52,13 @@ def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> No
                 f"the checkpoint {checkpoint} was trained on {was}, and the run file has data.source = "
                 f"'{stream.name}' in {len(stream.streams)} streams; set it back, or set checkpoint.resume = 'never'"
             )
+        for key, was, now in (
+            ("text_key", saved.text_key, stream.text_key),
+            ("tokenizer", saved.tokenizer, stream.tokenizer.fingerprint),
+        ):
+            if was != now:
+                raise UserError(
+                    f"the checkpoint {checkpoint} was trained with another data.{key}: '{was}', not '{now}'; set it "
+                    "back, or set checkpoint.resume = 'never'"
+                )
         stream.go_to(steps, saved.positions)

@@ -229,6 +229,11 @@ SLOW_CASES: dict[str, Case] = {
         TWO_PARTS | {"lora": {"rank": 4, "targets": ["up_proj", "q_proj"]}},
     ),
     "x2 y2 z2 in parts": (QWEN, {"x": 2, "y": 2, "z": 2}, FULL | {"overlap": {"batch_parts": 2}}),
+    "x2 z2 in parts, recomputed, outputs normalized": (
+        GEMMA2,
+        {"x": 2, "z": 2},
+        FULL | {"overlap": {"batch_parts": 2}},
+    ),
     "x2 y2 parts of tokens": (LLAMA, {"x": 2, "y": 2}, TOKENS_IN_TWO | FULL),
     "x2 z2 parts of packed tokens": (QWEN, {"x": 2, "z": 2}, TOKENS_IN_FOUR | SELECTIVE | PACKED),
     "x2 y2 parts of tokens, y shares the batch": (
