@@ -100,6 +100,19 @@ def test_every_position_continues_exactly() -> None:
     whole.close()
 
 
+def test_a_run_whose_masks_look_back_less_goes_on_with_the_same_samples() -> None:
+    whole, shorter = streamed(Listed(TEXTS)), streamed(Listed(TEXTS), look_back=2)
+    for steps in range(1, 9):
+        numbers = np.arange(4 * steps, 4 * steps + 4)
+        whole.read(numbers - 4)
+        shorter.go_to(steps, [whole.positions(steps, (numbers - 4).tolist())[0]])
+        expected, found = whole.read(numbers), shorter.read(numbers)
+        assert (found.stream == expected.stream[:, LOOK_BACK - 2 :]).all()
+        assert (found.stream_documents == expected.stream_documents[:, LOOK_BACK - 2 :]).all()
+    whole.close()
+    shorter.close()
+
+
 def test_any_order_gives_the_same_samples() -> None:
     """As after a return to an earlier checkpoint, a step that is left out, and a look at the beginning."""
     samples, expected = streamed(Listed(TEXTS)), streamed(Listed(TEXTS)).read(np.arange(80))

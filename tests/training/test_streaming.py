@@ -77,7 +77,7 @@ def test_a_checkpoint_goes_on_in_its_own_data_only(tmp_path: Path) -> None:
     assert (saved.source, len(saved.positions)) == (f"{dataset}:train", 2)
     with pytest.raises(UserError, match=r"in 2 streams, and the run file has .* in 4 streams; set it back"):
         train(make(tmp_path / "run", dataset, data__streams=4))
-    with pytest.raises(UserError, match="another data.text_key: 'text', not 'title'; set it back"):
+    with pytest.raises(UserError, match=r"another data\.text_key: 'text', not 'title'; set it back"):
         train(make(tmp_path / "run", dataset, data__text_key="title"))
     other = make_dataset(tmp_path / "others", documents=400)
     with pytest.raises(UserError, match=rf"was trained on data.source = '{dataset}:train' in 2 streams"):
