@@ -34,7 +34,7 @@ from fourfold.checkpoints.compatible import (
     check_same_order,
 )
 from fourfold.checkpoints.file_layout import Layout, write_layout
-from fourfold.checkpoints.find import best_checkpoint, list_checkpoints, mark_best, step_of
+from fourfold.checkpoints.find import BEST, best_checkpoint, list_checkpoints, mark_best, step_of
 from fourfold.checkpoints.global_tensors import (
     AveragedWeights,
     TrainingState,
@@ -184,8 +184,10 @@ class Checkpointer:
                         seal(folder, written)
                         flush(folder)
                         swap_in(folder, finished)
-                        if self.job.run.validation.keep_best and save.state.best.step == save.step:
-                            mark_best(finished)
+                        # An earlier attempt's link may point to steps that this run has not reached.
+                        best = self.folder / f"step_{save.state.best.step}"
+                        if self.job.run.validation.keep_best and best.is_dir():
+                            mark_best(best)
                         flush(self.folder)
         self.newest = finished
         if dist.get_rank() == 0 and save.prune:
@@ -197,11 +199,13 @@ class Checkpointer:
         # kept, and neither pruning nor resume = 'auto' mistakes them for this run's own.
         found = list_checkpoints(self.folder)
         ours = [path for path in found if step_of(path) <= step]
+        best = best_checkpoint(self.folder)
         for later in found[len(ours) :]:
+            if later.name == best:
+                (self.folder / BEST).unlink()
             swap_in(later, later.with_name(f"{later.name}.superseded"))
         if self.config.keep_latest_k:
             every = self.config.keep_every
-            best = best_checkpoint(self.folder)
             for old in ours[: -self.config.keep_latest_k]:
                 if (not every or step_of(old) % every) and old.name != best:
                     remove(old)
@@ -268,7 +272,7 @@ def load_checkpoint(path: Path, job: TrainingState) -> int:
         job.loss_scale.scale, job.loss_scale.steps_since_change = state.loss_scale
     fill_second_copies(job.shards, lambda index: {"weight": job.shards[index].local})
     fill_second_copies(job.trained, job.optimizer.moments)
-    if job.average is not None:
+    if job.average is not None and job.optimizer.steps_taken():  # before the first update it begins with that
         _begin_average(job.trained, job.average, state.has_averages)
     job.publish()
     torch.set_rng_state(generator.get_state())

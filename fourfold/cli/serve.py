@@ -12,7 +12,8 @@ def serve(
         str, typer.Argument(metavar="CHECKPOINT|RUN|HF", help="The model: a checkpoint, a run's folder, or a folder.")
     ],
     options: Annotated[
-        list[str], typer.Argument(metavar="[-- OPTIONS]", help="Options of the server itself, behind --.")
+        list[str],
+        typer.Argument(metavar="[-- OPTIONS]", help="Options of the server itself, behind --; paths absolute."),
     ] = [],  # noqa: B006 (typer reads it, nobody writes it)
     engine: Annotated[
         Literal["vllm", "transformers"] | None,

@@ -276,6 +276,11 @@ class RunConfig(Strict):
             if self.data.format == "preferences":
                 raise ValueError("data.format = 'preferences' is for [dpo]; set dpo.beta, for example to 0.1")
             return self
+        if self.data.format != "preferences":
+            raise ValueError(
+                f"dpo.beta = {self.dpo.beta} compares answers in pairs, and data.format = '{self.data.format}' has none; "
+                "set data.format = 'preferences', or dpo.beta = 0"
+            )
         if self.training.micro_batch_size % 2:
             raise ValueError(
                 f"training.micro_batch_size = {self.training.micro_batch_size} must be even with dpo: the two answers "

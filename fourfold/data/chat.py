@@ -55,8 +55,11 @@ class ChatTemplate:
         """The text of the template."""
         return str(self._tokenizer.chat_template)
 
-    def encode(self, messages: Sequence[Message]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the tokens, and whether each is trained. Raises ValueError for an invalid conversation."""
+    def encode(self, messages: Sequence[Message], prompt: int = 0) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the tokens, and whether each is trained. Raises ValueError for an invalid conversation.
+
+        prompt: messages at the beginning of which nothing is trained, answers of the assistant included.
+        """
         _check(messages)
         text = self._render(messages)
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -68,6 +71,8 @@ class ChatTemplate:
             trained = np.zeros(len(begins), dtype=bool)
             for begin, end in self._answers(messages, text):
                 trained |= (begins >= begin) & (begins < end)
+        if prompt:
+            trained &= begins >= len(self._render(messages[:prompt]))
         return np.array(encoding["input_ids"], dtype=np.int64), trained
 
     def _answers(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:

@@ -121,7 +121,7 @@ class _Rows:
         if "messages" in row:
             if self._template is None:
                 self._template = ChatTemplate(self._name, self._template_file)
-            return self._template.encode(row["messages"])
+            return self._template.encode(row["messages"], row.get("prompt_messages", 0))
         if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
             return encode_completion(row["prompt"], row["completion"], self._tokenizer)
         raise ValueError(
@@ -139,11 +139,19 @@ def _pair_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
         return [{"prompt": prompt, "completion": answer} for answer in answers]
     if all(isinstance(answer, list) for answer in answers) and isinstance(prompt, list | None):
-        return [{"messages": [*(prompt or []), *answer]} for answer in answers if isinstance(answer, list)]
+        lists = [[*(prompt or []), *answer] for answer in answers if isinstance(answer, list)]
+        asked = len(prompt) if prompt else _shared_messages(*lists)
+        return [{"messages": messages, "prompt_messages": asked} for messages in lists]
     raise ValueError(
         "a row has prompt, chosen and rejected as texts, or chosen and rejected as lists of messages; this one has "
         f"{', '.join(sorted(row)) or 'nothing'}"
     )
+
+
+def _shared_messages(chosen: list[Any], rejected: list[Any]) -> int:
+    """Messages with which both answers begin; without a prompt of its own they are the prompt."""
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    return next((number for number, (one, other) in pairs if one != other), 0)
 
 
 def _text_bytes(row: dict[str, Any]) -> int:

@@ -15,6 +15,7 @@ from fourfold.memorization.scored_model import ScoredModel
 from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import Sampling
 from fourfold.parallel.together import failing_together
+from fourfold.training.best_validation import is_last_step
 from fourfold.training.job import Job
 from fourfold.training.metrics import TASKS_FILE, add_record
 
@@ -27,7 +28,7 @@ class TasksInTraining:
     """
 
     def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:
-        self.run, self.config, self.path = run, run.evaluation, run_dir / TASKS_FILE
+        self.run, self.job, self.config, self.path = run, job, run.evaluation, run_dir / TASKS_FILE
         import_lm_eval("evaluation.tasks needs")
         if tokenizer is None:
             raise UserError("evaluation.tasks needs a tokenizer; set data.tokenizer")
@@ -41,7 +42,7 @@ class TasksInTraining:
     def after_step(self, steps: int) -> None:
         """Run the tasks if they are due after this many steps."""
         config = self.config
-        if steps % config.interval and steps != self.run.training.train_steps:
+        if steps % config.interval and not is_last_step(self.job.best, self.run, steps):
             return
         results = run_tasks(self.model, config.tasks, self.folder, config.limit, config.num_fewshot)
         with failing_together():

@@ -16,6 +16,7 @@ from fourfold.memorization.goldfish_check import REPLAYABLE, replay_mask
 from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import Sampling, TokenScores
 from fourfold.parallel.together import failing_together
+from fourfold.training.best_validation import is_last_step
 from fourfold.training.job import Job
 from fourfold.training.metrics import MEMORIZATION_FILE, add_record
 
@@ -28,7 +29,7 @@ class CanaryAudit:
     """
 
     def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:
-        self.run, self.path = run, run_dir / MEMORIZATION_FILE
+        self.run, self.job, self.path = run, job, run_dir / MEMORIZATION_FILE
         self.scorer = GridScorer(job, Sampling())
         assert run.audit.documents is not None  # without them there is no audit
         documents = read_documents(
@@ -39,7 +40,7 @@ class CanaryAudit:
 
     def after_step(self, steps: int) -> None:
         """Audit if it is due after this many steps."""
-        if steps % self.run.audit.interval and steps != self.run.training.train_steps:
+        if steps % self.run.audit.interval and not is_last_step(self.job.best, self.run, steps):
             return
         fields = self.scorer.score([document.tokens for document in self.documents])
         with failing_together():

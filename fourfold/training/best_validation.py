@@ -6,6 +6,7 @@ import math
 
 from fourfold.checkpoints.saved_state import BestValidation
 from fourfold.config.during_training import ValidationConfig
+from fourfold.config.run import RunConfig
 
 
 def note_validation(best: BestValidation, config: ValidationConfig, step: int, loss: float) -> bool:
@@ -20,3 +21,8 @@ def note_validation(best: BestValidation, config: ValidationConfig, step: int, l
 def is_exhausted(best: BestValidation, config: ValidationConfig) -> bool:
     """True where ``validation.patience`` validations in a row were no better than the best before them."""
     return bool(config.patience) and best.since >= config.patience
+
+
+def is_last_step(best: BestValidation, run: RunConfig, steps: int) -> bool:
+    """True where training ends after ``steps`` steps: the last of the run file, or nothing improves any longer."""
+    return steps == run.training.train_steps or is_exhausted(best, run.validation)

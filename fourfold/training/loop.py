@@ -32,7 +32,7 @@ from fourfold.parallel.float8 import require_float8
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.together import decided_by_rank_0, failing_together, raise_together
 from fourfold.training.attempts import note_end, note_start
-from fourfold.training.best_validation import is_exhausted, note_validation
+from fourfold.training.best_validation import is_exhausted, is_last_step, note_validation
 from fourfold.training.corpora import Corpora, micro_batches, open_corpora
 from fourfold.training.job import Job, StepResult
 from fourfold.training.outcome import Outcome
@@ -152,7 +152,7 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
             for callback in after_step:
                 callback.after_step(steps)
 
-            is_over = steps == run.training.train_steps or is_exhausted(job.best, run.validation)
+            is_over = is_last_step(job.best, run, steps)
             ends = stopped or (is_over and run.checkpoint.save_last)
             if _due(steps, run.checkpoint.interval) or ends or (is_best and run.validation.keep_best):
                 checkpointer.save(steps, required=ends, prune=verdict.action == "update")

@@ -21,7 +21,7 @@ from fourfold.data.masks import LossMask
 from fourfold.data.preferences import PreferencePairs
 from fourfold.errors import UserError
 from fourfold.parallel.communicate import all_reduce
-from fourfold.parallel.together import decided_by_rank_0
+from fourfold.parallel.together import decided_by_rank_0, failing_together
 from fourfold.parsing import parse_json
 from fourfold.training.corpora import Corpora, micro_batches
 from fourfold.training.job import Job
@@ -43,12 +43,13 @@ def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Pat
         found = decided_by_rank_0(lambda: _read(places, sources))
     for source, values in zip(sources, found, strict=True):
         source.reference = values
-    if dist.get_rank() == 0:
-        kept = {
-            str(source.corpus.prefix): [None if np.isnan(value) else float(value) for value in values]
-            for source, values in zip(sources, found, strict=True)
-        }
-        write_output(run_dir / REFERENCE_FILE, json.dumps(kept))
+    with failing_together():
+        if dist.get_rank() == 0:
+            kept = {
+                str(source.corpus.prefix): [None if np.isnan(value) else float(value) for value in values]
+                for source, values in zip(sources, found, strict=True)
+            }
+            write_output(run_dir / REFERENCE_FILE, json.dumps(kept))
 
 
 @torch.no_grad()

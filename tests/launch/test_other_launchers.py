@@ -55,7 +55,7 @@ def test_a_script_for_torchrun(cli: Cli, tmp_path: Path, nodes: int) -> None:
     job = tmp_path / "job.sh"
     arguments = ("--nodes", nodes, "--setup", "my setup.sh", "--save-seconds", 60, "--set", "name=a-b")
     assert cli("launch", "torchrun", path, *arguments, "--output", job)[0] == 0
-    (tmp_path / "my setup.sh").write_text("export FROM_SETUP=1\n")
+    (tmp_path / "my setup.sh").write_text("export FROM_SETUP=1$NOT_SET\n")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "torchrun").write_text(
         '#!/bin/bash\nprintf "%q " torchrun "$@"\necho\necho $FROM_SETUP $TORCH_ELASTIC_SHUTDOWN_TIMEOUT\n'
@@ -103,7 +103,12 @@ def test_a_manifest_for_kubernetes(cli: Cli, tmp_path: Path, device: str) -> Non
     assert spec["backoffLimit"] == 4 and pod["restartPolicy"] == "Never"
     (container,) = pod["containers"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    words = container["command"]
+    (tmp_path / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" torchrun "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    for index in (1, 0):
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": str(index)}
+        words = subprocess.check_output(container["command"], env=environment, text=True).splitlines()
+        assert options_of(words)["rdzv-conf"].endswith(f"is_host={1 - index}")
     assert processes_of(words) == 4
     assert words[-5:] == ["fourfold", "train", "/etc/fourfold/run.toml", "--set", "model.hidden_size=64"]
     assert options_of(words)["rdzv-endpoint"] == f"{name}-0.{pod['subdomain']}:29500"

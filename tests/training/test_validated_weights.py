@@ -70,6 +70,22 @@ def test_the_best_checkpoint_stays(tmp_path: Path, prefix: str, losses: list[flo
     assert best.resolve().name == "step_10"
 
 
+def test_the_best_checkpoint_of_a_run_that_went_back(tmp_path: Path, prefix: str, losses: list[float]) -> None:
+    changes = {"validation__interval": 1, "validation__keep_best": True, "checkpoint__interval": 3}
+    changes |= {"checkpoint__keep_latest_k": 3}
+    run = load_run(run_file(tmp_path, prefix, **changes))
+    losses += [6.0, 5.0, 4.0, 5.0, 5.0, 3.0]
+    train(run)
+    folder = folder_of_checkpoints(run)
+    assert (folder / BEST).resolve().name == "step_6"
+
+    changes |= {"checkpoint__resume": str(folder / "step_3"), "checkpoint__keep_latest_k": 1}
+    losses += [5.0] * 5
+    train(load_run(run_file(tmp_path, prefix, **changes)))
+    assert [path.name for path in list_checkpoints(folder)] == ["step_3", "step_8"]
+    assert (folder / BEST).resolve().name == "step_3"
+
+
 def test_a_run_ends_when_nothing_improves(tmp_path: Path, prefix: str, losses: list[float]) -> None:
     changes = {"validation__interval": 2, "validation__patience": 2, "validation__min_improvement": 0.1}
     run = load_run(run_file(tmp_path, prefix, training__train_steps=30, **changes))

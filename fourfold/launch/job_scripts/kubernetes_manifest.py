@@ -22,6 +22,11 @@ LONGEST_NAME = 52
 MEETING = "join_timeout=1800,read_timeout=600"
 """Seconds that a node waits for the others, and for the first: images may still be pulled."""
 
+START = f"""[ "$JOB_COMPLETION_INDEX" = 0 ] && first=1 || first=0
+exec torchrun "--rdzv-conf={MEETING},is_host=$first" "$@"
+"""
+"""A pod is the first by its index: its own name in DNS may not be known yet when it starts."""
+
 LAST_SECONDS = 30
 """Seconds between the end of torchrun's processes and that of the pod."""
 
@@ -53,8 +58,7 @@ def kubernetes_manifest(run_text: str, run: RunConfig, job: KubernetesJob) -> st
         raise UserError(f"--folder {job.folder} is a path inside the container, which begins with /")
     processes = tasks_per_node(run, Site("kubernetes"), job.nodes)
     options = torchrun_options(run, job.nodes, job.max_crashes)
-    options += [f"--rdzv-id={name}", "--rdzv-backend=c10d", f"--rdzv-endpoint={name}-0.{name}:{PORT}"]
-    options += [f"--rdzv-conf={MEETING}", "--no-python"]
+    options += [f"--rdzv-id={name}", "--rdzv-backend=c10d", f"--rdzv-endpoint={name}-0.{name}:{PORT}", "--no-python"]
     on_gpus = run.training.device != "cpu"
     quoted = {key: json.dumps(one_line(text, f"--{key.lower()}")) for key, text in
               {"IMAGE": job.image, "CLAIM": job.claim, "FOLDER": job.folder, "GPU": job.gpu}.items()}  # fmt: skip
@@ -62,7 +66,7 @@ def kubernetes_manifest(run_text: str, run: RunConfig, job: KubernetesJob) -> st
     parts = quoted | {
         "NAME": name,
         # YAML reads JSON, so that no word of the command needs other rules of quoting.
-        "COMMAND": json.dumps(["torchrun", *options, *train_words(RUN_FILE, job.overrides)]),
+        "COMMAND": json.dumps(["/bin/sh", "-c", START, "torchrun", *options, *train_words(RUN_FILE, job.overrides)]),
         "RUN_FILE": "".join(f"    {line}\n" if line else "\n" for line in run_text.splitlines()).rstrip("\n"),
         "NODES": str(job.nodes),
         "BACKOFF_LIMIT": str(job.nodes * job.max_crashes),

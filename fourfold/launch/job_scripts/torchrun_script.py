@@ -29,7 +29,9 @@ def torchrun_script(
     options = torchrun_options(run, nodes, max_crashes)
     if nodes > 1:
         options += [f"--rdzv-id={run.name}", "--rdzv-backend=c10d"]
-    words = shlex.join(options) + (f' --rdzv-endpoint="$1:{PORT}"' if nodes > 1 else " --standalone")
+    words = shlex.join(options) + (
+        f' --rdzv-endpoint="${{1:?host of the first node}}:{PORT}"' if nodes > 1 else " --standalone"
+    )
     source = [] if setup is None else ["# Your modules and environment", "# shellcheck source=/dev/null"]
     parts = {
         "USE": f"Start it on each of the {nodes} nodes: bash FILE HOST-OF-THE-FIRST" if nodes > 1 else "bash FILE",
