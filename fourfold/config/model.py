@@ -209,6 +209,8 @@ class ModelConfig(Strict):
             self.intermediate_size = 4 * self.hidden_size
         if self.num_experts and self.moe_intermediate_size == UNSET:
             self.moe_intermediate_size = self.intermediate_size
+        if 0 < self.rope_local_base_freq <= 1:
+            raise ValueError(f"rope_local_base_freq = {self.rope_local_base_freq} is neither 0 nor above 1")
         self._fill_layer_types()
         self._check_experts()
         if self.num_attention_heads % self.num_key_value_heads:

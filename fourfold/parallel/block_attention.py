@@ -23,6 +23,9 @@ LSE_MULTIPLE = 32 if torch.version.hip is None else 1
 BIAS_MULTIPLE = 16
 """CUDA's kernel for masks wants rows that begin at multiples of so many keys, as torch's public attention has them."""
 
+CAPPED_ROWS = 512
+"""Queries whose capped scores are computed at once, so that memory grows with the keys alone."""
+
 
 class Scores(NamedTuple):
     """The scores of queries and keys: scale · q·k, between −softcap and softcap where that is not 0."""
@@ -37,7 +40,7 @@ def attend_block(
     """Outputs [B, N, Q, D] and log-sum-exps [B, N, Q], float32; 0 and −∞ for a query that may see no key."""
     k, v = _per_query_head(q_BNQD, k_BKSD), _per_query_head(q_BNQD, v_BKSD)
     if scores.softcap:
-        return _attend_capped(q_BNQD, k, v, _seen(q_BNQD, k, causal, mask_B1QS), scores)
+        return _attend_capped(q_BNQD, k, v, causal, mask_B1QS, scores)
     bias = _bias(q_BNQD, mask_B1QS)
     if q_BNQD.device.type == "cpu":
         flash = ATEN._scaled_dot_product_flash_attention_for_cpu
@@ -69,8 +72,8 @@ def attend_block_backward(
     """Gradients of q, k, v. out and lse are over all keys, which makes the share of these keys exact."""
     k, v = _per_query_head(q_BNQD, k_BKSD), _per_query_head(q_BNQD, v_BKSD)
     if scores.softcap:
-        seen = _seen(q_BNQD, k, causal, mask_B1QS)
-        dq, dk, dv = _differentiate_capped((grad_BNQD, q_BNQD, k, v, out_BNQD), lse_BNQ, seen, scores)
+        tensors = (grad_BNQD, q_BNQD, out_BNQD)
+        dq, dk, dv = _differentiate_capped(tensors, lse_BNQ, k, v, causal, mask_B1QS, scores)
         return dq, _per_key_head(dk, k_BKSD), _per_key_head(dv, v_BKSD)
     bias = _bias(q_BNQD, mask_B1QS)
     tensors = (grad_BNQD, q_BNQD, k, v)
@@ -94,28 +97,51 @@ def attend_block_backward(
     return dq, _per_key_head(dk, k_BKSD), _per_key_head(dv, v_BKSD)
 
 
-def _attend_capped(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+def _attend_capped(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scores: Scores
+) -> tuple[Tensor, Tensor]:
     """``attend_block`` in single operations, with a key-value head for each query head; the softmax is in float32."""
     precise = _precise(q)
-    capped = softcapped(scores.scale * (q @ k.mT).to(precise), scores.softcap).masked_fill_(~seen, -torch.inf)
-    lse = capped.logsumexp(-1)
-    weights = _weights(capped, lse)
-    return weights.to(v.dtype) @ v, lse
+    outs, lses = [], []
+    for rows in _rows(q):
+        raw = (q[:, :, rows] @ k.mT).to(precise)
+        capped = softcapped(scores.scale * raw, scores.softcap)
+        capped = capped.masked_fill_(~_seen(q, k, rows, causal, mask), -torch.inf)
+        lse = capped.logsumexp(-1)
+        outs.append(_weights(capped, lse).to(v.dtype) @ v)
+        lses.append(lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def _differentiate_capped(
-    tensors: tuple[Tensor, ...], lse: Tensor, seen: Tensor, scores: Scores
+    tensors: tuple[Tensor, ...],
+    lse_of_all: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """tensors: the output's gradient, q, k, v and the output."""
-    grad, q, k, v, out = tensors
-    precise = _precise(q)
-    capped = softcapped(scores.scale * (q @ k.mT).to(precise), scores.softcap)
-    slopes = 1 - (capped / scores.softcap).square()
-    weights = _weights(capped.masked_fill_(~seen, -torch.inf), lse)
-    dv = weights.to(grad.dtype).mT @ grad
-    projected = (grad.to(precise) * out.to(precise)).sum(-1, keepdim=True)
-    d_scores = (weights * ((grad @ v.mT).to(precise) - projected) * slopes * scores.scale).to(q.dtype)
-    return d_scores @ k, d_scores.mT @ q, dv
+    """tensors: the output's gradient, q and the output."""
+    of_all = tensors[1]
+    precise = _precise(of_all)
+    dqs, dk, dv = [], torch.zeros_like(k, dtype=precise), torch.zeros_like(v, dtype=precise)
+    for rows in _rows(of_all):
+        grad, q, out = (tensor[:, :, rows] for tensor in tensors)
+        capped = softcapped(scores.scale * (q @ k.mT).to(precise), scores.softcap)
+        slopes = 1 - (capped / scores.softcap).square()
+        seen = _seen(of_all, k, rows, causal, mask)
+        weights = _weights(capped.masked_fill_(~seen, -torch.inf), lse_of_all[:, :, rows])
+        dv += weights.to(grad.dtype).mT @ grad
+        projected = (grad.to(precise) * out.to(precise)).sum(-1, keepdim=True)
+        d_scores = (weights * ((grad @ v.mT).to(precise) - projected) * slopes * scores.scale).to(q.dtype)
+        dqs.append(d_scores @ k)
+        dk += d_scores.mT @ q
+    return torch.cat(dqs, 2), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _rows(q: Tensor) -> list[slice]:
+    return [slice(first, first + CAPPED_ROWS) for first in range(0, q.shape[2], CAPPED_ROWS)]
 
 
 def _weights(capped: Tensor, lse: Tensor) -> Tensor:
@@ -127,12 +153,12 @@ def _precise(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _seen(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
-    """True where a query may see a key."""
+def _seen(q: Tensor, k: Tensor, rows: slice, causal: bool, mask: Tensor | None) -> Tensor:
+    """True where some of the queries may see a key."""
     if mask is not None:
-        return mask
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-    return seen.tril() if causal else seen
+        return mask[:, :, rows]
+    seen = torch.ones(q[:, :, rows].shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+    return seen.tril(rows.start) if causal else seen
 
 
 @not_compiled

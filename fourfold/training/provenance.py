@@ -47,7 +47,7 @@ def provenance(device_name: str, processes: int) -> dict[str, str | int | float]
 
 
 def _git(*arguments: str) -> str | None:
-    """What git prints about the current folder; None without git or a repository."""
+    """Output of a git command in the current folder; None without git or a repository."""
     try:
         done = subprocess.run(
             ["git", *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GIT_SECONDS

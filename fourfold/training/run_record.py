@@ -45,7 +45,7 @@ class RunRecord:
         # The global batch counts sequences over all ranks; each has seq_length tokens that are read, trained or not.
         self.tokens_per_step = training.global_batch_size * training.seq_length
         self.losses_per_step = training.global_batch_size // 2 if run.dpo.beta else self.tokens_per_step
-        """What a step's mean is over, where nothing is masked: tokens, or pairs of answers."""
+        """Items that a step averages over, where nothing is masked: tokens, or pairs of answers."""
         total_tokens = training.train_steps * self.tokens_per_step
         # A frozen model (LoRA) needs no weight gradients: two thirds of the FLOPs.
         self.flops = flops_per_token(run.model, training.seq_length, frozen=run.lora.rank > 0)

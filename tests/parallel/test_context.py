@@ -157,6 +157,45 @@ def test_a_block_of_attention_is_dense_attention(mask: str, kv_heads: int) -> No
         torch.testing.assert_close(got, tensor.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [5, 12], ids=["in parts", "at once"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_block_of_capped_attention_is_dense_attention(mask: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_attention, "CAPPED_ROWS", rows)
+    (q, k, v, grad), causal, given, seen = case_of(mask, kv_heads=2)
+    capped = Scores(0.25, 0.7)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    scores = 0.7 * (0.25 * (q @ k.repeat_interleave(2, 1).mT) / 0.7).tanh()
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    expected = weights.masked_fill(~seen.any(-1, keepdim=True), 0) @ v.repeat_interleave(2, 1)
+    with torch.no_grad():
+        out, lse = attend_block(q, k, v, causal, given, capped)
+        gradients = attend_block_backward(grad, q, out, lse, k, v, causal, given, capped)
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-5, atol=1e-6)
+    if mask == "rows that see nothing":  # softmax has no gradient there
+        return
+    expected.backward(grad)
+    for got, tensor in zip(gradients, (q, k, v), strict=True):
+        torch.testing.assert_close(got, tensor.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_capped_scores_are_never_all_in_memory() -> None:
+    sizes = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, Tensor))
+            return out
+
+    with torch.device("meta"), Watching():
+        q, k, v = torch.empty(3, 1, 1, 4096, 16)
+        grad, lse = torch.empty(1, 1, 4096, 16), torch.empty(1, 1, 4096)
+        attend_block(q, k, v, True, None, Scores(0.25, 0.7))
+        attend_block_backward(grad, q, q, lse, k, v, True, None, Scores(0.25, 0.7))
+    assert max(sizes) == block_attention.CAPPED_ROWS * 4096
+
+
 @pytest.mark.parametrize("mask", ["none", "rows that see nothing"])
 def test_parts_merge_to_the_whole(mask: str) -> None:
     """Over two blocks of keys: outputs and log-sum-exps by ``merge``, gradients of each block from the merged."""

@@ -137,8 +137,8 @@ DATA = [
     Mutant(
         "one micro-batch has another's labels",
         "data.loader",
-        "MicroBatch(tokens[row], labels[row], positions[row], document_ends(documents[row]))",
-        "MicroBatch(tokens[row], labels[rows[0]], positions[row], document_ends(documents[row]))",
+        "                labels[row],\n",
+        "                labels[rows[0]],\n",
     ),
     Mutant(
         "goldfish drops 1 in k + 1",

@@ -15,7 +15,7 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.presets import filled
 from fourfold.errors import UserError, first_line
 from fourfold.extras import import_extra
-from fourfold.huggingface.architectures.families import FAMILIES, MISSING, ROPE_KEYS, Family
+from fourfold.huggingface.architectures.families import FAMILIES, LAYER_NUMBERS, MISSING, ROPE_KEYS, Family
 from fourfold.parsing import parse_json
 
 CONFIG_FILE = "config.json"
@@ -30,6 +30,9 @@ DECISIVE_KEYS = (
 """Keys of [model] that decide which family a model can be."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+MOST_LAYERS = 10_000
+"""Layers whose kinds are listed one by one; no model has so many."""
 
 NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping")
 """Keys of theirs where null, and 0 in ours, is none."""
@@ -125,11 +128,17 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
     window, none = given.get("sliding_window"), {"sliding_window": 0, "layer_types": []}
     if family.slides is None or window is None or not given.get("use_sliding_window", True):
         return none
-    layers = given[family.keys["num_hidden_layers"]]
+    name = family.keys["num_hidden_layers"]
+    layers = given[name]
+    _check_count(name, layers, 1, where)
+    if layers > MOST_LAYERS:
+        raise UserError(f"{where}: {name} = {layers}; a model with a sliding_window has at most {MOST_LAYERS} here")
     kinds = given.get("layer_types") if family.lists_layer_types else None
     if kinds is None:
+        for key in LAYER_NUMBERS.keys() & family.defaults.keys():
+            _check_count(key, given[key], LAYER_NUMBERS[key], where)
         kinds = [SLIDING if family.slides(layer, given) else FULL for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {FULL, SLIDING}:
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, SLIDING) for kind in kinds):
         raise UserError(f"{where}: layer_types = {kinds!r}; the decoder here has '{FULL}' and '{SLIDING}' layers")
     return {"sliding_window": window, "layer_types": kinds} if SLIDING in kinds else none
 
@@ -138,7 +147,7 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
     """The keys of [model] for the rotary embeddings, from those of transformers 4 (rope_scaling, …) or 5."""
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
     local: dict[str, Any] = {}
-    if family.rope_by_layer_type:
+    if family.rope_local_theta is not None:
         local, rope = _local_rope(given, family, rope, where)
     if not isinstance(rope, Mapping):
         raise UserError(f"{where}: the rotary embeddings are {rope!r}, not a table of their type and factors")
@@ -151,8 +160,6 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
     if part != 1.0 and family.partial_rotary_factor is None:
         raise UserError(f"{where}: partial_rotary_factor = {part}; models of this family rotate whole heads")
     always = {"rope_theta": float(theta), "partial_rotary_factor": float(part), **local}
-    if family.rope_by_layer_type and not local:
-        always["rope_local_base_freq"] = float(theta)
     older = rope.pop("type", None)
     kind = rope.pop("rope_type", older) or "default"
     if kind == "default":
@@ -178,17 +185,26 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
 
 
 def _local_rope(given: Mapping[str, Any], family: Family, rope: Any, where: str) -> tuple[dict[str, Any], Any]:
-    """The base of sliding layers, where it is given, and the table of the others."""
-    base = given.get("rope_local_base_freq") if "rope_local_base_freq" in family.defaults else None
+    """The base of sliding layers, and the table of the others."""
+    base = given.get("rope_local_base_freq") if family.reads_local_theta else None
     if isinstance(rope, Mapping) and rope.keys() & {FULL, SLIDING}:
-        own = dict(rope.get(SLIDING) or {})
-        if own.pop("rope_type", "default") != "default" or own.keys() - {"rope_theta"}:
-            raise UserError(f"{where}: the rotary embeddings of sliding layers are {rope[SLIDING]}; only rope_type = "
-                            "'default' is computed")  # fmt: skip
+        own = rope.get(SLIDING) or {}
+        if (
+            not isinstance(own, Mapping)
+            or own.get("rope_type", "default") != "default"
+            or own.keys() - {"rope_type", "rope_theta"}
+        ):
+            raise UserError(
+                f"{where}: the rotary embeddings of sliding layers are {own!r}; only rope_type = 'default' is computed"
+            )
         base, rope = own.get("rope_theta", base), rope.get(FULL) or {}
-    if base is not None:
-        _check_number("rope_local_base_freq", base, where)
-    return {} if base is None else {"rope_local_base_freq": float(base)}, rope
+    elif given.get("rope_parameters"):  # transformers ignores one table for all layers
+        raise UserError(f"{where}: rope_parameters has no table of '{FULL}' or '{SLIDING}'")
+    base = _first(base, family.rope_local_theta)
+    _check_number("the rope_theta of sliding layers", base, where)
+    if base <= 1:
+        raise UserError(f"{where}: the rope_theta of sliding layers, {base}, is not above 1")
+    return {"rope_local_base_freq": float(base)}, rope
 
 
 def _first_dense(given: Mapping[str, Any], where: str) -> int:
@@ -204,6 +220,11 @@ def _first_dense(given: Mapping[str, Any], where: str) -> int:
 def _check_number(name: str, value: Any, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UserError(f"{where}: {name} = {value!r} is not a number")
+
+
+def _check_count(name: str, value: Any, least: int, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UserError(f"{where}: {name} = {value!r} is not an integer of at least {least}")
 
 
 def _first(*values: Any) -> Any:
@@ -268,7 +289,7 @@ def _their_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
         kept = ("rope_type", *ROPE_KEYS[model.rope_scaling.rope_type])
         scaling = {key: getattr(model.rope_scaling, key) for key in kept}
         config["rope_scaling"] = {key: value for key, value in scaling.items() if value is not None}
-    if family.rope_by_layer_type and "rope_local_base_freq" not in family.defaults:
+    if family.rope_local_theta is not None and not family.reads_local_theta:
         of_full = config.get("rope_scaling", {"rope_type": "default"}) | {"rope_theta": model.rope_theta}
         local = {"rope_type": "default", "rope_theta": model.rope_local_base_freq or model.rope_theta}
         return {"rope_parameters": {FULL: of_full, SLIDING: local}}
@@ -280,7 +301,7 @@ def _their_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     config: dict[str, Any] = {"sliding_window": model.sliding_window if slides else None}
     if "use_sliding_window" in family.defaults:
         config["use_sliding_window"] = slides
-    if "rope_local_base_freq" in family.defaults:
+    if family.reads_local_theta:
         config["rope_local_base_freq"] = model.rope_local_base_freq or model.rope_theta
     if family.lists_layer_types:
         kinds = [SLIDING if model.is_sliding(layer) else FULL for layer in range(model.num_hidden_layers)]

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+LAYER_NUMBERS = {"sliding_window_pattern": 1, "max_window_layers": 0}
+"""Keys of config.json from which the layers that slide are counted → their least value."""
+
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
@@ -46,15 +49,21 @@ class Family:
     """True for the numbers of layers that have the sliding_window of a config.json; None: it has no such key."""
     lists_layer_types: bool = False
     """Their layer_types, where given, says it instead."""
-    rope_by_layer_type: bool = False
-    """Layers that slide have rotary frequencies of their own."""
+    rope_local_theta: float | None = None
+    """Base of the rotary frequencies of layers that slide, where none is given; None: they have none of their own."""
+    reads_local_theta: bool = False
+    """Their rope_local_base_freq gives it."""
 
 
 def _every(layer: int, given: Mapping[str, Any]) -> bool:
     return True
 
 
-def _all_but_each_nth(layer: int, given: Mapping[str, Any]) -> bool:
+def _all_but_every(period: int) -> Callable[[int, Mapping[str, Any]], bool]:
+    return lambda layer, given: bool((layer + 1) % period)
+
+
+def _all_but_patterns_last(layer: int, given: Mapping[str, Any]) -> bool:
     return bool((layer + 1) % given["sliding_window_pattern"])
 
 
@@ -179,13 +188,12 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family(
         "Olmo3ForCausalLM",
         _LLAMA_KEYS | {"attention_bias": "attention_bias"},
-        _LLAMA_DEFAULTS
-        | {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
         _OLMO_FIXED,
         _SWIGLU,
-        slides=_all_but_each_nth,
+        slides=_all_but_every(4),
         lists_layer_types=True,
-        rope_by_layer_type=True,
+        rope_local_theta=5e5,
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -211,28 +219,27 @@ FAMILIES: dict[str, Family] = {
         "Gemma2ForCausalLM",
         _GEMMA_KEYS | {"attn_logit_softcapping": "attn_logit_softcapping"},
         _GEMMA_DEFAULTS
-        | {"max_position_embeddings": 8192, "sliding_window_pattern": 2}
+        | {"max_position_embeddings": 8192}
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         _GEMMA_FIXED,
         _GEGLU,
         "hidden_activation",
         {"use_bidirectional_attention": (None, False)},
-        slides=_all_but_each_nth,
+        slides=_all_but_every(2),
         lists_layer_types=True,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         _GEMMA_KEYS,
-        _GEMMA_DEFAULTS
-        | {"max_position_embeddings": 131072, "sliding_window_pattern": 6}
-        | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        _GEMMA_DEFAULTS | {"max_position_embeddings": 131072, "sliding_window_pattern": 6, "rope_theta": 1e6},
         _GEMMA_FIXED | {"qk_norm": True},
         _GEGLU,
         "hidden_activation",
         {"use_bidirectional_attention": (None, False)},
-        slides=_all_but_each_nth,
+        slides=_all_but_patterns_last,
         lists_layer_types=True,
-        rope_by_layer_type=True,
+        rope_local_theta=1e4,
+        reads_local_theta=True,
     ),
     "gpt_neox": Family(
         "GPTNeoXForCausalLM",
@@ -275,7 +282,7 @@ FAMILIES: dict[str, Family] = {
         _LLAMA_DEFAULTS
         | {"num_key_value_heads": 4, "max_position_embeddings": 32768, "num_experts": 128, "num_experts_per_tok": 8}
         | {"moe_intermediate_size": 768, "norm_topk_prob": False}
-        | _QWEN_WINDOW,
+        | {"use_sliding_window": False, "sliding_window": 4096},
         _LLAMA_FIXED | {"mlp_bias": False, "qk_norm": True},
         _SWIGLU,
         required={"decoder_sparse_step": (1,)},

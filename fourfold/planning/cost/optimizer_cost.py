@@ -18,7 +18,7 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import OPTIMIZERS, Workload
 
 STEPS = 5
-"""Of Newton-Schulz's iteration."""
+"""Iterations of Newton-Schulz."""
 
 MOVED_BYTES = {"adamw": 34.0, "muon": 68.0, "lion": 78.0}
 """Bytes that a step moves per parameter. AdamW is one kernel: the fp32 weight and two moments read and written (24),
@@ -35,7 +35,7 @@ class Matrices(NamedTuple):
 
     @property
     def entries(self) -> Number:
-        """Of one."""
+        """Entries of one matrix."""
         return self.short * self.long
 
     @property

@@ -1,0 +1,78 @@
+"""Sliding layers of a config.json: transformers' kinds and bases of rotary frequencies; malformed ones are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fourfold.errors import UserError
+from fourfold.huggingface.architectures.config_json import config_of, model_of
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 256,
+}
+S, F = "sliding_attention", "full_attention"
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("gemma2", {"sliding_window_pattern": 3, "head_dim": 8}),
+        ("olmo3", {"sliding_window_pattern": 2}),
+        ("olmo3", {"rope_theta": 1e6}),
+        ("olmo3", {"rope_theta": 1e6, "rope_scaling": YARN}),
+        ("olmo3", {"rope_parameters": {F: {"rope_type": "default", "rope_theta": 1e6}}}),
+        ("gemma3_text", {"sliding_window_pattern": 3}),
+        ("gemma3_text", {"rope_theta": 1e5, "rope_local_base_freq": 300.0}),
+        ("gemma3_text", {"rope_parameters": {F: {"rope_type": "default", "rope_theta": 1e5}}}),
+        ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 6}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 3}),
+    ],
+    ids=str,
+)
+def test_layers_slide_as_in_transformers(kind: str, keys: dict[str, Any]) -> None:
+    config = {"model_type": kind, **SIZES, **keys}
+    model = model_of(config, "config.json")
+    theirs = transformers.AutoConfig.for_model(**config)
+    assert [S if model.is_sliding(layer) else F for layer in range(8)] == theirs.layer_types
+    ropes = theirs.rope_parameters
+    assert model.rope_theta == ropes.get(F, ropes)["rope_theta"]
+    assert (model.rope_local_base_freq or model.rope_theta) == ropes.get(S, ropes)["rope_theta"]
+    assert model_of(config_of(model, kind), "config.json") == model
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "says"),
+    [
+        ("mistral", {"num_hidden_layers": "8"}, "num_hidden_layers = '8' is not an integer of at least 1"),
+        ("mistral", {"num_hidden_layers": 0}, "num_hidden_layers = 0 is not an integer of at least 1"),
+        ("mistral", {"num_hidden_layers": 10**9}, "has at most 10000 here"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern = 0 is not an integer of at least 1"),
+        ("gemma3_text", {"sliding_window_pattern": None}, "sliding_window_pattern = None is not an integer"),
+        ("gemma3_text", {"sliding_window_pattern": "2"}, "sliding_window_pattern = '2' is not an integer"),
+        ("qwen2", {"max_window_layers": None}, "max_window_layers = None is not an integer of at least 0"),
+        ("qwen2_moe", {"max_window_layers": "2"}, "max_window_layers = '2' is not an integer of at least 0"),
+        ("gemma2", {"layer_types": [[S]] * 8}, r"layer_types = \[\['sliding_attention'\]"),
+        ("gemma2", {"layer_types": S}, "layer_types = 'sliding_attention'; the decoder here has"),
+        ("olmo3", {"rope_parameters": {S: "default"}}, "rotary embeddings of sliding layers are 'default'"),
+        ("olmo3", {"rope_parameters": {F: "default"}}, "the rotary embeddings are 'default'"),
+        ("olmo3", {"rope_parameters": {S: {"rope_theta": "a"}}}, "rope_theta of sliding layers = 'a' is not a number"),
+        ("olmo3", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters has no table of 'full_attention'"),
+        ("gemma3_text", {"rope_local_base_freq": 0}, "the rope_theta of sliding layers, 0, is not above 1"),
+        ("gemma3_text", {"rope_local_base_freq": 0.5}, "the rope_theta of sliding layers, 0.5, is not above 1"),
+    ],
+    ids=str,
+)
+def test_malformed_layers_are_refused(kind: str, keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        model_of({"model_type": kind, **SIZES, "use_sliding_window": True, **keys}, "config.json")
