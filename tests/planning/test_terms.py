@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.config.run import ParallelConfig
 from fourfold.config.stages import SPLIT_BACKWARD
+from fourfold.parallel.ring import block_of_step
 from fourfold.planning.budget import checkpoint_interval, costs
-from fourfold.planning.cost.block import block_time
+from fourfold.planning.cost.block import block_time, keys_computed
 from fourfold.planning.cost.memory import in_flight
 from fourfold.planning.cost.optimizer_cost import MOVED_BYTES
 from fourfold.planning.cost.step import step_parts
@@ -234,6 +237,31 @@ def test_the_ring_of_cp_has_the_kernel_that_returns_sums() -> None:
     for machine, slower in (("b200", 2.5), ("dgx-a100", 1.0)):
         ring, ulysses = (attention_rate(machine, 32768, cp=8, cp_method=method[name]) for name in ("ring", "ulysses"))
         assert ulysses / ring == pytest.approx(slower, rel=0.5 if slower > 1 else 1e-9) and ulysses >= slower * ring
+
+
+@pytest.mark.parametrize("window", [16, 32, 48, 100, 200, 256])
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_keys_of_a_ring_with_a_window_are_those_of_its_blocks(cp: int, window: int) -> None:
+    tokens = 256 // cp
+    of_ranks = []
+    for rank in range(cp):
+        axis = SimpleNamespace(rank=rank, size=cp)
+        steps = (block_of_step(source, tokens, None, axis, window, torch.device("meta")) for source in range(cp))
+        blocks = [block for block in steps if block is not None]
+        scores = [len(range(tokens)[block.queries]) * len(range(tokens)[block.keys]) for block in blocks]
+        of_ranks.append(sum(scores) / tokens)
+    work = workload_of_model(ModelConfig(**PRESETS["gpt2"], sliding_window=window))
+    found = keys_computed(work.but(cp=cp, cp_method=CP_METHODS.index("ring"), seq=256))
+    if window == 256:  # a causal kernel for the rank's own
+        assert found == 128
+    else:
+        assert found == pytest.approx(max(of_ranks), rel=0.26)
+
+
+def test_queries_that_y_shares_meet_all_keys() -> None:
+    work = workload_of_model(ModelConfig(**PRESETS["gpt2"])).but(seq=256)
+    assert keys_computed(work.but(y=2)) == 128
+    assert keys_computed(work.but(y=8)) == 256
 
 
 def test_terms_take_arrays() -> None:

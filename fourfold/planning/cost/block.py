@@ -167,7 +167,7 @@ def _attention(work: Workload, rates: Rates, machine: Machine) -> tuple[Number, 
     model, layout, step, program = work.model, work.layout, work.step, work.program
     queries = layout.micro_batch * step.seq * model.queries / model.head_dim / (layout.x * layout.y * layout.cp)
     scores = queries * step.seq
-    flops = 4 * queries * model.keys_seen(step.seq) * model.head_dim
+    flops = 4 * queries * keys_computed(work) * model.head_dim
     flash = attention_core.flash_seconds(
         flops, step.seq, model.head_dim, rate=rates.attention, kernel=kernel_of(work, machine)
     )
@@ -183,13 +183,30 @@ def _attention(work: Workload, rates: Rates, machine: Machine) -> tuple[Number, 
     )
 
 
+def keys_computed(work: Workload) -> Number:
+    """Keys that a query's scores are computed for, the mean over queries and blocks: those it sees, and under
+    fourfold's masks also some that it does not. Where y shares the queries these are all. In a ring with a window they
+    are the rank's own, half as many of the chunks beside them and the window: never more than a ring without one."""
+    model, layout, seq = work.model, work.layout, work.step.seq
+    seen, own = model.keys_seen(seq), seq / layout.cp
+    in_ring = np.minimum(own + (own / 2 + model.window) * (1 - 1 / layout.cp), (seq + own) / 2)
+    slides = fourfold_ring(work) & (np.asarray(model.window) > 0) & (np.asarray(model.window) < seq)
+    ring = (1 - model.sliding) * seq / 2 + model.sliding * in_ring
+    all_keys = np.asarray(work.program.is_fourfold, bool) & (attention_over_y(work) == "sequence")
+    return np.where(all_keys, seq, np.where(slides, ring, seen))
+
+
+def fourfold_ring(work: Workload) -> Number:
+    """True where fourfold passes keys and values around a ring."""
+    is_ring = np.equal(work.layout.cp_method, CP_METHODS.index("ring"))
+    return work.program.is_fourfold & (work.layout.cp > 1) & is_ring
+
+
 def kernel_of(work: Workload, machine: Machine) -> attention_core.Kernel:
     """The fused attention kernel of a program: the machine's fastest, or FlashAttention-2."""
-    layout, program = work.layout, work.program
-    # fourfold's ring needs the softmax's sums, which only FlashAttention-2's kernel returns.
-    ring = program.is_fourfold & (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ring"))
     faster = np.asarray(machine.flash2) > 0
-    newest = faster & ~np.asarray(program.flash2 | ring, bool)
+    # fourfold's ring needs the softmax's sums, which only FlashAttention-2's kernel returns.
+    newest = faster & ~np.asarray(work.program.flash2 | fourfold_ring(work), bool)
     return attention_core.Kernel(
         share=np.where(faster & ~newest, machine.flash2 / machine.attention, 1.0),
         half=np.where(faster & ~newest, machine.flash2_half, machine.attention_half),
