@@ -278,7 +278,7 @@ class RunConfig(Strict):
             return self
         if self.data.format != "preferences":
             raise ValueError(
-                f"dpo.beta = {self.dpo.beta} compares pairs of answers, and data.format = '{self.data.format}' has none; "
+                f"dpo.beta = {self.dpo.beta} compares pairs, and data.format = '{self.data.format}' has none; "
                 "set data.format = 'preferences', or dpo.beta = 0"
             )
         if self.training.micro_batch_size % 2:
