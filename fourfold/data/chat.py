@@ -72,7 +72,10 @@ class ChatTemplate:
             for begin, end in self._answers(messages, text):
                 trained |= (begins >= begin) & (begins < end)
         if prompt:
-            trained &= begins >= len(self._render(messages[:prompt]))
+            asked = self._render(messages[:prompt])
+            if not text.startswith(asked):
+                raise ValueError("the chat template writes the prompt otherwise where an answer follows it")
+            trained &= begins >= len(asked)
         return np.array(encoding["input_ids"], dtype=np.int64), trained
 
     def _answers(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
