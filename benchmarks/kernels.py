@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.options import add_tiny
-from fourfold.parallel.block_attention import attend_block, attend_block_backward
+from fourfold.parallel.block_attention import Scores, attend_block, attend_block_backward
 from fourfold.parallel.document_attention import attend_documents, attend_documents_backward
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -78,7 +78,7 @@ def error_of(name: str, mask: str, length: int, device: torch.device) -> dict[st
 
 def block(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, mask: str, seen: Tensor) -> Tensors:
     """The attention of one step of the ring, and its gradients."""
-    how = mask == "causal", seen if mask == "documents" else None
+    how = mask == "causal", seen if mask == "documents" else None, Scores(q.shape[-1] ** -0.5)
     out, lse = attend_block(q, k, v, *how)
     return out, *attend_block_backward(gradient, q, out, lse, k, v, *how)
 
@@ -88,8 +88,11 @@ def packed(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> Tensors:
     tensors = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
     length = tensors[0].shape[1]
     ends = torch.tensor(document_ends(length), device=q.device).expand(2, -1)
-    out, lse = attend_documents(*tensors, ends)
-    gradients = attend_documents_backward(gradient.transpose(1, 2).contiguous(), *tensors, out, lse, ends)
+    scale = q.shape[-1] ** -0.5
+    out, lse = attend_documents(*tensors, ends, scale)
+    gradients = attend_documents_backward(
+        gradient.transpose(1, 2).contiguous(), *tensors, out, lse, ends, scale, window=0, softcap=0.0
+    )
     return tuple(t.transpose(1, 2) for t in (out, *gradients))
 
 
