@@ -72,8 +72,8 @@ def attend_block_backward(
     """Gradients of q, k, v. out and lse are over all keys, which makes the share of these keys exact."""
     k, v = _per_query_head(q_BNQD, k_BKSD), _per_query_head(q_BNQD, v_BKSD)
     if scores.softcap:
-        tensors = (grad_BNQD, q_BNQD, out_BNQD)
-        dq, dk, dv = _differentiate_capped(tensors, lse_BNQ, k, v, causal, mask_B1QS, scores)
+        of_queries = (grad_BNQD, q_BNQD, out_BNQD)
+        dq, dk, dv = _differentiate_capped(of_queries, lse_BNQ, k, v, causal, mask_B1QS, scores)
         return dq, _per_key_head(dk, k_BKSD), _per_key_head(dv, v_BKSD)
     bias = _bias(q_BNQD, mask_B1QS)
     tensors = (grad_BNQD, q_BNQD, k, v)
