@@ -128,8 +128,8 @@ OPTIMIZERS = [
     Mutant(
         "a resumed run has no momentum",
         "checkpoints.checkpoint",
-        "read_parts(path, layout, trained_parts(job))",
-        'read_parts(path, layout, {n: p for n, p in trained_parts(job).items() if "momentum" not in n})',
+        "trained_parts(job, state.has_averages))",
+        '{n: p for n, p in trained_parts(job, state.has_averages).items() if "momentum" not in n})',
         grid=X2,
         sections=MUON,
     ),
