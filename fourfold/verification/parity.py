@@ -35,7 +35,7 @@ ADAM_EPS = 1e-3
 """Adam divides by √v + eps. With a small eps rounding noise moves weights whose gradient is nearly zero by whole steps,
 differently on any two machines."""
 
-LION_EPS = 1e-5
+LION_EPS = 1e-4
 """Lion's sign is linear below eps, and rounding noise is far below this: without it, noise changes whole signs."""
 
 WARMUP_STEPS = 2
