@@ -147,7 +147,7 @@ def the_others(job: Job, folder: Path) -> Iterator[list[float]]:
 
     def gathered(mine: Tensor, axis: Axis, **_: Any) -> Tensor:
         begin = time.perf_counter()
-        layout = layout_of(trained_parts(job), job.grid)
+        layout = layout_of(trained_parts(job, with_averages=False), job.grid)
         read = files_read(layout, job)
         others = [written_by(rank, layout, folder, whole=rank in read) for rank in range(1, axis.size)]
         away[0] += time.perf_counter() - begin
@@ -177,7 +177,7 @@ def written_by(rank: int, layout: Layout, folder: Path, whole: bool) -> list[int
 
 def files_read(layout: Layout, job: Job) -> set[int]:
     """The ranks whose files have a part of what rank 0 holds."""
-    parts = trained_parts(job).items()
+    parts = trained_parts(job, with_averages=False).items()
     found = (layout.parts(name, part.shard.slices) for name, part in parts if part.local.numel())
     return {rank for parts in found for rank, _ in parts}
 
@@ -185,7 +185,7 @@ def files_read(layout: Layout, job: Job) -> set[int]:
 def files_read_on_half_of_z(layout: Layout, job: Job) -> set[int]:
     """The same of a grid with half of z, whose rank 0 holds twice as many rows."""
     files = set()
-    for name, part in trained_parts(job).items():
+    for name, part in trained_parts(job, with_averages=False).items():
         if part.local.numel():
             rows, *rest = part.shard.slices
             twice = slice(rows.start, min(rows.start + 2 * len(part.local), part.shard.global_shape[0]))
