@@ -24,7 +24,7 @@ from fourfold.planning.search.plan import Prediction, predict
 HERE = Path(__file__).parent
 PAGE, TEMPLATE = HERE / "reproduction.md", HERE / "reproduction_page.md.in"
 STUDY = {"x": 4, "zero": 1, "recompute": 2, "micro_batch": 1}
-"""What the Frontier study's scripts for 175B and 1T have in common; x is its tensor parallelism."""
+"""The settings that the Frontier study's scripts for 175B and 1T share; x is its tensor parallelism."""
 STAGES = {"frontier-175b": 16, "frontier-1t": 128}
 TENSOR_SIZES = (1, 2, 4, 8, 16, 32)
 YEAR = 365.25 * 24 * 3600
@@ -86,7 +86,7 @@ def runs() -> str:
 
 
 def said(path: Path, pattern: str) -> str:
-    """What the group of a pattern is in the text of a page, which has it once."""
+    """The group of a pattern in the text of a page, which has the pattern once."""
     (found,) = re.findall(pattern, " ".join(path.read_text(encoding="utf-8").split()))
     return str(found)
 

@@ -14,8 +14,8 @@ MIXTURES = """\
 No constant is fitted to a mixture: these rows are predicted with what dense runs say of the machine and the program,
 and with operations of experts that are counted. Every source is predicted with constants fitted to the *dense* rows
 of all others, and beside it with the constants that fourfold ships, which know dense rows of S5 and S8. The rows are
-not blind, though: which operations count was decided while looking at them, so the error on a program that nobody has
-looked at will be larger.
+not blind, though: which operations count was decided with them in view, so the error on an unseen program will be
+larger.
 
 Sizes are those of the models' published configurations. The tables do not say how tokens are exchanged, nor what runs
 as a CUDA graph: both are from the recipes (S5: `scripts/performance/configs` of Megatron-Bridge; S8: the run files of

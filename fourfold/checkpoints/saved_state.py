@@ -47,7 +47,7 @@ class StreamPosition(Strict):
     tokenizer: str
     """The fingerprint of the tokenizer."""
     positions: list[dict[str, Any]]
-    """Of each of its streams, as ``data/stream.py`` describes them."""
+    """The position of each of its streams, as ``data/stream.py`` describes them."""
 
 
 class BestValidation(Strict):

@@ -36,7 +36,7 @@ class Position:
     """Where a window begins, so that it can be read without what is before it."""
 
     place: Any = None
-    """Of the document that has the first token that the window or its look-back needs."""
+    """The place of the document with the first token that the window or its look-back needs."""
     skip: int = 0
     """Tokens of that document before it."""
     before: int = 0

@@ -26,7 +26,6 @@ ENGINES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
 }
 """The modules that a server needs, the words of Python that start it, and what installs it; the first is preferred."""
 
-
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 
 
@@ -36,8 +35,8 @@ def serve(
     """Serve a model until the server ends, and return its exit code.
 
     name: of the model in requests; by default the last part of its path. The server's working directory is a temporary
-    one, so that paths among its ``options`` are absolute. A checkpoint or run of ours is exported first,
-    into a temporary folder. SIGINT and SIGTERM end the server in order. Raises ``UserError`` where the engine is not
+    one, so that paths among its ``options`` are absolute. A checkpoint or run of ours is exported first, into a
+    temporary folder. SIGINT and SIGTERM end the server in order. Raises ``UserError`` where the engine is not
     installed, or the model has no tokenizer that it can use.
     """
     start = engine_words(engine)

@@ -59,10 +59,15 @@ class ParallelHead(Tiled):
 def vocabulary_parallel_loss(
     x_BTh: Tensor, labels_BS: Tensor, head: ParallelHead, weight: Tensor, loss_scale: Tensor | float
 ) -> Tensor:
-    if not torch.is_grad_enabled():
-        # A Function cannot tell: inside of it a parameter always seems to need a gradient.
-        weight = weight.detach()
-    return _Loss.apply(x_BTh, weight, labels_BS, head, loss_scale)
+    return _Loss.apply(x_BTh, where_differentiated(weight), labels_BS, head, loss_scale)
+
+
+def where_differentiated(weight: Tensor) -> Tensor:
+    """The weight, detached where nothing is differentiated.
+
+    A Function cannot tell: inside of it a parameter always seems to need a gradient.
+    """
+    return weight if torch.is_grad_enabled() else weight.detach()
 
 
 class _Loss(Function):
@@ -83,9 +88,17 @@ class _Loss(Function):
 
     @staticmethod
     def backward(ctx: Context[Tensor | float], scale: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = ctx.saved_tensors
-        scale = scale / ctx.kept
-        return None if dx is None else dx * scale, None if dw is None else dw * scale, None, None, None
+        return *saved_gradients(ctx, scale), None, None, None
+
+
+def saved_gradients(ctx: Context[Tensor | float], scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of inputs and weight that a forward has computed and saved, times ``scale``.
+
+    ``ctx.kept`` is the loss scale that they have already.
+    """
+    dx, dw = ctx.saved_tensors
+    scale = scale / ctx.kept
+    return None if dx is None else dx * scale, None if dw is None else dw * scale
 
 
 def loss_and_gradients(

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fourfold.models.autograd import Context, Function, not_compiled
 from fourfold.models.transformer import LMHead
 from fourfold.parallel.communicate import all_gather, all_reduce, reduce_scatter
 from fourfold.parallel.grid import Grid
-from fourfold.parallel.head import ParallelHead, chunk_size, cross_entropy, loss_and_gradients
+from fourfold.parallel.head import (
+    ParallelHead,
+    chunk_size,
+    cross_entropy,
+    loss_and_gradients,
+    saved_gradients,
+    where_differentiated,
+)
 
 
 class PreferenceHead(ParallelHead):
@@ -80,13 +87,11 @@ def _preference_loss(
     x_BTh: Tensor,
     labels_BS: Tensor,
     head: PreferenceHead,
-    weight: nn.Parameter | Tensor,
+    weight: Tensor,
     loss_scale: Tensor | float,
     reference_B: Tensor,
 ) -> Tensor:
-    if not torch.is_grad_enabled():
-        weight = weight.detach()  # inside of a Function a parameter always seems to need a gradient
-    return _PreferenceLoss.apply(x_BTh, weight, labels_BS, head, loss_scale, reference_B)
+    return _PreferenceLoss.apply(x_BTh, where_differentiated(weight), labels_BS, head, loss_scale, reference_B)
 
 
 class _PreferenceLoss(Function):
@@ -117,6 +122,4 @@ class _PreferenceLoss(Function):
 
     @staticmethod
     def backward(ctx: Context[Tensor | float], scale: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = ctx.saved_tensors
-        scale = scale / ctx.kept
-        return None if dx is None else dx * scale, None if dw is None else dw * scale, None, None, None, None
+        return *saved_gradients(ctx, scale), None, None, None, None

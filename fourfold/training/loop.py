@@ -138,7 +138,8 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
             steps = step + 1
 
             validation = validate(job, corpora) if _due(steps, run.validation.interval) else {}
-            is_best = bool(validation) and note_validation(job.best, run.validation, steps, [*validation.values()][-1])
+            judged = validation.get("ema_validation_loss", validation.get("validation_loss"))
+            is_best = judged is not None and note_validation(job.best, run.validation, steps, judged)
             if record is not None:
                 record.step(step, figures, seconds, {**preferences, **validation}, skipped=not updated)
             verdict.raise_stop()

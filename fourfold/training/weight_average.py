@@ -36,10 +36,10 @@ class WeightAverage:
     def update(self) -> None:
         """Take in the weights after an update."""
         if not self.has_begun:
-            return self.restart()
+            self.restart()
+            return
         for average, shard in zip(self.averages, self.shards, strict=True):
             average.lerp_(shard.local.float(), 1 - self.decay)
-        return None
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:

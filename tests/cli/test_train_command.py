@@ -153,7 +153,7 @@ def test_wrong_override(cli: Cli, tmp_path: Path, prefix: str, override: str) ->
 
 @pytest.mark.slow
 def test_refusal_of_local_workers(tmp_path: Path, prefix: str) -> None:
-    """What only the workers find out is one sentence of the parent, though both say it, whatever torch logs."""
+    """A mistake that only the workers can find is one sentence of the parent, whatever they and torch log."""
     done = in_a_process("train", run_file(tmp_path, prefix, model__vocab_size=200, parallel__z=2))
     assert "set model.vocab_size = 257" in one_sentence((done.returncode, done.stdout, done.stderr))
     assert not (tmp_path / "runs").exists()

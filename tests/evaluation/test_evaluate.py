@@ -14,6 +14,7 @@ import torch
 from command_line import Cli
 from pool import Pool
 from tiny_huggingface import make_model
+from tiny_task import make_task
 
 from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, train_bpe
@@ -218,19 +219,6 @@ def test_answers_and_prompts_at_their_limits() -> None:
     assert harness.generate_until([SimpleNamespace(args=("", {"max_gen_toks": 3}))]) == ["AAA"]
 
 
-TASK = """
-task: tiny_choice
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{rows}"}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{label}}}}"
-doc_to_choice: "{{{{choices}}}}"
-metric_list: [{{metric: acc}}]
-"""
-
-
 @pytest.mark.slow
 def test_lm_eval_gives_a_run_and_its_export_the_same(cli: Cli, tmp_path: Path) -> None:
     """A local task, on the exported model through lm-eval's own class too."""
@@ -248,14 +236,12 @@ def test_lm_eval_gives_a_run_and_its_export_the_same(cli: Cli, tmp_path: Path) -
         {"question": f"What is {i} read?", "choices": [" heart", " known by", f" twice {i}"], "label": i % 3}
         for i in range(30)
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "tiny.yaml").write_text(TASK.format(rows=tmp_path / "rows.jsonl"))
+    tasks = make_task(tmp_path, rows)
     code, _, err = cli("import-hf", folder, tmp_path / "imported" / "checkpoints" / "step_0")
     assert code == 0, err
     found = []
     for model in (folder, tmp_path / "imported" / "checkpoints" / "step_0"):
-        options = ["--tasks", "tiny_choice", "--include-path", tmp_path / "tasks", "--json"]
+        options = ["--tasks", "tiny_choice", "--include-path", tasks, "--json"]
         code, out, err = cli("evaluate", "--model", model, *options)
         assert code == 0, err
         found.append(json.loads(out[out.index("{") :])["tasks"]["tiny_choice"]["acc,none"])
@@ -264,7 +250,7 @@ def test_lm_eval_gives_a_run_and_its_export_the_same(cli: Cli, tmp_path: Path) -
         model_args=f"pretrained={folder},dtype=float32",
         device="cpu",
         tasks=["tiny_choice"],
-        task_manager=TaskManager(include_path=str(tmp_path / "tasks")),
+        task_manager=TaskManager(include_path=str(tasks)),
         bootstrap_iters=0,
     )
     assert found == [theirs["results"]["tiny_choice"]["acc,none"]] * 2

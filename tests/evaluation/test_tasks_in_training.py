@@ -9,32 +9,17 @@ from typing import Any
 import pytest
 from command_line import Cli
 from tiny_corpus import make_corpus, run_file
+from tiny_task import make_task
 
 from fourfold.data.tokenizer import train_bpe
 from fourfold.errors import UserError
 from fourfold.run_file.load import load_run
 from fourfold.training.metrics import add_record, read_metrics
 
-TASK = """
-task: tiny_choice
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{rows}"}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{label}}}}"
-doc_to_choice: "{{{{choices}}}}"
-metric_list: [{{metric: acc}}]
-"""
-
-
-def make_task(folder: Path) -> Path:
-    words = ("grid", "axis", "tile")
-    rows = [{"question": f"shard {i}", "choices": [f" {w} {i}" for w in words], "label": i % 3} for i in range(20)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "tasks").mkdir()
-    (folder / "tasks" / "tiny.yaml").write_text(TASK.format(rows=folder / "rows.jsonl"))
-    return folder / "tasks"
+ROWS = [
+    {"question": f"shard {i}", "choices": [f" {word} {i}" for word in ("grid", "axis", "tile")], "label": i % 3}
+    for i in range(20)
+]
 
 
 def evaluated(folder: Path, tasks: Path, **changes: Any) -> Path:
@@ -49,7 +34,7 @@ def evaluated(folder: Path, tasks: Path, **changes: Any) -> Path:
 @pytest.mark.slow
 def test_the_scores_of_a_run_are_those_of_its_checkpoints(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
-    tasks = make_task(tmp_path)
+    tasks = make_task(tmp_path, ROWS)
     code, _, errors = cli("train", evaluated(tmp_path, tasks, parallel__x=2))
     assert code == 0, errors
     records = read_metrics(tmp_path / "runs" / "run" / "tasks.jsonl")
@@ -65,7 +50,7 @@ def test_the_scores_of_a_run_are_those_of_its_checkpoints(cli: Cli, tmp_path: Pa
 
 def test_a_task_that_is_unknown_ends_a_run_at_its_start(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
-    path = evaluated(tmp_path, make_task(tmp_path), evaluation__tasks=["no_such_task"])
+    path = evaluated(tmp_path, make_task(tmp_path, ROWS), evaluation__tasks=["no_such_task"])
     code, _, errors = cli("train", path)
     assert code == 2 and "task no_such_task: lm-eval has no such task" in errors
     assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists()

@@ -1,4 +1,4 @@
-"""What `fourfold launch` writes for torchrun and Kubernetes, and the examples for Kubeflow Trainer and SkyPilot."""
+"""Scripts of `fourfold launch` for torchrun and Kubernetes, and the examples for Kubeflow Trainer and SkyPilot."""
 
 from __future__ import annotations
 

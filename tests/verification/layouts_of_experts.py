@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from layouts import FULL, GOLDFISH, NODES_OF_2, OFFLOADED, ONE_SEQUENCE, PACKED, SELECTIVE, Case
 from tiny_runs import DEEPSEEK, MIXTURE, QWEN_MOE
-
-Case = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 LOSSES = {"moe": {"load_balancing_loss": 0.5, "z_loss": 0.01}}
 BIAS = {"moe": {"bias_update_rate": 0.02}}
 CAPACITY = {"moe": {"capacity_factor": 0.75, "load_balancing_loss": 0.5}}
-PACKED = {"data": {"source": "python-stdlib", "mask_documents": True}}
-GOLDFISH = {"masks": {"goldfish": {"strategy": "hash"}}}
-FULL = {"activation_checkpoint": {"mode": "full"}}
-SELECTIVE = {"activation_checkpoint": {"mode": "selective", "modules": ["attention", "mlp", "norms", "gathers"]}}
-OFFLOADED = {"activation_checkpoint": {"mode": "full", "every": 2, "offload": True}}
-ONE_SEQUENCE = {"training": {"micro_batch_size": 1}}
 ADAPTERS = {"lora": {"rank": 4, "targets": ["q_proj", "o_proj"]}}
-NODES_OF_2 = {"overlap": {"shards_per_node": 2}}
 DEEP = MIXTURE | {"num_hidden_layers": 4}
 TOP_1, TOP_8 = MIXTURE | {"num_experts_per_tok": 1}, QWEN_MOE | {"num_experts_per_tok": 8}
 MANY = MIXTURE | {"num_experts": 64, "num_experts_per_tok": 1, "moe_intermediate_size": 16}

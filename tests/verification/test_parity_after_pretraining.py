@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
+from layouts import ADAPTERS, DEEP_GPT, DEEP_LLAMA, FULL, SIX_HEADS, TWO_PARTS, Case
 from pool import Pool
 from tiny_runs import DEEPSEEK, GPT, LLAMA, MIXTURE, QWEN, tiny_run
 from tuned_products import parity_on_cpu
@@ -14,15 +15,8 @@ from fourfold.config.run import RunConfig, Schedule
 from fourfold.verification.parity_report import ParityReport
 from fourfold.verification.trace import trace
 
-Case = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
-
 PAIRS = {"dpo": {"beta": 0.2}, "data": {"format": "preferences", "train": [{"path": "nowhere"}]}}
 AVERAGE = {"ema": {"decay": 0.8}}
-ADAPTERS = {"lora": {"rank": 4, "targets": ["up_proj", "q_proj", "o_proj"]}}
-FULL = {"activation_checkpoint": {"mode": "full"}}
-TWO_PARTS = {"overlap": {"batch_parts": 2}, "training": {"micro_batch_size": 4}}
-SIX_HEADS = {"preset": "llama-tiny", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
-DEEP_LLAMA, DEEP_GPT = LLAMA | {"num_hidden_layers": 4}, GPT | {"num_hidden_layers": 4}
 
 CASES: dict[str, Case] = {
     "x2 y2 pairs": (LLAMA, {"x": 2, "y": 2}, PAIRS),

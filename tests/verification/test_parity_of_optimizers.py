@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from layouts import GROUPS, NODES_OF_2, OFFLOADED, ONE_SEQUENCE, PACKED, TUNED, UNEVEN, Case
 from pool import Pool
-from test_parity import GROUPS, NODES_OF_2, OFFLOADED, ONE_SEQUENCE, PACKED, TUNED, UNEVEN, Case, check
+from test_parity import check
 from tiny_runs import DEEPSEEK, GPT, LLAMA, MIXTURE, QWEN, QWEN_MOE, tiny_run
 
 from fourfold.checkpoints.checkpoint import Checkpointer, load_checkpoint

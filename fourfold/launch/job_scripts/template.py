@@ -1,4 +1,4 @@
-"""What the writers of all launchers share: the command that trains, and templates with @NAMES@ to fill."""
+"""Parts of the scripts of all launchers: the command that trains, and templates with @NAMES@ to fill."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Traits(NamedTuple):
     source: str
     """The place in the program's code or documentation to check this against."""
     flags: Program = FLASH2
-    """What it does where a row says nothing else; regather counts only with sequence parallelism, and
+    """Its choices where a row says nothing else; regather counts only with sequence parallelism, and
     keeps_float8_inputs only in FP8."""
     half_sums: bool = False
     """Gradients are summed over ranks in 16 bits, whatever the precision."""

@@ -1,0 +1,28 @@
+"""A multiple-choice task of lm-eval that needs no network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_TASK = """
+task: tiny_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{rows}"}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{label}}}}"
+doc_to_choice: "{{{{choices}}}}"
+metric_list: [{{metric: acc}}]
+"""
+
+
+def make_task(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Write a task ``tiny_choice`` of rows of question, choices and label; returns the folder for --include-path."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "tasks").mkdir()
+    (folder / "tasks" / "tiny.yaml").write_text(_TASK.format(rows=folder / "rows.jsonl"))
+    return folder / "tasks"
