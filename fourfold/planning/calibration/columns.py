@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from fourfold.config.model import MOST_LAYERS
 from fourfold.planning.calibration.programs import PROGRAMS
 
 LARGEST = 1e12
@@ -62,7 +63,7 @@ class MeasuredRow(BaseModel):
     architecture: Literal["dense", "moe", "hybrid"] = Field(
         "dense", description="`hybrid` is not predicted: blocks other than attention and MLP, latent attention"
     )
-    layers: Count | None = Field(None, description="blocks")
+    layers: Count | None = Field(None, le=MOST_LAYERS, description="blocks")
     hidden: Count | None = Field(None, description="width of the residual stream")
     ffn_hidden: Count | None = Field(None, description="width of the MLP; default: 4 · hidden")
     mlp: Literal["gelu", "sqrelu", "geglu", "swiglu"] = Field(

@@ -28,6 +28,8 @@ RATES = {8: "achieved_fp8", 32: "achieved_fp32"}
 FACTORS = np.geomspace(1, 8, 31)
 HALVINGS = 6
 """Bisections between two factors, for a break-even to a thousandth."""
+TIE = 1e-9
+"""Layouts whose steps differ by less, as a share, are equally fast: weights over z or ZeRO 3 over dp send the same."""
 NEAR = 0.05
 """Neighbors at most this much slower than the best belong to its basin."""
 
@@ -83,9 +85,10 @@ def break_evens(plan: Plan) -> list[BreakEven]:
     grids = np.stack([np.asarray(getattr(work.layout, axis)) for axis in AXES], axis=1)
 
     def overtaker(field: str, factor: float) -> int | None:
-        """The best candidate when a constant is multiplied by ``factor``, if it is on another grid."""
-        best = int(np.argmin(evaluate(work, changed_machine(plan.machine, field, factor), plan.constants)[1]))
-        return best if (grids[best] != grids[0]).any() else None
+        """The best candidate when a constant is multiplied by ``factor``, if it is on another grid and faster."""
+        seconds = evaluate(work, changed_machine(plan.machine, field, factor), plan.constants)[1]
+        best = int(np.argmin(seconds))
+        return best if seconds[best] < (1 - TIE) * seconds[(grids == grids[0]).all(axis=1)].min() else None
 
     found = []
     for what, (field, unit, size) in KNOBS.items():
