@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -50,7 +51,7 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
         _explanation(result.explanation, console)
 
 
-def layout_table(result: PlanRecord, width: int | None = None) -> tuple[dict[str, list[str]], list[str]]:
+def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list[str]], list[str]]:
     """The columns of the ranked layouts and the run file's own, by header; and what is the same in every row.
 
     In a terminal too narrow for all, some numbers are left out, then the choices that all rows share.
@@ -61,7 +62,7 @@ def layout_table(result: PlanRecord, width: int | None = None) -> tuple[dict[str
         del columns["also"]
     same = []
     shared = [header for header in CHOICES if header != "also" and len(set(columns.get(header, []))) == 1]
-    for header in ("tokens/s/GPU", "HFU", "P(OOM)", *shared) if width is not None else ():
+    for header in ("tokens/s/GPU", "HFU", "P(OOM)", *shared):
         if least_width(columns) <= width:
             break
         cells = columns.pop(header)
