@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from command_line import Cli
 from planner_rows import HEADER, row_text
+from report_pages import chart_specs, check_looks, opened, without_scripts
 from tiny_corpus import make_corpus, run_file
 
 from fourfold.config.presets import PRESETS
@@ -23,6 +24,9 @@ from fourfold.planning.search.limits import CHOICES
 from fourfold.planning.search.space import AXES
 from fourfold.reports.layout_columns import gigabytes
 from fourfold.run_file.load import load_run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = ("plan", "--model", "llama3-8b", "--machine", "dgx-h100", "--gpus", 16, "--global-batch", 64)
@@ -280,29 +284,25 @@ def test_scaling_with_the_published_figure(cli: Cli, tmp_path: Path) -> None:
     points = json.loads(out)["points"]
     assert code == 0 and [p["gpus"] for p in points] == [2048, 4096]
     assert points[1]["published_pflops"] == 620.1 and points[1]["mfu"] <= points[1]["hfu"]
-    assert "<svg" in page.read_text(encoding="utf-8")
+    (curve,) = chart_specs(page.read_text(encoding="utf-8")).values()
+    assert [series["name"] for series in curve["option"]["series"]] == ["predicted", "linear from the first size"]
 
 
-def test_the_page_needs_no_network_and_shows_everything(cli: Cli, tmp_path: Path) -> None:
+def test_the_page_needs_no_network_and_shows_everything(cli: Cli, tmp_path: Path, browser: Browser) -> None:
     page = tmp_path / "plan.html"
     code, *_ = cli("plan", "--model", "llama3-8b", "--machine", "dgx-h100", "--gpus", 32, "--global-batch", 64,
                    "--limit", "pp=4", "--tokens", "1e12", "--report", page)  # fmt: skip
     text = page.read_text(encoding="utf-8")
-    assert code == 0 and not re.search(r"(src|href)=", text)
+    assert code == 0 and not re.search(r"(src|href)=", without_scripts(text))
     for part in ("against memory", "What a step is spent on", "each stage", "Pipeline", "Tokens/s", "Break-evens",
                  "Neighbors", "GPU-hours", "cannot be told apart", "fourfold tune"):  # fmt: skip
         assert part in text, part
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("no headless browser on this machine to render the page")
-    done = subprocess.run(
-        [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}",
-         "--virtual-time-budget=2000", "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    drawn = done.stdout
-    assert drawn.count("<circle") > 100 and drawn.count("<rect") > 100
-    assert "NaN" not in drawn and "undefined" not in drawn
+    with opened(browser, page, 1280, "light") as shown:
+        drawn = check_looks(shown)
+        assert drawn["What a step is spent on"].shapes > 5
+        pictures = " ".join(shown.locator("figure > svg").evaluate_all("all => all.map(svg => svg.innerHTML)"))
+    assert pictures.count("<circle") > 100 and pictures.count("<rect") > 100
+    assert "NaN" not in pictures and "undefined" not in pictures
 
 
 def test_calibrate_measures_this_machine(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
