@@ -53,7 +53,7 @@ class Outline(HTMLParser):
 
 
 def points(html):
-    """Of every chart, by the title of its figure: the y labels of each series."""
+    """The y labels of each series of every chart, by the title of its figure."""
     titles = re.findall(r"<figcaption><b>(.*?)</b>", html)
     data = [value for name, value in Outline(html).attributes if name == "data-points"]
     return {
