@@ -93,6 +93,8 @@ class Corpora:
 
     def goldfish_statistics(self) -> MaskStatistics | None:
         """Drop rate and longest span at the beginning of the training data; None without a goldfish mask."""
+        if self.goldfish is None:
+            return None
         return preview(self.train.dataset, self.masks, self.goldfish, 0, STATISTICS_TOKENS).statistics
 
 
