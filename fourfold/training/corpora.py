@@ -83,7 +83,7 @@ class Corpora:
         if self.stream is not None:
             return None
         windows = self.samples.read(np.arange(FIRST_SAMPLES))
-        return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(windows.tokens))
+        return xxhash.xxh3_128_hexdigest(windows.tokens.tobytes())
 
     def trained_share(self) -> float:
         """Share of the tokens at the beginning of the training data that every mask keeps."""
