@@ -114,9 +114,9 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     inner = model.shared_expert_intermediate_size if model.num_experts else inner
     if inner:
         yield from line("x", "all_gather", f"{up}: tokens", residual, gathers)
-        yield from line(
-            "x", "reduce_scatter", f"{down}: outputs", residual, forward if model.norm_placement != "before" else once
-        )  # nothing that is recomputed reads them but a norm
+        are_read = model.norm_placement != "before" or (model.num_experts and model.shared_expert_gate)
+        # Nothing that is recomputed reads them but a norm, and the gate of a shared expert.
+        yield from line("x", "reduce_scatter", f"{down}: outputs", residual, forward if are_read else once)
         yield from line("x", "all_gather", f"{down}: output gradient", residual, once)
         yield from line("x", "reduce_scatter", f"{up}: input gradient", residual, once)
         yield from line("y", "all_reduce", f"{up}: outputs", item * tokens * inner // x, ups * forward)
