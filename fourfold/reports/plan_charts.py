@@ -1,16 +1,12 @@
-"""Charts of a plan: step time against memory, and a pipeline's timetable."""
+"""Step time against memory, of trials."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
 
 from fourfold.reports.svg import BOTTOM, LEFT, RIGHT, TOP, Axis, draw_grid, figure, spread
-
-if TYPE_CHECKING:
-    from fourfold.parallel.schedule import Span
 
 
 @dataclass(frozen=True)
@@ -45,41 +41,3 @@ def scatter(title: str, dots: Sequence[Dot], limit: float, *, x_label: str, limi
         f"{draw_grid(x_axis, y_axis, width, height, x_label)}{line}{circles}</svg>"
     )
     return figure(title, [], body)
-
-
-KINDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
-"""Kinds of operations, in the order of their colors."""
-
-
-def timetable(ranks: Sequence[Sequence[Span]], unit: float, title: str) -> str:
-    """Draw a row per rank of pp: forwards, backwards (or their halves), and gaps, which are the bubble.
-
-    ``unit`` is the seconds of a forward.
-    """
-    stages = len(ranks)
-    kinds = [kind for kind in KINDS if any(span.op.kind == kind for spans in ranks for span in spans)]
-    end = max(spans[-1].end for spans in ranks) * unit
-    width, row = 1072, 22
-    axis = Axis(0.0, end, 70, width - RIGHT)
-
-    def box(rank: int, span: Span) -> str:
-        kind, begin, over = span.op.kind, span.begin * unit, span.end * unit
-        shade = 1 - 0.5 * (span.op.stage // stages % 2)
-        return (
-            f'<rect class="part s{kinds.index(kind)}" x="{axis(begin)}" y="{8 + row * rank}" '
-            f'width="{max(axis(over) - axis(begin), 0.3):.1f}" height="{row - 5}" fill-opacity="{shade:g}">'
-            f"<title>{KINDS[kind]} of micro-batch {span.op.micro_batch}, stage {span.op.stage}: "
-            f"{begin:.3g} to {over:.3g} s</title></rect>"
-        )
-
-    boxes = "".join(box(rank, span) for rank, spans in enumerate(ranks) for span in spans)
-    labels = "".join(
-        f'<text x="62" y="{8 + row * stage + 13}" text-anchor="end">rank {stage}</text>' for stage in range(stages)
-    )
-    ticks = axis.ticks(8)
-    foot = 8 + row * stages
-    numbers = "".join(f'<text x="{axis(t)}" y="{foot + 14}" text-anchor="middle">{t:g}</text>' for t in ticks)
-    body = (
-        f'<svg viewBox="0 0 {width} {foot + 22}" role="img" aria-label="{escape(title)}">{labels}{numbers}{boxes}</svg>'
-    )
-    return figure(title, [KINDS[kind] for kind in kinds], body)
