@@ -22,6 +22,8 @@ class Series:
     """None is a gap."""
     dots: bool = False
     """Mark each point, for series of few points."""
+    joined: bool = True
+    """Draw the line between the points."""
 
 
 def line_chart(
@@ -61,7 +63,7 @@ def _line(series: Series) -> dict[str, Any]:
         "symbol": "circle",
         "symbolSize": 6,
         "showSymbol": series.dots or len(x) == 1,
-        "lineStyle": {"width": 1.75},
+        "lineStyle": {"width": 1.75 if series.joined else 0},
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fake_trials import fake_search, true_seconds
+from report_pages import chart_specs
 
 from fourfold.errors import UserError
 from fourfold.planning.machines.machine import load_machine
@@ -255,8 +256,14 @@ def test_what_a_search_leaves(tmp_path: Path) -> None:
         assert escape(part) in page
     (failure,) = ended_early(result)
     assert "crashed" in failure and "the pump is broken" in failure
-    assert page.count("stroke-dasharray") >= 2, "the failed trial's line, and the limit of memory"
-    assert page.count("<polyline") == len(result.trials)
+    charts = {title: spec["option"]["series"] for title, spec in chart_specs(page).items()}
+    (lines,) = charts["Knobs of the trials; dark: fast, dashed: failed, orange: best"]
+    assert len(lines["data"]) == len(result.trials)
+    assert [line["text"] for line in lines["data"] if line["lineStyle"]["type"] == "dashed"] == [
+        f"trial {trial.number}, {trial.layout}: crashed" for trial in result.trials if trial.result.outcome == "crashed"
+    ]
+    groups = {group["name"]: len(group["data"]) for group in charts["Step time against memory"]}
+    assert groups == {"failed, as predicted": 1, "trial": len(result.trials) - 2, "best": 1}
     assert result.trees is not None and result.trees.error is not None and result.trees.layouts >= 5
 
 
