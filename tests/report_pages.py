@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,10 +109,12 @@ def check_looks(page: Page) -> dict[str, Drawn]:
     return {chart["title"]: Drawn(chart["shapes"], chart["texts"]) for chart in charts}
 
 
-def check_page(browser: Browser, path: Path) -> dict[str, Drawn]:
-    """Check how a page looks in all widths, light and dark; return its charts in the last window."""
+def check_page(
+    browser: Browser, path: Path, widths: Sequence[int] = WIDTHS, schemes: Sequence[str] = SCHEMES
+) -> dict[str, Drawn]:
+    """Check how a page looks in windows of these widths, light and dark; return its charts in the last one."""
     drawn: dict[str, Drawn] = {}
-    for width, scheme in itertools.product(WIDTHS, SCHEMES):
+    for width, scheme in itertools.product(widths, schemes):
         with opened(browser, path, width, scheme) as page:
             drawn = check_looks(page)
     return drawn

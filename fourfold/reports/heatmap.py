@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from fourfold.reports.chart import chart
 from fourfold.reports.numbers import format_number
 
+MOST_ROWS = 48
+"""Larger maps have no numbers in their cells."""
+
 
 def heat_map(
     title: str,
@@ -33,4 +36,5 @@ def heat_map(
         "visualMap": {"min": low, "max": high, "text": [format_number(high), format_number(low)]},
         "series": [{"type": "heatmap", "name": title, "data": cells}],
     }
-    return chart(title, option, height=round(min(560, max(240, 110 + 26 * rows))))
+    of_row = 26 if rows <= 16 else 19 if rows <= MOST_ROWS else 480 / rows
+    return chart(title, option, height=round(max(170, 80 + of_row * rows)))

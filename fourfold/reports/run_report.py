@@ -110,13 +110,12 @@ def _curves(runs: Sequence[RecordedRun]) -> str:
 
 def _tasks(run: RecordedRun) -> list[str]:
     """Chart the tasks that were run during training, a chart for each of their metrics."""
-    records = _short_record(run.folder / TASKS_FILE)
     found: dict[str, dict[str, list[tuple[Place, float | None]]]] = {}
-    for record in records:
-        place = run.places.get(record["step"])
-        for task, metrics in record["tasks"].items() if place is not None else ():
-            for metric, value in metrics.items():
-                found.setdefault(metric, {}).setdefault(task, []).append((place, value))
+    for record in _short_record(run.folder / TASKS_FILE):
+        if record["step"] in run.places:
+            for task, metrics in record["tasks"].items():
+                for metric, value in metrics.items():
+                    found.setdefault(metric, {}).setdefault(task, []).append((run.places[record["step"]], value))
     charts = [
         curve_chart(metric, [Curve(task, points, c, marked=True) for c, (task, points) in enumerate(tasks.items())],
                     unit=metric)

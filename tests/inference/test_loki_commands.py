@@ -67,7 +67,10 @@ def test_calibrate(cli: Cli, model: Path, text: Path, tmp_path: Path) -> None:
     html = page.read_text()
     assert "http" not in without_scripts(html).replace("http-equiv", "")
     record = json.loads(cli(*arguments, "--tokens", 1000, "--json")[1])
-    for kind, title in (("pre", "Rank@90, before rotary embedding"), ("post", "Rank@90, after rotary embedding")):
+    for kind, title in (
+        ("pre", "Rank@90, before rotary embedding, dims"),
+        ("post", "Rank@90, after rotary embedding, dims"),
+    ):
         (cells,) = points(html, title).values()
         assert cells == [
             [h, layer, rank] for layer, heads in enumerate(record["ranks"][kind]) for h, rank in enumerate(heads)

@@ -59,7 +59,7 @@ def test_nothing_is_cut(browser: Browser, run_page: Path, width: int, scheme: st
     with opened(browser, run_page, width, scheme) as page:
         drawn = check_looks(page)
         text = page.inner_text("body")
-    for words in ("60 steps recorded", "2.06667", "12.6", "40.0%", "1.00 h", "20, 40", "resumed from a checkpoint"):
+    for words in ("60 steps recorded", "2.06667", "12.6", "40.0%", "1 h", "20, 40", "resumed from a checkpoint"):
         assert words in text, words  # the perplexity is exp(2.5 + 2/59), of the last validation
     assert {"nats a token", "tokens"} <= set(drawn["Loss"].texts)
     assert {"2.25", "0.75", "expert", "step"} <= set(drawn["Load of the experts of layer 2"].texts)

@@ -122,6 +122,13 @@ const fourfold = (() => {
     for (const axis of [...list(whole.xAxis), ...list(whole.yAxis)]) {
       if (axis.type !== "category") axis.axisLabel = {formatter: value => format(value, 6), ...axis.axisLabel};
     }
+    for (const series of whole.series) {
+      if (series.type !== "line" || !series.label?.show) continue;
+      series.label = {color: css("--ink"), fontSize: 11, formatter: ({value}) => format(value[1], 3), ...series.label};
+      series.labelLayout = {hideOverlap: true};
+      whole.grid = {top: 44, ...whole.grid};
+      list(whole.yAxis)[0].nameGap = 26;
+    }
     for (const axis of list(whole.xAxis)) axis.nameLocation ??= "middle";
     for (const axis of list(whole.yAxis)) {
       axis.nameLocation ??= "end";
