@@ -28,7 +28,7 @@ NEEDS = {"loki.md": "transformers", "data.md": "datasets"}
 """Pages whose commands need a library that the tests may do without."""
 
 CHEAPER = {"z = 2\n": "z = 1\n", "seq_length = 128": "seq_length = 32", "max_new_tokens = 20": "max_new_tokens = 2"}
-"""What is changed in the run files of the pages: fewer processes, shorter sequences."""
+"""Changes to the run files of the pages: fewer processes, shorter sequences."""
 
 
 def is_run(block: Block) -> bool:
