@@ -15,8 +15,9 @@ from fourfold.planning.search.space import OUT_OF_MEMORY, REASONS
 from fourfold.planning.workload import SCHEDULES
 from fourfold.reports import html
 from fourfold.reports.basic_charts import Series, line_chart, stacked_bars
+from fourfold.reports.layout_columns import gigabytes
 from fourfold.reports.plan_charts import Dot, scatter, timetable
-from fourfold.reports.plan_terminal import costs_sentence, doubts, gigabytes
+from fourfold.reports.plan_terminal import costs_sentence, doubts, layout_table
 
 if TYPE_CHECKING:
     from fourfold.planning.plan_record import PlanRecord
@@ -170,12 +171,8 @@ def _curve(points: Sequence[Point]) -> str:
 
 
 def _ranking(result: PlanRecord) -> str:
-    rows = [
-        [name + p.describe(), f"{p.seconds:.4g}", gigabytes(p.memory_bytes), f"{p.p_oom:.1%}",
-         f"{p.utilization(p.work.model_flops()):.1%}", f"{p.tokens_per_second / p.gpus:,.0f}"]
-        for name, p in result.labeled()
-    ]  # fmt: skip
-    return html.table(["layout", "s/step", "GB", "P(OOM)", "MFU", "tokens/s/GPU"], rows, words=True)
+    columns, _ = layout_table(result)
+    return html.table(list(columns), list(zip(*columns.values(), strict=True)), words=True)
 
 
 def _explanation(explanation: dict[str, Any]) -> list[str]:
