@@ -5,6 +5,7 @@ const fourfold = (() => {
   const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const escape = text => echarts.format.encodeHTML(String(text));
   const charts = [];
+  const functions = typeof plugins === "undefined" ? {} : plugins;
 
   /** 12.5k, 3.2M, 7B, 0.25, 3e−4: at most so many significant digits. */
   function format(value, digits = 4) {
@@ -21,11 +22,12 @@ const fourfold = (() => {
     return text.replaceAll("-", "−");
   }
 
-  /** Values like "--s1" are colors of the page. */
+  /** Values like "--s1" are colors of the page, and those like "@bar" functions of a script before this one. */
   function resolve(value) {
     if (Array.isArray(value)) return value.some(v => typeof v !== "number") ? value.map(resolve) : value;
     if (value && typeof value === "object")
-      return Object.fromEntries(Object.entries(value).map(([key, v]) => [key, resolve(v)]));
+      return Object.fromEntries(Object.entries(value).map(([key, v]) =>
+        [key, (typeof v === "string" && v.startsWith("@") && functions[key]?.[v.slice(1)]) || resolve(v)]));
     return typeof value === "string" && value.startsWith("--") ? css(value) : value;
   }
 
