@@ -9,6 +9,9 @@ from fourfold.training.console import format_fact
 # The browser fetches nothing, whatever a run file or a sample may contain.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
+LONG_TEXT = 40
+"""Letters of a fact that needs a wide card."""
+
 
 def page(title: str, subtitle: str, sections: Sequence[str]) -> str:
     """Return a whole HTML document around sections that are HTML; title and subtitle are plain text."""
@@ -41,8 +44,12 @@ def page(title: str, subtitle: str, sections: Sequence[str]) -> str:
 
 
 def facts(values: Mapping[str, str | int | float | None]) -> str:
-    """Show labels and values as cards."""
-    cards = (f"<div><dt>{escape(k)}</dt><dd>{escape(format_fact(v))}</dd></div>" for k, v in values.items())
+    """Show labels and values as cards, wide ones for long texts."""
+    cards = []
+    for label, value in values.items():
+        text = format_fact(value)
+        size = ' class="long"' if len(text) > LONG_TEXT else ""
+        cards.append(f"<div{size}><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>")
     return f'<dl class="facts">{"".join(cards)}</dl>'
 
 

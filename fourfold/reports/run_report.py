@@ -37,7 +37,7 @@ def write_run_report(run_dir: Path) -> Path:
     is missing, no step is recorded, or one of the records or summary.json cannot be read.
     """
     run = read_run(Path(run_dir), Path(run_dir).resolve().name)
-    facts = run.headline()
+    facts = {label: value for label, value in run.headline().items() if value is not None}
     if run.resumed:
         facts["resumed after step"] = ", ".join(f"{step:,}" for step in run.resumed)
     sections = [html.facts(facts), *_not_finite(run), CONTROLS, _curves([run])]
@@ -65,17 +65,20 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> None:
     runs = [read_run(folder, name) for folder, name in zip(run_dirs, names, strict=True)]
     headlines = [run.headline() for run in runs]
     rows = [[run.name, *map(format_fact, facts.values())] for run, facts in zip(runs, headlines, strict=True)]
-    sections = [html.table(["run", *headlines[0]], rows), *(note for run in runs for note in _not_finite(run))]
+    sections = [
+        html.table(["run", *headlines[0]], rows),
+        *(note for run in runs for note in _not_finite(run, f" of {run.name}")),
+    ]
     sections += [CONTROLS, _curves(runs), *_differences(runs)]
     write_output(path, html.page(", ".join(names), f"{len(runs)} fourfold training runs compared", sections))
 
 
-def _not_finite(run: RecordedRun) -> list[str]:
+def _not_finite(run: RecordedRun, whose: str = "") -> list[str]:
     """Note steps whose loss was not a number: in the curves they are gaps, which may be too thin to see."""
     steps = [record["step"] for record in run.records if number_of(record, "loss") is None]
     if not steps:
         return []
-    text = f"The loss was not a finite number at {steps_of(len(steps))}, first at step {steps[0]:,}."
+    text = f"The loss{whose} was not a finite number at {steps_of(len(steps))}, first at step {steps[0]:,}."
     return [html.notice(text)]
 
 
@@ -91,7 +94,7 @@ def _curves(runs: Sequence[RecordedRun]) -> str:
         marks += [Mark(run.places[step], color) for step in run.resumed]
 
     def of(title: str, key: str, of_unit: str, scale: float = 1.0, *, smooth: bool = True, zero: bool = True) -> str:
-        curves = [Curve(run.name, run.points(key, scale), color) for color, run in enumerate(runs)]
+        curves = [Curve(title if is_one else run.name, run.points(key, scale), c) for c, run in enumerate(runs)]
         return curve_chart(title, curves, unit=of_unit, marks=marks, smooth=smooth, from_zero=zero)
 
     loss = curve_chart("Loss", losses, unit="nats a token", marks=marks, is_loss=True, height=360)

@@ -102,7 +102,7 @@ def test_smoothing_is_the_mean_of_neighbors(browser: Browser, run_page: Path) ->
         mean = sum(w * y for w, y in zip(weights, loss, strict=True)) / sum(weights)
         assert shown["train"][at][1] == pytest.approx(mean, rel=1e-4)
     assert shown["raw train"][0][1] == 6 and shown["validation"][0][1] == pytest.approx(2.5 + 2 / 9, rel=1e-5)
-    assert rate.keys() == {"run"}
+    assert rate.keys() == {"Learning rate"}
 
 
 def test_a_box_zooms_all_curves_and_a_button_shows_everything(browser: Browser, run_page: Path) -> None:

@@ -128,7 +128,7 @@ const fourfold = (() => {
       if (series.type !== "line" || !series.label?.show) continue;
       series.label = {color: css("--ink"), fontSize: 11, formatter: ({value}) => format(value[1], 3), ...series.label};
       series.labelLayout = {hideOverlap: true};
-      whole.grid = {top: 44, ...whole.grid};
+      whole.grid = {top: 44, right: 30, ...whole.grid};
       list(whole.yAxis)[0].nameGap = 26;
     }
     for (const axis of list(whole.xAxis)) axis.nameLocation ??= "middle";
@@ -147,7 +147,7 @@ const fourfold = (() => {
     const axes = {xAxisIndex: along.includes("x") ? 0 : "none", yAxisIndex: along.includes("y") ? 0 : "none"};
     option.toolbox = {show: true, itemSize: 0, feature: {dataZoom: {...axes, filterMode: "filter", icon: {zoom: "none", back: "none"}}}};
     option.dataZoom = [..."xy"].filter(d => along.includes(d)).map(d =>
-      ({type: "inside", [d + "AxisIndex"]: 0, zoomOnMouseWheel: false, moveOnMouseMove: false, moveOnMouseWheel: false,
+      ({type: "inside", [d + "AxisIndex"]: 0, zoomOnMouseWheel: false, moveOnMouseMove: false, moveOnMouseWheel: false, preventDefaultMouseMove: false,
         filterMode: along.length > 1 ? "none" : "filter"}));
   }
 
@@ -187,7 +187,7 @@ const fourfold = (() => {
   const seeAll = chart => chart.dispatchAction({type: "dataZoom", batch: (chart.getOption().dataZoom ?? [])
     .map((_, dataZoomIndex) => ({dataZoomIndex, start: 0, end: 100}))});
 
-  /** A button for each series, which hides and shows it. */
+  /** A button for each series, which hides and shows it; none for one that is called like its chart. */
   function fillLegend(chart, figure, {option, marks}) {
     const legend = figure.querySelector(".legend");
     const names = [...new Set(list(option.series).filter(series => !series.silent).map(series => series.name).filter(Boolean))];
@@ -197,7 +197,7 @@ const fourfold = (() => {
       notes[0].textContent = "┊ resumed from a checkpoint";
     }
     legend.replaceChildren(...notes);
-    if (names.length > 1) legend.append(...names.map(text => {
+    if (names.length > 1 || names[0] !== figure.querySelector("b").textContent) legend.append(...names.map(text => {
       const key = document.createElement("button"), swatch = document.createElement("i");
       key.type = "button";
       key.dataset.series = text;
