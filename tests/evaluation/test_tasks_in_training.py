@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,34 @@ def test_a_task_that_is_unknown_ends_a_run_at_its_start(cli: Cli, tmp_path: Path
     code, _, errors = cli("train", path)
     assert code == 2 and "task no_such_task: lm-eval has no such task" in errors
     assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        pytest.param(lambda folder: (folder / "rows.jsonl").unlink(), "FileNotFoundError", id="no dataset"),
+        pytest.param(
+            lambda folder: edit(folder / "tasks" / "tiny.yaml", "{{label}}", "{{label.nothing.at_all}}"),
+            "UndefinedError",
+            id="a template of no field",
+        ),
+    ],
+)
+def test_a_task_that_fails_ends_a_run_before_its_first_step(
+    cli: Cli, tmp_path: Path, spoil: Callable[[Path], None], says: str
+) -> None:
+    pytest.importorskip("lm_eval")
+    path = evaluated(tmp_path, make_task(tmp_path, ROWS))
+    spoil(tmp_path)
+    code, _, errors = cli("train", path)
+    assert code == 2 and f"task tiny_choice: lm-eval cannot run it ({says}" in errors
+    assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
 
 
 def test_interval_and_tasks_go_together(tmp_path: Path) -> None:
