@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from poisoned_runs import NAN_GRADIENT, same_tensors, tensors_at, train_poisoned, train_without
 from pool import Pool
 from tiny_corpus import make_corpus, run_file
 from tiny_hub import make_dataset
@@ -66,6 +67,28 @@ def test_a_run_that_stops_and_changes_its_grid_sees_what_one_process_sees(tmp_pa
         assert line["trained_token_share"] == expected["trained_token_share"] < 0.95  # the same masks, to the token
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-4)
     assert lines_of(run)[-1]["loss"] < lines_of(run)[0]["loss"] - 0.3
+
+
+@pytest.mark.parametrize("grid", [pytest.param({}, marks=pytest.mark.slow), {"dp": 2}], ids=str)
+def test_a_run_that_went_back_in_its_stream_is_as_one_without_the_bad_batch(
+    tmp_path: Path, pool: Pool, grid: dict[str, int]
+) -> None:
+    """Once from step 5 to 4, and once from 8 to 6, skipping 7 and 8."""
+    dataset = make_dataset(tmp_path / "tales", documents=400)
+    changes: dict[str, Any] = {f"parallel__{axis}": size for axis, size in grid.items()}
+    changes |= {"checkpoint__interval": 2, "checkpoint__keep_latest_k": 0}
+    healthy = make(tmp_path / "healthy", dataset, **changes)
+    changes |= {"checks__non_finite": "roll_back", "checks__roll_back_batches": 2}
+    run = make(tmp_path / "run", dataset, **changes)
+    ranks = run.parallel.world_size
+    pool.run(ranks, train_poisoned, run, {5: NAN_GRADIENT, 8: NAN_GRADIENT})
+    pool.run(ranks, train_without, healthy, {5, 7, 8})
+    assert same_tensors(tensors_at(run, 8), tensors_at(healthy, 8))
+    saved, expected = (read_state(Path(r.output_dir, "run", "checkpoints", "step_8")).stream for r in (run, healthy))
+    assert saved is not None and saved == expected
+    assert [line["step"] for line in lines_of(run) if line.get("skipped")] == [5, 7, 8]
+    for line, other in zip(lines_of(run), lines_of(healthy), strict=True):
+        assert line.get("skipped") or line["loss"] == other["loss"], "the batches after the return are the same"
 
 
 def test_a_checkpoint_goes_on_in_its_own_data_only(tmp_path: Path) -> None:
