@@ -32,7 +32,13 @@ def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
     found = {number: position for each in everyone for number, position in each.items()}
     positions = [found[number] for number in range(len(stream.streams))]
     tokenizer = stream.tokenizer.fingerprint
-    return StreamPosition(source=stream.name, text_key=stream.text_key, tokenizer=tokenizer, positions=positions)
+    return StreamPosition(
+        source=stream.name,
+        text_key=stream.text_key,
+        tokenizer=tokenizer,
+        shuffle_buffer=stream.shuffle_buffer,
+        positions=positions,
+    )
 
 
 def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> None:
@@ -55,6 +61,7 @@ def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> No
         for key, was, now in (
             ("text_key", saved.text_key, stream.text_key),
             ("tokenizer", saved.tokenizer, stream.tokenizer.fingerprint),
+            ("shuffle_buffer", saved.shuffle_buffer, stream.shuffle_buffer),
         ):
             if was != now:
                 raise UserError(
