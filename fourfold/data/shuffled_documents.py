@@ -25,9 +25,8 @@ class ShuffledDocuments:
 
     def read(self, place: Any) -> Iterator[tuple[Any, str]]:
         """Yield each document after its place; None is the place of the first. A block is in memory as a whole."""
-        begin = {"block": None, "number": 0, "next": 0} if place is None else place
-        number, first = begin["number"], begin["next"]
-        documents = self._documents.read(begin["block"])
+        begin, number, first = (None, 0, 0) if place is None else (place["block"], place["number"], place["next"])
+        documents = self._documents.read(begin)
         while True:
             block = list(islice(documents, self._size))
             start = block[0][0]

@@ -58,14 +58,14 @@ def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> No
                 f"the checkpoint {checkpoint} was trained on {was}, and the run file has data.source = "
                 f"'{stream.name}' in {len(stream.streams)} streams; set it back, or set checkpoint.resume = 'never'"
             )
-        for key, was, now in (
+        for key, before, now in (
             ("text_key", saved.text_key, stream.text_key),
             ("tokenizer", saved.tokenizer, stream.tokenizer.fingerprint),
             ("shuffle_buffer", saved.shuffle_buffer, stream.shuffle_buffer),
         ):
-            if was != now:
+            if before != now:
                 raise UserError(
-                    f"the checkpoint {checkpoint} was trained with another data.{key}: '{was}', not '{now}'; set it "
+                    f"the checkpoint {checkpoint} was trained with another data.{key}: '{before}', not '{now}'; set it "
                     "back, or set checkpoint.resume = 'never'"
                 )
         stream.go_to(steps, saved.positions)
