@@ -175,7 +175,7 @@ def test_formulas_equal_the_trace_of_parts_in_turn(
     assert 0.9 < peak_bytes(work, work.model.layers, 1) / memory.activations_peak < 1.25
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("name", "model", "grid"),
     [
