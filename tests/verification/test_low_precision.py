@@ -39,7 +39,7 @@ def tuned_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError | N
         return precision_body(rank, world_size, run)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", [{"z": 2}, {"x": 2}, {"dp": 2, "zero": 2}, {"y": 2, "z": 2}], ids=str)
 def test_tuned_products_round_as_others_do(pool: Pool, grid: dict[str, int], tmp_path: Path) -> None:
     training = {"precision": "bf16", "tuned_products": "cached"}
