@@ -147,7 +147,7 @@ def check_command(words: list[str]) -> None:
     is_refused = "||" in words
     words = words[: words.index("||")] if is_refused else words
     words = words[: words.index(">")] if ">" in words else words
-    if words == ["--version"] or words[-1] == "--help":
+    if words[0].startswith("--") or words[-1] == "--help":
         words = [word for word in words if not word.startswith("--")]
         assert all(word in typer.main.get_command(app).commands for word in words)
         return
