@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from exact_collectives import Line, collective_lines
+from exact_collectives import collective_lines
+from exact_lines import Line
 from exact_parameters import stored_bytes
 from tiny_runs import DEEPSEEK, MIXTURE, QWEN_MOE, tiny_run
 

@@ -33,13 +33,20 @@ from fourfold.planning.search.space import (
     REASONS,
     RECOMPUTES,
     Limits,
-    all_layouts,
+    all_grids,
+    choices_of,
     factorisations,
     rejections,
+    with_recomputes,
 )
 from fourfold.planning.workload import SCHEDULES, Workload
 from fourfold.run_file.load import load_run, make_run
 from fourfold.verification.trace import trace
+
+
+def all_layouts(base: Workload, gpus: int, limits: Limits) -> Workload:
+    """``base`` with every choice that the search has, but for the parts, of which it has the first."""
+    return with_recomputes(choices_of(base, all_grids(base, gpus, limits), limits), limits)
 
 
 def base(preset: str, seq: int, batch: int, **changes: object) -> Workload:
