@@ -44,6 +44,7 @@ Batch = Annotated[
     typer.Option("--global-batch", help="Sequences per step. Default: about 4M tokens, at least one per GPU."),
 ]
 Precision = Annotated[str | None, typer.Option(metavar="bf16|fp16|fp32|fp8", help="Default: the run file's, or bf16.")]
+Optimizer = Annotated[str | None, typer.Option(metavar="adamw|muon|lion", help="Default: the run file's, or adamw.")]
 Limit = Annotated[
     list[str],
     typer.Option(
@@ -70,6 +71,7 @@ def layout(
     global_batch: Batch = None,
     tokens: Annotated[float | None, typer.Option(help="Tokens of the whole training, for days and costs.")] = None,
     precision: Precision = None,
+    optimizer: Optimizer = None,
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 10,
     as_json: AsJson = False,
     explain: Annotated[
@@ -91,7 +93,7 @@ def layout(
     from fourfold.planning.request import request_from_options
     from fourfold.reports.plan_terminal import plan_tables
 
-    request = request_from_options(model, run_file, overrides, gpus, seq, global_batch, precision)
+    request = request_from_options(model, run_file, overrides, gpus, seq, global_batch, precision, optimizer)
     with Console(stderr=True).status("Searching layouts") as status:  # seconds; more for 100,000 GPUs
 
         def watch(done: int, count: int) -> None:
@@ -162,6 +164,7 @@ def scaling(
     seq: Seq = None,
     global_batch: Batch = None,
     precision: Precision = None,
+    optimizer: Optimizer = None,
     weak: Annotated[bool, typer.Option("--weak/--strong", help="Grow the batch with the GPUs, or keep it.")] = True,
     as_json: AsJson = False,
     report: Annotated[
@@ -181,7 +184,7 @@ def scaling(
     from fourfold.reports.plan_terminal import scaling_table
 
     sizes, where = sizes_of(gpus), load_machine(machine)
-    request = request_from_options(model, None, [], sizes[0], seq, global_batch, precision)
+    request = request_from_options(model, None, [], sizes[0], seq, global_batch, precision, optimizer)
     points = scaling_curve(request.base, where, constants_for(where), sizes, weak, parse_limits(limits), request.name)
     if report is not None:
         from fourfold.reports.plan_report import write_scaling_report
