@@ -309,10 +309,10 @@ def test_pipelines_and_contexts_equal_the_trace(
     run = run_of(model, grid, mode, **more)
     traced, work = assert_equal_to_the_trace(run), workload_of(run)
     places = [told.memory.activations_peak for told in traced.pipeline or [traced]]
-    layers = blocks_of_ranks(int(work.model.layers), len(places), int(work.layout.interleave), 
+    layers = blocks_of_ranks(int(work.model.layers), 0, len(places), int(work.layout.interleave),
                              bool(work.layout.v_shaped), 0.0, None)  # fmt: skip
     head = 0 if work.layout.v_shaped else len(places) - 1
-    told = [peak_bytes(work, layers[rank], in_flight(work, rank), rank == head) for rank in range(len(places))]
+    told = [peak_bytes(work, layers[rank].number, in_flight(work, rank), rank == head) for rank in range(len(places))]
     # Chunks of a rank that have more blocks than others are taken for alike, and so are the ranks of a zero bubble, of
     # which the later ones have given some of it back with the gradients of inputs.
     uneven = work.layout.interleave > 1 and work.model.layers % (work.layout.interleave * work.layout.pp)

@@ -24,7 +24,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MIXTURE, {"x": 2, "y": 2, "dp": 2, "ep": 2}, "full"),
     (QWEN_MOE, {"z": 4, "dp": 2, "ep": 2}, "none"),
 ]
+WIDE_FIRST = UNBIASED | {"first_k_dense_replace": 3, "intermediate_size": 320}
 PIPELINES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (WIDE_FIRST, {"pp": 2, "z": 2, "ep": 2}, "none"),
+    (WIDE_FIRST, {"pp": 4, "dp": 2, "ep": 2, "zero": 1}, "full"),
     (UNBIASED, {"pp": 2, "dp": 2, "ep": 2}, "none"),
     (MIXTURE, {"pp": 2, "z": 2, "ep": 2}, "none"),
     (QWEN_MOE, {"pp": 2, "dp": 2, "ep": 2, "zero": 1}, "full"),
@@ -101,6 +104,8 @@ def test_formulas_equal_the_trace_of_pipelines(model: dict[str, Any], grid: dict
     traced, work = assert_equal_to_the_trace(run), workload_of(run)
     for place, stage in enumerate(traced.pipeline):
         held = stage_memory(work, load_machine("laptop"), place)
+        parameters, _, optimizer = stored_bytes(run, place)
+        assert (held["parameters"], held["optimizer"]) == pytest.approx((parameters, optimizer), rel=0.02)
         assert held["activations"] + held["logits"] == pytest.approx(stage.memory.activations_peak, rel=0.1)
 
 

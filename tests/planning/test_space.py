@@ -124,7 +124,11 @@ def test_the_split_of_the_layers_is_that_of_the_run_file(schedule: tuple[str, in
         run = make_run(run_of("llama-12m", work, num_hidden_layers=layers))
         ranks = [sum(s.layers for s in stages_of_rank(run, rank)) for rank in range(pp)]
         split = split_of(workload_of(run))
-        assert split == split_of(work) == (ranks[0], ranks[1], ranks[-1], max(ranks), ranks.index(max(ranks)))
+        assert split == split_of(work)
+        assert (split.first, split.last, split.most) == ((ranks[0], 0), (ranks[-1], 0), max(ranks))
+        assert [(rank, blocks.number) for rank, blocks in split.between] == [
+            (rank, n) for rank, n in enumerate(ranks[:-1]) if rank and n > max(ranks[:rank])
+        ]
 
 
 @pytest.mark.slow
