@@ -1,13 +1,10 @@
-"""Numbers for charts: ticks, their labels, and thinning of long series that keeps their extremes."""
+"""Numbers for charts: short texts, and thinning of long series that keeps their extremes."""
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from operator import itemgetter
 
 _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-# Finest first: the first set of mantissas with few enough ticks is used.
-_LOG_MANTISSAS = ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,))
 
 
 def format_number(value: float, digits: int = 4) -> str:
@@ -25,34 +22,6 @@ def format_number(value: float, digits: int = 4) -> str:
 def counted(number: int, noun: str) -> str:
     """Format a number with its noun: 1 document, 2,000 documents."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def format_ticks(ticks: Sequence[float]) -> list[str]:
-    """Label ticks, each with as many digits as it needs and no more."""
-    return [format_number(tick, _digits_needed(tick)) for tick in ticks]
-
-
-def linear_ticks(low: float, high: float, target: int = 5) -> list[float]:
-    """Return about `target` multiples of 1, 2 or 5 times a power of ten within [low, high], where low < high."""
-    raw = (high - low) / target
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * (1 - 1e-9))
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
-
-
-def log_ticks(low: float, high: float, target: int = 5) -> list[float]:
-    """Return about `target` round numbers within [low, high], evenly spread on a log axis, where 0 < low < high."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for mantissas in _LOG_MANTISSAS:
-        ticks = [float(f"{m}e{decade}") for decade in decades for m in mantissas]
-        ticks = [tick for tick in ticks if low <= tick <= high]
-        if len(ticks) <= target + 1:
-            break
-    if len(ticks) > target + 1:
-        return ticks[:: math.ceil(len(ticks) / target)]
-    # A range too narrow for round mantissas is almost linear.
-    return ticks if len(ticks) >= 3 else linear_ticks(low, high, target)
 
 
 def downsample(
@@ -84,7 +53,3 @@ def bucket_means(y: Sequence[float | None], buckets: int) -> list[tuple[int, flo
         numbers = [value for value in y[begin:end] if value is not None]
         means.append((end - 1, sum(numbers) / len(numbers) if numbers else None))
     return means
-
-
-def _digits_needed(value: float) -> int:
-    return next((d for d in range(1, 8) if math.isclose(float(f"{value:.{d}g}"), value, rel_tol=1e-9)), 8)

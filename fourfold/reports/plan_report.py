@@ -87,7 +87,7 @@ def _layouts(layouts: Sequence[Shown], result: PlanRecord) -> list[str]:
     text = (
         f"The {min(FASTEST, len(result.plan.found.order))} fastest layouts, an even sample of the "
         f"{len(result.plan.found.order):,} that fit, and an even sample ({refused}) of those that are refused. Click a "
-        "header to sort; below it, 8, 1,2, <=4 or a part of a word keeps rows."
+        "header to sort. In the field below it, 8, or 1,2, or <=4, or a part of a word keeps rows."
     )
     table = html.search_table(header, [[row[name] for name in header] for row in rows])
     return [f"<h2>Layouts</h2><p>{escape(text)}</p>", table]

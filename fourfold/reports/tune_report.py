@@ -90,12 +90,12 @@ def _history(result: TuneRecord) -> str:
     for value in done:
         so_far = [b for b in (best[-1] if best else None, value) if b is not None]
         best.append(min(so_far, default=None))
-    failed = [None if s is not None else result.best_seconds for s in seconds]
+    failed = [trial.predicted_seconds if trial.result.seconds is None else None for trial in result.trials]
     series = [
         Series("trial", numbers, seconds, dots=True, joined=False),
         Series("best so far", numbers, best),
         Series("predicted", numbers, [trial.predicted_seconds for trial in result.trials]),
-        Series("failed (no time)", numbers, failed, dots=True, joined=False),
+        Series("failed, as predicted", numbers, failed, dots=True, joined=False),
     ]
     kept = [each for each in series if any(value is not None for value in each.y)]
     return line_chart("Step time of the trials", kept, x_label="trials", y_label="seconds a step", log_y=True)

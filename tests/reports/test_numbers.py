@@ -1,10 +1,10 @@
-"""Ticks, their labels, and thinning that loses no extreme."""
+"""Short numbers, and thinning that loses no extreme."""
 
 import random
 
 import pytest
 
-from fourfold.reports.numbers import counted, downsample, format_number, format_ticks, linear_ticks, log_ticks
+from fourfold.reports.numbers import counted, downsample, format_number
 
 
 @pytest.mark.parametrize(
@@ -28,32 +28,6 @@ from fourfold.reports.numbers import counted, downsample, format_number, format_
 )
 def test_numbers_are_short(value, text):
     assert format_number(value) == text
-
-
-def test_linear_ticks_are_round_and_inside():
-    assert linear_ticks(0, 10) == [0, 2, 4, 6, 8, 10]
-    assert linear_ticks(0.13, 0.57) == [0.2, 0.3, 0.4, 0.5]
-    assert linear_ticks(-3e-4, 3e-4, 3) == [-2e-4, 0, 2e-4]
-    assert linear_ticks(0, 1_638_400) == [0, 500_000, 1_000_000, 1_500_000]
-
-
-def test_log_ticks_fit_their_range():
-    assert log_ticks(2.6, 11) == [3, 4, 5, 6, 8, 10]
-    assert log_ticks(0.4, 40) == [0.5, 1, 2, 5, 10, 20]
-    assert log_ticks(3.1, 3.3) == [3.1, 3.15, 3.2, 3.25, 3.3]
-    assert 3 <= len(log_ticks(1e-12, 1e12)) <= 6
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_ticks_are_few_inside_and_told_apart_by_their_labels(seed):
-    generator = random.Random(seed)
-    low = 10 ** generator.uniform(-8, 8)
-    high = low * (1 + 10 ** generator.uniform(-3, 4))
-    for ticks in (linear_ticks(low, high), log_ticks(low, high)):
-        assert 1 <= len(ticks) <= 7
-        assert all(low * (1 - 1e-9) <= tick <= high * (1 + 1e-9) for tick in ticks)
-        assert ticks == sorted(set(ticks))
-        assert len(set(format_ticks(ticks))) == len(ticks)
 
 
 def test_downsampling_keeps_extremes_order_and_ends():

@@ -22,13 +22,15 @@ const fourfold = (() => {
     return text.replaceAll("-", "−");
   }
 
-  /** Values like "--s1" are colors of the page, and those like "@bar" functions of a script before this one. */
-  function resolve(value) {
-    if (Array.isArray(value)) return value.some(v => typeof v !== "number") ? value.map(resolve) : value;
+  const isColor = key => /color$/i.test(key);
+  /** Colors like "--s1" are the page's, and "@bar" is a function of a script before this one. */
+  function resolve(value, key = "") {
+    if (Array.isArray(value)) return value.some(v => typeof v !== "number") ? value.map(v => resolve(v, key)) : value;
     if (value && typeof value === "object")
-      return Object.fromEntries(Object.entries(value).map(([key, v]) =>
-        [key, (typeof v === "string" && v.startsWith("@") && functions[key]?.[v.slice(1)]) || resolve(v)]));
-    return typeof value === "string" && value.startsWith("--") ? css(value) : value;
+      return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, resolve(v, k)]));
+    if (typeof value !== "string") return value;
+    if (isColor(key) && value.startsWith("--")) return css(value);
+    return (value.startsWith("@") && functions[key]?.[value.slice(1)]) || value;
   }
 
   function theme() {
@@ -63,7 +65,8 @@ const fourfold = (() => {
       const selected = entry.chart.getOption().legend[0].selected;
       const rows = series.filter(each => !each.id?.startsWith("raw ") && selected[each.name] !== false).map(each => {
         const point = nearest(each.data, axisValue);
-        return point ? row(entry.chart.getVisual({seriesName: each.name}, "color"), each.name, format(point[1], 5)) : "";
+        const color = entry.chart.getVisual({seriesName: each.name}, "color");
+        return point ? row(color, each.name, format(point[1], 5)) : "";
       });
       return `${format(axisValue, 4)} ${escape(xAxis.name)}<table class="values">${rows.join("")}</table>`;
     };
@@ -106,8 +109,8 @@ const fourfold = (() => {
     for (const axis of axes) {
       axis.nameLocation = isNarrow ? "start" : "end";
       axis.nameGap = isNarrow ? 8 : 14;
-      axis.nameTextStyle = isNarrow ? {color: css("--ink"), align: "left", verticalAlign: "bottom", padding: [0, 0, 6, 0]}
-        : {color: css("--ink"), fontWeight: 600};
+      axis.nameTextStyle = {color: css("--ink"), ...isNarrow
+        ? {align: "left", verticalAlign: "bottom", padding: [0, 0, 6, 0]} : {fontWeight: 600}};
       axis.axisLabel = {color: css("--ink"), textBorderColor: css("--card"), textBorderWidth: 3, margin: 6};
       axis.areaSelectStyle = {color: css("--s0"), borderColor: css("--s0"), opacity: 0.15, width: 16};
     }
@@ -137,7 +140,8 @@ const fourfold = (() => {
       axis.nameGap ??= 12;
       axis.nameTextStyle = {align: "left", ...axis.nameTextStyle};
     }
-    if (whole.xAxis) whole.grid = {left: 10, right: 18, top: 30, bottom: 12, outerBounds: {left: 4, right: 6, top: 0, bottom: 0}, ...whole.grid};
+    const outerBounds = {left: 4, right: 6, top: 0, bottom: 0};
+    if (whole.xAxis) whole.grid = {left: 10, right: 18, top: 30, bottom: 12, outerBounds, ...whole.grid};
     whole.tooltip = {confine: true, formatter: tooltip(entry), transitionDuration: 0, ...whole.tooltip};
     return {animation: false, legend: {show: false}, ...whole};
   }
@@ -145,10 +149,10 @@ const fourfold = (() => {
   /** Drag a box to zoom, double-click to see everything; two fingers where there is no mouse. */
   function makeZoomable(chart, figure, option, along) {
     const axes = {xAxisIndex: along.includes("x") ? 0 : "none", yAxisIndex: along.includes("y") ? 0 : "none"};
-    option.toolbox = {show: true, itemSize: 0, feature: {dataZoom: {...axes, filterMode: "filter", icon: {zoom: "none", back: "none"}}}};
-    option.dataZoom = [..."xy"].filter(d => along.includes(d)).map(d =>
-      ({type: "inside", [d + "AxisIndex"]: 0, zoomOnMouseWheel: false, moveOnMouseMove: false, moveOnMouseWheel: false, preventDefaultMouseMove: false,
-        filterMode: along.length > 1 ? "none" : "filter"}));
+    const filterMode = along.length > 1 ? "none" : "filter";
+    option.toolbox = {itemSize: 0, feature: {dataZoom: {...axes, filterMode, icon: {zoom: "none", back: "none"}}}};
+    option.dataZoom = [...along].map(direction => ({type: "inside", [direction + "AxisIndex"]: 0, filterMode,
+      zoomOnMouseWheel: false, moveOnMouseMove: false, moveOnMouseWheel: false, preventDefaultMouseMove: false}));
   }
 
   /** Round numbers of [low, high], about `target` of them, evenly spread on a logarithmic axis. */
@@ -160,7 +164,8 @@ const fourfold = (() => {
       if (ticks.length <= target + 1 && ticks.length >= 3) return ticks;
       if (ticks.length < 3) break;
     }
-    if (decades.length > target) return decades.map(d => Number(`1e${d}`)).filter((_, i) => i % Math.ceil(decades.length / target) === 0);
+    if (decades.length > target)
+      return decades.filter((_, i) => i % Math.ceil(decades.length / target) === 0).map(d => Number(`1e${d}`));
     const raw = (high - low) / target, power = 10 ** Math.floor(Math.log10(raw));
     const step = [1, 2, 5, 10].map(m => m * power).find(each => each >= raw * (1 - 1e-9));
     return Array.from({length: 20}, (_, i) => Number(((Math.ceil(low / step) + i) * step).toPrecision(12)))
@@ -180,7 +185,8 @@ const fourfold = (() => {
     const min = least / margin, max = most * margin;
     const [low, high] = alongY?.startValue == null ? [min, max] : [alongY.startValue, alongY.endValue];
     const customValues = logTicks(low, high, Math.max(3, Math.round(chart.getHeight() / 50)));
-    chart.setOption({yAxis: {min, max, axisLabel: {customValues}, axisTick: {customValues}, splitLine: {customValues}}});
+    const ticks = {axisLabel: {customValues}, axisTick: {customValues}, splitLine: {customValues}};
+    chart.setOption({yAxis: {min, max, ...ticks}});
   }
 
   const isZoomed = chart => (chart.getOption().dataZoom ?? []).some(zoom => zoom.start > 0 || zoom.end < 100);
@@ -190,7 +196,8 @@ const fourfold = (() => {
   /** A button for each series, which hides and shows it; none for one that is called like its chart. */
   function fillLegend(chart, figure, {option, marks}) {
     const legend = figure.querySelector(".legend");
-    const names = [...new Set(list(option.series).filter(series => !series.silent).map(series => series.name).filter(Boolean))];
+    const listed = list(option.series).filter(series => series.name && !series.silent);
+    const names = [...new Set(listed.map(series => series.name))];
     const notes = [];
     if (marks?.length && figure.closest(".wide")) {
       notes.push(document.createElement("span"));
@@ -221,7 +228,7 @@ const fourfold = (() => {
   /** The part of a run over which the average reaches: up to a tenth. */
   const reach = () => (state.smoothing / 100) ** 2 * 0.1;
 
-  /** The mean of a curve's neighbors, [step, ..., y], weighted by exp(−distance/tau): without the lag of a past-only one. */
+  /** The mean of a curve's neighbors, [step, ..., y], weighted by exp(−distance/tau): the past alone would lag. */
   function smoothed(points, tau) {
     const past = averaging(points, tau), future = averaging(points.toReversed(), tau).toReversed();
     return points.map((point, i) => point[3] === null ? point : [...point.slice(0, 3),
@@ -246,12 +253,14 @@ const fourfold = (() => {
       : [["days", 172800, 86400], ["hours", 7200, 3600], ["minutes", 120, 60], ["seconds", 0, 1]]
         .filter(([, least]) => longest >= least).map(([word, , seconds]) => [word + " of training", seconds])[0];
     const isPerplexity = spec.isLoss && state.loss === "perplexity";
-    const data = points => points.map(point => [point[at] / size,
-      point[3] === null ? null : isPerplexity ? Math.exp(point[3]) : point[3]]);
-    const isLog = state.scale === "log" && spec.curves.every(c => c.points.every(p => p[3] === null || p[3] > 0 || isPerplexity));
+    const shown = y => y === null || !isPerplexity ? y : Math.exp(y) < Infinity ? Math.exp(y) : null;
+    const data = points => points.map(point => [point[at] / size, shown(point[3])]);
+    const isPositive = spec.curves.every(curve => curve.points.every(([, , , y]) => y === null || shown(y) > 0));
+    const isLog = state.scale === "log" && isPositive;
     const series = [];
     for (const curve of spec.curves) {
-      const color = css("--s" + curve.color), tau = reach() * curve.points.at(-1)[0], isSmooth = curve.smooth && tau > 0;
+      const color = css("--s" + curve.color), tau = reach() * curve.points.at(-1)[0];
+      const isSmooth = curve.smooth && tau > 0;
       const line = {type: "line", name: curve.name, symbol: "circle", symbolSize: 5, color,
         showSymbol: curve.marked || curve.points.length === 1, itemStyle: {color}, connectNulls: curve.marked};
       if (isSmooth) series.push({...line, id: "raw " + curve.name, data: data(curve.points), silent: true,
@@ -336,7 +345,7 @@ const fourfold = (() => {
     entry.reset.onclick = () => seeAll(chart);
   }
 
-  document.querySelectorAll("figure.chart:has(.plot)").forEach(start);
+  document.querySelectorAll(".plot").forEach(plot => start(plot.closest("figure")));
   charts.forEach(entry => draw(entry));
   followControls();
   dark.addEventListener("change", () => charts.forEach(entry => {
