@@ -26,11 +26,16 @@ def expert_maps(records: Sequence[Mapping[str, Any]]) -> list[str]:
     entropy = [record["router_entropy"] for record in records]
     most = math.log(len(loads[-1][uneven]))
     maps = [
-        _map(f"Load of the experts of layer {layers[uneven]}", [step[uneven] for step in loads], steps, "expert"),
-        _map("Load of each layer's busiest expert", busiest, steps, "layer", layers),
+        _map(
+            f"Load of the experts of layer {layers[uneven]}, relative to the mean",
+            [step[uneven] for step in loads],
+            steps,
+            "expert",
+        ),
+        _map("Load of each layer's busiest expert, relative to the mean", busiest, steps, "layer", layers),
         _map("Entropy of the router, nats", entropy, steps, "layer", layers, most),
     ]
-    return maps + [_map("Rows dropped", dropped, steps, "layer", layers, 0.0)] * any(map(any, dropped))
+    return maps + [_map("Rows dropped, share of all", dropped, steps, "layer", layers, 0.0)] * any(map(any, dropped))
 
 
 def _relative(rows: Sequence[int]) -> list[float]:

@@ -62,9 +62,16 @@ def test_nothing_is_cut(browser: Browser, run_page: Path, width: int, scheme: st
     for words in ("60 steps recorded", "2.06667", "12.6", "40.0%", "1 h", "20, 40", "resumed from a checkpoint"):
         assert words in text, words  # the perplexity is exp(2.5 + 2/59), of the last validation
     assert {"nats a token", "tokens"} <= set(drawn["Loss"].texts)
-    assert {"2.25", "0.75", "expert", "step"} <= set(drawn["Load of the experts of layer 2"].texts)
+    assert {"2.25", "0.75", "expert", "step"} <= set(
+        drawn["Load of the experts of layer 2, relative to the mean"].texts
+    )
     assert "% of the canaries" in drawn["Canaries repeated exactly"].texts
-    assert {"acc", "Rows dropped", "Entropy of the router, nats", "Model FLOPs utilization"} <= drawn.keys()
+    assert {
+        "acc",
+        "Rows dropped, share of all",
+        "Entropy of the router, nats",
+        "Model FLOPs utilization",
+    } <= drawn.keys()
 
 
 @pytest.mark.slow

@@ -70,15 +70,15 @@ def test_experts_have_heat_maps_over_the_steps(tmp_path):
     shown = [expert_record(10, dropped_share=[0.0, 0.25]), expert_record(20)]
     records = [record(step, expert_load=step / 10) for step in (10, 20)]
     html = write_run_report(make_run(tmp_path, records, experts_jsonl=lines(shown))).read_text()
-    assert cells(html, "Load of the experts of layer 2") == {
+    assert cells(html, "Load of the experts of layer 2, relative to the mean") == {
         "expert 0, step 10": 2.25, "expert 1, step 10": 0.75, "expert 2, step 10": 0,
         "expert 0, step 20": 2.25, "expert 1, step 20": 0.75, "expert 2, step 20": 0,
     }  # fmt: skip
-    assert cells(html, "Load of each layer's busiest expert") == {
+    assert cells(html, "Load of each layer's busiest expert, relative to the mean") == {
         "layer 1, step 10": 1, "layer 2, step 10": 2.25, "layer 1, step 20": 1, "layer 2, step 20": 2.25,
     }  # fmt: skip
     assert cells(html, "Entropy of the router, nats")["layer 2, step 20"] == 0.5
-    assert cells(html, "Rows dropped")["layer 2, step 10"] == 0.25
+    assert cells(html, "Rows dropped, share of all")["layer 2, step 10"] == 0.25
     assert "Load of the busiest expert" in html
     Outline(html)
 
@@ -91,7 +91,7 @@ def test_dense_models_have_no_section_of_experts(tmp_path):
 def test_maps_of_many_steps_and_experts_stay_small_and_end_with_the_last_step(tmp_path):
     shown = [expert_record(n, tokens_per_expert=[[n % (e + 1) for e in range(256)]] * 2) for n in range(1, 202)]
     path = write_run_report(make_run(tmp_path, [record(1)], experts_jsonl=lines(shown)))
-    titles = cells(path.read_text(), "Load of the experts of layer 1")
+    titles = cells(path.read_text(), "Load of the experts of layer 1, relative to the mean")
     steps = sorted({int(title.split()[-1]) for title in titles})
     assert len(steps) <= 16 and steps[-1] == 201 and len(titles) == 256 * len(steps)
     assert "Rows dropped" not in path.read_text()
@@ -101,7 +101,7 @@ def test_maps_of_many_steps_and_experts_stay_small_and_end_with_the_last_step(tm
 def test_a_layer_of_which_no_token_was_counted_is_even(tmp_path):
     shown = [expert_record(1, tokens_per_expert=[[0, 0, 0], [0, 0, 0]])]
     html = write_run_report(make_run(tmp_path, [record(1)], experts_jsonl=lines(shown))).read_text()
-    assert set(cells(html, "Load of each layer's busiest expert").values()) == {1}
+    assert set(cells(html, "Load of each layer's busiest expert, relative to the mean").values()) == {1}
 
 
 def test_little_memory_is_shown_in_its_own_unit(tmp_path):
