@@ -168,7 +168,9 @@ def test_beyond_a_break_even_another_layout_is_best_and_before_it_this_one(plan:
         factor = (point["at"] / point["now"]) ** share
         moved = changed_machine(H100, field, factor)
         again = make_plan(base("llama3-70b", 8192, 256), moved, PRIOR, GPUS).found
-        on_grid = [np.asarray(getattr(again.work.layout, axis)) == getattr(plan.best.work.layout, axis) for axis in AXES]
+        on_grid = [
+            np.asarray(getattr(again.work.layout, axis)) == getattr(plan.best.work.layout, axis) for axis in AXES
+        ]
         same = again.seconds[again.order][np.all(on_grid, axis=0)[again.order]].min()
         assert (same <= again.seconds[again.order[0]] * (1 + 1e-9)) == is_best
 
