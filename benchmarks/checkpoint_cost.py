@@ -1,4 +1,4 @@
-"""What checksums and verification add to a save and a load: each with and without, in turn, on one process.
+"""Costs of checksums and verification in a save and a load: each with and without, in turn, on one process.
 
     python -m benchmarks.checkpoint_cost [--hidden 512] [--rounds 7] [--folder DIR]
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of the emulated cluster train, and their options."""
+"""Runs of the benchmarks on the emulated cluster, and their options."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import torch
 from benchmarks.options import add_tiny
 
 SECONDS = 600
-"""Of each part."""
+"""Time limit of each part."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""What masks cost a training step, and what an audit costs a forward pass, on one process of a CPU or a GPU.
+"""Costs of masks in a training step and of an audit in a forward pass, on one process of a CPU or a GPU.
 
     python -m benchmarks.memorization [--rounds 9] [--json results.json]
 

@@ -59,7 +59,7 @@ def run_of(pp: int, schedule: str, micro_batches: int, device: str) -> RunConfig
 
 
 def idle_shares(place: Place, run: RunConfig, steps: int) -> list[float]:
-    """Of every step after the first."""
+    """Idle share of every step after the first."""
     device = device_of(place, run.training.device)
     job = Job(run, Grid(run.parallel, device.type), device)
     draw_quickly(job)

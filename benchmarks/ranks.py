@@ -27,7 +27,7 @@ Times = dict[str, list[float]]
 
 
 def run_on_ranks(world: int, threads: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What ``function(*arguments)`` returns on rank 0 of ``world`` fresh processes of ``threads`` threads each."""
+    """Return ``function(*arguments)`` of rank 0 of ``world`` fresh processes with ``threads`` threads each."""
     # Read when a process loads its thread library, so it must be set before the start.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     context = multiprocessing.get_context("spawn")

@@ -1,4 +1,4 @@
-"""What starting, saving and resuming cost the processor of rank 0 in a job of up to 32,768 processes.
+"""Processor time of rank 0 to start, save and resume a job of up to 32,768 processes.
 
     python -m benchmarks.scale [--ranks 512 4096 32768] [--folder DIR]
 
@@ -49,7 +49,7 @@ ONE_BYTE = b"\0"
 
 
 class Costs(NamedTuple):
-    """Of one job, on rank 0."""
+    """Costs of one job on rank 0."""
 
     ranks: int
     groups: float

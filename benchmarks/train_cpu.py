@@ -51,7 +51,7 @@ TENSOR_GRID = "x=2 z=2"
 
 @dataclass(frozen=True)
 class Size:
-    """What is trained, and how long it is measured."""
+    """A model to train, and how long it is measured."""
 
     model: dict[str, Any]
     batch: int

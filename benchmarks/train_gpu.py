@@ -37,10 +37,10 @@ LLAMA3_8B = {"preset": "llama3-8b", "rope_scaling": None}
 TINY = {"preset": "llama-tiny", "vocab_size": 512}
 
 STATE_BYTES = 18
-"""Of a parameter: master weight, gradient and two moments in fp32, and its bf16 copy."""
+"""Bytes of a parameter: master weight, gradient and two moments in fp32, and its bf16 copy."""
 
 MEMORY_SHARE = 0.85
-"""Of the free memory, what the estimate may fill."""
+"""Share of the free memory that the estimate may fill."""
 
 
 @dataclass(frozen=True)

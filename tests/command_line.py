@@ -14,7 +14,7 @@ Cli = Callable[..., Result]
 
 
 def exit_code(*arguments: object) -> int:
-    """Of ``fourfold ARGUMENTS``."""
+    """Return the exit code of ``fourfold ARGUMENTS``, run in this process."""
     with patch.object(sys, "argv", ["fourfold", *map(str, arguments)]):
         try:
             main()
@@ -28,7 +28,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 def one_sentence(result: Result) -> str:
-    """What is asked of every refusal: exit code 2, one line on standard error, nothing on standard output."""
+    """Return the message of a refusal: exit code 2, one line on standard error, nothing on standard output."""
     code, output, errors = result
     assert "Traceback" not in errors, errors
     assert code == 2, errors

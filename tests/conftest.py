@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
@@ -14,10 +15,14 @@ import torch
 from command_line import Cli, Result, exit_code
 from forked_starter import ForkedStarter
 from pool import Pool, prepare_fork_server
+from report_pages import chromium
 from sampling import Sampling, add_options, mark_long_matrices
 from tiny_corpus import make_corpus
 
 from fourfold.launch import worker_processes
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 gc.disable()  # while the tests are imported: collections take a fifth of that time, and find nothing
 if not torch.cuda.is_available():
@@ -104,3 +109,10 @@ def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny corpus of bytes."""
     return make_corpus(tmp_path_factory.mktemp("corpora"))
+
+
+@pytest.fixture(scope="module")  # its event loop is in the way of asyncio's own
+def browser() -> Iterator[Browser]:
+    """A headless Chromium; skips where there is none."""
+    with chromium() as started:
+        yield started

@@ -33,7 +33,7 @@ class RemoteTraceback(Exception):
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank is asked to run. call: the pickled body and its arguments."""
+    """Work of one rank. call: the pickled body and its arguments."""
 
     world_size: int
     store: str
@@ -44,7 +44,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a body returned, or the exception that it raised, its traceback, and when; a death comes before them."""
+    """A body's result, or the exception that it raised, its traceback, and when; a death comes before them."""
 
     value: Any = None
     error: BaseException | None = None

@@ -1,4 +1,4 @@
-"""What ``import fourfold`` offers."""
+"""The names that ``import fourfold`` offers."""
 
 import subprocess
 import sys

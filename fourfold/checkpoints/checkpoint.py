@@ -72,6 +72,7 @@ class Checkpointer:
     """Saves a job into a folder, and prunes old checkpoints there.
 
     stream_position: where a streamed dataset continues after so many steps; every process calls it.
+    first_samples: a digest of the first samples of corpora on disk.
     """
 
     def __init__(
@@ -80,9 +81,10 @@ class Checkpointer:
         job: TrainingState,
         config: CheckpointConfig,
         stream_position: Callable[[int], StreamPosition | None] = lambda step: None,
+        first_samples: str | None = None,
     ) -> None:
         self.folder, self.job, self.config = folder, job, config
-        self._stream_position = stream_position
+        self._stream_position, self._first_samples = stream_position, first_samples
         self.newest: Path | None = None
         """The newest checkpoint of this run, once ``wait`` has returned."""
         self._pending: tuple[_Save, Future[Written | None]] | None = None
@@ -133,7 +135,7 @@ class Checkpointer:
         state = state_of(self.job.run, step)
         state.optimizer_steps = self.job.optimizer.steps_taken()
         state.recent = self.job.recent.model_copy(deep=True)
-        state.stream = self._stream_position(step)
+        state.stream, state.first_samples = self._stream_position(step), self._first_samples
         state.best = self.job.best.model_copy()
         state.has_averages = averaged
         state.loss_scale = None if scale is None else (scale.scale, scale.steps_since_change)

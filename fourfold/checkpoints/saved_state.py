@@ -84,6 +84,8 @@ class CheckpointState(Strict):
     """Rows of the last step's batch for each expert, layer by layer; None for dense models."""
     stream: StreamPosition | None = None
     """Where the streamed dataset continues; None for corpora on disk, whose position is ``step``."""
+    first_samples: str | None = None
+    """A digest of the first samples of the corpora on disk; None for a streamed dataset."""
     weights_only: bool = False
     """True for an imported model: a run that starts from it begins at step 0."""
     lora: LoRAConfig | None = None

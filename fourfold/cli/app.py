@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import reprlib
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import typer
+from typer.core import TyperGroup
 
 from fourfold import __version__
 from fourfold.cli.audit import audit
@@ -33,36 +36,45 @@ from fourfold.errors import UserError, sentence
 from fourfold.exit_codes import CRASH, HANG, REFUSED
 from fourfold.launch.local_workers import JobHung, WorkerFailed
 
+if TYPE_CHECKING:
+    from typer._click import Context
+
+PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
+    "Plan": {"plan": plan, "trace": trace, "tune": tune, "tune-matmul": tune_matmul, "calibrate": calibrate},
+    "Prepare": {"doctor": doctor, "prepare": prepare, "masks": masks, "import-hf": import_hf},
+    "Train": {"train": train, "launch": launch},
+    "Inspect": {
+        "report": report,
+        "parity": parity,
+        "checkpoint": checkpoint,
+        "evaluate": evaluate,
+        "audit": audit,
+    },
+    "Use": {"generate": generate, "serve": serve, "export-hf": export_hf, "loki": loki},
+}
+"""The commands, in the order in which a project needs them."""
+
+
+class InOrder(TyperGroup):
+    """Lists commands in the order of ``PANELS``; typer lists those that have subcommands last."""
+
+    def list_commands(self, ctx: Context) -> list[str]:
+        return [name for commands in PANELS.values() for name in commands]
+
+
 app = typer.Typer(
+    cls=InOrder,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    add_completion=False,
     help="Train large language models on a four-dimensional grid of devices.",
 )
-for command in (
-    train,
-    prepare,
-    parity,
-    trace,
-    report,
-    masks,
-    audit,
-    evaluate,
-    calibrate,
-    tune_matmul,
-    tune,
-    import_hf,
-    export_hf,
-    generate,
-    serve,
-    doctor,
-):
-    app.command()(command)
-app.add_typer(plan, name="plan")
-app.add_typer(checkpoint, name="checkpoint")
-app.add_typer(launch, name="launch")
-app.add_typer(loki, name="loki")
+for panel, commands in PANELS.items():
+    for name, command in commands.items():
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, rich_help_panel=panel)
+        else:
+            app.command(name, rich_help_panel=panel)(command)
 
 
 @app.callback(invoke_without_command=True)

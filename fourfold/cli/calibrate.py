@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fourfold.cli.options import AsJson, show
+from fourfold.cli.options import MACHINES, AsJson, complete_machine, show
 from fourfold.errors import UserError
-from fourfold.planning.machines.names import machine_names
 
 
 def calibrate(
@@ -21,8 +20,8 @@ def calibrate(
     machine: Annotated[
         str,
         typer.Option(
-            help="The machine to start from: its values are kept where nothing is measured. A machine file (.toml), or "
-            f"one of {', '.join(machine_names())}."
+            help=f"The machine to start from: its values are kept where nothing is measured. {MACHINES}",
+            autocompletion=complete_machine,
         ),
     ] = "laptop",
     processes: Annotated[

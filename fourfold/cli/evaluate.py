@@ -7,13 +7,15 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import AsJson, Overrides, TaskFolder, TaskLimit, show
+from fourfold.cli.options import TASK_LIST, AsJson, Overrides, TaskFolder, TaskLimit, show
 
 
 def evaluate(
     model: Annotated[str, typer.Option(metavar="CHECKPOINT|RUN|HF", help="The model to evaluate.", show_default=False)],
     text: Annotated[list[Path], typer.Option(metavar="FILE", help="A text to predict; repeatable.")] = [],  # noqa: B006
-    tasks: Annotated[str, typer.Option(metavar="NAMES", help="Tasks of lm-eval, separated by commas.")] = "",
+    tasks: Annotated[
+        str, typer.Option(metavar="NAMES", help=f"Tasks of lm-eval, separated by commas; {TASK_LIST}")
+    ] = "",
     include_path: TaskFolder = None,
     num_fewshot: Annotated[int | None, typer.Option(help="Examples in a task's prompt. Default: the task's.")] = None,
     limit: TaskLimit = None,

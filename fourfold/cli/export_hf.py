@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from fourfold.cli.completion import one_of
 from fourfold.cli.options import AsJson, StoredDtype, show
+from fourfold.huggingface.architectures.families import FAMILIES
 
 
 def export_hf(
@@ -21,7 +23,9 @@ def export_hf(
         str | None,
         typer.Option(
             metavar="FAMILY",
-            help="Which of the families that compute the same: mistral for a Llama without biases, for example.",
+            help="The family to write, of those that compute the same (mistral for a Llama without biases, for "
+            f"example): {', '.join(FAMILIES)}.",
+            autocompletion=one_of(lambda: FAMILIES),
         ),
     ] = None,
     tokenizer: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import Overrides, RunFile
+from fourfold.cli.options import SITES, Overrides, RunFile, complete_site
 
 launch = typer.Typer(no_args_is_help=True, help="Write the script or manifest that starts a run on a cluster.")
 
@@ -28,9 +28,7 @@ MaxCrashes = Annotated[
 @launch.command()
 def slurm(
     run_file: RunFile,
-    site: Annotated[
-        str, typer.Option(help="frontier, perlmutter, alps, lumi, generic, or a file of your own (.toml).")
-    ],
+    site: Annotated[str, typer.Option(help=f"{SITES}.", autocompletion=complete_site)],
     nodes: Nodes,
     time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="Wall time.")] = None,
     account: Annotated[str | None, typer.Option(help="Account or project that pays.")] = None,

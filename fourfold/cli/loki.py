@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fourfold.cli import loki_options as options
-from fourfold.cli.options import AsJson, TaskFolder, TaskLimit, show
+from fourfold.cli.options import TASK_LIST, AsJson, TaskFolder, TaskLimit, show
 from fourfold.errors import UserError
 
 if TYPE_CHECKING:
@@ -90,7 +90,10 @@ def evaluate(
     windows: Annotated[int, typer.Option(min=1, help="The most windows of text to read.")] = 16,
     loki_values: options.LokiValues = [],  # noqa: B006
     tasks: Annotated[
-        str, typer.Option(metavar="gsm8k,…", help="Tasks of lm-eval, to run with full attention and with Loki.")
+        str,
+        typer.Option(
+            metavar="gsm8k,…", help=f"Tasks of lm-eval, to run with full attention and with Loki; {TASK_LIST}"
+        ),
     ] = "",
     limit: TaskLimit = None,
     include_path: TaskFolder = None,

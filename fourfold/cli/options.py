@@ -9,13 +9,32 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")]
+from fourfold.cli.completion import one_of_or_toml, toml_files
+from fourfold.planning.machines.names import machine_names
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.", autocompletion=toml_files)]
 Overrides = Annotated[
-    list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key of the run file; repeatable.")
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Override a key of the run file; repeatable. `python -m fourfold.run_file.reference` lists all keys.",
+    ),
 ]
+TASK_LIST = "`lm-eval ls tasks` lists them."
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 TaskLimit = Annotated[int | None, typer.Option("--limit", help="Documents per task. Default: all.")]
 TaskFolder = Annotated[Path | None, typer.Option("--include-path", help="A folder of your own tasks.")]
+MACHINES = f"The path of a machine file (.toml), or one of {', '.join(machine_names())}."
+complete_machine = one_of_or_toml(machine_names)
+SITES = "frontier, perlmutter, alps, lumi, generic, or a file of your own (.toml)"
+complete_site = one_of_or_toml(lambda: SITES.split(", ")[:-1])
+KNOBS = (
+    "Axes: x, y, z, dp, cp, pp, ep. Sizes: micro_batch. batch_parts: 1, 2, 4. zero: 0, 1, 2, 3. recompute: none, "
+    "selective, full. interleave: 1, 2, 3, 4, 6, 8. cp_method: ring, ulysses. schedule: 1F1B, Interleaved1F1B, "
+    "InterleavedZeroBubble, ZBVZeroBubble, and, searched only if named, GPipe, LoopedBFS, DualPipeV."
+)
+"""Limits of a search and their values, as ``planning.search.limits`` reads them."""
 StoredDtype = Literal["auto", "fp32", "bf16", "fp16"]
 """Type of a model's weights; auto: as stored."""
 

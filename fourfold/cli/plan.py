@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer.core import TyperGroup
 
-from fourfold.cli.options import AsJson, Overrides, show
+from fourfold.cli.completion import one_of, toml_files
+from fourfold.cli.options import KNOBS, MACHINES, AsJson, Overrides, complete_machine, show
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
-from fourfold.planning.machines.names import machine_names
 
 if TYPE_CHECKING:
     from typer._click import Context
+    from typer._click.shell_completion import CompletionItem
 
 
 class LayoutUnlessNamed(TyperGroup):
@@ -25,6 +26,15 @@ class LayoutUnlessNamed(TyperGroup):
             args = ["layout", *args]
         return super().parse_args(ctx, args)
 
+    def shell_complete(self, ctx: Context, incomplete: str) -> list[CompletionItem]:
+        """Offer the run files and options of ``layout`` beside the commands."""
+        command = self.commands["layout"]
+        inner = command.make_context("layout", [], parent=ctx, resilient_parsing=True)
+        if incomplete.startswith("-"):
+            return command.shell_complete(inner, incomplete)
+        run_file = next(param for param in command.params if param.name == "run_file")
+        return [*super().shell_complete(ctx, incomplete), *run_file.shell_complete(inner, incomplete)]
+
 
 plan = typer.Typer(
     cls=LayoutUnlessNamed,
@@ -34,27 +44,38 @@ plan = typer.Typer(
 )
 
 MODEL_HELP = f"A Hugging Face config.json, the folder of one, or a preset: {', '.join(PRESETS)}."
-Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
-MachineName = Annotated[
-    str, typer.Option(help=f"The path of a machine file (.toml), or one of {', '.join(machine_names())}.")
-]
+complete_model = one_of(lambda: PRESETS)
+Model = Annotated[str | None, typer.Option(help=MODEL_HELP, autocompletion=complete_model)]
+MachineName = Annotated[str, typer.Option(help=MACHINES, autocompletion=complete_machine)]
 Seq = Annotated[int | None, typer.Option(help="Tokens per sequence. Default: the model's context, at most 8192.")]
 Batch = Annotated[
     int | None,
     typer.Option("--global-batch", help="Sequences per step. Default: about 4M tokens, at least one per GPU."),
 ]
-Precision = Annotated[str | None, typer.Option(metavar="bf16|fp16|fp32|fp8", help="Default: the run file's, or bf16.")]
-Optimizer = Annotated[str | None, typer.Option(metavar="adamw|muon|lion", help="Default: the run file's, or adamw.")]
+PRECISIONS = "bf16|fp16|fp32|fp8"
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        metavar=PRECISIONS,
+        help="Default: the run file's, or bf16.",
+        autocompletion=one_of(lambda: PRECISIONS.split("|")),
+    ),
+]
+OPTIMIZERS = "adamw|muon|lion"
+Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        metavar=OPTIMIZERS,
+        help="Default: the run file's, or adamw.",
+        autocompletion=one_of(lambda: OPTIMIZERS.split("|")),
+    ),
+]
 Limit = Annotated[
     list[str],
     typer.Option(
         "--limit",
         metavar="NAME=VALUE|AXIS<=N",
-        help="Search fewer layouts, such as pp=1, x<=8 or recompute=full; repeatable. Axes: x, y, z, dp, cp, pp. "
-        "Sizes: micro_batch. batch_parts: 1, 2, 4. zero: 0, 1, 2, 3. recompute: none, selective, full. "
-        "interleave: 1, 2, 3, 4, 6, 8. "
-        "cp_method: ring, ulysses. schedule: 1F1B, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, and, "
-        "searched only if named, GPipe, LoopedBFS, DualPipeV.",
+        help=f"Search fewer layouts, such as pp=1, x<=8 or recompute=full; repeatable. {KNOBS}",
     ),
 ]
 
@@ -62,7 +83,13 @@ Limit = Annotated[
 @plan.command()
 def layout(
     run_file: Annotated[
-        Path | None, typer.Argument(metavar="[RUN.toml]", help="Predict this run, and replan it.", show_default=False)
+        Path | None,
+        typer.Argument(
+            metavar="[RUN.toml]",
+            help="Predict this run, and replan it.",
+            show_default=False,
+            autocompletion=toml_files,
+        ),
     ] = None,
     model: Model = None,
     machine: MachineName = "dgx-h100",
@@ -156,7 +183,7 @@ def validate(
 
 @plan.command()
 def scaling(
-    model: Annotated[str, typer.Option(help=MODEL_HELP)],
+    model: Annotated[str, typer.Option(help=MODEL_HELP, autocompletion=complete_model)],
     machine: MachineName = "dgx-h100",
     gpus: Annotated[
         str, typer.Option(metavar="FROM:TO|N,N", help="512:32768 doubles from size to size; 512,768 is a list.")

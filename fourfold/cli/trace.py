@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.options import AsJson, Overrides, RunFile, show
+from fourfold.cli.options import MACHINES, AsJson, Overrides, RunFile, complete_machine, show
 
 
 def trace(
@@ -19,7 +19,8 @@ def trace(
         str | None,
         typer.Option(
             metavar="NAME|FILE.toml",
-            help="Print seconds too, on a machine that comes with fourfold or that a machine file describes.",
+            help=f"Print seconds too, on this machine. {MACHINES}",
+            autocompletion=complete_machine,
         ),
     ] = None,
     overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)

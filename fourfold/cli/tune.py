@@ -9,7 +9,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from fourfold.cli.options import AsJson, Overrides, RunFile, show
+from fourfold.cli.options import (
+    KNOBS,
+    MACHINES,
+    SITES,
+    AsJson,
+    Overrides,
+    RunFile,
+    complete_machine,
+    complete_site,
+    show,
+)
 from fourfold.errors import UserError
 from fourfold.exit_codes import ended_by
 
@@ -23,13 +33,19 @@ def tune(
     budget: Annotated[float | None, typer.Option(metavar="MINUTES", help="Begin no trial after that.")] = None,
     space: Annotated[
         list[str],
-        typer.Option(metavar="KNOB=VALUE,…", help="Values of a knob, as `pp=1,2` or `x<=4`; repeatable. Default: all."),
+        typer.Option(
+            metavar="KNOB=VALUE,…", help=f"Values of a knob, as `pp=1,2` or `x<=4`; repeatable. Default: all. {KNOBS}"
+        ),
     ] = [],  # noqa: B006 (typer reads it, nobody writes it)
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Devices of a trial. Default: those of the run file.")
     ] = None,
     machine: Annotated[
-        str | None, typer.Option(help="Machine of the planner, or a machine file. Default: metrics.machine, or laptop.")
+        str | None,
+        typer.Option(
+            help=f"The planner's machine. Default: metrics.machine, or laptop. {MACHINES}",
+            autocompletion=complete_machine,
+        ),
     ] = None,
     method: Annotated[
         Literal["planner", "tpe", "random"], typer.Option(help="Who proposes: the planner, or a sampler of Optuna.")
@@ -43,7 +59,8 @@ def tune(
         int | None, typer.Option(min=1, help="Trials at once. Default: as many as the machine's GPUs suffice for.")
     ] = None,
     slurm: Annotated[
-        str | None, typer.Option(metavar="SITE", help="Run trials as jobs of this site (see `launch slurm`).")
+        str | None,
+        typer.Option(metavar="SITE", help=f"Run trials as jobs of a site: {SITES}.", autocompletion=complete_site),
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="With --slurm: nodes of a job.")] = 1,
     time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="With --slurm: wall time of a job.")] = None,

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from fourfold.config.model import IGNORE_INDEX
 from fourfold.errors import UserError
 from fourfold.huggingface.parallelized_files import (
+    Shapes,
     read_checkpoint,
     read_numbers,
     read_weights,
@@ -88,7 +89,7 @@ def parallelize(
     device = _device(grid)
     stage.materialize(device)
     _put_back_buffers(model, buffers, device)
-    parallelized = Parallelized(stage, placed)
+    parallelized = Parallelized(stage, placed, {name: tuple(source.shape) for name, source in sources.items()})
     if weights is None:
         parallelized.fill(sources)
     else:
@@ -103,10 +104,11 @@ class Parallelized(nn.Module):
     and ``save`` and ``load`` for ``state_dict``, because torch's know nothing of x and y.
     """
 
-    def __init__(self, stage: DataParallel, placed: list[Placed]) -> None:
+    def __init__(self, stage: DataParallel, placed: list[Placed], shapes: Shapes) -> None:
+        """shapes: of the weights by name, as the model had them before."""
         super().__init__()
         self.module = stage.model
-        self.stage, self.grid, self.placed = stage, stage.grid, placed
+        self.stage, self.grid, self.placed, self.shapes = stage, stage.grid, placed, shapes
         self.shards: list[LocalShard] = stage.shards()
         self._in_backward = False
         self._summed = False
@@ -121,7 +123,7 @@ class Parallelized(nn.Module):
         labels = kwargs.get("labels")
         if labels is not None:
             kind = getattr(self.module, "loss_type", "ForCausalLM")
-            if kind != "ForCausalLM":
+            if kind not in ("ForCausalLM", None):  # transformers takes it for a class that names no loss
                 raise UserError(
                     f"the model's own loss ({kind}) is not one of next tokens; compute the loss from its logits"
                 )
@@ -193,21 +195,22 @@ class Parallelized(nn.Module):
         present = [tensor for tensor in tensors if tensor is not None]
         if len(present) < len(tensors):
             raise UserError("some weights have no gradient to gather; call backward(loss) first")
-        return gather_full(self.shards, present)
+        found = gather_full(self.shards, present)
+        return None if found is None else {name: whole.view(self.shapes[name]) for name, whole in found.items()}
 
     @torch.no_grad()
     def fill(self, weights: Mapping[str, Tensor]) -> None:
         """Set all weights from whole tensors."""
         self.stage.free_gathered()
         for shard in self.shards:
-            shard.local.copy_(weights[shard.name][shard.slices])
+            shard.local.copy_(weights[shard.name].reshape(shard.global_shape)[shard.slices])
         self.stage.publish()
 
     @torch.no_grad()
     def fill_from(self, folder: Path) -> None:
         """Set all weights from a folder of safetensors; every process reads what it holds."""
         self.stage.free_gathered()
-        read_weights(self.module, self.shards, folder)
+        read_weights(self.module, self.shards, self.shapes, folder)
         self.stage.publish()
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -215,7 +218,7 @@ class Parallelized(nn.Module):
 
         Raises ``UserError`` on every process when ``folder`` exists or cannot be written; nothing of it is there then.
         """
-        write_pretrained(self.module, self.shards, Path(folder))
+        write_pretrained(self.module, self.shards, self.shapes, Path(folder))
 
     def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint that any grid can load: weights, and what the optimizer keeps for them.

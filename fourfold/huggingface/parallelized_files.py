@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,11 @@ PROGRESS_FILE = "parallelized.json"
 Numbers = dict[str, dict[str, Any]]
 """The numbers of the optimizer's state, and the names of its tensors, by parameter."""
 
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shape that each weight has in files. A shard's global shape may cut its last dim into parts (``InputFirst``)."""
 
-def read_weights(model: nn.Module, shards: Sequence[LocalShard], folder: Path) -> None:
+
+def read_weights(model: nn.Module, shards: Sequence[LocalShard], shapes: Shapes, folder: Path) -> None:
     """Fill the shards from a folder of safetensors; names may lack the prefix of the model's base."""
     files, kind = TensorFiles(folder), _kind(model)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
@@ -47,9 +50,24 @@ def read_weights(model: nn.Module, shards: Sequence[LocalShard], folder: Path) -
             _read_experts(files, shard, matrices)
             continue
         named = name_in_files(kind, shard.name)
-        name = files.find((shard.name, named, named.removeprefix(prefix)), shard.global_shape)
+        name = files.find((shard.name, named, named.removeprefix(prefix)), shapes[shard.name])
         if shard.local.numel():
-            files.read_into(shard.local, name, shard.slices)
+            for out, slices in _in_file(shard, shapes[shard.name]):
+                files.read_into(out, name, slices)
+
+
+def _in_file(shard: LocalShard, shape: tuple[int, ...]) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """The pieces of a shard, and the part of the tensor in files that each is."""
+    if shape == shard.global_shape:
+        yield shard.local, shard.slices
+        return
+    *rows, parts, columns = shard.slices
+    width = shard.global_shape[-1]
+    for place, part in enumerate(range(parts.start, parts.stop)):
+        yield (
+            shard.local.select(-2, place),
+            (*rows, slice(part * width + columns.start, part * width + columns.stop)),
+        )
 
 
 def _read_experts(files: TensorFiles, shard: LocalShard, matrices: Sequence[str]) -> None:
@@ -63,7 +81,7 @@ def _read_experts(files: TensorFiles, shard: LocalShard, matrices: Sequence[str]
             files.read_into(matrix, found, (slice(0, shape[0]), slice(0, columns)))
 
 
-def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], folder: Path) -> None:
+def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], shapes: Shapes, folder: Path) -> None:
     """Write a folder for ``from_pretrained``, one tensor at a time through the first process."""
     waiting = list(shards)
     last: list[tuple[str, Tensor]] = []
@@ -72,14 +90,15 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], folder: Pat
         """The whole tensor, gathered once for all entries that are parts of it."""
         if not last or last[0][0] != shard.name:
             last.clear()
-            last.append((shard.name, _gathered(waiting.pop(0))))
+            last.append((shard.name, _gathered(waiting.pop(0)).view(shapes[shard.name])))
         return last[0][1]
 
     def write() -> None:
         with new_folder(folder) as unfinished:
             _write_configs(model, shards[0].local.dtype, unfinished)
             write_tensor_files(
-                unfinished, [entry for shard in shards for entry in _entries(shard, _kind(model), gather)]
+                unfinished,
+                [entry for s in shards for entry in _entries(s, shapes[s.name], _kind(model), gather)],
             )
 
     def gather_on() -> None:
@@ -89,12 +108,14 @@ def write_pretrained(model: nn.Module, shards: Sequence[LocalShard], folder: Pat
     _first_process(write, folder, gather_on)
 
 
-def _entries(shard: LocalShard, kind: str, gather: Callable[[LocalShard], Tensor]) -> list[Entry]:
+def _entries(
+    shard: LocalShard, shape: tuple[int, ...], kind: str, gather: Callable[[LocalShard], Tensor]
+) -> list[Entry]:
     """The tensors of files that a parameter becomes: itself, or the matrices of experts that it stacks."""
     dtype, matrices = shard.local.dtype, matrices_of(kind, shard.name)
     if not matrices:
-        return [Entry(name_in_files(kind, shard.name), dtype, shard.global_shape, lambda: gather(shard))]
-    experts, rows, columns = shard.global_shape
+        return [Entry(name_in_files(kind, shard.name), dtype, shape, lambda: gather(shard))]
+    experts, rows, columns = shape
     height = rows // len(matrices)
 
     def matrix(expert: int, number: int) -> Tensor:

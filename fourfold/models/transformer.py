@@ -108,8 +108,10 @@ class Block(nn.Module):
         self.mlp_output_layernorm = norm_of(config) if after else None
 
     def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
-        attention_BSH = self.self_attn(normed(x_BSH, self.input_layernorm), context)
-        attended_BSH = x_BSH + normed(attention_BSH, self.attention_output_layernorm)
+        # Nested, since a name would keep attention's output until the MLP has run.
+        attended_BSH = x_BSH + normed(
+            self.self_attn(normed(x_BSH, self.input_layernorm), context), self.attention_output_layernorm
+        )
         mlp_reads_BSH = x_BSH if self.parallel_residual else attended_BSH
         mlp_BSH = self.mlp(normed(mlp_reads_BSH, self.post_attention_layernorm))
         return attended_BSH + normed(mlp_BSH, self.mlp_output_layernorm)

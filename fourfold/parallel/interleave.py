@@ -81,8 +81,9 @@ class InterleavedBlock(Block):
             joined.give(q, k, v)
             yield  # the others give theirs
             heads = joined.take()
-        attention_BTh = yield from o_proj.steps(heads, hidden_by=of_up)
-        attended_BTh = x_BTh + normed(attention_BTh, self.attention_output_layernorm)
+        attended_BTh = x_BTh + normed(
+            (yield from o_proj.steps(heads, hidden_by=of_up)), self.attention_output_layernorm
+        )
         mlp_reads_BTh = x_BTh if self.parallel_residual else attended_BTh
         up_BSf = yield from up.steps(normed(mlp_reads_BTh, self.post_attention_layernorm), later=of_up)
         if type(self.mlp).down is not MLP.down:  # it runs again in the backward, as a whole

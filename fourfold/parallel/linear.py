@@ -104,8 +104,7 @@ class Linear4D(Tiled):
         self.reads, self.writes = (shared, tokens) if transposed else (tokens, shared)
         self.reads_what = "inputs" if transposed else "tokens"
         tile = Tile(x=1, y=0) if transposed else Tile(x=0, y=1)
-        self.add_tile("weight", linear.weight, tile, grid)
-        self.add_tile("bias", linear.bias, self.transposed_bias() if transposed else NORMAL_BIAS[over_y], grid)
+        self.add_weights(linear, tile, self.transposed_bias() if transposed else NORMAL_BIAS[over_y], grid)
         if isinstance(linear, LoRALinear):
             self.lora_scale = linear.scale
             tile_a, tile_b = adapter_tiles(tile)
@@ -119,6 +118,11 @@ class Linear4D(Tiled):
     def transposed_bias(self) -> Tile:
         """The tile of a transposed layer's bias, which is added to the residual stream."""
         return Tile(y=0, partial_over=("x",))
+
+    def add_weights(self, linear: nn.Linear, tile: Tile, over_out: Tile, grid: Grid) -> None:
+        """Register the tiles of the weight [out, in], and of the bias [out]: ``over_out``."""
+        self.add_tile("weight", linear.weight, tile, grid)
+        self.add_tile("bias", linear.bias, over_out, grid)
 
     def forward(self, x: Tensor) -> Tensor:
         return run(self.steps(x))

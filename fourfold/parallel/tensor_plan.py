@@ -14,6 +14,7 @@ from torch import nn
 
 from fourfold.errors import UserError
 from fourfold.parallel.grid import Axis, Grid
+from fourfold.parallel.input_first import INPUT_FIRST, InputFirst, as_linear
 from fourfold.parallel.linear import OverY
 from fourfold.parallel.sharding import Tile
 from fourfold.parallel.split_experts import split_experts
@@ -21,7 +22,8 @@ from fourfold.parallel.whole_residual import ColumnLinear, Entrance, RowLinear, 
 
 STYLES: dict[str, str] = {
     "colwise": "a linear layer that reads the residual, and whose features the next layer reads in shares",
-    "colwise_gather_output": "the same, with its features gathered for code that needs all of them",
+    "colwise_in_parts": "the same, where its weight is [in, out] with queries, keys and values one after the other",
+    "colwise_gather_output": "as colwise, with its features gathered for code that needs all of them",
     "rowwise": "a linear layer that reads shares of features and writes to the residual",
     "rowwise_split_input": "the same, where every rank has all features and takes its share",
     "embedding": "an embedding table",
@@ -41,6 +43,20 @@ SYNONYMS = {
     "replicated": "replicate",
     "moe_tp_experts": "experts",
 }
+
+IN_SHARES = ("colwise", "colwise_in_parts", "rowwise")
+"""Styles with features in shares between one layer and the next."""
+
+PLANS = {
+    "gpt2": {
+        "h.*.attn.c_attn": "colwise_in_parts",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+        "wpe": "embedding",
+    }
+}
+"""Plans by model_type, for models of transformers that publish none."""
 
 SCALED_EMBEDDING = "ScaledWordEmbedding"
 """End of the class names of transformers' embeddings that are multiplied by their ``embed_scale``, such as Gemma's."""
@@ -63,7 +79,7 @@ def published_plan(model: nn.Module) -> dict[str, str]:
     plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
     prefix = getattr(model, "base_model_prefix", "")
     config = getattr(model, "config", None)
-    of_config = getattr(config, "base_model_tp_plan", None) or {}
+    of_config = getattr(config, "base_model_tp_plan", None) or PLANS.get(getattr(config, "model_type", ""), {})
     plan |= {f"{prefix}.{key}": style for key, style in of_config.items()}
     # Plans leave routers whole without naming them: every rank sends the same tokens to the same experts.
     plan |= {name: "replicate" for name, m in model.named_modules() if type(m).__name__.endswith("Router")}
@@ -89,14 +105,15 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
     placed: list[Placed] = []
     for name, style in styles.items():
         parent, module = _parent(name), model.get_submodule(name)
-        over_y: OverY = split[parent] if style in ("colwise", "rowwise") else "replicate"
-        if style in ("colwise", "colwise_gather_output"):
-            linear = _of_type(name, module, nn.Linear, style)
+        over_y: OverY = split[parent] if style in IN_SHARES else "replicate"
+        if style in ("colwise", "colwise_in_parts", "colwise_gather_output"):
+            in_parts = style == "colwise_in_parts"
+            linear = _in_parts(name, model, grid, over_y) if in_parts else _linear(name, module, style)
             _check_divides(name, linear, out_features=grid.x, in_features=grid.y)
             entry = entries.setdefault(parent, Entrance(grid, parent or name))
             new: nn.Module = ColumnLinear(linear, grid, over_y, entry, style == "colwise_gather_output", name)
         elif style in ("rowwise", "rowwise_split_input"):
-            linear = _of_type(name, module, nn.Linear, style)
+            linear = _linear(name, module, style)
             _check_divides(name, linear, in_features=grid.x, out_features=grid.y)
             new = RowLinear(linear, grid, over_y, style == "rowwise_split_input", name)
         elif style == "embedding":
@@ -167,16 +184,17 @@ def is_of_residual(
     """True for vectors as wide as the residual that the group's layers read: those of a norm in the same module, which
     every rank computes whole."""
     read = {
-        model.get_submodule(name).in_features
+        linear.in_features
         for name, style in styles.items()
-        if style == "colwise" and _parent(name) == group and isinstance(model.get_submodule(name), nn.Linear)
+        if style in ("colwise", "colwise_in_parts") and _parent(name) == group
+        if (linear := as_linear(model.get_submodule(name))) is not None
     }
     return all(len(shape) == 1 and shape[0] in read for shape in shapes.values())
 
 
 def _groups(styles: Mapping[str, str | None]) -> set[str]:
     """The modules inside of which features are in shares: those with a layer that is split by columns or rows."""
-    return {_parent(name) for name, style in styles.items() if style in ("colwise", "rowwise")}
+    return {_parent(name) for name, style in styles.items() if style in IN_SHARES}
 
 
 def _enclosing(name: str, groups: Any) -> str | None:
@@ -193,10 +211,10 @@ def _over_y(model: nn.Module, group: str, styles: Mapping[str, str | None], grid
             works = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise UserError(f"{group}: {key} = {count} cannot be split over x = {grid.x.size}; x = {works} work")
     widths = [
-        linear.out_features if style == "colwise" else linear.in_features
+        linear.in_features if style == "rowwise" else linear.out_features
         for name, style in styles.items()
-        if _parent(name) == group and style in ("colwise", "rowwise")
-        if isinstance(linear := model.get_submodule(name), nn.Linear)
+        if _parent(name) == group and style in IN_SHARES
+        if (linear := as_linear(model.get_submodule(name))) is not None
     ]
     return "features" if all(n % ranks == 0 for n in [*heads.values(), *widths]) else "replicate"
 
@@ -227,6 +245,24 @@ def _of_type(name: str, module: nn.Module, kind: type[M], style: str) -> M:
         )
     assert isinstance(module, kind)
     return module
+
+
+def _linear(name: str, module: nn.Module, style: str) -> nn.Linear:
+    linear = as_linear(module)
+    return _of_type(name, module, nn.Linear, style) if linear is None else linear
+
+
+def _in_parts(name: str, model: nn.Module, grid: Grid, over_y: OverY) -> nn.Linear:
+    """Describe a layer whose features its module cuts into parts of ``split_size``; each is now this rank's share."""
+    attention: Any = model.get_submodule(_parent(name))
+    width = getattr(attention, "split_size", None)
+    linear = as_linear(model.get_submodule(name))
+    if not isinstance(linear, InputFirst) or not isinstance(width, int) or linear.out_features % width:
+        raise UserError(
+            f"{name}: 'colwise_in_parts' is for a {INPUT_FIRST} whose module cuts its features into parts of split_size"
+        )
+    attention.split_size = width // grid.x.size // (grid.y.size if over_y == "features" else 1)
+    return InputFirst(model.get_submodule(name), linear.out_features // width)
 
 
 def _check_divides(name: str, module: nn.Module, **over: Axis) -> None:

@@ -16,6 +16,7 @@ from fourfold.errors import UserError
 from fourfold.parallel.communicate import share, sum_gradient, sum_of, whole
 from fourfold.parallel.embedding import Embedding
 from fourfold.parallel.grid import Axis, Grid
+from fourfold.parallel.input_first import InputFirst, bias_tile, output_first, weight_tile
 from fourfold.parallel.linear import Linear4D, OverY
 from fourfold.parallel.linear_steps import linear_steps, run
 from fourfold.parallel.sharding import Tile
@@ -58,10 +59,23 @@ class WholeTokensLinear(Linear4D):
 
     def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, name: str, transposed: bool) -> None:
         super().__init__(linear, grid, over_y, name, transposed=transposed)
+        self.is_input_first = isinstance(linear, InputFirst)
+        self.shares = grid.y.size if over_y == "features" else 1
         self.grid, self.in_features, self.out_features = grid, linear.in_features, linear.out_features
 
     def token_axis(self, grid: Grid) -> Axis:
         return replace(grid.x, size=1, rank=0)
+
+    def add_weights(self, linear: nn.Linear, tile: Tile, over_out: Tile, grid: Grid) -> None:
+        if isinstance(linear, InputFirst):
+            tile, over_out = weight_tile(tile, linear.parts), bias_tile(over_out, linear.parts)
+        super().add_weights(linear, tile, over_out, grid)
+
+    def matrices(self) -> tuple[Tensor, ...]:
+        return (output_first(self.weight, self.shares),) if self.is_input_first else super().matrices()
+
+    def add_bias(self, out: Tensor) -> Tensor:
+        return out if self.bias is None else out + self.bias.flatten()
 
 
 class ColumnLinear(WholeTokensLinear):

@@ -39,20 +39,29 @@ class PlanRecord:
     costs: Costs | None
     extrapolation: list[str]
     """The features of the best layout that are outside the calibrated range."""
-    interval: tuple[float, float] | None
-    """The 5th and 95th percentile of the best layout's step seconds; None on a machine that the user calibrated."""
+    interval_factors: tuple[float, float] | None
+    """Predicted seconds times these are the 5th and 95th percentile of the measured ones; None on a machine that the
+    user calibrated."""
     indistinct: Indistinct
     """The best layouts that the planner cannot tell apart."""
     curve: list[Point]
     """The strong-scaling curve around the requested number of GPUs."""
 
     def labeled(self) -> list[tuple[str, Prediction]]:
-        """The ranked layouts and the run file's own, each with a prefix for its description."""
-        ranked = [("", prediction) for prediction in self.plan.ranked]
+        """The ranked layouts, each with its rank, and the run file's own."""
+        ranked = [(str(rank), prediction) for rank, prediction in enumerate(self.plan.ranked, start=1)]
         if self.own is None:
             return ranked
         where = "" if self.own.gpus == self.request.gpus else f", on {self.own.gpus} GPUs"
-        return [*ranked, (f"yours{where}: ", self.own)]
+        return [*ranked, (f"yours{where}", self.own)]
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 5th and 95th percentile of the best layout's step seconds."""
+        if self.interval_factors is None:
+            return None
+        low, high = self.interval_factors
+        return low * self.plan.best.seconds, high * self.plan.best.seconds
 
     def record(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -97,7 +106,6 @@ def plan_request(
     if with_curve:
         sizes = [int(request.gpus * factor) for factor in (0.25, 0.5, 1, 2, 4) if request.gpus * factor >= 1]
         curve = scaling_curve(request.base, machine, constants, sizes, False, limits, request.name)
-    interval = shipped_interval(machine)
     saved = float(saved_bytes(request.base, request.model.num_parameters))
     return PlanRecord(
         request=request,
@@ -107,7 +115,7 @@ def plan_request(
         explanation=explain(plan, own, limits) if explained else None,
         costs=costs(tokens, best.tokens_per_second, request.gpus, saved, machine) if tokens else None,
         extrapolation=outside_calibrated_range(machine, best.work),
-        interval=None if interval is None else (best.seconds * interval[0], best.seconds * interval[1]),
+        interval_factors=shipped_interval(machine),
         indistinct=indistinct(plan, shipped_order_factor()),
         curve=curve,
     )

@@ -10,8 +10,8 @@ from fourfold.data.files import write_output
 from fourfold.errors import UserError
 from fourfold.memorization.membership import ATTACKS
 from fourfold.reports import html
+from fourfold.reports.basic_charts import Series, line_chart
 from fourfold.reports.numbers import counted
-from fourfold.reports.svg import Series, line_chart
 
 Record = Mapping[str, Any]
 Rows = list[list[str]]

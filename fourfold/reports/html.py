@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from fourfold.reports.style import CSS, JAVASCRIPT
+from fourfold.reports.chart import asset
 from fourfold.training.console import format_fact
 
 # The browser fetches nothing, whatever a run file or a sample may contain.
@@ -13,6 +13,8 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 def page(title: str, subtitle: str, sections: Sequence[str]) -> str:
     """Return a whole HTML document around sections that are HTML; title and subtitle are plain text."""
     body = "\n".join(sections)
+    scripts = [asset(name) for name in ("echarts.min.js", "charts.js")] if 'class="plot"' in body else []
+    drawing = "\n".join(f"<script>{script}</script>" for script in scripts)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -20,13 +22,13 @@ def page(title: str, subtitle: str, sections: Sequence[str]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <title>{escape(title)}</title>
-<style>{CSS}</style>
+<style>{asset("page.css")}</style>
 </head>
 <body>
 <h1>{escape(title)}</h1>
 <p class="subtitle">{escape(subtitle)}</p>
 {body}
-<script>{JAVASCRIPT}</script>
+{drawing}
 </body>
 </html>
 """
@@ -39,10 +41,16 @@ def facts(values: Mapping[str, str | int | float | None]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> str:
-    """Return a table of text; all columns but the first are right-aligned, unless they hold `words`."""
+    """Return a table of text, which scrolls where the page is narrow.
+
+    All columns but the first are right-aligned, unless they hold `words`.
+    """
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<table class="{"words" if words else "rows"}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    kind = "words" if words else "rows"
+    return (
+        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def charts(figures: Sequence[str], wide: Sequence[str] = ()) -> str:

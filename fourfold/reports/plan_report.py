@@ -14,9 +14,10 @@ from fourfold.data.files import write_output
 from fourfold.planning.search.space import OUT_OF_MEMORY, REASONS
 from fourfold.planning.workload import SCHEDULES
 from fourfold.reports import html
+from fourfold.reports.basic_charts import Series, line_chart, stacked_bars
+from fourfold.reports.layout_columns import gigabytes
 from fourfold.reports.plan_charts import Dot, scatter, timetable
-from fourfold.reports.plan_terminal import costs_sentence, doubts, gigabytes
-from fourfold.reports.svg import Series, line_chart, stacked_bars
+from fourfold.reports.plan_terminal import costs_sentence, doubts, layout_table
 
 if TYPE_CHECKING:
     from fourfold.planning.plan_record import PlanRecord
@@ -35,7 +36,7 @@ def write_plan_report(path: Path, result: PlanRecord) -> None:
     wide = [_scatter(result)]
     if result.explanation is not None:
         wide.append(_waterfall(result.explanation))
-    wide.append(stacked_bars("Memory of the fullest rank of each stage, GB", _stages(best), width=1072))
+    wide.append(stacked_bars("Memory of the fullest rank of each stage", _stages(best), x_label="GB"))
     if best.work.layout.pp > 1:
         wide.append(_timetable(best))
     if result.curve:
@@ -125,7 +126,7 @@ def _waterfall(explanation: dict[str, Any]) -> str:
         names[column]: {part: values[i] for part, values in waterfall["seconds"].items()}
         for i, column in enumerate(waterfall["columns"])
     }
-    return stacked_bars("What a step is spent on, seconds", bars, width=1072)
+    return stacked_bars("What a step is spent on", bars, x_label="seconds")
 
 
 def _stages(best: Prediction) -> dict[str, dict[str, float]]:
@@ -166,17 +167,12 @@ def _curve(points: Sequence[Point]) -> str:
         else [],
         x_label="GPUs",
         from_zero=True,
-        width=1072,
     )
 
 
 def _ranking(result: PlanRecord) -> str:
-    rows = [
-        [name + p.describe(), f"{p.seconds:.4g}", gigabytes(p.memory_bytes), f"{p.p_oom:.1%}",
-         f"{p.utilization(p.work.model_flops()):.1%}", f"{p.tokens_per_second / p.gpus:,.0f}"]
-        for name, p in result.labeled()
-    ]  # fmt: skip
-    return html.table(["layout", "s/step", "GB", "P(OOM)", "MFU", "tokens/s/GPU"], rows, words=True)
+    columns, _ = layout_table(result)
+    return html.table(list(columns), list(zip(*columns.values(), strict=True)), words=True)
 
 
 def _explanation(explanation: dict[str, Any]) -> list[str]:

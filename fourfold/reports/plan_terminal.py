@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from fourfold.reports.layout_columns import CHOICES, choices, predicted
 from fourfold.reports.numbers import format_number
-from fourfold.reports.tables import print_table
+from fourfold.reports.tables import least_width, print_table
 
 if TYPE_CHECKING:
     from fourfold.planning.calibration.validation import Validation
     from fourfold.planning.plan_record import PlanRecord
     from fourfold.planning.scaling import Point
-    from fourfold.planning.search.plan import Prediction
 
 
-NUMBERS = ("s/step", "GB", "P(OOM)", "MFU", "HFU", "tokens/s/GPU")
-"""Headers of ``_numbers``."""
 CURVE = ("s/step", "GB", "MFU", "tokens/s/GPU")
-"""Those of a scaling curve, whose other columns need the room of 80 characters."""
+"""Numbers of a scaling curve, whose other columns need the room of 80 characters."""
 
 
 def plan_tables(result: PlanRecord, explained: bool) -> None:
@@ -30,7 +29,10 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
         f"{request.name} on {request.gpus} GPUs of {plan.machine.name}: {int(request.base.step.batch):,} sequences of "
         f"{int(request.base.step.seq):,} tokens a step"
     )
-    print_table(title, ["layout", *NUMBERS], [[name + p.describe(), *_numbers(p)] for name, p in result.labeled()])
+    columns, same = layout_table(result, console.width)
+    print_table(title, list(columns), list(zip(*columns.values(), strict=True)), words=["recompute", "also"])
+    if same:
+        console.print(f"In every row: {', '.join(same)}.")
     if result.own_refused:
         console.print(f"The run file's own layout cannot run here: {result.own_refused}.")
     console.print(
@@ -47,6 +49,25 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
         console.print(costs_sentence(result))
     if explained and result.explanation is not None:
         _explanation(result.explanation, console)
+
+
+def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list[str]], list[str]]:
+    """The columns of the ranked layouts and the run file's own, by header; and what is the same in every row.
+
+    In a terminal too narrow for all, some numbers are left out, then the choices that all rows share.
+    """
+    rows = [{"": name, **choices(p.work), **predicted(p, result.interval_factors)} for name, p in result.labeled()]
+    columns = {header: [row[header] for row in rows] for header in rows[0]}
+    if not any(columns["also"]):
+        del columns["also"]
+    same = []
+    shared = [header for header in CHOICES if header != "also" and len(set(columns.get(header, []))) == 1]
+    for header in ("tokens/s/GPU", "HFU", "P(OOM)", *shared):
+        if least_width(columns) <= width:
+            break
+        cells = columns.pop(header)
+        same += [f"{header} {cells[0]}"] if header in shared else []
+    return columns, same
 
 
 def doubts(result: PlanRecord) -> list[str]:
@@ -119,7 +140,7 @@ def scaling_table(points: Sequence[Point], weak: bool) -> None:
         layouts.append([size, point.why_not if point.best is None else point.best.describe()])
         if point.best is None:
             continue
-        numbers = dict(zip(NUMBERS, _numbers(point.best), strict=True))
+        numbers = predicted(point.best, None)
         rows.append([size, *map(numbers.__getitem__, CURVE), f"{point.efficiency:.1%}", f"{point.pflops:,.1f}"])
         if published:
             rows[-1].append("" if point.published_pflops is None else f"{point.published_pflops:,.1f}")
@@ -175,11 +196,6 @@ def validation_tables(result: Validation, with_rows: bool) -> None:
         print_table("Rows", header, table, words=["row"])
 
 
-def gigabytes(size: float) -> str:
-    """Bytes in GB, with three significant digits."""
-    return f"{size / 1e9:#.3g}".removesuffix(".") if size < 999.5e9 else f"{size / 1e9:,.0f}"
-
-
 def _amount(value: float) -> str:
     """A whole number; a small one with two significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
@@ -187,10 +203,3 @@ def _amount(value: float) -> str:
 
 def _or_blank(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def _numbers(p: Prediction) -> list[str]:
-    work = p.work
-    return [f"{p.seconds:.4g}", gigabytes(p.memory_bytes), f"{p.p_oom:.1%}",
-            f"{p.utilization(work.model_flops()):.1%}", f"{p.utilization(work.hardware_flops()):.1%}",
-            f"{p.tokens_per_second / p.gpus:,.0f}"]  # fmt: skip

@@ -11,9 +11,9 @@ from typing import Any
 from fourfold.data.files import write_output
 from fourfold.errors import UserError
 from fourfold.reports import html
+from fourfold.reports.basic_charts import Series, line_chart
 from fourfold.reports.expert_charts import expert_maps
 from fourfold.reports.numbers import counted
-from fourfold.reports.svg import Series, line_chart
 from fourfold.training.console import byte_unit, format_bytes
 from fourfold.training.metrics import EXPERTS_FILE, MEMORIZATION_FILE, METRICS_FILE, read_metrics
 
@@ -84,7 +84,7 @@ def _curves(records: Sequence[Record]) -> str:
     norm, lr = _series("before clipping", records, "grad_norm"), _series("", records, "lr")
     speed = _series("all devices", records, "tokens_per_second")
     chart = partial(line_chart, x_label="tokens")
-    loss = chart("Loss", losses, log_y=True, width=1072, height=320)
+    loss = chart("Loss", losses, log_y=True, height=340)
     others = [
         chart("Gradient norm", [norm], log_y=True),
         chart("Learning rate", [lr], from_zero=True),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
@@ -17,21 +18,34 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     """Print a table that fits the terminal's width.
 
     Text columns are the first one, those without a name, and those named in ``words``; the others are numbers, aligned
-    right. Cells wrap between words; in a terminal too narrow for that, cells lose their padding.
+    right. Cells wrap between words; in a terminal too narrow for that, columns lose their lines and padding.
     """
     console = Console()
     columns = [[name, *(row[number] for row in rows)] for number, name in enumerate(header)]
-    fewest = [min(LONGEST_WORD, _longest(word for cell in cells for word in cell.split())) for cells in columns]
-    room = console.width - len(header) - 1  # without the lines between columns
-    edges = int(sum(fewest) + 2 * len(header) <= room)
-    widths = _fitted([_longest(cells) for cells in columns], fewest, room - 2 * edges * len(header))
-    table = Table(title=Text(title), title_justify="left", show_header=any(header), padding=(0, edges))
+    fewest = [_longest_word(cells) for cells in columns]
+    room = console.width - len(header) + 1  # without what is between columns
+    edges = int(sum(fewest) + 2 * len(header) + 2 <= room)
+    whole = [_unbroken(cells) for cells in columns]
+    widths = _fitted([_longest(cells) for cells in columns], (whole, fewest), room - edges * (2 * len(header) + 2))
+    table = Table(
+        title=Text(title),
+        title_justify="left",
+        show_header=any(header),
+        padding=(0, edges),
+        box=HEAVY_HEAD if edges else SIMPLE_HEAD,
+        show_edge=bool(edges),
+    )
     for number, (name, width) in enumerate(zip(header, widths, strict=True)):
         is_words = number == 0 or not name or name in words
         table.add_column(Text(name), justify="left" if is_words else "right", width=width, overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)
+
+
+def least_width(columns: Mapping[str, Sequence[str]]) -> int:
+    """The width of a table of these columns, by header, in which no cell wraps but the header's."""
+    return sum(_unbroken([name, *cells]) + 1 for name, cells in columns.items()) - 1
 
 
 def in_unit(size: float, unit: int) -> str:
@@ -45,9 +59,18 @@ def _longest(texts: Iterable[str]) -> int:
     return max(map(cell_len, texts), default=0)
 
 
-def _fitted(widths: list[int], fewest: Sequence[int], room: int) -> list[int]:
-    """Shrink the widest columns until all fit: down to their longest words, then if need be to one character."""
-    for least in (fewest, [1] * len(widths)):
+def _unbroken(column: Sequence[str]) -> int:
+    """The width in which only the header, which is first, wraps."""
+    return max(_longest_word(column[:1]), _longest(column[1:]))
+
+
+def _longest_word(cells: Iterable[str]) -> int:
+    return min(LONGEST_WORD, _longest(word for cell in cells for word in cell.split()))
+
+
+def _fitted(widths: list[int], stages: Sequence[Sequence[int]], room: int) -> list[int]:
+    """Shrink the widest columns until all fit: down to the widths of each stage, then if need be to one character."""
+    for least in (*stages, [1] * len(widths)):
         while sum(widths) > room and any(width > low for width, low in zip(widths, least, strict=True)):
             widest = max((width, number) for number, width in enumerate(widths) if width > least[number])[1]
             widths[widest] -= 1

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from fourfold.data.files import write_output
 from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES
 from fourfold.reports import html
+from fourfold.reports.basic_charts import Series, line_chart, stacked_bars
 from fourfold.reports.numbers import counted
 from fourfold.reports.plan_charts import Dot, scatter
-from fourfold.reports.svg import Series, line_chart, stacked_bars
 from fourfold.reports.tables import print_table
 from fourfold.reports.tune_charts import Line, parallel_coordinates
 from fourfold.reports.tune_sentences import ended_early, outcomes_of, summary_of
@@ -99,7 +99,7 @@ def _history(result: TuneRecord) -> str:
         Series("failed (no time)", numbers, failed, dots=True),
     ]
     kept = [each for each in series if any(value is not None for value in each.y)]
-    return line_chart("Seconds a step of the trials", kept, x_label="trials", log_y=True, width=1072)
+    return line_chart("Step time of the trials", kept, x_label="trials", y_label="seconds a step", log_y=True)
 
 
 def _parallel(result: TuneRecord) -> str:
@@ -136,7 +136,6 @@ def _memory(result: TuneRecord) -> str:
 
 def _sensitivity(explained: Sensitivity, whose: str) -> str:
     error = "" if explained.error is None else f", error {explained.error:.0%} on held-out trials"
-    title = (
-        f"How much a knob matters to {whose}: mean |Shapley value| of log seconds ({explained.layouts} layouts{error})"
-    )
-    return stacked_bars(title, {name: {"": value} for name, value in explained.importance.items()}, width=1072)
+    title = f"How much a knob matters to {whose} ({explained.layouts} layouts{error})"
+    bars = {name: {"": value} for name, value in explained.importance.items()}
+    return stacked_bars(title, bars, x_label="mean |Shapley value| of log seconds")

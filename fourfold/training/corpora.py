@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from fourfold.parallel.grid import Axis
 VALIDATION_SEED = 1
 STATISTICS_TOKENS = 1 << 17
 """Tokens of training data on which a goldfish mask is measured before training; it takes milliseconds."""
+FIRST_SAMPLES = 16
 
 Source = tuple[str, float]
 """Prefix and weight of a corpus."""
@@ -76,6 +78,13 @@ class Corpora:
         sources = [source for mixture in mixtures if isinstance(mixture, Mixture) for source in mixture.sources]
         return [source for source in sources if isinstance(source, PreferencePairs)]
 
+    def first_samples(self) -> str | None:
+        """A digest of the first samples of corpora on disk, whose order depends on all of them; None where streamed."""
+        if self.stream is not None:
+            return None
+        windows = self.samples.read(np.arange(FIRST_SAMPLES))
+        return xxhash.xxh3_128_hexdigest(windows.tokens.tobytes())
+
     def trained_share(self) -> float:
         """Share of the tokens at the beginning of the training data that every mask keeps."""
         masks: list[LossMask] = self.masks if self.goldfish is None else [*self.masks, self.goldfish]
@@ -84,6 +93,8 @@ class Corpora:
 
     def goldfish_statistics(self) -> MaskStatistics | None:
         """Drop rate and longest span at the beginning of the training data; None without a goldfish mask."""
+        if self.goldfish is None:
+            return None
         return preview(self.train.dataset, self.masks, self.goldfish, 0, STATISTICS_TOKENS).statistics
 
 

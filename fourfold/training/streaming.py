@@ -1,7 +1,8 @@
-"""A streamed dataset of a run, from checkpoint to checkpoint."""
+"""The training data of a run, from checkpoint to checkpoint."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,14 @@ def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> No
                     "back, or set checkpoint.resume = 'never'"
                 )
         stream.go_to(steps, saved.positions)
+
+
+def warn_of_other_samples(corpora: Corpora, checkpoint: Path) -> None:
+    """Warn where corpora on disk, or their weights, are not those that the checkpoint was trained on."""
+    saved, now = read_state(checkpoint).first_samples, corpora.first_samples()
+    if saved is not None and now is not None and saved != now:
+        print(
+            f"warning: data.train gives other samples than before the checkpoint {checkpoint}: a corpus or a weight "
+            "has changed; text that was read before it may be read again",
+            file=sys.stderr,
+        )

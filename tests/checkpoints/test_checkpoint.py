@@ -141,7 +141,7 @@ def contents(path: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("parallel", [{}, {"x": 2}, {"z": 3}])
 def test_asynchronous_is_synchronous(pool: Pool, tmp_path: Path, parallel: dict[str, int]) -> None:
-    """What is written are the weights of the step, though training goes on meanwhile."""
+    """The weights of the step are written, though training goes on meanwhile."""
     run = tiny_run(QWEN, parallel, training={"global_batch_size": 12})
     answers = pool.run(run.parallel.world_size, save_both_ways, run, tmp_path)
     assert answers[0] == (False, [])

@@ -18,7 +18,7 @@ from fourfold.run_file.load import load_run
 
 @pytest.mark.parametrize(("name", "kind"), [("qwen2 tied", "qwen2"), ("qwen2_moe", "qwen2_moe")])
 def test_a_hugging_face_model_is_trained_and_goes_out_again(cli: Cli, name: str, kind: str, tmp_path: Path) -> None:
-    """What transformers opens, and generates with, computes what the checkpoint does."""
+    """The model that transformers opens, and generates with, computes what the checkpoint does."""
     transformers = pytest.importorskip("transformers")
     from fourfold.checkpoints.saved_weights import SavedWeights
     from fourfold.models.transformer import Transformer

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from command_line import Cli
 from planner_rows import HEADER, row_text
+from report_pages import chart_specs, check_looks, opened, without_scripts
 from tiny_corpus import make_corpus, run_file
 
 from fourfold.config.presets import PRESETS
@@ -21,8 +22,11 @@ from fourfold.planning.machines.names import machine_names
 from fourfold.planning.request import BITS
 from fourfold.planning.search.limits import CHOICES
 from fourfold.planning.search.space import AXES
-from fourfold.reports.plan_terminal import gigabytes
+from fourfold.reports.layout_columns import gigabytes
 from fourfold.run_file.load import load_run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = ("plan", "--model", "llama3-8b", "--machine", "dgx-h100", "--gpus", 16, "--global-batch", 64)
@@ -101,7 +105,7 @@ def test_a_run_file_on_other_gpus_or_with_another_batch(cli: Cli, tmp_path: Path
     page = tmp_path / "plan.html"
     few = ("--limit", "pp=1", "--limit", "cp=1")
     code, out, _ = cli("plan", run, "--gpus", 16, "--top", 1, "--report", page, *few)
-    assert code == 0 and "yours, on 8 GPUs: " in " ".join(out.replace("│", " ").split())
+    assert code == 0 and " yours, on 8 GPUs " in out
     record = json.loads(cli("plan", run, "--gpus", 16, "--top", 1, "--json", *few)[1])
     assert f"<td>{record['own']['tokens_per_second_per_gpu']:,.0f}</td>" in page.read_text(encoding="utf-8")
     record = json.loads(cli("plan", run, "--global-batch", 3, "--json", *few)[1])
@@ -232,6 +236,34 @@ def test_doubts_are_in_the_terminal_and_as_json(cli: Cli) -> None:
     assert f"fourfold tune RUN.toml --nproc 16 --space {record['space'][0]}" in text
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_layouts_are_readable(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """A line for every layout, with what it chooses in columns, unless all rows share it and the room is short."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    model = ("plan", "--model", "olmoe-1b-7b", "--machine", "dgx-h100", "--gpus", 16, "--global-batch", 64, "--top", 4)
+    limits = ("--limit", "pp=2", "--limit", "schedule=1F1B,Interleaved1F1B", "--limit", "y=1")
+    _, out, _ = cli(*model, *limits)
+    ranked = json.loads(cli(*model, *limits, "--json")[1])["ranked"]
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= columns
+    said = re.search(r"In every row: (.*)\.", out)
+    shared = dict(pair.split() for pair in said[1].split(", ")) if said else {}
+    assert (said is not None) == (columns == 80)
+    rows = [line.split() for line in lines if re.match(r"[1-4] ", line)]
+    assert len(rows) == len(ranked) == 4
+    headers = lines[2].split()
+    for row, layout in zip(rows, ranked, strict=True):
+        for axis, size in layout["parallel"].items():
+            if axis in ("pp", "dp", "cp", "z", "y", "x", "ep", "zero"):
+                shown = shared[axis] if axis in shared else row[1 + headers.index(axis)]
+                assert shown == str(size), axis
+        low, high = next(cell for cell in row if "–" in cell).split("–")
+        assert float(low) < layout["step_seconds"] < float(high)
+        assert f"{layout['mfu']:.1%}" in row and gigabytes(layout["memory_bytes"]) in row
+        assert f"{layout['memory_bytes'] / load_machine('dgx-h100').memory:.0%}" in row
+    assert {"s/step", "interval", "MFU", "GB"} <= set(headers) and "cannot be told apart" in " ".join(out.split())
+
+
 def test_a_scaling_curve_is_readable_in_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     limits = ("--limit", "pp=1", "--limit", "cp=1", "--limit", "x=4")
@@ -252,29 +284,25 @@ def test_scaling_with_the_published_figure(cli: Cli, tmp_path: Path) -> None:
     points = json.loads(out)["points"]
     assert code == 0 and [p["gpus"] for p in points] == [2048, 4096]
     assert points[1]["published_pflops"] == 620.1 and points[1]["mfu"] <= points[1]["hfu"]
-    assert "<svg" in page.read_text(encoding="utf-8")
+    (curve,) = chart_specs(page.read_text(encoding="utf-8")).values()
+    assert [series["name"] for series in curve["option"]["series"]] == ["predicted", "linear from the first size"]
 
 
-def test_the_page_needs_no_network_and_shows_everything(cli: Cli, tmp_path: Path) -> None:
+def test_the_page_needs_no_network_and_shows_everything(cli: Cli, tmp_path: Path, browser: Browser) -> None:
     page = tmp_path / "plan.html"
     code, *_ = cli("plan", "--model", "llama3-8b", "--machine", "dgx-h100", "--gpus", 32, "--global-batch", 64,
                    "--limit", "pp=4", "--tokens", "1e12", "--report", page)  # fmt: skip
     text = page.read_text(encoding="utf-8")
-    assert code == 0 and not re.search(r"(src|href)=", text)
+    assert code == 0 and not re.search(r"(src|href)=", without_scripts(text))
     for part in ("against memory", "What a step is spent on", "each stage", "Pipeline", "Tokens/s", "Break-evens",
                  "Neighbors", "GPU-hours", "cannot be told apart", "fourfold tune"):  # fmt: skip
         assert part in text, part
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("no headless browser on this machine to render the page")
-    done = subprocess.run(
-        [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}",
-         "--virtual-time-budget=2000", "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    drawn = done.stdout
-    assert drawn.count("<circle") > 100 and drawn.count("<rect") > 100
-    assert "NaN" not in drawn and "undefined" not in drawn
+    with opened(browser, page, 1280, "light") as shown:
+        drawn = check_looks(shown)
+        assert drawn["What a step is spent on"].shapes > 5
+        pictures = " ".join(shown.locator("figure > svg").evaluate_all("all => all.map(svg => svg.innerHTML)"))
+    assert pictures.count("<circle") > 100 and pictures.count("<rect") > 100
+    assert "NaN" not in pictures and "undefined" not in pictures
 
 
 def test_calibrate_measures_this_machine(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

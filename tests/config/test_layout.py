@@ -1,4 +1,4 @@
-"""What does not divide over the grid is refused with the layer, the number, and sizes that do work."""
+"""Sizes that do not divide over the grid are refused with the layer, the number, and sizes that do work."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def small_library(_: object) -> list[InputFile]:
 
 
 def ensure(cache: Path) -> str:
-    """What one of several processes does at once."""
+    """Build the corpus, as each of several processes does at once."""
     import fourfold.data.prepare
 
     fourfold.data.prepare.list_inputs = small_library

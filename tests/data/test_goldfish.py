@@ -177,7 +177,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
 
 
 def drops_in_the_stream(corpus: IndexedDataset, seq_length: int, goldfish: Goldfish) -> dict[int, bool]:
-    """Of every token that is a target: whether it is dropped, by its place in the stream."""
+    """Return whether each token that is a target is dropped, by its place in the stream."""
     windows = TokenWindows(corpus, seq_length, 3, goldfish.look_back)
     read = windows.read(np.arange(len(windows)))
     whole = corpus.read(0, corpus.tokens)

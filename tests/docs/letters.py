@@ -1,4 +1,4 @@
-"""What the letters of the pages on parallelism stand for in a run."""
+"""Values of the letters of the pages on parallelism for a run."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ NEEDS = {"loki.md": "transformers", "data.md": "datasets"}
 """Pages whose commands need a library that the tests may do without."""
 
 CHEAPER = {"z = 2\n": "z = 1\n", "seq_length = 128": "seq_length = 32", "max_new_tokens = 20": "max_new_tokens = 2"}
-"""What is changed in the run files of the pages: fewer processes, shorter sequences."""
+"""Changes to the run files of the pages: fewer processes, shorter sequences."""
 
 
 def is_run(block: Block) -> bool:
@@ -147,7 +147,7 @@ def check_command(words: list[str]) -> None:
     is_refused = "||" in words
     words = words[: words.index("||")] if is_refused else words
     words = words[: words.index(">")] if ">" in words else words
-    if words == ["--version"] or words[-1] == "--help":
+    if words[0].startswith("--") or words[-1] == "--help":
         words = [word for word in words if not word.startswith("--")]
         assert all(word in typer.main.get_command(app).commands for word in words)
         return

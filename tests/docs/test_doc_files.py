@@ -1,4 +1,4 @@
-"""What is generated is not stale, and every example loads."""
+"""Generated files are not stale, and every example loads."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def bytes_of(report: TraceReport) -> Counter[Line]:
 
 
 def of_tables(headers: list[str], run: RunConfig) -> Counter[Line]:
-    """What tables of (name, axis, operation, bytes) say; forward and backward may share a name."""
+    """Bytes by the tables of (name, axis, operation, bytes); forward and backward may share a name."""
     said: Counter[Line] = Counter()
     for name, axis, operation, formula in itertools.chain.from_iterable(TABLES[header] for header in headers):
         if getattr(run.parallel, axis) > 1:
@@ -76,7 +76,7 @@ ZERO = "`zero` | operation | over | bytes | bytes with z = 1 | what the step doe
 
 
 def name_of(over: str, grid: ParallelConfig) -> str | None:
-    """What the trace calls the axes that a cell names, of which some have size 1: as the first that is the same."""
+    """The trace's name of the axes in a cell, of which some have size 1: the first that is the same."""
     split = [axis for axis in over.split("·") if getattr(grid, axis) > 1]
     names = {"dp", "cp", "z", "dp_cp", "dp_z"}
     name = "_".join(split)

@@ -28,7 +28,7 @@ def program_of(page: str) -> str:
 
 
 def torchrun(program: str, folder: Path, processes: int) -> str:
-    """What the program prints on all processes."""
+    """Run the program under torchrun, and return what it prints on all processes."""
     (folder / "program.py").write_text(program, encoding="utf-8")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -59,7 +59,7 @@ def program_body(rank: int, world_size: int, program: str, folder: Path, launche
 
 
 def check_the_loop_in_the_readme(folder: Path, run: Callable[[str], object]) -> None:
-    """What the program saves is what one process trains with plain torch."""
+    """Check that the program saves the model that one process trains with plain torch."""
     program = program_of("README.md")
     make_model(folder / "exported", "qwen3 tied", vocab_size=208)
     run(program)

@@ -85,7 +85,7 @@ KEPT = "model | kept | bytes"
 
 
 def kept_by_a_block(model: str, kept: str, run: RunConfig) -> float:
-    """What docs/memory.md says."""
+    """Bytes by the formula in docs/memory.md."""
     ((_, _, formula),) = [row for row in tables_of(MEMORY)[KEPT] if row[0] in (model, "both") and row[1] == kept]
     return formula_in(formula, **letters_of(run))
 
@@ -95,7 +95,7 @@ def kept_by_a_block(model: str, kept: str, run: RunConfig) -> float:
     [("GPT", 5), pytest.param("Llama", 5, marks=pytest.mark.slow), pytest.param("Llama", 2, marks=pytest.mark.slow)],
 )
 def test_a_rank_keeps_a_micro_batch_more_than_the_next(model: str, micro_batches: int) -> None:
-    """Of the middle ranks, which differ in nothing else, in a filled pipeline and in one that never fills."""
+    """True of the middle ranks, which differ in nothing else, in a filled pipeline and in one that never fills."""
     sizes = {"GPT": GPT, "Llama": LLAMA}[model] | {"num_hidden_layers": 6, "max_position_embeddings": 128}
     text = PIPELINE.read_text(encoding="utf-8")
     training = {"global_batch_size": 2 * micro_batches, "seq_length": 128}
@@ -118,7 +118,7 @@ def test_a_rank_keeps_a_micro_batch_more_than_the_next(model: str, micro_batches
     ids=lambda row: " ".join(row[:2]),
 )
 def test_a_block_keeps_what_the_page_says(row: list[str]) -> None:
-    """Of two models that differ by one layer, the difference."""
+    """A block is the difference of two models, of which one has a layer more."""
     model, kept, formula = row
     recompute: dict[str, Any] = {"mode": (re.search(r"`(full|selective)", kept) or ["", "none"])[1]}
     if modules := re.search(r"\[\"(\w+)\"\]", kept):

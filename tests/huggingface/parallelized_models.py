@@ -19,6 +19,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("MistralConfig", {"num_key_value_heads": 4, "sliding_window": 8, "vocab_size": 208}),
     "gpt_neox": ("GPTNeoXConfig", {"vocab_size": 208, "attention_bias": True, "intermediate_size": 96}),
+    "gpt2": (
+        "GPT2Config",
+        {"vocab_size": 208, "n_inner": 96, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
     "phi3": ("Phi3Config", {"num_key_value_heads": 4, "vocab_size": 208}),
     "gemma": ("GemmaConfig", {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 208}),
     "olmo2": ("Olmo2Config", {"num_key_value_heads": 4, "vocab_size": 208}),

@@ -106,7 +106,7 @@ def import_body(rank: int, world_size: int, folder: Path, out: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_an_import_holds_one_tensor(kind: str, pool: Pool, tmp_path: Path) -> None:
-    """Of ours: all experts of a layer are one."""
+    """One tensor in our names: all experts of a layer are one."""
     needs_linux()
     write_model(tmp_path / "hf", kind)
     (added,) = pool.run(1, import_body, tmp_path / "hf", tmp_path / "ours", timeout=250.0)

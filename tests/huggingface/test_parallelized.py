@@ -52,7 +52,7 @@ def check(pool: Pool, name: str, grid: dict[str, int], micro_batches: int = 1) -
     assert difference(weights, expected[3]) < 1e-6
 
 
-FAST = {("qwen3", 0), ("mistral", 2), ("gpt_neox", 3), ("qwen3_moe", 0), ("mixtral", 3)}
+FAST = {("qwen3", 0), ("mistral", 2), ("gpt_neox", 3), ("qwen3_moe", 0), ("mixtral", 3), ("gpt2", 0)}
 """A family each, and a grid each."""
 
 
@@ -60,7 +60,7 @@ FAST = {("qwen3", 0), ("mistral", 2), ("gpt_neox", 3), ("qwen3_moe", 0), ("mixtr
     ("name", "grid"),
     [
         pytest.param(name, grid, id=f"{name}-{grid}", marks=[] if (name, number) in FAST else [pytest.mark.slow])
-        for name in ("llama", "qwen3", "mistral", "gpt_neox", "mixtral", "qwen3_moe")
+        for name in ("llama", "qwen3", "mistral", "gpt_neox", "gpt2", "mixtral", "qwen3_moe")
         for number, grid in enumerate(GRIDS)
     ],
 )
@@ -140,7 +140,7 @@ def export_body(rank: int, world_size: int, name: str, source: Path, out: Path) 
     return parallel.module.eval().generate(prompt, max_new_tokens=6, do_sample=False)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "mixtral", "qwen3_moe"])
 def test_files_in_and_out_and_generation(pool: Pool, name: str, tmp_path: Path) -> None:
     model = make(name)
     model.generation_config.update(do_sample=True, top_k=7)

@@ -67,7 +67,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "SmolLM3": FULL,
     "Starcoder2": {},
 }
-"""What is supported besides SHAPES, with keys that make it small and without windows."""
+"""Supported besides SHAPES, with keys that make them small and without windows."""
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -229,7 +229,7 @@ def test_a_copy_of_a_model_is_on_its_own(llama: tuple[Any, LokiBasis]) -> None:
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("cache", ["proxy", "rotated"])
 def test_half_precision(llama: tuple[Any, LokiBasis], cache: str) -> None:
-    """Of the same weights, rounded, and as near to float32 as full attention is."""
+    """Loki with the same weights, rounded, is as near to float32 as full attention is."""
     model, basis = llama
     half = copy.deepcopy(model).bfloat16()
     tokens = prompt()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Cli
+from command_line import Cli, exit_code
 from tiny_corpus import make_corpus, run_file
 
 from fourfold.data.tokenizer import train_bpe
@@ -39,7 +39,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         training__device="cpu",
         model__vocab_size=300,
     )
-    subprocess.run([*FOURFOLD, "train", str(path)], check=True, capture_output=True)
+    assert exit_code("train", path) == 0
     return folder / "runs" / "run"
 
 
@@ -110,6 +110,6 @@ def test_what_is_missing_is_named(trained: Path, cli: Cli, monkeypatch: pytest.M
 def test_bytes_cannot_be_served(tmp_path: Path, prefix: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(server.ENGINES, "vllm", (("json",), ("-c", ""), "pip install vllm"))
     path = run_file(tmp_path, prefix, training__train_steps=1, training__device="cpu")
-    subprocess.run([*FOURFOLD, "train", str(path)], check=True, capture_output=True)
+    assert cli("train", path)[0] == 0
     code, _, errors = cli("serve", tmp_path / "runs" / "run")
     assert code == 2 and "has no tokenizer that a server can use" in errors

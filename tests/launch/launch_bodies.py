@@ -1,4 +1,4 @@
-"""What the workers of test_launch run; torch is imported only where it is used, so that they start at once."""
+"""Programs of the workers of test_launch; torch is imported only where it is used, so that they start at once."""
 
 import os
 import signal

@@ -26,7 +26,7 @@ RANDOM = np.random.default_rng(0)
 
 
 def scores_of(agrees: list[int], log_prob: float = -0.5) -> TokenScores:
-    """Of a document in which greedy decoding is right at these places."""
+    """Scores of a document in which greedy decoding is right at these places."""
     tokens = np.arange(len(agrees) + 1)
     predicted = np.where(np.array(agrees, dtype=bool), tokens[1:], -1)
     filled = np.full(len(agrees), log_prob)

@@ -215,7 +215,7 @@ def test_a_dropped_job_is_freed(pool: Pool, grid: dict[str, int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", [RMSNorm(64, 1e-5), torch.nn.LayerNorm(64)], ids=lambda norm: type(norm).__name__)
 def test_a_norm_by_one_kernel_is_the_norm_of_a_split_stream(norm: torch.nn.Module, dtype: torch.dtype) -> None:
-    """What a GPU runs where no rank has a part of the channels only."""
+    """A GPU runs it where every rank has all channels."""
     with fake_processes(1):
         layer = Norm(norm, Grid(ParallelConfig(), "cpu"), "norm").to_empty(device="cpu").to(dtype)
         for parameter in layer.parameters():

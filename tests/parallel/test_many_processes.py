@@ -1,4 +1,4 @@
-"""What matters with many processes: cores beside the GPU, and groups that are not made one by one."""
+"""Costs of many processes: cores beside the GPU, and groups that are not made one by one."""
 
 from __future__ import annotations
 

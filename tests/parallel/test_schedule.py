@@ -65,7 +65,7 @@ def test_every_stage_runs_every_micro_batch_once(schedule: str, pp: int, micro_b
 
 @pytest.mark.parametrize(("schedule", "pp", "micro_batches"), CASES)
 def test_both_sides_of_a_transfer_agree_on_the_order(schedule: str, pp: int, micro_batches: int) -> None:
-    """Of each pair of ranks and direction: what one sends first, the other receives first; nothing is left over."""
+    """For each pair of ranks and direction: what one sends first, the other receives first; nothing is left over."""
     grid = ParallelConfig(pp=pp, schedule=schedule)
     sent: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
     received: dict[tuple[str, int, int], list[tuple[int, int]]] = {}

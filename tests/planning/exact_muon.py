@@ -55,7 +55,7 @@ def exchanged(run: RunConfig, layers: list[int]) -> tuple[int, int, int]:
 
 
 def _nearest(run: RunConfig, owner: int, kind: Kind) -> int:
-    """Of the ranks of (dp, cp, z) that hold what rank 0 holds, the one with the owner's place on most outer axes."""
+    """The rank of (dp, cp, z) with the owner's place on most outer axes, among those that hold what rank 0 holds."""
     grid = run.parallel
 
     def place(rank: int) -> tuple[int, ...]:

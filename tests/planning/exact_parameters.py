@@ -59,12 +59,12 @@ class Tiles:
     layers: int
     dense_block: tuple[Part, ...]
     dense_layers: int
-    """Of a mixture of experts, before the others."""
+    """Parts of a dense block, which a mixture of experts has before the others."""
     last: tuple[Part, ...]
     embedding: tuple[Part, ...]
     positions: tuple[Part, ...]
     experts: tuple[Part, ...] = ()
-    """Of one block, where ep divides them; else they are in ``block``."""
+    """Experts of one block, where ep divides them; else they are in ``block``."""
 
     def parts(self) -> list[Part]:
         """All but ``experts``."""

@@ -1,4 +1,4 @@
-"""What the search takes time for is what a run sends: at a byte a second, with nothing behind anything."""
+"""The search takes time for the bytes that a run sends: at a byte a second, with nothing behind anything."""
 
 from __future__ import annotations
 

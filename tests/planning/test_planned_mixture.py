@@ -1,4 +1,4 @@
-"""What the planner says of mixtures of experts equals closed formulas: weights, FLOPs, what is sent, and rows."""
+"""Mixtures of experts in the planner equal closed formulas: weights, FLOPs, bytes sent, and rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner says of optimizers equals closed formulas and the trace: states, FLOPs, what is sent, workspace."""
+"""Optimizers in the planner equal closed formulas and the trace: states, FLOPs, bytes sent, workspace."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_the_optimizer_reads_and_writes_every_state_once() -> None:
 
 
 def test_memory_moved_for_weights() -> None:
-    """Of bf16 weights whose gradients are summed in fp32: the first micro-batch's gradient is cast or copied (2 + 4
+    """Bytes of bf16 weights with gradients in fp32: the first micro-batch's gradient is cast or copied (2 + 4
     bytes), every other added (2 + 4 + 4), a sharded one copied each time, and gathered weights (2 + 2) twice."""
     work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq=8192, batch=16, dp=8)
     machine = load_machine("dgx-h100")

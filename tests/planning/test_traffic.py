@@ -1,4 +1,4 @@
-"""What a block moves through memory besides its products and its attention is what the planner takes time for."""
+"""The planner takes time for all that a block moves through memory besides its products and its attention."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_norm_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_sum_of_gate_is_hidden() -> None:
-    """What is left of it is what the calibration says of communication beside computation."""
+    """The rest is the calibration's share of communication beside computation."""
     machine, constants = load_machine("dgx-h100"), prior_constants()
     work = workload_of_model(ModelConfig(**PRESETS["llama3-8b"])).but(seq=8192, batch=1, y=4)
     block = block_time(work, machine, constants)

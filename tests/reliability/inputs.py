@@ -35,9 +35,9 @@ class Kind:
     command: Sequence[object]
     codes: Sequence[int] = (0, 2)
     finish: Callable[[Path], object] = lambda folder: None
-    """What makes the damage look intended."""
+    """Makes the damage look intended."""
     seeds: int = 1
-    """Of 250 cases each."""
+    """Seeds, of 250 cases each."""
     fast: int = 3
     """Cases of the fast tests."""
 
@@ -109,7 +109,7 @@ def reseal(folder: Path) -> None:
 
 
 def damage_checkpoint(folder: Path) -> st.SearchStrategy[Changes]:
-    """Of bytes of any file."""
+    """Damage the bytes of any file."""
     files = sorted(path for path in (folder / "step_1").iterdir())
     return st.sampled_from(files).flatmap(
         lambda file: contents(file.read_bytes()).map(lambda content: {f"step_1/{file.name}": content})

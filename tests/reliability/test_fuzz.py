@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from inputs import KINDS, Changes, Kind
 
 CASES = 250
-"""Of one seed."""
+"""Cases of one seed."""
 
 pytest.importorskip("transformers")
 

@@ -1,4 +1,4 @@
-"""What a run prints: plain lines in a fixed order for log files, a live display for people."""
+"""Output of a run: plain lines in a fixed order for log files, a live display for people."""
 
 import re
 from typing import Any

@@ -181,7 +181,7 @@ def change(module):
 def test_a_kill_before_a_file_operation_costs_no_bit(
     tmp_path: Path, prefix: str, whole: Whole, start: Start, cli: Cli, rank: int, every: bool
 ) -> None:
-    """Of a save that prunes an older one: directories, opens, writes, fsync, renames, removals."""
+    """File operations of a save that prunes an older one: directories, opens, writes, fsync, renames, removals."""
     environ = with_change(tmp_path, "fourfold.models.tensor_files", KILL_BEFORE) | {"KILL_RANK": str(rank)}
 
     def run(folder: Path, operation: int) -> str:

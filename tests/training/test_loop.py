@@ -16,7 +16,7 @@ import pytest
 import torch
 from pool import Pool
 from safetensors.torch import load_file
-from tiny_corpus import run_file
+from tiny_corpus import make_corpus, run_file
 
 from fourfold.checkpoints.find import list_checkpoints
 from fourfold.config.run import RunConfig
@@ -201,6 +201,15 @@ def test_resume_from_a_path_into_another_folder(tmp_path: Path, prefix: str) -> 
     assert train(second).steps == 4
     assert [record["step"] for record in metrics_of(second)] == [3, 4]
     assert [record["step"] for record in metrics_of(first)] == [1, 2]
+
+
+def test_a_resumed_run_warns_of_other_data(tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]) -> None:
+    train(make(tmp_path, prefix, training__train_steps=2))
+    train(make(tmp_path, prefix, training__train_steps=3))
+    assert "other samples" not in capfd.readouterr().err
+    other = make_corpus(tmp_path, "other", documents=50)
+    assert train(make(tmp_path, other, training__train_steps=4)).steps == 4
+    assert "data.train gives other samples than before the checkpoint" in capfd.readouterr().err
 
 
 def test_a_loss_that_is_not_a_number_is_told_and_not_saved(tmp_path: Path, prefix: str) -> None:

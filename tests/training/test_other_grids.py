@@ -99,7 +99,7 @@ def assert_close(run: RunConfig, expected: RunConfig) -> None:
 def test_one_run_on_four_grids(pool: Pool, tmp_path: Path, prefix: str) -> None:
     expected = on_grid(tmp_path / "expected", prefix, {}, checkpoint__interval=2)
     pool.run(1, train_until, expected, 8)
-    for stop, grid in zip((2, 4, 6, 8), [{"pp": 4}, {"x": 4}, {"cp": 2, "dp": 2}, {}], strict=True):
+    for stop, grid in zip((2, 4, 6, 8), [{"pp": 2}, {"x": 2}, {"cp": 2}, {}], strict=True):
         run = on_grid(tmp_path / "run", prefix, grid, checkpoint__interval=2)
         pool.run(run.parallel.world_size, train_until, run, stop)
     assert_close(run, expected)
@@ -120,13 +120,25 @@ EXPERTS = {
 FIGURES = ("expert_load", "dropped_share", "router_entropy", "balance_loss", "router_z_loss")
 
 
-def test_one_run_of_experts_on_four_grids(pool: Pool, tmp_path: Path, prefix: str) -> None:
+@pytest.mark.parametrize(
+    "grids",
+    [
+        [{"dp": 2, "ep": 2, "zero": 1}, {"y": 2}],
+        pytest.param(
+            [{"dp": 4, "ep": 4, "zero": 1}, {"x": 2, "z": 2, "ep": 2}, {"pp": 2, "cp": 2, "ep": 2}, {"y": 2}],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=len,
+)
+def test_one_run_of_experts_on_several_grids(
+    pool: Pool, tmp_path: Path, prefix: str, grids: list[dict[str, int]]
+) -> None:
     expected = on_grid(tmp_path / "expected", prefix, {}, **EXPERTS)
     pool.run(1, train_until, expected, 8)
-    grids = [{"dp": 4, "ep": 4, "zero": 1}, {"x": 2, "z": 2, "ep": 2}, {"pp": 2, "cp": 2, "ep": 2}, {"y": 2}]
-    for stop, grid in zip((2, 4, 6, 8), grids, strict=True):
+    for number, grid in enumerate(grids, 1):
         run = on_grid(tmp_path / "run", prefix, grid, **EXPERTS | {"training__micro_batch_size": 1})
-        pool.run(run.parallel.world_size, train_until, run, stop)
+        pool.run(run.parallel.world_size, train_until, run, 8 * number // len(grids))
     assert_close(run, expected)
     for ours, theirs in zip(metrics_of(run), metrics_of(expected), strict=True):
         assert [ours[key] for key in FIGURES] == pytest.approx([theirs[key] for key in FIGURES], rel=1e-5)
@@ -156,7 +168,7 @@ def test_pairs_of_grids(pool: Pool, tmp_path: Path, prefix: str, first: dict[str
     assert_close(run, expected)
 
 
-@pytest.mark.parametrize(("steps", "stops"), [(20, 3), pytest.param(200, 10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("steps", "stops"), [(12, 3), pytest.param(200, 10, marks=pytest.mark.slow)])
 def test_each_sample_is_seen_once(pool: Pool, tmp_path: Path, prefix: str, steps: int, stops: int) -> None:
     """Whatever grids a run goes through: the ranks of each step read its samples, and no others."""
     grids: list[dict[str, Any]] = [{"dp": 2}, {"x": 2}, {"z": 2, "dp": 2}, {}, {"cp": 2}, {"pp": 2}, {"dp": 4}]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Cli
+from command_line import Cli, exit_code
 from tiny_corpus import run_file
 
 from fourfold.checkpoints import remains
@@ -16,10 +16,18 @@ from fourfold.training.attempts import note_end, note_start
 from fourfold.training.run_folder import ATTEMPTS_FILE, open_run_folder
 
 
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory, prefix: str) -> Path:
+    """The folder of a run of six steps."""
+    folder = tmp_path_factory.mktemp("original")
+    assert exit_code("train", run(folder, prefix, 6)) == 0
+    return folder / "runs"
+
+
 @pytest.fixture
-def trained(cli: Cli, tmp_path: Path, prefix: str) -> Path:
-    """The checkpoints of a run of six steps: step_2, step_4, step_6."""
-    assert cli("train", run(tmp_path, prefix, 6))[0] == 0
+def trained(original: Path, tmp_path: Path) -> Path:
+    """A copy of its checkpoints: step_2, step_4, step_6."""
+    shutil.copytree(original, tmp_path / "runs")
     return tmp_path / "runs" / "run" / "checkpoints"
 
 

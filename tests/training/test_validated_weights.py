@@ -1,4 +1,4 @@
-"""What a validation decides: the best checkpoint, the end of a run; and the moving average of the weights."""
+"""Decisions of a validation, the best checkpoint and the end of a run; and the moving average of the weights."""
 
 from __future__ import annotations
 

@@ -45,6 +45,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_step_reads_its_figures_once(prefix: str, tmp_path: Path, reads: Counter[str], precision: str) -> None:
     counts = []

@@ -1,4 +1,4 @@
-"""What a GPT block keeps for its backward is what Korthikanti et al. 2022 (arXiv 2205.05198) count, to the byte.
+"""Activations that a GPT block keeps are those of Korthikanti et al. 2022 (arXiv 2205.05198), to the byte.
 
 Their section 4.1 with two bytes a number: 34·s·b·h + 5·a·s²·b of one block. Two of the 34 are masks of dropout, and the
 scores are never stored by flash attention, which keeps a float32 log-sum-exp for each head and token instead.

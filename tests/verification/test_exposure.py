@@ -22,7 +22,8 @@ LINE = ("x", "all_gather", "tokens")
 
 
 def exposed_of(model: dict[str, Any], grid: dict[str, Any], whole: bool = False, **sections: Any) -> dict[str, float]:
-    """The exposed share of the bytes of each collective, by axis and purpose."""
+    """The exposed share of the bytes of each collective, by axis and purpose; by default of one micro-batch."""
+    sections = {"training": {"global_batch_size": 2}} | sections
     report = trace(tiny_run(model, grid, **sections), whole)
     return {f"{c.axis} {c.op} {c.purpose}": c.exposed_bytes / c.bytes for c in report.collectives}
 
@@ -77,7 +78,8 @@ IN_PARTS = [
 
 @pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_parts_of_a_micro_batch_hide_each_others_collectives(parts: int) -> None:
-    sections = {"training": {"micro_batch_size": 4}, "overlap": {"batch_parts": parts}}
+    training = {"micro_batch_size": 4, "global_batch_size": 4}
+    sections = {"training": training, "overlap": {"batch_parts": parts}}
     grid, blocks = {"x": 2, "y": 2}, ("qkv", "o_proj", "up", "down")
     computed_once = exposed_of(GPT, grid, **sections)
     recomputed = exposed_of(GPT, grid, **sections, activation_checkpoint={"mode": "full"})
@@ -98,7 +100,8 @@ AROUND_ATTENTION = ["y reduce_scatter qkv: outputs", "y all_gather o_proj: input
 
 @pytest.mark.slow
 def test_parts_of_a_sequence_hide_each_others_collectives() -> None:
-    sections = {"training": {"micro_batch_size": 1}, "overlap": {"batch_parts": 4}}
+    training = {"micro_batch_size": 1, "global_batch_size": 1}
+    sections = {"training": training, "overlap": {"batch_parts": 4}}
     for mode in ("none", "full"):
         shares = exposed_of(GPT, {"x": 2, "y": 2}, **sections, activation_checkpoint={"mode": mode})
         for name in (*IN_PARTS, *AROUND_ATTENTION):
@@ -110,7 +113,8 @@ def test_parts_of_a_sequence_hide_each_others_collectives() -> None:
 
 def test_parts_need_no_more_memory_than_the_whole() -> None:
     def peak(parts: int) -> int:
-        sections = {"training": {"micro_batch_size": 4}, "overlap": {"batch_parts": parts}}
+        training = {"micro_batch_size": 4, "global_batch_size": 4}
+        sections = {"training": training, "overlap": {"batch_parts": parts}}
         run = tiny_run(GPT, {"x": 2, "y": 2}, activation_checkpoint={"mode": "full"}, **sections)
         return trace(run, whole=True).memory.total_peak
 

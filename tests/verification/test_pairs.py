@@ -100,7 +100,7 @@ def pairs_of(settings: Settings) -> set[Pair]:
 
 
 def makes_no_sense(pair: Pair) -> bool:
-    """Of the same run as another, or refused."""
+    """Return whether the pair gives the same run as another, or is refused."""
     values = dict(pair)
     split_backward = values.get("schedule") in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     return (

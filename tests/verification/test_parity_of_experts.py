@@ -1,4 +1,4 @@
-"""What mixtures of experts refuse, where they resume, and what lower precision costs them."""
+"""Refusals of mixtures of experts, the grids they resume on, and the errors of lower precision."""
 
 from __future__ import annotations
 

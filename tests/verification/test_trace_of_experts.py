@@ -53,6 +53,7 @@ def expected(run: RunConfig, load: list[float]) -> Lines:
     return {line: size for line, size in lines.items() if getattr(grid, line[0]) > 1 and size}
 
 
+@pytest.mark.fast_cases(7)
 @pytest.mark.parametrize("load", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize(
     ("model", "grid", "moe"),
@@ -71,7 +72,7 @@ def expected(run: RunConfig, load: list[float]) -> Lines:
 def test_a_layer_sends_what_the_formulas_say(
     model: dict[str, Any], grid: dict[str, int], moe: dict[str, float], load: list[float]
 ) -> None:
-    """Of two models that differ by one layer, the difference is a layer."""
+    """The difference of two models, of which one has a layer more, is a layer."""
     batch = {"global_batch_size": 2 * grid.get("z", 1) * grid.get("dp", 1)}
     runs = [tiny_run(FOUR_EXPERTS | model | {"num_hidden_layers": n}, grid, training=batch, moe=moe) for n in (1, 2)]
     one, two = (by_line(trace(run, whole=True, expert_load=load)) for run in runs)

@@ -1,0 +1,54 @@
+"""Charts of Apache ECharts: an option in plain Python, drawn by the page's script (assets/charts.js).
+
+An option is what https://echarts.apache.org/en/option.html describes, with two additions: a color such as `"--s1"` is
+the page's, light or dark (assets/page.css), and a data item's `"text"` is what appears under the pointer.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from html import escape
+from importlib.resources import files
+from typing import Any, Literal
+
+Option = Mapping[str, Any]
+
+
+def chart(title: str, option: Option, *, height: int = 260, zoom: Literal["", "x", "xy"] = "") -> str:
+    """Return an HTML figure: a caption with a legend, and the chart that `option` describes, `height` pixels high.
+
+    `zoom` names the directions in which dragging a box zooms. Numbers that are not finite become gaps.
+    """
+    spec = {"option": option, "zoom": zoom}
+    reset = '<button type="button" class="reset" hidden>whole range</button>' if zoom else ""
+    return (
+        f'<figure class="chart"><figcaption><b>{escape(title)}</b>{reset}<span class="legend"></span></figcaption>'
+        f'<div class="plot" role="img" aria-label="{escape(title)}" style="height:{height}px"></div>'
+        f'<script type="application/json">{to_json(spec)}</script></figure>'
+    )
+
+
+def empty_chart(title: str, text: str = "nothing recorded") -> str:
+    """Return a figure that says why it has no chart."""
+    return f'<figure class="chart"><figcaption><b>{escape(title)}</b></figcaption><p class="empty">{text}</p></figure>'
+
+
+def to_json(value: object) -> str:
+    """Return JSON that may stand in a script element: no `<`, and null for numbers that are not finite."""
+    text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+@cache
+def asset(name: str) -> str:
+    """Read a file of the folder assets."""
+    return files("fourfold.reports").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

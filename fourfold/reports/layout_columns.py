@@ -1,0 +1,59 @@
+"""The columns of a plan's layouts, for the terminal's table and the page's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fourfold.planning.search.plan import GRID
+from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Workload
+
+if TYPE_CHECKING:
+    from fourfold.planning.search.plan import Prediction
+
+CHOICES = (*GRID, "ep", "zero", "recompute", "micro batch", "also")
+"""Headers of what a layout chooses; ``also`` has what few layouts do."""
+SHORT = {"Interleaved1F1B": "interleaved", "InterleavedZeroBubble": "zero bubble", "ZBVZeroBubble": "ZBV"}
+"""Names of schedules that would widen a column."""
+
+
+def choices(work: Workload) -> dict[str, str]:
+    """Describe a layout, by header of ``CHOICES``; ``ep`` only for a mixture of experts."""
+    layout = work.layout
+    cells = {axis: str(int(getattr(layout, axis))) for axis in (*GRID, *(["ep"] if work.model.experts else []))}
+    blocks = f", 1 of {int(layout.recompute_every)}" if layout.recompute_every > 1 else ""
+    cells["zero"] = str(int(layout.zero))
+    cells["recompute"] = RECOMPUTE[int(layout.recompute)] + blocks + ", offload" * bool(layout.offload)
+    cells["micro batch"] = str(int(layout.micro_batch))
+    more = []
+    if layout.pp > 1 and layout.schedule > 0:
+        name = SCHEDULES[int(layout.schedule)]
+        more.append(SHORT.get(name, name) + (f" ×{int(layout.interleave)}" if layout.interleave > 1 else ""))
+    more += [CP_METHODS[int(layout.cp_method)]] if layout.cp > 1 and layout.cp_method > 0 else []
+    more += [f"{int(work.parts)} parts"] if work.parts > 1 else []
+    return {**cells, "also": ", ".join(more)}
+
+
+def predicted(p: Prediction, factors: Sequence[float] | None) -> dict[str, str]:
+    """Describe a prediction; ``factors`` on its seconds bound what is measured with a probability of 90 %."""
+    work, room = p.work, gigabytes(p.machine.memory)
+    interval = {} if factors is None else {"90 % interval": "–".join(_digits(p.seconds * f, 3) for f in factors)}
+    return {
+        "s/step": _digits(p.seconds, 4),
+        **interval,
+        "MFU": f"{p.utilization(work.model_flops()):.1%}",
+        "GB": gigabytes(p.memory_bytes),
+        f"of {room}": f"{p.memory_bytes / p.machine.memory:.0%}",
+        "P(OOM)": f"{p.p_oom:.1%}",
+        "HFU": f"{p.utilization(work.hardware_flops()):.1%}",
+        "tokens/s/GPU": f"{p.tokens_per_second / p.gpus:,.0f}",
+    }
+
+
+def gigabytes(size: float) -> str:
+    """Bytes in GB, with three significant digits."""
+    return _digits(size / 1e9, 3) if size < 999.5e9 else f"{size / 1e9:,.0f}"
+
+
+def _digits(value: float, count: int) -> str:
+    return f"{value:#.{count}g}".removesuffix(".")

@@ -1,0 +1,126 @@
+"""Completion of the command line in a shell, and the order of its help."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import Cli
+
+from fourfold.cli.app import PANELS
+from fourfold.cli.options import KNOBS, SITES
+from fourfold.config.presets import PRESETS
+from fourfold.huggingface.architectures.families import FAMILIES
+from fourfold.inference.loki import LokiConfig
+from fourfold.launch.job_scripts.slurm_site import site_names
+from fourfold.planning.machines.names import machine_names
+from fourfold.planning.search.limits import CHOICES
+
+
+def offered(cli: Cli, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
+    """What bash would offer for the last of these words."""
+    with monkeypatch.context() as patch:
+        patch.setenv("_FOURFOLD_COMPLETE", "complete_bash")
+        patch.setenv("COMP_WORDS", " ".join(("fourfold", *words)))
+        patch.setenv("COMP_CWORD", str(len(words)))
+        code, output, errors = cli(*words)
+    assert (code, errors) == (0, "")
+    return output.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("tr", ["trace", "train"]),
+        ("loki c", ["calibrate"]),
+        ("plan va", ["validate"]),
+        ("plan --prec", ["--precision"]),
+        ("plan scaling --we", ["--weak"]),
+        ("train --pro", ["--profile"]),
+        ("plan --machine dgx-a", ["dgx-a100", "dgx-a100-40"]),
+        ("plan layout --machine dgx-a", ["dgx-a100", "dgx-a100-40"]),
+        ("plan --gpus 8 --model llama3-", ["llama3-8b", "llama3-70b", "llama3-405b"]),
+        ("plan --model gpt2 --precision fp", ["fp16", "fp32", "fp8"]),
+        ("tune run.toml --method t", ["tpe"]),
+        ("tune run.toml --slurm f", ["frontier"]),
+        ("export-hf runs/a out --model-type qwen3_", ["qwen3_moe"]),
+        ("generate --attention l", ["loki"]),
+    ],
+)
+def test_words_are_offered(cli: Cli, monkeypatch: pytest.MonkeyPatch, line: str, words: list[str]) -> None:
+    assert offered(cli, monkeypatch, *line.split()) == words
+
+
+def test_everything_is_offered_where_nothing_is_typed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert offered(cli, monkeypatch, "") == [name for commands in PANELS.values() for name in commands]
+    assert offered(cli, monkeypatch, "trace", "a.toml", "--machine", "") == machine_names()
+
+
+def test_run_files_are_offered(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.toml", "notes.txt", "examples/b.toml", "examples/c.toml", "examples/deep/d.toml", ".hidden/e.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    inside = ["examples/b.toml", "examples/c.toml"]
+    assert offered(cli, monkeypatch, "train", "") == ["a.toml", *inside]
+    assert offered(cli, monkeypatch, "plan", "exa") == inside
+    assert offered(cli, monkeypatch, "plan", "layout", "examples/b") == ["examples/b.toml"]
+    assert offered(cli, monkeypatch, "train", "examples/d") == ["examples/deep/d.toml"]
+    assert offered(cli, monkeypatch, "train", ".h") == [".hidden/e.toml"]
+    assert offered(cli, monkeypatch, "plan", "--machine", "./a") == ["./a.toml"]
+    assert offered(cli, monkeypatch, "train", "missing/") == []  # the shell then offers files of any kind
+
+
+def test_a_real_shell_completes_after_the_installation(tmp_path: Path) -> None:
+    program = tmp_path / "bin" / "fourfold"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m fourfold "$@"\n')
+    program.chmod(0o755)
+    script = (
+        "fourfold --install-completion; source ~/.bashrc\n"
+        "COMP_WORDS=(fourfold plan --machine mi3); COMP_CWORD=3\n"
+        '$(complete -p fourfold | sed "s/.* -F \\(\\S*\\) .*/\\1/") fourfold; echo "offered: ${COMPREPLY[*]}"\n'
+    )
+    environment = os.environ | {"HOME": str(tmp_path), "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert "offered: mi300x\n" in done.stdout, done.stdout + done.stderr
+    assert f"source '{tmp_path}/.bash_completions/fourfold.sh'" in (tmp_path / ".bashrc").read_text()
+
+
+def test_help_groups_the_commands_in_the_order_of_a_project(cli: Cli) -> None:
+    _, page, _ = cli("--help")
+    titles = [line.split()[1] for line in page.splitlines() if line.startswith("╭")]
+    assert titles == ["Options", "Plan", "Prepare", "Train", "Inspect", "Use"]
+    rows = [line.split()[1] for line in page[page.index("╭─ Plan") :].splitlines() if line.startswith("│ ")]
+    named = [name for commands in PANELS.values() for name in commands]
+    assert [word for word in rows if word in named] == named
+
+
+@pytest.mark.parametrize(
+    ("command", "choices"),
+    [
+        ("trace", machine_names()),
+        ("calibrate", machine_names()),
+        ("tune", [*machine_names(), *site_names(), *(value for values in CHOICES.values() for value in values)]),
+        ("plan scaling", [*PRESETS, *machine_names()]),
+        ("launch slurm", site_names()),
+        ("export-hf", list(FAMILIES)),
+        ("generate", list(LokiConfig.__dataclass_fields__)),
+        ("evaluate", ["lm-eval ls tasks"]),
+    ],
+)
+def test_help_names_the_choices(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str, choices: list[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    _, page, _ = cli(*command.split(), "--help")
+    text = " ".join(page.replace("│", " ").split())
+    assert [choice for choice in choices if choice not in text] == []
+
+
+def test_lists_in_the_help_are_complete() -> None:
+    assert sorted(SITES.split(", ")[:-1]) == site_names()
+    for name, values in CHOICES.items():
+        said = KNOBS.partition(f"{name}: ")[2].partition(". ")[0].replace("and, searched only if named, ", "")
+        assert sorted(said.rstrip(".").split(", ")) == sorted(values), name

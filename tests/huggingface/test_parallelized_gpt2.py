@@ -1,0 +1,77 @@
+"""GPT-2 on the grid: its queries, keys and values are one matrix [in, out], and its published sizes divide badly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from mutation import mutated
+from parallelized_models import difference, make, make_batch, reference
+from pool import Pool
+from torch import Tensor
+
+import fourfold
+from fourfold.config.run import ParallelConfig
+from fourfold.errors import UserError
+from fourfold.parallel.grid import Grid
+
+FAULTS = {
+    "y cuts queries, keys and values from each other": (
+        "fourfold.parallel.input_first",
+        ".unflatten(-1, (ranks, -1)).transpose(1, 2).flatten(1)",
+        ".flatten(1)",
+    ),
+    "the bias is added feature by feature": (
+        "fourfold.parallel.whole_residual",
+        "out + self.bias.flatten()",
+        "out + self.bias.T.flatten()",
+    ),
+}
+
+
+def gradients_body(
+    rank: int, world_size: int, grid: dict[str, int], fault: str | None, changes: dict[str, Any], rules: dict[str, str]
+) -> dict[str, Tensor] | None:
+    model = fourfold.parallelize(make("gpt2", **changes), Grid(ParallelConfig(**grid), "cpu"), rules)
+    tokens, labels = (model.rows(each) for each in make_batch())
+    if fault is None:
+        model.backward(model(input_ids=tokens, labels=labels).loss)
+    else:
+        with mutated(*FAULTS[fault]):
+            model.backward(model(input_ids=tokens, labels=labels).loss)
+    return model.gather(gradients=True)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_in_fused_queries_keys_and_values_are_seen(pool: Pool, fault: str) -> None:
+    found = pool.run(2, gradients_body, {"y": 2}, fault, {}, {})[0]
+    assert difference(found, reference("gpt2")[2]) > 1e-2
+
+
+WHOLE_TABLES = {"transformer.wte": "replicate", "lm_head": "replicate"}
+
+
+def test_a_vocabulary_that_does_not_divide_stays_whole_by_rules(pool: Pool) -> None:
+    found = pool.run(4, gradients_body, {"x": 2, "z": 2}, None, {"vocab_size": 201}, WHOLE_TABLES)[0]
+    model = make("gpt2", vocab_size=201)
+    tokens, labels = make_batch()
+    model(input_ids=tokens, labels=labels).loss.backward()
+    assert difference(found, {name: weight.grad for name, weight in model.named_parameters()}) < 5e-6
+
+
+def refused_body(rank: int, world_size: int, changes: dict[str, Any], rules: dict[str, str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        fourfold.parallelize(make("gpt2", **changes), Grid(ParallelConfig(x=2), "cpu"), rules)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rules", "says"),
+    [
+        ({"vocab_size": 201}, {}, "num_embeddings = 201 cannot be split over x = 2"),
+        ({"resid_pdrop": 0.1}, {}, r"attn.resid_dropout.p = 0.1 would differ .* set it to 0"),
+        ({}, {"*.c_fc": "colwise_in_parts"}, "whose module cuts its features into parts of split_size"),
+        ({"add_cross_attention": True}, {}, "crossattention.c_attn .* has no style"),
+    ],
+)
+def test_what_gpt2_cannot_do_is_refused(pool: Pool, changes: dict[str, Any], rules: dict[str, str], says: str) -> None:
+    pool.run(2, refused_body, changes, rules, says)

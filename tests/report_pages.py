@@ -1,0 +1,104 @@
+"""Report pages for tests: the data of their charts, and how they look in a headless Chromium."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+WIDTHS = (400, 1280, 1920)
+SCHEMES = ("light", "dark")
+FIGURE = re.compile(
+    r"<figcaption><b>(.*?)</b>.*?</figcaption><div class=\"plot\".*?<script[^>]*>(.*?)</script>", re.DOTALL
+)
+LOOKS = """() => fourfold.charts.map(({chart, figure}) => {
+  const svg = figure.querySelector(".plot svg"), frame = svg.getBoundingClientRect();
+  const texts = [...svg.querySelectorAll("text")].filter(text => text.textContent.trim());
+  return {
+    title: figure.querySelector("figcaption b").textContent,
+    shapes: svg.querySelectorAll("path, rect, circle").length,
+    texts: texts.map(text => text.textContent),
+    cut: texts.filter(text => {
+      const box = text.getBoundingClientRect();
+      return box.left < frame.left - 1 || box.right > frame.right + 1 || box.top < frame.top - 1
+        || box.bottom > frame.bottom + 1;
+    }).map(text => text.textContent),
+  };
+})"""
+
+
+def without_scripts(page: str) -> str:
+    """An HTML page without the library that draws its charts, and without their data."""
+    return re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+
+
+def chart_specs(page: str) -> dict[str, dict[str, Any]]:
+    """The data of every chart of an HTML page, by the chart's title."""
+    return {html.unescape(title): json.loads(text) for title, text in FIGURE.findall(page)}
+
+
+def points(page: str, title: str) -> dict[str, list[Any]]:
+    """The data of every series of one chart, by the series' name."""
+    return {series["name"]: series["data"] for series in chart_specs(page)[title]["option"]["series"]}
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A headless Chromium of this machine; the test is skipped where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip("no Chromium on this machine")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser: Browser, path: Path, width: int, scheme: str, height: int = 900) -> Iterator[Page]:
+    """A page in a window of some width, in light or dark colors; then it has said no error, and fetched nothing."""
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+    page = context.new_page()
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda request: problems.append(request.url) if request.url != path.as_uri() else None)
+    page.goto(path.as_uri())
+    yield page
+    assert problems == []
+    context.close()
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One chart as drawn."""
+
+    shapes: int
+    texts: list[str]
+
+
+def check_looks(page: Page) -> dict[str, Drawn]:
+    """Check that nothing is wider than the window or cut, and that every chart is drawn; return the charts."""
+    width, window = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+    assert width <= window
+    wide = page.evaluate("""[...document.querySelectorAll("body *")].filter(e => !e.closest(".scroll > *, pre, .plot")
+      && e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))""")
+    assert wide == []
+    charts = page.evaluate(LOOKS)
+    assert len(charts) == page.locator(".plot").count()
+    for chart in charts:
+        assert chart["shapes"] >= 3 and chart["cut"] == [], chart
+    return {chart["title"]: Drawn(chart["shapes"], chart["texts"]) for chart in charts}

@@ -1,0 +1,86 @@
+"""Charts carry their data as JSON that no name breaks out of, and are drawn as they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from report_pages import SCHEMES, WIDTHS, chart_specs, check_looks, opened, points
+
+from fourfold.reports import html
+from fourfold.reports.basic_charts import Series, line_chart, stacked_bars
+from fourfold.reports.chart import to_json
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+EVIL = "</script><b>\"'&"
+
+
+def test_data_stays_inside_its_script() -> None:
+    text = to_json({EVIL: [1.5, float("nan"), float("-inf"), None, (EVIL,)]})
+    assert "<" not in text
+    assert json.loads(text) == {EVIL: [1.5, None, None, None, [EVIL]]}
+
+
+def test_a_line_has_its_points_and_a_gap_is_null() -> None:
+    page = line_chart("A", [Series("a", [1, 2, 3], [1.0, None, 3.0])], x_label="step")
+    assert points(page, "A") == {"a": [[1, 1.0], [2, None], [3, 3.0]]}
+
+
+def test_a_logarithmic_axis_is_dropped_for_zero() -> None:
+    for low, kind in ((0.0, "value"), (0.1, "log")):
+        page = line_chart("A", [Series("a", [1, 2], [low, 10.0])], x_label="step", log_y=True)
+        assert chart_specs(page)["A"]["option"]["yAxis"]["type"] == kind
+
+
+def test_nothing_to_show_is_said() -> None:
+    assert "nothing recorded" in line_chart("A", [Series("a", [1], [None])], x_label="step")
+    assert "nothing recorded" in stacked_bars("A", {}, x_label="s")
+
+
+def test_bars_end_with_their_sums() -> None:
+    bars = {"predicted": {"weights": 10.0, "activations": 30.0}, "measured": {"measured": 20.0}}
+    found = points(stacked_bars("Memory", bars, x_label="GiB"), "Memory")
+    assert found["weights"] == [10.0, 0.0] and found["measured"] == [0.0, 20.0]
+    assert [total["text"] for total in found["total"]] == ["40", "20"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_charts_are_drawn(browser: Browser, tmp_path: Path, scheme: str) -> None:
+    charts = [
+        line_chart(EVIL, [Series(EVIL, [1, 2], [1.0, 2.0]), Series("b", [1], [2.0])], x_label=EVIL, y_label="nats"),
+        line_chart("Flat", [Series("a", [1, 2, 3], [5.0, 5.0, 5.0])], x_label="step", log_y=True),
+        stacked_bars("Bars", {EVIL: {EVIL: 1.0, "b": 2.5}}, x_label="seconds"),
+    ]
+    path = tmp_path / "page.html"
+    path.write_text(html.page(EVIL, EVIL, [html.charts(charts[1:], wide=charts[:1])]), encoding="utf-8")
+    for width in WIDTHS:
+        with opened(browser, path, width, scheme) as page:
+            drawn = check_looks(page)
+            assert drawn.keys() == {EVIL, "Flat", "Bars"}
+            assert "nats" in drawn[EVIL].texts and EVIL in drawn[EVIL].texts and "3.5" in drawn["Bars"].texts
+            assert [text.strip() for text in page.locator(".legend").first.locator("button").all_inner_texts()] == [
+                EVIL,
+                "b",
+            ]
+
+
+def test_a_box_zooms_and_a_button_shows_everything(browser: Browser, tmp_path: Path) -> None:
+    chart = line_chart("A", [Series("a", list(range(101)), [float(x) for x in range(101)])], x_label="step")
+    path = tmp_path / "page.html"
+    path.write_text(html.page("t", "s", [chart]), encoding="utf-8")
+    shown = "fourfold.charts[0].chart.getOption().dataZoom[0]"
+    with opened(browser, path, 1280, "light") as page:
+        box = page.locator(".plot").bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 80)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 120, steps=4)
+        page.mouse.up()
+        found = page.evaluate(shown)
+        assert found["start"] == pytest.approx(49, abs=3) and found["end"] == pytest.approx(75, abs=3)
+        page.locator(".reset").click()
+        assert page.evaluate(shown)["end"] == 100 and page.locator(".reset").is_hidden()
