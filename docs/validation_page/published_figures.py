@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from fourfold.planning.calibration.fit import Calibration
 from fourfold.planning.calibration.published import figures, weak_scaling
+from fourfold.planning.calibration.rows import read_rows
+from fourfold.planning.calibration.score import predict_rows
 from fourfold.planning.machines.constants import NAMES, PRIORS
 from validation_page.cells import table
 
@@ -32,8 +36,9 @@ def published_section(calibration: Calibration) -> list[str]:
         "DeepSpeed's on LUMI, also without, 39 (hpcgroup/perf-variability-ipdps26, spyysalo/lumi-llm-scaling). The",
         "planner assumes that it is set, as in the scripts of AxoNN's large runs. All kernels but communication take",
         "6.6 s a step in that log on Frontier and are predicted at 7.3 s (on Perlmutter 3.5 s, and 1.6 published,",
-        "more than an A100's peak: half a step's); LUMI's steps of a 175B model on 128 to 1,024 GCDs are predicted 8",
-        "to 10 % too fast, and 16 % on 2,048. So the rate of products explains no error of 28 %. Nobody has published",
+        "more than an A100's peak: half a step's). Steps of a 175B model on LUMI are predicted too fast:",
+        f"{steps_on_lumi(calibration)}. So the rate of products",
+        "explains no error of 28 %. Nobody has published",
         "collectives of 32,768 GCDs, nor how long their ranks wait for each other. Your own runs on these machines",
         "correct the constants (`fourfold calibrate --from`).",
         "",
@@ -60,6 +65,19 @@ def published_rows(calibration: Calibration) -> list[tuple[str, ...]]:
          f"{f.as_run_pflops / f.published - 1:+.0%}", f.as_run.describe(), f"{f.best_pflops:,.1f}: {f.best.describe()}")
         for f in figures(calibration)
     ]  # fmt: skip
+
+
+def steps_on_lumi(calibration: Calibration) -> str:
+    """By how much, on each number of GCDs (docs/slingshot_runs.csv)."""
+    rows, _ = read_rows([Path(__file__).parents[1] / "slingshot_runs.csv"])
+    errors = [
+        (int(found.row.work.layout.gpus), -found.error)
+        for found in predict_rows([row for row in rows if row.source == "LUMI"], calibration)
+        if found.error is not None
+    ]
+    *shares, last_share = (f"{100 * error:.0f}" for _, error in errors)
+    *sizes, last_size = (f"{gpus:,}" for gpus, _ in errors)
+    return f"by {', '.join(shares)} and {last_share} % on {', '.join(sizes)} and {last_size} GCDs"
 
 
 def weak_rows(calibration: Calibration) -> list[tuple[str, ...]]:

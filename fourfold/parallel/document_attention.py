@@ -46,7 +46,7 @@ def attend_documents(
     softcap: of ``Scores``.
     """
     limits, scores = Limits(document_ends_BE, window), Scores(scale, softcap)
-    attend = attend_at_once if _has_kernel(q_BSND, softcap) else _attend_in_turn
+    attend = attend_at_once if _has_kernel(q_BSND, softcap) else attend_in_turn
     return attend(q_BSND, k_BSKD, v_BSKD, limits, scores)
 
 
@@ -65,7 +65,7 @@ def attend_documents_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     limits, scores = Limits(document_ends_BE, window), Scores(scale, softcap)
-    differentiate = differentiate_at_once if _has_kernel(q_BSND, softcap) else _differentiate_in_turn
+    differentiate = differentiate_at_once if _has_kernel(q_BSND, softcap) else differentiate_in_turn
     dq, dk, dv = differentiate((grad_BSND, q_BSND, k_BSKD, v_BSKD, out_BSND), lse_NT, limits, scores)
     return dq, dk, dv
 
@@ -105,9 +105,10 @@ def _options(limits: Limits, scores: Scores) -> dict[str, Any]:
     return {"scale": scores.scale} | ({"window_size_left": limits.window - 1} if limits.window else {})
 
 
-def _attend_in_turn(
+def attend_in_turn(
     q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, limits: Limits, scores: Scores
 ) -> tuple[Tensor, Tensor]:
+    """Some queries after others."""
     out_BSND, lse_NT = _outputs(q_BSND)
     lse_BNS = _by_row(lse_NT, q_BSND)
     for row, queries, keys in pieces_of(limits, q_BSND, scores):
@@ -118,7 +119,8 @@ def _attend_in_turn(
     return out_BSND, lse_NT
 
 
-def _differentiate_in_turn(tensors: Tensors, lse_NT: Tensor, limits: Limits, scores: Scores) -> Tensors:
+def differentiate_in_turn(tensors: Tensors, lse_NT: Tensor, limits: Limits, scores: Scores) -> Tensors:
+    """tensors: the output's gradient, q, k, v and the output."""
     grad_BSND, q_BSND, k_BSKD, v_BSKD, out_BSND = tensors
     dq, dk, dv = (torch.zeros_like(t, dtype=lse_NT.dtype) for t in tensors[1:4])
     lse_BNS = _by_row(lse_NT, q_BSND)

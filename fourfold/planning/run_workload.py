@@ -38,6 +38,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
         output_norms=model.norm_placement != "before",
         window=model.sliding_window,
         sliding=model.sliding_layers / model.num_hidden_layers,
+        caps_scores=model.attn_logit_softcapping > 0,
         caps_logits=model.final_logit_softcapping > 0,
         experts=model.num_experts,
         chosen=model.num_experts_per_tok if model.num_experts else 0,

@@ -72,6 +72,8 @@ class ModelShape(Cases):
     """Tokens that a query of a sliding layer sees."""
     sliding: Number = 0
     """Share of the blocks that slide."""
+    caps_scores: Number = False
+    """The attention's scores are capped."""
     caps_logits: Number = False
     """The head's logits are capped."""
     experts: Number = 0

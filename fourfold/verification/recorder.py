@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fourfold.data.loader import MicroBatch
+from fourfold.parallel.block_attention import Scores
 from fourfold.parallel.communicate import ON_WAIT, PURPOSE, Purpose
+from fourfold.parallel.document_attention import Limits, attend_in_turn, differentiate_in_turn
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.offload import OFFLOAD
 from fourfold.training.job import Job
@@ -55,6 +57,7 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[int, tuple[Tag, int]] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._job: Job | None = None
+        self._inside = False
         self._resize = torch.UntypedStorage.resize_
 
     def own(self, job: Job) -> None:
@@ -128,8 +131,9 @@ class Recorder(TorchDispatchMode):
         name = func._overloadpacket.__name__
         if func.namespace == "fsdp":
             self._land_what_is_read(args)
-        out = func(*args, **(kwargs or {}))
-        if name in PRODUCTS or is_attention(name):
+        in_turn = None if self._inside else capped_in_turn(name, args)
+        out = func(*args, **(kwargs or {})) if in_turn is None else self._watched(in_turn)
+        if not self._inside and (name in PRODUCTS or is_attention(name)):
             self.flights.compute(0 if self._durations is None else self._durations.operation(name, args))
         if func.namespace == "fsdp":
             tag: Tag = "gradients" if name == "chunk_cat" else "weights"
@@ -148,6 +152,16 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "c10d" or name in ("mm", "copy_", "_to_copy"):
             self._find_gradients_and_weights()
         return out
+
+    def _watched(self, operations: Callable[[], Any]) -> Any:
+        """Run the operations inside of one, whose memory counts."""
+        self._inside = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            return operations()
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._inside = False
 
     def _collective(self, operation: str, args: tuple[Any, ...]) -> None:
         first, group_index = (args[0][0], 1) if operation in ("all_reduce", "send") else (args[0], 2)
@@ -258,3 +272,14 @@ class Recorder(TorchDispatchMode):
             return result
 
         return resize_and_count
+
+
+def capped_in_turn(name: str, args: tuple[Any, ...]) -> Callable[[], Any] | None:
+    """The operations of an attention with capped scores, which has no kernel; None for any other."""
+    if name == "attend_documents" and len(args) > 6 and args[3] is None:
+        q, k, v, _, scale, window, softcap = args
+        return lambda: attend_in_turn(q, k, v, Limits(None, window), Scores(scale, softcap))
+    if name == "attend_documents_backward" and args[6] is None and args[9]:
+        scale, window, softcap = args[7:]
+        return lambda: differentiate_in_turn(args[:5], args[5], Limits(None, window), Scores(scale, softcap))
+    return None

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from markdown import REPOSITORY, tables_of
 
 from fourfold.planning.calibration.machine_constants import constants_for
 from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.request import request_from_options
 from fourfold.planning.run_workload import workload_of
-from fourfold.planning.search.plan import predict
+from fourfold.planning.search.plan import make_plan, predict
 from fourfold.run_file.load import load_run
 
 PAGE = REPOSITORY / "docs" / "llama-405b.md"
@@ -52,6 +54,19 @@ def test_seconds_and_planned_memory_are_the_planners(monkeypatch: pytest.MonkeyP
         allocated = predicted.memory_bytes - predicted.stages[0]["reserve"]
         assert seconds[1:3] == [f"{predicted.seconds:.0f}", f"{predicted.utilization(work.model_flops()):.1%}"]
         assert memory[7] == f"{allocated / 1e9:.2f}"
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("place", range(len(MACHINES)), ids=list(MACHINES))
+def test_the_fastest_layout_is_the_planners(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    tables = tables_of(PAGE)
+    (*_, overrides), (name, predicted, _, fastest) = tables[GRIDS][place], tables[SECONDS][place]
+    request = request_from_options(None, Path("examples/llama-3.1-405b.toml"), overrides_of(overrides))
+    machine = load_machine(MACHINES[name])
+    best = make_plan(request.base, machine, constants_for(machine), request.gpus, top=1).best
+    assert fastest == f"{best.seconds:.0f}: {best.describe()}"
+    assert best.seconds < float(predicted)
 
 
 @pytest.mark.slow

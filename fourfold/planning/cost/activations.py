@@ -19,7 +19,15 @@ from fourfold.planning.cost.expert_sizes import (
     kinds_of_blocks,
     states_of_experts,
 )  # fmt: skip
-from fourfold.planning.cost.tensor_sizes import attention_over_y, heads_here, log_sums, pieces, puts_in_order
+from fourfold.planning.cost.tensor_sizes import (
+    attention_over_y,
+    capped_scores,
+    caps_scores,
+    heads_here,
+    log_sums,
+    pieces,
+    puts_in_order,
+)
 from fourfold.planning.workload import CP_METHODS, Workload
 
 
@@ -142,7 +150,25 @@ def backward_bytes(work: Workload) -> tuple[Number, Number]:
     down = p.inner + p.gathered + step.item_bytes * weight
     activation = mlp_made_again(work)  # and the gradients before it, which are as large
     sharded, replicated = (np.maximum(activation + size * weight, down) for size in (step.item_bytes, 4))
+    if np.any(caps_scores(work)):
+        attention = _capped_backward(work)
+        sharded, replicated = np.maximum(sharded, attention), np.maximum(replicated, attention)
     return p.residual + sharded, p.residual + replicated
+
+
+def _capped_backward(work: Workload) -> Number:
+    """Peak bytes of the backward of an attention with capped scores, beside the gradient of its residual stream and
+    without what the block has kept for its MLP, which is free by then; 0 in cases with a fused kernel.
+
+    In 32 bits at once, for each score: its weight, its slope, its capped value, the gradient of its weight, and what is
+    made of that. Besides keys, values and their gradients for each query head, and the sums of all gradients.
+    """
+    model, item, p, scores = work.model, work.step.item_bytes, pieces(work), capped_scores(work)
+    of_heads = scores.heads * scores.keys * model.head_dim * (2 * item + 2 * 4)
+    sums = 4 / item * (p.queries + 2 * p.keys)
+    freed = p.gathered + model.norms / 2 * p.residual + 2 * mlp_made_again(work)
+    held = 20 * scores.heads * scores.queries * scores.keys + of_heads + sums + p.queries - freed
+    return np.where(caps_scores(work), held, 0)
 
 
 def is_replicated(work: Workload) -> Number:

@@ -10,7 +10,7 @@ from fourfold.planning.cases import Cases, Number
 from fourfold.planning.cost.expert_sizes import has_experts
 from fourfold.planning.cost.expert_time import ExpertTime, expert_time
 from fourfold.planning.cost.rates import Rates, linear_seconds
-from fourfold.planning.cost.tensor_sizes import attention_over_y, heads_here
+from fourfold.planning.cost.tensor_sizes import attention_over_y, capped_scores, caps_scores, heads_here
 from fourfold.planning.cost.terms import attention_core, host, pointwise
 from fourfold.planning.cost.terms.collective import Group, gather_seconds, group_of, reduce_seconds
 from fourfold.planning.machines.constants import Constants
@@ -141,9 +141,15 @@ def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
     """Host seconds of the forward and of the backward."""
     collectives = 4 * (work.layout.x > 1) + 5 * (work.layout.y > 1)
     more = np.where(_softmax_is_plain(work), attention_core.PLAIN_KERNELS, 0.0)
-    fused = work.program.fused
+    fused, more_back = work.program.fused, more
+    if np.any(caps_scores(work)):
+        pieces = np.where(caps_scores(work), capped_scores(work).pieces, 0.0)
+        more, more_back = (
+            more + pieces * kernels
+            for kernels in (attention_core.CAPPED_KERNELS, attention_core.CAPPED_KERNELS_BACKWARD)
+        )
     forward = rates.launch * (host.block_launches(host.FORWARD_KERNELS, fused, collectives) + more)
-    return forward, rates.launch * (host.block_launches(host.BACKWARD_KERNELS, fused, collectives) + more)
+    return forward, rates.launch * (host.block_launches(host.BACKWARD_KERNELS, fused, collectives) + more_back)
 
 
 def _products(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
@@ -177,10 +183,18 @@ def _attention(work: Workload, rates: Rates, machine: Machine) -> tuple[Number, 
     moved_back = np.where(plain, attention_core.PLAIN_BACKWARD, attention_core.UNFUSED_BACKWARD)
     forward = attention_core.unfused_seconds(scores, model.head_dim, **how, moved_per_score=moved)
     backward = attention_core.unfused_seconds(2 * scores, model.head_dim, **how, moved_per_score=moved_back / 2)
-    return (
-        np.where(program.flash, flash, forward),
-        np.where(program.flash, attention_core.BACKWARD * flash, backward),
-    )
+    forward = np.where(program.flash, flash, forward)
+    backward = np.where(program.flash, attention_core.BACKWARD * flash, backward)
+    if not np.any(caps_scores(work)):
+        return forward, backward
+    scores = queries * capped_scores(work).computed
+    own = (attention_core.CAPPED_FORWARD, 1.0), (attention_core.CAPPED_BACKWARD, attention_core.BACKWARD)
+    ours = [
+        attention_core.unfused_seconds(products * scores, model.head_dim, **how, moved_per_score=moved / products)
+        for moved, products in own
+    ]
+    capped = caps_scores(work)
+    return np.where(capped, ours[0], forward), np.where(capped, ours[1], backward)
 
 
 def keys_computed(work: Workload) -> Number:

@@ -7,7 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from fourfold.planning.cases import Number
-from fourfold.planning.workload import Workload
+from fourfold.planning.workload import CP_METHODS, Workload
+
+LEAST_QUERIES, CAPPED_QUERIES = 16, 512
+"""Queries of one piece of an attention in single operations."""
 
 
 class Pieces(NamedTuple):
@@ -71,3 +74,41 @@ def heads_here(work: Workload) -> Number:
 def log_sums(work: Workload) -> Number:
     """Bytes of the logarithms of the softmax's sums, fp32, one for each query of each head."""
     return 4 * work.tokens * heads_here(work)
+
+
+class CappedScores(NamedTuple):
+    """Scores of the attention of one block in single operations: heads (of all sequences) on the rank, queries and keys
+    whose scores it has at once, keys that a query's scores are computed for (the mean over queries and blocks), and
+    pieces."""
+
+    heads: Number
+    queries: Number
+    keys: Number
+    computed: Number
+    pieces: Number
+
+
+def caps_scores(work: Workload) -> Number:
+    """True where fourfold's attention caps the scores, for which it has no fused kernel."""
+    return np.asarray(work.model.caps_scores, bool) & np.asarray(work.program.is_fourfold, bool)
+
+
+def capped_scores(work: Workload) -> CappedScores:
+    """The pieces that ``parallel.document_attention`` and ``block_attention`` cut, and those of a ring."""
+    model, layout, seq = work.model, work.layout, work.step.seq
+    shares_queries = attention_over_y(work) == "sequence"
+    ring = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ring"))
+    heads = layout.micro_batch * heads_here(work) * np.where(shares_queries, layout.y, 1)
+    here = seq / np.where(shares_queries, layout.y, 1) / np.where(ring, layout.cp, 1)
+    queries, keys = np.minimum(here, CAPPED_QUERIES), seq / np.where(ring, layout.cp, 1)
+    whole = np.where(shares_queries, seq, np.where(ring, (seq + keys) / 2, (seq + queries) / 2))
+    some = np.minimum(np.maximum(model.window, LEAST_QUERIES), queries)
+    near = np.where(shares_queries | ring, whole, np.minimum(some + model.window, whole))
+    only_slides = np.equal(model.sliding, 1) & ~np.asarray(shares_queries | ring, bool)
+    return CappedScores(
+        heads / np.where(ring, 1, layout.cp),
+        np.where(only_slides, some, queries),
+        np.where(only_slides, np.minimum(some + model.window, keys), keys),
+        (1 - model.sliding) * whole + model.sliding * near,
+        here * ((1 - model.sliding) / queries + model.sliding / some) * np.where(ring, layout.cp, 1),
+    )

@@ -29,6 +29,16 @@ NARROW, NARROW_FLASH2 = 0.8, 0.9
 FlashAttention-3, and with FlashAttention-2 (Shah et al. 2024, arXiv 2407.08608, figures 5 and 6: 388, 473 and 299 of
 539, 616 and 335 TFLOP/s in a causal forward of 16k tokens, and less apart in the backward)."""
 
+CAPPED_FORWARD, CAPPED_BACKWARD = 96.0, 154.0
+"""Bytes moved for each score in 16 bits by the single operations of capped attention (parallel.block_attention), every
+one of which reads its operands and writes its result in memory. Forward: the product (2), conversion to 32 bits (6),
+scale, divide, tanh, multiply and mask (8 each), log-sum-exp (24: maximum, difference, exponential, sum), the softmax
+(8 + 8), conversion and the product with the values (6 + 2). Backward: scores again and mask (48), the slopes (24), the
+softmax (16), and its product (8); the gradient of the weights (8), less their projection (8), times weights, slopes
+(12 each) and scale (8), in 16 bits (6), and two products (4)."""
+CAPPED_KERNELS, CAPPED_KERNELS_BACKWARD = 18.0, 30.0
+"""Operations of one piece of the queries."""
+
 
 class Kernel(NamedTuple):
     """A fused kernel: its share of the fastest one's rate for long sequences with heads of 128, the tokens at which it
