@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
 
 WIDTHS = (400, 1280, 1920)
 SCHEMES = ("light", "dark")
-FIGURE = re.compile(
-    r"<figcaption><b>(.*?)</b>.*?</figcaption><div class=\"plot\".*?<script[^>]*>(.*?)</script>", re.DOTALL
-)
+FIGURE = re.compile(r'<figcaption><b>([^<]*)</b>[^\n]*?</figcaption><div class="plot"[^<]*</div><script[^>]*>([^<]*)<')
 LOOKS = """() => fourfold.charts.map(({chart, figure}) => {
   const svg = figure.querySelector(".plot svg"), frame = svg.getBoundingClientRect();
   const texts = [...svg.querySelectorAll("text")].filter(text => text.textContent.trim());
@@ -38,6 +37,11 @@ LOOKS = """() => fourfold.charts.map(({chart, figure}) => {
 })"""
 
 
+TOO_WIDE = """() => [...document.querySelectorAll("body *")]
+  .filter(each => !each.closest(".scroll > *, pre, .plot") && each.getBoundingClientRect().right > innerWidth + 1)
+  .map(each => each.outerHTML.slice(0, 80))"""
+
+
 def without_scripts(page: str) -> str:
     """An HTML page without the library that draws its charts, and without their data."""
     return re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
@@ -50,7 +54,10 @@ def chart_specs(page: str) -> dict[str, dict[str, Any]]:
 
 def points(page: str, title: str) -> dict[str, list[Any]]:
     """The data of every series of one chart, by the series' name."""
-    return {series["name"]: series["data"] for series in chart_specs(page)[title]["option"]["series"]}
+    spec = chart_specs(page)[title]
+    if "curves" in spec:
+        return {curve["name"]: curve["points"] for curve in spec["curves"]}
+    return {series["name"]: series["data"] for series in spec["option"]["series"]}
 
 
 @contextmanager
@@ -84,7 +91,7 @@ def opened(browser: Browser, path: Path, width: int, scheme: str, height: int = 
 
 @dataclass(frozen=True)
 class Drawn:
-    """One chart as drawn."""
+    """One chart as drawn: the number of its lines, areas and dots, and its texts."""
 
     shapes: int
     texts: list[str]
@@ -94,11 +101,20 @@ def check_looks(page: Page) -> dict[str, Drawn]:
     """Check that nothing is wider than the window or cut, and that every chart is drawn; return the charts."""
     width, window = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
     assert width <= window
-    wide = page.evaluate("""[...document.querySelectorAll("body *")].filter(e => !e.closest(".scroll > *, pre, .plot")
-      && e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))""")
-    assert wide == []
+    assert page.evaluate(TOO_WIDE) == []
     charts = page.evaluate(LOOKS)
     assert len(charts) == page.locator(".plot").count()
     for chart in charts:
         assert chart["shapes"] >= 3 and chart["cut"] == [], chart
     return {chart["title"]: Drawn(chart["shapes"], chart["texts"]) for chart in charts}
+
+
+def check_page(
+    browser: Browser, path: Path, widths: Sequence[int] = WIDTHS, schemes: Sequence[str] = SCHEMES
+) -> dict[str, Drawn]:
+    """Check how a page looks in windows of these widths, light and dark; return its charts in the last one."""
+    drawn: dict[str, Drawn] = {}
+    for width, scheme in itertools.product(widths, schemes):
+        with opened(browser, path, width, scheme) as page:
+            drawn = check_looks(page)
+    return drawn

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fourfold.cli.options import AsJson, Overrides, show
+from fourfold.cli.working import working
 from fourfold.errors import UserError
 
 ABOVE_LIMIT = 4
@@ -81,7 +82,8 @@ def audit(
         count_key=counts,
         overrides=tuple(overrides),
     )
-    record = jobs.audit(request)
+    with working("Scoring the documents"):
+        record = jobs.audit(request)
     show(record, as_json, audit_tables)
     if record is None:
         return

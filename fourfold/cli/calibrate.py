@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fourfold.cli.options import MACHINES, AsJson, complete_machine, show
+from fourfold.cli.working import working
 from fourfold.errors import UserError
 
 
@@ -48,7 +49,8 @@ def calibrate(
     if source:
         from fourfold.planning.calibration.machine_fit import fit_machine
 
-        fitted = fit_machine(source, base, out.stem)
+        with working("Fitting the constants"):
+            fitted = fit_machine(source, base, out.stem)
         text = machine_toml(fitted.machine, f"{base.name}, calibrated on {fitted.rows} rows", base)
         record = {"rows": fitted.rows, "skipped": fitted.skipped, "before": fitted.before, "held_out": fitted.held_out}
         printed = (f"Rows: {fitted.rows}. Mean error before the fit: {_mean_error(fitted.before)}; on held-out rows: "
@@ -56,7 +58,8 @@ def calibrate(
     else:
         from fourfold.tuning.start import microbenchmark
 
-        measured = microbenchmark(processes)
+        with working("Measuring this machine"):
+            measured = microbenchmark(processes)
         if measured is None:  # another process of the launcher writes the file
             return
         record = measured

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from fourfold.cli.working import working
+
 checkpoint = typer.Typer(no_args_is_help=True, help="Check what a run has saved.")
 
 
@@ -25,7 +27,8 @@ def verify(folder: Annotated[Path, typer.Argument(help="A checkpoint, a folder o
     damaged = 0
     for path in found:
         try:
-            verify(path)
+            with working(f"Reading {path}"):
+                verify(path)
             files, size = size_of(path)
         except UserError as damage:
             if not path.exists():  # the run has removed it meanwhile

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fourfold.cli.options import TASK_LIST, AsJson, Overrides, TaskFolder, TaskLimit, show
+from fourfold.cli.working import working
 
 
 def evaluate(
@@ -54,4 +55,6 @@ def evaluate(
         limit=limit,
     )
     request.check()
-    show(run_on_model_grid("fourfold.evaluation.evaluate:run_evaluation", request), as_json, evaluation_tables)
+    with working("Evaluating"):
+        record = run_on_model_grid("fourfold.evaluation.evaluate:run_evaluation", request)
+    show(record, as_json, evaluation_tables)

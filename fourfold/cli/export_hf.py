@@ -9,6 +9,7 @@ import typer
 
 from fourfold.cli.completion import one_of
 from fourfold.cli.options import AsJson, StoredDtype, show
+from fourfold.cli.working import working
 from fourfold.huggingface.architectures.families import FAMILIES
 
 
@@ -44,7 +45,8 @@ def export_hf(
     from fourfold.huggingface.export_model import export_huggingface
     from fourfold.reports.terminal import print_transferred
 
-    transferred = export_huggingface(checkpoint, out, dtype, model_type, tokenizer, merge, averaged=ema)
+    with working("Writing the model"):
+        transferred = export_huggingface(checkpoint, out, dtype, model_type, tokenizer, merge, averaged=ema)
     show(transferred.record(), as_json, print_transferred)
     if not transferred.has_tokenizer:
         typer.echo(

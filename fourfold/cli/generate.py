@@ -10,6 +10,7 @@ import typer
 
 from fourfold.cli import loki_options as loki
 from fourfold.cli.options import AsJson, show
+from fourfold.cli.working import working
 from fourfold.errors import UserError
 from fourfold.processes import importing
 
@@ -62,7 +63,7 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, seed)
     with as_huggingface(model) as (folder, own_tokenizer):
         text = load_any_tokenizer(tokenizer or own_tokenizer)
-        with importing():  # the model's code, and what it needs
+        with importing(), working("Loading the model"):  # its code, and what that needs
             opened = load_model(folder, dtype, device)
         if basis is not None:
             from fourfold.inference.loki import LokiBasis, enable_loki

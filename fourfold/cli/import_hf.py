@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fourfold.cli.options import AsJson, show
+from fourfold.cli.working import working
 
 
 def import_hf(
@@ -23,4 +24,6 @@ def import_hf(
     from fourfold.huggingface.import_model import import_huggingface
     from fourfold.reports.terminal import print_transferred
 
-    show(import_huggingface(model, out).record(), as_json, print_transferred)
+    with working("Writing the checkpoint"):
+        transferred = import_huggingface(model, out)
+    show(transferred.record(), as_json, print_transferred)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fourfold.cli.options import AsJson, Overrides, RunFile, show
+from fourfold.cli.working import working
 
 
 def masks(
@@ -27,7 +28,8 @@ def masks(
     from fourfold.training.corpora import preview_masks
 
     run = load_run(run_file, overrides)
-    preview, tokenizer = preview_masks(run, samples, tokens)
+    with working("Reading the data"):
+        preview, tokenizer = preview_masks(run, samples, tokens)
     record = {
         "trained_share": preview.trained_share,
         "goldfish": None if preview.statistics is None else preview.statistics.record(),

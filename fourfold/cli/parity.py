@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from fourfold.cli.options import AsJson, Overrides, RunFile, show
+from fourfold.cli.working import working
 
 
 def parity(
@@ -31,12 +32,13 @@ def parity(
     from fourfold.run_file.load import load_run
 
     run = load_run(run_file, overrides)
-    result = run_on_grid(
-        "fourfold.verification.parity:parity_of_place",
-        [run, steps, against],
-        run.parallel.world_size,
-        wanted_device=run.training.device,
-    )
+    with working("Training on the grid and on one process"):
+        result = run_on_grid(
+            "fourfold.verification.parity:parity_of_place",
+            [run, steps, against],
+            run.parallel.world_size,
+            wanted_device=run.training.device,
+        )
     if result is None:  # not the first process of a launcher's
         return
     show(result.record(), as_json, lambda _: parity_table(result))

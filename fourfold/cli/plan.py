@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from fourfold.cli.completion import one_of, toml_files
 from fourfold.cli.options import KNOBS, MACHINES, AsJson, Overrides, complete_machine, show
+from fourfold.cli.working import working
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
 
@@ -61,6 +62,15 @@ Precision = Annotated[
         autocompletion=one_of(lambda: PRECISIONS.split("|")),
     ),
 ]
+OPTIMIZERS = "adamw|muon|lion"
+Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        metavar=OPTIMIZERS,
+        help="Default: the run file's, or adamw.",
+        autocompletion=one_of(lambda: OPTIMIZERS.split("|")),
+    ),
+]
 Limit = Annotated[
     list[str],
     typer.Option(
@@ -89,6 +99,7 @@ def layout(
     global_batch: Batch = None,
     tokens: Annotated[float | None, typer.Option(help="Tokens of the whole training, for days and costs.")] = None,
     precision: Precision = None,
+    optimizer: Optimizer = None,
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 10,
     as_json: AsJson = False,
     explain: Annotated[
@@ -103,19 +114,13 @@ def layout(
 
     Example: fourfold plan --model llama3-70b --machine dgx-h100 --gpus 512 --tokens 2e12 --explain
     """
-    from rich.console import Console
-
     from fourfold.planning.plan_record import plan_request
     from fourfold.planning.planned_run import write_run
     from fourfold.planning.request import request_from_options
     from fourfold.reports.plan_terminal import plan_tables
 
-    request = request_from_options(model, run_file, overrides, gpus, seq, global_batch, precision)
-    with Console(stderr=True).status("Searching layouts") as status:  # seconds; more for 100,000 GPUs
-
-        def watch(done: int, count: int) -> None:
-            status.update(f"Searching layouts: {done:,} of {count:,}")
-
+    request = request_from_options(model, run_file, overrides, gpus, seq, global_batch, precision, optimizer)
+    with working("Searching layouts") as watch:  # seconds; more for 100,000 GPUs
         with_all = report is not None
         result = plan_request(request, machine, limits, top, tokens, explain or with_all, with_all, watch)
     if write is not None:
@@ -167,7 +172,8 @@ def validate(
         if file is not None:
             raise UserError("FILE.csv and --measured contradict each other; give one")
         file = measured_table()
-    result = compare(file, calibrate_on, machine_only, leave_out)
+    with working("Predicting the rows"):
+        result = compare(file, calibrate_on, machine_only, leave_out)
     show(result.record(rows), as_json, lambda _: validation_tables(result, rows))
 
 
@@ -181,6 +187,7 @@ def scaling(
     seq: Seq = None,
     global_batch: Batch = None,
     precision: Precision = None,
+    optimizer: Optimizer = None,
     weak: Annotated[bool, typer.Option("--weak/--strong", help="Grow the batch with the GPUs, or keep it.")] = True,
     as_json: AsJson = False,
     report: Annotated[
@@ -200,8 +207,11 @@ def scaling(
     from fourfold.reports.plan_terminal import scaling_table
 
     sizes, where = sizes_of(gpus), load_machine(machine)
-    request = request_from_options(model, None, [], sizes[0], seq, global_batch, precision)
-    points = scaling_curve(request.base, where, constants_for(where), sizes, weak, parse_limits(limits), request.name)
+    request = request_from_options(model, None, [], sizes[0], seq, global_batch, precision, optimizer)
+    with working("Planning each size") as watch:
+        points = scaling_curve(
+            request.base, where, constants_for(where), sizes, weak, parse_limits(limits), request.name, watch
+        )
     if report is not None:
         from fourfold.reports.plan_report import write_scaling_report
 

@@ -1,4 +1,4 @@
-"""`fourfold report`: the page of one run."""
+"""`fourfold report`: the page of one run, or of several compared."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,11 +7,28 @@ import typer
 
 
 def report(
-    run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, finished or still training: runs/NAME.")
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs, finished or still training: runs/NAME.")
     ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="PAGE.html", help="The page of several runs. Default: comparison.html in the first one."),
+    ] = None,
 ) -> None:
-    """Write RUN_DIR/report.html: curves, facts, run file and sample on one page that needs no network."""
-    from fourfold.reports.run_report import write_run_report
+    """Write RUN_DIR/report.html: curves, facts, run file and sample on one page that needs no network.
 
-    typer.echo(write_run_report(run_dir))
+    Of several runs: one page with their curves over each other, and what differs in their run files.
+
+    Example: fourfold report runs/adamw runs/muon --out muon.html
+    """
+    from fourfold.errors import UserError
+    from fourfold.reports.run_report import write_comparison, write_run_report
+
+    if len(run_dirs) == 1:
+        if out is not None:
+            raise UserError("--out is for the page of several runs; that of one is RUN_DIR/report.html")
+        typer.echo(write_run_report(run_dirs[0]))
+        return
+    page = out or run_dirs[0] / "comparison.html"
+    write_comparison(run_dirs, page)
+    typer.echo(page)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fourfold.cli.options import MACHINES, AsJson, Overrides, RunFile, complete_machine, show
+from fourfold.cli.working import working
 
 
 def trace(
@@ -39,5 +40,6 @@ def trace(
     from fourfold.reports.terminal import trace_tables
     from fourfold.verification.trace import trace as trace_run  # brings torch, which no mistake should wait for
 
-    report = trace_run(run, whole, where)
+    with working("Tracing one rank's step"):
+        report = trace_run(run, whole, where)
     show(report.record(), as_json, lambda _: trace_tables(report))

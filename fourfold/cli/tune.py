@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,6 +21,7 @@ from fourfold.cli.options import (
     complete_site,
     show,
 )
+from fourfold.cli.working import working
 from fourfold.errors import UserError
 from fourfold.exit_codes import ended_by
 
@@ -101,10 +103,11 @@ def tune(
         settings=settings,
         site=slurm,
         job=job,
-        report=lambda line: typer.echo(line, err=True),
+        report=lambda line: print(line, file=sys.stderr),
     )
     try:
-        end = search.run()
+        with working("Trying layouts"):
+            end = search.run()
     except KeyboardInterrupt:
         typer.echo(f"\nStopped. The trials are in {search.folder}; the same command continues.", err=True)
         raise typer.Exit(ended_by(signal.SIGINT)) from None

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fourfold.cli.options import AsJson, Overrides, RunFile, show
+from fourfold.cli.working import working
 from fourfold.errors import UserError
 
 
@@ -41,7 +42,8 @@ def tune_matmul(
     from fourfold.products.product_report import tune_products  # brings torch, which no mistake should wait for
 
     base = load_machine(str(machine)) if machine is not None else None
-    record = tune_products(run, again)
+    with working("Timing the products"):
+        record = tune_products(run, again)
     if base is not None and out is not None:
         tuned = machine_with_products(base, out.stem, record["rates"], record["precision"])
         write_output(out, machine_toml(tuned, f"{base.name}, with the rates of the products of {run.name}", base))

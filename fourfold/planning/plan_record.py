@@ -14,6 +14,7 @@ from fourfold.planning.calibration.machine_constants import (
     shipped_interval,
     shipped_order_factor,
 )
+from fourfold.planning.cost.optimizer_cost import saved_bytes
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.request import Request
 from fourfold.planning.scaling import Point, scaling_curve
@@ -21,7 +22,11 @@ from fourfold.planning.search.explain import explain
 from fourfold.planning.search.indistinct import Indistinct, indistinct
 from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import Plan, Prediction, make_plan, predict
+from fourfold.planning.search.refused import Refused, refused_sample
 from fourfold.planning.search.space import refusal
+
+REFUSED_EACH = 40
+"""The most layouts of the sample for each reason."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class PlanRecord:
     """The best layouts that the planner cannot tell apart."""
     curve: list[Point]
     """The strong-scaling curve around the requested number of GPUs."""
+    refused: Refused | None
+    """A sample of the illegal layouts."""
 
     def labeled(self) -> list[tuple[str, Prediction]]:
         """The ranked layouts, each with its rank, and the run file's own."""
@@ -86,12 +93,12 @@ def plan_request(
     top: int,
     tokens: float | None,
     explained: bool,
-    with_curve: bool = False,
+    for_page: bool = False,
     watch: Callable[[int, int], None] | None = None,
 ) -> PlanRecord:
     """Plan, and explain if ``explained``; raises ``UserError`` where no layout is legal and fits.
 
-    watch: as in ``search``.
+    for_page: also what only the page shows, the curve and the refused layouts. watch: as in ``search``.
     """
     if tokens is not None and not 0 < tokens < float("inf"):
         raise UserError(f"--tokens {tokens:g} must be a number above 0")
@@ -102,20 +109,22 @@ def plan_request(
     refused = "" if request.own is None else refusal(request.own, machine)
     own = None if request.own is None or refused else predict(request.own, machine, constants)
     curve: list[Point] = []
-    if with_curve:
+    sample: Refused | None = None
+    if for_page:
+        sample = refused_sample(request.base, machine, constants, request.gpus, limits, REFUSED_EACH)
         sizes = [int(request.gpus * factor) for factor in (0.25, 0.5, 1, 2, 4) if request.gpus * factor >= 1]
         curve = scaling_curve(request.base, machine, constants, sizes, False, limits, request.name)
+    saved = float(saved_bytes(request.base, request.model.num_parameters))
     return PlanRecord(
         request=request,
         plan=plan,
         own=own,
         own_refused=refused,
         explanation=explain(plan, own, limits) if explained else None,
-        costs=costs(tokens, best.tokens_per_second, request.gpus, request.model.num_parameters, machine)
-        if tokens
-        else None,
+        costs=costs(tokens, best.tokens_per_second, request.gpus, saved, machine) if tokens else None,
         extrapolation=outside_calibrated_range(machine, best.work),
         interval_factors=shipped_interval(machine),
         indistinct=indistinct(plan, shipped_order_factor()),
         curve=curve,
+        refused=sample,
     )

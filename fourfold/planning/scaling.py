@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,11 +68,17 @@ def scaling_curve(
     weak: bool,
     limits: Limits | None = None,
     model: str = "",
+    watch: Callable[[int, int], None] | None = None,
 ) -> list[Point]:
-    """Replan at each size. Weak: the batch grows with the GPUs from ``base``'s at the first size. Strong: it stays."""
+    """Replan at each size. Weak: the batch grows with the GPUs from ``base``'s at the first size. Strong: it stays.
+
+    watch: called with the number of sizes that are done, and of all.
+    """
     points: list[Point] = []
     first: tuple[int, float] | None = None
-    for gpus in sizes:
+    for done, gpus in enumerate(sizes):
+        if watch is not None:
+            watch(done, len(sizes))
         batch = base.step.batch * gpus // sizes[0] if weak else base.step.batch
         published = _published(machine.name, model, gpus, int(batch), int(base.step.seq))
         try:

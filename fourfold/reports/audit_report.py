@@ -130,18 +130,19 @@ def _headline(record: Record) -> dict[str, str | int | float | None]:
 def _prefix_chart(record: Record) -> str:
     series = []
     for name in ("members", "control"):
-        points = [(int(n), row[name]["exact_match"]) for n, row in record["by_prefix"].items() if name in row]
+        points = [(int(n), 100 * row[name]["exact_match"]) for n, row in record["by_prefix"].items() if name in row]
         if points:
             series.append(Series(name, [x for x, _ in points], [y for _, y in points], dots=True))
     title = f"Exact match of the next {record['suffix']} tokens"
-    return line_chart(title, series, x_label="tokens of the prefix", from_zero=True)
+    return line_chart(title, series, x_label="tokens of the prefix", y_label="% of the documents", from_zero=True)
 
 
 def _position_chart(record: Record) -> str:
     rows = record["by_position"]
     places = [(row["from"] + row["to"]) / 2 for row in rows]
-    agreement = Series("members", places, [row["token_agreement"] for row in rows], dots=True)
-    return line_chart("Token agreement by position", [agreement], x_label="position in the document", from_zero=True)
+    agreement = Series("members", places, [100 * row["token_agreement"] for row in rows], dots=True)
+    title, x_label = "Token agreement by position", "token of the document"
+    return line_chart(title, [agreement], x_label=x_label, y_label="% of the tokens", from_zero=True)
 
 
 def _count_chart(record: Record) -> list[str]:
@@ -149,9 +150,11 @@ def _count_chart(record: Record) -> list[str]:
     if len(groups) < 3:  # the table is enough for two points
         return []
     counts = [count for count, _ in groups]
-    exact = Series("exact match", counts, [group["exact_match"] for _, group in groups], dots=True)
-    agreement = Series("token agreement", counts, [group["token_agreement"]["mean"] for _, group in groups], dots=True)
-    return [line_chart("By repetition", [exact, agreement], x_label="times trained on", from_zero=True)]
+    exact = Series("exact match", counts, [100 * group["exact_match"] for _, group in groups], dots=True)
+    agreements = [100 * group["token_agreement"]["mean"] for _, group in groups]
+    series = [exact, Series("token agreement", counts, agreements, dots=True)]
+    title, y_label = "By repetition", "% of the documents, of the tokens"
+    return [line_chart(title, series, x_label="times trained on", y_label=y_label, from_zero=True)]
 
 
 def _generation(generation: Record) -> dict[str, str]:

@@ -9,6 +9,8 @@ from fourfold.reports.numbers import downsample, format_number
 
 BUCKETS = 1000
 """A line has at most twice as many points."""
+LABELED = 12
+"""Points of a line of dots that have their values written beside them, where there is room."""
 _AT_END = {"show": True, "position": "right", "color": "--ink", "fontWeight": 600}
 
 
@@ -22,6 +24,8 @@ class Series:
     """None is a gap."""
     dots: bool = False
     """Mark each point, for series of few points."""
+    joined: bool = True
+    """Draw the line between the points."""
 
 
 def line_chart(
@@ -43,8 +47,10 @@ def line_chart(
     if not values:
         return empty_chart(title)
     log_y = log_y and all(value > 0 for value in values)
+    places = [x for each in series for x in each.x]
+    near_zero = 0 <= min(places) < max(places) / 4
     option = {
-        "xAxis": {"type": "value", "name": x_label, "min": "dataMin", "max": "dataMax"},
+        "xAxis": {"type": "value", "name": x_label, "scale": True, "min": 0 if near_zero else None},
         "yAxis": {"type": "log" if log_y else "value", "name": y_label, "scale": not from_zero},
         "tooltip": {"trigger": "axis"},
         "series": [_line(each) for each in series],
@@ -61,7 +67,8 @@ def _line(series: Series) -> dict[str, Any]:
         "symbol": "circle",
         "symbolSize": 6,
         "showSymbol": series.dots or len(x) == 1,
-        "lineStyle": {"width": 1.75},
+        "lineStyle": {"width": 1.75 if series.joined else 0},
+        "label": {"show": series.dots and len(x) <= LABELED, "position": "top"},
     }
 
 

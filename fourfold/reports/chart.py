@@ -20,12 +20,16 @@ def chart(title: str, option: Option, *, height: int = 260, zoom: Literal["", "x
 
     `zoom` names the directions in which dragging a box zooms. Numbers that are not finite become gaps.
     """
-    spec = {"option": option, "zoom": zoom}
+    return figure(title, {"option": option}, height, zoom)
+
+
+def figure(title: str, spec: Mapping[str, Any], height: int, zoom: Literal["", "x", "xy"] = "") -> str:
+    """Return the HTML figure of what the page's script draws from `spec`."""
     reset = '<button type="button" class="reset" hidden>whole range</button>' if zoom else ""
     return (
         f'<figure class="chart"><figcaption><b>{escape(title)}</b>{reset}<span class="legend"></span></figcaption>'
         f'<div class="plot" role="img" aria-label="{escape(title)}" style="height:{height}px"></div>'
-        f'<script type="application/json">{to_json(spec)}</script></figure>'
+        f'<script type="application/json">{to_json({**spec, "zoom": zoom})}</script></figure>'
     )
 
 

@@ -9,11 +9,20 @@ from fourfold.training.console import format_fact
 # The browser fetches nothing, whatever a run file or a sample may contain.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
+LONG_TEXT = 40
+"""Letters of a fact that needs a wide card."""
+
 
 def page(title: str, subtitle: str, sections: Sequence[str]) -> str:
     """Return a whole HTML document around sections that are HTML; title and subtitle are plain text."""
     body = "\n".join(sections)
-    scripts = [asset(name) for name in ("echarts.min.js", "charts.js")] if 'class="plot"' in body else []
+    needed = {
+        "echarts.min.js": 'class="plot"',
+        "timeline.js": '"renderItem"',
+        "charts.js": 'class="plot"',
+        "table.js": 'class="rows search"',
+    }
+    scripts = [asset(name) for name, mark in needed.items() if mark in body]
     drawing = "\n".join(f"<script>{script}</script>" for script in scripts)
     return f"""<!doctype html>
 <html lang="en">
@@ -35,8 +44,12 @@ def page(title: str, subtitle: str, sections: Sequence[str]) -> str:
 
 
 def facts(values: Mapping[str, str | int | float | None]) -> str:
-    """Show labels and values as cards."""
-    cards = (f"<div><dt>{escape(k)}</dt><dd>{escape(format_fact(v))}</dd></div>" for k, v in values.items())
+    """Show labels and values as cards, wide ones for long texts."""
+    cards = []
+    for label, value in values.items():
+        text = format_fact(value)
+        size = ' class="long"' if len(text) > LONG_TEXT else ""
+        cards.append(f"<div{size}><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>")
     return f'<dl class="facts">{"".join(cards)}</dl>'
 
 
@@ -51,6 +64,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = Fa
     return (
         f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
+
+
+def search_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table whose rows can be sorted and filtered by every column."""
+    whole = table(header, rows).replace('class="scroll"', 'class="scroll tall"', 1)
+    return '<p class="subtitle"></p>' + whole.replace('class="rows"', 'class="rows search"', 1)
 
 
 def charts(figures: Sequence[str], wide: Sequence[str] = ()) -> str:

@@ -9,6 +9,7 @@ from fourfold.planning.search.plan import GRID
 from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Workload
 
 if TYPE_CHECKING:
+    from fourfold.planning.machines.machine import Machine
     from fourfold.planning.search.plan import Prediction
 
 CHOICES = (*GRID, "ep", "zero", "recompute", "micro batch", "also")
@@ -25,28 +26,43 @@ def choices(work: Workload) -> dict[str, str]:
     cells["zero"] = str(int(layout.zero))
     cells["recompute"] = RECOMPUTE[int(layout.recompute)] + blocks + ", offload" * bool(layout.offload)
     cells["micro batch"] = str(int(layout.micro_batch))
-    more = []
-    if layout.pp > 1 and layout.schedule > 0:
-        name = SCHEDULES[int(layout.schedule)]
-        more.append(SHORT.get(name, name) + (f" ×{int(layout.interleave)}" if layout.interleave > 1 else ""))
+    more = [schedule(work)] if layout.pp > 1 and layout.schedule > 0 else []
     more += [CP_METHODS[int(layout.cp_method)]] if layout.cp > 1 and layout.cp_method > 0 else []
     more += [f"{int(work.parts)} parts"] if work.parts > 1 else []
     return {**cells, "also": ", ".join(more)}
 
 
+def schedule(work: Workload) -> str:
+    """The schedule of a pipeline, with the stages of a rank; empty without a pipeline."""
+    layout = work.layout
+    if layout.pp == 1:
+        return ""
+    name = SCHEDULES[int(layout.schedule)]
+    return SHORT.get(name, name) + (f" ×{int(layout.interleave)}" if layout.interleave > 1 else "")
+
+
 def predicted(p: Prediction, factors: Sequence[float] | None) -> dict[str, str]:
     """Describe a prediction; ``factors`` on its seconds bound what is measured with a probability of 90 %."""
-    work, room = p.work, gigabytes(p.machine.memory)
-    interval = {} if factors is None else {"90 % interval": "–".join(_digits(p.seconds * f, 3) for f in factors)}
+    mfu = p.utilization(p.work.model_flops())
     return {
-        "s/step": _digits(p.seconds, 4),
-        **interval,
-        "MFU": f"{p.utilization(work.model_flops()):.1%}",
-        "GB": gigabytes(p.memory_bytes),
-        f"of {room}": f"{p.memory_bytes / p.machine.memory:.0%}",
-        "P(OOM)": f"{p.p_oom:.1%}",
-        "HFU": f"{p.utilization(work.hardware_flops()):.1%}",
+        **figures(p.machine, p.seconds, p.memory_bytes, p.p_oom, mfu, factors),
+        "HFU": f"{p.utilization(p.work.hardware_flops()):.1%}",
         "tokens/s/GPU": f"{p.tokens_per_second / p.gpus:,.0f}",
+    }
+
+
+def figures(
+    machine: Machine, seconds: float, memory: float, p_oom: float, mfu: float, factors: Sequence[float] | None
+) -> dict[str, str]:
+    """The figures of a layout that every table has; memory: bytes of the fullest rank; factors: see ``predicted``."""
+    interval = {} if factors is None else {"90 % interval": "–".join(_digits(seconds * f, 3) for f in factors)}
+    return {
+        "s/step": _digits(seconds, 4),
+        **interval,
+        "MFU": f"{mfu:.1%}",
+        "GB": gigabytes(memory),
+        f"of {gigabytes(machine.memory)}": f"{memory / machine.memory:.0%}",
+        "P(OOM)": f"{p_oom:.1%}",
     }
 
 

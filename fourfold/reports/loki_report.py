@@ -143,4 +143,4 @@ def task_rows(tasks: Record) -> Rows:
 
 
 def _maps(record: Record) -> list[tuple[str, Sequence[Sequence[float]]]]:
-    return [(f"Rank@90, {KINDS[kind]}", ranks) for kind, ranks in record["ranks"].items()]
+    return [(f"Rank@90, {KINDS[kind]}, dims", ranks) for kind, ranks in record["ranks"].items()]

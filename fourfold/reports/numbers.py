@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from operator import itemgetter
 
 _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
@@ -73,6 +74,16 @@ def downsample(
         kept |= {min(numbers, key=value_of)[1], max(numbers, key=value_of)[1]} if numbers else {indices[0]}
     order = sorted(kept)
     return [x[index] for index in order], [y[index] for index in order]
+
+
+def bucket_means(y: Sequence[float | None], buckets: int) -> list[tuple[int, float | None]]:
+    """Return the last index and the mean of each of `buckets` runs of neighbors; None for one without any number."""
+    ends = [(bucket + 1) * len(y) // buckets for bucket in range(buckets)]
+    means = []
+    for begin, end in pairwise([0, *ends]):
+        numbers = [value for value in y[begin:end] if value is not None]
+        means.append((end - 1, sum(numbers) / len(numbers) if numbers else None))
+    return means
 
 
 def _digits_needed(value: float) -> int:

@@ -7,42 +7,40 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from fourfold.config.run import ParallelConfig
 from fourfold.data.files import write_output
-from fourfold.planning.search.space import OUT_OF_MEMORY, REASONS
-from fourfold.planning.workload import SCHEDULES
 from fourfold.reports import html
 from fourfold.reports.basic_charts import Series, line_chart, stacked_bars
+from fourfold.reports.layout_charts import choice_lines, memory_chart
 from fourfold.reports.layout_columns import gigabytes
-from fourfold.reports.plan_charts import Dot, scatter, timetable
-from fourfold.reports.plan_terminal import costs_sentence, doubts, layout_table
+from fourfold.reports.layout_sample import FASTEST, Shown, shown_layouts
+from fourfold.reports.plan_terminal import costs_sentence, doubts
+from fourfold.reports.timeline_chart import step_timeline
 
 if TYPE_CHECKING:
     from fourfold.planning.plan_record import PlanRecord
     from fourfold.planning.scaling import Point
     from fourfold.planning.search.plan import Prediction
 
-SHOWN = 1500
-"""About how many dots of the scatter are an even sample, beside the Pareto front and the fastest."""
-SHOWN_STAGES, SHOWN_MICRO_BATCHES = 16, 32
-"""Largest timetable; of a larger pipeline it shows the first part."""
+PARTS_NAMED = 7
+"""The most parts of the waterfall."""
 
 
 def write_plan_report(path: Path, result: PlanRecord) -> None:
-    """Write a plan's page: scatter, ranking, waterfall, memory by stage, pipeline, scaling."""
+    """Write a plan's page: layouts, charts of them, waterfall, timeline, memory by stage, scaling."""
     plan, best = result.plan, result.plan.best
-    wide = [_scatter(result)]
+    layouts = shown_layouts(result)
+    rejected = plan.found.rejected()
+    wide = [memory_chart(layouts, plan.machine, rejected, len(plan.found.order))]
+    if len(plan.found.order) > 1:
+        wide.append(choice_lines(layouts))
     if result.explanation is not None:
         wide.append(_waterfall(result.explanation))
+    wide.append(step_timeline(best))
     wide.append(stacked_bars("Memory of the fullest rank of each stage", _stages(best), x_label="GB"))
-    if best.work.layout.pp > 1:
-        wide.append(_timetable(best))
     if result.curve:
         wide.append(_curve(result.curve))
     in_doubt = [f"<p>{escape(sentence)}</p>" for sentence in doubts(result)]
-    sections = [html.facts(_headline(result)), _ranking(result), *in_doubt, html.charts([], wide)]
+    sections = [html.facts(_headline(result)), *_layouts(layouts, result), *in_doubt, html.charts([], wide)]
     if result.costs is not None:
         sections.insert(1, f"<p>{escape(costs_sentence(result))}</p>")
     if result.extrapolation:
@@ -82,48 +80,30 @@ def _headline(result: PlanRecord) -> dict[str, str | int | float | None]:
     }
 
 
-def _scatter(result: PlanRecord) -> str:
-    from fourfold.planning.search.plan import describe_layout
-
-    found, machine = result.plan.found, result.plan.machine
-
-    def text(index: int) -> str:
-        name, reason = describe_layout(found.point(index)), found.reason[index]
-        size = f"{found.seconds[index]:.4g} s, {gigabytes(found.memory[index])} GB"
-        return f"{name}: {size}" + (f"; {REASONS[reason]}" if reason else "")
-
-    legal = np.flatnonzero(np.isfinite(found.seconds))
-    near = legal[found.memory[legal] < 2 * machine.memory]
-    near = near if len(near) else legal
-    by_memory = near[np.lexsort((found.seconds[near], found.memory[near]))]
-    front = by_memory[found.seconds[by_memory] <= np.minimum.accumulate(found.seconds[by_memory])]
-    sample = near[:: max(1, len(near) // SHOWN)]
-    shown = np.unique(np.concatenate([front, found.order[:100], sample]))
-    best = found.order[0]
-    dots = [
-        Dot(
-            float(found.memory[i] / 1e9),
-            float(found.seconds[i]),
-            text(int(i)),
-            out=found.reason[i] == OUT_OF_MEMORY,
-            best=i == best,
-        )
-        for i in shown
-    ]
-    return scatter(
-        "Step time in seconds (log scale) against memory of the fullest rank in GB; gray: may not fit, orange: best",
-        dots,
-        machine.memory / 1e9,
-        x_label="GB",
-        limit_label=f"{machine.memory / 1e9:.0f} GB",
+def _layouts(layouts: Sequence[Shown], result: PlanRecord) -> list[str]:
+    rows = [layout.cells(result) for layout in layouts]
+    header = [name for name in rows[0] if any(row[name] for row in rows)]
+    refused = sum(bool(layout.refused) for layout in layouts)
+    text = (
+        f"The {min(FASTEST, len(result.plan.found.order))} fastest layouts, an even sample of the "
+        f"{len(result.plan.found.order):,} that fit, and an even sample ({refused}) of those that are refused. Click a "
+        "header to sort; below it, 8, 1,2, <=4 or a part of a word keeps rows."
     )
+    table = html.search_table(header, [[row[name] for name in header] for row in rows])
+    return [f"<h2>Layouts</h2><p>{escape(text)}</p>", table]
 
 
 def _waterfall(explanation: dict[str, Any]) -> str:
+    """Draw the seconds of each column; what is beyond the largest parts is one, so that seven have names."""
     waterfall = explanation["waterfall"]
+    seconds: dict[str, list[float]] = dict(waterfall["seconds"])
+    small = sorted(seconds, key=lambda part: (part == "other", -max(seconds[part])))[PARTS_NAMED - 1 :]
+    if small:
+        rest = [sum(values) for values in zip(*(seconds[part] for part in small), strict=True)]
+        seconds = {part: values for part, values in seconds.items() if part not in small} | {"other": rest}
     names = {"best": "best", "runner_up": "runner-up", "yours": "yours"}
     bars = {
-        names[column]: {part: values[i] for part, values in waterfall["seconds"].items()}
+        names[column]: {part: values[i] for part, values in seconds.items()}
         for i, column in enumerate(waterfall["columns"])
     }
     return stacked_bars("What a step is spent on", bars, x_label="seconds")
@@ -132,26 +112,6 @@ def _waterfall(explanation: dict[str, Any]) -> str:
 def _stages(best: Prediction) -> dict[str, dict[str, float]]:
     return {f"stage {place}": {name: value / 1e9 for name, value in stage.items()}
             for place, stage in zip(best.stage_numbers, best.stages, strict=True)}  # fmt: skip
-
-
-def _timetable(best: Prediction) -> str:
-    """Draw the schedule with equal stages; of a long pipeline the first part."""
-    from fourfold.parallel.schedule import schedule_ops, timeline
-
-    work = best.work
-    whole = (int(work.layout.pp), int(work.micro_batches))
-    stages, micro_batches = min(whole[0], SHOWN_STAGES), min(whole[1], SHOWN_MICRO_BATCHES)
-    if (stages, micro_batches) != whole and micro_batches > stages:
-        micro_batches -= micro_batches % stages  # interleaved schedules need whole rounds
-    schedule, chunks = SCHEDULES[int(work.layout.schedule)], max(int(work.layout.interleave), 2)
-    grid = ParallelConfig.model_validate({"pp": stages, "schedule": schedule, "stages_per_rank": chunks})
-    backward = 2.0 + float(work.layout.recomputing) * (work.layout.recompute == 2)
-    spans = timeline(schedule_ops(grid, micro_batches), grid, backward)
-    bubble = best.parts["bubble"] / best.seconds
-    title = f"Pipeline, seconds: {bubble:.1%} of the step is bubble; drawn with equal stages"
-    if (stages, micro_batches) != whole:
-        title += f", {stages} of {whole[0]} and {micro_batches} of {whole[1]} micro-batches"
-    return timetable(spans, best.micro_batch_seconds / (1 + backward), title)
 
 
 def _curve(points: Sequence[Point]) -> str:
@@ -168,11 +128,6 @@ def _curve(points: Sequence[Point]) -> str:
         x_label="GPUs",
         from_zero=True,
     )
-
-
-def _ranking(result: PlanRecord) -> str:
-    columns, _ = layout_table(result)
-    return html.table(list(columns), list(zip(*columns.values(), strict=True)), words=True)
 
 
 def _explanation(explanation: dict[str, Any]) -> list[str]:

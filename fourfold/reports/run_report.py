@@ -1,163 +1,189 @@
-"""The page of one training run, made from the files in its folder."""
+"""The pages of training runs, made from the files in their folders: one run, or several compared."""
 
-import json
-import math
+from __future__ import annotations
+
+import os
 from collections.abc import Sequence
-from functools import partial
+from html import escape
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 from fourfold.data.files import write_output
 from fourfold.errors import UserError
+from fourfold.parsing import parse_toml
 from fourfold.reports import html
-from fourfold.reports.basic_charts import Series, line_chart
+from fourfold.reports.curve_charts import CONTROLS, Curve, Mark, Place, curve_chart
 from fourfold.reports.expert_charts import expert_maps
 from fourfold.reports.numbers import counted
-from fourfold.training.console import byte_unit, format_bytes
-from fourfold.training.metrics import EXPERTS_FILE, MEMORIZATION_FILE, METRICS_FILE, read_metrics
-
-Record = dict[str, Any]
+from fourfold.reports.recorded_run import (
+    Record,
+    RecordedRun,
+    largest,
+    number_of,
+    read_run,
+    read_summary,
+    read_text,
+    steps_of,
+)
+from fourfold.training.console import byte_unit, format_fact
+from fourfold.training.metrics import EXPERTS_FILE, MEMORIZATION_FILE, TASKS_FILE, read_metrics
+from fourfold.training.run_folder import SAMPLE_FILE, SUMMARY_FILE
 
 
 def write_run_report(run_dir: Path) -> Path:
     """Write `run_dir`/report.html, one file without network access, and return its path.
 
-    Reads run.toml and metrics.jsonl and, if they exist, sample.txt (generated text), experts.jsonl, memorization.jsonl
-    and summary.json (an object of label to text or number). Raises UserError if run.toml or metrics.jsonl is missing,
-    no step is recorded, or one of the records or summary.json cannot be read.
+    Reads run.toml and metrics.jsonl and, if they exist, sample.txt (generated text), experts.jsonl, memorization.jsonl,
+    tasks.jsonl and summary.json (an object of label to text or number). Raises UserError if run.toml or metrics.jsonl
+    is missing, no step is recorded, or one of the records or summary.json cannot be read.
     """
-    run_dir = Path(run_dir)
-    records = read_metrics(run_dir / METRICS_FILE)
-    if not records:
-        raise UserError(f"{run_dir / METRICS_FILE} holds no step yet: wait for the first one.")
-    run_file = run_dir / "run.toml"
-    if not run_file.is_file():
-        raise UserError(f"{run_file} does not exist: give the folder of a run, in which `fourfold train` puts it.")
-
-    sections = [html.facts(_headline(records)), *_not_finite(records), _curves(records)]
-    sections += [*_experts(run_dir, records), *_memorization(run_dir), *_summary(run_dir)]
-    sample = run_dir / "sample.txt"
+    run = read_run(Path(run_dir), Path(run_dir).resolve().name)
+    facts = {label: value for label, value in run.headline().items() if value is not None}
+    if run.resumed:
+        facts["resumed after step"] = ", ".join(f"{step:,}" for step in run.resumed)
+    sections = [html.facts(facts), *_not_finite(run), CONTROLS, _curves([run])]
+    sections += [*_tasks(run), *_experts(run), *_memorization(run)]
+    summary, sample = read_summary(run.folder / SUMMARY_FILE), run.folder / SAMPLE_FILE
+    if summary:
+        sections += ["<h2>Summary</h2>", html.facts(summary)]
     if sample.is_file():
-        sections.append(html.text_block("Sample", _read_text(sample), wrap=True))
-    sections.append(html.text_block("Run file", _read_text(run_file)))
-
-    report = run_dir / "report.html"
-    name = run_dir.resolve().name
-    write_output(report, html.page(name, f"fourfold training run, {_steps(len(records))} recorded", sections))
+        sections.append(html.text_block("Sample", read_text(sample), wrap=True))
+    sections.append(html.text_block("Run file", run.run_file))
+    subtitle = f"fourfold training run, {steps_of(len(run.records))} recorded"
+    report = run.folder / "report.html"
+    write_output(report, html.page(run.name, subtitle, sections))
     return report
 
 
-def _headline(records: Sequence[Record]) -> dict[str, str | int | float | None]:
-    """Return the most important numbers; None where nothing was recorded."""
-    last, speed = records[-1], _numbers(records, "tokens_per_second")
-    memory, validation = _numbers(records, "peak_memory_bytes"), _numbers(records, "validation_loss")
-    utilization = _numbers(records, "mfu")
-    return {
-        "step": last["step"],
-        "tokens": _number(last, "tokens"),
-        "loss, last step": _number(last, "loss"),
-        "validation loss, last": validation[-1] if validation else None,
-        "tokens/s, median": round(median(speed)) if speed else None,
-        "MFU, median": f"{median(utilization):.1%}" if utilization else None,
-        "peak memory": format_bytes(max(memory)) if memory else None,
-    }
+def write_comparison(run_dirs: Sequence[Path], path: Path) -> None:
+    """Write a page that lays the curves of several runs over each other, beside what differs in their run files.
+
+    Raises UserError as ``write_run_report`` does.
+    """
+    names = [folder.resolve().name for folder in run_dirs]
+    if len(set(names)) < len(names):
+        names = [os.path.relpath(folder, os.path.commonpath([d.resolve() for d in run_dirs])) for folder in run_dirs]
+    runs = [read_run(folder, name) for folder, name in zip(run_dirs, names, strict=True)]
+    headlines = [run.headline() for run in runs]
+    rows = [[run.name, *map(format_fact, facts.values())] for run, facts in zip(runs, headlines, strict=True)]
+    sections = [
+        html.table(["run", *headlines[0]], rows),
+        *(note for run in runs for note in _not_finite(run, f" of {run.name}")),
+    ]
+    sections += [CONTROLS, _curves(runs), *_differences(runs)]
+    write_output(path, html.page(", ".join(names), f"{len(runs)} fourfold training runs compared", sections))
 
 
-def _not_finite(records: Sequence[Record]) -> list[str]:
+def _not_finite(run: RecordedRun, whose: str = "") -> list[str]:
     """Note steps whose loss was not a number: in the curves they are gaps, which may be too thin to see."""
-    steps = [record["step"] for record in records if _number(record, "loss") is None]
+    steps = [record["step"] for record in run.records if number_of(record, "loss") is None]
     if not steps:
         return []
-    return [html.notice(f"The loss was not a finite number at {_steps(len(steps))}, first at step {steps[0]:,}.")]
+    text = f"The loss{whose} was not a finite number at {steps_of(len(steps))}, first at step {steps[0]:,}."
+    return [html.notice(text)]
 
 
-def _steps(count: int) -> str:
-    return f"{count:,} step" if count == 1 else f"{count:,} steps"
+def _curves(runs: Sequence[RecordedRun]) -> str:
+    """Chart every step's numbers: one run's losses in two colors, or each run in its own."""
+    unit_name, unit = byte_unit(largest(runs, "peak_memory_bytes"))
+    is_one = len(runs) == 1
+    losses, marks = [], []
+    for color, run in enumerate(runs):
+        validation = "validation" if is_one else f"{run.name}, validation"
+        losses.append(Curve("train" if is_one else run.name, run.points("loss"), color))
+        losses.append(Curve(validation, run.points("validation_loss"), color + is_one, marked=True))
+        marks += [Mark(run.places[step], color) for step in run.resumed]
 
+    def of(title: str, key: str, of_unit: str, scale: float = 1.0, *, smooth: bool = True, zero: bool = True) -> str:
+        curves = [Curve(title if is_one else run.name, run.points(key, scale), c) for c, run in enumerate(runs)]
+        return curve_chart(title, curves, unit=of_unit, marks=marks, smooth=smooth, from_zero=zero)
 
-def _curves(records: Sequence[Record]) -> str:
-    train, validation = _series("train", records, "loss"), _series("validation", records, "validation_loss")
-    losses = [train, validation] if validation.x else [train]
-    unit_name, unit = byte_unit(max(_numbers(records, "peak_memory_bytes"), default=0))
-    memory = _series("peak of the fullest device", records, "peak_memory_bytes", unit)
-    norm, lr = _series("before clipping", records, "grad_norm"), _series("", records, "lr")
-    speed = _series("all devices", records, "tokens_per_second")
-    chart = partial(line_chart, x_label="tokens")
-    loss = chart("Loss", losses, log_y=True, height=340)
+    loss = curve_chart("Loss", losses, unit="nats a token", marks=marks, is_loss=True, height=360)
     others = [
-        chart("Gradient norm", [norm], log_y=True),
-        chart("Learning rate", [lr], from_zero=True),
-        chart("Throughput, tokens/s", [speed], from_zero=True),
-        chart(f"Memory, {unit_name}", [memory], from_zero=True),
+        of("Gradient norm", "grad_norm", "before clipping", zero=False),
+        of("Learning rate", "lr", "", smooth=False),
+        of("Throughput", "tokens_per_second", "tokens a second, all devices"),
+        of("Memory", "peak_memory_bytes", f"{unit_name}, peak of the fullest device", unit, smooth=False),
     ]
+    if any(run.numbers("mfu") for run in runs):
+        others.append(of("Model FLOPs utilization", "mfu", "% of the devices' peak", 0.01))
+    if any(run.numbers("expert_load") for run in runs):
+        others.append(of("Load of the busiest expert", "expert_load", "of any layer, relative to the mean"))
     return html.charts(others, wide=[loss])
 
 
-def _experts(run_dir: Path, records: Sequence[Record]) -> list[str]:
-    """Chart the experts of a mixture: the busiest at every step, and heat maps; nothing for dense models."""
-    shown = _short_record(run_dir / EXPERTS_FILE)
-    if not shown:
-        return []
-    load = _series("of any layer, relative to the mean", records, "expert_load")
-    chart = line_chart("Load of the busiest expert", [load], x_label="tokens", from_zero=True)
-    return ["<h2>Experts</h2>", html.charts([chart, *expert_maps(shown)])]
+def _tasks(run: RecordedRun) -> list[str]:
+    """Chart the tasks that were run during training, a chart for each of their metrics."""
+    found: dict[str, dict[str, list[tuple[Place, float | None]]]] = {}
+    for record in _short_record(run.folder / TASKS_FILE):
+        if record["step"] in run.places:
+            for task, metrics in record["tasks"].items():
+                for metric, value in metrics.items():
+                    found.setdefault(metric, {}).setdefault(task, []).append((run.places[record["step"]], value))
+    charts = [
+        curve_chart(metric, [Curve(task, points, c, marked=True) for c, (task, points) in enumerate(tasks.items())],
+                    unit=metric)
+        for metric, tasks in found.items()
+    ]  # fmt: skip
+    return ["<h2>Tasks</h2>", html.charts(charts)] if charts else []
+
+
+def _experts(run: RecordedRun) -> list[str]:
+    """Draw heat maps of the experts of a mixture; nothing for dense models."""
+    shown = _short_record(run.folder / EXPERTS_FILE)
+    return ["<h2>Experts</h2>", html.charts(expert_maps(shown))] if shown else []
 
 
 def _short_record(path: Path) -> list[Record]:
     return read_metrics(path) if path.is_file() else []
 
 
-def _memorization(run_dir: Path) -> list[str]:
+def _memorization(run: RecordedRun) -> list[str]:
     """Chart the canaries during training by their number of repeats; nothing without [audit]."""
-    records = _short_record(run_dir / MEMORIZATION_FILE)
+    records = [each for each in _short_record(run.folder / MEMORIZATION_FILE) if each["step"] in run.places]
     if not records:
         return []
-    charts = []
-    for key, title in (("exact_match", "Canaries repeated exactly"), ("loss", "Loss of the canaries")):
-        series = [
-            Series(
+
+    def of(key: str, scale: float) -> list[Curve]:
+        return [
+            Curve(
                 counted(int(count), "time") if count.isdecimal() else count,
-                [record["tokens"] for record in records],
-                [record["by_count"][count][key] for record in records],
-                dots=len(records) <= 60,
+                [(run.places[record["step"]], record["by_count"][count][key] / scale) for record in records],
+                color,
+                marked=True,
             )
-            for count in records[-1]["by_count"]
+            for color, count in enumerate(records[-1]["by_count"])
         ]
-        charts.append(line_chart(title, series, x_label="tokens", from_zero=True))
-    return ["<h2>Memorization</h2>", html.charts(charts)]
+
+    exact = curve_chart("Canaries repeated exactly", of("exact_match", 0.01), unit="% of the canaries", from_zero=True)
+    loss = curve_chart("Loss of the canaries", of("loss", 1.0), unit="nats a token", is_loss=True)
+    return ["<h2>Memorization</h2>", html.charts([exact, loss])]
 
 
-def _series(name: str, records: Sequence[Record], key: str, unit: float = 1.0) -> Series:
-    """Return the values of one key against tokens; null is a gap, a line without the key no point."""
-    rows = [(_number(r, "tokens"), _number(r, key)) for r in records if key in r]
-    points = [(x, y) for x, y in rows if x is not None]
-    y = [None if y is None else y / unit for _, y in points]
-    return Series(name, [x for x, _ in points], y, dots=len(points) <= 60)
+def _differences(runs: Sequence[RecordedRun]) -> list[str]:
+    """Show the keys of the run files that are not alike."""
+    keys = [_flat(run) for run in runs]
+    names = sorted(set().union(*keys) - {"name"})
+    rows = [[name, *(each.get(name, "") for each in keys)] for name in names if len({k.get(name) for k in keys}) > 1]
+    heading = "<h2>What differs in the run files</h2>"
+    if not rows:
+        return [heading, f"<p>{escape('Nothing but the name.')}</p>"]
+    return [heading, html.table(["key", *(run.name for run in runs)], rows)]
 
 
-def _summary(run_dir: Path) -> list[str]:
-    path = run_dir / "summary.json"
-    if not path.is_file():
-        return []
+def _flat(run: RecordedRun) -> dict[str, str]:
+    """Return a run file's keys, table.key, and their values as text."""
     try:
-        summary = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {error.lineno} is not JSON; fix or delete the file.") from None
-    if not isinstance(summary, dict) or any(isinstance(value, dict | list) for value in summary.values()):
-        raise UserError(f"{path} is not an object of label to text or number; fix or delete the file.")
-    return ["<h2>Summary</h2>", html.facts(summary)] if summary else []
+        tables = parse_toml(run.run_file)
+    except ValueError as error:
+        raise UserError(f"{run.folder / 'run.toml'} is not TOML ({error}); fix the file.") from None
+    flat: dict[str, str] = {}
 
+    def add(prefix: str, table: dict[str, object]) -> None:
+        for key, value in table.items():
+            if isinstance(value, dict):
+                add(f"{prefix}{key}.", value)
+            else:
+                flat[prefix + key] = str(value)
 
-def _read_text(path: Path) -> str:
-    """Read a text, with � for what is not UTF-8."""
-    return path.read_text(encoding="utf-8", errors="replace")
-
-
-def _number(record: Record, key: str) -> float | None:
-    value = record.get(key)
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _numbers(records: Sequence[Record], key: str) -> list[float]:
-    return [value for record in records if (value := _number(record, key)) is not None]
+    add("", tables)
+    return flat

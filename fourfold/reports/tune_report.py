@@ -11,9 +11,8 @@ from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES
 from fourfold.reports import html
 from fourfold.reports.basic_charts import Series, line_chart, stacked_bars
 from fourfold.reports.numbers import counted
-from fourfold.reports.plan_charts import Dot, scatter
+from fourfold.reports.scatter_charts import Dot, Group, Line, parallel_coordinates, scatter
 from fourfold.reports.tables import print_table
-from fourfold.reports.tune_charts import Line, parallel_coordinates
 from fourfold.reports.tune_sentences import ended_early, outcomes_of, summary_of
 
 if TYPE_CHECKING:
@@ -93,10 +92,10 @@ def _history(result: TuneRecord) -> str:
         best.append(min(so_far, default=None))
     failed = [None if s is not None else result.best_seconds for s in seconds]
     series = [
-        Series("trial", numbers, seconds, dots=True),
+        Series("trial", numbers, seconds, dots=True, joined=False),
         Series("best so far", numbers, best),
         Series("predicted", numbers, [trial.predicted_seconds for trial in result.trials]),
-        Series("failed (no time)", numbers, failed, dots=True),
+        Series("failed (no time)", numbers, failed, dots=True, joined=False),
     ]
     kept = [each for each in series if any(value is not None for value in each.y)]
     return line_chart("Step time of the trials", kept, x_label="trials", y_label="seconds a step", log_y=True)
@@ -110,28 +109,44 @@ def _parallel(result: TuneRecord) -> str:
     for trial in result.trials:
         seconds = trial.result.seconds
         strength = 0.3 if seconds is None else (slowest - seconds) / (slowest - fastest) if slowest > fastest else 1.0
-        values = {name: WORDS[name][int(v)] if name in WORDS else v for name in varying for v in [trial.knobs[name]]}
+        values = [WORDS[name][int(v)] if name in WORDS else v for name in varying for v in [trial.knobs[name]]]
         last = trial.result.outcome if seconds is None else float(f"{seconds:.4g}")
         text = f"trial {trial.number}, {trial.layout}: {trial.result.outcome}"
         text += "" if seconds is None else f", {seconds:.4g} s"
         is_best = trial.layout == result.best
-        lines.append(Line({**values, "s/step": last}, strength, text, failed=seconds is None, best=is_best))
-    return parallel_coordinates("Knobs of the trials; dark: fast, dashed: failed, orange: best", lines)
+        color = "--s1" if is_best else "--s6" if seconds is None else "--s0"
+        width, opacity = (3.0, 1.0) if is_best else (1.5, 0.2 + 0.8 * strength)
+        lines.append(Line([*values, last], text, color, opacity, width, dashed=seconds is None))
+    lines.sort(key=lambda line: (line.width, line.opacity))
+    return parallel_coordinates(
+        "Knobs of the trials; dark: fast, dashed: failed, orange: best", [*varying, "s/step"], lines
+    )
 
 
 def _memory(result: TuneRecord) -> str:
     """Failed trials have no time, and those that ran out no memory: the predictions stand for them, gray."""
-    dots = []
+    dots: dict[str, list[Dot]] = {"failed, as predicted": [], "trial": [], "best": []}
     for trial in result.trials:
         found = trial.result
-        failed = found.outcome not in ("done", "hopeless")
         size = found.memory_bytes or trial.predicted_bytes
         seconds = found.seconds or trial.predicted_seconds
         text = f"trial {trial.number}, {trial.layout}: {found.outcome}, {seconds:.4g} s, {size / 1e9:.2f} GB"
         text += f" ({found.reason})" if found.reason else ""
-        dots.append(Dot(size / 1e9, seconds, text, out=failed, best=trial.layout == result.best))
-    title = "Seconds a step (log scale) against memory of the fullest process in GB; gray: failed, as predicted"
-    return scatter(title, dots, result.memory / 1e9, x_label="GB", limit_label=f"{result.memory / 1e9:.1f} GB")
+        is_failed = found.outcome not in ("done", "hopeless")
+        kind = "best" if trial.layout == result.best else "failed, as predicted" if is_failed else "trial"
+        dots[kind].append(Dot(size / 1e9, seconds, text))
+    groups = [
+        Group(kind, dots[kind], color, size)
+        for kind, color, size in zip(dots, ("--faint", "--s0", "--s1"), (8, 8, 12), strict=True)
+    ]
+    return scatter(
+        "Step time against memory",
+        groups,
+        x_label="memory of the fullest process, GB",
+        y_label="seconds a step",
+        limit=result.memory / 1e9,
+        limit_label=f"{result.memory / 1e9:.1f} GB",
+    )
 
 
 def _sensitivity(explained: Sensitivity, whose: str) -> str:

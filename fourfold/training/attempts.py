@@ -16,8 +16,8 @@ from fourfold.training.metrics import steps_taken
 from fourfold.training.run_folder import ATTEMPTS_FILE
 
 
-def note_start(run_dir: Path, restarts: int, run: RunConfig) -> None:
-    """Record, on rank 0, that an attempt begins to train.
+def note_start(run_dir: Path, restarts: int, run: RunConfig, first_step: int) -> None:
+    """Record, on rank 0, that an attempt begins to train, from the checkpoint of ``first_step`` or from 0.
 
     Where the next step has failed more than ``fault_tolerance.max_restarts`` times, its batch is recorded as one to
     leave out, if the run file says so. Raises ``UserError`` if it does not, or if the batch was already left out.
@@ -26,12 +26,22 @@ def note_start(run_dir: Path, restarts: int, run: RunConfig) -> None:
     failures = _failures(_read(run_dir), taken) if restarts else 0
     if failures > run.fault_tolerance.max_restarts:
         _answer_failures(run_dir, taken + 1, failures, run)
-    _append(run_dir, {"restarts": restarts, "steps_taken": taken})
+    _append(run_dir, {"restarts": restarts, "steps_taken": taken, "first_step": first_step})
 
 
 def note_end(run_dir: Path) -> None:
     """Record that this attempt ended normally."""
     _append(run_dir, {"ended": True})
+
+
+def resumed_at(run_dir: Path) -> list[int]:
+    """The steps of the checkpoints from which what is recorded of a run continues."""
+    steps: list[int] = []
+    for line in _read(run_dir):
+        first = line.get("first_step")
+        if isinstance(first, int):  # later steps were trained again since
+            steps = [step for step in steps if step < first] + [first] * (first > 0)
+    return steps
 
 
 def _answer_failures(run_dir: Path, step: int, failures: int, run: RunConfig) -> None:

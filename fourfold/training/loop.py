@@ -93,7 +93,7 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
             if is_first_process:
                 if not was_there:
                     stack.enter_context(open_run_folder(run_dir))
-                note_start(run_dir, place.restarts, run)
+                note_start(run_dir, place.restarts, run, first_step)
                 if first_step < run.training.train_steps:
                     check_room_at_start(run_dir / CHECKPOINTS, run)
                 record = stack.enter_context(RunRecord(run, run_dir, job, corpora, first_step, place))

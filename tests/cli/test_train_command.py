@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import Cli, files_in, one_sentence
+from report_pages import chart_specs
 from tiny_corpus import run_file
 
 from fourfold.data.tokenizer import train_bpe
@@ -54,6 +55,11 @@ def test_train(cli: Cli, tmp_path: Path, prefix: str) -> None:
     (run_dir / "report.html").unlink()
     assert cli("report", run_dir) == (0, f"{run_dir / 'report.html'}\n", "")
     assert (run_dir / "report.html").is_file()
+    # Two more steps: the page has a mark where they begin.
+    assert cli("train", path, "--set", "training.train_steps=6", "--set", "name=other")[0] == 0
+    loss = chart_specs((run_dir / "report.html").read_text())["Loss"]
+    assert [mark["place"][0] for mark in loss["marks"]] == [4]
+    assert [step for step, *_ in loss["curves"][0]["points"]] == [1, 2, 3, 4, 5, 6]
 
 
 def test_train_stopped_by_a_signal(cli: Cli, tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Cli, Result
+from report_pages import points, without_scripts
 from tiny_corpus import WORDS, make_corpus, run_file
 from tiny_huggingface import make_model
 
@@ -64,8 +65,16 @@ def test_calibrate(cli: Cli, model: Path, text: Path, tmp_path: Path) -> None:
     assert "mean of all heads, post-rotary" in output
     assert f"Written: {out}" in output.replace("\n", "")
     html = page.read_text()
-    assert html.count('class="cell"') == 2 * (2 * 2 + 24)  # two maps of two layers and two heads, and their bars
-    assert "Rank@90, before rotary embedding" in html and "http" not in html.replace("http-equiv", "")
+    assert "http" not in without_scripts(html).replace("http-equiv", "")
+    record = json.loads(cli(*arguments, "--tokens", 1000, "--json")[1])
+    for kind, title in (
+        ("pre", "Rank@90, before rotary embedding, dims"),
+        ("post", "Rank@90, after rotary embedding, dims"),
+    ):
+        (cells,) = points(html, title).values()
+        assert cells == [
+            [h, layer, rank] for layer, heads in enumerate(record["ranks"][kind]) for h, rank in enumerate(heads)
+        ]
     code, output, _ = cli(*arguments, "--basis", "post", "--json")
     record = json.loads(output)
     assert (code, list(record["ranks"]), record["best"]) == (0, ["post"], ["post", "post"])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from command_line import Cli, exit_code
 from pool import Pool
-from report_pages import without_scripts
+from report_pages import check_page, without_scripts
 from tiny_corpus import line, make_corpus, run_file
 
 from fourfold.data.canaries import Canaries, ledger_path
@@ -23,6 +23,9 @@ from fourfold.memorization.documents import AuditDocument, with_others_before
 from fourfold.memorization.scored_model import find_model
 from fourfold.memorization.scores import Sampling
 from fourfold.reports.audit_report import write_audit_report
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +142,15 @@ def test_command(trained: Path, cli: Cli) -> None:
     assert (code, errors) == (0, "")
     assert "60 times" in output
     assert "does not protect membership" in " ".join(output.split())
+
+
+@pytest.mark.slow
+def test_nothing_of_the_page_is_cut(trained: Path, cli: Cli, browser: Browser) -> None:
+    arguments = [*audit_of_run(trained), "--suffix", 20, "--prefix", 10, "--out", trained / "seen"]
+    assert cli(*arguments)[0] == 0
+    drawn = check_page(browser, trained / "seen" / "audit.html")
+    assert {"tokens of the prefix", "% of the documents"} <= set(drawn["Exact match of the next 20 tokens"].texts)
+    assert "% of the tokens" in drawn["Token agreement by position"].texts
 
 
 @pytest.mark.slow

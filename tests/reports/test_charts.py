@@ -66,21 +66,3 @@ def test_charts_are_drawn(browser: Browser, tmp_path: Path, scheme: str) -> None
                 EVIL,
                 "b",
             ]
-
-
-def test_a_box_zooms_and_a_button_shows_everything(browser: Browser, tmp_path: Path) -> None:
-    chart = line_chart("A", [Series("a", list(range(101)), [float(x) for x in range(101)])], x_label="step")
-    path = tmp_path / "page.html"
-    path.write_text(html.page("t", "s", [chart]), encoding="utf-8")
-    shown = "fourfold.charts[0].chart.getOption().dataZoom[0]"
-    with opened(browser, path, 1280, "light") as page:
-        box = page.locator(".plot").bounding_box()
-        assert box is not None
-        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 80)
-        page.mouse.down()
-        page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 120, steps=4)
-        page.mouse.up()
-        found = page.evaluate(shown)
-        assert found["start"] == pytest.approx(49, abs=3) and found["end"] == pytest.approx(75, abs=3)
-        page.locator(".reset").click()
-        assert page.evaluate(shown)["end"] == 100 and page.locator(".reset").is_hidden()

@@ -5,33 +5,20 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from report_pages import points, without_scripts
+from recorded_runs import expert_record, lines, make_run, record
+from report_pages import chart_specs, points, without_scripts
 from typer import Typer
 from typer.testing import CliRunner
 
 from fourfold.cli.report import report
 from fourfold.errors import UserError
-from fourfold.reports.run_report import write_run_report
-
-
-def make_run(run_dir, records, **files):
-    run_dir.mkdir(exist_ok=True)
-    (run_dir / "run.toml").write_text("[model]\nhidden_size = 64 # <tiny> & fast\n")
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    for name, text in files.items():
-        (run_dir / name.replace("_", ".")).write_text(text)
-    return run_dir
-
-
-def record(step, **changes):
-    values = {"loss": 3.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 5000.0, "peak_memory_bytes": 2**31}
-    return {"step": step, "tokens": step * 1000, "mfu": None} | values | changes
+from fourfold.reports.run_report import write_comparison, write_run_report
 
 
 class Outline(HTMLParser):
     """Checks that tags are balanced and collects attributes and headings."""
 
-    VOID = ("meta", "line", "circle", "path")
+    VOID = ("meta", "input")
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -45,17 +32,13 @@ class Outline(HTMLParser):
         if tag not in self.VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append(tag)
-        self.attributes += attributes
-
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
 
 def values(html, title):
     """The y values of each series of a chart."""
-    return [[y for _, y in line] for line in points(html, title).values()]
+    return [[point[3] for point in line] for line in points(html, title).values()]
 
 
 def test_every_curve_is_there(tmp_path):
@@ -66,27 +49,21 @@ def test_every_curve_is_there(tmp_path):
     assert values(html, "Loss") == [[4, 3.5, 3.25], [3.75]]
     assert values(html, "Gradient norm") == [[1] * 3]
     assert values(html, "Learning rate") == [[1e-3] * 3]
-    assert values(html, "Throughput, tokens/s") == [[5000] * 3]
-    assert values(html, "Memory, GiB") == [[2] * 3]
+    assert values(html, "Throughput") == [[5000] * 3]
+    assert values(html, "Memory") == [[2] * 3]
     assert "<h1>tiny</h1>" in html
     assert "hidden_size = 64 # &lt;tiny&gt; &amp; fast" in html
     assert not list(path.parent.glob("*.tmp"))
 
 
-def expert_record(step, **changes):
-    """Two layers of three experts; the second layer is uneven."""
-    values = {"layers": [1, 2], "dropped_share": [0.0, 0.0], "router_entropy": [1.0, 0.5]}
-    return {"step": step, "tokens": step * 1000, "tokens_per_expert": [[4, 4, 4], [9, 3, 0]]} | values | changes
-
-
 def cells(html, title):
     """The values that a heat map shows, by its rows and columns."""
-    (figure,) = re.findall(rf"<figcaption><b>{re.escape(title)}</b>.*?</figure>", html)
-    return dict(re.findall(r"<title>(.*?): (.*?)</title>", figure))
-
-
-def lines(records):
-    return "".join(json.dumps(each) + "\n" for each in records)
+    option = chart_specs(html)[title]["option"]
+    x, y = option["xAxis"], option["yAxis"]
+    return {
+        f"{y['name']} {y['data'][row]}, {x['name']} {x['data'][column]}": value
+        for column, row, value in option["series"][0]["data"]
+    }
 
 
 def test_experts_have_heat_maps_over_the_steps(tmp_path):
@@ -94,14 +71,14 @@ def test_experts_have_heat_maps_over_the_steps(tmp_path):
     records = [record(step, expert_load=step / 10) for step in (10, 20)]
     html = write_run_report(make_run(tmp_path, records, experts_jsonl=lines(shown))).read_text()
     assert cells(html, "Load of the experts of layer 2") == {
-        "expert 0, step 10": "2.25", "expert 1, step 10": "0.75", "expert 2, step 10": "0",
-        "expert 0, step 20": "2.25", "expert 1, step 20": "0.75", "expert 2, step 20": "0",
+        "expert 0, step 10": 2.25, "expert 1, step 10": 0.75, "expert 2, step 10": 0,
+        "expert 0, step 20": 2.25, "expert 1, step 20": 0.75, "expert 2, step 20": 0,
     }  # fmt: skip
-    assert cells(html, "Load of each layer&#x27;s busiest expert") == {
-        "layer 1, step 10": "1", "layer 2, step 10": "2.25", "layer 1, step 20": "1", "layer 2, step 20": "2.25",
+    assert cells(html, "Load of each layer's busiest expert") == {
+        "layer 1, step 10": 1, "layer 2, step 10": 2.25, "layer 1, step 20": 1, "layer 2, step 20": 2.25,
     }  # fmt: skip
-    assert cells(html, "Entropy of the router, nats")["layer 2, step 20"] == "0.5"
-    assert cells(html, "Rows dropped")["layer 2, step 10"] == "0.25"
+    assert cells(html, "Entropy of the router, nats")["layer 2, step 20"] == 0.5
+    assert cells(html, "Rows dropped")["layer 2, step 10"] == 0.25
     assert "Load of the busiest expert" in html
     Outline(html)
 
@@ -124,12 +101,13 @@ def test_maps_of_many_steps_and_experts_stay_small_and_end_with_the_last_step(tm
 def test_a_layer_of_which_no_token_was_counted_is_even(tmp_path):
     shown = [expert_record(1, tokens_per_expert=[[0, 0, 0], [0, 0, 0]])]
     html = write_run_report(make_run(tmp_path, [record(1)], experts_jsonl=lines(shown))).read_text()
-    assert set(cells(html, "Load of each layer&#x27;s busiest expert").values()) == {"1"}
+    assert set(cells(html, "Load of each layer's busiest expert").values()) == {1}
 
 
 def test_little_memory_is_shown_in_its_own_unit(tmp_path):
     html = write_run_report(make_run(tmp_path, [record(1, peak_memory_bytes=3 * 2**18)])).read_text()
-    assert values(html, "Memory, KiB") == [[768]]
+    assert values(html, "Memory") == [[768]]
+    assert chart_specs(html)["Memory"]["unit"] == "KiB, peak of the fullest device"
     assert "768.00 KiB" in html
     assert "0.00" not in without_scripts(html)
 
@@ -212,6 +190,57 @@ def test_a_summary_that_is_no_table_is_refused(tmp_path, text):
         write_run_report(make_run(tmp_path, [record(1)], summary_json=text))
 
 
+def test_curves_have_steps_tokens_and_the_time_in_steps(tmp_path):
+    records = [record(1, step_seconds=1.5), record(2, step_seconds=None), record(3, step_seconds=2.0)]
+    html = write_run_report(make_run(tmp_path, records)).read_text()
+    places = [point[:3] for point in points(html, "Loss")["train"]]
+    assert places == [[1, 1000, 1.5], [2, 2000, 1.5], [3, 3000, 3.5]]
+
+
+def test_the_smoothing_of_a_long_run_knows_the_means_of_what_is_left_out(tmp_path):
+    records = [record(step, loss=step % 10) for step in range(1, 10_001)]
+    html = write_run_report(make_run(tmp_path, records)).read_text()
+    curve = chart_specs(html)["Loss"]["curves"][0]
+    assert len(curve["points"]) <= 2002 and len(curve["means"]) == 1000
+    assert {mean for *_, mean in curve["means"]} == {4.5}
+    assert chart_specs(html)["Learning rate"]["curves"][0]["means"] is None
+
+
+def test_a_resumed_run_is_marked_where_it_was_resumed(tmp_path):
+    starts = [0, 4, 2, 6, 6, 8]  # from 4, then back from 2; and once more when it was done
+    attempts = [{"restarts": 0, "steps_taken": step, "first_step": step} for step in starts]
+    run_dir = make_run(tmp_path, [record(step) for step in range(1, 9)], attempts_jsonl=lines([{"torn": 1}, *attempts]))
+    html = write_run_report(run_dir).read_text()
+    assert [mark["place"][0] for mark in chart_specs(html)["Loss"]["marks"]] == [2, 6]
+    assert "<dt>resumed after step</dt><dd>2, 6</dd>" in html
+
+
+def test_tasks_have_a_chart_for_each_metric(tmp_path):
+    tasks = [{"step": 2, "tasks": {"arc": {"acc": 0.25, "f1": 0.5}, "boolq": {"acc": 0.75}}}]
+    html = write_run_report(make_run(tmp_path, [record(1), record(2)], tasks_jsonl=lines(tasks))).read_text()
+    assert points(html, "acc") == {"arc": [[2, 2000, 0, 0.25]], "boolq": [[2, 2000, 0, 0.75]]}
+    assert points(html, "f1") == {"arc": [[2, 2000, 0, 0.5]]}
+
+
+def test_several_runs_lie_over_each_other(tmp_path):
+    one = make_run(tmp_path / "one", [record(1, loss=4.0), record(2, loss=3.0, validation_loss=3.5)])
+    two = make_run(tmp_path / "two", [record(1, loss=5.0)])
+    (two / "run.toml").write_text('name = "two"\n[model]\nhidden_size = 128\n')
+    write_comparison([one, two], tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text()
+    assert values(html, "Loss") == [[4, 3], [3.5], [5]]
+    assert list(points(html, "Loss")) == ["one", "one, validation", "two"]
+    assert "<td>model.hidden_size</td><td>64</td><td>128</td>" in html
+    assert "<td>name</td>" not in html
+    assert "<td>33.12</td>" in html, "perplexity"
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    runs = [make_run(tmp_path / parent / "run", [record(1)]) for parent in ("a", "b")]
+    write_comparison(runs, tmp_path / "page.html")
+    assert list(points((tmp_path / "page.html").read_text(), "Loss")) == ["a/run", "b/run"]
+
+
 def test_the_command_prints_the_path(tmp_path):
     app = Typer()
     app.command()(report)
@@ -219,3 +248,7 @@ def test_the_command_prints_the_path(tmp_path):
     result = CliRunner().invoke(app, [str(run_dir)])
     assert result.exit_code == 0
     assert result.output.strip() == str(run_dir / "report.html")
+    result = CliRunner().invoke(app, [str(run_dir), str(run_dir)])
+    assert result.output.strip() == str(run_dir / "comparison.html") and (run_dir / "comparison.html").is_file()
+    result = CliRunner().invoke(app, [str(run_dir), "--out", "page.html"])
+    assert isinstance(result.exception, UserError)

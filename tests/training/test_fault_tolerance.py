@@ -127,7 +127,7 @@ def test_a_step_that_fails_again_ends_the_job(tmp_path: Path, prefix: str, answe
     run = load_run(run_file(tmp_path, prefix, fault_tolerance__failing_step=answer, fault_tolerance__max_restarts=1))
     with pytest.raises(UserError, match=f"step 1 failed {message}"):
         for restarts in range(4):
-            note_start(tmp_path, restarts, run)
+            note_start(tmp_path, restarts, run, 0)
     assert [line["skips"] for line in read_bad_steps(tmp_path)] == [[1]] * (answer == "skip")
 
 

@@ -134,6 +134,9 @@ def test_bad_steps_do_not_prune_what_was_saved_before_them(cli: Cli, tmp_path: P
 def test_a_torn_line_does_not_keep_a_run_from_starting(tmp_path: Path, prefix: str) -> None:
     file, config = tmp_path / ATTEMPTS_FILE, load_run(run(tmp_path, prefix, 8))
     file.write_text('{"restarts": 1, "ste')
-    note_start(tmp_path, 1, config)
+    note_start(tmp_path, 1, config, 0)
     note_end(tmp_path)
-    assert file.read_text().splitlines()[1:] == ['{"restarts": 1, "steps_taken": 0}', '{"ended": true}']
+    assert file.read_text().splitlines()[1:] == [
+        '{"restarts": 1, "steps_taken": 0, "first_step": 0}',
+        '{"ended": true}',
+    ]

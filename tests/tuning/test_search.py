@@ -8,10 +8,11 @@ import sys
 from collections import Counter
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from fake_trials import fake_search, true_seconds
+from report_pages import chart_specs, check_page
 
 from fourfold.errors import UserError
 from fourfold.planning.machines.machine import load_machine
@@ -22,6 +23,9 @@ from fourfold.tuning.ledger import JOURNAL
 from fourfold.tuning.memory_margin import needs_as_much
 from fourfold.tuning.tune_record import BEST_FILE, MACHINE_FILE, RECORD_FILE, finish
 from fourfold.tuning.tuner import RESULT_FILE, TRIALS
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 pytest.importorskip("optuna")
 
@@ -229,7 +233,7 @@ def test_samplers_of_optuna_search_the_same_layouts(tmp_path: Path, method: str)
     assert len(more) == 1 and not set(more) & set(tried)
 
 
-def test_what_a_search_leaves(tmp_path: Path) -> None:
+def test_what_a_search_leaves(tmp_path: Path, browser: Browser) -> None:
     order: list[int] = []
 
     def what_of(index: int) -> str:
@@ -255,8 +259,16 @@ def test_what_a_search_leaves(tmp_path: Path) -> None:
         assert escape(part) in page
     (failure,) = ended_early(result)
     assert "crashed" in failure and "the pump is broken" in failure
-    assert page.count("stroke-dasharray") >= 2, "the failed trial's line, and the limit of memory"
-    assert page.count("<polyline") == len(result.trials)
+    charts = {title: spec["option"]["series"] for title, spec in chart_specs(page).items()}
+    (lines,) = charts["Knobs of the trials; dark: fast, dashed: failed, orange: best"]
+    assert len(lines["data"]) == len(result.trials)
+    assert [line["text"] for line in lines["data"] if line["lineStyle"]["type"] == "dashed"] == [
+        f"trial {trial.number}, {trial.layout}: crashed" for trial in result.trials if trial.result.outcome == "crashed"
+    ]
+    groups = {group["name"]: len(group["data"]) for group in charts["Step time against memory"]}
+    drawn = check_page(browser, tmp_path / "tune.html", widths=(400, 1280), schemes=("light",))
+    assert {"memory of the fullest process, GB", "seconds a step"} <= set(drawn["Step time against memory"].texts)
+    assert groups == {"failed, as predicted": 1, "trial": len(result.trials) - 2, "best": 1}
     assert result.trees is not None and result.trees.error is not None and result.trees.layouts >= 5
 
 

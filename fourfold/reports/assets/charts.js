@@ -5,6 +5,7 @@ const fourfold = (() => {
   const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const escape = text => echarts.format.encodeHTML(String(text));
   const charts = [];
+  const functions = typeof plugins === "undefined" ? {} : plugins;
 
   /** 12.5k, 3.2M, 7B, 0.25, 3e−4: at most so many significant digits. */
   function format(value, digits = 4) {
@@ -21,11 +22,12 @@ const fourfold = (() => {
     return text.replaceAll("-", "−");
   }
 
-  /** Values like "--s1" are colors of the page. */
+  /** Values like "--s1" are colors of the page, and those like "@bar" functions of a script before this one. */
   function resolve(value) {
     if (Array.isArray(value)) return value.some(v => typeof v !== "number") ? value.map(resolve) : value;
     if (value && typeof value === "object")
-      return Object.fromEntries(Object.entries(value).map(([key, v]) => [key, resolve(v)]));
+      return Object.fromEntries(Object.entries(value).map(([key, v]) =>
+        [key, (typeof v === "string" && v.startsWith("@") && functions[key]?.[v.slice(1)]) || resolve(v)]));
     return typeof value === "string" && value.startsWith("--") ? css(value) : value;
   }
 
@@ -46,30 +48,88 @@ const fourfold = (() => {
     };
   }
 
-  const name = text => `<td>${escape(text)}</td>`;
+  const row = (color, name, text) => `<tr><td><i style="background:${color}"></i></td><td>${escape(name)}</td>`
+    + `<td>${escape(text)}</td></tr>`;
+
   /** The text under the pointer: a point's own `text`, or a row for each series. */
-  function tooltip(axes) {
+  function tooltip(entry) {
     return found => {
-      const items = [found].flat();
-      if (items[0].data?.text && !Array.isArray(found)) return escape(items[0].data.text).replaceAll("\n", "<br>");
-      const kind = axes.xAxis?.name ?? "";
-      const rows = items.map(item => {
-        const value = Array.isArray(item.value) ? item.value[item.encode?.y?.[0] ?? 1] : item.value;
-        if (value == null) return "";
-        return `<tr><td>${item.marker}</td>${name(item.seriesName)}<td>${escape(item.data?.text ?? format(value, 5))}</td></tr>`;
+      if (!Array.isArray(found)) return found.data?.text ? escape(found.data.text).replaceAll("\n", "<br>") : "";
+      const {series, xAxis} = entry.drawn, [{axisValue, axisType}] = found;
+      if (axisType.endsWith("category")) {
+        const rows = found.map(item => row(item.color, item.seriesName, item.data?.text ?? format(item.value, 5)));
+        return `${escape(found[0].name)}<table class="values">${rows.join("")}</table>`;
+      }
+      const selected = entry.chart.getOption().legend[0].selected;
+      const rows = series.filter(each => !each.id?.startsWith("raw ") && selected[each.name] !== false).map(each => {
+        const point = nearest(each.data, axisValue);
+        return point ? row(entry.chart.getVisual({seriesName: each.name}, "color"), each.name, format(point[1], 5)) : "";
       });
-      const place = typeof items[0].axisValue === "number" ? format(items[0].axisValue, 6) : items[0].name;
-      return `${escape(place)} ${escape(kind)}<table class="values">${rows.join("")}</table>`;
+      return `${format(axisValue, 4)} ${escape(xAxis.name)}<table class="values">${rows.join("")}</table>`;
     };
+  }
+
+  /** The point [x, y] beside x; none beyond the ends. ECharts shows only series that have the nearest point of all. */
+  function nearest(data, x) {
+    const points = data.filter(point => point[1] !== null);
+    const near = points.reduce((a, b) => a && Math.abs(a[0] - x) <= Math.abs(b[0] - x) ? a : b, null);
+    const reach = points.length > 1 ? (points.at(-1)[0] - points[0][0]) / (points.length - 1) : 0;
+    return near && Math.abs(near[0] - x) <= Math.max(reach, 0.01 * points.at(-1)[0]) ? near : null;
   }
 
   const list = value => value === undefined ? [] : [value].flat();
 
+  /** A heat map's colors, and the numbers of its cells where they have room. */
+  function completeHeatMap(whole, chart) {
+    const series = whole.series[0], columns = whole.xAxis.data.length, rows = whole.yAxis.data.length;
+    const {min, max} = whole.visualMap;
+    Object.assign(whole.yAxis, {nameLocation: "start", splitLine: {show: false}});
+    whole.tooltip = {formatter: ({value: [x, y, z]}) => escape(
+      `${whole.yAxis.name} ${whole.yAxis.data[y]}, ${whole.xAxis.name} ${whole.xAxis.data[x]}: ${format(z)}`)};
+    const texts = series.data.map(([, , z]) => format(z, 3)), longest = Math.max(...texts.map(text => text.length));
+    const hasRoom = (chart.getWidth() - 70) / columns > 6 * longest + 4 && (chart.getHeight() - 80) / rows > 15;
+    whole.visualMap = {type: "continuous", right: 0, top: "middle", itemWidth: 10, itemHeight: 110, hoverLink: false,
+      inRange: {color: [css("--pale"), css("--s0")]}, show: !hasRoom, ...whole.visualMap};
+    whole.grid = {top: 22, right: hasRoom ? 12 : 64, ...whole.grid};
+    series.itemStyle = {borderColor: css("--card"), borderWidth: hasRoom ? 1 : 0};
+    series.data = series.data.map((value, i) => ({value, label: {show: hasRoom, formatter: texts[i], fontSize: 11,
+      color: css((value[2] - min) / (max - min || 1) > 0.55 ? "--on-deep" : "--ink")}}));
+  }
+
+  /** Parallel coordinates: axes side by side, or one below the other where the page is narrow. */
+  function completeParallel(whole, chart, plot) {
+    const axes = whole.parallelAxis, isNarrow = plot.clientWidth < 90 * axes.length;
+    plot.style.height = isNarrow ? `${44 + 62 * axes.length}px` : plot.dataset.height;
+    chart.resize();
+    whole.parallel = isNarrow ? {layout: "vertical", left: 34, right: 40, top: 30, bottom: 26}
+      : {left: 30, right: 72, top: 34, bottom: 14};
+    for (const axis of axes) {
+      axis.nameLocation = isNarrow ? "start" : "end";
+      axis.nameGap = isNarrow ? 8 : 14;
+      axis.nameTextStyle = isNarrow ? {color: css("--ink"), align: "left", verticalAlign: "bottom", padding: [0, 0, 6, 0]}
+        : {color: css("--ink"), fontWeight: 600};
+      axis.axisLabel = {color: css("--ink"), textBorderColor: css("--card"), textBorderWidth: 3, margin: 6};
+      axis.areaSelectStyle = {color: css("--s0"), borderColor: css("--s0"), opacity: 0.15, width: 16};
+    }
+    whole.series[0].lineStyle ??= {};
+    whole.series[0].inactiveOpacity ??= 0.04;
+  }
+
   /** What every chart has, beside what its own option says. */
-  function complete(option) {
+  function complete(option, entry) {
+    const {chart, plot} = entry;
     const whole = resolve(option);
+    if (whole.series[0].type === "heatmap") completeHeatMap(whole, chart);
+    if (whole.parallelAxis) completeParallel(whole, chart, plot);
     for (const axis of [...list(whole.xAxis), ...list(whole.yAxis)]) {
       if (axis.type !== "category") axis.axisLabel = {formatter: value => format(value, 6), ...axis.axisLabel};
+    }
+    for (const series of whole.series) {
+      if (series.type !== "line" || !series.label?.show) continue;
+      series.label = {color: css("--ink"), fontSize: 11, formatter: ({value}) => format(value[1], 3), ...series.label};
+      series.labelLayout = {hideOverlap: true};
+      whole.grid = {top: 44, right: 30, ...whole.grid};
+      list(whole.yAxis)[0].nameGap = 26;
     }
     for (const axis of list(whole.xAxis)) axis.nameLocation ??= "middle";
     for (const axis of list(whole.yAxis)) {
@@ -78,7 +138,7 @@ const fourfold = (() => {
       axis.nameTextStyle = {align: "left", ...axis.nameTextStyle};
     }
     if (whole.xAxis) whole.grid = {left: 10, right: 18, top: 30, bottom: 12, outerBounds: {left: 4, right: 6, top: 0, bottom: 0}, ...whole.grid};
-    whole.tooltip = {confine: true, formatter: tooltip(whole), transitionDuration: 0, ...whole.tooltip};
+    whole.tooltip = {confine: true, formatter: tooltip(entry), transitionDuration: 0, ...whole.tooltip};
     return {animation: false, legend: {show: false}, ...whole};
   }
 
@@ -87,24 +147,63 @@ const fourfold = (() => {
     const axes = {xAxisIndex: along.includes("x") ? 0 : "none", yAxisIndex: along.includes("y") ? 0 : "none"};
     option.toolbox = {show: true, itemSize: 0, feature: {dataZoom: {...axes, filterMode: "filter", icon: {zoom: "none", back: "none"}}}};
     option.dataZoom = [..."xy"].filter(d => along.includes(d)).map(d =>
-      ({type: "inside", [d + "AxisIndex"]: 0, zoomOnMouseWheel: false, moveOnMouseMove: false, moveOnMouseWheel: false,
+      ({type: "inside", [d + "AxisIndex"]: 0, zoomOnMouseWheel: false, moveOnMouseMove: false, moveOnMouseWheel: false, preventDefaultMouseMove: false,
         filterMode: along.length > 1 ? "none" : "filter"}));
+  }
+
+  /** Round numbers of [low, high], about `target` of them, evenly spread on a logarithmic axis. */
+  function logTicks(low, high, target) {
+    const decades = [];
+    for (let d = Math.floor(Math.log10(low)); d <= Math.log10(high); d++) decades.push(d);
+    for (const mantissas of [[1, 1.5, 2, 3, 4, 5, 6, 8], [1, 2, 3, 5], [1, 2, 5], [1, 3], [1]]) {
+      const ticks = decades.flatMap(d => mantissas.map(m => Number(`${m}e${d}`))).filter(t => t >= low && t <= high);
+      if (ticks.length <= target + 1 && ticks.length >= 3) return ticks;
+      if (ticks.length < 3) break;
+    }
+    if (decades.length > target) return decades.map(d => Number(`1e${d}`)).filter((_, i) => i % Math.ceil(decades.length / target) === 0);
+    const raw = (high - low) / target, power = 10 ** Math.floor(Math.log10(raw));
+    const step = [1, 2, 5, 10].map(m => m * power).find(each => each >= raw * (1 - 1e-9));
+    return Array.from({length: 20}, (_, i) => Number(((Math.ceil(low / step) + i) * step).toPrecision(12)))
+      .filter(tick => tick <= high);
+  }
+
+  /** ECharts' logarithmic axis ends at powers of ten and names nothing between them: fit it to what is shown. */
+  function fitLogAxis({chart, spec}, option) {
+    if (option.yAxis?.type !== "log") return;
+    const [alongX, alongY] = chart.getOption().dataZoom ?? [];
+    const isShown = x => alongX?.startValue == null || (x >= alongX.startValue && x <= alongX.endValue);
+    const values = list(option.series).flatMap(series => series.data).map(item => item.value ?? item)
+      .filter(([x, y]) => y > 0 && (alongY || isShown(x))).map(([, y]) => y);
+    if (!values.length) return;
+    const least = Math.min(...values), most = Math.max(...values);
+    const margin = most > least * (1 + 1e-9) ? (most / least) ** 0.05 : 1.5;
+    const min = least / margin, max = most * margin;
+    const [low, high] = alongY?.startValue == null ? [min, max] : [alongY.startValue, alongY.endValue];
+    const customValues = logTicks(low, high, Math.max(3, Math.round(chart.getHeight() / 50)));
+    chart.setOption({yAxis: {min, max, axisLabel: {customValues}, axisTick: {customValues}, splitLine: {customValues}}});
   }
 
   const isZoomed = chart => (chart.getOption().dataZoom ?? []).some(zoom => zoom.start > 0 || zoom.end < 100);
   const seeAll = chart => chart.dispatchAction({type: "dataZoom", batch: (chart.getOption().dataZoom ?? [])
     .map((_, dataZoomIndex) => ({dataZoomIndex, start: 0, end: 100}))});
 
-  /** A button for each series, which hides and shows it. */
-  function fillLegend(chart, figure, option) {
+  /** A button for each series, which hides and shows it; none for one that is called like its chart. */
+  function fillLegend(chart, figure, {option, marks}) {
     const legend = figure.querySelector(".legend");
     const names = [...new Set(list(option.series).filter(series => !series.silent).map(series => series.name).filter(Boolean))];
-    if (names.length < 2) return;
-    legend.replaceChildren(...names.map(text => {
+    const notes = [];
+    if (marks?.length && figure.closest(".wide")) {
+      notes.push(document.createElement("span"));
+      notes[0].textContent = "┊ resumed from a checkpoint";
+    }
+    legend.replaceChildren(...notes);
+    if (names.length > 1 || names[0] !== figure.querySelector("b").textContent) legend.append(...names.map(text => {
       const key = document.createElement("button"), swatch = document.createElement("i");
       key.type = "button";
       key.dataset.series = text;
       swatch.style.background = chart.getVisual({seriesName: text}, "color");
+      if (list(option.series).some(series => series.name === text && series.lineStyle?.type === "dashed"))
+        swatch.className = "dashed";
       key.append(swatch, text);
       key.onclick = () => {
         chart.dispatchAction({type: "legendToggleSelect", name: text});
@@ -115,12 +214,101 @@ const fourfold = (() => {
     }));
   }
 
-  function draw(entry) {
+  // Curves of runs, which all follow the controls of the page.
+  const state = {x: "tokens", loss: "loss", scale: "linear", smoothing: 0};
+  const column = {steps: 0, tokens: 1, time: 2};
+  const hasCurves = ({spec}) => spec.curves !== undefined;
+  /** The part of a run over which the average reaches: up to a tenth. */
+  const reach = () => (state.smoothing / 100) ** 2 * 0.1;
+
+  /** The mean of a curve's neighbors, [step, ..., y], weighted by exp(−distance/tau): without the lag of a past-only one. */
+  function smoothed(points, tau) {
+    const past = averaging(points, tau), future = averaging(points.toReversed(), tau).toReversed();
+    return points.map((point, i) => point[3] === null ? point : [...point.slice(0, 3),
+      (past[i].sum + future[i].sum - point[3]) / (past[i].weight + future[i].weight - 1)]);
+  }
+
+  /** The weighted sum of each point and those before it. */
+  function averaging(points, tau) {
+    let sum = 0, weight = 0, last = points[0][0];
+    return points.map(([step, , , y]) => {
+      const decay = Math.exp(-Math.abs(step - last) / tau);
+      [sum, weight, last] = [decay * sum + (y ?? 0), decay * weight + (y !== null), step];
+      return {sum, weight};
+    });
+  }
+
+  /** The option of a chart of curves. */
+  function curveOption({spec}) {
+    const at = column[state.x], shared = charts.filter(hasCurves).flatMap(({spec}) => spec.curves);
+    const longest = Math.max(...shared.flatMap(curve => curve.points.map(point => point[at])));
+    const [unit, size] = state.x !== "time" ? [state.x, 1]
+      : [["days", 172800, 86400], ["hours", 7200, 3600], ["minutes", 120, 60], ["seconds", 0, 1]]
+        .filter(([, least]) => longest >= least).map(([word, , seconds]) => [word + " of training", seconds])[0];
+    const isPerplexity = spec.isLoss && state.loss === "perplexity";
+    const data = points => points.map(point => [point[at] / size,
+      point[3] === null ? null : isPerplexity ? Math.exp(point[3]) : point[3]]);
+    const isLog = state.scale === "log" && spec.curves.every(c => c.points.every(p => p[3] === null || p[3] > 0 || isPerplexity));
+    const series = [];
+    for (const curve of spec.curves) {
+      const color = css("--s" + curve.color), tau = reach() * curve.points.at(-1)[0], isSmooth = curve.smooth && tau > 0;
+      const line = {type: "line", name: curve.name, symbol: "circle", symbolSize: 5, color,
+        showSymbol: curve.marked || curve.points.length === 1, itemStyle: {color}, connectNulls: curve.marked};
+      if (isSmooth) series.push({...line, id: "raw " + curve.name, data: data(curve.points), silent: true,
+        z: 1, lineStyle: {width: 1, opacity: 0.22}});
+      series.push({...line, id: curve.name, z: curve.marked ? 4 : 3,
+        data: data(isSmooth ? smoothed(curve.means ?? curve.points, tau) : curve.points),
+        lineStyle: {width: curve.marked ? 1.25 : 1.6, type: curve.marked ? "dashed" : "solid"}});
+    }
+    if (spec.marks.length) series[0].markLine = {silent: true, symbol: "none", label: {show: false},
+      data: spec.marks.map(({place, color}) => ({xAxis: place[at] / size,
+        lineStyle: {color: css("--s" + color), type: "dotted", width: 1.5}}))};
+    const max = longest / size;
+    return {
+      xAxis: {type: "value", name: unit, min: 0, max, axisLabel: {showMaxLabel: Number(max.toPrecision(2)) === max}},
+      yAxis: {type: isLog ? "log" : "value", name: isPerplexity ? "perplexity" : spec.unit, scale: !spec.fromZero},
+      tooltip: {trigger: "axis"}, series,
+    };
+  }
+
+  function followControls() {
+    const controls = document.querySelector(".controls");
+    controls?.addEventListener("click", ({target}) => {
+      const set = target.closest("[data-control]");
+      if (!target.matches("button")) return;
+      for (const button of set.querySelectorAll("button")) button.setAttribute("aria-pressed", button === target);
+      state[set.dataset.control] = target.value;
+      charts.filter(hasCurves).forEach(entry => draw(entry));
+    });
+    controls?.querySelector("input").addEventListener("input", ({target}) => {
+      state.smoothing = Number(target.value);
+      target.nextElementSibling.textContent = state.smoothing ? `over ${format(100 * reach(), 2)} % of the run` : "off";
+      charts.filter(hasCurves).forEach(entry => draw(entry, true));
+    });
+  }
+
+  /** Zoom all curves of the page alike. */
+  function zoomCurves(from) {
+    const {start, end} = from.chart.getOption().dataZoom[0];
+    for (const entry of charts.filter(hasCurves)) {
+      const now = entry.chart.getOption().dataZoom[0];
+      if (now.start !== start || now.end !== end)
+        entry.chart.dispatchAction({type: "dataZoom", dataZoomIndex: 0, start, end});
+    }
+  }
+
+  function draw(entry, keepZoom = false) {
     const {chart, figure, spec} = entry;
-    const option = complete(spec.option);
+    const zoomed = keepZoom && chart.getOption().dataZoom?.[0];
+    if (hasCurves(entry)) spec.option = curveOption(entry);
+    const option = complete(spec.option, entry);
     if (spec.zoom) makeZoomable(chart, figure, option, spec.zoom);
     chart.setOption(option, {notMerge: true});
-    fillLegend(chart, figure, spec.option);
+    if (zoomed) chart.dispatchAction({type: "dataZoom", dataZoomIndex: 0, start: zoomed.start, end: zoomed.end});
+    else if (entry.reset) entry.reset.hidden = true;
+    fitLogAxis(entry, option);
+    entry.drawn = option;
+    fillLegend(chart, figure, spec);
     if (spec.zoom && matchMedia("(hover: hover)").matches)
       chart.dispatchAction({type: "takeGlobalCursor", key: "dataZoomSelect", dataZoomSelectActive: true});
   }
@@ -128,18 +316,29 @@ const fourfold = (() => {
   function start(figure) {
     const plot = figure.querySelector(".plot"), spec = JSON.parse(figure.querySelector("script").textContent);
     const chart = echarts.init(plot, theme(), {renderer: "svg"});
-    const entry = {chart, figure, spec, reset: figure.querySelector(".reset")};
+    plot.dataset.height = plot.style.height;
+    const entry = {chart, figure, plot, spec, reset: figure.querySelector(".reset")};
     charts.push(entry);
-    draw(entry);
-    new ResizeObserver(() => chart.resize()).observe(plot);
+    let width = plot.clientWidth;
+    new ResizeObserver(() => {
+      if (plot.clientWidth === width) return;
+      width = plot.clientWidth;
+      chart.resize();
+      if (!isZoomed(chart)) draw(entry);
+    }).observe(plot);
     if (!spec.zoom) return;
-    const showReset = () => entry.reset.hidden = !isZoomed(chart);
-    chart.on("datazoom", showReset);
+    chart.on("datazoom", () => {
+      entry.reset.hidden = !isZoomed(chart);
+      fitLogAxis(entry, entry.drawn);
+      if (hasCurves(entry)) zoomCurves(entry);
+    });
     chart.getZr().on("dblclick", () => seeAll(chart));
     entry.reset.onclick = () => seeAll(chart);
   }
 
   document.querySelectorAll("figure.chart:has(.plot)").forEach(start);
+  charts.forEach(entry => draw(entry));
+  followControls();
   dark.addEventListener("change", () => charts.forEach(entry => {
     entry.chart.setTheme(theme());
     draw(entry);

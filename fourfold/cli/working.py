@@ -1,0 +1,41 @@
+"""A progress bar for commands that may take seconds: on standard error, and only where it is a terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from fourfold.environment import read_environment
+
+
+@contextmanager
+def working(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar until the block ends; yields a function that takes what is done, and of how much.
+
+    Until that is called the bar only shows that work goes on, and for how long.
+    """
+    place = read_environment(os.environ)
+    if not sys.stderr.isatty() or (place is not None and place.rank > 0):
+        yield lambda done, total: None
+        return
+    from rich import progress  # slow to import, and only a terminal needs it
+    from rich.console import Console
+
+    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TimeElapsedColumn())
+    bar = progress.Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
+    task = bar.add_task(name, total=None)
+    # The thread that draws takes no signal: those of a job are for this one, which may hold them back.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        bar.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        yield lambda done, total: bar.update(
+            task, completed=done, total=total, description=f"{name}: {done:,} of {total:,}"
+        )
+    finally:
+        bar.stop()

@@ -1,0 +1,69 @@
+// Tables of class "search": a click on a header sorts, and a field below it keeps rows (8, <=4, 1,2, or a part of a word).
+"use strict";
+for (const table of document.querySelectorAll("table.search")) {
+  const body = table.tBodies[0], rows = [...body.rows], headers = [...table.tHead.rows[0].cells];
+  const note = table.closest(".scroll").previousElementSibling;
+  const number = text => Number(text.replaceAll(",", "").replace(/[–%].*$/, "") || NaN);
+  const wanted = headers.map(() => "");
+  let brushed = null;
+
+  function keeps(cell, filter) {
+    const limit = filter.match(/^\s*(<=|>=|<|>|=)\s*([\d.,]+)\s*%?\s*$/);
+    if (limit) {
+      const value = number(cell), bound = number(limit[2]);
+      return {"<=": value <= bound, ">=": value >= bound, "<": value < bound, ">": value > bound, "=": value === bound}[limit[1]];
+    }
+    return filter.split(",").some(part => part.trim() !== "" && (
+      /^[\d.]+$/.test(cell) && /^[\d.]+$/.test(part.trim()) ? number(cell) === number(part.trim())
+        : cell.toLowerCase().includes(part.trim().toLowerCase())));
+  }
+
+  function show() {
+    let count = 0;
+    rows.forEach((row, place) => {
+      row.hidden = (brushed && !brushed.has(place))
+        || wanted.some((filter, column) => filter.trim() && !keeps(row.cells[column].textContent, filter));
+      count += !row.hidden;
+    });
+    note.textContent = `${count.toLocaleString("en")} of ${rows.length.toLocaleString("en")} rows`;
+  }
+
+  const fields = table.tHead.insertRow();
+  headers.forEach((header, column) => {
+    const field = document.createElement("input"), label = header.textContent || "rank";
+    field.setAttribute("aria-label", `keep rows by ${label}`);
+    field.placeholder = "all";
+    field.oninput = () => { wanted[column] = field.value; show(); };
+    fields.appendChild(document.createElement("th")).append(field);
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = label;
+    header.replaceChildren(button);
+    button.onclick = () => {
+      const down = header.getAttribute("aria-sort") === "ascending";
+      headers.forEach(each => each.removeAttribute("aria-sort"));
+      header.setAttribute("aria-sort", down ? "descending" : "ascending");
+      const key = row => row.cells[column].textContent, sign = down ? -1 : 1;
+      const compare = (a, b) => {
+        const [x, y] = [number(key(a)), number(key(b))];
+        if (!Number.isNaN(x) && !Number.isNaN(y)) return sign * (x - y);
+        if (!key(a) || !key(b)) return !key(a) - !key(b);  // blank cells are last
+        return sign * key(a).localeCompare(key(b));
+      };
+      body.append(...[...rows].sort(compare));
+    };
+  });
+  show();
+  /** Keep only the rows of these places, as a brush of a chart does; null: all. */
+  table.keepRows = places => { brushed = places; show(); };
+}
+
+/** A brush on an axis of parallel coordinates keeps the same rows of the tables: their first rows are its lines. */
+for (const {chart} of typeof fourfold === "undefined" ? [] : fourfold.charts) {
+  if (!chart.getOption().parallel?.length) continue;
+  chart.on("axisareaselected", () => {
+    const lines = chart.getModel().getSeriesByIndex(0), dimmed = lines.getRawIndicesByActiveState("inactive").length;
+    const kept = dimmed ? new Set(lines.getRawIndicesByActiveState("active")) : null;
+    document.querySelectorAll("table.search").forEach(table => table.keepRows(kept));
+  });
+}

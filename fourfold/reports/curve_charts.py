@@ -1,0 +1,103 @@
+"""Curves of training runs: against tokens, steps or time, smoothed or not, as the page's reader chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fourfold.reports.chart import empty_chart, figure
+from fourfold.reports.numbers import bucket_means, downsample
+
+BUCKETS = 1000
+"""A curve has at most twice as many points, and as many means of neighbors for its smoothing."""
+
+CONTROLS = """<div class="controls">
+<fieldset data-control="x"><legend>x axis</legend>
+<button type="button" value="tokens" aria-pressed="true">tokens</button>
+<button type="button" value="steps">steps</button><button type="button" value="time">time</button></fieldset>
+<fieldset data-control="loss"><legend>loss as</legend>
+<button type="button" value="loss" aria-pressed="true">nats</button>
+<button type="button" value="perplexity">perplexity</button></fieldset>
+<fieldset data-control="scale"><legend>y axis</legend>
+<button type="button" value="linear" aria-pressed="true">linear</button>
+<button type="button" value="log">log</button></fieldset>
+<label>smoothing <input type="range" min="0" max="100" value="0" data-control="smoothing"> <output>off</output></label>
+</div>"""
+"""What all curves of a page follow."""
+
+
+class Place(NamedTuple):
+    """The end of a step on each of the x axes."""
+
+    step: int
+    tokens: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One curve; None is a gap. ``marked`` are few points, such as evaluations, which are never smoothed."""
+
+    name: str
+    points: Sequence[tuple[Place, float | None]]
+    color: int
+    marked: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A step at which a run was resumed from a checkpoint."""
+
+    place: Place
+    color: int
+
+
+def curve_chart(
+    title: str,
+    curves: Sequence[Curve],
+    *,
+    unit: str,
+    marks: Sequence[Mark] = (),
+    is_loss: bool = False,
+    smooth: bool = True,
+    from_zero: bool = False,
+    height: int = 260,
+) -> str:
+    """Draw curves that follow the page's ``CONTROLS``.
+
+    ``is_loss``: in nats, so that its exponential is a perplexity. ``smooth``: follow the slider. ``from_zero``: the
+    linear axis begins at 0. Dragging zooms all curves of the page to the same part of the run.
+    """
+    shown = [curve for curve in curves if any(value is not None for _, value in curve.points)]
+    if not shown:
+        return empty_chart(title)
+    spec = {
+        "curves": [_data(curve, smooth and not curve.marked) for curve in shown],
+        "marks": [{"place": mark.place, "color": mark.color} for mark in marks],
+        "unit": unit,
+        "isLoss": is_loss,
+        "fromZero": from_zero,
+    }
+    return figure(title, spec, height, zoom="x")
+
+
+def _data(curve: Curve, smooth: bool) -> dict[str, object]:
+    """Return points as [step, tokens, seconds, value], thinned to extremes, and the means that are smoothed instead."""
+    order, values = range(len(curve.points)), [value for _, value in curve.points]
+    kept, _ = downsample(order, values, BUCKETS)
+    is_thinned = len(kept) < len(order)
+    return {
+        "name": curve.name,
+        "color": curve.color % 12,
+        "marked": curve.marked,
+        "smooth": smooth,
+        "points": [_row(*curve.points[int(index)]) for index in kept],
+        "means": [_row(curve.points[index][0], mean) for index, mean in bucket_means(values, BUCKETS)]
+        if is_thinned and smooth
+        else None,
+    }
+
+
+def _row(place: Place, value: float | None) -> list[float | None]:
+    return [place.step, place.tokens, float(f"{place.seconds:.6g}"), None if value is None else float(f"{value:.6g}")]

@@ -1,0 +1,124 @@
+"""A run as its folder records it: what its page and a comparison of runs show."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fourfold.errors import UserError
+from fourfold.reports.curve_charts import Place
+from fourfold.reports.numbers import counted
+from fourfold.training.attempts import resumed_at
+from fourfold.training.console import format_bytes
+from fourfold.training.metrics import METRICS_FILE, read_metrics
+from fourfold.training.run_folder import RUN_FILE
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """The steps of a run; ``name`` is what its curves are called."""
+
+    folder: Path
+    name: str
+    records: Sequence[Record]
+    run_file: str
+    resumed: Sequence[int] = field(default=())
+    """Steps of the checkpoints from which it continued."""
+
+    @cached_property
+    def places(self) -> dict[int, Place]:
+        """The steps, with the tokens read and the seconds trained until their ends."""
+        seconds = accumulate(number_of(record, "step_seconds") or 0.0 for record in self.records)
+        return {
+            record["step"]: Place(record["step"], number_of(record, "tokens") or 0, until)
+            for record, until in zip(self.records, seconds, strict=True)
+        }
+
+    def points(self, key: str, unit: float = 1.0) -> list[tuple[Place, float | None]]:
+        """Return the values of one key in a unit; null is a gap, a line without the key no point."""
+        values = [(self.places[record["step"]], number_of(record, key)) for record in self.records if key in record]
+        return [(place, None if value is None else value / unit) for place, value in values]
+
+    def numbers(self, key: str) -> list[float]:
+        """Return the finite values of one key."""
+        return [value for record in self.records if (value := number_of(record, key)) is not None]
+
+    def headline(self) -> dict[str, str | int | float | None]:
+        """Return the most important numbers; None where nothing was recorded."""
+        last, speed = self.records[-1], self.numbers("tokens_per_second")
+        memory, utilization = self.numbers("peak_memory_bytes"), self.numbers("mfu")
+        validation = self.numbers("validation_loss")
+        seconds = self.places[last["step"]].seconds
+        return {
+            "step": last["step"],
+            "tokens": number_of(last, "tokens"),
+            "loss, last step": number_of(last, "loss"),
+            "validation loss, last": validation[-1] if validation else None,
+            "validation perplexity": f"{math.exp(validation[-1]):.4g}" if validation and validation[-1] < 700 else None,
+            "tokens/s, median": round(median(speed)) if speed else None,
+            "MFU, median": f"{median(utilization):.1%}" if utilization else None,
+            "peak memory": format_bytes(max(memory)) if memory else None,
+            "training time": duration(seconds) if seconds else None,
+        }
+
+
+def read_run(folder: Path, name: str) -> RecordedRun:
+    """Read the record of a run. Raises ``UserError`` where there is none, or no step in it."""
+    records = read_metrics(folder / METRICS_FILE)
+    if not records:
+        raise UserError(f"{folder / METRICS_FILE} holds no step yet: wait for the first one.")
+    run_file = folder / RUN_FILE
+    if not run_file.is_file():
+        raise UserError(f"{run_file} does not exist: give the folder of a run, in which `fourfold train` puts it.")
+    steps = {record["step"] for record in records}
+    resumed = [step for step in resumed_at(folder) if step in steps and step < records[-1]["step"]]
+    return RecordedRun(folder, name, records, read_text(run_file), resumed)
+
+
+def number_of(record: Record, key: str) -> float | None:
+    """Return a finite number, or None."""
+    value = record.get(key)
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def duration(seconds: float) -> str:
+    """Format seconds in the largest unit that has at least one: 42 s, 3.5 min, 12.3 h."""
+    name, size = next(((n, s) for n, s in (("h", 3600), ("min", 60)) if seconds >= s), ("s", 1))
+    return f"{seconds / size:,.3g} {name}" if seconds / size < 1000 else f"{seconds / size:,.0f} {name}"
+
+
+def steps_of(count: int) -> str:
+    """Format a number of steps."""
+    return counted(count, "step")
+
+
+def read_text(path: Path) -> str:
+    """Read a text, with � for what is not UTF-8."""
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Read an object of label to text or number; empty where there is no file. Raises ``UserError`` for others."""
+    if not path.is_file():
+        return {}
+    try:
+        summary = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, line {error.lineno} is not JSON; fix or delete the file.") from None
+    if not isinstance(summary, dict) or any(isinstance(value, dict | list) for value in summary.values()):
+        raise UserError(f"{path} is not an object of label to text or number; fix or delete the file.")
+    return summary
+
+
+def largest(runs: Iterable[RecordedRun], key: str) -> float:
+    """Return the largest value of one key in some runs, or 0."""
+    return max((value for run in runs for value in run.numbers(key)), default=0.0)

@@ -1,0 +1,30 @@
+"""Folders of runs that never ran: records for report pages."""
+
+import json
+
+
+def make_run(run_dir, records, **files):
+    """A run's folder; ``sample_txt`` and the like are further files."""
+    run_dir.mkdir(exist_ok=True, parents=True)
+    (run_dir / "run.toml").write_text("[model]\nhidden_size = 64 # <tiny> & fast\n")
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for name, text in files.items():
+        (run_dir / name.replace("_", ".")).write_text(text)
+    return run_dir
+
+
+def record(step, **changes):
+    """The line of one step."""
+    values = {"loss": 3.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 5000.0, "peak_memory_bytes": 2**31}
+    return {"step": step, "tokens": step * 1000, "mfu": None} | values | changes
+
+
+def expert_record(step, **changes):
+    """Two layers of three experts; the second layer is uneven."""
+    values = {"layers": [1, 2], "dropped_share": [0.0, 0.0], "router_entropy": [1.0, 0.5]}
+    return {"step": step, "tokens": step * 1000, "tokens_per_expert": [[4, 4, 4], [9, 3, 0]]} | values | changes
+
+
+def lines(records):
+    """Records as the text of a file."""
+    return "".join(json.dumps(each) + "\n" for each in records)
