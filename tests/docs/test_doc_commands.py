@@ -224,8 +224,8 @@ def test_the_program_that_reads_the_data_of_a_run(workplace: Path) -> None:
 
 
 def test_what_is_not_run_has_a_reason() -> None:
-    """One of few: packages, a cluster, many minutes, what the repository keeps, or the tests themselves."""
-    reasons = "install|allocation|GPUs|nodes|supercomputer|cluster|many minutes|into the repository|it is them"
+    """One of few: packages, a cluster, many minutes, what others keep, or the tests themselves."""
+    reasons = "install|allocation|GPUs|nodes|supercomputer|cluster|many minutes|into the repository|start-up|it is them"
     for page in PAGES:
         for block in blocks_of(page):
             first = block.text.partition("\n")[0]
