@@ -4,8 +4,8 @@
 
 Documents stand 0 or 300 times in a small corpus; a Llama of about 1 million parameters sees it once (or a quarter of
 it several times), with and without goldfish masks (Hans et al. 2024, arXiv 2406.10209; canaries and buckets as in Singh
-et al. 2024, arXiv 2502.08145). An arm takes about two minutes of one core. What is finished is not done again. Writes
-OUT/results.json and OUT/results.md.
+et al. 2024, arXiv 2502.08145). An arm takes about two minutes of one core, one of the tutorial's half a minute. What is
+finished is not done again. Writes OUT/results.json and OUT/results.md.
 """
 
 from __future__ import annotations
@@ -37,24 +37,30 @@ HERE = Path(__file__).parent
 LENGTH, SUFFIX = 96, 50
 """Tokens of a canary, and how many of its last ones must be repeated."""
 CHARACTERS = 1_400_000  # with the canaries, one epoch of arm.toml
+TUTORIAL_CHARACTERS = 150_000  # likewise, of tutorial.toml
 HELD_BACK = 0.05
 CORPORA = {
     "exact": Canaries(16, (0, 300), LENGTH),
     "noisy": Canaries(16, (0, 300), LENGTH, noise=0.05),
     "quarter": Canaries(16, (0, 75), LENGTH),
+    "tutorial": Canaries(16, (0, 200)),
 }
-"""What is planted in the text, and in a quarter of it, which arm.toml reads four times."""
+"""What is planted in the text, in a quarter of it, which arm.toml reads four times, and in the tutorial's."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of training. corpus: one of ``CORPORA``."""
+    """One way of training. corpus: one of ``CORPORA``; the tutorial's has a run file of its own."""
 
     name: str
     title: str
     overrides: tuple[str, ...] = ()
     corpus: str = "exact"
     k: int | None = None
+
+    @property
+    def run_file(self) -> Path:
+        return HERE / ("tutorial.toml" if self.corpus == "tutorial" else "arm.toml")
 
 
 def goldfish(strategy: str, k: int = 4, h: int = 13) -> tuple[str, ...]:
@@ -77,6 +83,9 @@ ARMS = (
     Arm("passes3batch", "three passes: standard, 3/4 of the batch", THREE_QUARTERS_OF_THE_BATCH, "quarter"),
     Arm("noisy13", "hash, k 4, h 13, copies differ in 5 %", goldfish("hash"), "noisy", 4),
     Arm("noisy4", "hash, k 4, h 4, copies differ in 5 %", goldfish("hash", h=4), "noisy", 4),
+    Arm("tutorial", "the tutorial: standard", corpus="tutorial"),
+    Arm("tutorial4", "the tutorial: goldfish, hash, k 4, h 13", goldfish("hash"), "tutorial", 4),
+    Arm("tutorial50", "the tutorial: goldfish, hash, k 50, h 50", goldfish("hash", k=50, h=50), "tutorial", 50),
 )
 
 
@@ -114,6 +123,11 @@ def make_corpora(out: Path) -> None:
         kept = [line for line, held in zip(lines, held_back, strict=True) if not held]
         quarter.write_text("".join(kept[::4]), encoding="utf-8")
     prepare([quarter], folder / "quarter", tokenizer=tokenizer, canaries=CORPORA["quarter"])
+    docstrings = folder / "docstrings.jsonl"
+    if not docstrings.is_file():
+        write_text(docstrings, TUTORIAL_CHARACTERS)
+    prepare([docstrings], folder / "tutorial", train_tokenizer_vocab=1024, validation_fraction=0.15,
+            canaries=CORPORA["tutorial"])  # fmt: skip
 
 
 def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None) -> None:
@@ -121,21 +135,23 @@ def train_and_audit(arm: Arm, seed: int, out: Path, steps: int | None) -> None:
     if (folder / "audit.json").is_file():
         return
     corpus = out / "corpora" / arm.corpus
+    held_back = out / "corpora" / ("tutorial-validation" if arm.corpus == "tutorial" else "exact-validation")
     overrides = [
         f"name={folder.name}",
         f"output_dir={out}",
         f"data.train=[{{path='{corpus}'}}]",
-        f"data.validation=[{{path='{out / 'corpora' / 'exact-validation'}'}}]",
+        f"data.validation=[{{path='{held_back}'}}]",
         f"training.seed={seed}",
         f"masks.goldfish.seed={seed}",
         *arm.overrides,
         *([] if steps is None else [f"training.train_steps={steps}", f"validation.interval={steps}"]),
     ]
-    outcome = run_on_grid("fourfold.training.loop:train", [load_run(HERE / "arm.toml", overrides)], 1)
+    outcome = run_on_grid("fourfold.training.loop:train", [load_run(arm.run_file, overrides)], 1)
     if outcome.stopped:
         raise SystemExit(3)  # by a signal; another start goes on from its checkpoint
     # The suffix after all that precedes it, for members and for those that stand 0 times alike.
-    request = AuditRequest(model=str(folder), documents=ledger_path(corpus), suffix=SUFFIX, prefix=LENGTH - SUFFIX)
+    prefix = CORPORA[arm.corpus].length - SUFFIX
+    request = AuditRequest(model=str(folder), documents=ledger_path(corpus), suffix=SUFFIX, prefix=prefix)
     record = run_on_grid("fourfold.memorization.audit:run_audit", [request, find_model(request.model, request)], 1)
     write_audit_report(record, folder)
 

@@ -46,6 +46,8 @@ class StreamPosition(Strict):
     """The column of its texts."""
     tokenizer: str
     """The fingerprint of the tokenizer."""
+    shuffle_buffer: int = 0
+    """Documents that are shuffled together."""
     positions: list[dict[str, Any]]
     """The position of each of its streams, as ``data/stream.py`` describes them."""
 

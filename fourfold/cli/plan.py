@@ -62,6 +62,15 @@ Precision = Annotated[
         autocompletion=one_of(lambda: PRECISIONS.split("|")),
     ),
 ]
+OPTIMIZERS = "adamw|muon|lion"
+Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        metavar=OPTIMIZERS,
+        help="Default: the run file's, or adamw.",
+        autocompletion=one_of(lambda: OPTIMIZERS.split("|")),
+    ),
+]
 Limit = Annotated[
     list[str],
     typer.Option(
@@ -90,6 +99,7 @@ def layout(
     global_batch: Batch = None,
     tokens: Annotated[float | None, typer.Option(help="Tokens of the whole training, for days and costs.")] = None,
     precision: Precision = None,
+    optimizer: Optimizer = None,
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 10,
     as_json: AsJson = False,
     explain: Annotated[
@@ -109,7 +119,7 @@ def layout(
     from fourfold.planning.request import request_from_options
     from fourfold.reports.plan_terminal import plan_tables
 
-    request = request_from_options(model, run_file, overrides, gpus, seq, global_batch, precision)
+    request = request_from_options(model, run_file, overrides, gpus, seq, global_batch, precision, optimizer)
     with working("Searching layouts") as watch:  # seconds; more for 100,000 GPUs
         with_all = report is not None
         result = plan_request(request, machine, limits, top, tokens, explain or with_all, with_all, watch)
@@ -177,6 +187,7 @@ def scaling(
     seq: Seq = None,
     global_batch: Batch = None,
     precision: Precision = None,
+    optimizer: Optimizer = None,
     weak: Annotated[bool, typer.Option("--weak/--strong", help="Grow the batch with the GPUs, or keep it.")] = True,
     as_json: AsJson = False,
     report: Annotated[
@@ -196,7 +207,7 @@ def scaling(
     from fourfold.reports.plan_terminal import scaling_table
 
     sizes, where = sizes_of(gpus), load_machine(machine)
-    request = request_from_options(model, None, [], sizes[0], seq, global_batch, precision)
+    request = request_from_options(model, None, [], sizes[0], seq, global_batch, precision, optimizer)
     with working("Planning each size") as watch:
         points = scaling_curve(
             request.base, where, constants_for(where), sizes, weak, parse_limits(limits), request.name, watch

@@ -13,7 +13,7 @@ def serve(
     ],
     options: Annotated[
         list[str],
-        typer.Argument(metavar="[-- OPTIONS]", help="Options of the server itself, behind --; paths absolute."),
+        typer.Argument(metavar="[-- OPTIONS]", help="Options of the server itself, behind --."),
     ] = [],  # noqa: B006 (typer reads it, nobody writes it)
     engine: Annotated[
         Literal["vllm", "transformers"] | None,

@@ -51,6 +51,12 @@ class DataConfig(Strict):
         description="hf: streams into which the dataset's files are divided. A process reads only those of its own "
         "samples; a divisor of global_batch_size, and at most the number of files.",
     )
+    shuffle_buffer: int = Field(
+        0,
+        ge=0,
+        description="hf: documents of a stream that are shuffled together, block after block; they are held in memory. "
+        "0: the order of the dataset.",
+    )
     read_ahead: int = Field(2, ge=1, description="hf: global batches that are read and tokenized ahead, at most.")
     read_timeout: float = Field(300.0, gt=0, description="hf: seconds without any text after which the run ends.")
 
@@ -72,7 +78,7 @@ class DataConfig(Strict):
             raise ValueError("give either data.train (corpora) or data.source (built-in text, or hf:NAME)")
         if self.is_streamed and self.tokenizer is None:
             raise ValueError(f"source = '{self.source}' needs data.tokenizer: 'bytes', or a tokenizer.json")
-        for key in ("text_key", "streams", "read_ahead", "read_timeout"):
+        for key in ("text_key", "streams", "shuffle_buffer", "read_ahead", "read_timeout"):
             if not self.is_streamed and getattr(self, key) != DataConfig.model_fields[key].default:
                 raise ValueError(f"{key} is of a streamed source = 'hf:NAME'; remove it")
         return self

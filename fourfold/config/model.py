@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from fourfold.config.rope_scaling import RopeScaling
 from fourfold.config.strict import PathText, Size, Strict
 from fourfold.errors import UserError
 
@@ -34,34 +35,6 @@ OF_EXPERTS = {
 
 
 LayerType = Literal["full_attention", "sliding_attention"]
-
-
-class RopeScaling(Strict):
-    """Rotary frequencies stretched beyond the trained context; the keys are those of Hugging Face's files."""
-
-    rope_type: Literal["linear", "llama3", "yarn"] = Field(description="The method that stretches the frequencies.")
-    factor: float = Field(gt=0, description="How many times longer the context becomes.")
-    original_max_position_embeddings: int | None = Field(
-        None, gt=0, description="Context before the stretch; llama3 and yarn need it."
-    )
-    low_freq_factor: float = Field(
-        1.0, gt=0, description="llama3: channels with fewer turns in the original context are stretched fully."
-    )
-    high_freq_factor: float = Field(4.0, gt=0, description="llama3: channels with more turns are kept as they are.")
-    beta_fast: float = Field(32.0, gt=0, description="yarn: channels with more turns are kept as they are.")
-    beta_slow: float = Field(1.0, gt=0, description="yarn: channels with fewer turns are stretched fully.")
-    attention_factor: float | None = Field(
-        None, gt=0, description="yarn: factor on cos and sin. Default: 0.1 ln(factor) + 1."
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> RopeScaling:
-        if self.rope_type != "linear" and self.original_max_position_embeddings is None:
-            raise ValueError(f"rope_type = '{self.rope_type}' needs original_max_position_embeddings")
-        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            if getattr(self, low) >= getattr(self, high):
-                raise ValueError(f"{low} = {getattr(self, low)} must be below {high} = {getattr(self, high)}")
-        return self
 
 
 class ModelConfig(Strict):

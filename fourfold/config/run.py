@@ -265,7 +265,7 @@ class RunConfig(Strict):
             raise ValueError("lora keeps what it freezes in bf16; set training.float8 = 'none'")
         if self.lora.rank and self.moe.bias_update_rate:
             raise ValueError("lora freezes the biases of routers; set moe.bias_update_rate = 0")
-        unpredicted = {"lora": self.lora.rank, "ema": self.ema.decay, "dpo": self.dpo.beta}
+        unpredicted = {"lora": self.lora.rank, "dpo": self.dpo.beta}
         for section in (name for name, given in unpredicted.items() if given and self.metrics.machine is not None):
             raise ValueError(f"the planner does not predict {section}; leave metrics.machine out")
         return self

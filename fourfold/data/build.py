@@ -14,8 +14,9 @@ from fourfold.data.hub import HubDataset
 from fourfold.data.manifest import corpus_tokenizer, read_manifest
 from fourfold.data.preferences import PreferencePairs
 from fourfold.data.prepare import prepare
+from fourfold.data.shuffled_documents import ShuffledDocuments
 from fourfold.data.sources import PYTHON_STDLIB
-from fourfold.data.stream import StreamedWindows
+from fourfold.data.stream import DocumentStream, StreamedWindows
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
 
@@ -51,9 +52,12 @@ def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:
     data, training = run.data, run.training
     assert data.source is not None and data.tokenizer is not None, "config/run.py checks it"
     dataset = HubDataset.parse(data.source)
+    streams: Sequence[DocumentStream] = dataset.streams(data.streams, data.text_key)
+    if data.shuffle_buffer:
+        streams = [ShuffledDocuments(stream, data.shuffle_buffer, training.seed) for stream in streams]
     return StreamedWindows(
         str(dataset),
-        dataset.streams(data.streams, data.text_key),
+        streams,
         load_tokenizer(data.tokenizer),
         training.seq_length,
         training.global_batch_size,
@@ -61,6 +65,7 @@ def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:
         ahead=data.read_ahead * training.global_batch_size // data.streams,
         timeout=data.read_timeout,
         text_key=data.text_key,
+        shuffle_buffer=data.shuffle_buffer,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -80,8 +79,3 @@ class PreferencePairs:
             is_padding[row, :length] = 0
         reference = None if self.reference is None else self.reference[documents]
         return Windows(stream, is_padding, np.asarray(numbers, dtype=np.int64), 0, answers, reference)
-
-    def all_numbers(self, at_once: int) -> Iterator[NDArray[np.int64]]:
-        """The samples of one epoch in groups of ``at_once``; the last repeats some of the first."""
-        for begin in range(0, len(self), at_once):
-            yield np.arange(begin, begin + at_once) % len(self)

@@ -85,7 +85,7 @@ class StreamedWindows:
 
     look_back: tokens before each window that masks see. ahead: windows of a stream that are held in memory, at most.
     timeout: seconds after which a stream that gives nothing counts as dead; ``read`` then raises ``UserError``.
-    text_key: the column of the texts, as a checkpoint records it.
+    text_key, shuffle_buffer: the column of the texts, and how many are shuffled together, as a checkpoint records them.
     """
 
     def __init__(
@@ -99,9 +99,11 @@ class StreamedWindows:
         ahead: int = 64,
         timeout: float = 300.0,
         text_key: str = "text",
+        shuffle_buffer: int = 0,
     ) -> None:
         assert global_batch_size % len(streams) == 0, (global_batch_size, len(streams))
         self.name, self.streams, self.tokenizer, self.text_key = name, streams, tokenizer, text_key
+        self.shuffle_buffer = shuffle_buffer
         self.seq_length, self.look_back, self._timeout, self._most = seq_length, look_back, timeout, ahead
         self._of_a_step = global_batch_size // len(streams)  # windows of each stream
         self._begin: list[dict[int, Position]] = [{0: Position()} for _ in streams]

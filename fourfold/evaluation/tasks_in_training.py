@@ -10,7 +10,7 @@ from fourfold.config.run import RunConfig
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
 from fourfold.evaluation.evaluate import prefix_token
-from fourfold.inference.lm_eval_tasks import find_tasks, import_lm_eval, run_tasks
+from fourfold.inference.lm_eval_tasks import import_lm_eval, rehearse, run_tasks
 from fourfold.memorization.scored_model import ScoredModel
 from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import Sampling
@@ -24,7 +24,7 @@ class TasksInTraining:
     """A callback of the training loop: runs the tasks of [evaluation] on the training grid at its intervals.
 
     Every process of the job calls it; the first one writes. A resumed run replaces the lines of later steps.
-    Raises ``UserError`` without lm-eval or a tokenizer, and for a task that lm-eval does not know.
+    Raises ``UserError`` without lm-eval or a tokenizer, and for a task that lm-eval does not know or cannot run.
     """
 
     def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:
@@ -33,7 +33,8 @@ class TasksInTraining:
         if tokenizer is None:
             raise UserError("evaluation.tasks needs a tokenizer; set data.tokenizer")
         self.folder = None if self.config.include_path is None else Path(self.config.include_path)
-        find_tasks(self.config.tasks, self.folder)
+        with failing_together():
+            rehearse(self.config.tasks, self.folder, self.config.num_fewshot)
         from fourfold.evaluation.harness import HarnessModel
 
         prefix = prefix_token(tokenizer, ScoredModel(run.name))

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from fourfold.data.transformers_tokenizer import AnyTokenizer, TransformersTokenizer
-from fourfold.errors import UserError
+from fourfold.errors import UserError, first_line
 from fourfold.extras import import_extra
 
 if TYPE_CHECKING:
@@ -57,6 +57,24 @@ def find_tasks(tasks: Sequence[str], folder: Path | None = None) -> TaskManager:
             "names a folder of your own"
         )
     return manager
+
+
+def rehearse(tasks: Sequence[str], folder: Path | None = None, num_fewshot: int | None = None) -> None:
+    """Run two documents of each task with answers at random, which loads its dataset and renders its templates.
+
+    Raises ``UserError`` for an unknown task, and for one that fails.
+    """
+    lm_eval = import_lm_eval()
+    manager = find_tasks(tasks, folder)
+    for task in tasks:
+        try:
+            lm_eval.simple_evaluate(
+                "dummy", tasks=[task], num_fewshot=num_fewshot, limit=2, task_manager=manager, bootstrap_iters=0
+            )
+        except Exception as error:  # a task is code, templates and data of others, which raise anything
+            raise UserError(
+                f"task {task}: lm-eval cannot run it ({type(error).__name__}: {first_line(error)})"
+            ) from error
 
 
 def run_tasks(

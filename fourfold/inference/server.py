@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import signal
 import subprocess
@@ -35,19 +36,18 @@ def serve(
     """Serve a model until the server ends, and return its exit code.
 
     name: of the model in requests; by default the last part of its path. The server's working directory is a temporary
-    one, so that paths among its ``options`` are absolute. A checkpoint or run of ours is exported first, into a
-    temporary folder. SIGINT and SIGTERM end the server in order. Raises ``UserError`` where the engine is not
-    installed, or the model has no tokenizer that it can use.
+    one; paths among its ``options`` that exist here are made absolute. A checkpoint or run of ours is exported first,
+    into a temporary folder. SIGINT, SIGTERM and SIGHUP end the server in order, or what comes before its start. Raises
+    ``UserError`` where the engine is not installed, the model has no tokenizer that it can use, or no such name.
     """
     start = engine_words(engine)
-    if name is None:
-        name = Path(model).absolute().name
-    elif not _NAME.fullmatch(name):
-        raise UserError(
-            f"--name {name} must be letters, digits, '.', '_' and '-', in parts joined by '/', none of which begins "
-            "with '.' or '-'; for example org/model"
-        )
-    with as_huggingface(model) as (folder, tokenizer), tempfile.TemporaryDirectory(prefix="fourfold-") as place:
+    name = _checked_name(name, model)
+    options = [with_absolute_path(word) for word in options]
+    with (
+        _passed_on() as server,
+        as_huggingface(model) as (folder, tokenizer),
+        tempfile.TemporaryDirectory(prefix="fourfold-") as place,
+    ):
         if tokenizer in (None, "bytes"):
             raise UserError(
                 f"{model} has no tokenizer that a server can use; train with one, or export the model with --tokenizer"
@@ -56,12 +56,29 @@ def serve(
         link = Path(place, name)
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(Path(folder).absolute())
-        words = [sys.executable, *start, name, "--host", host, "--port", str(port), *options]
-        # In a session of its own a Ctrl-C of the terminal reaches it once, through us.
-        with _passed_on() as started:
-            started.append(subprocess.Popen(words, cwd=place, start_new_session=True))
-            code = started[0].wait()
+        code = server.run([sys.executable, *start, name, "--host", host, "--port", str(port), *options], place)
         return 128 - code if code < 0 else code
+
+
+def _checked_name(name: str | None, model: str) -> str:
+    found = os.path.basename(os.path.abspath(model)) if name is None else name
+    if _NAME.fullmatch(found):
+        return found
+    which = f"--name {found}" if name is not None else f"{found}, the name of the model's folder,"
+    raise UserError(
+        f"{which} must be letters, digits, '.', '_' and '-', in parts joined by '/', none of which begins with '.' or "
+        "'-'; for example --name org/model"
+    )
+
+
+def with_absolute_path(word: str) -> str:
+    """Make a path that a word is, or has behind ``=``, absolute, where there is such a file or folder here.
+
+    A bare word without ``/`` and ``.`` is no path: ``cpu`` is a device also where a folder of that name exists.
+    """
+    before, equals, path = word.rpartition("=")
+    is_path = ("/" in path or "." in path) and os.path.exists(path)
+    return f"{before}{equals}{os.path.abspath(path)}" if is_path else word
 
 
 def engine_words(engine: str | None) -> tuple[str, ...]:
@@ -77,19 +94,40 @@ def engine_words(engine: str | None) -> tuple[str, ...]:
     raise UserError(f"serving needs vLLM ({ENGINES['vllm'][2]}) or transformers' server: {ENGINES['transformers'][2]}")
 
 
+class _Server:
+    """A server's process, and the signals that are for it."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self._is_starting = False
+        self._waiting: list[int] = []
+
+    def run(self, words: Sequence[str], folder: str) -> int:
+        """Start a server in a folder, wait for its end, and return its exit code, or the negative of a signal."""
+        self._is_starting = True
+        # In a session of its own a Ctrl-C of the terminal reaches it once, through us.
+        self.process = subprocess.Popen(words, cwd=folder, start_new_session=True)
+        for number in self._waiting:  # that came while it was started
+            self.process.send_signal(number)
+        return self.process.wait()
+
+    def take(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        if self.process is not None:
+            self.process.send_signal(number)
+        elif self._is_starting:
+            self._waiting.append(number)
+        else:
+            raise SystemExit(128 + number)
+
+
 @contextmanager
-def _passed_on() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Pass SIGINT and SIGTERM on to the server that the block puts into the list, which closes its connections."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        if not started:
-            raise KeyboardInterrupt
-        started[0].send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+def _passed_on() -> Iterator[_Server]:
+    """Pass signals on to the server that the block runs, which closes its connections."""
+    server = _Server()
+    before = {number: signal.signal(number, server.take) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield started
+        yield server
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

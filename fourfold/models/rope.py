@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from fourfold.config.model import ModelConfig, RopeScaling
+from fourfold.config.model import ModelConfig
+from fourfold.config.rope_scaling import RopeScaling
 from fourfold.models.autograd import Context, Function
 
 

@@ -13,8 +13,6 @@ RESTART_SECONDS = 600.0
 effective time with automatic restarts)."""
 CHECKPOINT_BANDWIDTH = 1e9
 """Bytes per second and GPU to storage, assumed where the machine file has no ``checkpoint_bandwidth``."""
-STATE_BYTES = 12
-"""Bytes per parameter in a checkpoint: the fp32 weight and AdamW's two moments."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +32,11 @@ class Costs:
     """Share of the time that is left after checkpoints, lost work and restarts."""
 
 
-def costs(tokens: float, tokens_per_second: float, gpus: int, parameters: float, machine: Machine) -> Costs:
-    """Compute the cost of ``tokens`` at a rate over all GPUs; raises ``UserError`` where failures leave no time."""
+def costs(tokens: float, tokens_per_second: float, gpus: int, saved: float, machine: Machine) -> Costs:
+    """Compute the cost of ``tokens`` at a rate over all GPUs, with so many bytes in a checkpoint; raises ``UserError``
+    where failures leave no time."""
     seconds = tokens / tokens_per_second
-    writing = STATE_BYTES * parameters / ((machine.checkpoint_bandwidth or CHECKPOINT_BANDWIDTH) * gpus)
+    writing = saved / ((machine.checkpoint_bandwidth or CHECKPOINT_BANDWIDTH) * gpus)
     interval = goodput = mtbf = None
     if machine.mtbf_gpu_hours is not None:
         mtbf = machine.mtbf_gpu_hours / gpus

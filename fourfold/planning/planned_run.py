@@ -39,6 +39,8 @@ def planned_run(request: Request, layout: Prediction) -> RunConfig:
         float8 = request.precision == "fp8"
         table["training"] |= {"precision": "bf16" if float8 else request.precision or "bf16",
                               "float8": "tensorwise" if float8 else "none"}  # fmt: skip
+    if request.optimizer is not None:
+        table["optimizer"] = table.get("optimizer", {}) | {"name": request.optimizer}
     table["overlap"] = table.get("overlap", {}) | {"batch_parts": record["batch_parts"]}
     table["activation_checkpoint"] = table.get("activation_checkpoint", {}) | {
         "mode": record["activation_checkpoint"],

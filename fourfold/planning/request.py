@@ -13,7 +13,7 @@ from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import model_of, read_config
 from fourfold.planning.run_workload import workload_of, workload_of_model
 from fourfold.planning.search.space import LIMITED, MOST_GPUS
-from fourfold.planning.workload import Workload
+from fourfold.planning.workload import OPTIMIZERS, Workload
 from fourfold.run_file.load import load_run
 
 STEP_TOKENS = 4 << 20
@@ -38,6 +38,7 @@ class Request:
     """The run file's own layout."""
     run: RunConfig | None
     precision: str | None
+    optimizer: str | None
 
 
 def request_from_options(
@@ -48,12 +49,15 @@ def request_from_options(
     seq: int | None = None,
     batch: int | None = None,
     precision: str | None = None,
+    optimizer: str | None = None,
 ) -> Request:
     """Make the request; raises ``UserError`` for options that contradict each other or are out of range."""
     if (model is None) == (run_file is None):
         raise UserError("give either --model (a preset, a config.json or its folder) or a run file")
     if precision is not None and precision not in BITS:
         raise UserError(f"--precision {precision} is unknown; there are {', '.join(BITS)}")
+    if optimizer is not None and optimizer not in OPTIMIZERS:
+        raise UserError(f"--optimizer {optimizer} is unknown; there are {', '.join(OPTIMIZERS)}")
     for name, value in (("--gpus", gpus), ("--seq", seq), ("--global-batch", batch)):
         if value is not None and not 1 <= value <= LARGEST[name]:
             raise UserError(f"{name} {value} must be from 1 to {LARGEST[name]:,}")
@@ -74,13 +78,14 @@ def request_from_options(
     changes |= {"seq": seq} if seq else {}
     changes |= {"batch": batch} if batch else {}
     changes |= {"bits": BITS[precision]} if precision else {}
+    changes |= {"optimizer": OPTIMIZERS.index(optimizer)} if optimizer else {}
     base = base.but(**changes)
     own = own.but(**changes) if own is not None else None
     if sizes.position_embedding == "learned" and base.step.seq > sizes.max_position_embeddings:
         raise UserError(
             f"--seq {base.step.seq} is longer than the model's position table of {sizes.max_position_embeddings}"
         )
-    return Request(name, sizes, base, gpus, own, run, precision)
+    return Request(name, sizes, base, gpus, own, run, precision, optimizer)
 
 
 def _load_model(name: str) -> tuple[ModelConfig, str]:

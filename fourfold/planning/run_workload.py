@@ -54,14 +54,11 @@ def workload_of_model(model: ModelConfig) -> Workload:
 
 
 def workload_of(run: RunConfig) -> Workload:
-    """The step that a run file describes. Raises ``UserError`` for LoRA, DPO and EMA, whose memory and time
-    differ."""
+    """The step that a run file describes. Raises ``UserError`` for LoRA and DPO, whose memory and time differ."""
     if run.lora.rank:
         raise UserError("the planner does not predict LoRA; `fourfold trace` counts its memory and its collectives")
     if run.dpo.beta:
         raise UserError("the planner does not predict [dpo]; `fourfold trace` counts its memory and its collectives")
-    if run.ema.decay:
-        raise UserError("the planner does not predict the average of [ema]; `fourfold trace` counts its memory")
     training, grid, recompute = run.training, run.parallel, run.activation_checkpoint
     layout = Layout(
         x=grid.x, y=grid.y, z=grid.z, dp=grid.dp, cp=grid.cp, pp=grid.pp, ep=grid.ep, zero=grid.zero,
@@ -76,13 +73,16 @@ def workload_of(run: RunConfig) -> Workload:
         ends=_ends(run.model),
         layers_per_stage=grid.layers_per_stage if grid.pp > 1 else None,
     )  # fmt: skip
+    weight_bytes = 4 if training.master_weights == "fp32" else 2
     step = Step(
         seq=training.seq_length,
         batch=training.global_batch_size,
         bits=8 if training.float8 != "none" else 32 if training.precision == "fp32" else 16,
         reduce_bytes=4 if training.reduce_dtype == "fp32" else 2,
-        weight_bytes=4 if training.master_weights == "fp32" else 2,
+        weight_bytes=weight_bytes,
+        moment_bytes=4 if run.optimizer.stochastic_rounding else weight_bytes,
         optimizer=OPTIMIZERS.index(run.optimizer.name),
+        averaged=run.ema.decay > 0,
         capacity=run.moe.capacity_factor,
     )
     program = Program(

@@ -87,6 +87,11 @@ class ModelShape(Cases):
     sparse: Number = 0
     """Share of the blocks that have experts."""
 
+    @property
+    def dense_first(self) -> Number:
+        """Blocks of a mixture of experts that have a dense MLP, before all others."""
+        return np.where(np.greater(self.sparse, 0), np.rint(self.layers * (1 - self.sparse)), 0)
+
     def keys_seen(self, seq: Number) -> Number:
         """Keys that a query sees in a sequence, the mean over queries and blocks: the causal half, or the window."""
         window = np.minimum(self.window, seq)
@@ -202,9 +207,13 @@ class Step(Cases):
     reduce_bytes: Number = 4
     """Bytes per gradient entry in sums over ranks."""
     weight_bytes: Number = 4
-    """Bytes per entry of a weight, of its gradient and of each optimizer moment, as stored."""
+    """Bytes per entry of a weight and of its gradient, as stored."""
+    moment_bytes: Number = 4
+    """Bytes per entry of each of the optimizer's moments."""
     optimizer: Number = 0
     """Index into ``OPTIMIZERS``."""
+    averaged: Number = False
+    """A moving average of the weights is kept, in 32 bits."""
     capacity: Number = 0.0
     """An expert takes at most so many times its equal share of the tokens; 0: all that choose it."""
     imbalance: Number = 1.0

@@ -33,7 +33,13 @@ def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
     found = {number: position for each in everyone for number, position in each.items()}
     positions = [found[number] for number in range(len(stream.streams))]
     tokenizer = stream.tokenizer.fingerprint
-    return StreamPosition(source=stream.name, text_key=stream.text_key, tokenizer=tokenizer, positions=positions)
+    return StreamPosition(
+        source=stream.name,
+        text_key=stream.text_key,
+        tokenizer=tokenizer,
+        shuffle_buffer=stream.shuffle_buffer,
+        positions=positions,
+    )
 
 
 def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> None:
@@ -53,13 +59,14 @@ def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> No
                 f"the checkpoint {checkpoint} was trained on {was}, and the run file has data.source = "
                 f"'{stream.name}' in {len(stream.streams)} streams; set it back, or set checkpoint.resume = 'never'"
             )
-        for key, was, now in (
+        for key, before, now in (
             ("text_key", saved.text_key, stream.text_key),
             ("tokenizer", saved.tokenizer, stream.tokenizer.fingerprint),
+            ("shuffle_buffer", saved.shuffle_buffer, stream.shuffle_buffer),
         ):
-            if was != now:
+            if before != now:
                 raise UserError(
-                    f"the checkpoint {checkpoint} was trained with another data.{key}: '{was}', not '{now}'; set it "
+                    f"the checkpoint {checkpoint} was trained with another data.{key}: '{before}', not '{now}'; set it "
                     "back, or set checkpoint.resume = 'never'"
                 )
         stream.go_to(steps, saved.positions)

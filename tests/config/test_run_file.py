@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from fourfold.config.model import ModelConfig, RopeScaling
+from fourfold.config.model import ModelConfig
+from fourfold.config.rope_scaling import RopeScaling
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.run_file.load import ELSEWHERE, load_run, make_run

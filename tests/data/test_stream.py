@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from fourfold.data.goldfish import Goldfish
 from fourfold.data.hub import HubDataset
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
 from fourfold.data.loader import Loader
+from fourfold.data.order import sample_permutation
+from fourfold.data.shuffled_documents import ShuffledDocuments
 from fourfold.data.stream import StreamedWindows
 from fourfold.data.tokenizer import ByteTokenizer
 from fourfold.errors import UserError
@@ -146,8 +150,10 @@ def test_a_step_that_is_left_out_has_a_position_too() -> None:
 GRIDS = (1, 2, 4)
 
 
-@pytest.mark.parametrize("streams", [1, 2, 4])
-def test_the_ledger_has_each_sample_once_over_200_steps_10_stops_and_3_grids(streams: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("streams", "shuffled"), [(1, 0), (2, 0), (4, 0), (2, 40)])
+def test_the_ledger_has_each_sample_once_over_200_steps_10_stops_and_3_grids(
+    streams: int, shuffled: int, tmp_path: Path
+) -> None:
     """Each document has a word of its own; the tokens of all ranks, step by step, are those of one process."""
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
@@ -155,7 +161,8 @@ def test_the_ledger_has_each_sample_once_over_200_steps_10_stops_and_3_grids(str
     batch, ledger, saved = 4, [], None
 
     def opened() -> StreamedWindows:
-        return streamed(*dataset.streams(streams, "text"), batch=batch)
+        found = dataset.streams(streams, "text")
+        return streamed(*(ShuffledDocuments(s, shuffled, 3) if shuffled else s for s in found), batch=batch)
 
     stops = [13, 40, 41, 77, 90, 104, 130, 151, 170, 188, 200]
     for attempt, (first, last) in enumerate(zip([0, *stops], stops, strict=False)):
@@ -182,12 +189,37 @@ def test_the_ledger_has_each_sample_once_over_200_steps_10_stops_and_3_grids(str
     parts = np.array_split(np.arange(4), streams)  # which files each stream has
     of_file = [texts[file * 299 : (file + 1) * 299] for file in range(4)]
     for stream, files in enumerate(parts):
-        tokens = np.concatenate([np.concatenate(of_file[file]) for file in files])
+        documents = [document for file in files for document in of_file[file]]
+        tokens = np.concatenate(in_blocks(documents, shuffled) if shuffled else documents)
         own = ledger[stream::streams]
         assert len(own) * S < len(tokens)  # not a second time
         for window, row in enumerate(own):
             assert row == tokens[window * S : window * S + S + 1].tolist()
     assert len(ledger) == 200 * batch
+
+
+def in_blocks(documents: list[Any], size: int) -> list[Any]:
+    """All whole blocks of documents, each in the order of its own permutation."""
+    found = []
+    for number in range(len(documents) // size):
+        order = sample_permutation(np.arange(size), size, 3, number)
+        assert sorted(order.tolist()) == list(range(size)) != order.tolist()
+        found += [documents[number * size + place] for place in order.tolist()]
+    return found
+
+
+def test_a_shuffled_stream_continues_from_every_document_and_holds_one_block() -> None:
+    source = Listed([str(number) for number in range(25)])
+    whole = list(islice(ShuffledDocuments(source, 10, 7).read(None), 60))
+    assert source.given == 60
+    texts = [text for _, text in whole]
+    assert sorted(texts[:10], key=int) == [str(number) for number in range(10)] != texts[:10]
+    assert Counter(texts[:50]) == dict.fromkeys(map(str, range(25)), 2), "blocks also cross the end of the dataset"
+    assert texts != [text for _, text in islice(ShuffledDocuments(source, 10, 8).read(None), 60)]
+    for number, (place, _) in enumerate(whole[:40]):
+        source.given = 0
+        again = list(islice(ShuffledDocuments(source, 10, 7).read(json.loads(json.dumps(place))), 12))
+        assert again == whole[number : number + 12] and source.given <= 30
 
 
 def test_goldfish_drops_the_same_tokens_of_a_text_wherever_it_is_cut() -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 
 import pytest
 from markdown import REPOSITORY
 from tiny_hub import make_dataset
 
+CALIBRATION = REPOSITORY / "fourfold" / "planning" / "calibration"
+
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
     """A folder in which the pages' commands find what they speak of."""
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")  # a copy: some commands write there
+    shutil.copy(REPOSITORY / "docs" / "slingshot_runs.csv", tmp_path / "rows.csv")
+    shutil.copy(CALIBRATION / "measured.csv", tmp_path / "others.csv")
     (tmp_path / "text").mkdir()
     for name in ("ast", "enum", "glob"):
         source = Path(importlib.util.find_spec(name).origin).read_text(encoding="utf-8")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import os
 import re
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,8 +27,16 @@ from fourfold.config.run import RunConfig
 from fourfold.run_file.load import load_run, make_run
 
 NOT_RUN = "# not run by the tests"
+LONG_BLOCK = "# takes "
+"""Begins a block that only a slow test runs."""
+SERVER = "# serves"
+"""Begins a block that is stopped after the blocks that follow it."""
+PORT = 8000
 
-NEEDS = {"loki.md": "transformers", "data.md": "datasets"}
+PROGRAMS_ELSEWHERE = ("README.md", "api.md", "parallelize.md", "reliability.md")
+"""Pages whose Python is run by tests of its own (test_doc_loop.py, test_doc_api.py, and below)."""
+
+NEEDS = {"loki.md": "transformers", "data.md": "datasets", "huggingface.md": "transformers"}
 """Pages whose commands need a library that the tests may do without."""
 
 CHEAPER = {"z = 2\n": "z = 1\n", "seq_length = 128": "seq_length = 32", "max_new_tokens = 20": "max_new_tokens = 2"}
@@ -33,6 +45,10 @@ CHEAPER = {"z = 2\n": "z = 1\n", "seq_length = 128": "seq_length = 32", "max_new
 
 def is_run(block: Block) -> bool:
     return block.language == "sh" and not block.text.startswith(NOT_RUN)
+
+
+def is_quick(block: Block) -> bool:
+    return is_run(block) and not block.text.startswith((LONG_BLOCK, SERVER))
 
 
 def commands_of(block: Block) -> Iterator[list[str]]:
@@ -65,53 +81,166 @@ LONG = (
 """Pages whose commands take more than a few seconds."""
 
 
+WHOLE = [
+    page
+    for page in PAGES
+    if any(is_run(block) and (page.name in LONG or not is_quick(block)) for block in blocks_of(page))
+]
+"""Pages of which a slow test runs all blocks."""
+TUTORIAL = REPOSITORY / "docs" / "memorization.md"
+"""Run by tests/docs/test_doc_memorization.py, which looks at what it makes."""
+
+
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=[pytest.mark.slow] if page.name in LONG else [])
-        for page in PAGES
-        if any(map(is_run, blocks_of(page)))
-    ],
+    [page for page in PAGES if page.name not in LONG and any(map(is_quick, blocks_of(page)))],
     ids=lambda p: p.name,
 )
 def test_the_commands_of_a_page_run(page: Path, workplace: Path) -> None:
+    run_page(page, workplace, is_quick)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in WHOLE if page != TUTORIAL], ids=lambda p: p.name)
+def test_all_commands_of_a_page_run(page: Path, workplace: Path) -> None:
+    run_page(page, workplace, is_run)
+
+
+def run_page(page: Path, workplace: Path, chosen: Callable[[Block], bool]) -> None:
+    """Run the chosen blocks, and the programs between them, one after another in one folder."""
     if page.name in NEEDS:
         pytest.importorskip(NEEDS[page.name])
     if page.name in STARTS_EMPTY:
         shutil.rmtree(workplace / "text")
+    with contextlib.ExitStack() as servers:
+        port = free_port()
+        for block, after in itertools.pairwise([*blocks_of(page), Block("", "")]):
+            name = re.match(r"# (\w+\.toml)$", block.text, re.MULTILINE)
+            if block.language == "toml" and name:
+                content = block.text
+                for old, new in CHEAPER.items():
+                    content = content.replace(old, new)
+                (workplace / name[1]).write_text(content, encoding="utf-8")
+            text = block.text.replace(str(PORT), str(port))
+            if block.language == "python" and page.name not in PROGRAMS_ELSEWHERE:
+                run_block([sys.executable, "-c", text], workplace)
+            if not chosen(block):
+                continue
+            if block.text.startswith(SERVER):
+                servers.enter_context(serving(text, port, workplace))
+                continue
+            printed = run_block(["bash", "-euo", "pipefail", "-c", text], workplace)
+            if after.language == "text" and "trace" in block.text:
+                check_printed(printed, after.text)
+
+
+def run_block(command: list[str], workplace: Path) -> str:
+    """What a block prints."""
+    done = subprocess.run(
+        command,
+        cwd=workplace,
+        env=environment_in(workplace),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, f"{command[-1]}\n{done.stdout}"
+    return done.stdout
+
+
+def environment_in(workplace: Path) -> dict[str, str]:
+    """As a user has it who works in the folder of the repository, with caches of its own."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "COV"))}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "100"}
-    environment["HF_DATASETS_CACHE"] = str(workplace / "cache")
-    for block, after in itertools.pairwise([*blocks_of(page), Block("", "")]):
-        name = re.match(r"# (\w+\.toml)$", block.text, re.MULTILINE)
-        if block.language == "toml" and name:
-            content = block.text
-            for old, new in CHEAPER.items():
-                content = content.replace(old, new)
-            (workplace / name[1]).write_text(content, encoding="utf-8")
-        if not is_run(block):
-            continue
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", block.text],
+    return environment | {
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "HF_DATASETS_CACHE": str(workplace / "cache"),
+        "XDG_CACHE_HOME": str(workplace / "cache"),
+    }
+
+
+def check_printed(printed: str, shown: str) -> None:
+    """The page shows the output, or with an ellipsis at its end the first lines."""
+    words, expected = printed.split(), shown.split()
+    if expected[-1] == "…":
+        expected.pop()
+        words = words[: len(expected)]
+    assert words == expected
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@contextlib.contextmanager
+def serving(text: str, port: int, workplace: Path) -> Iterator[None]:
+    """A block that runs until it is stopped, from when its port answers."""
+    with (workplace / "server.log").open("w") as log:
+        server = subprocess.Popen(
+            ["bash", "-c", text],
             cwd=workplace,
-            env=environment,
-            stdout=subprocess.PIPE,
+            env=environment_in(workplace),
+            stdout=log,
             stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
+            start_new_session=True,
         )
-        assert done.returncode == 0, f"{block.text}\n{done.stdout}"
-        if after.language == "text" and "trace" in block.text:
-            assert done.stdout.split() == after.text.split()
+    try:
+        until = time.monotonic() + 300
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            running = server.poll() is None and time.monotonic() < until
+            assert running, (workplace / "server.log").read_text(encoding="utf-8")
+            time.sleep(0.5)
+        yield
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+
+
+@pytest.mark.slow
+def test_the_program_that_reads_the_data_of_a_run(workplace: Path) -> None:
+    """Of docs/reliability.md, on the run of docs/getting-started.md in small."""
+    page = REPOSITORY / "docs" / "getting-started.md"
+    (run_file,) = (block.text for block in blocks_of(page) if block.text.startswith("# notes.toml"))
+    (workplace / "notes.toml").write_text(run_file, encoding="utf-8")
+    small = ["training.train_steps=1", "parallel.x=1", "parallel.z=1", "training.seq_length=32"]
+    run_block(
+        [
+            "bash",
+            "-euc",
+            "fourfold prepare text --out corpora/notes --train-tokenizer 1000 --validation-fraction 0.1\n"
+            f"fourfold train notes.toml {' '.join(f'--set {key}' for key in small)}",
+        ],
+        workplace,
+    )
+    (program,) = (b.text for b in blocks_of(REPOSITORY / "docs" / "reliability.md") if b.language == "python")
+    printed = run_block([sys.executable, "-c", f"{program}\nprint(windows.tokens.shape)"], workplace)
+    assert printed == "(4, 33)\n"
+
+
+def test_what_is_not_run_has_a_reason() -> None:
+    """One of few: packages, a cluster, many minutes, what the repository keeps, or the tests themselves."""
+    reasons = "install|allocation|GPUs|nodes|supercomputer|cluster|many minutes|into the repository|it is them"
+    for page in PAGES:
+        for block in blocks_of(page):
+            first = block.text.partition("\n")[0]
+            if first.startswith(NOT_RUN):
+                assert re.search(reasons, first), f"{page.name}: {first}"
 
 
 def test_a_page_that_speaks_of_a_run_file_shows_it() -> None:
-    """So that what is run is what is shown."""
+    """So that what is run is what is shown; or its commands write it."""
     for page in PAGES:
         shown = {name for block in blocks_of(page) for name in re.findall(r"^# (\w+\.toml)$", block.text, re.MULTILINE)}
+        made = {name for block in blocks_of(page) for name in re.findall(r"--(?:out|write) (\w+\.toml)", block.text)}
         for block in filter(is_run, blocks_of(page)):
-            used = set(re.findall(r"(?<![\w/-])[\w-]+\.toml", block.text))
-            assert used <= shown, f"{page.name}: {used - shown}"
+            used = set(re.findall(r"(?<![\w/.-])[\w-]+\.toml", block.text))
+            assert used <= shown | made, f"{page.name}: {used - shown - made}"
 
 
 def test_the_run_files_in_the_pages_load() -> None:
@@ -158,19 +287,6 @@ def check_command(words: list[str]) -> None:
     run_file = given.get("run_file")
     if run_file is not None and run_file.parts[0] == "examples" and not is_refused:
         load_run(run_file, given["overrides"])
-
-
-@pytest.mark.slow
-def test_the_trace_in_the_readme_is_what_the_command_prints() -> None:
-    blocks = blocks_of(REPOSITORY / "README.md")
-    command, shown = next((b, after) for b, after in itertools.pairwise(blocks) if "fourfold trace" in b.text)
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "100"}
-    done = subprocess.run(
-        ["bash", "-c", command.text], cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    printed = [line.split() for line in done.stdout.splitlines()]
-    for line in shown.text.splitlines():
-        assert line.strip() == "…" or line.split() in printed, line
 
 
 def test_links_lead_somewhere() -> None:

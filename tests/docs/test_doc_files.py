@@ -85,6 +85,12 @@ def test_the_figures_are_what_their_scripts_draw(tmp_path: Path, monkeypatch: py
         assert drawn.read_bytes() == stored, "run: python docs/figures/make.py && python docs/figures/schedules.py"
 
 
+def test_the_readme_compares_as_the_benchmarks_do() -> None:
+    measured = [row[:3] for row in tables_of(DOCS / "benchmarks.md")["what | against | ratio | goal"]]
+    rows = tables_of(REPOSITORY / "README.md")["what | against | ratio"]
+    assert rows and all(row in measured for row in rows)
+
+
 def test_a_batch_goes_through_twelve_files() -> None:
     """The walk of the architecture page: its files exist, in the size that it gives."""
     page = (DOCS / "architecture.md").read_text(encoding="utf-8")

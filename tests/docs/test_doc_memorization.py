@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 from markdown import REPOSITORY, tables_of
+from test_doc_commands import TUTORIAL, is_run, run_page
 
 from fourfold.memorization.goldfish_laws import exact_match_law
 
@@ -33,11 +34,45 @@ def test_the_table_is_what_was_measured() -> None:
     assert [line for line in page.splitlines() if line in expected] == expected
 
 
+def test_the_table_of_the_tutorial_is_what_was_measured() -> None:
+    results = json.loads((REPOSITORY / "docs" / "figures" / "memorization.json").read_text(encoding="utf-8"))
+    arms = {"plain": "tutorial", "goldfish, k 4, h 13": "tutorial4", "goldfish, k 50, h 50": "tutorial50"}
+    expected = [
+        [
+            loss,
+            f"**{row['exact_match']:.0%}** of {row['documents']}",
+            ", ".join(f"{each:.0%}" for each in row["exact_match_each"]),
+            f"{row['median_longest_span']:g}",
+            f"{row['token_agreement']:.0%}",
+        ]
+        for loss, row in ((loss, results[arm]) for loss, arm in arms.items())
+    ]
+    assert TABLES["loss | passages repeated exactly | by seed | longest span | most likely tokens"] == expected
+    assert all(results[arm]["control_exact_match"] == 0 for arm in arms.values())
+
+
 def test_the_figure_is_what_its_script_draws(tmp_path: Path) -> None:
     folder = REPOSITORY / "docs" / "figures"
     figure = script(folder / "memorization.py")
     figure.draw(json.loads(figure.DATA.read_text(encoding="utf-8")), tmp_path / "drawn.svg")
     assert (tmp_path / "drawn.svg").read_bytes() == (folder / "memorization.svg").read_bytes()
+
+
+@pytest.mark.slow
+def test_the_tutorial_shows_the_effect(workplace: Path) -> None:
+    """Its commands run, and what they make differs as the page says: nearly all passages, or hardly one."""
+    run_page(TUTORIAL, workplace, is_run)
+    plain, goldfish = (
+        json.loads((workplace / "runs" / name / "audit" / "audit.json").read_text(encoding="utf-8"))
+        for name in ("plain", "goldfish")
+    )
+    assert plain["documents"] == goldfish["documents"] == 16
+    assert plain["exact_match"] >= 0.8 and goldfish["exact_match"] <= 0.2  # at least 13, at most 3
+    assert plain["longest_span"]["median"] > 3 * goldfish["longest_span"]["median"]
+    assert goldfish["mask_replay"]["suffix_kept_whole"] == 0
+    assert plain["control"]["exact_match"] == goldfish["control"]["exact_match"] == 0
+    audited = (workplace / "runs" / "audited" / "memorization.jsonl").read_text(encoding="utf-8")
+    assert [json.loads(line)["step"] for line in audited.splitlines()] == [20, 40]
 
 
 def script(path: Path) -> ModuleType:

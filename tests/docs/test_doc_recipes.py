@@ -18,7 +18,8 @@ sys.path.append(str(REPOSITORY / "docs"))
 import recipes
 
 RECIPES = pytest.mark.parametrize("recipe", recipes.RECIPES, ids=lambda recipe: recipe.name)
-OTHERS = {"demo.toml", "parity.toml", "loki/model.toml", "memorization/arm.toml", "memorization/buckets.toml"}
+MEMORIZATION = {f"memorization/{name}.toml" for name in ("arm", "buckets", "tutorial")}
+OTHERS = {"demo.toml", "parity.toml", "loki/model.toml", *MEMORIZATION}
 """Run files of the tutorials."""
 TRACED = ("finetuning/llama-3.1-8b-lora.toml", "finetuning/llama-3.1-70b-lora.toml")
 

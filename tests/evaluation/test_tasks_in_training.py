@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from tiny_task import make_task
 
 from fourfold.data.tokenizer import train_bpe
 from fourfold.errors import UserError
+from fourfold.launch.job_processes import run_on_grid
 from fourfold.run_file.load import load_run
+from fourfold.training import loop
 from fourfold.training.metrics import add_record, read_metrics
 
 ROWS = [
@@ -54,6 +57,51 @@ def test_a_task_that_is_unknown_ends_a_run_at_its_start(cli: Cli, tmp_path: Path
     code, _, errors = cli("train", path)
     assert code == 2 and "task no_such_task: lm-eval has no such task" in errors
     assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        pytest.param(lambda folder: (folder / "rows.jsonl").unlink(), "FileNotFoundError", id="no dataset"),
+        pytest.param(
+            lambda folder: edit(folder / "tasks" / "tiny.yaml", "{{label}}", "{{label.nothing.at_all}}"),
+            "UndefinedError",
+            id="a template of no field",
+        ),
+    ],
+)
+def test_a_task_that_fails_ends_a_run_before_its_first_step(
+    cli: Cli, tmp_path: Path, spoil: Callable[[Path], None], says: str
+) -> None:
+    pytest.importorskip("lm_eval")
+    path = evaluated(tmp_path, make_task(tmp_path, ROWS))
+    spoil(tmp_path)
+    code, _, errors = cli("train", path)
+    assert code == 2 and f"task tiny_choice: lm-eval cannot run it ({says}" in errors
+    assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_the_last_evaluation_of_a_run_that_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval")
+    losses = [5.0, 4.0, 6.0, 6.0]
+    monkeypatch.setattr(loop, "validate", lambda *_: {"validation_loss": losses.pop(0)})
+    early = {"validation__interval": 1, "validation__patience": 2, "training__train_steps": 30}
+    run = load_run(
+        evaluated(tmp_path, make_task(tmp_path, ROWS), evaluation__interval=25, evaluation__limit=2, **early)
+    )
+    outcome = run_on_grid("fourfold.training.loop:train", [run, [TASKS]], 1, "cpu")
+    assert outcome.steps == 4
+    assert [record["step"] for record in read_metrics(tmp_path / "runs" / "run" / "tasks.jsonl")] == [4]
+
+
+TASKS = "fourfold.evaluation.tasks_in_training:TasksInTraining"
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
 
 
 def test_interval_and_tasks_go_together(tmp_path: Path) -> None:

@@ -9,9 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from command_line import Cli, exit_code
 from tiny_corpus import make_corpus, run_file
 
 from fourfold.data.tokenizer import train_bpe
+from fourfold.errors import UserError
 from fourfold.inference import server
 
 FOURFOLD = [sys.executable, "-m", "fourfold"]
@@ -95,6 +99,114 @@ def test_the_command_that_is_started(trained: Path, cli: Cli, monkeypatch: pytes
     assert "model.safetensors" in out and "tokenizer.json" in out
     assert "['mine', '--host', 'localhost', '--port', '8123', '--max-model-len', '32']" in out
     assert not Path(out.split()[-1]).exists()
+
+
+@pytest.fixture
+def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that passes for a model, since nobody opens it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text("{}")
+    return tmp_path / "small"
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Have a script take the place of the server; it writes its number and words into the user's folder."""
+    here = Path("server.json").absolute()
+    note = f"import json, os, signal, sys; json.dump([os.getpid(), sys.argv[1:]], open({str(here)!r}, 'w')); "
+    monkeypatch.setitem(server.ENGINES, "vllm", (("json",), ("-c", note + script), "pip install vllm"))
+
+
+def started() -> tuple[int, list[str]]:
+    number, words = json.loads(Path("server.json").read_text())
+    return number, words
+
+
+ENDS = {
+    "Ctrl-C": ("signal.signal(signal.SIGINT, lambda *_: sys.exit(3)); os.kill(os.getppid(), signal.SIGINT)", 3),
+    "SIGTERM, by which it dies": ("os.kill(os.getppid(), signal.SIGTERM)", 143),
+    "a closed terminal": ("os.kill(os.getppid(), signal.SIGHUP)", 129),
+}
+
+
+@pytest.mark.parametrize(("script", "code"), ENDS.values(), ids=ENDS.keys())
+def test_signals_reach_the_server_and_nothing_is_left(
+    exported: Path, monkeypatch: pytest.MonkeyPatch, script: str, code: int
+) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    stand_in(monkeypatch, f"{script}; signal.pause()")
+    assert server.serve("small", "vllm", "localhost", 8000) == code
+    with pytest.raises(ProcessLookupError):
+        os.kill(started()[0], 0)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
+
+
+@pytest.mark.parametrize(("script", "code"), [("sys.exit(1)", 1), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
+def test_the_exit_code_is_that_of_the_server(
+    exported: Path, monkeypatch: pytest.MonkeyPatch, script: str, code: int
+) -> None:
+    stand_in(monkeypatch, script)
+    assert server.serve("small", "vllm", "localhost", 8000) == code
+
+
+def test_a_signal_while_the_server_starts_is_not_lost(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen
+
+    def interrupted(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process: subprocess.Popen[bytes] = start(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    stand_in(monkeypatch, "signal.pause()")
+    monkeypatch.setattr(server.subprocess, "Popen", interrupted)
+    assert server.serve("small", "vllm", "localhost", 8000) == 143
+
+
+def test_a_signal_during_the_export_removes_it(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    @contextmanager
+    def exporting(model: str) -> Iterator[tuple[str, str]]:
+        with tempfile.TemporaryDirectory() as place:
+            made.append(place)
+            os.kill(os.getpid(), signal.SIGTERM)
+            yield place, place
+
+    stand_in(monkeypatch, "pass")
+    monkeypatch.setattr(server, "as_huggingface", exporting)
+    with pytest.raises(SystemExit) as ended:
+        server.serve("small", "vllm", "localhost", 8000)
+    assert ended.value.code == 143 and not Path(made[0]).exists() and not Path("server.json").exists()
+
+
+def test_paths_among_the_options_of_the_server(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, "pass")
+    (exported.parent / "chat.jinja").write_text("")
+    (exported.parent / "cpu").mkdir()
+    options = [
+        "--chat-template",
+        "chat.jinja",
+        "--lora=a=small/config.json",
+        "--device",
+        "cpu",
+        "--share",
+        "0.9",
+        "a/b",
+    ]
+    assert server.serve("small/../small", "vllm", "localhost", 8000, None, options) == 0
+    here = exported.parent
+    assert started()[1] == [
+        *("small", "--host", "localhost", "--port", "8000", "--chat-template", f"{here}/chat.jinja"),
+        *(f"--lora=a={here}/small/config.json", "--device", "cpu", "--share", "0.9", "a/b"),
+    ]
+
+
+def test_a_folder_whose_name_is_none_for_a_model(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, "pass")
+    exported.rename("my model")
+    with pytest.raises(UserError, match=r"my model, the name of the model's folder, must be .* --name org/model"):
+        server.serve("my model", "vllm", "localhost", 8000)
+    assert server.serve("my model", "vllm", "localhost", 8000, "mine") == 0 and started()[1][0] == "mine"
 
 
 def test_what_is_missing_is_named(trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,7 @@ def test_meeting_point_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
             run_on_grid("launch_bodies:sum_of_ranks", [0.5], 1, "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torchrun")
 def test_launched_process_is_not_aborted_after_an_error() -> None:
     code = (

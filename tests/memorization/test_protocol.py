@@ -24,6 +24,10 @@ def test_the_arm_loads() -> None:
     assert run.training.train_steps * run.training.global_batch_size * run.training.seq_length < 863_543
 
 
+def test_the_run_file_of_the_tutorial_loads() -> None:
+    assert 0.4e6 < load_run(EXAMPLE / "tutorial.toml").model.num_parameters < 0.6e6
+
+
 @pytest.mark.slow
 def test_two_arms_side_by_side(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE / "protocol.py"), "--seeds", "1", "--steps", "3", "--out", str(tmp_path)]

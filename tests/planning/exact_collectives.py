@@ -8,31 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
+from exact_lines import Line, axis_name
 from exact_muon import exchanged, layers_of
-from exact_order import directions
-from exact_parameters import Stage, Tiles, expert_shards, stages_of_rank, tiles_of, weight_shards, without_experts
+from exact_parameters import Stage, stages_of_rank, tiles_of, weight_shards, without_experts
+from exact_weights import weight_lines
 
 from fourfold.config.layout import CHUNK_LOGITS, attention_split, context_method
 from fourfold.config.run import ParallelConfig, RunConfig
-from fourfold.config.stages import rank_of_stage, splits_backward, stages_per_rank
-
-FLATTENED = (("dp", "cp"), ("dp", "z"), ("dp", "cp", "z"), ("y", "x"))
-"""Axes that have one group, and one name, together (parallel.grid)."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """All collectives of one kind in a step, as ``fourfold trace`` counts them."""
-
-    axis: str
-    op: str
-    purpose: str
-    count: int
-    bytes: int
+from fourfold.config.stages import rank_of_stage, stages_per_rank
 
 
 def collective_lines(run: RunConfig, pp_rank: int = 0) -> list[Line]:
@@ -61,7 +47,7 @@ def _all_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
             yield from _embedding_lines(run)
         if stage.is_last:
             yield from _head_lines(run)
-        yield from _weight_lines(run, stage)
+        yield from weight_lines(run, stage)
         yield from _transfer_lines(run, stage)
     yield from _once_a_step_lines(run, stages)
     yield from _optimizer_lines(run, pp_rank)
@@ -114,9 +100,9 @@ def _block_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     inner = model.shared_expert_intermediate_size if model.num_experts else inner
     if inner:
         yield from line("x", "all_gather", f"{up}: tokens", residual, gathers)
-        yield from line(
-            "x", "reduce_scatter", f"{down}: outputs", residual, forward if model.norm_placement != "before" else once
-        )  # nothing that is recomputed reads them but a norm
+        are_read = model.norm_placement != "before" or (model.num_experts and model.shared_expert_gate)
+        # Nothing that is recomputed reads them but a norm, and the gate of a shared expert.
+        yield from line("x", "reduce_scatter", f"{down}: outputs", residual, forward if are_read else once)
         yield from line("x", "all_gather", f"{down}: output gradient", residual, once)
         yield from line("x", "reduce_scatter", f"{up}: input gradient", residual, once)
         yield from line("y", "all_reduce", f"{up}: outputs", item * tokens * inner // x, ups * forward)
@@ -265,94 +251,6 @@ def _head_lines(run: RunConfig) -> Iterator[Line]:
     yield from line("y", "all_reduce", "lm_head: loss", 4)
 
 
-def _weight_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
-    """Weights gathered, gradients summed over z, dp, cp: ``parallel.replicated`` and ``parallel.fully_sharded``."""
-    grid, training, tiles = run.parallel, run.training, tiles_of(run, stage)
-    reduced = 4 if training.reduce_dtype == "fp32" else 2
-    replicas = axis_name(run, ("dp", "cp"))
-    if grid.z == 1 and (grid.zero == 0 or grid.dp * grid.cp == 1):
-        buckets = stage.layers + stage.is_first + stage.is_last
-        if grid.dp * grid.cp > 1:
-            size = sum(part.rows * part.width for part in tiles.parts())
-            yield Line(replicas, "all_reduce", "gradients", buckets, reduced * size)
-        if tiles.experts and grid.dp * grid.cp > grid.ep:
-            size = sum(part.rows * part.width for part in tiles.experts * tiles.layers)
-            yield Line("ep_replicas", "all_reduce", "gradients", tiles.layers, reduced * size)
-        return
-    item, steps, shards = 4 if training.precision == "fp32" else 2, run.gradient_accumulation_steps, weight_shards(run)
-    axis = axis_name(run, ("z",) if grid.zero == 0 else ("dp", "cp", "z"))
-    gathers = _gathers(run, stage)
-    groups = [(tiles.dense_block, tiles.dense_layers, gathers.block), (tiles.block, tiles.layers, gathers.block)]
-    groups += [(tiles.last, 1, gathers.last)]
-    groups += [(tiles.embedding, 1, gathers.embedding), (tiles.positions, 1, gathers.embedding)]
-    levels, levels_of_z = _levels(run, axis, shards), _levels(run, "z", grid.z)
-    for parts, count, (from_all, from_z) in groups:
-        if not parts or count == 0:
-            continue
-        padded = sum(part.chunk(shards) for part in parts) * shards
-        sums = count * (1 if grid.zero == 1 else steps)
-        for name, share in levels:
-            yield Line(name, "all_gather", "weights", count * from_all, count * from_all * item * padded // share)
-            yield Line(name, "reduce_scatter", "gradients", sums, sums * reduced * padded // share)
-        for name, share in levels_of_z:
-            yield Line(name, "all_gather", "weights", count * from_z, count * from_z * item * padded // share)
-        if grid.zero == 0 and grid.dp * grid.cp > 1:
-            yield Line(replicas, "all_reduce", "gradients", count, count * reduced * padded // shards)
-    if tiles.experts:
-        yield from _expert_weight_lines(run, tiles, gathers, item, reduced)
-
-
-def _expert_weight_lines(run: RunConfig, tiles: Tiles, gathers: _Gathers, item: int, reduced: int) -> Iterator[Line]:
-    """The same for experts that ep divides: over the ranks with the same ones."""
-    grid, shards, steps = run.parallel, expert_shards(run), run.gradient_accumulation_steps
-    of_z, (from_all, from_z) = max(grid.z // grid.ep, 1), gathers.block
-    padded = sum(part.chunk(shards) for part in tiles.experts) * shards
-    count, sums = tiles.layers, tiles.layers * (1 if grid.zero == 1 else steps)
-    if shards > 1:
-        yield Line("ep_shards", "all_gather", "weights", count * from_all, count * from_all * item * padded)
-        yield Line("ep_shards", "reduce_scatter", "gradients", sums, sums * reduced * padded)
-    if of_z > 1 and from_z:
-        yield Line("ep_shards of z", "all_gather", "weights", count * from_z, count * from_z * item * padded)
-    if grid.zero == 0 and grid.dp * grid.cp * grid.z > grid.ep * shards:
-        yield Line("ep_copies", "all_reduce", "gradients", count, count * reduced * padded // shards)
-
-
-def _levels(run: RunConfig, axis: str, ranks: int) -> list[tuple[str, int]]:
-    """The groups over which an axis communicates, and by how much their full tensors are smaller: across nodes, each
-    rank of a node has the part of its own place (``parallel.fsdp_in_levels``)."""
-    per_node = run.overlap.shards_per_node
-    if not 1 < per_node < ranks:
-        return [(axis, 1)]
-    return [(f"{axis} inside nodes", 1), (f"{axis} across nodes", per_node)]
-
-
-class _Gathers(NamedTuple):
-    """How often FSDP2 gathers a unit's weights in a step: from all shards, and from the z shards that it has kept."""
-
-    block: tuple[int, int]
-    last: tuple[int, int]
-    embedding: tuple[int, int]
-
-
-def _gathers(run: RunConfig, stage: Stage) -> _Gathers:
-    grid, steps = run.parallel, run.gradient_accumulation_steps
-    order = [False, True] * steps
-    if grid.pp > 1 and not splits_backward(grid):
-        order = directions(grid.schedule, stage.number, grid.pp, steps, stages_per_rank(grid))
-    if grid.zero in (1, 2) and grid.z == 1:  # whole from the first forward until the step ends
-        return _Gathers((1, 0), (1, 0), (1, 0))
-    last = (steps, 0)  # whole from a forward of the head to its backward
-    if not (0 < grid.zero < 3 and grid.dp * grid.cp > 1):
-        return _Gathers((2 * steps, 0), last, (steps, 0))
-    # A forward leaves z shards, which the next use gathers from; a backward leaves none.
-    blocks, tables = [0, 0], [0, 0]
-    for i, backward in enumerate(order):
-        from_z = i > 0 and not order[i - 1]
-        blocks[from_z] += 1
-        tables[from_z] += not backward
-    return _Gathers((blocks[0], blocks[1]), last, (tables[0], tables[1]))
-
-
 def _transfer_lines(run: RunConfig, stage: Stage) -> Iterator[Line]:
     """Hidden states and their gradients sent from a stage to its neighbors on other ranks."""
     grid, sizes, steps = run.parallel, _Sizes(run), run.gradient_accumulation_steps
@@ -402,12 +300,3 @@ def _optimizer_lines(run: RunConfig, pp_rank: int) -> Iterator[Line]:
         axis = "stage" if axis == "world" and run.parallel.pp > 1 else axis
         for purpose, size in zip(("matrices to their owners", "updates of matrices"), sent, strict=True):
             yield Line(axis, "all_to_all", f"optimizer: {purpose}", rounds, size)
-
-
-def axis_name(run: RunConfig, axes: tuple[str, ...]) -> str:
-    """The name of the group over ``axes``: that of its only axis longer than 1, or of the first that has them all."""
-    longer = {axis for axis in axes if getattr(run.parallel, axis) > 1}
-    if len(longer) <= 1:
-        return next(iter(longer), axes[-1])
-    same = (flat for flat in FLATTENED if {a for a in flat if getattr(run.parallel, a) > 1} == longer)
-    return next(("_".join(flat) for flat in same), "world")

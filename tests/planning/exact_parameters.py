@@ -178,8 +178,8 @@ def weight_shards(run: RunConfig) -> int:
 
 
 def stored_bytes(run: RunConfig, pp_rank: int = 0) -> tuple[int, int, int]:
-    """Bytes of the parameters, the gradients at the step, and the optimizer's states on the first rank of a place on
-    pp."""
+    """Bytes of the parameters, the gradients at the step, and the optimizer's states and the averages on the first rank
+    of a place on pp."""
     item = 4 if run.training.master_weights == "fp32" else 2
     shards = weight_shards(run)
     tiles = [tiles_of(run, stage) for stage in stages_of_rank(run, pp_rank)]
@@ -191,4 +191,5 @@ def stored_bytes(run: RunConfig, pp_rank: int = 0) -> tuple[int, int, int]:
         states = entries
     elif run.optimizer.name == "muon":
         states -= stepped_by_muon(run, layers_of(run, pp_rank))
-    return item * entries, item * entries, moment * states
+    averages = 4 * entries if run.ema.decay else 0
+    return item * entries, item * entries, moment * states + averages

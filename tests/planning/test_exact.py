@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any
 
 import pytest
@@ -70,13 +72,31 @@ GRIDS: list[dict[str, int]] = [
     {"x": 2, "y": 2, "z": 2, "dp": 2, "zero": 2},
     {"x": 2, "y": 2, "dp": 2, "zero": 1},
 ]
-ALL = [
-    pytest.param(model, grid, mode, marks=pytest.mark.slow)
-    for grid in GRIDS
-    for model in (MODELS if len(grid) <= 2 else ("llama", "gpt", "qwen", "wide"))
-    for mode in ("none", "selective attention", "selective mlp gathers", "selective attention mlp gathers", "full")
-    if (model, grid, mode) not in FAST
-]
+MODES = ("none", "selective attention", "selective mlp gathers", "selective attention mlp gathers", "full")
+Case = tuple[str, dict[str, int], str]
+
+
+def models_on(grid: dict[str, int]) -> list[str]:
+    return list(MODELS) if len(grid) <= 2 else ["llama", "gpt", "qwen", "wide"]
+
+
+EVERY = [(model, grid, mode) for grid in GRIDS for model in models_on(grid) for mode in MODES]
+
+
+def in_some_pair(case: Case) -> bool:
+    """Whether it is one of the cases that together have every pair of model, grid and mode.
+
+    Modes take turns along grids and models; a grid with fewer models than there are modes has two with its last model.
+    """
+    model, grid, mode = case
+    models = models_on(grid)
+    ahead = (MODES.index(mode) - GRIDS.index(grid) - models.index(model)) % len(MODES)
+    return ahead == 0 or (ahead == 1 and len(models) < len(MODES) and model == models[-1])
+
+
+IN_PAIRS = [case for case in EVERY if in_some_pair(case)]
+MORE = random.Random(0).sample([case for case in EVERY if case not in IN_PAIRS], 60)
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in [*IN_PAIRS, *MORE] if case not in FAST]
 
 
 def run_of(model: str, grid: dict[str, Any], mode: str, layers: int = 3, every: int = 1, **training: Any) -> RunConfig:
@@ -108,8 +128,14 @@ def assert_activations_too(run: RunConfig, within: float = 0.05) -> None:
     assert peak_bytes(work, work.model.layers, 1) == pytest.approx(memory.activations_peak, rel=within)
 
 
+def test_every_pair_of_model_grid_and_mode_is_in_some_case() -> None:
+    for one, other in itertools.combinations(range(3), 2):
+        pairs, covered = ({f"{case[one]} {case[other]}" for case in cases} for cases in (EVERY, IN_PAIRS))
+        assert covered == pairs
+
+
 @pytest.mark.fast_cases(2)
-@pytest.mark.parametrize(("model", "grid", "mode"), [*FAST, *ALL], ids=str)
+@pytest.mark.parametrize(("model", "grid", "mode"), [*FAST, *SLOW], ids=str)
 def test_formulas_equal_the_trace(model: str, grid: dict[str, int], mode: str) -> None:
     assert_activations_too(run_of(model, grid, mode))
 
@@ -149,7 +175,7 @@ def test_formulas_equal_the_trace_of_parts_in_turn(
     assert 0.9 < peak_bytes(work, work.model.layers, 1) / memory.activations_peak < 1.25
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("name", "model", "grid"),
     [
@@ -283,10 +309,10 @@ def test_pipelines_and_contexts_equal_the_trace(
     run = run_of(model, grid, mode, **more)
     traced, work = assert_equal_to_the_trace(run), workload_of(run)
     places = [told.memory.activations_peak for told in traced.pipeline or [traced]]
-    layers = blocks_of_ranks(int(work.model.layers), len(places), int(work.layout.interleave), 
+    layers = blocks_of_ranks(int(work.model.layers), 0, len(places), int(work.layout.interleave),
                              bool(work.layout.v_shaped), 0.0, None)  # fmt: skip
     head = 0 if work.layout.v_shaped else len(places) - 1
-    told = [peak_bytes(work, layers[rank], in_flight(work, rank), rank == head) for rank in range(len(places))]
+    told = [peak_bytes(work, layers[rank].number, in_flight(work, rank), rank == head) for rank in range(len(places))]
     # Chunks of a rank that have more blocks than others are taken for alike, and so are the ranks of a zero bubble, of
     # which the later ones have given some of it back with the gradients of inputs.
     uneven = work.layout.interleave > 1 and work.model.layers % (work.layout.interleave * work.layout.pp)

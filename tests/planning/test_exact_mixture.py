@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from exact_collectives import Line, collective_lines
+from exact_collectives import collective_lines
+from exact_lines import Line
 from exact_parameters import stored_bytes
 from tiny_runs import DEEPSEEK, MIXTURE, QWEN_MOE, tiny_run
 
@@ -23,7 +24,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MIXTURE, {"x": 2, "y": 2, "dp": 2, "ep": 2}, "full"),
     (QWEN_MOE, {"z": 4, "dp": 2, "ep": 2}, "none"),
 ]
+WIDE_FIRST = UNBIASED | {"first_k_dense_replace": 3, "intermediate_size": 320}
 PIPELINES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (WIDE_FIRST, {"pp": 2, "z": 2, "ep": 2}, "none"),
+    (WIDE_FIRST, {"pp": 4, "dp": 2, "ep": 2, "zero": 1}, "full"),
     (UNBIASED, {"pp": 2, "dp": 2, "ep": 2}, "none"),
     (MIXTURE, {"pp": 2, "z": 2, "ep": 2}, "none"),
     (QWEN_MOE, {"pp": 2, "dp": 2, "ep": 2, "zero": 1}, "full"),
@@ -100,6 +104,8 @@ def test_formulas_equal_the_trace_of_pipelines(model: dict[str, Any], grid: dict
     traced, work = assert_equal_to_the_trace(run), workload_of(run)
     for place, stage in enumerate(traced.pipeline):
         held = stage_memory(work, load_machine("laptop"), place)
+        parameters, _, optimizer = stored_bytes(run, place)
+        assert (held["parameters"], held["optimizer"]) == pytest.approx((parameters, optimizer), rel=0.02)
         assert held["activations"] + held["logits"] == pytest.approx(stage.memory.activations_peak, rel=0.1)
 
 

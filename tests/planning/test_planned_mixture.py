@@ -7,13 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exact_parameters import stages_of_rank
 
+from fourfold.config.run import RunConfig
 from fourfold.planning.calibration.machine_constants import constants_for
+from fourfold.planning.cases import stack
 from fourfold.planning.cost.expert_sizes import rows_of, states_of_experts
-from fourfold.planning.cost.memory import stage_memory
+from fourfold.planning.cost.memory import peak_memory, stage_memory
+from fourfold.planning.cost.stage_split import blocks_of
 from fourfold.planning.cost.step import step_parts
 from fourfold.planning.machines.constants import prior_constants
-from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.machines.machine import load_machine, stack_machines
 from fourfold.planning.run_workload import workload_of
 from fourfold.planning.search.fastest import search
 from fourfold.planning.search.plan import predict
@@ -35,13 +39,16 @@ MODEL = {
 
 
 def work_of(grid: dict[str, int], model: dict[str, Any] | None = None, **tables: Any) -> Workload:
+    return workload_of(run_of(grid, model, **tables))
+
+
+def run_of(grid: dict[str, Any], model: dict[str, Any] | None = None, sequences: int = 4, **tables: Any) -> RunConfig:
     ranks = grid.get("z", 1) * grid.get("dp", 1)
-    run = make_run({
+    return make_run({
         "model": MODEL | (model or {}), "data": {"source": "python-stdlib"}, "parallel": grid,
-        "training": {"precision": "bf16", "global_batch_size": 4 * ranks, "micro_batch_size": 2, "seq_length": SEQ,
-                     "train_steps": 1},
+        "training": {"precision": "bf16", "global_batch_size": sequences * ranks, "micro_batch_size": 2,
+                     "seq_length": SEQ, "train_steps": 1},
     } | tables)  # fmt: skip
-    return workload_of(run)
 
 
 GRIDS: list[dict[str, int]] = [
@@ -126,6 +133,49 @@ def test_dense_first_layers_and_shared_experts_count_once() -> None:
     assert every == pytest.approx(LAYERS * attention + mlp + 2 * sparse)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "more"),
+    [
+        ("1F1B", {}),
+        ("1F1B", {"zero": 3}),
+        ("Interleaved1F1B", {"z": 2, "zero": 1}),
+        ("GPipe", {"zero": 3}),
+        ("ZBVZeroBubble", {"zero": 1}),
+        ("DualPipeV", {}),
+    ],
+    ids=str,
+)
+def test_the_fullest_rank_of_a_pipeline_with_dense_first_layers(schedule: str, more: dict[str, int]) -> None:
+    """It may be any; and the blocks of each rank are those of the run file."""
+    cases, peaks = [], []
+    for pp, layers, dense, vocab in (
+        (2, 8, 1, 512),
+        (4, 16, 3, 512),
+        (4, 19, 5, 512),
+        (4, 16, 3, 65536),
+        (3, 12, 6, 512),
+    ):
+        model = {"num_hidden_layers": layers, "first_k_dense_replace": dense, "vocab_size": vocab}
+        run = run_of({"pp": pp, "dp": 2, "ep": 2, "schedule": schedule} | more, model, sequences=16)
+        work = workload_of(run)
+        stages = [stages_of_rank(run, rank) for rank in range(pp)]
+        assert blocks_of(work) == tuple((sum(s.layers for s in each), sum(s.dense for s in each)) for each in stages)
+        held = [sum(map(float, stage_memory(work, H100, rank).values())) for rank in range(pp)]
+        assert float(peak_memory(work, H100)) == pytest.approx(max(held), rel=1e-9)
+        cases.append(work)
+        peaks.append(max(held))
+    together = peak_memory(stack(cases), stack_machines([H100] * len(cases)))
+    assert together == pytest.approx(np.array(peaks), rel=1e-9)
+
+
+def test_a_middle_rank_is_the_fullest_where_the_first_has_the_dense_layers() -> None:
+    model = {"num_hidden_layers": 16, "first_k_dense_replace": 3, "vocab_size": 512}
+    work = workload_of(run_of({"pp": 4, "dp": 2, "ep": 2}, model))
+    first, second = (stage_memory(work, H100, rank) for rank in range(2))
+    assert sum(second.values()) == peak_memory(work, H100)
+    assert second["parameters"] > 1.5 * first["parameters"]
+
+
 def test_rows_of_a_rank() -> None:
     """The mean load; the fullest rank of an uneven one; and at most the capacity."""
     work = work_of({"dp": 4, "ep": 4})
@@ -175,9 +225,6 @@ def test_the_search_divides_experts_in_every_legal_way() -> None:
 
 def test_a_step_with_experts_in_a_stack_of_dense_ones_is_the_same() -> None:
     """Rows of both kinds are predicted together."""
-    from fourfold.planning.cases import stack
-    from fourfold.planning.machines.machine import stack_machines
-
     mixture, dense = work_of({"dp": 4, "ep": 2}), work_of({"dp": 4}, {"num_experts": 0, "moe_intermediate_size": 0})
     machine, constants = stack_machines([H100, H100]), constants_for(H100)
     together = step_parts(stack([mixture, dense]), machine, constants)

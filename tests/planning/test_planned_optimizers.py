@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,16 @@ from test_bytes import ONE_LINK, PLAIN
 from tiny_runs import tiny_run
 from torch.utils.flop_counter import FlopCounterMode
 
+from fourfold.checkpoints.room import checkpoint_bytes
 from fourfold.config.run import RunConfig
+from fourfold.errors import UserError
 from fourfold.planning.cost.memory import stage_memory
-from fourfold.planning.cost.optimizer_cost import Matrices, muon_seconds, muon_workspace
+from fourfold.planning.cost.optimizer_cost import Matrices, moved_bytes, muon_seconds, muon_workspace, saved_bytes
+from fourfold.planning.planned_run import write_run
+from fourfold.planning.request import request_from_options
 from fourfold.planning.run_workload import workload_of
+from fourfold.planning.search.plan import predict
+from fourfold.run_file.load import load_run
 from fourfold.training.newton_schulz import orthogonalize
 from fourfold.verification.trace import trace
 
@@ -46,6 +53,53 @@ def test_states_are_those_of_the_closed_formula(model: dict[str, Any], grid: dic
     assert float(planned) == pytest.approx(stored_bytes(run)[2], rel=0.025)
 
 
+@pytest.mark.parametrize(
+    ("model", "grid", "training", "optimizer"),
+    [
+        ({}, {"x": 2, "dp": 2, "zero": 1}, {}, {}),
+        ({}, {"pp": 2, "z": 2}, {}, {"name": "lion"}),
+        ({"num_experts": 4, "num_experts_per_tok": 2}, {"z": 2, "ep": 2}, {}, {"name": "muon"}),
+        ({}, {"z": 2}, {"master_weights": "bf16"}, {"stochastic_rounding": True}),
+        ({}, {"dp": 2, "zero": 3}, {"master_weights": "bf16"}, {}),
+    ],
+    ids=str,
+)
+def test_averages_of_the_weights_equal_the_trace(
+    model: dict[str, Any], grid: dict[str, Any], training: dict[str, Any], optimizer: dict[str, Any]
+) -> None:
+    """4 bytes a weight, cut as the weights are: as many as the trace counts, and in the planner's peak."""
+    ranks = grid.get("z", 1) * grid.get("dp", 1)
+    training = {"precision": "bf16", "global_batch_size": 4 * ranks} | training
+    tables = {"training": training, "optimizer": optimizer}
+    model = {"preset": "llama-tiny", "num_hidden_layers": 4, "hidden_size": 256} | model
+    without, run = tiny_run(model, grid, **tables), tiny_run(model, grid, ema={"decay": 0.99}, **tables)
+    assert stored_bytes(run)[2] == trace(run, whole=True).memory.optimizer
+    held, before = (stage_memory(workload_of(each), ONE_LINK, 0) for each in (run, without))
+    assert float(held["optimizer"]) == pytest.approx(stored_bytes(run)[2], rel=0.025)
+    assert float(held["optimizer"] - before["optimizer"]) == pytest.approx(stored_bytes(run)[0] * 4 / (
+        2 if "master_weights" in training else 4), rel=0.025)  # fmt: skip
+    assert moved_bytes(workload_of(run)) > moved_bytes(workload_of(without))
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"name": "lion"}, {"name": "muon"}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"ema": {"decay": 0.99}}], ids=str)
+def test_a_checkpoint_is_as_large_as_the_room_that_a_run_wants(optimizer: dict[str, Any], more: dict[str, Any]) -> None:
+    for model in (LLAMA, MIXTRAL):
+        run = tiny_run(model, {}, optimizer=optimizer, **more)
+        saved = saved_bytes(workload_of(run), run.model.num_parameters)
+        assert float(saved) == pytest.approx(checkpoint_bytes(run), rel=1e-3)
+
+
+def test_the_command_line_chooses_an_optimizer_and_writes_it(tmp_path: Path) -> None:
+    plain, lion = (request_from_options("llama3-8b", None, [], 8, 2048, 64, optimizer=name) for name in (None, "lion"))
+    memory = [stage_memory(request.base, ONE_LINK, 0)["optimizer"] for request in (plain, lion)]
+    assert memory[1] == memory[0] / 2
+    write_run(tmp_path / "run.toml", lion, predict(lion.base.but(dp=8, batch=64), ONE_LINK, PLAIN))
+    assert load_run(tmp_path / "run.toml").optimizer.name == "lion"
+    with pytest.raises(UserError, match="--optimizer sgd is unknown; there are adamw, muon, lion"):
+        request_from_options("llama3-8b", None, [], 8, optimizer="sgd")
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (48, 128), (128, 48)])
 def test_flops_are_those_of_the_products(rows: int, columns: int) -> None:
     with FlopCounterMode(display=False) as counted:
@@ -63,7 +117,8 @@ def test_seconds_are_of_the_bytes_that_are_sent(grid: dict[str, Any]) -> None:
     assert muon_seconds(workload_of(run_of(LLAMA, grid, "adamw")), ONE_LINK, PLAIN) == 0
 
 
-@pytest.mark.parametrize("grid", [{}, {"dp": 4}, {"x": 2, "dp": 2, "zero": 1}], ids=str)
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("grid", [{}, {"x": 2, "dp": 2, "zero": 1}, {"dp": 4}], ids=str)
 def test_the_workspace_is_that_of_the_trace(grid: dict[str, Any]) -> None:
     """With few tokens it is more than the activations."""
     model = {"preset": "llama-tiny", "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from planner_rows import COLUMNS, HEADER, row_text
 
 from fourfold.errors import UserError
-from fourfold.planning.calibration.columns import MeasuredRow, column_table, parse_cells
+from fourfold.planning.calibration.columns import NEEDED, MeasuredRow, parse_cells
 from fourfold.planning.calibration.fit import Calibration
 from fourfold.planning.calibration.programs import PROGRAMS
 from fourfold.planning.calibration.rows import Skipped, measured_table, read_rows, read_table, row_of
@@ -268,6 +269,18 @@ def test_the_table_that_comes_with_fourfold() -> None:
     assert all(traits.source for traits in PROGRAMS.values())
     with measured_table().open(encoding="utf-8", newline="") as file:
         assert csv.DictReader(file).fieldnames == list(MeasuredRow.model_fields)
+
+
+def column_table() -> list[str]:
+    """The columns as a table of Markdown."""
+    lines = ["| column | |", "|---|---|"]
+    for name, field in MeasuredRow.model_fields.items():
+        choices = [c for part in (field.annotation, *get_args(field.annotation)) for c in get_args(part)
+                   if isinstance(c, str)]  # fmt: skip
+        needed = " (needed)" if name in NEEDED else ""
+        values = f" One of {', '.join(f'`{c}`' for c in choices)}." if choices else ""
+        lines.append(f"| `{name}`{needed} | {field.description}.{values} |")
+    return lines
 
 
 def test_the_page_lists_the_columns() -> None:

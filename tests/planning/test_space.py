@@ -33,13 +33,20 @@ from fourfold.planning.search.space import (
     REASONS,
     RECOMPUTES,
     Limits,
-    all_layouts,
+    all_grids,
+    choices_of,
     factorisations,
     rejections,
+    with_recomputes,
 )
 from fourfold.planning.workload import SCHEDULES, Workload
 from fourfold.run_file.load import load_run, make_run
 from fourfold.verification.trace import trace
+
+
+def all_layouts(base: Workload, gpus: int, limits: Limits) -> Workload:
+    """``base`` with every choice that the search has, but for the parts, of which it has the first."""
+    return with_recomputes(choices_of(base, all_grids(base, gpus, limits), limits), limits)
 
 
 def base(preset: str, seq: int, batch: int, **changes: object) -> Workload:
@@ -117,7 +124,11 @@ def test_the_split_of_the_layers_is_that_of_the_run_file(schedule: tuple[str, in
         run = make_run(run_of("llama-12m", work, num_hidden_layers=layers))
         ranks = [sum(s.layers for s in stages_of_rank(run, rank)) for rank in range(pp)]
         split = split_of(workload_of(run))
-        assert split == split_of(work) == (ranks[0], ranks[1], ranks[-1], max(ranks), ranks.index(max(ranks)))
+        assert split == split_of(work)
+        assert (split.first, split.last, split.most) == ((ranks[0], 0), (ranks[-1], 0), max(ranks))
+        assert [(rank, blocks.number) for rank, blocks in split.between] == [
+            (rank, n) for rank, n in enumerate(ranks[:-1]) if rank and n > max(ranks[:rank])
+        ]
 
 
 @pytest.mark.slow

@@ -198,7 +198,7 @@ def test_checkpoints_as_young_says_lose_least() -> None:
 
 
 def test_costs_of_a_training_run() -> None:
-    told = costs(1e12, 1e6, 1024, 70e9, load_machine("dgx-h100"))
+    told = costs(1e12, 1e6, 1024, 840e9, load_machine("dgx-h100"))
     assert told.mtbf_hours == pytest.approx(50700 / 1024)
     assert 0.98 < told.goodput < 1
     assert told.days == pytest.approx(1e6 / 86400 / told.goodput)

@@ -97,10 +97,11 @@ def assert_close(run: RunConfig, expected: RunConfig) -> None:
 
 
 def test_one_run_on_four_grids(pool: Pool, tmp_path: Path, prefix: str) -> None:
-    expected = on_grid(tmp_path / "expected", prefix, {}, checkpoint__interval=2)
-    pool.run(1, train_until, expected, 8)
-    for stop, grid in zip((2, 4, 6, 8), [{"pp": 2}, {"x": 2}, {"cp": 2}, {}], strict=True):
-        run = on_grid(tmp_path / "run", prefix, grid, checkpoint__interval=2)
+    changes = {"training__train_steps": 4, "checkpoint__interval": 2}
+    expected = on_grid(tmp_path / "expected", prefix, {}, **changes)
+    pool.run(1, train_until, expected, 4)
+    for stop, grid in zip((1, 2, 3, 4), [{"pp": 2}, {"x": 2}, {"cp": 2}, {}], strict=True):
+        run = on_grid(tmp_path / "run", prefix, grid, **changes)
         pool.run(run.parallel.world_size, train_until, run, stop)
     assert_close(run, expected)
 
@@ -116,6 +117,7 @@ EXPERTS = {
     "moe__capacity_factor": 1.0,
     "checks__replay_interval": 2,
     "metrics__log_interval": 1,
+    "training__train_steps": 4,
 }
 FIGURES = ("expert_load", "dropped_share", "router_entropy", "balance_loss", "router_z_loss")
 
@@ -135,10 +137,10 @@ def test_one_run_of_experts_on_several_grids(
     pool: Pool, tmp_path: Path, prefix: str, grids: list[dict[str, int]]
 ) -> None:
     expected = on_grid(tmp_path / "expected", prefix, {}, **EXPERTS)
-    pool.run(1, train_until, expected, 8)
+    pool.run(1, train_until, expected, 4)
     for number, grid in enumerate(grids, 1):
         run = on_grid(tmp_path / "run", prefix, grid, **EXPERTS | {"training__micro_batch_size": 1})
-        pool.run(run.parallel.world_size, train_until, run, 8 * number // len(grids))
+        pool.run(run.parallel.world_size, train_until, run, 4 * number // len(grids))
     assert_close(run, expected)
     for ours, theirs in zip(metrics_of(run), metrics_of(expected), strict=True):
         assert [ours[key] for key in FIGURES] == pytest.approx([theirs[key] for key in FIGURES], rel=1e-5)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from command_line import Cli
 from pool import Pool
-from tiny_chat import CHATML, make_chat_tokenizer, write_rows
+from tiny_chat import CHATML, TALK, make_chat_tokenizer, write_rows
 from tiny_runs import LLAMA, tiny_run
 
 from fourfold.config.run import RunConfig
@@ -20,12 +20,15 @@ from fourfold.data.loader import Loader
 from fourfold.data.masks import answers_only, document_boundary
 from fourfold.data.preferences import PreferencePairs
 from fourfold.data.prepare_conversations import prepare_conversations
+from fourfold.data.transformers_tokenizer import open_tokenizer
+from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.models.initialize import initialize
 from fourfold.models.transformer import IGNORE_INDEX, Transformer
 from fourfold.parallel.grid import Grid
 from fourfold.planning.run_workload import workload_of
+from fourfold.training import loop
 from fourfold.training.corpora import open_corpora
 from fourfold.training.job import Job
 from fourfold.training.metrics import read_metrics
@@ -160,6 +163,41 @@ def test_chats_become_pairs(cli: Cli, tmp_path: Path) -> None:
     windows = PreferencePairs.open(tmp_path / "c", 64, 0).read([0, 1, 2, 3])
     assert np.array_equal(windows.tokens[:2], windows.tokens[2:]), "both ways to write a row are the same pair"
     assert not np.array_equal(windows.tokens[0], windows.tokens[1])
+
+
+@pytest.mark.parametrize("has_prompt", [True, False], ids=["prompt of its own", "what both begin with"])
+def test_only_the_last_answer_of_a_longer_talk_is_trained(cli: Cli, tmp_path: Path, has_prompt: bool) -> None:
+    """The prompt has answers of the assistant, which sft would train."""
+    pytest.importorskip("transformers")
+    folder = make_chat_tokenizer(tmp_path / "tokenizer", CHATML)
+    prompt, last = TALK[:3], TALK[3]
+    answers = {"chosen": last, "rejected": {**last, "content": "Paris again"}}
+    own = prompt if has_prompt else []
+    rest = [] if has_prompt else prompt
+    row = {"prompt": own or None, **{name: [*rest, answer] for name, answer in answers.items()}}
+    arguments = ("--out", tmp_path / "c", "--format", "preferences", "--tokenizer", folder)
+    code, _, err = cli("prepare", write_rows(tmp_path / "rows.jsonl", [row]), *arguments)
+    assert code == 0, err
+    (batch,) = Loader(PreferencePairs.open(tmp_path / "c", 128, 0), 128, 2, 2, masks=MASKS).step(0)
+    tokenizer = open_tokenizer(str(folder))
+    trained = [tokenizer.decode([t for t in row if t != IGNORE_INDEX]).strip() for row in batch.labels.tolist()]
+    assert trained == [f"{answer['content']}<|im_end|>" for answer in answers.values()]
+
+
+def unwritable_body(rank: int, world_size: int, run: RunConfig) -> str:
+    with pytest.raises(UserError) as raised:
+        loop.train(Place(rank, rank, world_size, world_size, "local"), run)
+    return str(raised.value)
+
+
+def test_a_reference_that_cannot_be_written_ends_every_process(pool: Pool, corpus: str, tmp_path: Path) -> None:
+    run = run_of(corpus, tmp_path, {"z": 2})
+    train(run.model_copy(update={"training": run.training.model_copy(update={"train_steps": 1})}))
+    (tmp_path / "run" / REFERENCE_FILE).unlink()
+    (tmp_path / "run" / REFERENCE_FILE).mkdir()
+    never = run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"resume": "never"})})
+    said = pool.run(2, unwritable_body, never)
+    assert said[0] == said[1] and REFERENCE_FILE in said[0]
 
 
 @pytest.mark.parametrize(

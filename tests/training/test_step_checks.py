@@ -167,7 +167,7 @@ def train(run: RunConfig) -> None:
     run_on_grid("fourfold.training.loop:train", [run], 1, "cpu")
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("fault", [LARGE_LOSS, LARGE_GRADIENT])
 @pytest.mark.parametrize("step", [3, 5])
 def test_spikes_of_loss_and_gradient_norm(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from poisoned_runs import NAN_GRADIENT, same_tensors, tensors_at, train_poisoned, train_without
 from pool import Pool
 from tiny_corpus import make_corpus, run_file
 from tiny_hub import make_dataset
@@ -56,16 +57,43 @@ def lines_of(run: RunConfig) -> list[dict[str, Any]]:
 
 def test_a_run_that_stops_and_changes_its_grid_sees_what_one_process_sees(tmp_path: Path, pool: Pool) -> None:
     dataset = make_dataset(tmp_path / "tales", documents=400)
-    whole = make(tmp_path / "whole", dataset)
+    shuffled = {"data__shuffle_buffer": 8}
+    whole = make(tmp_path / "whole", dataset, **shuffled)
     train(whole)
     for steps, grid in ((3, {"dp": 2, "zero": 1}), (4, {"x": 2}), (8, {"z": 2})):
         axes = {f"parallel__{axis}": size for axis, size in grid.items()}
-        run = make(tmp_path / "parts", dataset, training__train_steps=steps, **axes)
+        run = make(tmp_path / "parts", dataset, training__train_steps=steps, **shuffled, **axes)
         pool.run(2, train_on, run)
     for expected, line in zip(lines_of(whole), lines_of(run), strict=True):
         assert line["trained_token_share"] == expected["trained_token_share"] < 0.95  # the same masks, to the token
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-4)
     assert lines_of(run)[-1]["loss"] < lines_of(run)[0]["loss"] - 0.3
+
+
+@pytest.mark.parametrize(
+    ("grid", "shuffled"),
+    [pytest.param({}, 0, marks=pytest.mark.slow), ({"dp": 2}, 8)],
+    ids=["one process", "dp 2, shuffled"],
+)
+def test_a_run_that_went_back_in_its_stream_is_as_one_without_the_bad_batch(
+    tmp_path: Path, pool: Pool, grid: dict[str, int], shuffled: int
+) -> None:
+    """Once from step 5 to 4, and once from 8 to 6, skipping 7 and 8."""
+    dataset = make_dataset(tmp_path / "tales", documents=400)
+    changes: dict[str, Any] = {f"parallel__{axis}": size for axis, size in grid.items()}
+    changes |= {"checkpoint__interval": 2, "checkpoint__keep_latest_k": 0, "data__shuffle_buffer": shuffled}
+    healthy = make(tmp_path / "healthy", dataset, **changes)
+    changes |= {"checks__non_finite": "roll_back", "checks__roll_back_batches": 2}
+    run = make(tmp_path / "run", dataset, **changes)
+    ranks = run.parallel.world_size
+    pool.run(ranks, train_poisoned, run, {5: NAN_GRADIENT, 8: NAN_GRADIENT})
+    pool.run(ranks, train_without, healthy, {5, 7, 8})
+    assert same_tensors(tensors_at(run, 8), tensors_at(healthy, 8))
+    saved, expected = (read_state(Path(r.output_dir, "run", "checkpoints", "step_8")).stream for r in (run, healthy))
+    assert saved is not None and saved == expected
+    assert [line["step"] for line in lines_of(run) if line.get("skipped")] == [5, 7, 8]
+    for line, other in zip(lines_of(run), lines_of(healthy), strict=True):
+        assert line.get("skipped") or line["loss"] == other["loss"], "the batches after the return are the same"
 
 
 def test_a_checkpoint_goes_on_in_its_own_data_only(tmp_path: Path) -> None:
@@ -79,6 +107,8 @@ def test_a_checkpoint_goes_on_in_its_own_data_only(tmp_path: Path) -> None:
         train(make(tmp_path / "run", dataset, data__streams=4))
     with pytest.raises(UserError, match=r"another data\.text_key: 'text', not 'title'; set it back"):
         train(make(tmp_path / "run", dataset, data__text_key="title"))
+    with pytest.raises(UserError, match=r"another data\.shuffle_buffer: '0', not '8'; set it back"):
+        train(make(tmp_path / "run", dataset, data__shuffle_buffer=8))
     other = make_dataset(tmp_path / "others", documents=400)
     with pytest.raises(UserError, match=rf"was trained on data.source = '{dataset}:train' in 2 streams"):
         train(make(tmp_path / "run", other))

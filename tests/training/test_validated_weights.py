@@ -26,7 +26,6 @@ from fourfold.errors import UserError
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.state import gather_full
-from fourfold.planning.run_workload import workload_of
 from fourfold.run_file.load import load_run
 from fourfold.training import loop
 from fourfold.training.best_validation import is_exhausted, note_validation
@@ -198,7 +197,3 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for section in ({"keep_best": True}, {"patience": 3}):
         with pytest.raises(UserError, match="is set, and interval = 0 never validates"):
             tiny_run(validation=section)
-    with pytest.raises(UserError, match="the planner does not predict the average"):
-        workload_of(tiny_run(ema={"decay": 0.9}))
-    with pytest.raises(UserError, match="the planner does not predict ema"):
-        tiny_run(ema={"decay": 0.9}, metrics={"machine": "laptop"})

@@ -131,6 +131,7 @@ def test_weights_are_gathered_behind_the_layer_before() -> None:
     assert ahead["z reduce_scatter gradients"] < 0.2
 
 
+@pytest.mark.slow
 def test_both_levels_hide_where_one_does() -> None:
     deep, training = {**LLAMA, "num_hidden_layers": 12}, {"global_batch_size": 8}
     one, two = (

@@ -170,14 +170,26 @@ def precision_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError
     return precision_error(run, torch.device("cpu"), steps=8)
 
 
+PRECISIONS = [("bf16", "fp16")[number // 3 % 2] for number in range(len(CASES))]
+
+
+def test_every_setting_is_in_some_case_of_each_precision() -> None:
+    in_cases = {(p, *each) for p, case in zip(PRECISIONS, CASES, strict=True) for each in case._asdict().items()}
+    every = {(p, name, value) for p in ("bf16", "fp16") for name, values in CHOICES.items() for value in values}
+    assert in_cases == every
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", CASES, ids=lambda s: " ".join(map(str, s)))
-def test_lower_precision_only_rounds(pool: Pool, settings: Settings, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "precision"),
+    [*zip(CASES, PRECISIONS, strict=True)],
+    ids=[" ".join(map(str, (p, *case))) for p, case in zip(PRECISIONS, CASES, strict=True)],
+)
+def test_lower_precision_only_rounds(pool: Pool, settings: Settings, precision: str, tmp_path: Path) -> None:
     """A grid is as far from float64 as one process is in the same precision, but for half."""
-    for precision in ("bf16", "fp16"):
-        run = run_of(settings, str(tmp_path), precision)
-        alone = run.model_copy(update={"parallel": ParallelConfig()})
-        grid, one = (pool.run(r.parallel.world_size, precision_body, r)[0] for r in (run, alone))
-        assert grid.gradients < LIMIT * one.gradients, precision
-        assert grid.weights < LIMIT * one.weights, precision
-        assert grid.loss < 4 * LIMIT * one.loss, "one number a step: each a mean of eight squares"
+    run = run_of(settings, str(tmp_path), precision)
+    alone = run.model_copy(update={"parallel": ParallelConfig()})
+    grid, one = (pool.run(r.parallel.world_size, precision_body, r)[0] for r in (run, alone))
+    assert grid.gradients < LIMIT * one.gradients
+    assert grid.weights < LIMIT * one.weights
+    assert grid.loss < 4 * LIMIT * one.loss, "one number a step: each a mean of eight squares"

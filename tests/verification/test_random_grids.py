@@ -14,7 +14,7 @@ from fourfold.config.run import AXES, RunConfig
 from fourfold.run_file.dump import to_toml
 from fourfold.verification.parity_report import ParityReport
 
-RUNS = 200
+RUNS = 100
 
 
 def parity_body(rank: int, world_size: int, run: RunConfig) -> ParityReport | None:

@@ -121,6 +121,7 @@ def test_continuing_from_few_layers_is_exact(
     assert trace(run) == trace(run, whole=True)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("grid", [{"z": 2, "dp": 2, "ep": 2}, {"x": 2, "dp": 2, "ep": 2, "zero": 1}], ids=str)
 def test_a_real_run_sends_what_the_trace_says(pool: Pool, grid: dict[str, int]) -> None:
     """With all experts of each token chosen the load is even."""

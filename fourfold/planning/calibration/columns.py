@@ -233,15 +233,3 @@ def parse_cells(cells: Mapping[str, str]) -> MeasuredRow:
 def _choices(column: str) -> str:
     choices = get_args(MeasuredRow.model_fields[column].annotation)
     return f"give {', '.join(map(str, choices))}" if choices else "docs/planner.md says what it holds"
-
-
-def column_table() -> list[str]:
-    """Write the columns as a table of Markdown."""
-    lines = ["| column | |", "|---|---|"]
-    for name, field in MeasuredRow.model_fields.items():
-        choices = [c for part in (field.annotation, *get_args(field.annotation)) for c in get_args(part)
-                   if isinstance(c, str)]  # fmt: skip
-        needed = " (needed)" if name in NEEDED else ""
-        values = f" One of {', '.join(f'`{c}`' for c in choices)}." if choices else ""
-        lines.append(f"| `{name}`{needed} | {field.description}.{values} |")
-    return lines

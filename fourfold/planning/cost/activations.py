@@ -10,10 +10,13 @@ from fourfold.planning.cases import Cases, Number
 from fourfold.planning.cost.expert_sizes import (
     backward_of_experts,
     choices_kept,
+    dense_share,
     experts_made_again,
+    has_dense_first,
     has_experts,
     kept_by_experts,
     kept_by_shared_gate,
+    kinds_of_blocks,
     states_of_experts,
 )  # fmt: skip
 from fourfold.planning.cost.tensor_sizes import attention_over_y, heads_here, log_sums, pieces, puts_in_order
@@ -150,12 +153,13 @@ def is_replicated(work: Workload) -> Number:
 
 def kept_weights(work: Workload) -> tuple[Number, Number]:
     """Bytes of the z shards of weights that zero 1 and 2 keep between forward and backward (docs/parallelism.md): of
-    one block, and of the tables."""
+    one block with its experts, and of the tables."""
     model, layout = work.model, work.layout
     keeps = (layout.zero > 0) & (layout.zero < 3) & (layout.z > 1)
     entry = np.where(keeps, work.step.item_bytes / (layout.x * layout.y * layout.z), 0)
     tables = (model.positions + np.where(model.tied, 0, model.vocab)) * model.hidden
-    return entry * model.block_weights, entry * tables
+    of_experts = kept_weights(states_of_experts(work))[0] if has_experts(work) else 0
+    return entry * model.block_weights + of_experts, entry * tables
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ class BlockBytes(Cases):
 
     whole, selective, full: kept by a block without recompute, with selective, and with full; backward,
     backward_replicated: ``backward_bytes``; mlp_again: ``mlp_made_again``; head, head_kept: peak of head and loss, and
-    what they keep until their backward.
+    what they keep until their backward; dense: the bytes of blocks with a dense MLP, where some of a mixture have one.
     """
 
     whole: Number
@@ -175,10 +179,41 @@ class BlockBytes(Cases):
     mlp_again: Number
     head: Number
     head_kept: Number
+    dense: BlockBytes | None = None
+
+    def kept(self, work: Workload, layers: Number) -> Number:
+        """Bytes that so many blocks keep of a micro-batch."""
+        layout = work.layout
+        full = np.where(layout.offload, 0, self.full)
+        light = np.where(layout.recompute == 2, full, np.where(layout.recompute == 1, self.selective, self.whole))
+        recomputed = np.ceil(layers / layout.recompute_every)
+        return recomputed * light + (layers - recomputed) * self.whole
+
+    def in_backward(self, work: Workload, layers: Number) -> Number:
+        """Bytes beside those in the backward of one of so many blocks."""
+        layout, program = work.layout, work.program
+        full = layout.recompute == 2
+        mlp_again = (
+            np.asarray(program.recomputes_mlp, bool)
+            & (layout.recompute == 1)
+            & ~np.asarray(program.recomputes_per_op, bool)
+        )
+        again = np.where(full, self.whole, np.where(mlp_again, self.mlp_again, 0))
+        backward = np.where(is_replicated(work), self.backward_replicated, self.backward)
+        # The input of the block that the backward comes to next is on its way back from the host's memory.
+        several = np.ceil(layers / layout.recompute_every) > 1
+        return again + backward + np.where(full & layout.offload & several, self.full, 0)
 
 
 def block_bytes(work: Workload) -> BlockBytes:
     """Bytes for each case of ``work``."""
+    if not has_dense_first(work):
+        return _bytes_of_equal_blocks(work)
+    dense, others = kinds_of_blocks(work)
+    return replace(_bytes_of_equal_blocks(others), dense=_bytes_of_equal_blocks(dense))
+
+
+def _bytes_of_equal_blocks(work: Workload) -> BlockBytes:
     block = BlockBytes(
         kept_by_block(work, False),
         kept_by_block(work, True),
@@ -214,35 +249,33 @@ def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
 def peak_bytes(
     work: Workload, layers: Number, in_flight: Number, has_head: Number = True, block: BlockBytes | None = None
 ) -> Number:
-    """Peak bytes on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches."""
+    """Peak bytes on a rank that holds ``layers`` blocks of ``in_flight`` micro-batches. Of a mixture of experts, as
+    many have a dense MLP as the shares in ``work`` say."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     block = block_bytes(work) if block is None else block
-    full = layout.recompute == 2
-    light = np.where(full, np.where(layout.offload, 0, block.full), np.where(layout.recompute == 1, block.selective,
-                                                                           block.whole))  # fmt: skip
-    recomputed = np.ceil(layers / layout.recompute_every)
-    kept = recomputed * light + (layers - recomputed) * block.whole
+    of_block, of_tables = kept_weights(work)
+    kept, in_block = _kept_and_in_backward(work, layers, block, of_block)
     kept = kept + np.where(layout.pp > 1, program.stage_keeps, 0) * block.full
     inputs = 16 * layout.micro_batch * step.seq * work.micro_batches + 4 * step.seq * model.head_dim * model.rope
-    backward = np.where(is_replicated(work), block.backward_replicated, block.backward)
     # The head's part of a tied weight's gradient is held until the embedding's is there.
     tied = np.asarray(model.tied, bool) & (layout.pp == 1)
     waiting = np.where(tied, step.item_bytes * model.vocab * model.hidden / (layout.x * layout.y), 0)
-    of_block, of_tables = kept_weights(work)
-    if has_experts(work):
-        of_block = of_block + kept_weights(states_of_experts(work))[0]
     weights = layers * of_block + of_tables
-    mlp_again = (
-        np.asarray(program.recomputes_mlp, bool)
-        & (layout.recompute == 1)
-        & ~np.asarray(program.recomputes_per_op, bool)
-    )
-    again = np.where(full, block.whole, np.where(mlp_again, block.mlp_again, 0))
-    # A block's own weights are whole in its backward, and counted as gathered weights.
-    # The input of the block that the backward comes to next is on its way back from the host's memory.
-    arriving = np.where(full & layout.offload & (recomputed > 1), block.full, 0)
-    in_block = again + backward + arriving + waiting + weights - of_block
     # In other schedules the backward of a micro-batch's head directly follows its forward.
     heads_wait = np.where(has_head & (layout.pp > 1) & layout.forwards_first, in_flight - 1, 0)
     kept = in_flight * kept + heads_wait * block.head_kept
-    return kept + inputs + np.maximum(np.where(has_head, block.head, 0) + weights, in_block)
+    return kept + inputs + weights + np.maximum(np.where(has_head, block.head, 0), in_block + waiting)
+
+
+def _kept_and_in_backward(work: Workload, layers: Number, block: BlockBytes, of_block: Number) -> tuple[Number, Number]:
+    """Bytes that a rank's blocks keep of a micro-batch; and the most beside them in the backward of one, whose own
+    weights (``kept_weights``: of_block, on average) are whole then, and counted as gathered."""
+    if block.dense is None:
+        return block.kept(work, layers), block.in_backward(work, layers) - of_block
+    share = dense_share(work)
+    of_dense, of_others = (kept_weights(kind)[0] for kind in kinds_of_blocks(work))
+    kept_by_others = (1 - share) * block.kept(work, layers)
+    in_others = np.where(share < 1, block.in_backward(work, layers) - of_others, 0)
+    # The dense blocks are the first: when the backward comes to them, that of all others is over.
+    in_dense = np.where(share > 0, block.dense.in_backward(work, layers) - of_dense - kept_by_others, 0)
+    return kept_by_others + share * block.dense.kept(work, layers), np.maximum(in_others, in_dense)

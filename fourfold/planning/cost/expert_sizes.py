@@ -20,6 +20,22 @@ def has_experts(work: Workload) -> bool:
     return bool(np.any(work.model.experts))
 
 
+def has_dense_first(work: Workload) -> bool:
+    """True where any case is a mixture whose first blocks have a dense MLP."""
+    return bool(np.any(work.model.dense_first))
+
+
+def dense_share(work: Workload) -> Number:
+    """Share of the blocks that have a dense MLP, where others have experts."""
+    return np.where(np.asarray(work.model.experts) > 0, 1 - np.asarray(work.model.sparse), 0.0)
+
+
+def kinds_of_blocks(work: Workload) -> tuple[Workload, Workload]:
+    """Workloads whose blocks are all like those with a dense MLP, and all like the others."""
+    dense = work.but(experts=0, chosen=0, expert_inner=0, shared_inner=0, shared_gate=False, sparse=0.0)
+    return dense, work.but(sparse=np.where(np.asarray(work.model.experts) > 0, 1.0, 0.0))
+
+
 def where_experts(work: Workload, value: Number) -> Number:
     """A value for the cases that have experts; 0 for the others, which would send nothing at the cost of a latency."""
     return np.where(np.asarray(work.model.experts) > 0, value, 0.0)

@@ -8,11 +8,11 @@ import numpy as np
 
 from fourfold.planning.cases import Number
 from fourfold.planning.cost.activations import BlockBytes, block_bytes, peak_bytes
-from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts
-from fourfold.planning.cost.optimizer_cost import entries_without_second_moment, muon_workspace
-from fourfold.planning.cost.stage_split import blocks_of, split_of
+from fourfold.planning.cost.expert_sizes import dense_share, has_experts, kinds_of_blocks, states_of_experts
+from fourfold.planning.cost.optimizer_cost import AVERAGE_BYTES, entries_without_second_moment, muon_workspace
+from fourfold.planning.cost.stage_split import Blocks, blocks_of, split_of
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.workload import SCHEDULES, Workload
+from fourfold.planning.workload import SCHEDULES, ModelShape, Workload
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", "logits", "reserve")
 """weights: gathered for use, or 16-bit copies; logits: of head and loss, besides the activations; reserve: the runtime,
@@ -53,15 +53,23 @@ def in_flight(work: Workload, rank: Number) -> Number:
 
 def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Number]:
     """Bytes by ``CATEGORIES`` on one device of a rank of pp, counted from 0."""
-    layers, block = blocks_of(work)[rank], block_bytes(work)
-    *weights, both, reserve = _held(work, machine, rank, layers, block)
-    activations = peak_bytes(work, layers, in_flight(work, rank), False, block)
+    blocks, block = blocks_of(work)[rank], block_bytes(work)
+    *weights, both, reserve = _held(work, machine, rank, blocks, block)
+    activations = peak_bytes(_with_blocks(work, blocks, block), blocks.number, in_flight(work, rank), False, block)
     values = (*weights, activations, np.maximum(both - activations, 0), reserve)
     return dict(zip(CATEGORIES, values, strict=True))
 
 
-def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block: BlockBytes) -> tuple[Number, ...]:
+def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:
+    """A workload whose share of blocks with experts is that of a rank."""
+    if block.dense is None:
+        return work
+    return work.but(sparse=np.where(np.asarray(work.model.experts) > 0, 1 - blocks.dense / blocks.number, 0.0))
+
+
+def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block: BlockBytes) -> tuple[Number, ...]:
     """Bytes by ``CATEGORIES``, activations and logits together."""
+    layers, work = blocks.number, _with_blocks(work, blocks, block)
     model, layout, program = work.model, work.layout, work.program
     first, last = np.equal(rank, 0), np.equal(rank, layout.pp - 1)
     last = np.where(layout.v_shaped & (layout.pp > 1), first, last)
@@ -69,13 +77,13 @@ def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block:
     tables = np.where(first, table + model.positions * model.hidden, 0) + np.where(
         last & ~(first & np.asarray(model.tied, bool) & (layout.pp == 1)), table, 0
     )
-    parameters, gradients, optimizer, weights, copied = _states(work, layers, tables)
+    parameters, gradients, optimizer, copied = _states(work, layers, tables)
     if has_experts(work):
         of_experts = _states(states_of_experts(work), layers, 0)
-        parameters, gradients, optimizer, weights, copied = (
-            every + own
-            for every, own in zip((parameters, gradients, optimizer, weights, copied), of_experts, strict=True)
+        parameters, gradients, optimizer, copied = (
+            every + own for every, own in zip((parameters, gradients, optimizer, copied), of_experts, strict=True)
         )
+    weights = _weights(work, layers, tables, block)
     activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
     # The optimizer copies its gradients, and Muon matrices, when no activations are left.
     optimizer = optimizer + np.maximum(copied + muon_workspace(work, layers) - activations, 0)
@@ -87,7 +95,7 @@ def _held(work: Workload, machine: Machine, rank: Number, layers: Number, block:
 
 def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...]:
     """Bytes of all weights but those of experts, on a rank with so many entries of tables: parameters, gradients,
-    optimizer, gathered weights or 16-bit copies, and gradients that the optimizer copies."""
+    optimizer, and gradients that the optimizer copies."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     entries = (layers * model.block_weights + tables) / (layout.x * layout.y)
     copies = layout.dp * layout.cp
@@ -112,17 +120,47 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
         ),
     )
     single = entries_without_second_moment(work, layers, tables) / (layout.x * layout.y)
-    optimizer = np.where(program.half_weights, 12 * entries - 4 * single, step.weight_bytes * (2 * entries - single))
-    optimizer = optimizer / shards
-    gathered_blocks = np.minimum(1 + program.prefetch, layers)
+    optimizer = np.where(program.half_weights, 12 * entries - 4 * single, step.moment_bytes * (2 * entries - single))
+    optimizer = (optimizer + np.where(step.averaged, AVERAGE_BYTES * entries, 0)) / shards
+    return parameters, gradients, optimizer, np.where(program.gradient_copy, 4 * entries / shards, 0)
+
+
+def _weights(work: Workload, layers: Number, tables: Number, block: BlockBytes) -> Number:
+    """Bytes of gathered weights or 16-bit copies, on a rank with so many entries of tables."""
+    gathered = np.minimum(1 + work.program.prefetch, layers)
+    if block.dense is None:
+        return _weights_beside(work, layers, tables, work.model, work.model, gathered, 0)
+    share, (dense, others) = dense_share(work), (kind.model for kind in kinds_of_blocks(work))
+    most: Number = 0
+    for one, other, number in ((dense, others, layers * share), (others, dense, layers * (1 - share))):
+        several = np.minimum(gathered, number)
+        held = _weights_beside(work, layers, tables, one, other, several, gathered - several)
+        most = np.maximum(most, np.where(number > 0, held, 0))
+    return most
+
+
+def _weights_beside(
+    work: Workload, layers: Number, tables: Number, one: ModelShape, other: ModelShape, ones: Number, others: Number
+) -> Number:
+    """Bytes while so many blocks of either kind are gathered, and the gradients of one of the first are summed."""
+    every = ones * one.block_weights + others * other.block_weights
+    held = _gathered(work, layers, tables, every, one.block_weights)
+    if not has_experts(work):
+        return held
+    experts = ones * one.expert_weights + others * other.expert_weights
+    return held + _gathered(states_of_experts(work), layers, 0, experts, one.expert_weights)
+
+
+def _gathered(work: Workload, layers: Number, tables: Number, gathered: Number, summed: Number) -> Number:
+    """Bytes of so many entries of blocks, and of a block's whole gradients while they are summed; without experts."""
+    model, layout, step, program = work.model, work.layout, work.step, work.program
+    ranks, item = layout.x * layout.y, step.item_bytes
+    shards = layout.z * np.where(layout.zero > 0, layout.dp * layout.cp, 1)
     resharded = (layout.z > 1) | (layout.zero == 3)
-    gathered = item * (np.where(resharded, gathered_blocks * model.block_weights / (layout.x * layout.y), entries)
-                       + np.where(resharded, tables / (layout.x * layout.y), 0))  # fmt: skip
-    # One block's whole gradients while they are summed.
-    gathered = gathered + np.where(resharded, step.reduce_bytes * model.block_weights / (layout.x * layout.y), 0)
-    weights = np.where((shards > 1) & ~np.asarray(program.half_weights, bool), gathered,
-                       np.where(program.half_weights | (step.weight_bytes == item), 0, item * entries))  # fmt: skip
-    return parameters, gradients, optimizer, weights, np.where(program.gradient_copy, 4 * entries / shards, 0)
+    every = item * (layers * model.block_weights + tables) / ranks
+    held = np.where(resharded, (item * (gathered + tables) + step.reduce_bytes * summed) / ranks, every)
+    whole = np.where(program.half_weights | (step.weight_bytes == item), 0, every)
+    return np.where((shards > 1) & ~np.asarray(program.half_weights, bool), held, whole)
 
 
 def runtime_bytes(work: Workload, machine: Machine) -> Number:
@@ -136,26 +174,25 @@ def runtime_bytes(work: Workload, machine: Machine) -> Number:
 
 def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = None) -> Number:
     """Bytes of the fullest rank: the first of a pipeline, which holds most micro-batches, the last, with the head, or
-    one between them, which has more blocks."""
+    one between them, which has more blocks, or more with experts."""
     layout = work.layout
     block = block_bytes(work) if block is None else block
     if layout.layers_per_stage is not None:  # one layout, whose ranks may have any number
         return _fullest(work, machine, block, *enumerate(blocks_of(work)))
     split = split_of(work)
     peak = _fullest(work, machine, block, (0, split.first), (layout.pp - 1, split.last))
-    more = np.broadcast_to(split.most > split.first, np.shape(peak))
-    if not more.any():
-        return peak
-    # Few layouts have such a rank: only these are computed again.
-    index = np.flatnonzero(more)
-    _, second, _, most, most_at = (np.broadcast_to(part, more.shape).reshape(-1)[index] for part in split)
-    between = _fullest(work.take(index), machine.take(index), block.take(index), (np.ones(()), second), (most_at, most))
-    peak = np.array(peak)
-    peak.reshape(-1)[index] = np.maximum(peak.reshape(-1)[index], between)
+    for place, blocks in split.between:
+        has_one = np.broadcast_to(np.greater(place, 0), np.shape(peak))
+        # Few layouts have such a rank: only these are computed again.
+        index = np.flatnonzero(has_one)
+        rank, *numbers = (np.broadcast_to(part, has_one.shape).reshape(-1)[index] for part in (place, *blocks))
+        between = _fullest(work.take(index), machine.take(index), block.take(index), (rank, Blocks(*numbers)))
+        peak = np.array(peak)
+        peak.reshape(-1)[index] = np.maximum(peak.reshape(-1)[index], between)
     return peak
 
 
-def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple[Number, Number]) -> Number:
+def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple[Number, Blocks]) -> Number:
     """Bytes of the fullest of some ranks of pp, each with its blocks."""
     return np.max(
         [np.broadcast_arrays(sum(_held(work, machine, *place, block)), work.layout.pp)[0] for place in places], 0

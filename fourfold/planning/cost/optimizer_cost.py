@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fourfold.planning.cases import Number
+from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts
 from fourfold.planning.cost.rates import Rates
 from fourfold.planning.cost.terms.exchange import exchange_seconds
 from fourfold.planning.machines.constants import Constants
@@ -24,6 +25,9 @@ MOVED_BYTES = {"adamw": 34.0, "muon": 68.0, "lion": 78.0}
 """Bytes that a step moves per parameter. AdamW is one kernel: the fp32 weight and two moments read and written (24),
 the gradient read for the norm and for the update (8), the 16-bit copy written (2). Of the others every operation counts
 that reads a weight, its mean, its gradient or the update, and what it writes."""
+
+AVERAGE_BYTES = 4
+"""Bytes of a weight's moving average."""
 
 
 class Matrices(NamedTuple):
@@ -128,5 +132,17 @@ def _turns(kinds: list[Matrices], ranks: Number) -> list[Number]:
 
 
 def moved_bytes(work: Workload) -> Number:
-    """Bytes that a step moves for each entry that a rank steps."""
-    return np.array([MOVED_BYTES[name] for name in OPTIMIZERS])[np.asarray(work.step.optimizer, int)]
+    """Bytes that a step moves for each entry that a rank steps; an average is read and written, and its weight read."""
+    moved = np.array([MOVED_BYTES[name] for name in OPTIMIZERS])[np.asarray(work.step.optimizer, int)]
+    return moved + np.where(work.step.averaged, 2 * AVERAGE_BYTES + work.step.weight_bytes, 0)
+
+
+def saved_bytes(work: Workload, parameters: Number) -> Number:
+    """Bytes of a checkpoint with so many parameters: weights, the optimizer's moments, and averages."""
+    model, step = work.model, work.step
+    rest = parameters - model.layers * (model.block_weights + model.expert_weights)
+    single = entries_without_second_moment(work, model.layers, rest)
+    if has_experts(work):
+        single = single + entries_without_second_moment(states_of_experts(work), model.layers, 0)
+    average = np.where(step.averaged, AVERAGE_BYTES, 0)
+    return parameters * (step.weight_bytes + 2 * step.moment_bytes + average) - step.moment_bytes * single

@@ -1,4 +1,4 @@
-"""The number of blocks on each rank of a pipeline: the split of ``config.stages``, for many layouts at once."""
+"""The blocks on each rank of a pipeline: the split of ``config.stages``, for many layouts at once."""
 
 from __future__ import annotations
 
@@ -12,55 +12,83 @@ from fourfold.planning.cases import Number, unique_rows
 from fourfold.planning.workload import Workload
 
 
-class Split(NamedTuple):
-    """Blocks of the first rank, the second, the last, and of the fullest, with the first place that has so many."""
+class Blocks(NamedTuple):
+    """Blocks of one rank, and those of them that have a dense MLP where others have experts: the model's first."""
 
-    first: Number
-    second: Number
-    last: Number
+    number: Number
+    dense: Number
+
+
+class Split(NamedTuple):
+    """Blocks of the first rank and of the last, the most that any has, and, of the ranks between, those that can hold
+    most: place on pp and blocks. A case without one has place 0 there, and no blocks."""
+
+    first: Blocks
+    last: Blocks
     most: Number
-    most_at: Number
+    between: list[tuple[Number, Blocks]]
 
 
 def split_of(work: Workload) -> Split:
     """Count the blocks of the ranks for every case."""
     layout = work.layout
     v_shaped = layout.v_shaped
-    cases = np.broadcast_arrays(work.model.layers, layout.pp, layout.interleave, v_shaped, layout.ends)
+    cases = np.broadcast_arrays(
+        work.model.layers, work.model.dense_first, layout.pp, layout.interleave, v_shaped, layout.ends
+    )
     if not any(np.ndim(case) for case in cases):
-        return Split(*_split(*(float(case) for case in cases), layout.layers_per_stage))
+        return _as_split(_split(*(float(case) for case in cases), layout.layers_per_stage))
     # Layouts of one model differ in few of these numbers.
     first, back = unique_rows(cases)
     table = np.stack([case[first].astype(float) for case in cases], axis=1)
-    found = np.array([_split(*row, None) for row in table.tolist()])
-    return Split(*found.T[:, back])
+    found = [_split(*row, None) for row in table.tolist()]
+    longest = max(map(len, found))
+    return _as_split(np.array([row + (0,) * (longest - len(row)) for row in found]).T[:, back])
 
 
-def blocks_of(work: Workload) -> tuple[int, ...]:
+def _as_split(row: Number) -> Split:
+    places = [(row[i], Blocks(row[i + 1], row[i + 2])) for i in range(5, len(row), 3)]
+    return Split(Blocks(row[0], row[1]), Blocks(row[2], row[3]), row[4], places)
+
+
+def blocks_of(work: Workload) -> tuple[Blocks, ...]:
     """Count the blocks of each rank of pp, all its stages together, for a single layout."""
     layout = work.layout
-    return blocks_of_ranks(int(work.model.layers), int(layout.pp), int(layout.interleave), bool(layout.v_shaped),
-                           float(layout.ends), layout.layers_per_stage)  # fmt: skip
+    return blocks_of_ranks(int(work.model.layers), int(work.model.dense_first), int(layout.pp), int(layout.interleave),
+                           bool(layout.v_shaped), float(layout.ends), layout.layers_per_stage)  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
 def _split(
-    layers: float, pp: float, interleave: float, v_shaped: float, ends: float, counts: tuple[int, ...] | None
-) -> tuple[int, int, int, int, int]:
-    ranks = blocks_of_ranks(int(layers), int(pp), int(interleave), bool(v_shaped), ends, counts)
-    return ranks[0], ranks[min(1, len(ranks) - 1)], ranks[-1], max(ranks), ranks.index(max(ranks))
+    layers: float, dense: float, pp: float, interleave: float, v_shaped: float, ends: float,
+    counts: tuple[int, ...] | None,
+) -> tuple[int, ...]:  # fmt: skip
+    """The numbers of a ``Split`` in a row.
+
+    A rank holds no more than one before it that has as many blocks of each kind, and as many micro-batches or more.
+    """
+    ranks = blocks_of_ranks(int(layers), int(dense), int(pp), int(interleave), bool(v_shaped), ends, counts)
+    fullest, between = {ranks[0]}, []
+    for place, blocks in enumerate(ranks[1:-1], 1):
+        if not any(blocks.dense <= b.dense and blocks.number - blocks.dense <= b.number - b.dense for b in fullest):
+            fullest.add(blocks)
+            between += [place, *blocks]
+    return (*ranks[0], *ranks[-1], max(blocks.number for blocks in ranks), *between)
 
 
 @lru_cache(maxsize=4096)
 def blocks_of_ranks(
-    layers: int, pp: int, interleave: int, v_shaped: bool, ends: float, counts: tuple[int, ...] | None = None
-) -> tuple[int, ...]:
+    layers: int, dense: int, pp: int, interleave: int, v_shaped: bool, ends: float,
+    counts: tuple[int, ...] | None = None,
+) -> tuple[Blocks, ...]:  # fmt: skip
     """Blocks of each rank of pp, all its stages together."""
     stages = pp * interleave
     if stages > layers:  # refused elsewhere
-        return (-(-layers // pp),) * pp
-    counts = counts or balanced(layers, stages, ends, ends)
-    ranks = [0] * pp
-    for stage, count in enumerate(counts):
-        ranks[min(stage, stages - 1 - stage) if v_shaped else stage % pp] += count
-    return tuple(ranks)
+        return (Blocks(-(-layers // pp), 0),) * pp
+    numbers, of_dense, begin = [0] * pp, [0] * pp, 0
+    for stage, count in enumerate(counts or balanced(layers, stages, ends, ends)):
+        rank = min(stage, stages - 1 - stage) if v_shaped else stage % pp
+        numbers[rank] += count
+        of_dense[rank] += min(max(dense - begin, 0), count)
+        begin += count
+    return tuple(map(Blocks, numbers, of_dense))

@@ -229,8 +229,8 @@ def _slowest_rank(work: Workload, layer: _Layer, ends: _Ends) -> Number:
     split, v_shaped = split_of(work), work.layout.v_shaped
     at_the_end = np.where(v_shaped, 0.0, ends.head + np.where(work.layout.pp > 1, 0.0, ends.embedding))
     at_the_start = np.where(v_shaped, ends.head, 0.0)
-    slowest = np.maximum(split.most * layer.total, split.last * layer.total + at_the_end)
-    return np.maximum(slowest, split.first * layer.total + at_the_start)
+    slowest = np.maximum(split.most * layer.total, split.last.number * layer.total + at_the_end)
+    return np.maximum(slowest, split.first.number * layer.total + at_the_start)
 
 
 def _gradient_sum(work: Workload, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> Number:

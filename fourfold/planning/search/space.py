@@ -60,12 +60,6 @@ class Limits:
     parts: tuple[int, ...] = PARTS
 
 
-def all_layouts(base: Workload, gpus: int, limits: Limits) -> Workload:
-    """``base`` with every factorisation of ``gpus``, micro-batch, schedule, zero, recompute, method of cp, and ep where
-    there are experts, and with the first of the ``parts`` where these matter."""
-    return with_recomputes(choices_of(base, all_grids(base, gpus, limits), limits), limits)
-
-
 def all_grids(base: Workload, gpus: int, limits: Limits) -> dict[str, np.ndarray]:
     """Columns of every factorisation of ``gpus``, with every ep where there are experts, and every micro-batch.
 
