@@ -86,6 +86,8 @@ class CheckpointState(Strict):
     """Rows of the last step's batch for each expert, layer by layer; None for dense models."""
     stream: StreamPosition | None = None
     """Where the streamed dataset continues; None for corpora on disk, whose position is ``step``."""
+    masks: dict[str, Any] | None = None
+    """[masks], which decides what the loss counts; None in older checkpoints."""
     first_samples: str | None = None
     """A digest of the first samples of the corpora on disk; None for a streamed dataset."""
     weights_only: bool = False
@@ -129,6 +131,7 @@ def state_of(run: RunConfig, step: int) -> CheckpointState:
         step=step,
         model=saved_model(run.model),
         training=sample_order(run),
+        masks=run.masks.model_dump(mode="json"),
         rng=_rng_state(),
         lora=run.lora if run.lora.rank else None,
         base=adapted_model(run),

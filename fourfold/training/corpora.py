@@ -79,11 +79,14 @@ class Corpora:
         return [source for source in sources if isinstance(source, PreferencePairs)]
 
     def first_samples(self) -> str | None:
-        """A digest of the first samples of corpora on disk, whose order depends on all of them; None where streamed."""
+        """A digest of the first samples of each corpus on disk, and of all together; None where streamed."""
         if self.stream is not None:
             return None
-        windows = self.samples.read(np.arange(FIRST_SAMPLES))
-        return xxhash.xxh3_128_hexdigest(windows.tokens.tobytes())
+        sources = self.samples.sources if isinstance(self.samples, Mixture) else []
+        digest = xxhash.xxh3_128()
+        for samples in (self.samples, *sources):
+            digest.update(samples.read(np.arange(FIRST_SAMPLES)).tokens.tobytes())
+        return digest.hexdigest()
 
     def trained_share(self) -> float:
         """Share of the tokens at the beginning of the training data that every mask keeps."""

@@ -42,7 +42,7 @@ from fourfold.training.run_folder import folder_of, open_run_folder
 from fourfold.training.run_record import RunRecord
 from fourfold.training.sample import sample_text
 from fourfold.training.step_checks import LEFT_OUT, StepChecks, figures_of_all_ranks
-from fourfold.training.streaming import continue_stream, stream_position, warn_of_other_samples
+from fourfold.training.streaming import continue_stream, stream_position, warn_of_changes
 from fourfold.training.supervision import supervised
 
 
@@ -98,7 +98,7 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
                     check_room_at_start(run_dir / CHECKPOINTS, run)
                 record = stack.enter_context(RunRecord(run, run_dir, job, corpora, first_step, place))
                 if checkpoint is not None:
-                    warn_of_other_samples(corpora, checkpoint)
+                    warn_of_changes(corpora, checkpoint, run)
                 if run.model.from_hf is not None:
                     with writing(run_dir / SOURCE_FOLDER):
                         keep_small_files(local_folder(run.model.from_hf, PATTERNS), run_dir / SOURCE_FOLDER)

@@ -61,7 +61,8 @@ class RunRecord:
         self.prediction = Prediction(run, run_dir, on_gpu)
         self.progress.print_facts("Run", self.facts)
         _warn_about_data(corpora, goldfish, training.seq_length)
-        write_output(run_dir / RUN_FILE, to_toml(run))
+        if first_step < training.train_steps or not (run_dir / RUN_FILE).exists():
+            write_output(run_dir / RUN_FILE, to_toml(run))  # else that of the steps that were taken stays
         self.tracking = Tracking(run, run_dir, first_step, self.device_name)
         self.failure: WriteFailed | None = None
         """The record of a step could not be written; the other processes do not know that yet."""
@@ -156,6 +157,8 @@ class RunRecord:
 
     def _ended_by(self, outcome: Outcome) -> str:
         best = self.job.best
+        if self.first_step >= self.run.training.train_steps:
+            return "nothing: all steps were taken before; raise training.train_steps, or give the run another name"
         if outcome.stopped:
             saved = "before the first checkpoint" if outcome.checkpoint is None else "after saving"
             return f"a signal or the time limit, {saved}"

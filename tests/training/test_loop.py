@@ -209,7 +209,40 @@ def test_a_resumed_run_warns_of_other_data(tmp_path: Path, prefix: str, capfd: p
     assert "other samples" not in capfd.readouterr().err
     other = make_corpus(tmp_path, "other", documents=50)
     assert train(make(tmp_path, other, training__train_steps=4)).steps == 4
-    assert "data.train gives other samples than before the checkpoint" in capfd.readouterr().err
+    printed = capfd.readouterr().err
+    assert "the training data gives other samples than before the checkpoint" in printed
+    assert "[masks]" not in printed
+
+
+def test_a_resumed_run_warns_of_another_small_corpus(
+    tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """None of whose samples is among the first of the mixture."""
+    first, second = (
+        [{"path": prefix, "weight": 0.99}, {"path": make_corpus(tmp_path, name, documents=50), "weight": 0.01}]
+        for name in ("first", "second")
+    )
+    train(make(tmp_path, prefix, training__train_steps=2, data__train=first))
+    train(make(tmp_path, prefix, training__train_steps=3, data__train=second))
+    assert "other samples" in capfd.readouterr().err
+
+
+def test_a_resumed_run_warns_of_other_masks(tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]) -> None:
+    train(make(tmp_path, prefix, training__train_steps=2))
+    train(make(tmp_path, prefix, training__train_steps=3, masks__goldfish={"strategy": "hash"}))
+    assert "[masks] is not that of the steps before the checkpoint" in capfd.readouterr().err
+
+
+def test_a_run_without_a_step_left_keeps_its_files(
+    tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = make(tmp_path, prefix, training__train_steps=2)
+    train(run)
+    folder = Path(run.output_dir, run.name)
+    before = {name: (folder / name).read_text() for name in ("run.toml", "summary.json", "metrics.jsonl")}
+    train(make(tmp_path, prefix, training__train_steps=2, optimizer__lr=0.5))
+    assert {name: (folder / name).read_text() for name in before} == before
+    assert "nothing: all steps were taken before" in capfd.readouterr().out
 
 
 def test_a_loss_that_is_not_a_number_is_told_and_not_saved(tmp_path: Path, prefix: str) -> None:
