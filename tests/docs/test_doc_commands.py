@@ -198,7 +198,8 @@ def serving(text: str, port: int, workplace: Path) -> Iterator[None]:
             time.sleep(0.5)
         yield
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.killpg(server.pid, signal.SIGTERM)
         server.wait(60)
 
 
