@@ -89,7 +89,7 @@ def _data(curve: Curve, smooth: bool) -> dict[str, object]:
     is_thinned = len(kept) < len(order)
     return {
         "name": curve.name,
-        "color": curve.color % 12,
+        "color": curve.color,
         "marked": curve.marked,
         "smooth": smooth,
         "points": [_row(*curve.points[int(index)]) for index in kept],
