@@ -172,6 +172,14 @@ def test_one_bad_chart_leaves_the_others(browser: Browser, run_page: Path, tmp_p
         context.close()
 
 
+def test_the_sentence_of_an_empty_chart_is_in_its_middle(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [record(1, loss=None)])
+    with opened(browser, write_run_report(run), 1920, "light") as page:
+        figure = page.locator(".wide figure")
+        inside, outside = figure.locator(".empty").bounding_box(), figure.bounding_box()
+    assert inside is not None and outside is not None and inside["width"] > 0.9 * outside["width"]
+
+
 def test_a_loss_between_two_that_are_not_finite_is_a_dot(browser: Browser, tmp_path: Path) -> None:
     losses = [3.0, 2.9, None, 2.8, None, 2.7, 2.6]
     run = make_run(tmp_path / "run", [record(step, loss=loss) for step, loss in enumerate(losses, start=1)])
