@@ -13,6 +13,7 @@ from importlib.resources import files
 from typing import Any, Literal
 
 Option = Mapping[str, Any]
+NOTHING = "nothing recorded"
 
 
 def chart(title: str, option: Option, *, height: int = 260, zoom: Literal["", "x", "xy"] = "") -> str:
@@ -33,9 +34,10 @@ def figure(title: str, spec: Mapping[str, Any], height: int, zoom: Literal["", "
     )
 
 
-def empty_chart(title: str, text: str = "nothing recorded") -> str:
+def empty_chart(title: str, text: str = NOTHING) -> str:
     """Return a figure that says why it has no chart."""
-    return f'<figure class="chart"><figcaption><b>{escape(title)}</b></figcaption><p class="empty">{text}</p></figure>'
+    caption = f"<figcaption><b>{escape(title)}</b></figcaption>"
+    return f'<figure class="chart">{caption}<p class="empty">{escape(text)}</p></figure>'
 
 
 def to_json(value: object) -> str:

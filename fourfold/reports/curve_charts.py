@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fourfold.reports.chart import empty_chart, figure
+from fourfold.reports.chart import NOTHING, empty_chart, figure
 from fourfold.reports.numbers import bucket_means, downsample
 
 BUCKETS = 1000
@@ -71,7 +71,7 @@ def curve_chart(
     """
     shown = [curve for curve in curves if any(value is not None for _, value in curve.points)]
     if not shown:
-        return empty_chart(title)
+        return empty_chart(title, "no finite value recorded" if any(curve.points for curve in curves) else NOTHING)
     spec = {
         "curves": [_data(curve, smooth and not curve.marked) for curve in shown],
         "marks": [{"place": mark.place, "color": mark.color} for mark in marks],
@@ -89,7 +89,7 @@ def _data(curve: Curve, smooth: bool) -> dict[str, object]:
     is_thinned = len(kept) < len(order)
     return {
         "name": curve.name,
-        "color": curve.color % 12,
+        "color": curve.color,
         "marked": curve.marked,
         "smooth": smooth,
         "points": [_row(*curve.points[int(index)]) for index in kept],

@@ -82,12 +82,13 @@ def _headline(result: PlanRecord) -> dict[str, str | int | float | None]:
 
 def _layouts(layouts: Sequence[Shown], result: PlanRecord) -> list[str]:
     rows = [layout.cells(result) for layout in layouts]
-    header = [name for name in rows[0] if any(row[name] for row in rows)]
+    rank, *others = [name for name in rows[0] if any(row[name] for row in rows)]
+    header = [rank, "s/step", *(name for name in others if name != "s/step")]
     refused = sum(bool(layout.refused) for layout in layouts)
     text = (
         f"The {min(FASTEST, len(result.plan.found.order))} fastest layouts, an even sample of the "
         f"{len(result.plan.found.order):,} that fit, and an even sample ({refused}) of those that are refused. Click a "
-        "header to sort. In the field below it, 8, or 1,2, or <=4, or a part of a word keeps rows."
+        "header to sort. In the field below it, 8, or 1,2, or 1-4, or <=4, or a part of a word keeps rows."
     )
     table = html.search_table(header, [[row[name] for name in header] for row in rows])
     return [f"<h2>Layouts</h2><p>{escape(text)}</p>", table]

@@ -73,6 +73,8 @@ class RecordedRun:
 
 def read_run(folder: Path, name: str) -> RecordedRun:
     """Read the record of a run. Raises ``UserError`` where there is none, or no step in it."""
+    if not folder.is_dir():
+        raise UserError(f"the folder {folder} does not exist: give the folder of a run, runs/NAME.")
     records = read_metrics(folder / METRICS_FILE)
     if not records:
         raise UserError(f"{folder / METRICS_FILE} holds no step yet: wait for the first one.")

@@ -15,7 +15,6 @@ from fourfold.reports.curve_charts import CONTROLS, Curve, Mark, Place, curve_ch
 from fourfold.reports.expert_charts import expert_maps
 from fourfold.reports.numbers import counted
 from fourfold.reports.recorded_run import (
-    Record,
     RecordedRun,
     largest,
     number_of,
@@ -24,8 +23,9 @@ from fourfold.reports.recorded_run import (
     read_text,
     steps_of,
 )
+from fourfold.reports.short_records import ExpertRecord, MemorizationRecord, TaskRecord, read_short_record
 from fourfold.training.console import byte_unit, format_fact
-from fourfold.training.metrics import EXPERTS_FILE, MEMORIZATION_FILE, TASKS_FILE, read_metrics
+from fourfold.training.metrics import EXPERTS_FILE, MEMORIZATION_FILE, TASKS_FILE
 from fourfold.training.run_folder import SAMPLE_FILE, SUMMARY_FILE
 
 
@@ -57,12 +57,14 @@ def write_run_report(run_dir: Path) -> Path:
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> None:
     """Write a page that lays the curves of several runs over each other, beside what differs in their run files.
 
-    Raises UserError as ``write_run_report`` does.
+    A folder that is given twice is one run. Raises UserError as ``write_run_report`` does.
     """
-    names = [folder.resolve().name for folder in run_dirs]
+    folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
+    names = [folder.name for folder in folders]
     if len(set(names)) < len(names):
-        names = [os.path.relpath(folder, os.path.commonpath([d.resolve() for d in run_dirs])) for folder in run_dirs]
-    runs = [read_run(folder, name) for folder, name in zip(run_dirs, names, strict=True)]
+        shared = os.path.commonpath([folder.parent for folder in folders])
+        names = [os.path.relpath(folder, shared) for folder in folders]
+    runs = [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
     headlines = [run.headline() for run in runs]
     rows = [[run.name, *map(format_fact, facts.values())] for run, facts in zip(runs, headlines, strict=True)]
     sections = [
@@ -70,7 +72,7 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> None:
         *(note for run in runs for note in _not_finite(run, f" of {run.name}")),
     ]
     sections += [CONTROLS, _curves(runs), *_differences(runs)]
-    write_output(path, html.page(", ".join(names), f"{len(runs)} fourfold training runs compared", sections))
+    write_output(path, html.page(", ".join(names), f"{counted(len(runs), 'fourfold training run')} compared", sections))
 
 
 def _not_finite(run: RecordedRun, whose: str = "") -> list[str]:
@@ -114,7 +116,7 @@ def _curves(runs: Sequence[RecordedRun]) -> str:
 def _tasks(run: RecordedRun) -> list[str]:
     """Chart the tasks that were run during training, a chart for each of their metrics."""
     found: dict[str, dict[str, list[tuple[Place, float | None]]]] = {}
-    for record in _short_record(run.folder / TASKS_FILE):
+    for record in read_short_record(run.folder / TASKS_FILE, TaskRecord):
         if record["step"] in run.places:
             for task, metrics in record["tasks"].items():
                 for metric, value in metrics.items():
@@ -129,17 +131,14 @@ def _tasks(run: RecordedRun) -> list[str]:
 
 def _experts(run: RecordedRun) -> list[str]:
     """Draw heat maps of the experts of a mixture; nothing for dense models."""
-    shown = _short_record(run.folder / EXPERTS_FILE)
+    shown = read_short_record(run.folder / EXPERTS_FILE, ExpertRecord)
     return ["<h2>Experts</h2>", html.charts(expert_maps(shown))] if shown else []
-
-
-def _short_record(path: Path) -> list[Record]:
-    return read_metrics(path) if path.is_file() else []
 
 
 def _memorization(run: RecordedRun) -> list[str]:
     """Chart the canaries during training by their number of repeats; nothing without [audit]."""
-    records = [each for each in _short_record(run.folder / MEMORIZATION_FILE) if each["step"] in run.places]
+    recorded = read_short_record(run.folder / MEMORIZATION_FILE, MemorizationRecord)
+    records = [each for each in recorded if each["step"] in run.places]
     if not records:
         return []
 
@@ -147,7 +146,11 @@ def _memorization(run: RecordedRun) -> list[str]:
         return [
             Curve(
                 counted(int(count), "time") if count.isdecimal() else count,
-                [(run.places[record["step"]], record["by_count"][count][key] / scale) for record in records],
+                [
+                    (run.places[record["step"]], record["by_count"][count][key] / scale)
+                    for record in records
+                    if count in record["by_count"]
+                ],
                 color,
                 marked=True,
             )

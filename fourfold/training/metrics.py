@@ -5,7 +5,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -94,12 +94,12 @@ class MetricsWriter:
         self.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = None) -> list[dict[str, Any]]:
     """Read a metrics.jsonl: its objects, in the order of the file.
 
     A last line without an end of line that does not parse was torn by a crash and is left out; so are empty lines.
     Raises UserError with the line number for any other line that is not a JSON object with an integer "step", and
-    when there is no such file.
+    when there is no such file. So it does for a line whose object `check` refuses with a ValueError.
     """
     if not path.is_file():
         raise UserError(f"{path} does not exist: give the folder of a run that has trained at least one step.")
@@ -116,6 +116,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             raise UserError(f"{path}, line {number} is not JSON: fix or delete that line.") from None
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise UserError(f'{path}, line {number} is not an object with an integer "step": fix or delete that line.')
+        try:
+            if check is not None:
+                check(record)
+        except ValueError:
+            raise UserError(f"{path}, line {number} lacks what such a line has: fix or delete that line.") from None
         records.append(record)
     return records
 

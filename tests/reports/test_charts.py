@@ -11,7 +11,7 @@ from report_pages import SCHEMES, WIDTHS, chart_specs, check_looks, opened, poin
 
 from fourfold.reports import html
 from fourfold.reports.basic_charts import Series, line_chart, stacked_bars
-from fourfold.reports.chart import to_json
+from fourfold.reports.chart import empty_chart, to_json
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -39,6 +39,10 @@ def test_a_logarithmic_axis_is_dropped_for_zero() -> None:
 def test_nothing_to_show_is_said() -> None:
     assert "nothing recorded" in line_chart("A", [Series("a", [1], [None])], x_label="step")
     assert "nothing recorded" in stacked_bars("A", {}, x_label="s")
+
+
+def test_what_an_empty_chart_says_is_escaped() -> None:
+    assert '<b>"' not in empty_chart("A", EVIL) and "&lt;/script&gt;" in empty_chart("A", EVIL)
 
 
 def test_bars_end_with_their_sums() -> None:

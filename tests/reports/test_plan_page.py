@@ -124,6 +124,11 @@ def test_the_page_is_legible(result: PlanRecord, page_file: Path, browser: Brows
             assert {"dp", "z", "x", "zero", "recompute", "s/step"} <= set(lines.texts)
             assert page.locator(".facts dd").first.inner_text() == f"{best.seconds:.4g} s"
             assert page.locator("table.search tbody tr").first.locator("td").first.inner_text() == "1"
+            assert page.locator("table.search thead tr").first.locator("th").nth(1).inner_text() == "s/step"
+            for title, name in (("Step time against memory", "GB"), ("Timeline of a step", "seconds")):
+                chart = next(chart for begin, chart in drawn.items() if begin.startswith(title))
+                numbers = [text for text in chart.texts if text.replace(".", "", 1).isdecimal()]
+                assert numbers and max(map(len, numbers)) <= 5, (name, chart.texts)
 
 
 def test_rows_are_kept_and_sorted(page_file: Path, browser: Browser) -> None:
@@ -149,6 +154,16 @@ def test_rows_are_kept_and_sorted(page_file: Path, browser: Browser) -> None:
         assert [float(size) for size in column("GB")] == sorted(sizes, reverse=True)
         for name in ("GB", "zero"):
             table.get_by_label(f"keep rows by {name}").fill("")
+        rates, field = column("tokens/s/GPU"), table.get_by_label("keep rows by tokens/s/GPU")
+        rate = next(each for each in rates if "," in each)
+        for text in (rate, rate.replace(",", ""), f"{rate}-{rate}"):
+            field.fill(text)
+            assert set(column("tokens/s/GPU")) == {rate}
+        field.fill("")
+        for text in ("≤2", "0-2"):
+            table.get_by_label("keep rows by zero").fill(text)
+            assert set(column("zero")) == {"0", "1", "2"}
+        table.get_by_label("keep rows by zero").fill("")
         table.get_by_label("keep rows by refused").fill("global batch")
         assert all("global batch" in reason for reason in column("refused")) and column("s/step")[0] == ""
 

@@ -48,8 +48,11 @@ def run_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def curves(page: Page, number: int = 0) -> dict[str, list[list[float]]]:
     """What a chart of curves shows, by the curves' names."""
-    found = page.evaluate("number => fourfold.charts[number].drawn.series.map(each => [each.id, each.data])", number)
-    return dict(found)
+    found = page.evaluate(
+        "number => fourfold.charts[number].drawn.series.map(({id, name, data}) => [id.split(' ')[0], name, data])",
+        number,
+    )
+    return {name if kind == "curve" else f"{kind} {name}": data for kind, name, data in found}
 
 
 @pytest.mark.fast_cases(1)
@@ -136,3 +139,70 @@ def test_the_pointer_names_the_value_of_every_curve(browser: Browser, run_page: 
         page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 100)
         shown = page.locator(".values").first.inner_text().split()
     assert shown[::2] == ["train", "validation"] and all(2 < float(value) < 3 for value in shown[1::2])
+
+
+def test_runs_may_be_called_like_curves_and_colors(browser: Browser, tmp_path: Path) -> None:
+    names = ("x", "x, validation", "--s1", "@bar")
+    runs = [make_run(tmp_path / name, [record(1), record(2, validation_loss=2.0)]) for name in names]
+    write_comparison(runs, tmp_path / "page.html")
+    with opened(browser, tmp_path / "page.html", 1280, "light") as page:
+        check_looks(page)
+        keys = page.locator(".legend").first.locator("button").all_inner_texts()
+        ids = page.evaluate("fourfold.charts[0].chart.getOption().series.map(({id}) => id)")
+    assert set(names) <= {key.strip() for key in keys}
+    assert len(set(ids)) == len(ids) == 2 * len(names)
+
+
+def test_one_bad_chart_leaves_the_others(browser: Browser, run_page: Path, tmp_path: Path) -> None:
+    text = run_page.read_text(encoding="utf-8")
+    start = text.index('{"curves"', text.index("<b>Gradient norm</b>"))
+    for bad in ('{"option":{"series":[]},"zoom":"x"}', "not JSON"):
+        path = tmp_path / "bad.html"
+        path.write_text(text[:start] + bad + text[text.index("</script>", start) :], encoding="utf-8")
+        context = browser.new_context(viewport={"width": 1280, "height": 900})
+        page, errors = context.new_page(), []
+        page.on("console", lambda message, errors=errors: errors.append(message.text))
+        page.goto(path.as_uri())
+        drawn = check_looks(page)
+        assert "Gradient norm" not in drawn and {"Loss", "Learning rate", "acc"} <= drawn.keys()
+        assert page.locator("figure", has_text="Gradient norm").locator(".empty").inner_text().startswith("This chart")
+        assert len(errors) == 1
+        page.click("[value=steps]")
+        assert curves(page)["train"][0][0] == 1
+        context.close()
+
+
+def test_the_sentence_of_an_empty_chart_is_in_its_middle(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [record(1, loss=None)])
+    with opened(browser, write_run_report(run), 1920, "light") as page:
+        figure = page.locator(".wide figure")
+        inside, outside = figure.locator(".empty").bounding_box(), figure.bounding_box()
+    assert inside is not None and outside is not None and inside["width"] > 0.9 * outside["width"]
+
+
+def test_a_loss_between_two_that_are_not_finite_is_a_dot(browser: Browser, tmp_path: Path) -> None:
+    losses = [3.0, 2.9, None, 2.8, None, 2.7, 2.6]
+    run = make_run(tmp_path / "run", [record(step, loss=loss) for step, loss in enumerate(losses, start=1)])
+    with opened(browser, write_run_report(run), 1280, "light") as page:
+        assert curves(page)["alone train"] == [[4000, 2.8]]
+        page.click("[value=log]")
+        assert curves(page)["alone train"] == [[4000, 2.8]]
+        assert "alone Gradient norm" not in curves(page, 1)
+
+
+def test_the_thirteenth_run_has_a_color_and_a_dash_of_its_own(browser: Browser, tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"run{number}", [record(1), record(2)]) for number in range(13)]
+    write_comparison(runs, tmp_path / "page.html")
+    with opened(browser, tmp_path / "page.html", 1280, "light") as page:
+        looks = page.evaluate("fourfold.charts[0].drawn.series.map(({color, lineStyle}) => [color, lineStyle.type])")
+        swatches = page.evaluate("[...document.querySelector('.legend').querySelectorAll('i')].map(i => i.className)")
+    assert looks[0] == [looks[12][0], "solid"] and looks[12][1] == "dotted" and looks[12][0]
+    assert swatches == [""] * 12 + ["dotted"]
+
+
+def test_a_long_name_without_a_hyphen_fits_a_narrow_window(browser: Browser, tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, [record(1), record(2)]) for name in ("one", "W" * 88)]
+    write_comparison(runs, tmp_path / "page.html")
+    with opened(browser, tmp_path / "page.html", 400, "light") as page:
+        check_looks(page)
+        assert page.evaluate("document.querySelector('.rows td').getBoundingClientRect().width") <= 0.41 * 400

@@ -179,6 +179,44 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, missing):
     assert not (tmp_path / "report.html").exists()
 
 
+def test_a_folder_that_does_not_exist_is_said_to_be_missing(tmp_path):
+    with pytest.raises(UserError, match=r"the folder .*nowhere does not exist"):
+        write_run_report(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("memorization", {"step": 1}),
+        ("memorization", {"step": 1, "by_count": {"4": {"loss": 1.0}}}),
+        ("tasks", {"step": 1}),
+        ("tasks", {"step": 1, "tasks": {"arc": "a"}}),
+        ("experts", {"step": 1, "layers": [1]}),
+    ],
+)
+def test_a_line_without_what_it_should_have_is_named(tmp_path, name, line):
+    whole = {
+        "memorization": {"step": 1, "by_count": {"4": {"exact_match": 0.5, "loss": 1.0}}},
+        "tasks": {"step": 1, "tasks": {"arc": {"acc": 0.5}}},
+        "experts": expert_record(1),
+    }
+    files = {f"{name}_jsonl": lines([whole[name], line])}
+    with pytest.raises(UserError, match=rf"{name}\.jsonl, line 2 lacks"):
+        write_run_report(make_run(tmp_path, [record(1)], **files))
+
+
+def test_a_count_that_only_some_lines_have_is_drawn_where_it_is(tmp_path):
+    group = {"exact_match": 0.5, "loss": 1.0}
+    found = [{"step": 1, "by_count": {"4": group}}, {"step": 2, "by_count": {"4": group, "8": group}}]
+    html = write_run_report(make_run(tmp_path, [record(1), record(2)], memorization_jsonl=lines(found))).read_text()
+    assert values(html, "Loss of the canaries") == [[1, 1], [1]]
+
+
+def test_losses_of_which_none_is_finite_are_not_called_missing(tmp_path):
+    html = write_run_report(make_run(tmp_path, [record(1, loss=None, grad_norm=None)])).read_text()
+    assert html.count("no finite value recorded") == 2
+
+
 def test_a_run_without_a_step_is_refused(tmp_path):
     with pytest.raises(UserError, match="no step yet"):
         write_run_report(make_run(tmp_path, []))
@@ -239,6 +277,20 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     runs = [make_run(tmp_path / parent / "run", [record(1)]) for parent in ("a", "b")]
     write_comparison(runs, tmp_path / "page.html")
     assert list(points((tmp_path / "page.html").read_text(), "Loss")) == ["a/run", "b/run"]
+
+
+def test_a_run_given_twice_is_one(tmp_path):
+    run = make_run(tmp_path / "run", [record(1)])
+    write_comparison([run, tmp_path / "x" / ".." / "run"], tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text()
+    assert "<h1>run</h1>" in html and "1 fourfold training run compared" in html
+    assert values(html, "Loss") == [[3]]
+
+
+def test_a_run_inside_another_of_its_name_has_a_name(tmp_path):
+    runs = [make_run(tmp_path / "run", [record(1)]), make_run(tmp_path / "run" / "run", [record(1)])]
+    write_comparison(runs, tmp_path / "page.html")
+    assert list(points((tmp_path / "page.html").read_text(), "Loss")) == ["run", "run/run"]
 
 
 def test_the_command_prints_the_path(tmp_path):

@@ -63,9 +63,10 @@ const fourfold = (() => {
         return `${escape(found[0].name)}<table class="values">${rows.join("")}</table>`;
       }
       const selected = entry.chart.getOption().legend[0].selected;
-      const rows = series.filter(each => !each.id?.startsWith("raw ") && selected[each.name] !== false).map(each => {
+      const rows = series.map((each, seriesIndex) => {
+        if (each.silent || selected[each.name] === false) return "";
         const point = nearest(each.data, axisValue);
-        const color = entry.chart.getVisual({seriesName: each.name}, "color");
+        const color = entry.chart.getVisual({seriesIndex}, "color");
         return point ? row(color, each.name, format(point[1], 5)) : "";
       });
       return `${format(axisValue, 4)} ${escape(xAxis.name)}<table class="values">${rows.join("")}</table>`;
@@ -125,7 +126,9 @@ const fourfold = (() => {
     if (whole.series[0].type === "heatmap") completeHeatMap(whole, chart);
     if (whole.parallelAxis) completeParallel(whole, chart, plot);
     for (const axis of [...list(whole.xAxis), ...list(whole.yAxis)]) {
-      if (axis.type !== "category") axis.axisLabel = {formatter: value => format(value, 6), ...axis.axisLabel};
+      if (axis.type === "category") continue;
+      const isRound = typeof axis.max !== "number" || Number(axis.max.toPrecision(2)) === axis.max;
+      axis.axisLabel = {formatter: value => format(value, 6), showMaxLabel: isRound ? null : false, ...axis.axisLabel};
     }
     for (const series of whole.series) {
       if (series.type !== "line" || !series.label?.show) continue;
@@ -147,7 +150,7 @@ const fourfold = (() => {
   }
 
   /** Drag a box to zoom, double-click to see everything; two fingers where there is no mouse. */
-  function makeZoomable(chart, figure, option, along) {
+  function makeZoomable(option, along) {
     const axes = {xAxisIndex: along.includes("x") ? 0 : "none", yAxisIndex: along.includes("y") ? 0 : "none"};
     const filterMode = along.length > 1 ? "none" : "filter";
     option.toolbox = {itemSize: 0, feature: {dataZoom: {...axes, filterMode, icon: {zoom: "none", back: "none"}}}};
@@ -209,8 +212,8 @@ const fourfold = (() => {
       key.type = "button";
       key.dataset.series = text;
       swatch.style.background = chart.getVisual({seriesName: text}, "color");
-      if (list(option.series).some(series => series.name === text && series.lineStyle?.type === "dashed"))
-        swatch.className = "dashed";
+      const {type} = list(option.series).find(series => series.name === text).lineStyle ?? {};
+      if (type && type !== "solid") swatch.className = type === "dashed" ? type : "dotted";
       key.append(swatch, text);
       key.onclick = () => {
         chart.dispatchAction({type: "legendToggleSelect", name: text});
@@ -245,6 +248,12 @@ const fourfold = (() => {
     });
   }
 
+  /** The runs of a dozen have a color each; those of the next have the same colors with other dashes and symbols. */
+  const dashes = ["solid", "dotted", [10, 4, 2, 4]], symbols = ["circle", "triangle", "rect"];
+
+  /** The points of a curve that no line reaches. */
+  const alone = data => data.filter(([, y], i) => y !== null && (data[i - 1]?.[1] ?? data[i + 1]?.[1] ?? null) === null);
+
   /** The option of a chart of curves. */
   function curveOption({spec}) {
     const at = column[state.x], shared = charts.filter(hasCurves).flatMap(({spec}) => spec.curves);
@@ -258,23 +267,26 @@ const fourfold = (() => {
     const isPositive = spec.curves.every(curve => curve.points.every(([, , , y]) => y === null || shown(y) > 0));
     const isLog = state.scale === "log" && isPositive;
     const series = [];
-    for (const curve of spec.curves) {
-      const color = css("--s" + curve.color), tau = reach() * curve.points.at(-1)[0];
+    for (const [number, curve] of spec.curves.entries()) {
+      const dozen = Math.floor(curve.color / 12) % dashes.length;
+      const color = css("--s" + curve.color % 12), tau = reach() * curve.points.at(-1)[0];
       const isSmooth = curve.smooth && tau > 0;
-      const line = {type: "line", name: curve.name, symbol: "circle", symbolSize: 5, color,
-        showSymbol: curve.marked || curve.points.length === 1, itemStyle: {color}, connectNulls: curve.marked};
-      if (isSmooth) series.push({...line, id: "raw " + curve.name, data: data(curve.points), silent: true,
+      const line = {type: "line", name: curve.name, symbol: symbols[dozen], symbolSize: 5, color,
+        showSymbol: curve.marked, itemStyle: {color}, connectNulls: curve.marked};
+      const shape = data(isSmooth ? smoothed(curve.means ?? curve.points, tau) : curve.points), lone = alone(shape);
+      if (isSmooth) series.push({...line, id: `raw ${number}`, data: data(curve.points), silent: true,
         z: 1, lineStyle: {width: 1, opacity: 0.22}});
-      series.push({...line, id: curve.name, z: curve.marked ? 4 : 3,
-        data: data(isSmooth ? smoothed(curve.means ?? curve.points, tau) : curve.points),
-        lineStyle: {width: curve.marked ? 1.25 : 1.6, type: curve.marked ? "dashed" : "solid"}});
+      series.push({...line, id: `curve ${number}`, z: curve.marked ? 4 : 3, data: shape,
+        lineStyle: {width: curve.marked ? 1.25 : 1.6, type: curve.marked ? "dashed" : dashes[dozen]}});
+      if (lone.length && !curve.marked) series.push({...line, id: `alone ${number}`, z: 3, data: lone, silent: true,
+        showSymbol: true, lineStyle: {width: 0}});
     }
     if (spec.marks.length) series[0].markLine = {silent: true, symbol: "none", label: {show: false},
       data: spec.marks.map(({place, color}) => ({xAxis: place[at] / size,
-        lineStyle: {color: css("--s" + color), type: "dotted", width: 1.5}}))};
+        lineStyle: {color: css("--s" + color % 12), type: "dotted", width: 1.5}}))};
     const max = longest / size;
     return {
-      xAxis: {type: "value", name: unit, min: 0, max, axisLabel: {showMaxLabel: Number(max.toPrecision(2)) === max}},
+      xAxis: {type: "value", name: unit, min: 0, max},
       yAxis: {type: isLog ? "log" : "value", name: isPerplexity ? "perplexity" : spec.unit, scale: !spec.fromZero},
       tooltip: {trigger: "axis"}, series,
     };
@@ -287,12 +299,12 @@ const fourfold = (() => {
       if (!target.matches("button")) return;
       for (const button of set.querySelectorAll("button")) button.setAttribute("aria-pressed", button === target);
       state[set.dataset.control] = target.value;
-      charts.filter(hasCurves).forEach(entry => draw(entry));
+      drawAll(charts.filter(hasCurves));
     });
     controls?.querySelector("input").addEventListener("input", ({target}) => {
       state.smoothing = Number(target.value);
       target.nextElementSibling.textContent = state.smoothing ? `over ${format(100 * reach(), 2)} % of the run` : "off";
-      charts.filter(hasCurves).forEach(entry => draw(entry, true));
+      drawAll(charts.filter(hasCurves), true);
     });
   }
 
@@ -306,12 +318,30 @@ const fourfold = (() => {
     }
   }
 
-  function draw(entry, keepZoom = false) {
+  /** Do something for a figure; where that fails, the figure says so, and the others stay. */
+  function attempt(figure, work) {
+    try {
+      work();
+    } catch (error) {
+      console.error(error);
+      const place = charts.findIndex(entry => entry.figure === figure), note = document.createElement("p");
+      if (place >= 0) charts.splice(place, 1);
+      note.className = "empty";
+      note.textContent = "This chart cannot be drawn; the browser's console says why.";
+      figure.querySelector(".legend").replaceChildren();
+      figure.querySelector(".plot").replaceWith(note);
+    }
+  }
+
+  const draw = (entry, keepZoom = false) => attempt(entry.figure, () => drawChart(entry, keepZoom));
+  const drawAll = (entries, keepZoom = false) => [...entries].forEach(entry => draw(entry, keepZoom));
+
+  function drawChart(entry, keepZoom) {
     const {chart, figure, spec} = entry;
     const zoomed = keepZoom && chart.getOption().dataZoom?.[0];
     if (hasCurves(entry)) spec.option = curveOption(entry);
     const option = complete(spec.option, entry);
-    if (spec.zoom) makeZoomable(chart, figure, option, spec.zoom);
+    if (spec.zoom) makeZoomable(option, spec.zoom);
     chart.setOption(option, {notMerge: true});
     if (zoomed) chart.dispatchAction({type: "dataZoom", dataZoomIndex: 0, start: zoomed.start, end: zoomed.end});
     else if (entry.reset) entry.reset.hidden = true;
@@ -330,7 +360,7 @@ const fourfold = (() => {
     charts.push(entry);
     let width = plot.clientWidth;
     new ResizeObserver(() => {
-      if (plot.clientWidth === width) return;
+      if (plot.clientWidth === width || !charts.includes(entry)) return;
       width = plot.clientWidth;
       chart.resize();
       if (!isZoomed(chart)) draw(entry);
@@ -345,12 +375,15 @@ const fourfold = (() => {
     entry.reset.onclick = () => seeAll(chart);
   }
 
-  document.querySelectorAll(".plot").forEach(plot => start(plot.closest("figure")));
-  charts.forEach(entry => draw(entry));
+  document.querySelectorAll(".plot").forEach(plot => {
+    const figure = plot.closest("figure");
+    attempt(figure, () => start(figure));
+  });
+  drawAll(charts);
   followControls();
-  dark.addEventListener("change", () => charts.forEach(entry => {
-    entry.chart.setTheme(theme());
-    draw(entry);
-  }));
+  dark.addEventListener("change", () => {
+    for (const {chart} of charts) chart.setTheme(theme());
+    drawAll(charts);
+  });
   return {charts, format};
 })();

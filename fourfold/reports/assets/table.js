@@ -1,21 +1,26 @@
-// Tables of class "search": a click on a header sorts, and a field below it keeps rows (8, <=4, 1,2, or a part of a word).
+// Tables of class "search": a click on a header sorts, and a field below it keeps rows (8, <=4, 1-4, 1,2, or a part of a word).
 "use strict";
 for (const table of document.querySelectorAll("table.search")) {
   const body = table.tBodies[0], rows = [...body.rows], headers = [...table.tHead.rows[0].cells];
   const note = table.closest(".scroll").previousElementSibling;
   const number = text => Number(text.replaceAll(",", "").replace(/[–%].*$/, "") || NaN);
+  const plain = String.raw`(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d*\.?\d+)`;
+  const isNumber = text => new RegExp(`^${plain}$`).test(text);
   const wanted = headers.map(() => "");
   let brushed = null;
 
   function keeps(cell, filter) {
-    const limit = filter.match(/^\s*(<=|>=|<|>|=)\s*([\d.,]+)\s*%?\s*$/);
+    const limit = filter.match(/^\s*(<=|>=|≤|≥|<|>|=)\s*([\d.,]+)\s*%?\s*$/);
     if (limit) {
       const value = number(cell), bound = number(limit[2]);
-      return {"<=": value <= bound, ">=": value >= bound, "<": value < bound, ">": value > bound, "=": value === bound}[limit[1]];
+      return {"<=": value <= bound, "≤": value <= bound, "≥": value >= bound, ">=": value >= bound, "<": value < bound, ">": value > bound, "=": value === bound}[limit[1]];
     }
-    return filter.split(",").some(part => part.trim() !== "" && (
-      /^[\d.]+$/.test(cell) && /^[\d.]+$/.test(part.trim()) ? number(cell) === number(part.trim())
-        : cell.toLowerCase().includes(part.trim().toLowerCase())));
+    const whole = filter.trim(), parts = whole.split(",").map(part => part.trim()).filter(Boolean);
+    const isOne = text => isNumber(cell) && isNumber(text) ? number(cell) === number(text)
+      : cell.toLowerCase().includes(text.toLowerCase());
+    const range = whole.match(new RegExp(`^(${plain})\\s*[-–]\\s*(${plain})$`));
+    if (range && isNumber(cell)) return number(cell) >= number(range[1]) && number(cell) <= number(range[2]);
+    return [whole, ...parts].some(isOne);  // 1,000 is one number, or two of a list
   }
 
   function show() {

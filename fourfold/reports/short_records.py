@@ -1,0 +1,44 @@
+"""The short records beside a run's metrics.jsonl, as its page reads them."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from fourfold.training.metrics import read_metrics
+
+
+class TaskRecord(BaseModel):
+    """A line of tasks.jsonl: task, metric, value."""
+
+    tasks: dict[str, dict[str, float | None]]
+
+
+class Canaries(BaseModel):
+    """Documents that were trained on equally often."""
+
+    exact_match: float
+    loss: float
+
+
+class MemorizationRecord(BaseModel):
+    """A line of memorization.jsonl: canaries by the times that they were trained on, or "all"."""
+
+    by_count: dict[str, Canaries]
+
+
+class ExpertRecord(BaseModel):
+    """A line of experts.jsonl, by layer."""
+
+    layers: list[int]
+    tokens_per_expert: list[list[float]]
+    dropped_share: list[float]
+    router_entropy: list[float]
+
+
+def read_short_record(path: Path, shape: type[BaseModel]) -> list[dict[str, Any]]:
+    """Read the lines of a record; none where there is no file. Raises ``UserError`` for a line of another shape."""
+    return read_metrics(path, partial(shape.model_validate, strict=True)) if path.is_file() else []
