@@ -36,7 +36,7 @@ def serve(
     """Serve a model until the server ends, and return its exit code.
 
     name: of the model in requests; by default the last part of its path. The server's working directory is a temporary
-    one; paths among its ``options`` that exist here are made absolute. A checkpoint or run of ours is exported first,
+    one; paths among its ``options`` are made absolute (``with_absolute_path``). A checkpoint or run of ours is exported first,
     into a temporary folder. SIGINT, SIGTERM and SIGHUP end the server in order, or what comes before its start. Raises
     ``UserError`` where the engine is not installed, the model has no tokenizer that it can use, or no such name.
     """
@@ -72,13 +72,15 @@ def _checked_name(name: str | None, model: str) -> str:
 
 
 def with_absolute_path(word: str) -> str:
-    """Make a path that a word is, or has behind ``=``, absolute, where there is such a file or folder here.
+    """Make a path that a word is, or has behind a ``=``, absolute.
 
-    A bare word without ``/`` and ``.`` is no path: ``cpu`` is a device also where a folder of that name exists.
+    A path is a file that exists here, with a ``/`` or ``.`` in its name, or a folder that is written with a ``.`` at its
+    beginning, as ``./adapter``: ``org/model`` and ``cpu`` are names also where there are folders of that name.
     """
-    before, equals, path = word.rpartition("=")
-    is_path = ("/" in path or "." in path) and os.path.exists(path)
-    return f"{before}{equals}{os.path.abspath(path)}" if is_path else word
+    if os.path.isfile(word) and ("/" in word or "." in word) or os.path.isdir(word) and word.startswith("."):
+        return os.path.abspath(word)
+    before, equals, rest = word.partition("=")
+    return f"{before}={with_absolute_path(rest)}" if equals else word
 
 
 def engine_words(engine: str | None) -> tuple[str, ...]:
@@ -123,9 +125,14 @@ class _Server:
 
 @contextmanager
 def _passed_on() -> Iterator[_Server]:
-    """Pass signals on to the server that the block runs, which closes its connections."""
+    """Pass signals on to the server that the block runs, which closes its connections.
+
+    A signal that is ignored, as SIGHUP is under nohup, stays so; the server inherits that.
+    """
     server = _Server()
-    before = {number: signal.signal(number, server.take) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, server.take) for number in heeded}
     try:
         yield server
     finally:

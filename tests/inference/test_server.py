@@ -141,6 +141,17 @@ def test_signals_reach_the_server_and_nothing_is_left(
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
 
 
+def test_an_ignored_signal_stays_ignored(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SIGHUP under nohup."""
+    stand_in(monkeypatch, "os.kill(os.getppid(), signal.SIGHUP); os.kill(os.getpid(), signal.SIGHUP); sys.exit(5)")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert server.serve("small", "vllm", "localhost", 8000) == 5
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(("script", "code"), [("sys.exit(1)", 1), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
 def test_the_exit_code_is_that_of_the_server(
     exported: Path, monkeypatch: pytest.MonkeyPatch, script: str, code: int
@@ -199,6 +210,30 @@ def test_paths_among_the_options_of_the_server(exported: Path, monkeypatch: pyte
         *("small", "--host", "localhost", "--port", "8000", "--chat-template", f"{here}/chat.jinja"),
         *(f"--lora=a={here}/small/config.json", "--device", "cpu", "--share", "0.9", "a/b"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("d/lr=0.1/t.jinja", "{here}/d/lr=0.1/t.jinja"),
+        ("--chat-template=d/a=b.jinja", "--chat-template={here}/d/a=b.jinja"),
+        ("org/m", "org/m"),
+        ("./org/m", "{here}/org/m"),
+        ("sql=./org/m", "sql={here}/org/m"),
+        ("--served-model-name=org/m", "--served-model-name=org/m"),
+        ("d/lr=0.1/absent", "d/lr=0.1/absent"),
+        ("--plain", "--plain"),
+    ],
+)
+def test_paths_with_equals_signs_and_names_that_folders_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("d/lr=0.1", "org/m"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("d/lr=0.1/t.jinja", "d/a=b.jinja"):
+        (tmp_path / file).write_text("")
+    assert server.with_absolute_path(word) == expected.format(here=tmp_path)
 
 
 def test_a_folder_whose_name_is_none_for_a_model(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
