@@ -75,3 +75,30 @@ def refused_body(rank: int, world_size: int, changes: dict[str, Any], rules: dic
 )
 def test_what_gpt2_cannot_do_is_refused(pool: Pool, changes: dict[str, Any], rules: dict[str, str], says: str) -> None:
     pool.run(2, refused_body, changes, rules, says)
+
+
+OPENAI_GPT = {
+    "transformer.positions_embed": "embedding",
+    "*.attn.c_attn": "colwise_in_parts",
+    "*.attn.c_proj": "rowwise",
+    "*.mlp.c_fc": "colwise",
+    "*.mlp.c_proj": "rowwise",
+}
+WHOLE_HEADS = {"*.attn.c_attn": "colwise_gather_output", "*.attn.c_proj": "rowwise_split_input"}
+
+
+def counted_heads_body(rank: int, world_size: int, sizes: dict[str, int]) -> dict[str, Tensor] | None:
+    grid = Grid(ParallelConfig(**sizes), "cpu")
+    with pytest.raises(UserError, match=r"h\.0\.attn \(Attention\) has no head_dim or head_size"):
+        fourfold.parallelize(make("openai_gpt"), grid, OPENAI_GPT)
+    model = fourfold.parallelize(make("openai_gpt"), grid, OPENAI_GPT | WHOLE_HEADS)
+    tokens, labels = (model.rows(each) for each in make_batch())
+    model.backward(model(input_ids=tokens, labels=labels).loss)
+    return model.gather(gradients=True)
+
+
+@pytest.mark.parametrize("axis", ["x", "y"])
+def test_heads_that_are_counted_are_not_cut(pool: Pool, axis: str) -> None:
+    """As in OpenAI's first GPT, which has a ``split_size`` as GPT-2 has; what the refusal advises is exact."""
+    found = pool.run(2, counted_heads_body, {axis: 2})[0]
+    assert difference(found, reference("openai_gpt")[2]) < 5e-6
