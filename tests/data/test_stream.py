@@ -301,6 +301,18 @@ def test_a_dead_source_is_a_sentence_after_its_timeout() -> None:
     samples.close()
 
 
+def test_a_slow_source_is_not_dead_while_a_block_is_read() -> None:
+    """30 documents at 0.1 s take three times the timeout; then none comes."""
+    slow = Listed(TEXTS, wait=lambda number: time.sleep(0.1 if number < 30 else 10))
+    samples = streamed(slow, timeout=1.0, order=lambda documents: ShuffledDocuments(documents, 30, 3))
+    began = time.monotonic()
+    assert samples.read([0]).numbers.tolist() == [0]
+    assert time.monotonic() - began > 2.5
+    with pytest.raises(UserError, match=r"hf:tales has given no text for 1 s"):
+        samples.read(np.arange(200))
+    samples.close()
+
+
 def test_a_source_that_fails_is_a_sentence() -> None:
     def fail(number: int) -> None:
         if number == 5:
