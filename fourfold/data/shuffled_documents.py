@@ -14,10 +14,10 @@ from fourfold.data.stream import DocumentStream
 class ShuffledDocuments:
     """A stream whose documents are shuffled in blocks of ``size``, one after the other, each in an order of its own.
 
-    Places of ``documents`` have their ``epoch``. A block ends at the end of an epoch, so that each epoch has every document once; with a size of all documents or
-    more it is a shuffle of all. The order within a block is drawn from the seed and the block's number. So a place is
-    that of the block, and a number in it; a buffer from which documents are drawn at random, as others have it, could
-    not be continued without its content.
+    Places of ``documents`` have their ``epoch``. A block ends at the end of an epoch, so that each epoch has every
+    document once; with a size of all documents or more it is a shuffle of all. The order within a block is drawn from
+    the seed and the block's number. So a place is that of the block, and a number in it; a buffer from which documents
+    are drawn at random, as others have it, could not be continued without its content.
     """
 
     def __init__(self, documents: DocumentStream, size: int, seed: int) -> None:
