@@ -222,7 +222,8 @@ def _over_y(model: nn.Module, group: str, styles: Mapping[str, str | None], grid
     over_y: OverY = "features" if all(n % ranks == 0 for n in [*heads.values(), *widths]) else "replicate"
     is_attention = any(hasattr(parent, key) for key in (*_HEAD_COUNTS, "split_size"))
     has_size = any(key.endswith(_HEAD_SIZES) for key in dir(parent))
-    if is_attention and not has_size and (grid.x.size > 1 or over_y == "features" and grid.y.size > 1):
+    is_cut = grid.x.size > 1 or (over_y == "features" and grid.y.size > 1)
+    if is_attention and not has_size and is_cut:
         raise UserError(
             f"{group} ({type(parent).__name__}) has no {' or '.join(_HEAD_SIZES)}, so it may cut a rank's share of the "
             "heads into the number of all heads; 'colwise_gather_output' and 'rowwise_split_input' keep heads whole"
