@@ -52,12 +52,14 @@ def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:
     data, training = run.data, run.training
     assert data.source is not None and data.tokenizer is not None, "config/run.py checks it"
     dataset = HubDataset.parse(data.source)
-    streams: Sequence[DocumentStream] = dataset.streams(data.streams, data.text_key)
-    if data.shuffle_buffer:
-        streams = [ShuffledDocuments(stream, data.shuffle_buffer, training.seed) for stream in streams]
+
+    def order(documents: DocumentStream) -> DocumentStream:
+        size = data.shuffle_buffer
+        return ShuffledDocuments(documents, size, training.seed) if size else documents
+
     return StreamedWindows(
         str(dataset),
-        streams,
+        dataset.streams(data.streams, data.text_key),
         load_tokenizer(data.tokenizer),
         training.seq_length,
         training.global_batch_size,
@@ -66,6 +68,7 @@ def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:
         timeout=data.read_timeout,
         text_key=data.text_key,
         shuffle_buffer=data.shuffle_buffer,
+        order=order,
     )
 
 

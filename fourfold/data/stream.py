@@ -80,11 +80,24 @@ def cut(
             yield Window(window, inside, Position(starts[0][1], -starts[0][0], before))
 
 
+class _Heard:
+    """A stream that knows when its last document came, in seconds of the monotonic clock."""
+
+    def __init__(self, documents: DocumentStream) -> None:
+        self._documents, self.last = documents, time.monotonic()
+
+    def read(self, place: Any) -> Iterator[tuple[Any, str]]:
+        for found in self._documents.read(place):
+            self.last = time.monotonic()
+            yield found
+
+
 class StreamedWindows:
     """Samples from streams of documents. Reading is fast in ascending order; going back begins at the last mark before.
 
     look_back: tokens before each window that masks see. ahead: windows of a stream that are held in memory, at most.
-    timeout: seconds after which a stream that gives nothing counts as dead; ``read`` then raises ``UserError``.
+    timeout: seconds without a document after which a stream counts as dead; ``read`` then raises ``UserError``.
+    order: puts the documents of a stream in another order; it may read many before it gives one.
     text_key, shuffle_buffer: the column of the texts, and how many are shuffled together, as a checkpoint records them.
     """
 
@@ -100,10 +113,11 @@ class StreamedWindows:
         timeout: float = 300.0,
         text_key: str = "text",
         shuffle_buffer: int = 0,
+        order: Callable[[DocumentStream], DocumentStream] = lambda documents: documents,
     ) -> None:
         assert global_batch_size % len(streams) == 0, (global_batch_size, len(streams))
         self.name, self.streams, self.tokenizer, self.text_key = name, streams, tokenizer, text_key
-        self.shuffle_buffer = shuffle_buffer
+        self.shuffle_buffer, self._order = shuffle_buffer, order
         self.seq_length, self.look_back, self._timeout, self._most = seq_length, look_back, timeout, ahead
         self._of_a_step = global_batch_size // len(streams)  # windows of each stream
         self._begin: list[dict[int, Position]] = [{0: Position()} for _ in streams]
@@ -176,12 +190,12 @@ class StreamedWindows:
                 return window
 
     def _start(self, stream: int, place: int) -> "_Ahead":
-        documents, position = self.streams[stream], {**self._begin[stream], **self._marks[stream]}[place]
+        source, position = _Heard(self.streams[stream]), {**self._begin[stream], **self._marks[stream]}[place]
 
         def windows() -> Iterator[Window]:
-            return cut(documents, self.tokenizer, position, self.seq_length, self.look_back)
+            return cut(self._order(source), self.tokenizer, position, self.seq_length, self.look_back)
 
-        return _Ahead(self.name, windows, place, self._most, self._timeout)
+        return _Ahead(self.name, source, windows, place, self._most, self._timeout)
 
     def _set_mark(self, stream: int, place: int, position: Position) -> None:
         marks = {mark: known for mark, known in self._marks[stream].items() if mark != place}
@@ -192,10 +206,16 @@ class _Ahead:
     """Windows of one stream, read ahead in a thread; ``next`` is the number of the one that ``take`` returns."""
 
     def __init__(
-        self, name: str, windows: Callable[[], Iterator[Window]], first: int, most: int, timeout: float
+        self,
+        name: str,
+        source: _Heard,
+        windows: Callable[[], Iterator[Window]],
+        first: int,
+        most: int,
+        timeout: float,
     ) -> None:
         self.next = first
-        self._name, self._timeout = name, timeout
+        self._name, self._source, self._timeout = name, source, timeout
         self._ready: Queue[Window | UserError] = Queue(most)
         self._closed = threading.Event()
         # A daemon: a read from a network that is down may never return.
@@ -203,13 +223,13 @@ class _Ahead:
         self._thread.start()
 
     def take(self) -> Window:
-        """The next window; raises ``UserError`` where none comes in time, or the stream cannot be read."""
-        latest = time.monotonic() + self._timeout
+        """The next window; raises ``UserError`` where no document comes in time, or the stream cannot be read."""
+        began = time.monotonic()
         while not self._closed.is_set():
             try:
                 found = self._ready.get(timeout=_GLANCE)
             except Empty:
-                if time.monotonic() < latest:
+                if time.monotonic() < max(began, self._source.last) + self._timeout:
                     continue
                 raise UserError(
                     f"{self._name} has given no text for {self._timeout:g} s; check the network, or raise "

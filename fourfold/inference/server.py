@@ -37,8 +37,8 @@ def serve(
 
     name: of the model in requests; by default the last part of its path. The server's working directory is a temporary
     one; paths among its ``options`` are made absolute (``with_absolute_path``). A checkpoint or run of ours is exported
-    first, into a temporary folder. SIGINT, SIGTERM and SIGHUP end the server in order, or what comes before its start. Raises
-    ``UserError`` where the engine is not installed, the model has no tokenizer that it can use, or no such name.
+    first, into a temporary folder. SIGINT, SIGTERM and SIGHUP end the server in order, or what comes before its start.
+    Raises ``UserError`` where the engine is not installed, the model has no tokenizer that it can use, or no such name.
     """
     start = engine_words(engine)
     name = _checked_name(name, model)
@@ -77,7 +77,8 @@ def with_absolute_path(word: str) -> str:
     A path is a file that exists here, with a ``/`` or ``.`` in its name, or a folder that is written with a ``.`` at
     its beginning, as ``./adapter``: ``org/model`` and ``cpu`` are names also where there are folders of that name.
     """
-    if (os.path.isfile(word) and ("/" in word or "." in word)) or (os.path.isdir(word) and word.startswith(".")):
+    is_file = os.path.isfile(word) and ("/" in word or "." in word)
+    if is_file or (os.path.isdir(word) and word.startswith(".")):
         return os.path.abspath(word)
     before, equals, rest = word.partition("=")
     return f"{before}={with_absolute_path(rest)}" if equals else word

@@ -64,6 +64,9 @@ SCALED_EMBEDDING = "ScaledWordEmbedding"
 _HEAD_SIZES = ("head_dim", "head_size")
 """Names that transformers' attention modules give the size of a head."""
 
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
+"""Names that attention modules give the number of heads; it stays that of the whole model."""
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -100,7 +103,7 @@ def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Plac
     published, with_weights = published_plan(model), [n for n, m in model.named_modules() if _has_own_parameters(m)]
     styles = _completed(model, {name: _style(name, rules) or _style(name, published) for name in with_weights})
     _check_nothing_random(model)
-    split = {parent: _over_y(model, parent, styles, grid) for parent in _groups(styles)}
+    split = {parent: _over_y(model, parent, styles, grid) for parent in sorted(_groups(styles))}
     entries: dict[str, Entrance] = {}
     placed: list[Placed] = []
     for name, style in styles.items():
@@ -216,7 +219,16 @@ def _over_y(model: nn.Module, group: str, styles: Mapping[str, str | None], grid
         if _parent(name) == group and style in IN_SHARES
         if (linear := as_linear(model.get_submodule(name))) is not None
     ]
-    return "features" if all(n % ranks == 0 for n in [*heads.values(), *widths]) else "replicate"
+    over_y: OverY = "features" if all(n % ranks == 0 for n in [*heads.values(), *widths]) else "replicate"
+    is_attention = any(hasattr(parent, key) for key in (*_HEAD_COUNTS, "split_size"))
+    has_size = any(key.endswith(_HEAD_SIZES) for key in dir(parent))
+    is_cut = grid.x.size > 1 or (over_y == "features" and grid.y.size > 1)
+    if is_attention and not has_size and is_cut:
+        raise UserError(
+            f"{group} ({type(parent).__name__}) has no {' or '.join(_HEAD_SIZES)}, so it may cut a rank's share of the "
+            "heads into the number of all heads; 'colwise_gather_output' and 'rowwise_split_input' keep heads whole"
+        )
+    return over_y
 
 
 def _heads(model: nn.Module) -> dict[str, int]:

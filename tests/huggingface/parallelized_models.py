@@ -23,6 +23,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPT2Config",
         {"vocab_size": 208, "n_inner": 96, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ),
+    "openai_gpt": (
+        "OpenAIGPTConfig",
+        {"vocab_size": 208, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "tie_word_embeddings": True},
+    ),
     "phi3": ("Phi3Config", {"num_key_value_heads": 4, "vocab_size": 208}),
     "gemma": ("GemmaConfig", {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 208}),
     "olmo2": ("Olmo2Config", {"num_key_value_heads": 4, "vocab_size": 208}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from mutation import mutated
 from parallelized_models import difference, make, make_batch, reference
 from pool import Pool
@@ -75,3 +76,55 @@ def refused_body(rank: int, world_size: int, changes: dict[str, Any], rules: dic
 )
 def test_what_gpt2_cannot_do_is_refused(pool: Pool, changes: dict[str, Any], rules: dict[str, str], says: str) -> None:
     pool.run(2, refused_body, changes, rules, says)
+
+
+OPENAI_GPT = {
+    "transformer.positions_embed": "embedding",
+    "*.attn.c_attn": "colwise_in_parts",
+    "*.attn.c_proj": "rowwise",
+    "*.mlp.c_fc": "colwise",
+    "*.mlp.c_proj": "rowwise",
+}
+WHOLE_HEADS = {"*.attn.c_attn": "colwise_gather_output", "*.attn.c_proj": "rowwise_split_input"}
+
+
+def counted_heads_body(rank: int, world_size: int, sizes: dict[str, int]) -> dict[str, Tensor] | None:
+    grid = Grid(ParallelConfig(**sizes), "cpu")
+    with pytest.raises(UserError, match=r"h\.0\.attn \(Attention\) has no head_dim or head_size"):
+        fourfold.parallelize(make("openai_gpt"), grid, OPENAI_GPT)
+    model = fourfold.parallelize(make("openai_gpt"), grid, OPENAI_GPT | WHOLE_HEADS)
+    tokens, labels = (model.rows(each) for each in make_batch())
+    model.backward(model(input_ids=tokens, labels=labels).loss)
+    return model.gather(gradients=True)
+
+
+@pytest.mark.parametrize("axis", ["x", "y"])
+def test_heads_that_are_counted_are_not_cut(pool: Pool, axis: str) -> None:
+    """As in OpenAI's first GPT, which has a ``split_size`` as GPT-2 has; what the refusal advises is exact."""
+    found = pool.run(2, counted_heads_body, {axis: 2})[0]
+    assert difference(found, reference("openai_gpt")[2]) < 5e-6
+
+
+def decayed_body(rank: int, world_size: int, sizes: dict[str, int]) -> dict[str, Tensor] | None:
+    model = fourfold.parallelize(make("gpt2"), Grid(ParallelConfig(**sizes), "cpu"))
+    tokens, labels = (model.rows(each) for each in make_batch())
+    model.backward(model(input_ids=tokens, labels=labels).loss)
+    vectors = [shard.parameter for shard in model.shards if len(model.shapes[shard.name]) < 2]
+    matrices = [shard.parameter for shard in model.shards if len(model.shapes[shard.name]) >= 2]
+    assert {id(p) for p in vectors + matrices} == {id(p) for p in model.parameters()}
+    torch.optim.SGD([{"params": matrices, "weight_decay": 0.5}, {"params": vectors}], lr=0.1).step()
+    return model.gather()
+
+
+@pytest.mark.parametrize("sizes", [{"x": 2}, {"z": 2}])
+def test_decay_by_the_dims_of_the_untouched_model(pool: Pool, sizes: dict[str, int]) -> None:
+    """As docs/parallelize.md has it; by the dims of the local parameters the biases in parts would decay too."""
+    found = pool.run(2, decayed_body, sizes)[0]
+    model, (tokens, labels) = make("gpt2"), make_batch()
+    model(input_ids=tokens, labels=labels).loss.backward()
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.5},
+        {"params": [p for p in model.parameters() if p.ndim < 2]},
+    ]
+    torch.optim.SGD(groups, lr=0.1).step()
+    assert difference(found, {name: p.detach() for name, p in model.named_parameters()}) < 1e-6
