@@ -113,7 +113,7 @@ def plan_request(
     if for_page:
         sample = refused_sample(request.base, machine, constants, request.gpus, limits, REFUSED_EACH)
         sizes = [int(request.gpus * factor) for factor in (0.25, 0.5, 1, 2, 4) if request.gpus * factor >= 1]
-        curve = scaling_curve(request.base, machine, constants, sizes, False, limits, request.name)
+        curve = scaling_curve(request.base, machine, constants, sizes, False, limits, request.name, known=plan)
     factor = shipped_order_factor()
     saved = float(saved_bytes(request.base, request.model.num_parameters))
     return PlanRecord(

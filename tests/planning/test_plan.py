@@ -270,3 +270,9 @@ def test_limits_of_one_thing_all_hold() -> None:
     assert parse_limits(["interleave=2", "schedule=Interleaved1F1B"]).pipelines == (("Interleaved1F1B", 2),)
     assert parse_limits(["interleave=2", "schedule=LoopedBFS"]).pipelines == (("LoopedBFS", 2),)
     assert parse_limits(["interleave=1"]).pipelines == (("1F1B", 1),)
+
+
+def test_a_curve_does_not_plan_a_known_size_again(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("fourfold.planning.scaling.make_plan")
+    (point,) = scaling_curve(base("llama3-70b", 8192, 256), H100, PRIOR, [GPUS], False, known=plan)
+    assert point.best is plan.best and point.efficiency == 1
