@@ -113,18 +113,19 @@ def plan_request(
     if for_page:
         sample = refused_sample(request.base, machine, constants, request.gpus, limits, REFUSED_EACH)
         sizes = [int(request.gpus * factor) for factor in (0.25, 0.5, 1, 2, 4) if request.gpus * factor >= 1]
-        curve = scaling_curve(request.base, machine, constants, sizes, False, limits, request.name)
+        curve = scaling_curve(request.base, machine, constants, sizes, False, limits, request.name, known=plan)
+    factor = shipped_order_factor()
     saved = float(saved_bytes(request.base, request.model.num_parameters))
     return PlanRecord(
         request=request,
         plan=plan,
         own=own,
         own_refused=refused,
-        explanation=explain(plan, own, limits) if explained else None,
+        explanation=explain(plan, factor, own, limits) if explained else None,
         costs=costs(tokens, best.tokens_per_second, request.gpus, saved, machine) if tokens else None,
         extrapolation=outside_calibrated_range(machine, best.work),
         interval_factors=shipped_interval(machine),
-        indistinct=indistinct(plan, shipped_order_factor()),
+        indistinct=indistinct(plan, factor),
         curve=curve,
         refused=sample,
     )

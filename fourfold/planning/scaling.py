@@ -10,7 +10,7 @@ from fourfold.errors import UserError
 from fourfold.planning.calibration.published import published_table
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.search.plan import Prediction, make_plan
+from fourfold.planning.search.plan import Plan, Prediction, make_plan
 from fourfold.planning.search.space import MOST_GPUS, Limits
 from fourfold.planning.workload import Workload
 
@@ -69,10 +69,12 @@ def scaling_curve(
     limits: Limits | None = None,
     model: str = "",
     watch: Callable[[int, int], None] | None = None,
+    known: Plan | None = None,
 ) -> list[Point]:
     """Replan at each size. Weak: the batch grows with the GPUs from ``base``'s at the first size. Strong: it stays.
 
-    watch: called with the number of sizes that are done, and of all.
+    watch: called with the number of sizes that are done, and of all. known: the plan of ``base`` on one of the sizes,
+    under the same limits, which is not made again (strong scaling only).
     """
     points: list[Point] = []
     first: tuple[int, float] | None = None
@@ -82,7 +84,10 @@ def scaling_curve(
         batch = base.step.batch * gpus // sizes[0] if weak else base.step.batch
         published = _published(machine.name, model, gpus, int(batch), int(base.step.seq))
         try:
-            best = make_plan(base.but(batch=batch), machine, constants, gpus, 1, limits).best
+            if known is not None and known.gpus == gpus:
+                best = known.best
+            else:
+                best = make_plan(base.but(batch=batch), machine, constants, gpus, 1, limits).best
         except UserError as error:
             points.append(Point(gpus, None, None, str(error), published))
             continue

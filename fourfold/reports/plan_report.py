@@ -13,16 +13,13 @@ from fourfold.reports.basic_charts import Series, line_chart, stacked_bars
 from fourfold.reports.layout_charts import choice_lines, memory_chart
 from fourfold.reports.layout_columns import gigabytes
 from fourfold.reports.layout_sample import FASTEST, Shown, shown_layouts
-from fourfold.reports.plan_terminal import costs_sentence, doubts
+from fourfold.reports.plan_terminal import COLUMNS, costs_sentence, doubts, largest_parts, slower_by, tune_command
 from fourfold.reports.timeline_chart import step_timeline
 
 if TYPE_CHECKING:
     from fourfold.planning.plan_record import PlanRecord
     from fourfold.planning.scaling import Point
     from fourfold.planning.search.plan import Prediction
-
-PARTS_NAMED = 7
-"""The most parts of the waterfall."""
 
 
 def write_plan_report(path: Path, result: PlanRecord) -> None:
@@ -40,6 +37,8 @@ def write_plan_report(path: Path, result: PlanRecord) -> None:
     if result.curve:
         wide.append(_curve(result.curve))
     in_doubt = [f"<p>{escape(sentence)}</p>" for sentence in doubts(result)]
+    if command := tune_command(result):
+        in_doubt.append(f"<pre>{escape(command)}</pre>")
     sections = [html.facts(_headline(result)), *_layouts(layouts, result), *in_doubt, html.charts([], wide)]
     if result.costs is not None:
         sections.insert(1, f"<p>{escape(costs_sentence(result))}</p>")
@@ -95,16 +94,10 @@ def _layouts(layouts: Sequence[Shown], result: PlanRecord) -> list[str]:
 
 
 def _waterfall(explanation: dict[str, Any]) -> str:
-    """Draw the seconds of each column; what is beyond the largest parts is one, so that seven have names."""
     waterfall = explanation["waterfall"]
-    seconds: dict[str, list[float]] = dict(waterfall["seconds"])
-    small = sorted(seconds, key=lambda part: (part == "other", -max(seconds[part])))[PARTS_NAMED - 1 :]
-    if small:
-        rest = [sum(values) for values in zip(*(seconds[part] for part in small), strict=True)]
-        seconds = {part: values for part, values in seconds.items() if part not in small} | {"other": rest}
-    names = {"best": "best", "runner_up": "runner-up", "yours": "yours"}
+    seconds = largest_parts(waterfall)
     bars = {
-        names[column]: {part: values[i] for part, values in seconds.items()}
+        COLUMNS[column]: {part: values[i] for part, values in seconds.items()}
         for i, column in enumerate(waterfall["columns"])
     }
     return stacked_bars("What a step is spent on", bars, x_label="seconds")
@@ -133,10 +126,7 @@ def _curve(points: Sequence[Point]) -> str:
 
 def _explanation(explanation: dict[str, Any]) -> list[str]:
     points = "".join(f"<li>The best {escape(point['sentence'])}.</li>" for point in explanation["break_evens"])
-    rows = [
-        [n["change"], f"{n['slower']:+.1%}" if n["slower"] is not None else n["reason"]]
-        for n in explanation["neighbors"]
-    ]
+    rows = [[n["change"], slower_by(n)] for n in explanation["neighbors"]]
     steps = html.table(["one step away", "slower by"], rows, words=True)
     sections = [
         f"<h2>Break-evens</h2><ul>{points}</ul>" if points else "",

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from fourfold.planning.scaling import Point
 
 
+COLUMNS = {"best": "best", "runner_up": "best on another grid", "yours": "yours"}
+"""Names of the explained layouts."""
+PARTS_NAMED = 7
+"""The most parts of the waterfall."""
 CURVE = ("s/step", "GB", "MFU", "tokens/s/GPU")
 """Numbers of a scaling curve, whose other columns need the room of 80 characters."""
 
@@ -43,6 +47,8 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
     )
     for sentence in doubts(result):
         console.print(sentence)
+    if command := tune_command(result):
+        console.print(command, soft_wrap=True)
     if result.extrapolation:
         console.print(f"Extrapolation: {'; '.join(result.extrapolation)}.")
     if result.costs is not None:
@@ -85,12 +91,33 @@ def doubts(result: PlanRecord) -> list[str]:
     these = f"The first {found.ranked} layouts of the table"
     if found.ranked < found.count:
         these = f"The best {found.count:,} layouts"
-    space = " ".join(f"--space {limit}" for limit in found.space)
     return [
         *sentences,
-        f"{these} cannot be told apart: {close}. Measure the fastest of them, with fourfold tune RUN.toml --nproc "
-        f"{result.request.gpus} {space}",
+        f"{these} cannot be told apart: {close}. Measure the fastest of them:",
     ]
+
+
+def tune_command(result: PlanRecord) -> str:
+    """The search by trials among the layouts that cannot be told apart; empty where there is only one."""
+    found = result.indistinct
+    space = " ".join(f"--space {limit}" for limit in found.space)
+    return f"fourfold tune RUN.toml --nproc {result.request.gpus} {space}" if found.count > 1 else ""
+
+
+def largest_parts(waterfall: dict[str, Any]) -> dict[str, list[float]]:
+    """The seconds of each part by column; those beyond the largest are one, so that ``PARTS_NAMED`` have names."""
+    seconds: dict[str, list[float]] = dict(waterfall["seconds"])
+    small = sorted(seconds, key=lambda part: (part == "other", -max(seconds[part])))[PARTS_NAMED - 1 :]
+    if not small:
+        return seconds
+    rest = [sum(values) for values in zip(*(seconds[part] for part in small), strict=True)]
+    return {part: values for part, values in seconds.items() if part not in small} | {"other": rest}
+
+
+def slower_by(neighbor: dict[str, Any]) -> str:
+    """How much slower a neighbor is, or the reason why it is refused."""
+    slower = neighbor["slower"]
+    return neighbor["reason"] if slower is None else f"{slower:+z.1%}".replace("+0.0%", "0.0%")
 
 
 def costs_sentence(result: PlanRecord) -> str:
@@ -110,18 +137,19 @@ def costs_sentence(result: PlanRecord) -> str:
 
 
 def _explanation(explanation: dict[str, Any], console: Console) -> None:
-    columns = [name.replace("_", "-") for name in explanation["waterfall"]["columns"]]
-    parts = dict(explanation["waterfall"]["seconds"])
+    columns = [COLUMNS[name] for name in explanation["waterfall"]["columns"]]
+    parts = largest_parts(explanation["waterfall"])
     parts["all"] = [sum(values) for values in zip(*parts.values(), strict=True)]
-    rows = [[part, *(f"{value:.4g}" for value in values)] for part, values in parts.items()]
+    rows = [
+        [part, *(f"{value:.3f}" if parts["all"][0] >= 1 else f"{value:.3g}" for value in values)]
+        for part, values in parts.items()
+    ]
     print_table("Seconds of a step", ["part", *columns], rows)
     for name, text in explanation["layouts"].items():
-        console.print(f"{name.replace('_', '-')}: {text}")
+        console.print(f"{COLUMNS[name]}: {text}")
     for point in explanation["break_evens"]:
         console.print(f"The best {point['sentence']}.")
-    rows = [
-        [n["change"], n["reason"] if n["slower"] is None else f"{n['slower']:+.1%}"] for n in explanation["neighbors"]
-    ]
+    rows = [[n["change"], slower_by(n)] for n in explanation["neighbors"]]
     print_table("One step away", ["change", "slower by"], rows, words=["slower by"])
     console.print(explanation["basin"])
     if more := explanation["next_doubling"]:

@@ -23,6 +23,7 @@ from fourfold.planning.request import BITS
 from fourfold.planning.search.limits import CHOICES
 from fourfold.planning.search.space import AXES
 from fourfold.reports.layout_columns import gigabytes
+from fourfold.reports.plan_terminal import PARTS_NAMED
 from fourfold.run_file.load import load_run
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def test_tables_and_explanation(cli: Cli) -> None:
     code, out, _ = cli(*SMALL, "--explain", "--tokens", "1e12", "--top", 2)
     assert code == 0
     for text in (
-        "runner-up",
+        "best on another grid",
         "One step away",
         "1T tokens take",
         "GPU-hours",
@@ -78,6 +79,10 @@ def test_tables_and_explanation(cli: Cli) -> None:
     ):
         assert text in out, text
     assert "runner_up" not in out
+    (command,) = (line for line in out.splitlines() if line.startswith("fourfold tune RUN.toml"))
+    assert "batch_parts=" in command and len(command) > 80  # whole, for pasting
+    parts = out.split("Seconds of a step")[1].split("│ all")[0]
+    assert parts.count("\n│ ") == PARTS_NAMED
 
 
 def test_a_written_run_file_loads(cli: Cli, tmp_path: Path) -> None:

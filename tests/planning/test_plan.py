@@ -150,7 +150,7 @@ def test_what_should_save_memory_does(change: dict[str, int]) -> None:
 
 
 def test_the_explanation_adds_up(plan: Plan) -> None:
-    told = explain(plan, own=plan.ranked[3])
+    told = explain(plan, 1.19, own=plan.ranked[3])
     columns = list(zip(*told["waterfall"]["seconds"].values(), strict=True))
     assert [sum(c) for c in columns] == pytest.approx(
         [plan.best.seconds, runner_up(plan).seconds, plan.ranked[3].seconds]
@@ -159,11 +159,14 @@ def test_the_explanation_adds_up(plan: Plan) -> None:
     assert all(n["slower"] is None or n["slower"] >= 0 for n in told["neighbors"])
     assert told["next_doubling"]["gpus"] == 2 * GPUS and 1 < told["next_doubling"]["speedup"] < 2.2
     assert told["break_evens"]
+    slower = [n["slower"] for n in told["neighbors"] if n["slower"] is not None]
+    near = sum(share < 0.19 for share in slower)
+    assert told["basin"].startswith(f"{near} of {len(slower)} neighbors that fit are less than 19% slower")
 
 
 @pytest.mark.slow
 def test_beyond_a_break_even_another_layout_is_best_and_before_it_this_one(plan: Plan) -> None:
-    point = explain(plan)["break_evens"][0]
+    point = explain(plan, 1.19)["break_evens"][0]
     field, _, _ = KNOBS[point["what"]]
     for share, is_best in ((0.98, True), (1.01, False)):
         factor = (point["at"] / point["now"]) ** share
@@ -179,7 +182,7 @@ def test_beyond_a_break_even_another_layout_is_best_and_before_it_this_one(plan:
 @pytest.mark.slow
 def test_more_recompute_is_a_neighbor_that_fits() -> None:
     best = make_plan(base("llama3-8b", 8192, 128), H100, PRIOR, 16)
-    told = {n["change"]: n["slower"] for n in explain(best)["neighbors"]}
+    told = {n["change"]: n["slower"] for n in explain(best, 1.19)["neighbors"]}
     here = int(best.best.work.layout.recompute)
     assert here < 2 and any(
         change.startswith(f"recompute {here} → {here + 1}") and slower for change, slower in told.items()
@@ -267,3 +270,9 @@ def test_limits_of_one_thing_all_hold() -> None:
     assert parse_limits(["interleave=2", "schedule=Interleaved1F1B"]).pipelines == (("Interleaved1F1B", 2),)
     assert parse_limits(["interleave=2", "schedule=LoopedBFS"]).pipelines == (("LoopedBFS", 2),)
     assert parse_limits(["interleave=1"]).pipelines == (("1F1B", 1),)
+
+
+def test_a_curve_does_not_plan_a_known_size_again(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("fourfold.planning.scaling.make_plan")
+    (point,) = scaling_curve(base("llama3-70b", 8192, 256), H100, PRIOR, [GPUS], False, known=plan)
+    assert point.best is plan.best and point.efficiency == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.refused import refused_sample
 from fourfold.planning.search.space import OUT_OF_MEMORY, REASONS, rejections
 from fourfold.reports.layout_sample import FASTEST, shown_layouts
-from fourfold.reports.plan_report import PARTS_NAMED, write_plan_report
+from fourfold.reports.plan_report import write_plan_report
+from fourfold.reports.plan_terminal import PARTS_NAMED, slower_by, tune_command
 from fourfold.reports.timeline_chart import REST, timeline_bars
 
 if TYPE_CHECKING:
@@ -81,6 +83,15 @@ def test_the_waterfall_names_seven_parts_and_loses_none(result: PlanRecord, page
     parts = [data for name, data in drawn.items() if name != "total"]
     assert len(parts) == PARTS_NAMED and "other" in drawn
     assert sum(data[0] for data in parts) == pytest.approx(result.plan.best.seconds)
+
+
+def test_the_page_gives_the_command_of_the_trials(result: PlanRecord, page_file: Path) -> None:
+    assert f"<pre>{escape(tune_command(result))}</pre>" in page_file.read_text(encoding="utf-8")
+
+
+def test_a_neighbor_as_fast_has_no_sign() -> None:
+    shares = {-0.0001: "0.0%", 0.0001: "0.0%", 0.0: "0.0%", -0.02: "-2.0%", 0.1: "+10.0%"}
+    assert {share: slower_by({"slower": share, "reason": ""}) for share in shares} == shares
 
 
 @pytest.mark.parametrize(

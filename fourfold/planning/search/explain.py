@@ -30,8 +30,6 @@ HALVINGS = 6
 """Bisections between two factors, for a break-even to a thousandth."""
 TIE = 1e-9
 """Layouts whose steps differ by less, as a share, are equally fast: weights over z or ZeRO 3 over dp send the same."""
-NEAR = 0.05
-"""Neighbors at most this much slower than the best belong to its basin."""
 
 
 @dataclass(frozen=True)
@@ -207,14 +205,13 @@ def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
     ]  # fmt: skip
 
 
-def basin(table: Sequence[Neighbor]) -> str:
-    """Tell in one sentence whether the best layout is a sharp peak or in a broad basin."""
+def basin(table: Sequence[Neighbor], factor: float) -> str:
+    """Count in one sentence the neighbors that are within ``factor``, the planner's margin, of the best layout."""
     known = [n.slower for n in table if n.slower is not None]
-    near = sum(slower <= NEAR for slower in known)
     if not known:
         return "No neighbor is legal and fits: the layout stands alone."
-    shape = "a broad basin" if near >= len(known) / 3 else "a sharp peak"
-    return f"{near} of {len(known)} neighbors that fit are within {NEAR:.0%}: {shape}."
+    near = sum(1 + slower < factor for slower in known)
+    return f"{near} of {len(known)} neighbors that fit are less than {factor - 1:.0%} slower: too close to tell apart."
 
 
 def next_doubling(plan: Plan, limits: Limits | None) -> dict[str, Any] | None:
@@ -229,16 +226,16 @@ def next_doubling(plan: Plan, limits: Limits | None) -> dict[str, Any] | None:
             "efficiency": speedup / 2}  # fmt: skip
 
 
-def explain(plan: Plan, own: Prediction | None = None, limits: Limits | None = None) -> dict[str, Any]:
-    """The whole explanation as JSON values."""
+def explain(plan: Plan, factor: float, own: Prediction | None = None, limits: Limits | None = None) -> dict[str, Any]:
+    """The whole explanation as JSON values. factor: the ratio of times from which their order is sure."""
     second = runner_up(plan)
     shown = {"best": plan.best} | ({"runner_up": second} if second else {}) | ({"yours": own} if own else {})
-    table = neighbors(plan)
+    table = [*neighbors(plan), *in_nodes(plan)]
     return {
         "layouts": {name: p.describe() for name, p in shown.items()},
         "waterfall": {"columns": list(shown), "seconds": waterfall(list(shown.values()))},
         "break_evens": [vars(b) | {"sentence": b.sentence()} for b in break_evens(plan)],
-        "neighbors": [vars(n) for n in [*table, *in_nodes(plan)]],
-        "basin": basin(table),
+        "neighbors": [vars(n) for n in table],
+        "basin": basin(table, factor),
         "next_doubling": next_doubling(plan, limits),
     }
