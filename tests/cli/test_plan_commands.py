@@ -250,7 +250,7 @@ def test_layouts_are_readable(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns
     _, out, _ = cli(*model, *limits)
     ranked = json.loads(cli(*model, *limits, "--json")[1])["ranked"]
     lines = out.splitlines()
-    assert max(map(len, lines)) <= columns
+    assert max(len(line) for line in lines if not line.startswith("fourfold tune ")) <= columns  # that is pasted
     said = re.search(r"In every row: (.*)\.", out)
     shared = dict(pair.split() for pair in said[1].split(", ")) if said else {}
     assert (said is not None) == (columns == 80)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -258,23 +256,6 @@ def test_a_proxy_in_bf16_only_ranks(llama: tuple[Any, LokiBasis]) -> None:
     assert 0 < rounded < 0.3 * sparsified
     with pytest.raises(UserError, match="needs cache"):
         LokiConfig(cache="rotated", proxy_dtype="bf16")
-
-
-def test_the_example_of_the_page(llama: tuple[Any, LokiBasis], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it stands, but for a model of fewer dims and tokens."""
-    model, basis = llama
-    monkeypatch.chdir(tmp_path)
-    basis.save("basis.safetensors")
-    page = (Path(__file__).parents[2] / "docs" / "loki.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    smaller = {"d=32, k=2048, sink=4": "d=4, k=8, sink=4", "generate(...)": "generate(tokens, max_new_tokens=2)"}
-    for shown, run in smaller.items():
-        assert shown in example
-        example = example.replace(shown, run)
-    try:
-        exec(example, {"model": model, "tokens": prompt()})
-    finally:
-        disable_loki(model)
 
 
 def test_per_layer_dims_from_the_variance(llama: tuple[Any, LokiBasis]) -> None:

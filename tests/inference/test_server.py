@@ -133,6 +133,9 @@ ENDS = {
 def test_signals_reach_the_server_and_nothing_is_left(
     exported: Path, monkeypatch: pytest.MonkeyPatch, script: str, code: int
 ) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup, or in the background of a shell
+            signal.signal(number, signal.SIG_DFL)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     stand_in(monkeypatch, f"{script}; signal.pause()")
     assert server.serve("small", "vllm", "localhost", 8000) == code

@@ -66,8 +66,8 @@ NORMS = [
     Mutant(
         "the sum of residual and attention is normalized",
         "models.transformer",
-        "x_BSH + normed(attention_BSH, self.attention_output_layernorm)",
-        "normed(x_BSH + attention_BSH, self.attention_output_layernorm)",
+        "x_BSH + normed(\n            self.self_attn(normed(",
+        "normed(\n            x_BSH + self.self_attn(normed(",
         OLMO2,
         Y2,
     ),
