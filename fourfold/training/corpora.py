@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,7 @@ class Corpora:
         sources = [source for mixture in mixtures if isinstance(mixture, Mixture) for source in mixture.sources]
         return [source for source in sources if isinstance(source, PreferencePairs)]
 
+    @cached_property
     def first_samples(self) -> str | None:
         """A digest of the first samples of each corpus on disk, and of all together; None where streamed."""
         if self.stream is not None:

@@ -106,7 +106,7 @@ def _train(place: Place, run: RunConfig, callbacks: Sequence[str], stop: StopReq
             install_reference(job, corpora, run_dir, checkpoint if first_step else None)
         checkpointer = Checkpointer(
             run_dir / CHECKPOINTS, job, run.checkpoint,
-            lambda steps: stream_position(corpora, steps), corpora.first_samples(),
+            lambda steps: stream_position(corpora, steps), corpora.first_samples,
         )  # fmt: skip
         if first_step:
             checkpointer.newest = checkpoint

@@ -77,7 +77,7 @@ def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
     """Warn where the data or the loss masks are not those that the checkpoint was trained with."""
     saved = read_state(checkpoint)
     was_streamed = saved.stream is not None and corpora.stream is None
-    if was_streamed or saved.first_samples not in (None, corpora.first_samples()):
+    if was_streamed or saved.first_samples not in (None, corpora.first_samples):
         print(
             f"warning: the training data gives other samples than before the checkpoint {checkpoint}: a corpus or a "
             "weight has changed; text that was read before it may be read again",
