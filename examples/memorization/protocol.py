@@ -45,7 +45,7 @@ CORPORA = {
     "quarter": Canaries(16, (0, 75), LENGTH),
     "tutorial": Canaries(16, (0, 200)),
 }
-"""What is planted in the text, in a quarter of it, which arm.toml reads four times, and in the tutorial's."""
+"""Passages planted in the text, in the quarter of it that arm.toml reads four times, and in the tutorial's."""
 
 
 @dataclass(frozen=True)

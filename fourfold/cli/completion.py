@@ -1,4 +1,4 @@
-"""What the Tab key offers for values of arguments and options; the shell completes other paths itself."""
+"""Completion by the Tab key of values of arguments and options; the shell completes other paths itself."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from typer.core import TyperGroup
+from typer.models import OptionInfo
 
 from fourfold.cli.completion import one_of, toml_files
 from fourfold.cli.options import KNOBS, MACHINES, AsJson, Overrides, complete_machine, show
@@ -53,24 +54,19 @@ Batch = Annotated[
     int | None,
     typer.Option("--global-batch", help="Sequences per step. Default: about 4M tokens, at least one per GPU."),
 ]
-PRECISIONS = "bf16|fp16|fp32|fp8"
-Precision = Annotated[
-    str | None,
-    typer.Option(
-        metavar=PRECISIONS,
-        help="Default: the run file's, or bf16.",
-        autocompletion=one_of(lambda: PRECISIONS.split("|")),
-    ),
-]
-OPTIMIZERS = "adamw|muon|lion"
-Optimizer = Annotated[
-    str | None,
-    typer.Option(
-        metavar=OPTIMIZERS,
-        help="Default: the run file's, or adamw.",
-        autocompletion=one_of(lambda: OPTIMIZERS.split("|")),
-    ),
-]
+
+
+def _one_of(names: str, default: str) -> OptionInfo:
+    """An option with these names, separated by ``|``, which the run file may give."""
+    complete = one_of(lambda: names.split("|"))
+    option: OptionInfo = typer.Option(
+        metavar=names, help=f"Default: the run file's, or {default}.", autocompletion=complete
+    )
+    return option
+
+
+Precision = Annotated[str | None, _one_of("bf16|fp16|fp32|fp8", "bf16")]
+Optimizer = Annotated[str | None, _one_of("adamw|muon|lion", "adamw")]
 Limit = Annotated[
     list[str],
     typer.Option(

@@ -24,7 +24,7 @@ CONTROLS = """<div class="controls">
 <button type="button" value="log">log</button></fieldset>
 <label>smoothing <input type="range" min="0" max="100" value="0" data-control="smoothing"> <output>off</output></label>
 </div>"""
-"""What all curves of a page follow."""
+"""Controls that all curves of a page follow."""
 
 
 class Place(NamedTuple):

@@ -21,7 +21,7 @@ from fourfold.planning.search.limits import CHOICES
 
 
 def offered(cli: Cli, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
-    """What bash would offer for the last of these words."""
+    """Completions that bash would offer for the last of these words."""
     with monkeypatch.context() as patch:
         patch.setenv("_FOURFOLD_COMPLETE", "complete_bash")
         patch.setenv("COMP_WORDS", " ".join(("fourfold", *words)))

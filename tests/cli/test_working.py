@@ -16,7 +16,7 @@ PLAN = ("plan", "--model", "gpt2", "--gpus", "8", "--global-batch", "64", "--jso
 
 
 def on_terminal(*arguments: object) -> tuple[str, str]:
-    """What ``fourfold`` prints on its standard output, and on a standard error that is a terminal."""
+    """Output of ``fourfold``: its standard output, and its standard error, which is a terminal."""
     outside, inside = os.openpty()
     command = [sys.executable, "-m", "fourfold", *map(str, arguments)]
     process = subprocess.Popen(

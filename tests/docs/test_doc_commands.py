@@ -135,7 +135,7 @@ def run_page(page: Path, workplace: Path, chosen: Callable[[Block], bool]) -> No
 
 
 def run_block(command: list[str], workplace: Path) -> str:
-    """What a block prints."""
+    """Run a block, and return what it prints."""
     done = subprocess.run(
         command,
         cwd=workplace,
@@ -205,7 +205,7 @@ def serving(text: str, port: int, workplace: Path) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_the_program_that_reads_the_data_of_a_run(workplace: Path) -> None:
-    """Of docs/reliability.md, on the run of docs/getting-started.md in small."""
+    """Runs the program of docs/reliability.md on the run of docs/getting-started.md in small."""
     page = REPOSITORY / "docs" / "getting-started.md"
     (run_file,) = (block.text for block in blocks_of(page) if block.text.startswith("# notes.toml"))
     (workplace / "notes.toml").write_text(run_file, encoding="utf-8")
