@@ -53,10 +53,10 @@ def prepare_environment(world_size: int) -> None:
     keep_gloo_local()
 
 
-def end_with_starter() -> None:
-    """Have the kernel end this process when the thread that started it ends; without effect but on Linux."""
+def end_with_starter(number: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when the thread that started it ends; without effect but on Linux."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def end_with_parent() -> None:

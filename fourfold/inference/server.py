@@ -11,11 +11,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from fourfold.errors import UserError
 from fourfold.huggingface.export_model import as_huggingface
+from fourfold.processes import end_with_starter
 
 ENGINES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "vllm": (("vllm",), ("-m", "vllm.entrypoints.cli.main", "serve"), "pip install vllm"),
@@ -37,8 +39,9 @@ def serve(
 
     name: of the model in requests; by default the last part of its path. The server's working directory is a temporary
     one; paths among its ``options`` are made absolute (``with_absolute_path``). A checkpoint or run of ours is exported
-    first, into a temporary folder. SIGINT, SIGTERM and SIGHUP end the server in order, or what comes before its start.
-    Raises ``UserError`` where the engine is not installed, the model has no tokenizer that it can use, or no such name.
+    first, into a temporary folder. SIGINT, SIGTERM and SIGHUP end the server in order, or what comes before its start;
+    on Linux SIGKILL of this process ends it too. Raises ``UserError`` where the engine is not installed, the model has
+    no tokenizer that it can use, or no such name.
     """
     start = engine_words(engine)
     name = _checked_name(name, model)
@@ -108,8 +111,11 @@ class _Server:
     def run(self, words: Sequence[str], folder: str) -> int:
         """Start a server in a folder, wait for its end, and return its exit code, or the negative of a signal."""
         self._is_starting = True
-        # In a session of its own a Ctrl-C of the terminal reaches it once, through us.
-        self.process = subprocess.Popen(words, cwd=folder, start_new_session=True)
+        # In a session of its own a Ctrl-C of the terminal reaches it once, through us. Where we are killed it gets
+        # SIGTERM, so that it ends its own processes, which would go on holding the GPUs.
+        self.process = subprocess.Popen(
+            words, cwd=folder, start_new_session=True, preexec_fn=partial(end_with_starter, signal.SIGTERM)
+        )
         for number in self._waiting:  # that came while it was started
             self.process.send_signal(number)
         return self.process.wait()

@@ -144,6 +144,32 @@ def test_signals_reach_the_server_and_nothing_is_left(
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process of its starter's end")
+def test_the_server_ends_in_order_where_fourfold_is_killed(exported: Path) -> None:
+    there, ended = exported.parent / "there", exported.parent / "ended"
+    stand_in = (
+        f"import os, pathlib, signal, sys; end = lambda *_: (pathlib.Path({str(ended)!r}).touch(), sys.exit()); "
+        f"signal.signal(signal.SIGTERM, end); pathlib.Path({str(there)!r}).touch(); signal.pause()"
+    )
+    serve = (
+        "from fourfold.inference import server; "
+        f"server.ENGINES['vllm'] = (('json',), ('-c', {stand_in!r}), ''); "
+        "server.serve('small', 'vllm', 'localhost', 8000)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", serve], env={**os.environ, "TMPDIR": str(exported.parent)})
+    wait_for(there, process)
+    process.kill()
+    process.wait()
+    wait_for(ended)
+
+
+def wait_for(file: Path, process: subprocess.Popen[bytes] | None = None) -> None:
+    give_up = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < give_up and (process is None or process.poll() is None)
+        time.sleep(0.05)
+
+
 def test_an_ignored_signal_stays_ignored(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As SIGHUP under nohup."""
     stand_in(monkeypatch, "os.kill(os.getppid(), signal.SIGHUP); os.kill(os.getpid(), signal.SIGHUP); sys.exit(5)")
