@@ -15,7 +15,6 @@ from fourfold.environment import Place
 from fourfold.errors import UserError
 from fourfold.evaluation.perplexity import perplexity
 from fourfold.huggingface.model_folder import TOKENIZER_FILE, source_of
-from fourfold.inference.lm_eval_tasks import run_tasks
 from fourfold.inference.text import read_text
 from fourfold.launch.job_processes import device_of
 from fourfold.memorization.scored_model import (
@@ -70,12 +69,13 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
     if not 1 <= request.overlap <= context:
         raise UserError(f"--overlap {request.overlap} must be at least 1 and at most {context}, the context")
     texts = {str(path): _perplexity(model, tokenizer, prefix, path, context, request.overlap) for path in request.texts}
-    tasks = {}
+    tasks: dict[str, dict[str, float]] = {}
     if request.tasks:
         from fourfold.evaluation.harness import HarnessModel
 
         harness = HarnessModel(model, tokenizer, prefix, context)
-        tasks = run_tasks(harness, request.tasks, request.include_path, request.limit, request.num_fewshot)
+        for task in request.tasks:
+            tasks |= harness.run_task(task, request.include_path, request.limit, request.num_fewshot)
     if dist.is_initialized() and dist.get_rank() != 0:
         return None
     return {"model": str(subject.checkpoint or subject.name), "context": context, "texts": texts, "tasks": tasks}

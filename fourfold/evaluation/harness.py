@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,11 +14,17 @@ from lm_eval.api.model import TemplateLM
 from numpy.typing import NDArray
 
 from fourfold.data.transformers_tokenizer import AnyTokenizer
-from fourfold.errors import UserError
+from fourfold.errors import UserError, first_line
 from fourfold.evaluation.perplexity import perplexity
+from fourfold.inference.lm_eval_tasks import run_tasks
 from fourfold.memorization.scorers import Scorer
+from fourfold.parallel.together import raise_together
 
 T = TypeVar("T")
+
+
+class TaskFailed(UserError):
+    """A task failed on a process, which all of them know; the model and its grid can go on."""
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
@@ -32,6 +40,28 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         self._prefix = prefix
         self._model, self._tokenizer, self.max_length = model, tokenizer, context
         self._max_new_tokens = max_new_tokens
+        self._is_scoring = False
+
+    def run_task(
+        self, task: str, folder: Path | None = None, limit: int | None = None, num_fewshot: int | None = None
+    ) -> dict[str, dict[str, float]]:
+        """Run a task, or a group of them, on all processes, as ``run_tasks`` does.
+
+        Raises ``TaskFailed`` on all of them where it fails on any outside the model's own passes.
+        """
+        failure = None
+        try:
+            results = run_tasks(self, [task], folder, limit, num_fewshot)
+        except TaskFailed:  # of another process; this one was told before a pass
+            raise
+        except Exception as error:  # a task is code, templates and data of others, which raise anything
+            if self._is_scoring:  # the model's own: processes may have left the pass at different places
+                raise
+            why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
+            failure = TaskFailed(f"task {task}: lm-eval failed in it ({why})")
+            failure.__cause__ = error
+        _raise_together(failure)
+        return results
 
     @property
     def eot_token_id(self) -> int | None:
@@ -69,8 +99,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         found: list[float] = []
         for request in requests:
             tokens = np.array(self.tok_encode(request.args[0]), dtype=np.int64)
-            whole = perplexity(self._model, tokens, 1, self.prefix_token_id, self.max_length, overlap=1)
-            found.append(_broadcast(None if whole is None else -whole.nats))
+            with self._scoring():
+                whole = perplexity(self._model, tokens, 1, self.prefix_token_id, self.max_length, overlap=1)
+                found.append(_broadcast(None if whole is None else -whole.nats))
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -97,7 +128,23 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return self._tokenizer.decode(made)
 
     def _score(self, documents: list[NDArray[np.int64]]) -> list[NDArray[np.float32]]:
-        return _broadcast(self._model.score(documents))
+        with self._scoring():
+            return _broadcast(self._model.score(documents))
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        """One pass of all processes: where the task has failed on one of them, they learn it here."""
+        _raise_together(None)
+        self._is_scoring = True
+        yield
+        self._is_scoring = False  # it stays True where the pass fails
+
+
+def _raise_together(failure: TaskFailed | None) -> None:
+    if dist.is_initialized():
+        raise_together(failure)
+    elif failure is not None:
+        raise failure
 
 
 def _broadcast(value: T | None) -> T:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -10,7 +12,7 @@ from fourfold.config.run import RunConfig
 from fourfold.data.tokenizer import Tokenizer
 from fourfold.errors import UserError
 from fourfold.evaluation.evaluate import prefix_token
-from fourfold.inference.lm_eval_tasks import import_lm_eval, rehearse, run_tasks
+from fourfold.inference.lm_eval_tasks import import_lm_eval, rehearse
 from fourfold.memorization.scored_model import ScoredModel
 from fourfold.memorization.scorers import GridScorer
 from fourfold.memorization.scores import Sampling
@@ -24,7 +26,8 @@ class TasksInTraining:
     """A callback of the training loop: runs the tasks of [evaluation] on the training grid at its intervals.
 
     Every process of the job calls it; the first one writes. A resumed run replaces the lines of later steps.
-    Raises ``UserError`` without lm-eval or a tokenizer, and for a task that lm-eval does not know or cannot run.
+    Raises ``UserError`` at the start: without lm-eval or a tokenizer, and for a task that lm-eval does not know or
+    cannot run. A task that fails later is a warning, then and at the end: its scores are not worth the run.
     """
 
     def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:
@@ -39,16 +42,33 @@ class TasksInTraining:
 
         prefix = prefix_token(tokenizer, ScoredModel(run.name))
         self.model = HarnessModel(GridScorer(job, Sampling()), tokenizer, prefix, run.training.seq_length)
+        self.failed_after: list[int] = []
 
     def after_step(self, steps: int) -> None:
         """Run the tasks if they are due after this many steps."""
         config = self.config
         if steps % config.interval and not is_last_step(self.job.best, self.run, steps):
             return
-        results = run_tasks(self.model, config.tasks, self.folder, config.limit, config.num_fewshot)
+        from fourfold.evaluation.harness import TaskFailed
+
+        record: dict[str, Any] = {"step": steps, "tasks": {}}
+        failures: dict[str, str] = {}
+        for task in config.tasks:
+            try:
+                record["tasks"] |= self.model.run_task(task, self.folder, config.limit, config.num_fewshot)
+            except TaskFailed as failure:
+                failures[task] = str(failure)
+        if failures:
+            record["failed"] = failures
+            self.failed_after.append(steps)
         with failing_together():
             if dist.get_rank() == 0:
-                add_record(self.path, {"step": steps, "tasks": results})
+                add_record(self.path, record)
+                for failure in failures.values():
+                    print(f"warning: after step {steps}, {failure}; the training goes on", file=sys.stderr)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Say whether scores are missing."""
+        if self.failed_after and dist.get_rank() == 0:
+            after = ", ".join(map(str, self.failed_after))
+            print(f"warning: tasks failed after step {after}; {self.path} says which, and why", file=sys.stderr)

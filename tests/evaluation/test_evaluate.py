@@ -14,7 +14,7 @@ import torch
 from command_line import Cli
 from pool import Pool
 from tiny_huggingface import make_model
-from tiny_task import make_task
+from tiny_task import Uniform, make_task
 
 from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, train_bpe
@@ -193,18 +193,6 @@ def test_a_tokenizer_without_an_end_is_refused(cli: Cli, tmp_path: Path) -> None
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     code, _, err = cli("evaluate", "--model", folder, "--text", tmp_path / "text.txt")
     assert code == 2 and "name an eos_token" in err, err
-
-
-class Uniform:
-    """Finds every token equally likely, and 65 the likeliest."""
-
-    vocab_size = 257
-
-    def score(self, documents: list[np.ndarray]) -> list[np.ndarray]:
-        fields = [np.full((5, len(document) - 1), -math.log(257.0), dtype=np.float32) for document in documents]
-        for each in fields:
-            each[1] = 65
-        return fields
 
 
 def test_answers_and_prompts_at_their_limits() -> None:

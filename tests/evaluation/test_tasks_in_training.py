@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from command_line import Cli
+from pool import Pool
 from tiny_corpus import make_corpus, run_file
-from tiny_task import make_task
+from tiny_task import Uniform, make_task
 
-from fourfold.data.tokenizer import train_bpe
+from fourfold.data.tokenizer import ByteTokenizer, train_bpe
 from fourfold.errors import UserError
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.run_file.load import load_run
@@ -79,6 +81,65 @@ def test_a_task_that_fails_ends_a_run_before_its_first_step(
     code, _, errors = cli("train", path)
     assert code == 2 and f"task tiny_choice: lm-eval cannot run it ({says}" in errors
     assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
+
+
+def test_a_task_that_fails_later_costs_its_scores_and_not_the_run(cli: Cli, tmp_path: Path) -> None:
+    """The template of its fourth document divides by zero; the rehearsal has only seen two."""
+    pytest.importorskip("lm_eval")
+    tasks = make_task(tmp_path, ROWS)
+    text = (tasks / "tiny.yaml").read_text().replace("{{question}}", "{{1 // (3 - label3)}}{{question}}")
+    (tasks / "fails.yaml").write_text(text.replace("tiny_choice", "fails"))
+    rows = [json.dumps({**row, "label3": n}) + "\n" for n, row in enumerate(ROWS)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    names = {"evaluation__tasks": ["fails", "tiny_choice"], "evaluation__limit": 5}
+    code, out, errors = cli("train", evaluated(tmp_path, tasks, parallel__x=2, **names))
+    why = "task fails: lm-eval failed in it (ZeroDivisionError: integer division or modulo by zero)"
+    assert code == 0 and "Traceback" not in errors, errors
+    for step in (4, 8):
+        assert errors.count(f"warning: after step {step}, {why}; the training goes on") == 1
+    assert errors.count("warning: tasks failed after step 4, 8; ") == 1
+    records = read_metrics(tmp_path / "runs" / "run" / "tasks.jsonl")
+    assert [record["failed"] for record in records] == [{"fails": why}] * 2
+    assert [set(record["tasks"]) for record in records] == [{"tiny_choice"}] * 2
+    assert (tmp_path / "runs" / "run" / "checkpoints" / "step_8").is_dir() and "Report: " in out
+
+    model = tmp_path / "runs" / "run"
+    code, _, errors = cli("evaluate", "--model", model, "--tasks", "fails", "--include-path", tasks)
+    assert code == 2 and errors.strip().endswith(why) and "Traceback" not in errors
+
+
+def test_a_task_that_fails_on_one_process_fails_on_both(pool: Pool, tmp_path: Path) -> None:
+    """Only the second cannot read the data; the first learns it instead of waiting for it in a pass."""
+    pytest.importorskip("lm_eval")
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder in folders:
+        folder.mkdir()
+        make_task(folder, ROWS)
+    (folders[1] / "rows.jsonl").unlink()
+    assert pool.run(2, task_of_each, folders) == ["FileNotFoundError"] * 2
+
+
+def task_of_each(rank: int, world_size: int, folders: list[Path]) -> str:
+    from fourfold.evaluation.harness import HarnessModel, TaskFailed
+
+    model = HarnessModel(Uniform(), ByteTokenizer(), prefix=256, context=64)
+    with pytest.raises(TaskFailed, match="task tiny_choice: lm-eval failed in it") as failure:
+        model.run_task("tiny_choice", folders[rank] / "tasks", limit=4)
+    model.run_task("tiny_choice", folders[0] / "tasks", limit=4)  # and the processes are still in step
+    return str(failure.value).partition("(")[2].partition(":")[0]
+
+
+def test_a_failure_of_the_model_itself_is_not_the_tasks(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    from fourfold.evaluation.harness import HarnessModel
+
+    class OutOfMemory(Uniform):
+        def score(self, documents: list[np.ndarray]) -> list[np.ndarray]:
+            raise RuntimeError("out of memory")
+
+    model = HarnessModel(OutOfMemory(), ByteTokenizer(), prefix=256, context=64)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.run_task("tiny_choice", make_task(tmp_path, ROWS), limit=4)
 
 
 @pytest.mark.slow
