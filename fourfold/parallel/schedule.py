@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-
 from fourfold.config.run import ParallelConfig
 from fourfold.config.stages import rank_of_stage, stages_per_rank
 
@@ -45,6 +43,9 @@ def schedule_ops(grid: ParallelConfig, micro_batches: int) -> list[list[Op]]:
         return [[Op(kind, rank, i) for kind in ("F", "B") for i in range(micro_batches)] for rank in ranks]
     if grid.schedule == "1F1B":
         return [_one_forward_one_backward(rank, grid.pp, micro_batches) for rank in ranks]
+    # torch, which the page of a plan with another schedule does not need
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
     lists = get_schedule_ops(grid.schedule, grid.pp, micro_batches, num_stages_per_rank=stages_per_rank(grid))
     return [[op for action in actions for op in _flat(action)] for actions in lists]
 

@@ -49,7 +49,7 @@ class PlanRecord:
     indistinct: Indistinct
     """The best layouts that the planner cannot tell apart."""
     curve: list[Point]
-    """The strong-scaling curve around the requested number of GPUs."""
+    """The strong-scaling curve around the requested number of GPUs; without the page twice that number at most."""
     refused: Refused | None
     """A sample of the illegal layouts."""
 
@@ -108,12 +108,13 @@ def plan_request(
     best = plan.best
     refused = "" if request.own is None else refusal(request.own, machine)
     own = None if request.own is None or refused else predict(request.own, machine, constants)
-    curve: list[Point] = []
     sample: Refused | None = None
     if for_page:
         sample = refused_sample(request.base, machine, constants, request.gpus, limits, REFUSED_EACH)
-        sizes = [int(request.gpus * factor) for factor in (0.25, 0.5, 1, 2, 4) if request.gpus * factor >= 1]
-        curve = scaling_curve(request.base, machine, constants, sizes, False, limits, request.name, known=plan)
+    factors = (0.25, 0.5, 1, 2, 4) if for_page else (2,) if explained else ()
+    sizes = [int(request.gpus * factor) for factor in factors if request.gpus * factor >= 1]
+    curve = scaling_curve(request.base, machine, constants, sizes, False, limits, request.name, known=plan)
+    doubled = next((point.best for point in curve if point.gpus == 2 * request.gpus), None)
     factor = shipped_order_factor()
     saved = float(saved_bytes(request.base, request.model.num_parameters))
     return PlanRecord(
@@ -121,7 +122,7 @@ def plan_request(
         plan=plan,
         own=own,
         own_refused=refused,
-        explanation=explain(plan, factor, own, limits) if explained else None,
+        explanation=explain(plan, factor, own, doubled) if explained else None,
         costs=costs(tokens, best.tokens_per_second, request.gpus, saved, machine) if tokens else None,
         extrapolation=outside_calibrated_range(machine, best.work),
         interval_factors=shipped_interval(machine),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from itertools import pairwise
 from typing import get_args
@@ -203,3 +205,13 @@ def test_no_other_split_has_a_smaller_largest_stage(ends: tuple[float, float]) -
         splits = [(a, b, layers - a - b) for a in range(1, layers - 1) for b in range(1, layers - a)]
         assert sum(counts) == layers
         assert largest == pytest.approx(min(max(a + first, b, c + last) for a, b, c in splits))
+
+
+def test_schedules_that_are_written_out_need_no_torch() -> None:
+    """Its import would be most of the time that the page of a small plan takes."""
+    code = (
+        "import sys; from fourfold.config.run import ParallelConfig; from fourfold.parallel import schedule; "
+        "[schedule.schedule_ops(ParallelConfig(pp=2, schedule=name), 4) for name in ('GPipe', '1F1B')]; "
+        "print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from exact_parameters import stored_bytes
 from fourfold.config.model import ModelConfig
 from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
+from fourfold.planning import plan_record, scaling
 from fourfold.planning.calibration.published import figures, weak_scaling
 from fourfold.planning.cost.memory import (
     CACHED,
@@ -25,8 +27,8 @@ from fourfold.planning.cost.memory import (
     stage_memory,
 )
 from fourfold.planning.cost.step import PARTS
-from fourfold.planning.machines.constants import prior_constants
-from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.machines.constants import Constants, prior_constants
+from fourfold.planning.machines.machine import Machine, load_machine
 from fourfold.planning.planned_run import write_run
 from fourfold.planning.request import request_from_options
 from fourfold.planning.run_workload import workload_of, workload_of_model
@@ -150,7 +152,8 @@ def test_what_should_save_memory_does(change: dict[str, int]) -> None:
 
 
 def test_the_explanation_adds_up(plan: Plan) -> None:
-    told = explain(plan, 1.19, own=plan.ranked[3])
+    doubled = make_plan(plan.best.work, H100, PRIOR, 2 * GPUS, 1).best
+    told = explain(plan, 1.19, own=plan.ranked[3], doubled=doubled)
     columns = list(zip(*told["waterfall"]["seconds"].values(), strict=True))
     assert [sum(c) for c in columns] == pytest.approx(
         [plan.best.seconds, runner_up(plan).seconds, plan.ranked[3].seconds]
@@ -276,3 +279,22 @@ def test_a_curve_does_not_plan_a_known_size_again(plan: Plan, monkeypatch: pytes
     monkeypatch.delattr("fourfold.planning.scaling.make_plan")
     (point,) = scaling_curve(base("llama3-70b", 8192, 256), H100, PRIOR, [GPUS], False, known=plan)
     assert point.best is plan.best and point.efficiency == 1
+
+
+def test_an_explained_page_searches_each_size_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+
+    def counted(work: Workload, machine: Machine, constants: Constants, gpus: int, *more: Any) -> Plan:
+        searched.append(gpus)
+        return make_plan(work, machine, constants, gpus, *more)
+
+    for module in (plan_record, scaling):
+        monkeypatch.setattr(module, "make_plan", counted)
+    request = request_from_options("llama3-8b", None, [], 16, 8192, 64, None, None)
+    page = plan_record.plan_request(request, "dgx-h100", ["micro_batch=1"], 1, None, True, for_page=True)
+    assert sorted(searched) == [4, 8, 16, 32, 64]
+    (double,) = [point.best for point in page.curve if point.gpus == 32]
+    assert page.explanation is not None and page.explanation["next_doubling"]["step_seconds"] == double.seconds
+    searched.clear()
+    shown = plan_record.plan_request(request, "dgx-h100", ["micro_batch=1"], 1, None, True)
+    assert searched == [16, 32] and shown.explanation == page.explanation

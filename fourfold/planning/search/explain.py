@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.errors import UserError
 from fourfold.planning.cost.step import PARTS
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.search.fastest import RANKED, evaluate, in_parts, score
-from fourfold.planning.search.plan import Plan, Prediction, make_plan, of_blocks, predict
-from fourfold.planning.search.space import AXES, PIPELINES, REASONS, Limits, refusal, rejections
+from fourfold.planning.search.plan import Plan, Prediction, of_blocks, predict
+from fourfold.planning.search.space import AXES, PIPELINES, REASONS, refusal, rejections
 from fourfold.planning.workload import SCHEDULES
 
 KNOBS = {
@@ -214,20 +213,21 @@ def basin(table: Sequence[Neighbor], factor: float) -> str:
     return f"{near} of {len(known)} neighbors that fit are less than {factor - 1:.0%} slower: too close to tell apart."
 
 
-def next_doubling(plan: Plan, limits: Limits | None) -> dict[str, Any] | None:
-    """Replan the same batch on twice the GPUs: speed-up and efficiency."""
-    base = plan.best.work.but(x=1, y=1, z=1, dp=1, cp=1, pp=1, ep=1)
-    try:
-        more = make_plan(base, plan.machine, plan.constants, 2 * plan.gpus, 1, limits).best
-    except UserError:
-        return None
+def next_doubling(plan: Plan, more: Prediction) -> dict[str, Any]:
+    """Compare with the same batch on twice the GPUs: speed-up and efficiency."""
     speedup = plan.best.seconds / more.seconds
     return {"gpus": 2 * plan.gpus, "layout": more.describe(), "step_seconds": more.seconds, "speedup": speedup,
             "efficiency": speedup / 2}  # fmt: skip
 
 
-def explain(plan: Plan, factor: float, own: Prediction | None = None, limits: Limits | None = None) -> dict[str, Any]:
-    """The whole explanation as JSON values. factor: the ratio of times from which their order is sure."""
+def explain(
+    plan: Plan, factor: float, own: Prediction | None = None, doubled: Prediction | None = None
+) -> dict[str, Any]:
+    """The whole explanation as JSON values.
+
+    factor: the ratio of times from which their order is sure. doubled: the best layout of the same batch on twice the
+    GPUs, if one fits.
+    """
     second = runner_up(plan)
     shown = {"best": plan.best} | ({"runner_up": second} if second else {}) | ({"yours": own} if own else {})
     table = [*neighbors(plan), *in_nodes(plan)]
@@ -237,5 +237,5 @@ def explain(plan: Plan, factor: float, own: Prediction | None = None, limits: Li
         "break_evens": [vars(b) | {"sentence": b.sentence()} for b in break_evens(plan)],
         "neighbors": [vars(n) for n in table],
         "basin": basin(table, factor),
-        "next_doubling": next_doubling(plan, limits),
+        "next_doubling": None if doubled is None else next_doubling(plan, doubled),
     }
