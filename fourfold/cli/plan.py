@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -111,7 +112,7 @@ def layout(
     Example: fourfold plan --model llama3-70b --machine dgx-h100 --gpus 512 --tokens 2e12 --explain
     """
     from fourfold.planning.plan_record import plan_request
-    from fourfold.planning.planned_run import write_run
+    from fourfold.planning.planned_run import rate_to_choose, write_run
     from fourfold.planning.request import request_from_options
     from fourfold.reports.plan_terminal import plan_tables
 
@@ -121,6 +122,8 @@ def layout(
         result = plan_request(request, machine, limits, top, tokens, explain or with_all, with_all, watch)
     if write is not None:
         write_run(write, request, result.plan.best)
+        if note := rate_to_choose(request):
+            print(f"warning: {write}: {note}", file=sys.stderr)
     if report is not None:
         from fourfold.reports.plan_report import write_plan_report
 

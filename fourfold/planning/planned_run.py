@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fourfold.config.optimizer_rules import OptimizerConfig
 from fourfold.config.run import RunConfig
 from fourfold.data.files import write_output
 from fourfold.planning.request import Request
@@ -50,9 +51,19 @@ def planned_run(request: Request, layout: Prediction) -> RunConfig:
     return make_run(table, where="the planned layout")
 
 
+def rate_to_choose(request: Request) -> str | None:
+    """Say in one sentence that the learning rate was chosen for another optimizer, where the request replaces that."""
+    before = OptimizerConfig() if request.run is None else request.run.optimizer
+    if request.optimizer in (None, before.name):
+        return None
+    return f"optimizer.lr = {before.lr:g} is a rate for {before.name}: choose one for {request.optimizer}"
+
+
 def write_run(path: Path, request: Request, layout: Prediction) -> None:
-    """Write the run file of a planned layout."""
+    """Write the run file of a planned layout; comments say what is left to choose."""
     comment = f"# Planned for {request.gpus} GPUs of {layout.machine.name}: {layout.seconds:.3g} s a step.\n"
     if request.run is None:
         comment += "# [data] is built-in text: name your own corpora.\n"
+    if note := rate_to_choose(request):
+        comment += f"# {note}.\n"
     write_output(path, comment + to_toml(planned_run(request, layout)))

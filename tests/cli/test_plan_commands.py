@@ -87,13 +87,35 @@ def test_tables_and_explanation(cli: Cli) -> None:
 
 def test_a_written_run_file_loads(cli: Cli, tmp_path: Path) -> None:
     target = tmp_path / "planned.toml"
-    code, out, _ = cli(*SMALL, "--limit", "pp=1", "--limit", "cp=1", "--write", target, "--json")
+    code, out, errors = cli(*SMALL, "--limit", "pp=1", "--limit", "cp=1", "--write", target, "--json")
     run = load_run(target)
+    assert "warning" not in errors
     best = json.loads(out)["best"]
     assert code == 0 and run.parallel.world_size == 16
     assert {axis: getattr(run.parallel, axis) for axis in best["parallel"]} == best["parallel"]
     assert run.training.micro_batch_size == best["micro_batch_size"]
     assert run.activation_checkpoint.mode == best["activation_checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (["--set", "optimizer.lr=1e-3", "--optimizer", "lion"], "optimizer.lr = 0.001 is a rate for adamw: choose one"),
+        (["--set", "optimizer.name=muon", "--optimizer", "adamw"], "optimizer.lr = 0.0003 is a rate for muon: choose"),
+        (["--set", "optimizer.name=lion", "--optimizer", "lion"], None),
+    ],
+)
+def test_another_optimizer_needs_another_rate(cli: Cli, tmp_path: Path, words: list[str], note: str | None) -> None:
+    run, target = tmp_path / "run.toml", tmp_path / "planned.toml"
+    sizes = "global_batch_size = 8\nseq_length = 64\ntrain_steps = 8\n"
+    run.write_text(f'[model]\npreset = "llama-tiny"\n[data]\nsource = "python-stdlib"\n[training]\n{sizes}')
+    code, _, errors = cli("plan", run, "--machine", "laptop", *words, "--write", target)
+    comments = [line for line in target.read_text().splitlines() if line.startswith("# optimizer.lr")]
+    assert code == 0 and load_run(target).optimizer.name == words[-1]
+    if note is None:
+        assert comments == [] and "warning" not in errors
+    else:
+        assert f"warning: {target}: {note}" in errors and comments[0].startswith(f"# {note}")
 
 
 def test_a_run_file_is_predicted_and_replanned(cli: Cli) -> None:
