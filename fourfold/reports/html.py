@@ -13,17 +13,16 @@ LONG_TEXT = 40
 """Letters of a fact that needs a wide card."""
 
 
-def page(title: str, subtitle: str, sections: Sequence[str]) -> str:
-    """Return a whole HTML document around sections that are HTML; title and subtitle are plain text."""
+def page(
+    title: str, subtitle: str, sections: Sequence[str], *, has_timeline: bool = False, has_search: bool = False
+) -> str:
+    """Return a whole HTML document with charts around sections that are HTML; title and subtitle are plain text.
+
+    has_timeline: a section has a ``step_timeline``. has_search: a section has a ``search_table``.
+    """
     body = "\n".join(sections)
-    needed = {
-        "echarts.min.js": 'class="plot"',
-        "timeline.js": '"renderItem"',
-        "charts.js": 'class="plot"',
-        "table.js": 'class="rows search"',
-    }
-    scripts = [asset(name) for name, mark in needed.items() if mark in body]
-    drawing = "\n".join(f"<script>{script}</script>" for script in scripts)
+    needed = {"echarts.min.js": True, "timeline.js": has_timeline, "charts.js": True, "table.js": has_search}
+    drawing = "\n".join(f"<script>{asset(name)}</script>" for name, is_needed in needed.items() if is_needed)
     return f"""<!doctype html>
 <html lang="en">
 <head>

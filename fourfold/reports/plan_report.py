@@ -47,7 +47,7 @@ def write_plan_report(path: Path, result: PlanRecord) -> None:
     if result.explanation is not None:
         sections += _explanation(result.explanation)
     title = f"{result.request.name} on {result.request.gpus} GPUs of {plan.machine.name}"
-    write_output(path, html.page(title, best.describe(), sections))
+    write_output(path, html.page(title, best.describe(), sections, has_timeline=True, has_search=True))
 
 
 def write_scaling_report(path: Path, points: Sequence[Point], model: str, machine: str, weak: bool) -> None:

@@ -90,7 +90,7 @@ def _curves(runs: Sequence[RecordedRun]) -> str:
     is_one = len(runs) == 1
     losses, marks = [], []
     for color, run in enumerate(runs):
-        validation = "validation" if is_one else f"{run.name}, validation"
+        validation = "validation" if is_one else _validation_of(run, runs)
         losses.append(Curve("train" if is_one else run.name, run.points("loss"), color))
         losses.append(Curve(validation, run.points("validation_loss"), color + is_one, marked=True))
         marks += [Mark(run.places[step], color) for step in run.resumed]
@@ -113,10 +113,20 @@ def _curves(runs: Sequence[RecordedRun]) -> str:
     return html.charts(others, wide=[loss])
 
 
+def _validation_of(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
+    """Name the curve of a run's validations as no run is named: a name is a button of the legend."""
+    name = f"{run.name}, validation"
+    while name in {other.name for other in runs}:
+        name += " loss"
+    return name
+
+
 def _tasks(run: RecordedRun) -> list[str]:
-    """Chart the tasks that were run during training, a chart for each of their metrics."""
+    """Chart the tasks that were run during training, a chart for each of their metrics, and say which failed."""
     found: dict[str, dict[str, list[tuple[Place, float | None]]]] = {}
+    failures: list[str] = []
     for record in read_short_record(run.folder / TASKS_FILE, TaskRecord):
+        failures += [f"After step {record['step']:,}: {why}." for why in record.get("failed", {}).values()]
         if record["step"] in run.places:
             for task, metrics in record["tasks"].items():
                 for metric, value in metrics.items():
@@ -126,7 +136,8 @@ def _tasks(run: RecordedRun) -> list[str]:
                     unit=metric)
         for metric, tasks in found.items()
     ]  # fmt: skip
-    return ["<h2>Tasks</h2>", html.charts(charts)] if charts else []
+    notes = [html.notice(f"{counted(len(failures), 'evaluation')} failed. {failures[0]}")] if failures else []
+    return ["<h2>Tasks</h2>", *notes, html.charts(charts)] if charts or notes else []
 
 
 def _experts(run: RecordedRun) -> list[str]:

@@ -12,9 +12,10 @@ from fourfold.training.metrics import read_metrics
 
 
 class TaskRecord(BaseModel):
-    """A line of tasks.jsonl: task, metric, value."""
+    """A line of tasks.jsonl: task, metric, value; and why others failed."""
 
     tasks: dict[str, dict[str, float | None]]
+    failed: dict[str, str] = {}
 
 
 class Canaries(BaseModel):

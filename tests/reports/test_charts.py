@@ -11,7 +11,7 @@ from report_pages import SCHEMES, WIDTHS, chart_specs, check_looks, opened, poin
 
 from fourfold.reports import html
 from fourfold.reports.basic_charts import Series, line_chart, stacked_bars
-from fourfold.reports.chart import empty_chart, to_json
+from fourfold.reports.chart import asset, empty_chart, to_json
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -43,6 +43,15 @@ def test_nothing_to_show_is_said() -> None:
 
 def test_what_an_empty_chart_says_is_escaped() -> None:
     assert '<b>"' not in empty_chart("A", EVIL) and "&lt;/script&gt;" in empty_chart("A", EVIL)
+
+
+def test_a_page_has_the_scripts_of_what_it_says_that_it_has() -> None:
+    """Whatever its text looks like."""
+    scripts = {name: f"<script>{asset(name)}</script>" for name in ("charts.js", "timeline.js", "table.js")}
+    text = '<p class="rows search">"renderItem"</p>'
+    plain, whole = html.page("A", "B", [text]), html.page("A", "B", [], has_timeline=True, has_search=True)
+    assert [name for name, script in scripts.items() if script in plain] == ["charts.js"]
+    assert all(script in whole for script in scripts.values())
 
 
 def test_bars_end_with_their_sums() -> None:

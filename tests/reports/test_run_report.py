@@ -260,6 +260,12 @@ def test_tasks_have_a_chart_for_each_metric(tmp_path):
     assert points(html, "f1") == {"arc": [[2, 2000, 0, 0.5]]}
 
 
+def test_tasks_that_failed_are_named(tmp_path):
+    tasks = [{"step": n, "tasks": {}, "failed": {"arc": f"task arc: lm-eval failed in it (E: <{n}>)"}} for n in (1, 2)]
+    html = write_run_report(make_run(tmp_path, [record(1), record(2)], tasks_jsonl=lines(tasks))).read_text()
+    assert "2 evaluations failed. After step 1: task arc: lm-eval failed in it (E: &lt;1&gt;)." in html
+
+
 def test_several_runs_lie_over_each_other(tmp_path):
     one = make_run(tmp_path / "one", [record(1, loss=4.0), record(2, loss=3.0, validation_loss=3.5)])
     two = make_run(tmp_path / "two", [record(1, loss=5.0)])
@@ -277,6 +283,16 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     runs = [make_run(tmp_path / parent / "run", [record(1)]) for parent in ("a", "b")]
     write_comparison(runs, tmp_path / "page.html")
     assert list(points((tmp_path / "page.html").read_text(), "Loss")) == ["a/run", "b/run"]
+
+
+def test_a_run_that_is_called_like_the_validation_of_another(tmp_path):
+    """A name is a button of the legend, which would hide both."""
+    names = ("x", "x, validation", "x, validation loss")
+    runs = [make_run(tmp_path / name, [record(1, loss=n, validation_loss=9)]) for n, name in enumerate(names)]
+    write_comparison(runs, tmp_path / "page.html")
+    found = points((tmp_path / "page.html").read_text(), "Loss")
+    assert [found[name][0][-1] for name in names] == [0, 1, 2]
+    assert list(found)[1] == "x, validation loss loss" and len(found) == 6
 
 
 def test_a_run_given_twice_is_one(tmp_path):
