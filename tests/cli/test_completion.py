@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +90,54 @@ def test_a_real_shell_completes_after_the_installation(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert "offered: mi300x\n" in done.stdout, done.stdout + done.stderr
     assert f"source '{tmp_path}/.bash_completions/fourfold.sh'" in (tmp_path / ".bashrc").read_text()
+
+
+def told(cli: Cli, monkeypatch: pytest.MonkeyPatch, shell: str, line: str) -> str:
+    """What fourfold tells a shell to offer at the end of a line."""
+    with monkeypatch.context() as patch:
+        patch.setenv("_FOURFOLD_COMPLETE", f"complete_{shell}")
+        patch.setenv("COMP_WORDS", line)
+        patch.setenv("COMP_CWORD", str(len(line.split()) - 1))
+        patch.setenv("_TYPER_COMPLETE_ARGS", line)
+        patch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+        code, output, errors = cli()
+    assert (code, errors) == (0, "")
+    return output.rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("shell", "commands", "machines"),
+    [
+        ("bash", r"trace\ntrain", "dgx-a100\ndgx-a100-40"),
+        ("zsh", r"""_arguments '\*: :\(\("trace":"[^"]+"\n"train":"[^"]+"\)\)'""",
+         """_arguments '*: :(("dgx-a100"\n"dgx-a100-40"))'"""),
+        ("fish", r"trace\t\S.*\ntrain\t\S.*", "dgx-a100\ndgx-a100-40"),
+    ],
+)  # fmt: skip
+def test_each_shell_is_told_in_its_own_language(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, shell: str, commands: str, machines: str
+) -> None:
+    found = told(cli, monkeypatch, shell, "fourfold tr")
+    assert re.fullmatch(commands, found), found
+    assert told(cli, monkeypatch, shell, "fourfold plan --machine dgx-a") == machines
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_can_read_their_scripts(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shell: str) -> None:
+    """And zsh what it is told, which it runs: help texts have quotes and brackets."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    with monkeypatch.context() as patch:
+        patch.setenv("_FOURFOLD_COMPLETE", f"source_{shell}")
+        scripts = [cli()[1]]
+    assert f"complete_{shell}" in scripts[0] and "fourfold" in scripts[0]
+    if shell == "zsh":
+        names = [name for commands in PANELS.values() for name in commands]
+        scripts += [told(cli, monkeypatch, shell, f"fourfold {words}") for words in ("", *(f"{n} --" for n in names))]
+    for script in scripts:
+        (tmp_path / "script").write_text(script)
+        done = subprocess.run([shell, "-n", tmp_path / "script"], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), script
 
 
 def test_help_groups_the_commands_in_the_order_of_a_project(cli: Cli) -> None:
