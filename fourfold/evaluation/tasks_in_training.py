@@ -64,8 +64,8 @@ class TasksInTraining:
         with failing_together():
             if dist.get_rank() == 0:
                 add_record(self.path, record)
-                for failure in failures.values():
-                    print(f"warning: after step {steps}, {failure}; the training goes on", file=sys.stderr)
+                for why in failures.values():
+                    print(f"warning: after step {steps}, {why}; the training goes on", file=sys.stderr)
 
     def close(self) -> None:
         """Say whether scores are missing."""
