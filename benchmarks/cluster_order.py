@@ -21,7 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.cluster_runs import ALL, CPU, add_cluster, cluster_run, size_of
+from benchmarks.accelerators import accelerators
+from benchmarks.cluster_runs import ALL, CPU, add_cluster, cluster_run, products, size_of
 from benchmarks.ranks import fourfold, one_step, random_batch
 from fourfold.config.run import RunConfig
 from fourfold.environment import Place
@@ -55,22 +56,16 @@ def main() -> int:
     torch.set_num_threads(1)
     runs = {_name(grid): cluster_run(size_of(arguments), grid, ALL) for grid in GRIDS}
     ensure_process_group("cpu", world_size=4)
-    machine = _this_cluster()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    losses = set()
-    for i in range(arguments.rounds):
-        for name, run in runs.items():
-            seconds, loss = _turn(run, i)
-            times[name].append(seconds)
-            losses.add(round(loss, 3))
-        assert len(losses) == 1 + i, f"grids compute different losses: {losses}"
+    with accelerators(arguments.gflops):
+        machine = _this_cluster()
+        times = _times(runs, arguments.rounds)
     if dist.get_rank() == 0:
         predicted = {
             name: float(predict(workload_of(run), machine, constants_for(machine)).seconds)
             for name, run in runs.items()
         }
         record = _record({name: statistics.median(seconds) for name, seconds in times.items()}, predicted)
-        print(f"{len(GRIDS)} grids, {arguments.rate} a link, {arguments.rounds} rounds")
+        print(f"{len(GRIDS)} grids, {arguments.rate} a link{products(arguments)}, {arguments.rounds} rounds")
         print(f"{'':10}{'measured s':>12}{'predicted s':>13}")
         for name, row in record["grids"].items():
             print(f"{name:10}{row['measured']:12.2f}{row['predicted']:13.2f}")
@@ -79,6 +74,19 @@ def main() -> int:
             Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     dist.barrier()
     return 0
+
+
+def _times(runs: dict[str, RunConfig], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every grid's steps, which take turns; all must compute the same losses."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    losses = set()
+    for i in range(rounds):
+        for name, run in runs.items():
+            seconds, loss = _turn(run, i)
+            times[name].append(seconds)
+            losses.add(round(loss, 3))
+        assert len(losses) == 1 + i, f"grids compute different losses: {losses}"
+    return times
 
 
 def _turn(run: RunConfig, number: int) -> tuple[float, float]:

@@ -3,7 +3,8 @@
     bash benchmarks/cluster.sh overlap [--grid x=2,z=2] [--rounds 5] [--json FILE]
 
 Contenders live in the same processes and take their steps in turn. *computation*: a step whose collectives only copy;
-*communication*: its collectives back to back, with nothing beside them. With PER_NODE=2 and z=4 a switch more.
+*communication*: its collectives back to back, with nothing beside them; *exposed*: the share of that by which a step is
+longer than the computation. With PER_NODE=2 and z=4 a switch more.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.cluster_runs import ALL, CPU, NONE, add_cluster, cluster_run, grid_of, size_of
+from benchmarks.accelerators import accelerators
+from benchmarks.cluster_runs import ALL, CPU, NONE, add_cluster, cluster_run, grid_of, products, size_of
 from benchmarks.peers import Step
 from benchmarks.ranks import fourfold, one_step, random_batch
 from fourfold.config.run import RunConfig
@@ -76,7 +78,8 @@ def main() -> int:
     steps = {name: fourfold(run, CPU, grid=grid) for name, run in runs.items()}
     steps["computation"] = _without_communication(fourfold(plain, CPU, grid=grid))
     steps["communication"] = _alone(fourfold(plain, CPU, grid=grid), random_batch(plain, 0, CPU))
-    times = _times(steps, plain, arguments.rounds)
+    with accelerators(arguments.gflops):
+        times = _times(steps, plain, arguments.rounds)
     if dist.get_rank() == 0:
         rows = _rows(times)
         _print(arguments, rows)
@@ -163,30 +166,37 @@ def _times(steps: dict[str, Step], run: RunConfig, rounds: int) -> dict[str, lis
 
 
 def _rows(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Median seconds; median ratios within a round: to the step without overlap, and to the longer of the two alone."""
+    """Median seconds; median ratios within a round.
+
+    faster: than the step without overlap; over_longer: to the longer of computation and communication alone; exposed: of
+    the communication.
+    """
     alone = [max(pair) for pair in zip(times["computation"], times["communication"], strict=True)]
     rows = {}
     for name, seconds in times.items():
         faster = [b / a for a, b in zip(seconds, times["none"], strict=True)]
         over = [a / b for a, b in zip(seconds, alone, strict=True)]
+        both = zip(seconds, times["computation"], times["communication"], strict=True)
+        exposed = [(step - computation) / communication for step, computation, communication in both]
         rows[name] = {
             "seconds": statistics.median(seconds),
             "faster": statistics.median(faster),
             "least": min(faster),
             "most": max(faster),
             "over_longer": statistics.median(over),
+            "exposed": statistics.median(exposed),
         }
     return rows
 
 
 def _print(arguments: argparse.Namespace, rows: dict[str, dict[str, float]]) -> None:
-    where = f"{dist.get_world_size()} processes, {arguments.rate} a link of a node"
+    where = f"{dist.get_world_size()} processes, {arguments.rate} a link of a node{products(arguments)}"
     print(f"{where}, {arguments.grid}, {arguments.rounds} rounds")
-    print(f"{'':26}{'seconds':>9}{'× none':>9}{'least':>7}{'most':>7}{'to the longer':>15}")
+    print(f"{'':26}{'seconds':>9}{'× none':>9}{'least':>7}{'most':>7}{'to the longer':>15}{'exposed':>9}")
     for name, row in rows.items():
         print(
             f"{name:26}{row['seconds']:9.2f}{row['faster']:9.2f}{row['least']:7.2f}{row['most']:7.2f}"
-            f"{row['over_longer']:15.2f}"
+            f"{row['over_longer']:15.2f}{row['exposed']:9.0%}"
         )
 
 

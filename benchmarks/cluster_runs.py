@@ -66,6 +66,12 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=512, help="width of its residual stream")
     parser.add_argument("--batch", type=int, default=8, help="sequences of 256 tokens in a step")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of every contender")
+    parser.add_argument("--gflops", type=float, default=0, help="emulate accelerators of this rate for the products")
     parser.add_argument("--rate", default="", help="what a link carries, for the table's head")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
     add_tiny(parser)
+
+
+def products(arguments: argparse.Namespace) -> str:
+    """How fast the products of a node are, for the table's head."""
+    return f", products at {arguments.gflops:g} GFLOP/s" if arguments.gflops else ""

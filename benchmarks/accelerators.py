@@ -1,0 +1,38 @@
+"""Accelerators that a benchmark emulates: matrix products take as long as a device of a given rate would."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+class Accelerators(TorchDispatchMode):
+    """Computes every matrix product as ever, and sleeps until ``flops_per_second`` would have been done with it.
+
+    While a process sleeps, the CPU is free for the network, as the host of a GPU is. Results are the same.
+    """
+
+    def __init__(self, flops_per_second: float) -> None:
+        super().__init__()
+        self.flops_per_second = flops_per_second
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        begin = time.perf_counter()
+        result = operator(*args, **(kwargs or {}))
+        flops: Callable[..., int] | None = flop_registry.get(operator._overloadpacket)
+        if flops is not None:
+            end = begin + flops(*args, **(kwargs or {}), out_val=result) / self.flops_per_second
+            time.sleep(max(0.0, end - time.perf_counter()))
+        return result
+
+
+def accelerators(gflops_per_second: float) -> AbstractContextManager[object]:
+    """Accelerators of so many GFLOP/s; 0: what the CPU has."""
+    return Accelerators(gflops_per_second * 1e9) if gflops_per_second else nullcontext()
