@@ -168,8 +168,8 @@ def _times(steps: dict[str, Step], run: RunConfig, rounds: int) -> dict[str, lis
 def _rows(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Median seconds; median ratios within a round.
 
-    faster: than the step without overlap; over_longer: to the longer of computation and communication alone; exposed: of
-    the communication.
+    faster: than the step without overlap; over_longer: to the longer of computation and communication alone;
+    exposed: of the communication.
     """
     alone = [max(pair) for pair in zip(times["computation"], times["communication"], strict=True)]
     rows = {}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 HELPERS = {
+    "accelerators",
     "cache_traffic",
     "cluster_order",
     "cluster_overlap",

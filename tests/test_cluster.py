@@ -7,11 +7,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pool import Pool
+
+from benchmarks.accelerators import accelerators
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,7 +37,19 @@ def test_overlap(pool: Pool, tmp_path: Path) -> None:
     assert {"none", "all", "computation", "communication", "only batch_parts"} <= set(rows)
     assert "only gate_sum" not in rows  # y = 1
     assert all(row["seconds"] > 0 for row in rows.values())
-    assert rows["none"]["faster"] == 1
+    assert rows["none"]["faster"] == 1 and rows["computation"]["exposed"] == 0
+
+
+def test_accelerators_take_their_time_and_change_no_result() -> None:
+    left, right = torch.randn(64, 128), torch.randn(128, 32, requires_grad=True)
+    plain = left @ right
+    begin = time.perf_counter()
+    with accelerators(0.01):
+        emulated = left @ right
+        emulated.sum().backward()
+    products = 2 * (2 * 64 * 128 * 32)  # the output, and the gradient of right
+    assert torch.equal(plain, emulated)
+    assert time.perf_counter() - begin >= products / 0.01e9
 
 
 @pytest.mark.slow
