@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from fourfold.huggingface.architectures.config_json import model_of, read_config
 from fourfold.huggingface.weights import Pretrained
@@ -145,3 +147,13 @@ def ours_of(folder: Path) -> Transformer:
     for name, parameter in model.named_parameters():
         pretrained.read_into(parameter.data, name, tuple(slice(0, n) for n in parameter.shape))
     return model
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """All weights in the files of a folder."""
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def tokens() -> Tensor:
+    """Two sequences of the models' vocabulary."""
+    return torch.randint(201, (2, 40), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Fixtures of tests with real processes."""
+"""Fixtures of whole jobs: one that nothing disturbed, and real processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,20 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from small_jobs import make, train
 from train_processes import FOURFOLD, ONE_THREAD, Start, heed_hangup
+
+from fourfold.config.run import RunConfig
+from fourfold.training.outcome import Outcome
+
+
+@pytest.fixture(scope="module")
+def finished(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Outcome]:
+    """A run that nothing disturbed; tests that need one compare with it."""
+    folder = tmp_path_factory.mktemp("finished")
+    changes = {"validation__interval": 4, "validation__steps": 2, "checkpoint__interval": 2, "sample__prompt": "the "}
+    run = make(folder, prefix, **changes, sample__max_new_tokens=12)
+    return run, train(run)
 
 
 @pytest.fixture

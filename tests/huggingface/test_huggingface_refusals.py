@@ -1,0 +1,151 @@
+"""Hugging Face models that are refused: what would be silently wrong, and damaged files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_huggingface import make_model, ours_of, tokens, weights_of
+
+from fourfold.config.model import ModelConfig
+from fourfold.config.presets import PRESETS
+from fourfold.errors import UserError
+from fourfold.huggingface.architectures.config_json import config_of, model_of, read_config
+from fourfold.huggingface.import_model import import_huggingface
+
+pytest.importorskip("transformers")
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        import_huggingface(str(folder), folder.parent / "ours")
+    assert not (folder.parent / "ours").exists()
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["hf"]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"model_type": "deepseek_v3"}, ["deepseek_v3", "latent attention"]),
+        ({"model_type": "falcon"}, ["falcon", "side by side"]),
+        ({"model_type": "gemma3"}, ["gemma3", "images beside text"]),
+        ({"model_type": "mamba"}, ["mamba", "llama"]),
+        ({"model_type": ["llama"]}, ["model_type = ['llama']"]),
+        ({"hidden_act": ["silu"]}, ["hidden_act = ['silu']"]),
+        ({"rope_parameters": None, "rope_theta": "a"}, ["rope_theta = 'a' is not a number"]),
+        ({"rope_parameters": [1]}, ["rotary embeddings are [1]"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "two"}}, ["factor = 'two' is not a number"]),
+        ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "LlamaForCausalLM"]),
+        ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'"]),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ["longrope"]),
+        ({"rope_parameters": None, "partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, ["mscale"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads = 8", "num_key_value_heads = 3"]),
+        ({"hidden_size": "64"}, ["hidden_size"]),
+        ({"intermediate_size": None}, ["intermediate_size is missing"]),
+        ({"intermediate_size": 96}, ["mlp.gate_proj.weight", "[80, 64]", "[96, 64]", ".safetensors"]),
+        ({"num_hidden_layers": 1}, ["model.layers.1.", "no place"]),
+        ({"num_hidden_layers": 3}, ["model.layers.2.", "no file has"]),
+        ({"tie_word_embeddings": True}, ["lm_head.weight differs", "tie_word_embeddings"]),
+    ],
+)
+def test_what_would_be_silently_wrong_is_refused(changes: dict[str, Any], names: list[str], tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "hf", "llama")
+    config = read_config(folder) | changes
+    (folder / "config.json").write_text(json.dumps({key: v for key, v in config.items() if v is not None}))
+    sentence = refusal(folder)
+    assert all(name in sentence for name in names), sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2; the decoder here computes only 1"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers = [1]; the decoder here computes dense MLPs only in"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers = 1; "),
+        ("qwen3_moe", {"num_experts": 5}, "has the shape [6, 64], and the model's is [5, 64]"),
+        ("qwen3_moe", {"num_experts": 8}, "has the shape [6, 64], and the model's is [8, 64]"),
+        ("qwen3_moe", {"moe_intermediate_size": 32}, "has the shape [24, 64], and the model's is [32, 64]"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok = 7 is more than num_experts = 6"),
+        ("qwen2_moe", {"mlp_only_layers": [0, 1]}, "first_k_dense_replace = 2 leaves none"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1; the decoder here computes only 0.0"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0; the decoder here computes only None"),
+        ("glm4_moe", {"n_group": 2}, "n_group = 2; the decoder here computes only 1"),
+        ("glm4_moe", {"n_shared_experts": "one"}, "n_shared_experts = 'one' is not a number"),
+    ],
+)
+def test_mixtures_that_are_not_computed_are_refused(
+    name: str, changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    folder = make_model(tmp_path / "hf", name)
+    (folder / "config.json").write_text(json.dumps(read_config(folder) | changes))
+    sentence = refusal(folder)
+    assert says in sentence, sentence
+
+
+def test_rotary_embeddings_of_no_channel_are_refused(tmp_path: Path) -> None:
+    """transformers computes such a model, without any rotation; whole heads would be silently wrong."""
+    folder = make_model(tmp_path / "hf", "gpt_neox")
+    config = {key: v for key, v in read_config(folder).items() if key != "rope_parameters"} | {"rotary_pct": 0.0}
+    with pytest.raises(UserError, match="partial_rotary_factor: Input should be greater than 0"):
+        model_of(config, "here")
+
+
+def test_a_family_that_cannot_stretch_so_is_not_written() -> None:
+    sizes = PRESETS["llama-tiny"] | {"partial_rotary_factor": 0.5}
+    assert config_of(ModelConfig(**sizes))["model_type"] == "phi3"
+    with pytest.raises(UserError, match="no Hugging Face model"):
+        config_of(ModelConfig(**sizes, rope_scaling={"rope_type": "linear", "factor": 2.0}))
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """transformers does not load them either; another layer would be an error."""
+    folder = make_model(tmp_path / "hf", "glm4_moe")
+    expected = ours_of(folder)(tokens())
+    extra = {"model.layers.2.eh_proj.weight": torch.ones(2, 2)}
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(extra, "extra.safetensors")
+    save_file(extra, folder / "extra.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "no place" in refusal(folder)
+    config = read_config(folder) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert torch.equal(ours_of(folder)(tokens()), expected)
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "hf", "llama")
+    files = sorted(folder.glob("*.safetensors"))
+    whole = files[1].read_bytes()
+    files[1].write_bytes(whole[:-100])
+    assert files[1].name in refusal(folder)
+    files[1].write_bytes(b"no header at all")
+    assert files[1].name in refusal(folder)
+    files[1].unlink()
+    assert f"{files[1].name} is missing" in refusal(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    assert "model.safetensors.index.json is damaged" in refusal(folder)
+
+
+def test_pickles_are_never_loaded(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "hf", "llama")
+    weights = weights_of(folder)
+    for file in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
+        file.unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    assert "pickles" in refusal(folder)
+
+
+def test_the_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    from fourfold.data.tokenizer import train_bpe
+
+    folder = make_model(tmp_path / "hf", "llama")
+    train_bpe(["some text"], 300, folder / "tokenizer.json")
+    sentence = refusal(folder)
+    assert "tokenizer.json" in sentence and "another model's tokenizer" in sentence

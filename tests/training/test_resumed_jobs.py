@@ -1,0 +1,200 @@
+"""How a job stops and goes on, and what a resumed one warns of and refuses."""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from small_jobs import ask_to_stop, at_step, checkpoints_of, make, metrics_of, train, weights_of
+from tiny_corpus import make_corpus
+
+from fourfold.config.run import RunConfig
+from fourfold.environment import Place
+from fourfold.errors import UserError
+from fourfold.training import loop
+from fourfold.training.outcome import Outcome
+
+
+def die() -> None:
+    raise KeyboardInterrupt
+
+
+def train_on_ranks(rank: int, world_size: int, run: RunConfig, stop_rank: int | None = None) -> Outcome:
+    place = Place(rank, rank, world_size, world_size, "local")
+    if stop_rank is None:
+        return loop.train(place, run)
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == stop_rank:
+            at_step(patched, 3, ask_to_stop)
+        return loop.train(place, run)
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_stopped_by_a_signal_it_saves_and_goes_on(
+    finished: tuple[RunConfig, Outcome], tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    run = make(tmp_path, prefix, checkpoint__async_mode=mode, sample__prompt="the ")
+    handler = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patched:
+        at_step(patched, 2, ask_to_stop)
+        outcome = train(run)
+    assert (outcome.stopped, outcome.steps, outcome.sample) == (True, 3, None)
+    assert checkpoints_of(run) == ["step_3"]
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+    updated: list[int] = []
+    for step in range(8):
+        at_step(monkeypatch, step, partial(updated.append, step))
+    outcome = train(run)
+    assert (outcome.stopped, outcome.steps) == (False, 8)
+    assert updated == [3, 4, 5, 6, 7]
+    expected = metrics_of(finished[0])
+    assert [(r["step"], r["loss"], r["lr"]) for r in metrics_of(run)] == [
+        (r["step"], r["loss"], r["lr"]) for r in expected
+    ]
+    weights, straight = weights_of(run, 8), weights_of(finished[0], 8)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in straight.items())
+
+
+def test_killed_between_checkpoints_it_repeats_the_lost_steps(
+    finished: tuple[RunConfig, Outcome], tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines of the lost steps are written again, once."""
+    run = make(tmp_path, prefix, checkpoint__interval=3)
+    with monkeypatch.context() as patched:
+        at_step(patched, 5, die)
+        with pytest.raises(KeyboardInterrupt):
+            train(run)
+    assert [r["step"] for r in metrics_of(run)] == [1, 2, 3, 4, 5]
+    assert checkpoints_of(run) == ["step_3"]
+    train(run)
+    assert [(r["step"], r["loss"]) for r in metrics_of(run)] == [
+        (r["step"], r["loss"]) for r in metrics_of(finished[0])
+    ]
+
+
+def test_a_finished_run_has_nothing_to_do(tmp_path: Path, prefix: str) -> None:
+    run = make(tmp_path, prefix, training__train_steps=2)
+    train(run)
+    before = metrics_of(run)
+    outcome = train(run)
+    assert (outcome.steps, outcome.loss, outcome.stopped) == (2, None, False)
+    assert metrics_of(run) == before
+
+
+def test_resume_never_starts_afresh_in_the_same_folder(tmp_path: Path, prefix: str) -> None:
+    """And what it saves is kept, though the run before came further."""
+    train(make(tmp_path, prefix, training__train_steps=4))
+    run = make(tmp_path, prefix, training__train_steps=2, checkpoint__resume="never", checkpoint__keep_latest_k=1)
+    outcome = train(run)
+    assert [record["step"] for record in metrics_of(run)] == [1, 2]
+    assert outcome.checkpoint is not None
+    assert outcome.checkpoint.endswith("step_2")
+    assert checkpoints_of(run) == ["step_2"]
+
+
+def test_resume_from_a_path_into_another_folder(tmp_path: Path, prefix: str) -> None:
+    first = make(tmp_path, prefix, training__train_steps=2)
+    train(first)
+    second = make(tmp_path, prefix, name="second", training__train_steps=4, checkpoint__resume=f"{tmp_path}/runs/run")
+    assert train(second).steps == 4
+    assert [record["step"] for record in metrics_of(second)] == [3, 4]
+    assert [record["step"] for record in metrics_of(first)] == [1, 2]
+
+
+def test_a_resumed_run_warns_of_other_data(tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]) -> None:
+    train(make(tmp_path, prefix, training__train_steps=2))
+    train(make(tmp_path, prefix, training__train_steps=3))
+    assert "other samples" not in capfd.readouterr().err
+    other = make_corpus(tmp_path, "other", documents=50)
+    assert train(make(tmp_path, other, training__train_steps=4)).steps == 4
+    printed = capfd.readouterr().err
+    assert "the training data gives other samples than before the checkpoint" in printed
+    assert "[masks]" not in printed
+
+
+def test_a_resumed_run_warns_of_another_small_corpus(
+    tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """None of whose samples is among the first of the mixture."""
+    first, second = (
+        [{"path": prefix, "weight": 0.99}, {"path": make_corpus(tmp_path, name, documents=50), "weight": 0.01}]
+        for name in ("first", "second")
+    )
+    train(make(tmp_path, prefix, training__train_steps=2, data__train=first))
+    train(make(tmp_path, prefix, training__train_steps=3, data__train=second))
+    assert "other samples" in capfd.readouterr().err
+
+
+def test_a_resumed_run_warns_of_other_masks(tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]) -> None:
+    train(make(tmp_path, prefix, training__train_steps=2))
+    train(make(tmp_path, prefix, training__train_steps=3, masks__goldfish={"strategy": "hash"}))
+    assert "[masks] is not that of the steps before the checkpoint" in capfd.readouterr().err
+
+
+def test_a_run_without_a_step_left_keeps_its_files(
+    tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = make(tmp_path, prefix, training__train_steps=2)
+    train(run)
+    folder = Path(run.output_dir, run.name)
+    before = {name: (folder / name).read_text() for name in ("run.toml", "summary.json", "metrics.jsonl")}
+    train(make(tmp_path, prefix, training__train_steps=2, optimizer__lr=0.5))
+    assert {name: (folder / name).read_text() for name in before} == before
+    assert "nothing: all steps were taken before" in capfd.readouterr().out
+
+
+def test_checkpoint_of_another_model_leaves_the_run_as_it_was(tmp_path: Path, prefix: str) -> None:
+    run = make(tmp_path, prefix, training__train_steps=2)
+    train(run)
+    before = {path: path.read_bytes() for path in tmp_path.glob("runs/**/*") if path.is_file()}
+    other = make(tmp_path, prefix, training__train_steps=2, model__num_hidden_layers=3)
+    with pytest.raises(UserError, match="another model: its num_hidden_layers is 2, and the run file's is 3"):
+        train(other)
+    assert {path: path.read_bytes() for path in tmp_path.glob("runs/**/*") if path.is_file()} == before
+
+
+def test_on_a_grid_it_stops_on_all_ranks_and_goes_on_on_another(
+    finished: tuple[RunConfig, Outcome], pool: Pool, tmp_path: Path, prefix: str
+) -> None:
+    """A signal to one rank alone stops all after the same step; another grid takes over the data and the weights."""
+    changes = {"training__micro_batch_size": 1, "sample__prompt": "the ", "sample__max_new_tokens": 3}
+    run = make(tmp_path, prefix, **changes, parallel__z=2)
+    outcomes = pool.run(2, train_on_ranks, run, 1)
+    assert [(outcome.stopped, outcome.steps) for outcome in outcomes] == [(True, 4)] * 2
+    assert [outcome.is_first_process for outcome in outcomes] == [True, False]
+    run = make(tmp_path, prefix, **changes, parallel__x=2, parallel__dp=2, parallel__zero=2)
+    outcomes = pool.run(4, train_on_ranks, run)
+    assert [outcome.steps for outcome in outcomes] == [8] * 4
+    assert len({outcome.sample for outcome in outcomes}) == 1  # all drew the same
+    metrics, expected = metrics_of(run), metrics_of(finished[0])
+    assert [record["step"] for record in metrics] == list(range(1, 9))
+    for ours, theirs in zip(metrics, expected, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+        assert ours["trained_token_share"] == pytest.approx(theirs["trained_token_share"], abs=1e-6)
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("grid", [{"pp": 2, "cp": 2}, {"cp": 4}, {"pp": 2, "x": 2, "schedule": "GPipe"}], ids=str)
+def test_the_sample_is_the_same_on_every_grid(
+    finished: tuple[RunConfig, Outcome], pool: Pool, tmp_path: Path, prefix: str, grid: dict[str, Any]
+) -> None:
+    outcome = finished[1]
+    changes = {
+        "training__micro_batch_size": 2,  # a sample is of one sequence
+        "checkpoint__resume": outcome.checkpoint,
+        "sample__prompt": "the ",
+        "sample__max_new_tokens": 8,
+        "sample__temperature": 0.0,
+    }
+    axes = {f"parallel__{key}": value for key, value in grid.items()}
+    one, other = make(tmp_path / "one", prefix, **changes), make(tmp_path / "grid", prefix, **changes, **axes)
+    outcomes = pool.run(1, train_on_ranks, one) + pool.run(4, train_on_ranks, other)
+    texts = [outcome.sample for outcome in outcomes]
+    assert len(set(texts)) == 1
