@@ -88,20 +88,21 @@ def test_windows_are_those_of_the_corpus_on_disk(in_order: TokenWindows) -> None
 
 def test_every_position_continues_exactly() -> None:
     """After each of 30 steps in a new reader, also where a window begins in the look-back of a document's end."""
-    whole = streamed(Listed(TEXTS), Listed(TEXTS[::-1]))
+    whole, straight = (streamed(Listed(TEXTS), Listed(TEXTS[::-1])) for _ in range(2))
     for steps in range(30):
         batch = whole.read(np.arange(4 * steps, 4 * steps + 4))
         saved = json.loads(json.dumps(whole.positions(steps + 1, range(4 * steps, 4 * steps + 4))))
         again = streamed(Listed(TEXTS), Listed(TEXTS[::-1]))
         again.go_to(steps + 1, [saved["0"], saved["1"]])
         numbers = np.arange(4 * steps + 4, 4 * steps + 8)
-        found, expected = again.read(numbers), streamed(Listed(TEXTS), Listed(TEXTS[::-1])).read(numbers)
+        found, expected = again.read(numbers), straight.read(numbers)
         assert (found.stream == expected.stream).all()
         assert (found.stream_documents == expected.stream_documents).all()
         assert sum(stream.given for stream in again.streams) < 80
         again.close()
     assert batch.numbers.tolist() == [116, 117, 118, 119]
     whole.close()
+    straight.close()
 
 
 def test_a_run_whose_masks_look_back_less_goes_on_with_the_same_samples() -> None:
@@ -293,23 +294,27 @@ def test_the_buffer_is_bounded() -> None:
 
 
 def test_a_dead_source_is_a_sentence_after_its_timeout() -> None:
-    samples = streamed(Listed(TEXTS, wait=lambda number: time.sleep(3 if number == 5 else 0)), timeout=0.5)
+    released = threading.Event()
+    samples = streamed(Listed(TEXTS, wait=lambda number: number != 5 or released.wait(30)), timeout=0.5)
     began = time.monotonic()
     with pytest.raises(UserError, match=r"hf:tales has given no text for 0.5 s; check the network"):
         samples.read(np.arange(40))
     assert 0.4 < time.monotonic() - began < 3
+    released.set()
     samples.close()
 
 
 def test_a_slow_source_is_not_dead_while_a_block_is_read() -> None:
     """30 documents at 0.1 s take three times the timeout; then none comes."""
-    slow = Listed(TEXTS, wait=lambda number: time.sleep(0.1 if number < 30 else 10))
+    released = threading.Event()
+    slow = Listed(TEXTS, wait=lambda number: time.sleep(0.1) if number < 30 else released.wait(30))
     samples = streamed(slow, timeout=1.0, order=lambda documents: ShuffledDocuments(documents, 30, 3))
     began = time.monotonic()
     assert samples.read([0]).numbers.tolist() == [0]
     assert time.monotonic() - began > 2.5
     with pytest.raises(UserError, match=r"hf:tales has given no text for 1 s"):
-        samples.read(np.arange(200))
+        samples.read(np.arange(1, 200))
+    released.set()
     samples.close()
 
 

@@ -63,6 +63,7 @@ STARTS_EMPTY = ("loki.md", "huggingface.md")
 """Pages that make all the files that they name, examples of the repository aside."""
 
 LONG = (
+    "CONTRIBUTING.md",
     "README.md",
     "checkpoints.md",
     "data.md",
@@ -72,6 +73,7 @@ LONG = (
     "memorization.md",
     "memory.md",
     "moving.md",
+    "optimizers.md",
     "planner.md",
     "planning-a-70b.md",
     "preferences.md",
