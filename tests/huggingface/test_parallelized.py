@@ -68,6 +68,7 @@ def test_loss_and_gradients_are_those_of_the_untouched_model(pool: Pool, name: s
     check(pool, name, grid)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("name", "grid"),
     [
@@ -142,6 +143,7 @@ def export_body(rank: int, world_size: int, name: str, source: Path, out: Path) 
     return parallel.module.eval().generate(prompt, max_new_tokens=6, do_sample=False)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "mixtral", "qwen3_moe"])
 def test_files_in_and_out_and_generation(pool: Pool, name: str, tmp_path: Path) -> None:
     model = make(name)

@@ -53,6 +53,7 @@ def test_states_are_those_of_the_closed_formula(model: dict[str, Any], grid: dic
     assert float(planned) == pytest.approx(stored_bytes(run)[2], rel=0.025)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("model", "grid", "training", "optimizer"),
     [

@@ -110,6 +110,7 @@ def reference_body(rank: int, world_size: int, run: RunConfig) -> np.ndarray:
     return reference_log_probabilities(job, corpora.pairs()[0], corpora.train.masks)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("grid", [{}, {"x": 2, "y": 2}, {"pp": 2, "z": 2}, {"cp": 2}], ids=str)
 def test_the_reference_is_the_initial_model(pool: Pool, corpus: str, tmp_path: Path, grid: dict[str, int]) -> None:
     run = run_of(corpus, tmp_path, grid)

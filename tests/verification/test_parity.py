@@ -44,7 +44,7 @@ CASES = layouts.CASES | {f"experts, {name}": case for name, case in layouts_of_e
 SLOW_CASES = layouts.SLOW_CASES | {f"experts, {name}": case for name, case in layouts_of_experts.SLOW_CASES.items()}
 
 
-@pytest.mark.fast_cases(9)
+@pytest.mark.fast_cases(7)
 @pytest.mark.parametrize("name", CASES)
 def test_layout_computes_what_one_process_computes(pool: Pool, name: str, tmp_path: Path) -> None:
     check(pool, CASES[name], tmp_path)

@@ -53,7 +53,7 @@ def expected(run: RunConfig, load: list[float]) -> Lines:
     return {line: size for line, size in lines.items() if getattr(grid, line[0]) > 1 and size}
 
 
-@pytest.mark.fast_cases(7)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("load", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize(
     ("model", "grid", "moe"),
