@@ -93,7 +93,7 @@ def run_of(preset: str, point: Workload, **sizes: int) -> dict[str, Any]:
 ALL_SCHEDULES = (*PIPELINES, ("GPipe", 1), ("LoopedBFS", 2), ("DualPipeV", 2))
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("preset", "bits"), [("llama-tiny", 16), ("gpt-tiny", 16), ("llama-12m", 16), ("llama-12m", 8)]
 )
