@@ -9,6 +9,7 @@ import typer
 
 from fourfold.cli.options import TASK_LIST, AsJson, Overrides, TaskFolder, TaskLimit, show
 from fourfold.cli.working import working
+from fourfold.errors import UserError
 
 
 def evaluate(
@@ -58,3 +59,5 @@ def evaluate(
     with working("Evaluating"):
         record = run_on_model_grid("fourfold.evaluation.evaluate:run_evaluation", request)
     show(record, as_json, evaluation_tables)
+    if failed := record.get("failed"):
+        raise UserError("; ".join(failed.values()))

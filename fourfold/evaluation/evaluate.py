@@ -58,7 +58,10 @@ class EvaluationRequest(ScoringRequest):
 
 
 def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredModel) -> dict[str, Any] | None:
-    """Evaluate on every process of the grid of ``subject``; returns the record on rank 0, None elsewhere."""
+    """Evaluate on every process of the grid of ``subject``; returns the record on rank 0, None elsewhere.
+
+    Tasks that fail are in the record under "failed", with the reason. Raises ``UserError`` for an unknown one.
+    """
     device = device_of(place, subject.run.training.device if subject.run is not None else "auto")
     tokenizer = find_tokenizer(request, subject, special_tokens=False)
     if tokenizer is None:
@@ -70,15 +73,22 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
         raise UserError(f"--overlap {request.overlap} must be at least 1 and at most {context}, the context")
     texts = {str(path): _perplexity(model, tokenizer, prefix, path, context, request.overlap) for path in request.texts}
     tasks: dict[str, dict[str, float]] = {}
+    failed: dict[str, str] = {}
     if request.tasks:
-        from fourfold.evaluation.harness import HarnessModel
+        from fourfold.evaluation.harness import HarnessModel, TaskFailed
+        from fourfold.inference.lm_eval_tasks import find_tasks
 
+        find_tasks(request.tasks, request.include_path)  # an unknown one is refused before any is run
         harness = HarnessModel(model, tokenizer, prefix, context)
         for task in request.tasks:
-            tasks |= harness.run_task(task, request.include_path, request.limit, request.num_fewshot)
+            try:
+                tasks |= harness.run_task(task, request.include_path, request.limit, request.num_fewshot)
+            except TaskFailed as failure:
+                failed[task] = str(failure)
     if dist.is_initialized() and dist.get_rank() != 0:
         return None
-    return {"model": str(subject.checkpoint or subject.name), "context": context, "texts": texts, "tasks": tasks}
+    record = {"model": str(subject.checkpoint or subject.name), "context": context, "texts": texts, "tasks": tasks}
+    return {**record, "failed": failed} if failed else record
 
 
 def prefix_token(tokenizer: AnyTokenizer, subject: ScoredModel) -> int:

@@ -65,10 +65,10 @@ class TasksInTraining:
             if dist.get_rank() == 0:
                 add_record(self.path, record)
                 for why in failures.values():
-                    print(f"warning: after step {steps}, {why}; the training goes on", file=sys.stderr)
+                    print(f"warning: after step {steps}, {why}", file=sys.stderr)
 
     def close(self) -> None:
         """Say whether scores are missing."""
         if self.failed_after and dist.get_rank() == 0:
             after = ", ".join(map(str, self.failed_after))
-            print(f"warning: tasks failed after step {after}; {self.path} says which, and why", file=sys.stderr)
+            print(f"warning: tasks failed after steps {after}; {self.path} says which, and why", file=sys.stderr)

@@ -84,7 +84,7 @@ def run_tasks(
     limit: int | None = None,
     num_fewshot: int | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Run tasks, and return their metrics under lm-eval's names; empty on all but the first process.
+    """Run tasks, and return their metrics under lm-eval's names, ``metric,filter``; empty on all but the first process.
 
     folder: with tasks of your own. limit: documents per task. Raises ``UserError`` for an unknown task.
     """
@@ -99,6 +99,6 @@ def run_tasks(
         log_samples=False,
     )
     return {
-        task: {key: value for key, value in numbers.items() if isinstance(value, (int, float))}
+        task: {key: value for key, value in numbers.items() if "," in key and isinstance(value, (int, float))}
         for task, numbers in (results or {"results": {}})["results"].items()
     }

@@ -52,11 +52,15 @@ def planned_run(request: Request, layout: Prediction) -> RunConfig:
 
 
 def rate_to_choose(request: Request) -> str | None:
-    """Say in one sentence that the learning rate was chosen for another optimizer, where the request replaces that."""
+    """Say in one sentence that the learning rate was chosen for another optimizer, where the request replaces that.
+
+    AdamW and Muon take the same (docs/optimizers.md).
+    """
     before = OptimizerConfig() if request.run is None else request.run.optimizer
-    if request.optimizer in (None, before.name):
+    if request.optimizer is None or (request.optimizer == "lion") == (before.name == "lion"):
         return None
-    return f"optimizer.lr = {before.lr:g} is a rate for {before.name}: choose one for {request.optimizer}"
+    advice = ", often 3 to 10 times smaller, and betas" if request.optimizer == "lion" else " and betas"
+    return f"optimizer.lr = {before.lr:g} is a rate for {before.name}: choose one for {request.optimizer}{advice}"
 
 
 def write_run(path: Path, request: Request, layout: Prediction) -> None:

@@ -140,7 +140,8 @@ def test_shells_can_read_their_scripts(cli: Cli, monkeypatch: pytest.MonkeyPatch
         assert (done.returncode, done.stderr) == (0, ""), script
 
 
-def test_help_groups_the_commands_in_the_order_of_a_project(cli: Cli) -> None:
+def test_help_groups_the_commands_in_the_order_of_a_project(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     _, page, _ = cli("--help")
     titles = [line.split()[1] for line in page.splitlines() if line.startswith("╭")]
     assert titles == ["Options", "Plan", "Prepare", "Train", "Inspect", "Use"]

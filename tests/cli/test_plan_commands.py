@@ -101,7 +101,8 @@ def test_a_written_run_file_loads(cli: Cli, tmp_path: Path) -> None:
     ("words", "note"),
     [
         (["--set", "optimizer.lr=1e-3", "--optimizer", "lion"], "optimizer.lr = 0.001 is a rate for adamw: choose one"),
-        (["--set", "optimizer.name=muon", "--optimizer", "adamw"], "optimizer.lr = 0.0003 is a rate for muon: choose"),
+        (["--set", "optimizer.name=lion", "--optimizer", "muon"], "optimizer.lr = 0.0003 is a rate for lion: choose"),
+        (["--set", "optimizer.name=muon", "--optimizer", "adamw"], None),
         (["--set", "optimizer.name=lion", "--optimizer", "lion"], None),
     ],
 )
