@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 
 class Accelerators(TorchDispatchMode):
-    """Computes every matrix product as ever, and sleeps until ``flops_per_second`` would have been done with it.
+    """Computes every matrix product, and sleeps until a device of ``flops_per_second`` would be done with it.
 
     While a process sleeps, the CPU is free for the network, as the host of a GPU is. Results are the same.
     """

@@ -73,5 +73,5 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def products(arguments: argparse.Namespace) -> str:
-    """How fast the products of a node are, for the table's head."""
+    """The rate of a node's products, for the table's head."""
     return f", products at {arguments.gflops:g} GFLOP/s" if arguments.gflops else ""

@@ -75,16 +75,10 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
     tasks: dict[str, dict[str, float]] = {}
     failed: dict[str, str] = {}
     if request.tasks:
-        from fourfold.evaluation.harness import HarnessModel, TaskFailed
-        from fourfold.inference.lm_eval_tasks import find_tasks
+        from fourfold.evaluation.harness import HarnessModel
 
-        find_tasks(request.tasks, request.include_path)  # an unknown one is refused before any is run
         harness = HarnessModel(model, tokenizer, prefix, context)
-        for task in request.tasks:
-            try:
-                tasks |= harness.run_task(task, request.include_path, request.limit, request.num_fewshot)
-            except TaskFailed as failure:
-                failed[task] = str(failure)
+        tasks, failed = harness.run_each(request.tasks, request.include_path, request.limit, request.num_fewshot)
     if dist.is_initialized() and dist.get_rank() != 0:
         return None
     record = {"model": str(subject.checkpoint or subject.name), "context": context, "texts": texts, "tasks": tasks}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fourfold.data.transformers_tokenizer import AnyTokenizer
 from fourfold.errors import UserError, first_line
 from fourfold.evaluation.perplexity import perplexity
-from fourfold.inference.lm_eval_tasks import run_tasks
+from fourfold.inference.lm_eval_tasks import find_tasks, run_tasks
 from fourfold.memorization.scorers import Scorer
 from fourfold.parallel.together import raise_together
 
@@ -42,6 +42,23 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         self._max_new_tokens = max_new_tokens
         self._is_scoring = False
 
+    def run_each(
+        self, tasks: Sequence[str], folder: Path | None, limit: int | None, num_fewshot: int | None
+    ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+        """Run tasks one after the other: their metrics, as of ``run_tasks``, and why others failed.
+
+        A task that fails costs only its own scores. Raises ``UserError`` for an unknown one before any is run.
+        """
+        find_tasks(tasks, folder)
+        scores: dict[str, dict[str, float]] = {}
+        failed: dict[str, str] = {}
+        for task in tasks:
+            try:
+                scores |= self.run_task(task, folder, limit, num_fewshot)
+            except TaskFailed as failure:
+                failed[task] = str(failure)
+        return scores, failed
+
     def run_task(
         self, task: str, folder: Path | None = None, limit: int | None = None, num_fewshot: int | None = None
     ) -> dict[str, dict[str, float]]:
@@ -52,7 +69,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         failure = None
         try:
             results = run_tasks(self, [task], folder, limit, num_fewshot)
-        except TaskFailed:  # of another process; this one was told before a pass
+        except TaskFailed:  # on another process, which this one learned before a pass
             raise
         except Exception as error:  # a task is code, templates and data of others, which raise anything
             if self._is_scoring:  # the model's own: processes may have left the pass at different places

@@ -49,22 +49,15 @@ class TasksInTraining:
         config = self.config
         if steps % config.interval and not is_last_step(self.job.best, self.run, steps):
             return
-        from fourfold.evaluation.harness import TaskFailed
-
-        record: dict[str, Any] = {"step": steps, "tasks": {}}
-        failures: dict[str, str] = {}
-        for task in config.tasks:
-            try:
-                record["tasks"] |= self.model.run_task(task, self.folder, config.limit, config.num_fewshot)
-            except TaskFailed as failure:
-                failures[task] = str(failure)
-        if failures:
-            record["failed"] = failures
+        scores, failed = self.model.run_each(config.tasks, self.folder, config.limit, config.num_fewshot)
+        record: dict[str, Any] = {"step": steps, "tasks": scores}
+        if failed:
+            record["failed"] = failed
             self.failed_after.append(steps)
         with failing_together():
             if dist.get_rank() == 0:
                 add_record(self.path, record)
-                for why in failures.values():
+                for why in failed.values():
                     print(f"warning: after step {steps}, {why}", file=sys.stderr)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -47,9 +48,7 @@ def wrap_model(model: PreTrainedModel, tokenizer: TransformersTokenizer) -> LM:
 
 def find_tasks(tasks: Sequence[str], folder: Path | None = None) -> TaskManager:
     """The tasks that there are, those of ``folder`` too. Raises ``UserError`` for an unknown one among ``tasks``."""
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=None if folder is None else str(folder))
+    manager = _tasks_in(folder)
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
         raise UserError(
@@ -57,6 +56,14 @@ def find_tasks(tasks: Sequence[str], folder: Path | None = None) -> TaskManager:
             "names a folder of your own"
         )
     return manager
+
+
+@cache
+def _tasks_in(folder: Path | None) -> TaskManager:
+    """The tasks of lm-eval and of a folder; reading the thousands of their files takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=None if folder is None else str(folder))
 
 
 def rehearse(tasks: Sequence[str], folder: Path | None = None, num_fewshot: int | None = None) -> None:

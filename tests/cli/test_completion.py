@@ -92,8 +92,8 @@ def test_a_real_shell_completes_after_the_installation(tmp_path: Path) -> None:
     assert f"source '{tmp_path}/.bash_completions/fourfold.sh'" in (tmp_path / ".bashrc").read_text()
 
 
-def told(cli: Cli, monkeypatch: pytest.MonkeyPatch, shell: str, line: str) -> str:
-    """What fourfold tells a shell to offer at the end of a line."""
+def completions(cli: Cli, monkeypatch: pytest.MonkeyPatch, shell: str, line: str) -> str:
+    """The answer of fourfold to a shell that asks for the completions of a line."""
     with monkeypatch.context() as patch:
         patch.setenv("_FOURFOLD_COMPLETE", f"complete_{shell}")
         patch.setenv("COMP_WORDS", line)
@@ -114,17 +114,17 @@ def told(cli: Cli, monkeypatch: pytest.MonkeyPatch, shell: str, line: str) -> st
         ("fish", r"trace\t\S.*\ntrain\t\S.*", "dgx-a100\ndgx-a100-40"),
     ],
 )  # fmt: skip
-def test_each_shell_is_told_in_its_own_language(
+def test_each_shell_gets_completions_in_its_own_format(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, shell: str, commands: str, machines: str
 ) -> None:
-    found = told(cli, monkeypatch, shell, "fourfold tr")
+    found = completions(cli, monkeypatch, shell, "fourfold tr")
     assert re.fullmatch(commands, found), found
-    assert told(cli, monkeypatch, shell, "fourfold plan --machine dgx-a") == machines
+    assert completions(cli, monkeypatch, shell, "fourfold plan --machine dgx-a") == machines
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_can_read_their_scripts(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shell: str) -> None:
-    """And zsh what it is told, which it runs: help texts have quotes and brackets."""
+    """zsh reads its completions too, since it runs them: help texts have quotes and brackets."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     with monkeypatch.context() as patch:
@@ -133,7 +133,9 @@ def test_shells_can_read_their_scripts(cli: Cli, monkeypatch: pytest.MonkeyPatch
     assert f"complete_{shell}" in scripts[0] and "fourfold" in scripts[0]
     if shell == "zsh":
         names = [name for commands in PANELS.values() for name in commands]
-        scripts += [told(cli, monkeypatch, shell, f"fourfold {words}") for words in ("", *(f"{n} --" for n in names))]
+        scripts += [
+            completions(cli, monkeypatch, shell, f"fourfold {words}") for words in ("", *(f"{n} --" for n in names))
+        ]
     for script in scripts:
         (tmp_path / "script").write_text(script)
         done = subprocess.run([shell, "-n", tmp_path / "script"], capture_output=True, text=True)

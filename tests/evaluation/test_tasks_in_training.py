@@ -107,6 +107,8 @@ def test_a_task_that_fails_later_costs_its_scores_and_not_the_run(cli: Cli, tmp_
     code, out, errors = cli("evaluate", "--model", model, "--tasks", "fails,tiny_choice", "--include-path", tasks)
     assert "tiny_choice" in out  # its scores are not lost
     assert code == 2 and errors.strip().endswith(why) and "Traceback" not in errors
+    code, out, errors = cli("evaluate", "--model", model, "--tasks", "tiny_choice,nope", "--include-path", tasks)
+    assert code == 2 and out == "" and "task nope: lm-eval has no such task" in errors
 
 
 def test_a_task_that_fails_on_one_process_fails_on_both(pool: Pool, tmp_path: Path) -> None:

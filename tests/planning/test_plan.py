@@ -153,18 +153,18 @@ def test_what_should_save_memory_does(change: dict[str, int]) -> None:
 
 def test_the_explanation_adds_up(plan: Plan) -> None:
     doubled = make_plan(plan.best.work, H100, PRIOR, 2 * GPUS, 1).best
-    told = explain(plan, 1.19, own=plan.ranked[3], doubled=doubled)
-    columns = list(zip(*told["waterfall"]["seconds"].values(), strict=True))
+    explanation = explain(plan, 1.19, own=plan.ranked[3], doubled=doubled)
+    columns = list(zip(*explanation["waterfall"]["seconds"].values(), strict=True))
     assert [sum(c) for c in columns] == pytest.approx(
         [plan.best.seconds, runner_up(plan).seconds, plan.ranked[3].seconds]
     )
-    assert told["neighbors"] and any(n["slower"] is not None for n in told["neighbors"])
-    assert all(n["slower"] is None or n["slower"] >= 0 for n in told["neighbors"])
-    assert told["next_doubling"]["gpus"] == 2 * GPUS and 1 < told["next_doubling"]["speedup"] < 2.2
-    assert told["break_evens"]
-    slower = [n["slower"] for n in told["neighbors"] if n["slower"] is not None]
+    assert explanation["neighbors"] and any(n["slower"] is not None for n in explanation["neighbors"])
+    assert all(n["slower"] is None or n["slower"] >= 0 for n in explanation["neighbors"])
+    assert explanation["next_doubling"]["gpus"] == 2 * GPUS and 1 < explanation["next_doubling"]["speedup"] < 2.2
+    assert explanation["break_evens"]
+    slower = [n["slower"] for n in explanation["neighbors"] if n["slower"] is not None]
     near = sum(share < 0.19 for share in slower)
-    assert told["basin"].startswith(f"{near} of {len(slower)} neighbors that fit are less than 19% slower")
+    assert explanation["basin"].startswith(f"{near} of {len(slower)} neighbors that fit are less than 19% slower")
 
 
 @pytest.mark.slow
