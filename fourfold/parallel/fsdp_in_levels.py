@@ -7,7 +7,8 @@ last, when a node has one part for each of its ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,22 +19,21 @@ from fourfold.parallel.communicate import all_gather_single, reduce_scatter_sing
 from fourfold.parallel.grid import TwoLevels
 
 
-class MeshInLevels(DeviceMesh):
-    """A mesh that gives FSDP2 two levels for its last axis."""
+class MeshOf(DeviceMesh):
+    """A mesh that gives FSDP2 other groups for some of its dims."""
 
-    def __init__(self, mesh: DeviceMesh, levels: TwoLevels) -> None:
+    def __init__(self, mesh: DeviceMesh, groups: Mapping[int, Any]) -> None:
         vars(self).update(vars(mesh))  # a new mesh would make new groups
-        self._levels = levels
+        self._other_groups = groups  # FSDP2 calls no more than they have
 
     def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
-        if mesh_dim in (None, self.ndim - 1):
-            return self._levels  # type: ignore[return-value]  # FSDP2 calls no more than it has
-        return super().get_group(mesh_dim)
+        assert isinstance(mesh_dim, int), "FSDP2 names the dim"
+        return self._other_groups.get(mesh_dim) or super().get_group(mesh_dim)
 
 
 def in_levels(mesh: DeviceMesh, shards: dist.ProcessGroup | TwoLevels) -> DeviceMesh:
     """A mesh whose last axis is these shards, in one level or two."""
-    return MeshInLevels(mesh, shards) if isinstance(shards, TwoLevels) else mesh
+    return MeshOf(mesh, {mesh.ndim - 1: shards}) if isinstance(shards, TwoLevels) else mesh
 
 
 class Allocation:

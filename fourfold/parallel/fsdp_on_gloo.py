@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fourfold.parallel.communicate import all_gather_single, sum_parts
-from fourfold.parallel.fsdp_in_levels import Allocation
+from fourfold.parallel.fsdp_in_levels import Allocation, MeshOf
 from fourfold.parallel.grid import TwoLevels
 
 IN_FLIGHT = 2
@@ -66,6 +67,8 @@ class Exchange(NamedTuple):
     received: Tensor
     ranks: int
     sum: Tensor
+    replicas: dist.ProcessGroup | None = None
+    """Those that hold the same shard, over which the sum is all-reduced."""
 
     @classmethod
     def start(cls, parts: Tensor, group: dist.ProcessGroup, out: Tensor) -> Exchange:
@@ -84,20 +87,29 @@ class InsideNode(NamedTuple):
     exchange: Exchange
     nodes: dist.ProcessGroup
     sum: Tensor
+    replicas: dist.ProcessGroup | None = None
+
+
+def _all_reduce(sum: Tensor, replicas: dist.ProcessGroup) -> dist.Work:
+    work: dist.Work = dist.all_reduce(sum, group=replicas, async_op=True)
+    return work
 
 
 class SumInBackground(Allocation):
     """A reduce-scatter for ``set_custom_reduce_scatter``: exchanges parts, and sums this rank's later.
 
-    In two levels the sum of this rank's node is exchanged with those of the others. FSDP2 only makes views of the sum,
-    unless it casts it, adds to it or sums it over replicas; ``at_once`` then.
+    In two levels the sum of this rank's node is exchanged with those of the others. A sum over replicas follows in the
+    background (``replicas``). FSDP2 only makes views of the sum, unless it casts it or adds to it.
     """
 
     def __init__(self) -> None:
         self.at_once = False
         """True where the sum is read as soon as it is returned."""
+        self.at_once_over_shards = False
+        """True where the sum over shards is read as soon as it is returned, and that over replicas maybe later."""
         self._inside: deque[InsideNode] = deque()
         self._exchanges: deque[Exchange] = deque()
+        self._all_reduces: list[dist.Work] = []
 
     def __call__(
         self,
@@ -115,12 +127,59 @@ class SumInBackground(Allocation):
             self._inside.append(InsideNode(exchange, group.across.group, output_tensor))
         else:
             self._exchanges.append(Exchange.start(input_tensor, group, output_tensor))
-        self.finish(left=0 if self.at_once else IN_FLIGHT)
+        self._finish(left=0 if self.at_once or self.at_once_over_shards else IN_FLIGHT)
 
-    def finish(self, left: int = 0) -> None:
-        """Wait until at most ``left`` sums are not complete, of which one is inside a node."""
+    def all_reduce(self, sum: Tensor, replicas: dist.ProcessGroup) -> None:
+        """Sum a rank's last sum over its replicas too, when it is there."""
+        if self._inside and self._inside[-1].sum is sum:
+            self._inside[-1] = self._inside[-1]._replace(replicas=replicas)
+        elif self._exchanges and self._exchanges[-1].sum is sum:
+            self._exchanges[-1] = self._exchanges[-1]._replace(replicas=replicas)
+        else:
+            self._all_reduces.append(_all_reduce(sum, replicas))
+        if self.at_once:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until all sums are complete."""
+        self._finish(left=0)
+        for work in self._all_reduces:
+            work.wait()
+        self._all_reduces.clear()
+
+    def _finish(self, left: int) -> None:
+        """Wait until at most ``left`` sums over shards are not complete, of which one is inside a node."""
         while len(self._inside) > min(left, 1):
             inside = self._inside.popleft()
-            self._exchanges.append(Exchange.start(inside.exchange.finish(), inside.nodes, inside.sum))
+            across = Exchange.start(inside.exchange.finish(), inside.nodes, inside.sum)
+            self._exchanges.append(across._replace(replicas=inside.replicas))
         while len(self._inside) + len(self._exchanges) > left:
-            self._exchanges.popleft().finish()
+            exchange = self._exchanges.popleft()
+            of_shards = exchange.finish()
+            if exchange.replicas is not None:
+                self._all_reduces.append(_all_reduce(of_shards, exchange.replicas))
+
+
+class ReplicasInBackground:
+    """The replicas of a shard. FSDP2 takes them for a process group, of which it calls these methods."""
+
+    def __init__(self, group: dist.ProcessGroup, sums: SumInBackground) -> None:
+        self._group, self._sums = group, sums
+
+    def size(self) -> int:
+        return self._group.size()
+
+    def rank(self) -> int:
+        return self._group.rank()
+
+    def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> None:
+        assert options.reduceOp == dist.ReduceOp(dist.ReduceOp.SUM), (
+            f"FSDP2 asked for {options.reduceOp}, and only sums are done"
+        )
+        (sum,) = tensors
+        self._sums.all_reduce(sum, self._group)
+
+
+def replicas_in_background(mesh: DeviceMesh, sums: SumInBackground) -> DeviceMesh:
+    """A mesh of (replicas, shards) whose sums over replicas go on in the background."""
+    return MeshOf(mesh, {0: ReplicasInBackground(mesh.get_group(0), sums)})

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fourfold.parallel.communicate import by_all_to_all
 from fourfold.parallel.data_parallel import DataParallel, StepTypes, Units
 from fourfold.parallel.fsdp_in_levels import GatherInLevels, SumInLevels, in_levels
-from fourfold.parallel.fsdp_on_gloo import GatherInBackground, SumInBackground
+from fourfold.parallel.fsdp_on_gloo import GatherInBackground, SumInBackground, replicas_in_background
 from fourfold.parallel.grid import Axis, Grid
 from fourfold.parallel.sharding import Tile, chunk, tile_table
 from fourfold.parallel.state import LocalShard, replicas_of_tile
@@ -41,8 +41,10 @@ class FullySharded(DataParallel):
             cast_forward_inputs=False,  # activations have the weights' type already, rotary tables must stay float32
         )
         zero, z = grid.sizes.zero, grid.z.size
+        self._on_gloo = by_all_to_all(grid.axis("z").group)
+        self.sums = SumInBackground()
         if zero == 0:
-            mesh = in_levels(grid.hybrid_mesh, grid.shards("z", per_node))
+            mesh = self._sums_of_replicas(in_levels(grid.hybrid_mesh, grid.shards("z", per_node)))
         else:
             mesh = in_levels(grid.tokens_mesh, grid.shards("dp_cp_z", per_node))
         self._shards = mesh.get_group(mesh.ndim - 1)
@@ -76,7 +78,6 @@ class FullySharded(DataParallel):
         shard(model, False)
         if zero in (1, 2) and z > 1:
             self._keep_z_shards_after_forward(in_levels(grid.hybrid_mesh, grid.shards("z", per_node)))
-        self.sums = SumInBackground()
         self._sum_without_division(mesh)
         _prefetch(model, units, self._experts, prefetch)
         self._is_complete = True
@@ -102,6 +103,7 @@ class FullySharded(DataParallel):
         model, self._is_complete = _fsdp(self.model), last
         self.sums.finish()
         self.sums.at_once = self._reads_sums()
+        self.sums.at_once_over_shards = any(g._partial_reduce_output is not None for g in self.fsdp_groups())
         model.set_is_last_backward(last)
         if self.keeps_weights_for_the_step:
             model.set_reshard_after_backward(last)
@@ -130,12 +132,9 @@ class FullySharded(DataParallel):
         self.sums.finish()
 
     def _reads_sums(self) -> bool:
-        """True where FSDP2 casts the next sums, adds them to those of earlier micro-batches, or sums them over dp."""
-        if self.types.reduced != self.types.stored or (self.grid.sizes.zero == 0 and self.grid.replicas.size > 1):
-            return True
-        return any(
-            group._partial_reduce_output is not None or any(p.sharded_param.grad is not None for p in group.fsdp_params)
-            for group in self.fsdp_groups()
+        """True where FSDP2 casts the next sums, or adds them to those of earlier micro-batches."""
+        return self.types.reduced != self.types.stored or any(
+            p.sharded_param.grad is not None for group in self.fsdp_groups() for p in group.fsdp_params
         )
 
     def publish(self) -> None:
@@ -162,13 +161,16 @@ class FullySharded(DataParallel):
                     found.append(whole.grad)
         return found
 
+    def _sums_of_replicas(self, mesh: DeviceMesh) -> DeviceMesh:
+        """A mesh of (replicas, shards) with FSDP2's sums over replicas in the background, on gloo too."""
+        return replicas_in_background(mesh, self.sums) if self._on_gloo else mesh
+
     def _sum_without_division(self, mesh: DeviceMesh) -> None:
         """Have FSDP2 sum gradients, in the background or in levels where it can do neither by itself."""
         grid = self.grid
-        on_gloo = by_all_to_all(grid.axis("z").group)
-        gathers, sums = (GatherInBackground(), self.sums) if on_gloo else (GatherInLevels(), SumInLevels())
+        gathers, sums = (GatherInBackground(), self.sums) if self._on_gloo else (GatherInLevels(), SumInLevels())
         for module in self._units():
-            if on_gloo or grid.levels:
+            if self._on_gloo or grid.levels:
                 # torch has no public base class for these; it only calls the methods that they have.
                 module.set_custom_all_gather(gathers)  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
@@ -183,6 +185,8 @@ class FullySharded(DataParallel):
         split, zero = self.split_experts(), self.grid.sizes.zero
         modules = [m for m in self.model.modules() if not split.isdisjoint(m.parameters(recurse=False))]
         mesh = self.grid.expert_mesh(hybrid=zero == 0) if modules else None
+        if mesh is not None and zero == 0:
+            mesh = self._sums_of_replicas(mesh)
         for module in modules:
             reshard = zero == 3 or self.grid.expert_shards.size > 1
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

@@ -70,6 +70,29 @@ def test_a_sum_that_is_read_is_there(exchanges: list[Slow]) -> None:
     assert summed(sums, 2.0).tolist() == [4.0] * 3 and earlier.tolist() == [2.0] * 3
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_sums_over_replicas_follow_those_over_shards(
+    exchanges: list[Slow], monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    def all_reduce(sum: Tensor, group: Any, async_op: bool) -> Slow:
+        assert async_op and group == "replicas"
+        return Slow(sum, 10 * sum)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    sums = SumInBackground()
+    sums.at_once = at_once
+    outs = []
+    for i in range(1, IN_FLIGHT + 2):
+        outs.append(summed(sums, float(i)))
+        sums.all_reduce(outs[-1], "replicas")  # type: ignore[arg-type]
+    of_one_shard = torch.ones(3)
+    sums.all_reduce(of_one_shard, "replicas")  # type: ignore[arg-type]
+    if not at_once:
+        assert [out[0].item() for out in outs] == [2.0, 0.0, 0.0]
+        sums.finish()
+    assert [out[0].item() for out in [*outs, of_one_shard]] == [20.0, 40.0, 60.0, 10.0]
+
+
 def test_a_gather_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(out: Tensor, part: Tensor, group: Any, async_op: bool) -> str:
         assert async_op
@@ -98,7 +121,7 @@ def sums_at_once(rank: int, world_size: int, changes: dict[str, Any]) -> list[bo
     sums = job.stages[0].sums  # type: ignore[attr-defined]
 
     def watched(*tensors: Tensor, **options: Any) -> Any:
-        seen.append(sums.at_once)
+        seen.append(sums.at_once or sums.at_once_over_shards)
         return start(*tensors, **options)
 
     with pytest.MonkeyPatch.context() as patch:

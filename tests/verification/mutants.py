@@ -50,6 +50,6 @@ class Mutant(NamedTuple):
 
 
 IN_NODES = {"overlap": {"shards_per_node": 2}}
-X2, Y2, Z2, DP2, Z4 = {"x": 2}, {"y": 2}, {"z": 2}, {"dp": 2}, {"z": 4}
+X2, Y2, Z2, DP2, Z4, DP2Z2 = {"x": 2}, {"y": 2}, {"z": 2}, {"dp": 2}, {"z": 4}, {"dp": 2, "z": 2}
 X2Y2, CP2 = {"x": 2, "y": 2}, {"cp": 2, "cp_method": "ring"}
 ULYSSES = {"cp": 2, "cp_method": "ulysses"}
