@@ -129,29 +129,15 @@ DATA_PARALLEL = [
     Mutant(
         "FSDP2 adds a sum that is still under way",
         "parallel.fully_sharded",
-        "self.sums.at_once = self._reads_sums()",
-        "self.sums.at_once = False",
-        grid=Z2 | {"zero": 2},
-    ),
-    Mutant(
-        "FSDP2 adds a sum over shards that is still under way",
-        "parallel.fully_sharded",
         "self.sums.at_once_over_shards = any(",
         "self.sums.at_once_over_shards = False and any(",
         grid=Z2,
     ),
     Mutant(
-        "replicas sum before their shards have",
+        "replicas do not sum what their shards have summed",
         "parallel.fsdp_on_gloo",
-        "elif self._exchanges and self._exchanges[-1].sum is sum:",
-        "elif False:",
-        grid=DP2Z2,
-    ),
-    Mutant(
-        "replicas do not wait for their sums",
-        "parallel.fsdp_on_gloo",
-        "            work.wait()\n        self._all_reduces.clear()",
-        "            del work\n        self._all_reduces.clear()",
+        "if exchange.replicas is not None:",
+        "if False:",
         grid=DP2Z2,
     ),
     Mutant(
