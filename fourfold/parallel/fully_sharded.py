@@ -80,6 +80,8 @@ class FullySharded(DataParallel):
             self._keep_z_shards_after_forward(in_levels(grid.hybrid_mesh, grid.shards("z", per_node)))
         self._sum_without_division(mesh)
         _prefetch(model, units, self._experts, prefetch)
+        for module in units.last[:1]:
+            module.register_forward_pre_hook(self._free_summed)
         self._is_complete = True
         self._fsdp_parameters: dict[nn.Parameter, Any] = {}
 
@@ -130,6 +132,22 @@ class FullySharded(DataParallel):
                 group.post_backward()
             _fsdp(self.model)._get_fsdp_state()._root_post_backward_final_callback()
         self.sums.finish()
+
+    def _free_summed(self, *_: object) -> None:
+        """Free the gradients that the last unit of a backward has sent, before the head makes the logits.
+
+        FSDP2 keeps them until it sums again, in the next micro-batch's backward; those of an embedding are many.
+        """
+        context: Any = _fsdp(self.model)._get_fsdp_state()._comm_ctx
+        if hasattr(context, "reduce_scatter_states"):
+            sent = context.reduce_scatter_states
+            context.reduce_scatter_states = []
+        else:  # before torch 2.13
+            sent = [context.reduce_scatter_state] if context.reduce_scatter_state else []
+            context.reduce_scatter_state = None
+        for state in sent:
+            if state.event is not None:
+                torch.accelerator.current_stream().wait_event(state.event)
 
     def _reads_sums(self) -> bool:
         """True where FSDP2 casts the next sums, or adds them to those of earlier micro-batches."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +16,9 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import SCHEDULES, ModelShape, Workload
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", "logits", "reserve")
-"""weights: gathered for use, or 16-bit copies; logits: of head and loss, besides the activations; reserve: the runtime,
-communication buffers, and memory that the allocator holds unused."""
+"""At the fullest moment. gradients: none where that is the beginning of a step's only backward; weights: gathered for
+use, or 16-bit copies; logits: of head and loss, besides the activations; reserve: the runtime, communication buffers,
+and memory that the allocator holds unused."""
 
 UNUSABLE = 0.06
 """Overhead, as a share of what a step allocates: PyTorch's caching allocator rounds blocks up and fragments memory,
@@ -56,7 +58,8 @@ def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Numbe
     blocks, block = blocks_of(work)[rank], block_bytes(work)
     *weights, both, reserve = _held(work, machine, rank, blocks, block)
     activations = peak_bytes(_with_blocks(work, blocks, block), blocks.number, in_flight(work, rank), False, block)
-    values = (*weights, activations, np.maximum(both - activations, 0), reserve)
+    activations = np.minimum(activations, both)
+    values = (*weights, activations, both - activations, reserve)
     return dict(zip(CATEGORIES, values, strict=True))
 
 
@@ -67,6 +70,14 @@ def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:
     return work.but(sparse=np.where(np.asarray(work.model.experts) > 0, 1 - blocks.dense / blocks.number, 0.0))
 
 
+class Tables(NamedTuple):
+    """Entries of a rank's tables: all, where a shared one counts once; the embedding of tokens; the head."""
+
+    every: Number
+    embedding: Number
+    head: Number
+
+
 def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block: BlockBytes) -> tuple[Number, ...]:
     """Bytes by ``CATEGORIES``, activations and logits together."""
     layers, work = blocks.number, _with_blocks(work, blocks, block)
@@ -74,10 +85,11 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
     first, last = np.equal(rank, 0), np.equal(rank, layout.pp - 1)
     last = np.where(layout.v_shaped & (layout.pp > 1), first, last)
     table = model.vocab * model.hidden
-    tables = np.where(first, table + model.positions * model.hidden, 0) + np.where(
-        last & ~(first & np.asarray(model.tied, bool) & (layout.pp == 1)), table, 0
-    )
-    parameters, gradients, optimizer, copied = _states(work, layers, tables)
+    is_shared = first & np.asarray(model.tied, bool) & (layout.pp == 1)
+    of_embedding, of_head = np.where(first, table, 0), np.where(last, table, 0)
+    every_table = of_embedding + np.where(first, model.positions * model.hidden, 0) + np.where(is_shared, 0, of_head)
+    tables = Tables(every_table, of_embedding, of_head)
+    parameters, gradients, optimizer, copied = _states(work, layers, every_table)
     if has_experts(work):
         of_experts = _states(states_of_experts(work), layers, 0)
         parameters, gradients, optimizer, copied = (
@@ -85,12 +97,32 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
         )
     weights = _weights(work, layers, tables, block)
     activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
+    copied = copied + muon_workspace(work, layers)
+    gradients, activations = _at_the_peak(work, gradients, activations, copied, tables, block)
     # The optimizer copies its gradients, and Muon matrices, when no activations are left.
-    optimizer = optimizer + np.maximum(copied + muon_workspace(work, layers) - activations, 0)
+    optimizer = optimizer + np.where(gradients > 0, np.maximum(copied - activations, 0), 0)
     gradients, optimizer = (np.where(program.offloads_optimizer, 0, size) for size in (gradients, optimizer))
     allocated = parameters + gradients + optimizer + weights + activations
     reserve = np.where(program.count_runtime, runtime_bytes(work, machine), 0) + CACHED * allocated
     return parameters, gradients, optimizer, weights, activations, reserve
+
+
+def _at_the_peak(
+    work: Workload, gradients: Number, activations: Number, copied: Number, tables: Tables, block: BlockBytes
+) -> tuple[Number, Number]:
+    """Gradients and activations at the fullest moment, from the bytes of all of either, and what the optimizer copies.
+
+    In a step of one micro-batch gradients come as activations go, so it is where the backward begins, or where it ends,
+    unless gradients have buffers of their own.
+    """
+    gradual = (np.asarray(work.micro_batches) == 1) & ~np.asarray(work.program.half_weights, bool)
+    if not np.any(gradual):
+        return gradients, activations
+    # Then the embedding has a gradient, and a head that was gathered again is not.
+    at_ends = tables.embedding - np.where(_is_resharded(work), tables.head, 0)
+    end = peak_bytes(work, 1, 1, False, block) + work.step.item_bytes * at_ends / (work.layout.x * work.layout.y)
+    at_end = ~gradual | (gradients + np.maximum(end, copied) > activations)
+    return np.where(at_end, gradients, 0), np.where(gradual & at_end, end, activations)
 
 
 def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...]:
@@ -114,7 +146,7 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
         program.half_weights,
         whole_gradients / np.where(layout.zero >= 2, shards, layout.z),
         np.where(
-            (layout.zero == 1) & (copies > 1),
+            (layout.zero == 1) & (copies > 1) & (work.micro_batches > 1),
             np.maximum(whole_gradients, step.weight_bytes * entries / shards),
             step.weight_bytes * entries / shards,
         ),
@@ -125,8 +157,8 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
     return parameters, gradients, optimizer, np.where(program.gradient_copy, 4 * entries / shards, 0)
 
 
-def _weights(work: Workload, layers: Number, tables: Number, block: BlockBytes) -> Number:
-    """Bytes of gathered weights or 16-bit copies, on a rank with so many entries of tables."""
+def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes) -> Number:
+    """Bytes of gathered weights or 16-bit copies on a rank."""
     gathered = np.minimum(1 + work.program.prefetch, layers)
     if block.dense is None:
         return _weights_beside(work, layers, tables, work.model, work.model, gathered, 0)
@@ -140,7 +172,7 @@ def _weights(work: Workload, layers: Number, tables: Number, block: BlockBytes) 
 
 
 def _weights_beside(
-    work: Workload, layers: Number, tables: Number, one: ModelShape, other: ModelShape, ones: Number, others: Number
+    work: Workload, layers: Number, tables: Tables, one: ModelShape, other: ModelShape, ones: Number, others: Number
 ) -> Number:
     """Bytes while so many blocks of either kind are gathered, and the gradients of one of the first are summed."""
     every = ones * one.block_weights + others * other.block_weights
@@ -148,19 +180,29 @@ def _weights_beside(
     if not has_experts(work):
         return held
     experts = ones * one.expert_weights + others * other.expert_weights
-    return held + _gathered(states_of_experts(work), layers, 0, experts, one.expert_weights)
+    return held + _gathered(states_of_experts(work), layers, Tables(0, 0, 0), experts, one.expert_weights)
 
 
-def _gathered(work: Workload, layers: Number, tables: Number, gathered: Number, summed: Number) -> Number:
-    """Bytes of so many entries of blocks, and of a block's whole gradients while they are summed; without experts."""
+def _gathered(work: Workload, layers: Number, tables: Tables, gathered: Number, summed: Number) -> Number:
+    """Bytes of so many entries of blocks, and of a block's whole gradients while they are summed; without experts.
+
+    An embedding is not gathered in the backward: its gradient does not read the table. Weights that are gathered once a
+    step have a buffer too: the head's are the last, and FSDP2 keeps it until it gathers again.
+    """
     model, layout, step, program = work.model, work.layout, work.step, work.program
     ranks, item = layout.x * layout.y, step.item_bytes
     shards = layout.z * np.where(layout.zero > 0, layout.dp * layout.cp, 1)
-    resharded = (layout.z > 1) | (layout.zero == 3)
-    every = item * (layers * model.block_weights + tables) / ranks
-    held = np.where(resharded, (item * (gathered + tables) + step.reduce_bytes * summed) / ranks, every)
+    every = item * (layers * model.block_weights + tables.every) / ranks
+    buffer = item * np.where(np.asarray(work.micro_batches) == 1, tables.head, 0) / ranks
+    beside_head = (item * (gathered + tables.head) + step.reduce_bytes * summed) / ranks
+    held = np.where(_is_resharded(work), beside_head, every + buffer)
     whole = np.where(program.half_weights | (step.weight_bytes == item), 0, every)
     return np.where((shards > 1) & ~np.asarray(program.half_weights, bool), held, whole)
+
+
+def _is_resharded(work: Workload) -> Number:
+    """True where gathered weights are freed after the forward of their unit."""
+    return (work.layout.z > 1) | (work.layout.zero == 3)
 
 
 def runtime_bytes(work: Workload, machine: Machine) -> Number:

@@ -1,0 +1,56 @@
+"""The planned peak of memory is that of the trace, also in a step of one micro-batch, whose gradients come late."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from fourfold.planning.cost.memory import stage_memory
+from fourfold.planning.machines.machine import load_machine
+from fourfold.planning.run_workload import workload_of
+from fourfold.run_file.load import make_run
+from fourfold.verification.trace import trace
+
+LAYOUTS = {
+    "z": {"z": 4},
+    "x z": {"x": 2, "z": 2},
+    "dp z": {"dp": 2, "z": 2},
+    "zero 0": {"dp": 4},
+    "zero 1": {"dp": 4, "zero": 1},
+    "zero 2": {"dp": 4, "zero": 2},
+    "zero 3": {"dp": 4, "zero": 3},
+}
+OFTEN = {("z", "none", 1), ("zero 0", "full", 1), ("zero 1", "none", 1), ("zero 2", "none", 2)}
+"""Those that run every time; the others are slow."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute", "micro_batches"),
+    [
+        pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow)
+        for case in product(LAYOUTS, ("none", "full"), (1, 2))
+    ],
+)
+def test_the_peak_is_that_of_the_trace(layout: str, recompute: str, micro_batches: int) -> None:
+    parallel = LAYOUTS[layout]
+    run = make_run(
+        {
+            "model": {"preset": "llama3-8b", "num_hidden_layers": 8},
+            "data": {"source": "python-stdlib"},
+            "training": {
+                "seq_length": 4096,
+                "micro_batch_size": 1,
+                "global_batch_size": 4 // parallel.get("x", 1) * micro_batches,
+                "train_steps": 1,
+                "precision": "bf16",
+            },
+            "parallel": parallel,
+            "activation_checkpoint": {"mode": recompute},
+        }
+    )
+    planned = stage_memory(workload_of(run), load_machine("dgx-h100"), 0)
+    peak = sum(size for category, size in planned.items() if category != "reserve")
+    traced = trace(run).memory.total_peak
+    print(parallel, recompute, micro_batches, traced, float(peak) / traced)
+    assert peak == pytest.approx(traced, rel=0.05)
