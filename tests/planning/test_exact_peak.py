@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from fourfold.config.run import RunConfig
 from fourfold.planning.cost.memory import stage_memory
 from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.run_workload import workload_of
@@ -33,10 +34,21 @@ OFTEN = {("z", "none", 1), ("zero 0", "full", 1), ("zero 1", "none", 1), ("zero 
     ],
 )
 def test_the_peak_is_that_of_the_trace(layout: str, recompute: str, micro_batches: int) -> None:
-    parallel = LAYOUTS[layout]
-    run = make_run(
+    run = run_of(LAYOUTS[layout], recompute, micro_batches, layers=8)
+    planned = stage_memory(workload_of(run), load_machine("dgx-h100"), 0)
+    peak = sum(size for category, size in planned.items() if category != "reserve")
+    assert peak == pytest.approx(trace(run).memory.total_peak, rel=0.05)
+
+
+def test_a_second_micro_batch_adds_only_the_gradients_of_shards() -> None:
+    one, two = (trace(run_of({"z": 4}, "none", number, layers=2)).memory for number in (1, 2))
+    assert two.total_peak - one.total_peak == pytest.approx(one.gradients, rel=0.01)
+
+
+def run_of(parallel: dict[str, int], recompute: str, micro_batches: int, layers: int) -> RunConfig:
+    return make_run(
         {
-            "model": {"preset": "llama3-8b", "num_hidden_layers": 8},
+            "model": {"preset": "llama3-8b", "num_hidden_layers": layers},
             "data": {"source": "python-stdlib"},
             "training": {
                 "seq_length": 4096,
@@ -49,8 +61,3 @@ def test_the_peak_is_that_of_the_trace(layout: str, recompute: str, micro_batche
             "activation_checkpoint": {"mode": recompute},
         }
     )
-    planned = stage_memory(workload_of(run), load_machine("dgx-h100"), 0)
-    peak = sum(size for category, size in planned.items() if category != "reserve")
-    traced = trace(run).memory.total_peak
-    print(parallel, recompute, micro_batches, traced, float(peak) / traced)
-    assert peak == pytest.approx(traced, rel=0.05)
