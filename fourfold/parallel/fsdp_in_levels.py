@@ -19,21 +19,24 @@ from fourfold.parallel.communicate import all_gather_single, reduce_scatter_sing
 from fourfold.parallel.grid import TwoLevels
 
 
-class MeshOf(DeviceMesh):
-    """A mesh that gives FSDP2 other groups for some of its dims."""
+class MeshWithGroups(DeviceMesh):
+    """A mesh that gives FSDP2 other groups for some of its dims; FSDP2 calls only what these have."""
 
     def __init__(self, mesh: DeviceMesh, groups: Mapping[int, Any]) -> None:
         vars(self).update(vars(mesh))  # a new mesh would make new groups
-        self._other_groups = groups  # FSDP2 calls no more than they have
+        earlier: dict[int, Any] = mesh._other_groups if isinstance(mesh, MeshWithGroups) else {}
+        self._other_groups: dict[int, Any] = {**earlier, **groups}
 
     def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
-        assert isinstance(mesh_dim, int), "FSDP2 names the dim"
-        return self._other_groups.get(mesh_dim) or super().get_group(mesh_dim)
+        if mesh_dim in self._other_groups:
+            group: dist.ProcessGroup = self._other_groups[mesh_dim]
+            return group
+        return super().get_group(mesh_dim)
 
 
 def in_levels(mesh: DeviceMesh, shards: dist.ProcessGroup | TwoLevels) -> DeviceMesh:
     """A mesh whose last axis is these shards, in one level or two."""
-    return MeshOf(mesh, {mesh.ndim - 1: shards}) if isinstance(shards, TwoLevels) else mesh
+    return MeshWithGroups(mesh, {mesh.ndim - 1: shards}) if isinstance(shards, TwoLevels) else mesh
 
 
 class Allocation:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fourfold.parallel.communicate import all_gather_single, sum_parts
-from fourfold.parallel.fsdp_in_levels import Allocation, MeshOf
+from fourfold.parallel.fsdp_in_levels import Allocation, MeshWithGroups
 from fourfold.parallel.grid import TwoLevels
 
 IN_FLIGHT = 2
@@ -88,6 +88,7 @@ class InsideNode(NamedTuple):
     nodes: dist.ProcessGroup
     sum: Tensor
     replicas: dist.ProcessGroup | None = None
+    """As in ``Exchange``."""
 
 
 def _all_reduce(sum: Tensor, replicas: dist.ProcessGroup) -> dist.Work:
@@ -161,10 +162,19 @@ class SumInBackground(Allocation):
 
 
 class ReplicasInBackground:
-    """The replicas of a shard. FSDP2 takes them for a process group, of which it calls these methods."""
+    """The replicas of a shard. FSDP2 takes them for a process group, of which it calls these methods.
+
+    They equal their group, since torch looks it up to describe an error.
+    """
 
     def __init__(self, group: dist.ProcessGroup, sums: SumInBackground) -> None:
         self._group, self._sums = group, sums
+
+    def __eq__(self, other: object) -> bool:
+        return other is self._group or other is self
+
+    def __hash__(self) -> int:
+        return hash(self._group)
 
     def size(self) -> int:
         return self._group.size()
@@ -182,4 +192,4 @@ class ReplicasInBackground:
 
 def replicas_in_background(mesh: DeviceMesh, sums: SumInBackground) -> DeviceMesh:
     """A mesh of (replicas, shards) whose sums over replicas go on in the background."""
-    return MeshOf(mesh, {0: ReplicasInBackground(mesh.get_group(0), sums)})
+    return MeshWithGroups(mesh, {0: ReplicasInBackground(mesh.get_group(0), sums)})

@@ -44,7 +44,7 @@ class FullySharded(DataParallel):
         self._on_gloo = by_all_to_all(grid.axis("z").group)
         self.sums = SumInBackground()
         if zero == 0:
-            mesh = self._sums_of_replicas(in_levels(grid.hybrid_mesh, grid.shards("z", per_node)))
+            mesh = self._replicas_in_background(in_levels(grid.hybrid_mesh, grid.shards("z", per_node)))
         else:
             mesh = in_levels(grid.tokens_mesh, grid.shards("dp_cp_z", per_node))
         self._shards = mesh.get_group(mesh.ndim - 1)
@@ -179,8 +179,8 @@ class FullySharded(DataParallel):
                     found.append(whole.grad)
         return found
 
-    def _sums_of_replicas(self, mesh: DeviceMesh) -> DeviceMesh:
-        """A mesh of (replicas, shards) with FSDP2's sums over replicas in the background, on gloo too."""
+    def _replicas_in_background(self, mesh: DeviceMesh) -> DeviceMesh:
+        """A mesh of (replicas, shards) for FSDP2, which sums over replicas in the background, on gloo too."""
         return replicas_in_background(mesh, self.sums) if self._on_gloo else mesh
 
     def _sum_without_division(self, mesh: DeviceMesh) -> None:
@@ -204,7 +204,7 @@ class FullySharded(DataParallel):
         modules = [m for m in self.model.modules() if not split.isdisjoint(m.parameters(recurse=False))]
         mesh = self.grid.expert_mesh(hybrid=zero == 0) if modules else None
         if mesh is not None and zero == 0:
-            mesh = self._sums_of_replicas(mesh)
+            mesh = self._replicas_in_background(mesh)
         for module in modules:
             reshard = zero == 3 or self.grid.expert_shards.size > 1
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

@@ -10,8 +10,16 @@ import torch.distributed as dist
 from pool import Pool
 from torch import Tensor
 
+from fourfold.config.run import ParallelConfig
 from fourfold.parallel import fsdp_on_gloo
-from fourfold.parallel.fsdp_on_gloo import IN_FLIGHT, GatherInBackground, SumInBackground
+from fourfold.parallel.fsdp_in_levels import MeshWithGroups
+from fourfold.parallel.fsdp_on_gloo import (
+    IN_FLIGHT,
+    GatherInBackground,
+    ReplicasInBackground,
+    SumInBackground,
+    replicas_in_background,
+)
 from fourfold.parallel.grid import Grid
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
@@ -91,6 +99,20 @@ def test_sums_over_replicas_follow_those_over_shards(
         assert [out[0].item() for out in outs] == [2.0, 0.0, 0.0]
         sums.finish()
     assert [out[0].item() for out in [*outs, of_one_shard]] == [20.0, 40.0, 60.0, 10.0]
+
+
+def groups_of_a_mesh(rank: int, world_size: int) -> None:
+    """A mesh keeps its levels when its replicas are in the background, and an error of theirs stays what it is."""
+    grid = Grid(ParallelConfig(z=world_size), "cpu")
+    levels = object()
+    mesh = replicas_in_background(MeshWithGroups(grid.hybrid_mesh, {1: levels}), SumInBackground())
+    assert mesh.get_group(1) is levels
+    replicas = mesh.get_group(0)
+    assert isinstance(replicas, ReplicasInBackground) and dist.get_backend(replicas) == "gloo"
+
+
+def test_a_mesh_has_levels_and_replicas_in_the_background(pool: Pool) -> None:
+    pool.run(2, groups_of_a_mesh)
 
 
 def test_a_gather_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,12 @@ import numpy as np
 from fourfold.planning.cases import Number
 from fourfold.planning.cost.activations import BlockBytes, block_bytes, peak_bytes
 from fourfold.planning.cost.expert_sizes import dense_share, has_experts, kinds_of_blocks, states_of_experts
-from fourfold.planning.cost.optimizer_cost import AVERAGE_BYTES, entries_without_second_moment, muon_workspace
+from fourfold.planning.cost.optimizer_cost import (
+    AVERAGE_BYTES,
+    entries_without_second_moment,
+    lion_workspace,
+    muon_workspace,
+)
 from fourfold.planning.cost.stage_split import Blocks, blocks_of, split_of
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import SCHEDULES, ModelShape, Workload
@@ -97,10 +102,12 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
         )
     weights = _weights(work, layers, tables, block)
     activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
-    copied = copied + muon_workspace(work, layers)
-    gradients, activations = _at_the_peak(work, gradients, activations, copied, tables, block)
-    # The optimizer copies its gradients, and Muon matrices, when no activations are left.
-    optimizer = optimizer + np.where(gradients > 0, np.maximum(copied - activations, 0), 0)
+    of_table = np.maximum(tables.embedding, tables.head)
+    copied = copied + muon_workspace(work, layers) + lion_workspace(work, layers, of_table)
+    at_end, activations = _at_the_peak(work, gradients, activations, copied, tables, block)
+    # The optimizer copies its gradients, Muon matrices and Lion updates when no activations are left.
+    gradients = np.where(at_end, gradients, 0)
+    optimizer = optimizer + np.where(at_end, np.maximum(copied - activations, 0), 0)
     gradients, optimizer = (np.where(program.offloads_optimizer, 0, size) for size in (gradients, optimizer))
     allocated = parameters + gradients + optimizer + weights + activations
     reserve = np.where(program.count_runtime, runtime_bytes(work, machine), 0) + CACHED * allocated
@@ -110,19 +117,20 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
 def _at_the_peak(
     work: Workload, gradients: Number, activations: Number, copied: Number, tables: Tables, block: BlockBytes
 ) -> tuple[Number, Number]:
-    """Gradients and activations at the fullest moment, from the bytes of all of either, and what the optimizer copies.
+    """Whether all gradients are there at the fullest moment, and the activations then; from the bytes of all gradients,
+    of the activations where a backward begins, and of what the optimizer copies.
 
-    In a step of one micro-batch gradients come as activations go, so it is where the backward begins, or where it ends,
-    unless gradients have buffers of their own.
+    In a step of one micro-batch gradients come as activations go, so that moment is where the backward begins, or where
+    it ends, unless gradients have buffers of their own.
     """
     gradual = (np.asarray(work.micro_batches) == 1) & ~np.asarray(work.program.half_weights, bool)
     if not np.any(gradual):
-        return gradients, activations
-    # Then the embedding has a gradient, and a head that was gathered again is not.
+        return np.True_, activations
+    # At the end the embedding has a gradient, and a head that was gathered again is not.
     at_ends = tables.embedding - np.where(_is_resharded(work), tables.head, 0)
     end = peak_bytes(work, 1, 1, False, block) + work.step.item_bytes * at_ends / (work.layout.x * work.layout.y)
     at_end = ~gradual | (gradients + np.maximum(end, copied) > activations)
-    return np.where(at_end, gradients, 0), np.where(gradual & at_end, end, activations)
+    return at_end, np.where(gradual & at_end, end, activations)
 
 
 def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...]:

@@ -124,6 +124,18 @@ def muon_workspace(work: Workload, layers: Number) -> Number:
     return np.where(is_named(work, "muon"), work.step.item_bytes * np.maximum.reduce(needs), 0)
 
 
+def lion_workspace(work: Workload, layers: Number, tables: Number) -> Number:
+    """Bytes beside the states while Lion steps the largest shard, of a matrix or of a table with so many entries: the
+    update and its magnitude."""
+    if not np.any(is_named(work, "lion")):
+        return 0
+    layout = work.layout
+    shards = layout.z * np.where(layout.zero > 0, layout.dp * layout.cp, 1)
+    largest = np.maximum.reduce([tables, *(kind.entries for kind in matrices_of(work, layers))])
+    entries = largest / (layout.x * layout.y * shards)
+    return np.where(is_named(work, "lion"), 2 * work.step.weight_bytes * entries, 0)
+
+
 def _turns(kinds: list[Matrices], ranks: Number) -> list[Number]:
     """The units that a rank has of each shape, none of which has more entries than the largest matrix."""
     largest = np.maximum.reduce([np.where(kind.number > 0, kind.entries, 0) for kind in kinds])
