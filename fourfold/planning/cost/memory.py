@@ -76,11 +76,12 @@ def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:
 
 
 class Tables(NamedTuple):
-    """Entries of a rank's tables: all, where a shared one counts once; the embedding of tokens; the head."""
+    """Entries of a rank's tables; a shared one is embedding and head, counts once in ``every``, and is no own head."""
 
     every: Number
     embedding: Number
     head: Number
+    own_head: Number
 
 
 def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block: BlockBytes) -> tuple[Number, ...]:
@@ -92,15 +93,16 @@ def _held(work: Workload, machine: Machine, rank: Number, blocks: Blocks, block:
     table = model.vocab * model.hidden
     is_shared = first & np.asarray(model.tied, bool) & (layout.pp == 1)
     of_embedding, of_head = np.where(first, table, 0), np.where(last, table, 0)
-    every_table = of_embedding + np.where(first, model.positions * model.hidden, 0) + np.where(is_shared, 0, of_head)
-    tables = Tables(every_table, of_embedding, of_head)
+    own_head = np.where(is_shared, 0, of_head)
+    every_table = of_embedding + np.where(first, model.positions * model.hidden, 0) + own_head
+    tables = Tables(every_table, of_embedding, of_head, own_head)
     parameters, gradients, optimizer, copied = _states(work, layers, every_table)
     if has_experts(work):
         of_experts = _states(states_of_experts(work), layers, 0)
         parameters, gradients, optimizer, copied = (
             every + own for every, own in zip((parameters, gradients, optimizer, copied), of_experts, strict=True)
         )
-    weights = _weights(work, layers, tables, block)
+    weights = _weights(work, layers, tables, block, _freed_by_then(work, layers, last, block))
     activations = peak_bytes(work, layers, in_flight(work, rank), last, block)
     of_table = np.maximum(tables.embedding, tables.head)
     copied = copied + muon_workspace(work, layers) + lion_workspace(work, layers, of_table)
@@ -165,47 +167,72 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
     return parameters, gradients, optimizer, np.where(program.gradient_copy, 4 * entries / shards, 0)
 
 
-def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes) -> Number:
-    """Bytes of gathered weights or 16-bit copies on a rank."""
+def _freed_by_then(work: Workload, layers: Number, last: Number, block: BlockBytes) -> Number:
+    """Bytes of the fullest moment of a backward that are free when the first block's gradients are summed: what the
+    block has kept, and what the head has needed beyond a block."""
+    of_head = np.where(last, np.maximum(block.head - block.in_backward(work, layers), 0), 0)
+    return block.kept(work, 1) + of_head
+
+
+def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes, freed: Number) -> Number:
+    """Bytes of gathered weights or 16-bit copies on a rank, and of a block's whole gradients while they are summed,
+    beyond what is free by then."""
     gathered = np.minimum(1 + work.program.prefetch, layers)
     if block.dense is None:
-        return _weights_beside(work, layers, tables, work.model, work.model, gathered, 0)
+        held = _gathered(work, layers, tables, work.model, work.model, gathered, 0)
+        return held + np.maximum(_summed(work, work.model) - freed, 0)
     share, (dense, others) = dense_share(work), (kind.model for kind in kinds_of_blocks(work))
     most: Number = 0
     for one, other, number in ((dense, others, layers * share), (others, dense, layers * (1 - share))):
         several = np.minimum(gathered, number)
-        held = _weights_beside(work, layers, tables, one, other, several, gathered - several)
+        held = _gathered(work, layers, tables, one, other, several, gathered - several)
+        held = held + np.maximum(_summed(work, one) - freed, 0)
         most = np.maximum(most, np.where(number > 0, held, 0))
     return most
 
 
-def _weights_beside(
+def _gathered(
     work: Workload, layers: Number, tables: Tables, one: ModelShape, other: ModelShape, ones: Number, others: Number
 ) -> Number:
-    """Bytes while so many blocks of either kind are gathered, and the gradients of one of the first are summed."""
-    every = ones * one.block_weights + others * other.block_weights
-    held = _gathered(work, layers, tables, every, one.block_weights)
+    """Bytes while so many blocks of either kind are gathered."""
+    held = _gathered_entries(work, layers, tables, ones * one.block_weights + others * other.block_weights)
     if not has_experts(work):
         return held
     experts = ones * one.expert_weights + others * other.expert_weights
-    return held + _gathered(states_of_experts(work), layers, Tables(0, 0, 0), experts, one.expert_weights)
+    return held + _gathered_entries(states_of_experts(work), layers, Tables(0, 0, 0, 0), experts)
 
 
-def _gathered(work: Workload, layers: Number, tables: Tables, gathered: Number, summed: Number) -> Number:
-    """Bytes of so many entries of blocks, and of a block's whole gradients while they are summed; without experts.
+def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: Number) -> Number:
+    """Bytes of so many entries of blocks; without experts.
 
     An embedding is not gathered in the backward: its gradient does not read the table. Weights that are gathered once a
-    step have a buffer too: the head's are the last, and FSDP2 keeps it until it gathers again.
+    step have a buffer too: a head's own are the last, and FSDP2 keeps it until it gathers again.
     """
-    model, layout, step, program = work.model, work.layout, work.step, work.program
-    ranks, item = layout.x * layout.y, step.item_bytes
-    shards = layout.z * np.where(layout.zero > 0, layout.dp * layout.cp, 1)
-    every = item * (layers * model.block_weights + tables.every) / ranks
-    buffer = item * np.where(np.asarray(work.micro_batches) == 1, tables.head, 0) / ranks
-    beside_head = (item * (gathered + tables.head) + step.reduce_bytes * summed) / ranks
-    held = np.where(_is_resharded(work), beside_head, every + buffer)
-    whole = np.where(program.half_weights | (step.weight_bytes == item), 0, every)
-    return np.where((shards > 1) & ~np.asarray(program.half_weights, bool), held, whole)
+    layout, step, program = work.layout, work.step, work.program
+    item = step.item_bytes / (layout.x * layout.y)
+    every = item * (layers * work.model.block_weights + tables.every)
+    buffer = item * np.where(np.asarray(work.micro_batches) == 1, tables.own_head, 0)
+    held = np.where(_is_resharded(work), item * (gathered + tables.head), every + buffer)
+    whole = np.where(program.half_weights | (step.weight_bytes == step.item_bytes), 0, every)
+    return np.where((_shards(work) > 1) & ~np.asarray(program.half_weights, bool), held, whole)
+
+
+def _summed(work: Workload, block: ModelShape) -> Number:
+    """Bytes of the whole gradients of a block while they are summed."""
+    held = _summed_entries(work, block.block_weights)
+    return held + _summed_entries(states_of_experts(work), block.expert_weights) if has_experts(work) else held
+
+
+def _summed_entries(work: Workload, entries: Number) -> Number:
+    layout = work.layout
+    sums = _is_resharded(work) & (_shards(work) > 1) & ~np.asarray(work.program.half_weights, bool)
+    return np.where(sums, work.step.reduce_bytes * entries / (layout.x * layout.y), 0)
+
+
+def _shards(work: Workload) -> Number:
+    """The ranks that a weight is sharded over, besides x and y."""
+    layout = work.layout
+    return layout.z * np.where(layout.zero > 0, layout.dp * layout.cp, 1)
 
 
 def _is_resharded(work: Workload) -> Number:
