@@ -158,11 +158,11 @@ def test_a_run_on_a_disk_that_is_too_small(tmp_path: Path, prefix: str, disk: Di
 
 @pytest.mark.slow
 def test_a_disk_without_room_for_one_checkpoint(tmp_path: Path, prefix: str, disk: Disk) -> None:
-    path = run_file(tmp_path, prefix, output_dir=str(disk(1 << 20)))
+    path = run_file(tmp_path, prefix, output_dir=str(disk(3 << 19)))
     done = fourfold("train", path)
     assert done.returncode == 2
     (sentence,) = done.stderr.splitlines()
-    assert "a checkpoint needs 1.7" in sentence and "has room for 1.0" in sentence
+    assert "a checkpoint needs 1.7" in sentence and "has room for 1.5" in sentence
     done = fourfold("train", path, "--set", "checkpoint.save_last=false", "--set", "training.train_steps=2")
     assert done.returncode == 0, done.stderr
 

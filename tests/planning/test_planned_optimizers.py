@@ -18,7 +18,14 @@ from fourfold.checkpoints.room import checkpoint_bytes
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.planning.cost.memory import stage_memory
-from fourfold.planning.cost.optimizer_cost import Matrices, moved_bytes, muon_seconds, muon_workspace, saved_bytes
+from fourfold.planning.cost.optimizer_cost import (
+    Matrices,
+    lion_workspace,
+    moved_bytes,
+    muon_seconds,
+    muon_workspace,
+    saved_bytes,
+)
 from fourfold.planning.planned_run import write_run
 from fourfold.planning.request import request_from_options
 from fourfold.planning.run_workload import workload_of
@@ -48,9 +55,12 @@ def run_of(model: dict[str, Any], grid: dict[str, Any], name: str, seq_length: i
     ids=str,
 )
 def test_states_are_those_of_the_closed_formula(model: dict[str, Any], grid: dict[str, Any], name: str) -> None:
+    """Besides what Lion makes for the largest shard, where activations leave no room for it."""
     run = run_of(model, grid, name)
-    planned = stage_memory(workload_of(run), ONE_LINK, 0)["optimizer"]
-    assert float(planned) == pytest.approx(stored_bytes(run)[2], rel=0.025)
+    work, stored = workload_of(run), stored_bytes(run)[2]
+    planned = float(stage_memory(work, ONE_LINK, 0)["optimizer"])
+    made = float(lion_workspace(work, work.model.layers, work.model.vocab * work.model.hidden))
+    assert 0.975 * stored < planned < 1.025 * stored + made
 
 
 @pytest.mark.fast_cases(2)
