@@ -44,7 +44,7 @@ def test_the_peak_is_that_of_the_trace(layout: str, recompute: str, micro_batche
     [
         pytest.param("llama3-8b", "zero 0", {"optimizer": {"name": "lion"}, "seq": 1024}, id="lion"),
         pytest.param("gpt-5b", "z", {"seq": 2048}, id="gpt"),
-        pytest.param("gemma2-2b", "z", {}, id="gemma"),
+        pytest.param("gemma2-2b", "z", {}, id="gemma", marks=pytest.mark.slow),
         pytest.param("gemma2-2b", "zero 1", {}, id="gemma zero 1", marks=pytest.mark.slow),
         pytest.param("llama3-8b", "z", {"seq": 512}, id="short", marks=pytest.mark.slow),
         pytest.param("qwen3-30b-a3b", "z", {}, id="mixture", marks=pytest.mark.slow),

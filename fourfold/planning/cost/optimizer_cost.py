@@ -6,6 +6,7 @@ Muon's matrices are dealt to the ranks of a pipeline stage, which orthogonalize 
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -131,7 +132,8 @@ def lion_workspace(work: Workload, layers: Number, tables: Number) -> Number:
         return 0
     layout = work.layout
     shards = layout.z * np.where(layout.zero > 0, layout.dp * layout.cp, 1)
-    largest = np.maximum.reduce([tables, *(kind.entries for kind in matrices_of(work, layers))])
+    matrices = (np.where(kind.number > 0, kind.entries, 0) for kind in matrices_of(work, layers))
+    largest = reduce(np.maximum, matrices, tables)
     entries = largest / (layout.x * layout.y * shards)
     return np.where(is_named(work, "lion"), 2 * work.step.weight_bytes * entries, 0)
 
