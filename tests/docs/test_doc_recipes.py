@@ -76,9 +76,10 @@ def test_the_memory_of_lora_is_what_the_trace_counts(path: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["pretraining/gpt2-xl-1gpu.toml", "axonn/alps/gpt-10b.toml"])
 def test_the_planned_memory_is_what_the_trace_counts(path: str) -> None:
-    """Besides the planner's reserve."""
+    """Besides the planner's reserve; where the fullest moment is the beginning of the only backward, no gradients."""
     recipe = next(recipe for recipe in recipes.RECIPES if recipe.path == path)
     memory, stage = recipes.traced(recipe), recipes.prediction(recipe).stages[0]
-    for states in ("parameters", "gradients", "optimizer"):
+    for states in ("parameters", "optimizer"):
         assert memory[states] == pytest.approx(stage[states], rel=0.025)
+    assert stage["gradients"] in (0, pytest.approx(memory["gradients"], rel=0.025))
     assert memory["total_peak"] == pytest.approx(sum(stage.values()) - stage["reserve"], rel=0.1)
