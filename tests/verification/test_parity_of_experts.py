@@ -66,10 +66,6 @@ def test_what_is_not_supported_is_refused(
         tiny_run(model, grid, **sections)
 
 
-OTHER_CHOICE = 0.02
-"""More than the error of a gradient when rounding sends one token to another expert, as it does on one process too."""
-
-
 def precision_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError | None:
     return precision_error(run, torch.device("cpu"), steps=8)
 
@@ -78,8 +74,10 @@ def precision_body(rank: int, world_size: int, run: RunConfig) -> PrecisionError
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("grid", [{"dp": 2, "ep": 2}, {"x": 2, "z": 2, "ep": 2}, {"y": 2, "dp": 2, "ep": 2}], ids=str)
 def test_lower_precision_only_rounds(pool: Pool, grid: dict[str, int], precision: str, tmp_path: Path) -> None:
-    run = tiny_run(MIXTURE, grid, training={"precision": precision}, output_dir=str(tmp_path), **LOSSES)
+    # With other seeds rounding sends a token to another expert, on one process too.
+    training = {"precision": precision, "seed": 3}
+    run = tiny_run(MIXTURE, grid, training=training, output_dir=str(tmp_path), **LOSSES)
     alone = run.model_copy(update={"parallel": ParallelConfig()})
     found, one = (pool.run(r.parallel.world_size, precision_body, r)[0] for r in (run, alone))
-    assert found.gradients < max(LIMIT * one.gradients, OTHER_CHOICE)
+    assert found.gradients < LIMIT * one.gradients
     assert found.weights < LIMIT * one.weights
