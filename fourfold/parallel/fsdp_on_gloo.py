@@ -100,7 +100,7 @@ class SumInBackground(Allocation):
     """A reduce-scatter for ``set_custom_reduce_scatter``: exchanges parts, and sums this rank's later.
 
     In two levels the sum of this rank's node is exchanged with those of the others. A sum over replicas follows in the
-    background (``replicas``). FSDP2 only makes views of the sum, unless it casts it or adds to it.
+    background (``all_reduce``). FSDP2 only makes views of the sum, unless it casts it or adds to it.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class SumInBackground(Allocation):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        assert op == dist.ReduceOp.SUM and not async_op, f"FSDP2 asked for {op}, and only sums are done"
+        assert op == dist.ReduceOp.SUM and not async_op, f"FSDP2 requested {op}; only sums are supported"
         if isinstance(group, TwoLevels):
             inside = group.inside_for_sums
             of_node = input_tensor.new_empty(input_tensor.numel() // inside.size)
@@ -131,7 +131,7 @@ class SumInBackground(Allocation):
         self._finish(left=0 if self.at_once or self.at_once_over_shards else IN_FLIGHT)
 
     def all_reduce(self, sum: Tensor, replicas: dist.ProcessGroup) -> None:
-        """Sum a rank's last sum over its replicas too, when it is there."""
+        """All-reduce the last sum over its replicas, as soon as it is complete."""
         if self._inside and self._inside[-1].sum is sum:
             self._inside[-1] = self._inside[-1]._replace(replicas=replicas)
         elif self._exchanges and self._exchanges[-1].sum is sum:
@@ -184,7 +184,7 @@ class ReplicasInBackground:
 
     def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> None:
         assert options.reduceOp == dist.ReduceOp(dist.ReduceOp.SUM), (
-            f"FSDP2 asked for {options.reduceOp}, and only sums are done"
+            f"FSDP2 requested {options.reduceOp}; only sums are supported"
         )
         (sum,) = tensors
         self._sums.all_reduce(sum, self._group)

@@ -171,6 +171,11 @@ class Layout(Cases):
         return self.x * self.y * self.z * self.dp * self.cp * self.pp
 
     @property
+    def shards(self) -> Number:
+        """The ranks that a weight is sharded over, besides x and y."""
+        return self.z * np.where(self.zero > 0, self.dp * self.cp, 1)
+
+    @property
     def split_backward(self) -> Number:
         """True where weight gradients are computed apart from input gradients."""
         return _is_one_of(self.schedule, SPLIT_BACKWARD) & (np.asarray(self.pp) > 1)

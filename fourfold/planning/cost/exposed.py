@@ -132,8 +132,7 @@ def exposed_pp(work: Workload, machine: Machine, constants: Constants) -> Number
     one = transfer_seconds(size, layout.gpus, machine, constants)
     exposed = np.where(work.program.overlap_dp & (layout.interleave > 1), constants.exposed, 1.0)
     sent = 2 * work.micro_batches * layout.interleave * one * exposed
-    shards = layout.z * np.where(layout.zero > 0, layout.dp * layout.cp, 1)
-    table = step.reduce_bytes * model.vocab * model.hidden / (layout.x * layout.y * shards)
+    table = step.reduce_bytes * model.vocab * model.hidden / (layout.x * layout.y * layout.shards)
     shared = np.asarray(model.tied, bool) & ~layout.v_shaped
     ends = group_of(2, layout.gpus / layout.pp * np.maximum(layout.pp - 1, 1), machine, constants)
     return np.where(layout.pp > 1, sent + np.where(shared, reduce_seconds(table, 1, ends), 0.0), 0.0)

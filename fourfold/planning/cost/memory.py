@@ -141,8 +141,7 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
     model, layout, step, program = work.model, work.layout, work.step, work.program
     entries = (layers * model.block_weights + tables) / (layout.x * layout.y)
     copies = layout.dp * layout.cp
-    sharded = layout.zero > 0
-    shards = layout.z * np.where(sharded, copies, 1)
+    shards = layout.shards
     item = step.item_bytes
 
     # fourfold and FSDP store shards, mostly fp32, and gather 16-bit weights; others store whole 16-bit weights.
@@ -214,7 +213,7 @@ def _gathered_entries(work: Workload, layers: Number, tables: Tables, gathered: 
     buffer = item * np.where(np.asarray(work.micro_batches) == 1, tables.own_head, 0)
     held = np.where(_is_resharded(work), item * (gathered + tables.head), every + buffer)
     whole = np.where(program.half_weights | (step.weight_bytes == step.item_bytes), 0, every)
-    return np.where((_shards(work) > 1) & ~np.asarray(program.half_weights, bool), held, whole)
+    return np.where((work.layout.shards > 1) & ~np.asarray(program.half_weights, bool), held, whole)
 
 
 def _summed(work: Workload, block: ModelShape) -> Number:
@@ -225,14 +224,8 @@ def _summed(work: Workload, block: ModelShape) -> Number:
 
 def _summed_entries(work: Workload, entries: Number) -> Number:
     layout = work.layout
-    sums = _is_resharded(work) & (_shards(work) > 1) & ~np.asarray(work.program.half_weights, bool)
+    sums = _is_resharded(work) & (work.layout.shards > 1) & ~np.asarray(work.program.half_weights, bool)
     return np.where(sums, work.step.reduce_bytes * entries / (layout.x * layout.y), 0)
-
-
-def _shards(work: Workload) -> Number:
-    """The ranks that a weight is sharded over, besides x and y."""
-    layout = work.layout
-    return layout.z * np.where(layout.zero > 0, layout.dp * layout.cp, 1)
 
 
 def _is_resharded(work: Workload) -> Number:

@@ -131,10 +131,9 @@ def lion_workspace(work: Workload, layers: Number, tables: Number) -> Number:
     if not np.any(is_named(work, "lion")):
         return 0
     layout = work.layout
-    shards = layout.z * np.where(layout.zero > 0, layout.dp * layout.cp, 1)
     matrices = (np.where(kind.number > 0, kind.entries, 0) for kind in matrices_of(work, layers))
     largest = reduce(np.maximum, matrices, tables)
-    entries = largest / (layout.x * layout.y * shards)
+    entries = largest / (layout.x * layout.y * layout.shards)
     return np.where(is_named(work, "lion"), 2 * work.step.weight_bytes * entries, 0)
 
 

@@ -258,7 +258,7 @@ def _entries_stepped(work: Workload) -> Number:
     """Entries of a rank's shard of the weights, without those of experts."""
     layout = work.layout
     held = work.model.layers * work.model.block_weights / layout.pp + work.table_weights
-    return held / (layout.x * layout.y * layout.z * np.where(layout.zero > 0, layout.dp * layout.cp, 1))
+    return held / (layout.x * layout.y * layout.shards)
 
 
 def _seconds_for_a_weight(work: Workload, machine: Machine, constants: Constants) -> Number:
