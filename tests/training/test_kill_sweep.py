@@ -14,7 +14,7 @@ import pytest
 from command_line import Cli
 from poisoned_runs import same_tensors, tensors_at
 from tiny_corpus import run_file
-from train_processes import FOURFOLD, ONE_THREAD, Start, wait_for_steps, wait_until, with_change, workers_of
+from train_processes import FOURFOLD, ONE_THREAD, Start, steps_of, wait_for_steps, wait_until, with_change, workers_of
 
 from fourfold.run_file.load import load_run
 from fourfold.training.metrics import read_metrics
@@ -123,9 +123,10 @@ def test_a_kill_at_any_moment_costs_no_bit(
     early = seed % 5 == 4
     if early:
         wait_until(lambda: len(workers_of(process.pid)) == 2, process)
-        time.sleep(chance.uniform(0, 3))
+        moment = time.monotonic() + chance.uniform(0, 3)
+        wait_until(lambda: time.monotonic() >= moment or steps_of(path) > 0, process)  # a fast start is over sooner
     else:
-        wait_for_steps(path, chance.randint(1, steps - 4), process)
+        wait_for_steps(path, chance.randint(1, steps // 2), process)
         time.sleep(chance.uniform(0, 0.05))
     kill(process, victim)
     errors = ended(process)

@@ -46,9 +46,14 @@ def heed_hangup() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def wait_for_steps(path: Path, steps: int, process: subprocess.Popen[str]) -> None:
+def steps_of(path: Path) -> int:
+    """How many steps of a run file are in its metrics."""
     metrics = path.parent / "runs" / "run" / "metrics.jsonl"
-    wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= steps, process)
+    return metrics.read_text().count("\n") if metrics.is_file() else 0
+
+
+def wait_for_steps(path: Path, steps: int, process: subprocess.Popen[str]) -> None:
+    wait_until(lambda: steps_of(path) >= steps, process)
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
