@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from report_pages import SCHEMES, WIDTHS, chart_specs, check_looks, opened, points
+from report_pages import LOOKS_OF_WINDOWS, chart_specs, check_looks, opened, points
 
 from fourfold.reports import html
 from fourfold.reports.basic_charts import Series, line_chart, stacked_bars
@@ -61,8 +61,8 @@ def test_bars_end_with_their_sums() -> None:
     assert [total["text"] for total in found["total"]] == ["40", "20"]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_charts_are_drawn(browser: Browser, tmp_path: Path, scheme: str) -> None:
+@pytest.mark.parametrize(("width", "scheme"), LOOKS_OF_WINDOWS)
+def test_charts_are_drawn(browser: Browser, tmp_path: Path, width: int, scheme: str) -> None:
     charts = [
         line_chart(EVIL, [Series(EVIL, [1, 2], [1.0, 2.0]), Series("b", [1], [2.0])], x_label=EVIL, y_label="nats"),
         line_chart("Flat", [Series("a", [1, 2, 3], [5.0, 5.0, 5.0])], x_label="step", log_y=True),
@@ -70,12 +70,11 @@ def test_charts_are_drawn(browser: Browser, tmp_path: Path, scheme: str) -> None
     ]
     path = tmp_path / "page.html"
     path.write_text(html.page(EVIL, EVIL, [html.charts(charts[1:], wide=charts[:1])]), encoding="utf-8")
-    for width in WIDTHS:
-        with opened(browser, path, width, scheme) as page:
-            drawn = check_looks(page)
-            assert drawn.keys() == {EVIL, "Flat", "Bars"}
-            assert "nats" in drawn[EVIL].texts and EVIL in drawn[EVIL].texts and "3.5" in drawn["Bars"].texts
-            assert [text.strip() for text in page.locator(".legend").first.locator("button").all_inner_texts()] == [
-                EVIL,
-                "b",
-            ]
+    with opened(browser, path, width, scheme) as page:
+        drawn = check_looks(page)
+        assert drawn.keys() == {EVIL, "Flat", "Bars"}
+        assert "nats" in drawn[EVIL].texts and EVIL in drawn[EVIL].texts and "3.5" in drawn["Bars"].texts
+        assert [text.strip() for text in page.locator(".legend").first.locator("button").all_inner_texts()] == [
+            EVIL,
+            "b",
+        ]
