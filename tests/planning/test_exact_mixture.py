@@ -26,11 +26,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 WIDE_FIRST = UNBIASED | {"first_k_dense_replace": 3, "intermediate_size": 320}
 PIPELINES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (WIDE_FIRST, {"pp": 2, "z": 2, "ep": 2}, "none"),
+    (QWEN_MOE, {"pp": 2, "dp": 2, "ep": 2, "zero": 1}, "full"),
     (WIDE_FIRST, {"pp": 4, "dp": 2, "ep": 2, "zero": 1}, "full"),
     (UNBIASED, {"pp": 2, "dp": 2, "ep": 2}, "none"),
     (MIXTURE, {"pp": 2, "z": 2, "ep": 2}, "none"),
-    (QWEN_MOE, {"pp": 2, "dp": 2, "ep": 2, "zero": 1}, "full"),
+    (WIDE_FIRST, {"pp": 2, "z": 2, "ep": 2}, "none"),
     (UNBIASED, {"pp": 2, "x": 2, "z": 2, "ep": 2, "schedule": "Interleaved1F1B"}, "none"),
     (MIXTURE, {"pp": 2, "dp": 2, "ep": 2, "zero": 1, "schedule": "ZBVZeroBubble"}, "none"),
     (UNBIASED, {"pp": 2, "y": 2, "dp": 2, "ep": 2, "schedule": "DualPipeV"}, "selective"),
@@ -64,8 +64,9 @@ def totals(lines: list[Line] | list[Collective]) -> dict[tuple[str, str, str], t
     return found
 
 
-def run_of(model: dict[str, Any], grid: dict[str, Any], mode: str, layers: int = 4, **moe: float) -> RunConfig:
-    """Two micro-batches a step, or four for a pipeline."""
+def run_of(model: dict[str, Any], grid: dict[str, Any], mode: str, **moe: float) -> RunConfig:
+    """Two micro-batches a step, or four for a pipeline; a layer has neighbors of its kind, or a rank of pp has two."""
+    layers = 4 if "pp" in grid or "first_k_dense_replace" in model else 3
     sequences = grid.get("z", 1) * grid.get("dp", 1) * (8 if "pp" in grid else 4)
     return tiny_run(
         model | {"num_hidden_layers": layers},
