@@ -151,8 +151,8 @@ def test_a_step_that_is_left_out_has_a_position_too() -> None:
 GRIDS = (1, 2, 4)
 
 
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize(("streams", "shuffled"), [(2, 40), (1, 0), (4, 0), (2, 0)])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("streams", "shuffled"), [(1, 0), (4, 0), (2, 40), (2, 0)])
 def test_the_ledger_has_each_sample_once_over_200_steps_10_stops_and_3_grids(
     streams: int, shuffled: int, tmp_path: Path
 ) -> None:
@@ -306,14 +306,14 @@ def test_a_dead_source_is_a_sentence_after_its_timeout() -> None:
 
 
 def test_a_slow_source_is_not_dead_while_a_block_is_read() -> None:
-    """30 documents at 0.1 s take three times the timeout; then none comes."""
+    """16 documents at 0.1 s take three times the timeout; then none comes."""
     released = threading.Event()
-    slow = Listed(TEXTS, wait=lambda number: time.sleep(0.1) if number < 30 else released.wait(30))
-    samples = streamed(slow, timeout=1.0, order=lambda documents: ShuffledDocuments(documents, 30, 3))
+    slow = Listed(TEXTS, wait=lambda number: time.sleep(0.1) if number < 16 else released.wait(30))
+    samples = streamed(slow, timeout=0.5, order=lambda documents: ShuffledDocuments(documents, 16, 3))
     began = time.monotonic()
     assert samples.read([0]).numbers.tolist() == [0]
-    assert time.monotonic() - began > 2.5
-    with pytest.raises(UserError, match=r"hf:tales has given no text for 1 s"):
+    assert time.monotonic() - began > 1.5
+    with pytest.raises(UserError, match=r"hf:tales has given no text for 0.5 s"):
         samples.read(np.arange(1, 200))
     released.set()
     samples.close()

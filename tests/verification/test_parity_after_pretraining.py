@@ -57,9 +57,10 @@ def check(pool: Pool, case: Case, folder: Path) -> None:
 
 
 def test_the_trace_counts_averages_and_the_second_pass_of_pairs() -> None:
-    plain = trace(tiny_run(LLAMA, {"x": 2, "y": 2}, training={"device": "cpu"}))
-    averaged = trace(tiny_run(LLAMA, {"x": 2, "y": 2}, training={"device": "cpu"}, **AVERAGE))
-    pairs = trace(tiny_run(LLAMA, {"x": 2, "y": 2}, training={"device": "cpu"}, **PAIRS))
+    training = {"device": "cpu", "global_batch_size": 4}
+    plain, averaged, pairs = (
+        trace(tiny_run(LLAMA, {"x": 2, "y": 2}, training=training, **sections)) for sections in ({}, AVERAGE, PAIRS)
+    )
     assert averaged.memory.optimizer == plain.memory.optimizer * 3 // 2
     assert averaged.collectives == plain.collectives, "averages need no communication"
     (once,), (twice,) = (
