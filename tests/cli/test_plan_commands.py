@@ -66,7 +66,7 @@ def test_planning_imports_no_torch_and_starts_at_once() -> None:
 
 
 def test_tables_and_explanation(cli: Cli) -> None:
-    code, out, _ = cli(*SMALL, "--explain", "--tokens", "1e12", "--top", 2)
+    code, out, _ = cli(*SMALL, "--limit", "pp=1", "--limit", "cp=1", "--explain", "--tokens", "1e12", "--top", 2)
     assert code == 0
     for text in (
         "best on another grid",
@@ -318,8 +318,8 @@ def test_scaling_with_the_published_figure(cli: Cli, tmp_path: Path) -> None:
 
 def test_the_page_needs_no_network_and_shows_everything(cli: Cli, tmp_path: Path, browser: Browser) -> None:
     page = tmp_path / "plan.html"
-    code, *_ = cli("plan", "--model", "llama3-8b", "--machine", "dgx-h100", "--gpus", 32, "--global-batch", 64,
-                   "--limit", "pp=4", "--tokens", "1e12", "--report", page)  # fmt: skip
+    code, *_ = cli("plan", "--model", "llama3-8b", "--machine", "dgx-h100", "--gpus", 16, "--global-batch", 64,
+                   "--limit", "pp=4", "--limit", "cp=1", "--tokens", "1e12", "--report", page)  # fmt: skip
     text = page.read_text(encoding="utf-8")
     assert code == 0 and not re.search(r"(src|href)=", without_scripts(text))
     for part in ("against memory", "What a step is spent on", "each stage", "Timeline", "Tokens/s", "Break-evens",

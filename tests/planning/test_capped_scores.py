@@ -67,8 +67,8 @@ def test_pieces_are_those_of_the_attention() -> None:
     ("grid", "mode", "more"),
     [
         ({"x": 2}, "none", {}),
-        ({}, "full", {}),
         ({"y": 2, "z": 2}, "none", {}),
+        ({}, "full", {}),
         ({}, "none", {"sliding_window": 64}),
     ],
     ids=str,

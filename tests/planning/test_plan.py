@@ -291,10 +291,11 @@ def test_an_explained_page_searches_each_size_once(monkeypatch: pytest.MonkeyPat
     for module in (plan_record, scaling):
         monkeypatch.setattr(module, "make_plan", counted)
     request = request_from_options("llama3-8b", None, [], 16, 8192, 64, None, None)
-    page = plan_record.plan_request(request, "dgx-h100", ["micro_batch=1"], 1, None, True, for_page=True)
+    limits = ["micro_batch=1", "pp=1", "cp=1"]
+    page = plan_record.plan_request(request, "dgx-h100", limits, 1, None, True, for_page=True)
     assert sorted(searched) == [4, 8, 16, 32, 64]
     (double,) = [point.best for point in page.curve if point.gpus == 32]
     assert page.explanation is not None and page.explanation["next_doubling"]["step_seconds"] == double.seconds
     searched.clear()
-    shown = plan_record.plan_request(request, "dgx-h100", ["micro_batch=1"], 1, None, True)
+    shown = plan_record.plan_request(request, "dgx-h100", limits, 1, None, True)
     assert searched == [16, 32] and shown.explanation == page.explanation

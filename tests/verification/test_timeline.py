@@ -64,7 +64,7 @@ def profiled(pool: Pool, run: RunConfig, folder: Path, late: int | None = None) 
 COMPILED = {"training": {"compile": True}, "activation_checkpoint": {"mode": "full"}}
 IN_PARTS = {"training": {"micro_batch_size": 4}, "overlap": {"batch_parts": 2}}
 CASES = [
-    (LLAMA, {"x": 2, "z": 2}, {}),
+    pytest.param(LLAMA, {"x": 2, "z": 2}, {}, marks=pytest.mark.slow),
     (GPT, {"pp": 2, "dp": 2}, {}),
     pytest.param(LLAMA, {"cp": 2, "y": 2}, {}, marks=pytest.mark.slow),
     pytest.param(LLAMA, {"cp": 2, "cp_method": "ring"}, {}, marks=pytest.mark.slow),
