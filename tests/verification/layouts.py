@@ -26,7 +26,7 @@ GROUPS = {
 }
 DEEP_LLAMA, DEEP_GPT = LLAMA | {"num_hidden_layers": 4}, GPT | {"num_hidden_layers": 4}
 SCHEDULES = get_args(Schedule)
-FAST_SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+FAST_SCHEDULES = ("1F1B", "ZBVZeroBubble", "Interleaved1F1B")
 SIX_HEADS = {"preset": "llama-tiny", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
 TWO_PARTS, FOUR_PARTS = ({"overlap": {"batch_parts": parts}, "training": {"micro_batch_size": 4}} for parts in (2, 4))
 NODES_OF_2 = {"overlap": {"shards_per_node": 2}}
@@ -56,13 +56,13 @@ CASES: dict[str, Case] = {
     "cp2 ulysses": (LLAMA, {"cp": 2, "cp_method": "ulysses"}, PACKED),
     "x2 cp2 packed": (LLAMA, {"x": 2, "cp": 2}, PACKED),
     "z2 cp2 zero 1 qwen": (QWEN, {"z": 2, "cp": 2, "zero": 1}, {}),
-    **{f"pp2 {schedule}": (DEEP_GPT, {"pp": 2, "schedule": schedule}, ONE_SEQUENCE) for schedule in FAST_SCHEDULES},
     "pp4": (DEEP_LLAMA, {"pp": 4}, ONE_SEQUENCE),
     "pp4 two micro-batches": (
         DEEP_GPT,
         {"pp": 4, "layers_per_stage": [1, 1, 1, 1]},
         {"training": {"micro_batch_size": 4}},
     ),
+    **{f"pp2 {schedule}": (DEEP_GPT, {"pp": 2, "schedule": schedule}, ONE_SEQUENCE) for schedule in FAST_SCHEDULES},
     **{f"pp2 dp2 zero {zero}": (DEEP_LLAMA, {"pp": 2, "dp": 2, "zero": zero}, ONE_SEQUENCE) for zero in (0, 3)},
     "pp2 x2 packed": (DEEP_GPT, {"pp": 2, "x": 2}, ONE_SEQUENCE | PACKED),
     "pp2 cp2 interleaved": (DEEP_GPT, {"pp": 2, "cp": 2, "schedule": "Interleaved1F1B"}, ONE_SEQUENCE | PACKED),
