@@ -56,8 +56,13 @@ def test_seconds_and_planned_memory_are_the_planners(monkeypatch: pytest.MonkeyP
         assert memory[7] == f"{allocated / 1e9:.2f}"
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("place", range(len(MACHINES)), ids=list(MACHINES))
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, id=name, marks=() if name == "Alps" else pytest.mark.slow)
+        for place, name in enumerate(MACHINES)
+    ],
+)
 def test_the_fastest_layout_is_the_planners(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     tables = tables_of(PAGE)
