@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_corpus(folder, "text", documents=200)
     prepare([folder / "text.jsonl"], folder / "c", tokenizer="bytes", workers=1, validation_fraction=0.1,
             canaries=Canaries(10, (0, 60), length=40, noise=0.02, source="random"))  # fmt: skip
-    path = run_file(folder, str(folder / "c"), training__seq_length=64, training__train_steps=140,
+    path = run_file(folder, str(folder / "c"), training__seq_length=64, training__train_steps=200,
                     training__global_batch_size=8, training__micro_batch_size=8,
                     **{"masks.goldfish__strategy": "hash", "masks.goldfish__h": 5})  # fmt: skip
     assert exit_code("train", path) == 0
@@ -212,7 +212,7 @@ def test_another_model_for_reference(trained: Path, tmp_path: Path, pool: Pool) 
 
 def test_a_checkpoint_alone(trained: Path, tmp_path: Path, record: dict[str, Any], cli: Cli) -> None:
     """Without its run file nothing says which tokenizer or mask it was trained with."""
-    shutil.copytree(trained / "runs" / "run" / "checkpoints" / "step_140", tmp_path / "alone")
+    shutil.copytree(trained / "runs" / "run" / "checkpoints" / "step_200", tmp_path / "alone")
     arguments = ["audit", "--model", tmp_path / "alone", "--suffix", 20, "--prefix", 10, "--json"]
     code, output, errors = cli(*arguments, "--documents", ledger_path(trained / "c"))
     assert code == 0, errors
