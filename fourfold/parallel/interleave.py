@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from fourfold.models.transformer import Block, Transformer, normed
 from fourfold.parallel.context import context_of_sequences
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.linear import Linear4D, LinearGroup
-from fourfold.parallel.linear_steps import Steps, WeightGradientsLater
+from fourfold.parallel.linear_steps import Steps, Until, WeightGradientsLater
 from fourfold.parallel.recompute import RECOMPUTES
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ class InterleavedBlock(Block):
             heads = self.self_attn.core(q, k, v, context)
         else:
             joined.give(q, k, v)
-            yield  # the others give theirs
+            yield Until.OTHERS
             heads = joined.take()
         attended_BTh = x_BTh + normed(
             (yield from o_proj.steps(heads, hidden_by=of_up)), self.attention_output_layernorm
@@ -123,15 +124,44 @@ class JoinedAttention:
         return self._attended.popleft()
 
 
+@dataclass(eq=False)
+class _Part(Generic[T]):
+    steps: Steps[T]
+    until: Until | None = None
+    """What its next step waits for; None: nothing."""
+    products: int = -1
+    """How many steps of all parts had computed products when its last step ended."""
+
+
 def in_turn(workers: Iterable[Steps[T]]) -> list[T]:
-    """Take one step of each, again and again; their results in the order in which they end."""
-    waiting, results = deque(workers), list[T]()
+    """Take the steps of all parts, each once products of another part have hidden what it waits for, where there are
+    any. Returns the results in the order in which they end, which is that of the parts.
+
+    A part whose sum is hidden is next: its step leads to the next gather, which the products of others then hide.
+    """
+    waiting, results, products = [_Part(steps) for steps in workers], list[T](), 0
     while waiting:
-        worker = waiting.popleft()
+        part = _next(waiting, products)
+        waiting.remove(part)
+        computes = part.until is Until.GATHERED
         try:
-            next(worker)
+            part.until = next(part.steps)
         except StopIteration as end:
             results.append(end.value)
         else:
-            waiting.append(worker)
+            computes = computes or part.until is Until.SUMMED
+            waiting.append(part)
+        products += computes
+        part.products = products
     return results
+
+
+def _next(waiting: list[_Part[T]], products: int) -> _Part[T]:
+    """The part that has waited longest, of those whose step is best taken now."""
+    if all(part.until is Until.OTHERS for part in waiting):
+        for part in waiting:
+            part.until = None
+    able = [part for part in waiting if part.until is not Until.OTHERS]
+    hidden = [part for part in able if part.products < products or part.until is None]
+    summed = [part for part in hidden if part.until is Until.SUMMED]
+    return (summed or hidden or able)[0]

@@ -10,6 +10,7 @@ two steps other work can go on: the steps of another part of the batch (``interl
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
@@ -23,7 +24,20 @@ if TYPE_CHECKING:
     from fourfold.parallel.linear import Linear4D
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]
+
+
+class Until(Enum):
+    """What the next step waits for, where a step ends."""
+
+    GATHERED = auto()
+    """Its input, with which it computes."""
+    SUMMED = auto()
+    """The sum of what this step has computed."""
+    OTHERS = auto()
+    """The other parts of the micro-batch, which come to the same place."""
+
+
+Steps = Generator[Until, None, T]
 """Work in steps, with a result at the end."""
 
 Tensors = tuple[Tensor, ...]
@@ -49,9 +63,9 @@ def linear_steps(
 ) -> Steps[Tensors]:
     """The outputs of layers that read the same input, without their biases; a step ends where a collective starts.
 
-    pause: a step also ends once all that the backward needs is kept, before the products; later: leave the weight
-    gradients to these; hidden_by: weight gradients of later layers, to compute while the backward gathers the gradients
-    of the outputs.
+    pause: wait for the other parts once all that the backward needs is kept, before the products; later: leave the
+    weight gradients to these; hidden_by: weight gradients of later layers, to compute while the backward gathers the
+    gradients of the outputs.
     """
     first = layers[0]
     reading = Transit[Tensors]() if first.reads.axis.size > 1 else None
@@ -60,16 +74,18 @@ def linear_steps(
     if reading is not None:
         x = _Gather.apply(x, first, reading)
         if first.reads.dim is not None:
-            yield
+            yield Until.GATHERED
     matrices = [matrix for layer in layers for matrix in layer.matrices()]
     gathered, *kept = _Keep.apply(x, share, _Layers(layers, reading, writing, later), *matrices)
     if pause:
-        yield
+        if writing is not None:  # as without the pause: other parts keep their tensors in the same order
+            yield Until.SUMMED
+        yield Until.OTHERS
     outputs = _Multiply.apply(gathered, layers, writing, *kept, *(matrix.detach() for matrix in matrices))
     del x, gathered  # what the backward does not keep is freed before the sum
     if writing is None:
         return outputs
-    yield
+    yield Until.SUMMED
     return _Sum.apply(*outputs, first, writing, hidden_by, *(hidden_by.matrices if hidden_by is not None else ()))
 
 
