@@ -82,9 +82,8 @@ class InterleavedBlock(Block):
             joined.give(q, k, v)
             yield Until.OTHERS
             heads = joined.take()
-        attended_BTh = x_BTh + normed(
-            (yield from o_proj.steps(heads, hidden_by=of_up)), self.attention_output_layernorm
-        )
+        o_proj_steps = o_proj.steps(heads, hidden_by=of_up, before_gather=True)
+        attended_BTh = x_BTh + normed((yield from o_proj_steps), self.attention_output_layernorm)
         mlp_reads_BTh = x_BTh if self.parallel_residual else attended_BTh
         up_BSf = yield from up.steps(normed(mlp_reads_BTh, self.post_attention_layernorm), later=of_up)
         if type(self.mlp).down is not MLP.down:  # it runs again in the backward, as a whole
@@ -137,7 +136,7 @@ def in_turn(workers: Iterable[Steps[T]]) -> list[T]:
     """Take the steps of all parts, each once products of another part have hidden what it waits for, where there are
     any. Returns the results in the order in which they end, which is that of the parts.
 
-    A part whose sum is hidden is next: its step leads to the next gather, which the products of others then hide.
+    A part that is about to gather goes first: the products of the others hide that too.
     """
     waiting, results, products = [_Part(steps) for steps in workers], list[T](), 0
     while waiting:
@@ -149,7 +148,7 @@ def in_turn(workers: Iterable[Steps[T]]) -> list[T]:
         except StopIteration as end:
             results.append(end.value)
         else:
-            computes = computes or part.until is Until.SUMMED
+            computes = computes or part.until in (Until.SUMMED, Until.SUMMED_TO_GATHER)
             waiting.append(part)
         products += computes
         part.products = products
@@ -163,5 +162,5 @@ def _next(waiting: list[_Part[T]], products: int) -> _Part[T]:
             part.until = None
     able = [part for part in waiting if part.until is not Until.OTHERS]
     hidden = [part for part in able if part.products < products or part.until is None]
-    summed = [part for part in hidden if part.until is Until.SUMMED]
-    return (summed or hidden or able)[0]
+    to_gather = [part for part in hidden if part.until is Until.SUMMED_TO_GATHER]
+    return (to_gather or hidden or able)[0]

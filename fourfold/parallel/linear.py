@@ -127,9 +127,15 @@ class Linear4D(Tiled):
     def forward(self, x: Tensor) -> Tensor:
         return run(self.steps(x))
 
-    def steps(self, x: Tensor, pause: bool = False, hidden_by: WeightGradientsLater | None = None) -> Steps[Tensor]:
+    def steps(
+        self,
+        x: Tensor,
+        pause: bool = False,
+        hidden_by: WeightGradientsLater | None = None,
+        before_gather: bool = False,
+    ) -> Steps[Tensor]:
         """The forward, in steps: ``linear_steps``."""
-        (out,) = yield from linear_steps(x, [self], pause, hidden_by=hidden_by)
+        (out,) = yield from linear_steps(x, [self], pause, hidden_by=hidden_by, before_gather=before_gather)
         return self.add_bias(out)
 
     def add_bias(self, out: Tensor) -> Tensor:

@@ -33,6 +33,8 @@ class Until(Enum):
     """Its input, with which it computes."""
     SUMMED = auto()
     """The sum of what this step has computed."""
+    SUMMED_TO_GATHER = auto()
+    """That sum, and leads to the next gather without a product between."""
     OTHERS = auto()
     """The other parts of the micro-batch, which come to the same place."""
 
@@ -60,12 +62,13 @@ def linear_steps(
     pause: bool = False,
     later: WeightGradientsLater | None = None,
     hidden_by: WeightGradientsLater | None = None,
+    before_gather: bool = False,
 ) -> Steps[Tensors]:
     """The outputs of layers that read the same input, without their biases; a step ends where a collective starts.
 
     pause: wait for the other parts once all that the backward needs is kept, before the products; later: leave the
     weight gradients to these; hidden_by: weight gradients of later layers, to compute while the backward gathers the
-    gradients of the outputs.
+    gradients of the outputs; before_gather: the sum of the outputs leads to the next gather without a product between.
     """
     first = layers[0]
     reading = Transit[Tensors]() if first.reads.axis.size > 1 else None
@@ -85,7 +88,7 @@ def linear_steps(
     del x, gathered  # what the backward does not keep is freed before the sum
     if writing is None:
         return outputs
-    yield Until.SUMMED
+    yield Until.SUMMED_TO_GATHER if before_gather else Until.SUMMED
     return _Sum.apply(*outputs, first, writing, hidden_by, *(hidden_by.matrices if hidden_by is not None else ()))
 
 

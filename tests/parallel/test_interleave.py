@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 import pytest
 import torch
 from pool import Pool
@@ -13,19 +11,45 @@ from tiny_runs import LLAMA, tiny_run
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.parallel.interleave import JoinedAttention, in_turn
+from fourfold.parallel.linear_steps import Steps, Until
 
 
-def test_workers_take_one_step_after_the_other() -> None:
+def taken_in_turn(parts: int, ends: list[Until]) -> str:
+    """The steps of parts a, b, … in the order in which they are taken."""
     taken: list[str] = []
 
-    def work(name: str, steps: int) -> Generator[None, None, str]:
-        for step in range(steps):
-            taken.append(f"{name}{step}")
-            yield
+    def steps(name: str) -> Steps[str]:
+        for number, until in enumerate(ends):
+            taken.append(f"{name}{number}")
+            yield until
+        taken.append(f"{name}{len(ends)}")
         return name
 
-    assert in_turn([work("a", 2), work("b", 2), work("c", 2)]) == ["a", "b", "c"]
-    assert taken == ["a0", "b0", "c0", "a1", "b1", "c1"]
+    names = "abcd"[:parts]
+    assert in_turn(steps(name) for name in names) == list(names)
+    return " ".join(taken)
+
+
+def test_parts_run_ahead_where_products_hide_what_they_start() -> None:
+    """Attention and MLP over x: of three parts one gathers for the MLP while another has not begun its attention."""
+    ends = [Until.GATHERED, Until.SUMMED_TO_GATHER, Until.GATHERED, Until.SUMMED]
+    assert taken_in_turn(2, ends) == "a0 b0 a1 b1 a2 b2 a3 b3 a4 b4"
+    assert taken_in_turn(3, ends) == "a0 b0 c0 a1 b1 a2 c1 b2 a3 c2 b3 a4 c3 b4 c4"
+
+
+def test_parts_wait_for_the_others() -> None:
+    ends = [Until.GATHERED, Until.OTHERS, Until.SUMMED_TO_GATHER, Until.GATHERED]
+    taken = taken_in_turn(3, ends).split()
+    assert max(taken.index(f"{name}1") for name in "abc") < min(taken.index(f"{name}2") for name in "abc")
+
+
+def test_a_recomputation_that_ends_early_keeps_the_order_of_the_forward() -> None:
+    """Its last products are left out, and nothing else moves."""
+    ends = [Until.GATHERED, Until.SUMMED_TO_GATHER, Until.GATHERED, Until.SUMMED]
+    for parts in (2, 3, 4):
+        whole, again = taken_in_turn(parts, ends).split(), taken_in_turn(parts, [*ends, Until.OTHERS]).split()
+        begun = [step for step in whole if step[1] != "4"]
+        assert [step for step in again if step[1] not in "45"] == begun
 
 
 def test_parts_divide_the_micro_batch() -> None:
