@@ -39,7 +39,8 @@ cleanup() {
 trap cleanup EXIT
 trap 'exit 130' INT TERM
 
-# A queue of a second drops nothing; packets of up to 64 KiB pass whole.
+# A queue of a second drops nothing; packets of up to 64 KiB pass whole. A connection has at most 128 KiB in the queue: as in
+# a network card, a small message does not wait until another connection's large one is through.
 slow() { "$@" root tbf rate "$rate" burst 128kb latency 1s; }
 
 ip link set "$name" up
@@ -51,6 +52,7 @@ for ((node = 0; node < nodes; node++)); do
     ip -n "$here" address add "10.77.0.$((node + 1))/24" dev eth0
     ip -n "$here" link set eth0 up
     ip -n "$here" link set lo up
+    ip netns exec "$here" sh -c 'echo 131072 >/proc/sys/net/ipv4/tcp_limit_output_bytes'
     slow tc -n "$here" qdisc add dev eth0
     slow tc qdisc add dev "$here"
 done

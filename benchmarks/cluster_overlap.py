@@ -62,7 +62,7 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     grid_sizes = grid_of(arguments.grid)
-    every = ALL | {"shards_per_node": _shards_per_node(grid_sizes)}
+    every = ALL | {"shards_per_node": _shards_per_node(grid_sizes), "batch_parts": arguments.parts}
     contenders = {"none": NONE, "all": every}
     for name, value in every.items():
         if value == NONE[name] or arguments.switch not in (None, name):
@@ -203,6 +203,9 @@ def _print(arguments: argparse.Namespace, rows: dict[str, dict[str, float]]) -> 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--grid", default="x=2,z=2", help="sizes of x, y, z and dp, as many processes as nodes")
+    parser.add_argument(
+        "--parts", type=int, default=ALL["batch_parts"], help="batch_parts, at most a process's sequences"
+    )
     parser.add_argument("--switch", choices=ACTS_ON, help="leave out the others' own rows")
     add_cluster(parser)
     return parser.parse_args()
