@@ -37,6 +37,7 @@ def interleave(model: Transformer, parts: int, split: AttentionSplit, grid: Grid
     for block in model.blocks:
         block.__class__ = InterleavedBlock
         vars(block).update(parts=parts, multiple=multiple, by_tokens=split != "sequence", token_ranks=ranks)
+        block.runs_ahead = grid.y.size == 1
 
 
 class InterleavedBlock(Block):
@@ -47,6 +48,8 @@ class InterleavedBlock(Block):
     """A part has a multiple of these sequences."""
     by_tokens: bool
     """Parts may be tokens of all sequences."""
+    runs_ahead: bool
+    """Parts need not keep in step. With y, one part's products would be all that hides most collectives."""
     token_ranks: int
     """Ranks that share the tokens of the residual stream, where attention reads them sequence by sequence."""
 
@@ -56,11 +59,12 @@ class InterleavedBlock(Block):
             size = sequences // self.parts
             places = [slice(first, first + size) for first in range(0, sequences, size)]
             parts = zip(x_BTh.split(size), places, strict=True)
-            return torch.cat(in_turn(self.steps(part, context_of_sequences(context, place)) for part, place in parts))
+            workers = [self.steps(part, context_of_sequences(context, place)) for part, place in parts]
+            return torch.cat(in_turn(workers, self.runs_ahead))
         if self.by_tokens and tokens % self.parts == 0:
             joined = JoinedAttention(lambda q, k, v: self.self_attn.core(q, k, v, context), self.token_ranks)
             workers = [self.steps(part, context, joined) for part in x_BTh.split(tokens // self.parts, 1)]
-            return torch.cat(in_turn(workers), 1)
+            return torch.cat(in_turn(workers, self.runs_ahead), 1)
         return super().forward(x_BTh, context)
 
     def steps(self, x_BTh: Tensor, context: AttentionContext, joined: JoinedAttention | None = None) -> Steps[Tensor]:
@@ -132,35 +136,34 @@ class _Part(Generic[T]):
     """How many steps of all parts had computed products when its last step ended."""
 
 
-def in_turn(workers: Iterable[Steps[T]]) -> list[T]:
-    """Take the steps of all parts, each once products of another part have hidden what it waits for, where there are
-    any. Returns the results in the order in which they end, which is that of the parts.
+def in_turn(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:
+    """Take the steps of all parts, that of the longest waiting first. Returns the results in the order of the parts.
 
-    A part that is about to gather goes first: the products of the others hide that too.
+    runs_ahead: take a step only once another part has computed a product, where there is a choice, and first that of a
+    part which is about to gather, so that products hide its gather too.
     """
     waiting, results, products = [_Part(steps) for steps in workers], list[T](), 0
     while waiting:
-        part = _next(waiting, products)
+        if all(part.until is Until.OTHERS for part in waiting):
+            for part in waiting:
+                part.until = None
+        part = _next(waiting, products) if runs_ahead else waiting[0]
         waiting.remove(part)
-        computes = part.until is Until.GATHERED
+        has_input = part.until is Until.GATHERED
         try:
             part.until = next(part.steps)
         except StopIteration as end:
             results.append(end.value)
         else:
-            computes = computes or part.until in (Until.SUMMED, Until.SUMMED_TO_GATHER)
             waiting.append(part)
-        products += computes
+        if has_input or part.until in (Until.SUMMED, Until.SUMMED_TO_GATHER):
+            products += 1
         part.products = products
     return results
 
 
 def _next(waiting: list[_Part[T]], products: int) -> _Part[T]:
-    """The part that has waited longest, of those whose step is best taken now."""
-    if all(part.until is Until.OTHERS for part in waiting):
-        for part in waiting:
-            part.until = None
     able = [part for part in waiting if part.until is not Until.OTHERS]
-    hidden = [part for part in able if part.products < products or part.until is None]
-    to_gather = [part for part in hidden if part.until is Until.SUMMED_TO_GATHER]
-    return (to_gather or hidden or able)[0]
+    ready = [part for part in able if part.products < products or part.until is None]
+    to_gather = [part for part in ready if part.until is Until.SUMMED_TO_GATHER]
+    return (to_gather or ready or able)[0]

@@ -34,7 +34,7 @@ class Until(Enum):
     SUMMED = auto()
     """The sum of what this step has computed."""
     SUMMED_TO_GATHER = auto()
-    """That sum, and leads to the next gather without a product between."""
+    """That sum, which the next gather follows without a product between."""
     OTHERS = auto()
     """The other parts of the micro-batch, which come to the same place."""
 
@@ -81,7 +81,7 @@ def linear_steps(
     matrices = [matrix for layer in layers for matrix in layer.matrices()]
     gathered, *kept = _Keep.apply(x, share, _Layers(layers, reading, writing, later), *matrices)
     if pause:
-        if writing is not None:  # as without the pause: other parts keep their tensors in the same order
+        if writing is not None:  # ends here as the forward does, so that parts keep tensors in its order
             yield Until.SUMMED
         yield Until.OTHERS
     outputs = _Multiply.apply(gathered, layers, writing, *kept, *(matrix.detach() for matrix in matrices))

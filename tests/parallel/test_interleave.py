@@ -14,7 +14,7 @@ from fourfold.parallel.interleave import JoinedAttention, in_turn
 from fourfold.parallel.linear_steps import Steps, Until
 
 
-def taken_in_turn(parts: int, ends: list[Until]) -> str:
+def taken_in_turn(parts: int, ends: list[Until], runs_ahead: bool = True) -> str:
     """The steps of parts a, b, … in the order in which they are taken."""
     taken: list[str] = []
 
@@ -26,7 +26,7 @@ def taken_in_turn(parts: int, ends: list[Until]) -> str:
         return name
 
     names = "abcd"[:parts]
-    assert in_turn(steps(name) for name in names) == list(names)
+    assert in_turn((steps(name) for name in names), runs_ahead) == list(names)
     return " ".join(taken)
 
 
@@ -35,6 +35,7 @@ def test_parts_run_ahead_where_products_hide_what_they_start() -> None:
     ends = [Until.GATHERED, Until.SUMMED_TO_GATHER, Until.GATHERED, Until.SUMMED]
     assert taken_in_turn(2, ends) == "a0 b0 a1 b1 a2 b2 a3 b3 a4 b4"
     assert taken_in_turn(3, ends) == "a0 b0 c0 a1 b1 a2 c1 b2 a3 c2 b3 a4 c3 b4 c4"
+    assert taken_in_turn(3, ends, runs_ahead=False) == "a0 b0 c0 a1 b1 c1 a2 b2 c2 a3 b3 c3 a4 b4 c4"
 
 
 def test_parts_wait_for_the_others() -> None:

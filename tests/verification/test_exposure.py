@@ -76,11 +76,6 @@ IN_PARTS = [
 """Between the sum of one layer and the gather of the next lies no product."""
 
 
-def exposed_in_parts(parts: int) -> list[str]:
-    """Those of which one part's is exposed: of three parts, one runs ahead, and the products of another lie between."""
-    return IN_PARTS if parts == 2 else [IN_PARTS[0], IN_PARTS[-1]]
-
-
 @pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_parts_of_a_micro_batch_hide_each_others_collectives(parts: int) -> None:
     training = {"micro_batch_size": 4, "global_batch_size": 4}
@@ -90,13 +85,20 @@ def test_parts_of_a_micro_batch_hide_each_others_collectives(parts: int) -> None
     recomputed = exposed_of(GPT, grid, **sections, activation_checkpoint={"mode": "full"})
     for name, share in computed_once.items():
         if name.split()[2].rstrip(":") in blocks:
-            exposed = name in exposed_in_parts(parts) or name == "x all_gather down: output gradient"
+            exposed = name in IN_PARTS or name == "x all_gather down: output gradient"
             assert share == (1 / parts if exposed else 0), name
     # The recomputation of a block hides the gathering of its output's gradient, and ends before its last product.
     assert recomputed["x all_gather down: output gradient"] == 0
     assert recomputed["y all_reduce up: outputs"] == 1 / parts / 2
     for name in IN_PARTS:
-        assert recomputed[name] == (1 / parts if name in exposed_in_parts(parts) else 0)
+        assert recomputed[name] == 1 / parts
+
+
+@pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_three_parts_over_x_alone_run_ahead(mode: str) -> None:
+    sections = {"training": {"micro_batch_size": 3, "global_batch_size": 3}, "overlap": {"batch_parts": 3}}
+    shares = exposed_of(GPT, {"x": 2}, **sections, activation_checkpoint={"mode": mode})
+    assert [shares[name] for name in IN_PARTS] == [1 / 3, 0, 0, 1 / 3]
 
 
 AROUND_ATTENTION = ["y reduce_scatter qkv: outputs", "y all_gather o_proj: inputs", "y all_gather qkv: output gradient"]
@@ -109,7 +111,7 @@ def test_parts_of_a_sequence_hide_each_others_collectives() -> None:
     sections = {"training": training, "overlap": {"batch_parts": 4}}
     for mode in ("none", "full"):
         shares = exposed_of(GPT, {"x": 2, "y": 2}, **sections, activation_checkpoint={"mode": mode})
-        for name in (*exposed_in_parts(4), *AROUND_ATTENTION):
+        for name in (*IN_PARTS, *AROUND_ATTENTION):
             assert shares[name] == 1 / 4, name
         assert shares["x all_gather down: output gradient"] == (1 / 4 if mode == "none" else 0)
         for name in ("o_proj: output gradient", "qkv: input gradient", "up: input gradient"):

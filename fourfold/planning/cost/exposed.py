@@ -53,20 +53,20 @@ def _hidden_by_parts(work: Workload, constants: Constants, block: BlockTime) -> 
     """Seconds of ``exposed_x_and_y`` that the products of other parts of the micro-batch hide.
 
     Exposed remain, as the trace has it: one part's first gather and last sum over x in the forward, and with two parts
-    also its sum of o_proj and gather of up, between which lies no product; in a recomputation also one part's sum of up
-    over y, and without it the gather of one part's gradients as the backward begins. Where parts are tokens, one part's
-    collectives over y around the attention, which waits for all. A part hides nothing of its own: of the computation
-    all but one part's is beside them. Collectives over x, on the faster links, are hidden first.
+    or with y also its sum of o_proj and gather of up, between which lies no product; in a recomputation also one part's
+    sum of up over y, and without it the gather of one part's gradients as the backward begins. Where parts are tokens,
+    one part's collectives over y around the attention, which waits for all. A part hides nothing of its own: of the
+    computation all but one part's is beside them. Collectives over x, on the faster links, are hidden first.
     """
     layout, again, one = work.layout, forwards_again(work), 1 / work.parts
     computes = (block.forward, again * (block.forward - block.last_product), block.backward
                 - np.where(layout.split_backward, block.weight_gradients, 0.0))  # fmt: skip
     over_x = (block.x_forward, again * (block.x_forward - block.last_sum), block.x_backward)
     over_y = (block.y_forward, again * block.y_forward, block.y_backward)
-    two_parts = work.parts < 3
+    in_step = (work.parts < 3) | (layout.y > 1)
     exposed_of_x = (
-        np.where(two_parts, one, one / 2),
-        np.where(two_parts, one, one / 3),
+        np.where(in_step, one, one / 2),
+        np.where(in_step, one, one / 3),
         np.where(layout.recompute == 2, 0.0, one / 4),
     )
     of_qkv, of_heads = (np.where(work.parts_are_tokens, sums, 0.0) for sums in (block.qkv_sum, block.y_again))
