@@ -37,7 +37,7 @@ def interleave(model: Transformer, parts: int, split: AttentionSplit, grid: Grid
     for block in model.blocks:
         block.__class__ = InterleavedBlock
         vars(block).update(parts=parts, multiple=multiple, by_tokens=split != "sequence", token_ranks=ranks)
-        block.runs_ahead = grid.y.size == 1
+        vars(block).update(runs_ahead=grid.y.size == 1)
 
 
 class InterleavedBlock(Block):

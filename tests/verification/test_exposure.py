@@ -280,6 +280,7 @@ AGREEMENT = {
     "x4 y2 selective": ({"x": 4, "y": 2}, 2, 1, "selective"),
     "x4 y2 recomputed in parts": ({"x": 4, "y": 2}, 2, 2, "full"),
     "x8 in parts": ({"x": 8}, 2, 2, "none"),
+    "x8 recomputed in four parts": ({"x": 8}, 4, 4, "full"),
     "x8 in parts of tokens": ({"x": 8}, 1, 4, "none"),
     "x8 y2 recomputed": ({"x": 8, "y": 2}, 2, 1, "full"),
     "x8 y2 recomputed in four parts": ({"x": 8, "y": 2}, 4, 4, "full"),

@@ -64,11 +64,8 @@ def _hidden_by_parts(work: Workload, constants: Constants, block: BlockTime) -> 
     over_x = (block.x_forward, again * (block.x_forward - block.last_sum), block.x_backward)
     over_y = (block.y_forward, again * block.y_forward, block.y_backward)
     in_step = (work.parts < 3) | (layout.y > 1)
-    exposed_of_x = (
-        np.where(in_step, one, one / 2),
-        np.where(in_step, one, one / 3),
-        np.where(layout.recompute == 2, 0.0, one / 4),
-    )
+    # A recomputation runs beside the gather of the output's gradients, which keeps its first gathers waiting as long.
+    exposed_of_x = (np.where(in_step, one, one / 2), one, np.where(layout.recompute == 2, 0.0, one / 4))
     of_qkv, of_heads = (np.where(work.parts_are_tokens, sums, 0.0) for sums in (block.qkv_sum, block.y_again))
     sums_over_y = (of_qkv + of_heads, of_qkv + of_heads + block.up_sum, of_qkv)
     exposed_of_y = [
