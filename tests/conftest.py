@@ -56,7 +56,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def freeze_what_stays() -> Iterator[None]:
-    """Leave also out what a file's tests have imported and cached: a million objects in the end."""
+    """Exclude what a file's tests have imported and cached from later collections: it grows to a million objects."""
     yield
     gc.collect()
     gc.freeze()

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 WIDTHS = (400, 1280, 1920)
 SCHEMES = ("light", "dark")
-LOOKS_OF_WINDOWS = [
+WINDOWS = [
     pytest.param(width, scheme, marks=() if (width, scheme) in ((400, "dark"), (1280, "light")) else pytest.mark.slow)
     for width, scheme in itertools.product(WIDTHS, SCHEMES)
 ]
-"""Each width in each scheme; a narrow window in the dark and a wide one in the light are fast."""
+"""Every width in every scheme; one narrow dark window and one wide light window are fast."""
 FIGURE = re.compile(r'<figcaption><b>([^<]*)</b>[^\n]*?</figcaption><div class="plot"[^<]*</div><script[^>]*>([^<]*)<')
 LOOKS = """() => fourfold.charts.map(({chart, figure}) => {
   const svg = figure.querySelector(".plot svg"), frame = svg.getBoundingClientRect();

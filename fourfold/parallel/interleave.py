@@ -36,8 +36,8 @@ def interleave(model: Transformer, parts: int, split: AttentionSplit, grid: Grid
     multiple, ranks = (grid.y.size, grid.x.size) if split == "batch" else (1, 1)
     for block in model.blocks:
         block.__class__ = InterleavedBlock
-        vars(block).update(parts=parts, multiple=multiple, by_tokens=split != "sequence", token_ranks=ranks)
-        vars(block).update(runs_ahead=grid.y.size == 1)
+        vars(block).update(parts=parts, runs_ahead=grid.y.size == 1)
+        vars(block).update(multiple=multiple, by_tokens=split != "sequence", token_ranks=ranks)
 
 
 class InterleavedBlock(Block):
@@ -49,7 +49,7 @@ class InterleavedBlock(Block):
     by_tokens: bool
     """Parts may be tokens of all sequences."""
     runs_ahead: bool
-    """Parts need not keep in step. With y, one part's products would be all that hides most collectives."""
+    """Parts may be at different steps. With y, most collectives would then run behind the products of one part only."""
     token_ranks: int
     """Ranks that share the tokens of the residual stream, where attention reads them sequence by sequence."""
 
@@ -131,16 +131,16 @@ class JoinedAttention:
 class _Part(Generic[T]):
     steps: Steps[T]
     until: Until | None = None
-    """What its next step waits for; None: nothing."""
+    """Condition for its next step; None if it can go on at once."""
     products: int = -1
-    """How many steps of all parts had computed products when its last step ended."""
+    """Steps with products that all parts together had taken when its last step ended."""
 
 
 def in_turn(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:
-    """Take the steps of all parts, that of the longest waiting first. Returns the results in the order of the parts.
+    """Run all parts step by step, the part that has waited longest first; returns their results, in the same order.
 
-    runs_ahead: take a step only once another part has computed a product, where there is a choice, and first that of a
-    part which is about to gather, so that products hide its gather too.
+    runs_ahead: prefer parts for which another has computed a product since they began to wait, and of these one that is
+    about to gather, so that products hide its gather too.
     """
     waiting, results, products = [_Part(steps) for steps in workers], list[T](), 0
     while waiting:

@@ -27,16 +27,16 @@ T = TypeVar("T")
 
 
 class Until(Enum):
-    """What the next step waits for, where a step ends."""
+    """Condition for a part's next step."""
 
     GATHERED = auto()
-    """Its input, with which it computes."""
+    """Its input is gathered; it computes with that."""
     SUMMED = auto()
-    """The sum of what this step has computed."""
+    """The products of the last step are summed."""
     SUMMED_TO_GATHER = auto()
-    """That sum, which the next gather follows without a product between."""
+    """The same, where it starts the next gather without a product between."""
     OTHERS = auto()
-    """The other parts of the micro-batch, which come to the same place."""
+    """All other parts of the micro-batch have reached the same point."""
 
 
 Steps = Generator[Until, None, T]

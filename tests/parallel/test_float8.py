@@ -76,7 +76,7 @@ def losses_body(rank: int, world_size: int, run: RunConfig) -> tuple[list[float]
 
 
 def first_losses(pool: Pool, run: RunConfig) -> tuple[list[float], set[str]]:
-    """Those of rank 0; of a single process here, which has imported torchao, as a worker has not."""
+    """``losses_body`` on rank 0. A single rank runs in this process: a worker would import torchao first."""
     ranks = run.parallel.world_size
     if ranks > 1:
         return pool.run(ranks, losses_body, run)[0]

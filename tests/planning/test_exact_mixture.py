@@ -65,7 +65,7 @@ def totals(lines: list[Line] | list[Collective]) -> dict[tuple[str, str, str], t
 
 
 def run_of(model: dict[str, Any], grid: dict[str, Any], mode: str, **moe: float) -> RunConfig:
-    """Two micro-batches a step, or four for a pipeline; a layer has neighbors of its kind, or a rank of pp has two."""
+    """Two micro-batches a step, four for a pipeline; three layers, four for a pipeline or with dense first layers."""
     layers = 4 if "pp" in grid or "first_k_dense_replace" in model else 3
     sequences = grid.get("z", 1) * grid.get("dp", 1) * (8 if "pp" in grid else 4)
     return tiny_run(

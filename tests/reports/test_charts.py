@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from report_pages import LOOKS_OF_WINDOWS, chart_specs, check_looks, opened, points
+from report_pages import WINDOWS, chart_specs, check_looks, opened, points
 
 from fourfold.reports import html
 from fourfold.reports.basic_charts import Series, line_chart, stacked_bars
@@ -61,7 +61,7 @@ def test_bars_end_with_their_sums() -> None:
     assert [total["text"] for total in found["total"]] == ["40", "20"]
 
 
-@pytest.mark.parametrize(("width", "scheme"), LOOKS_OF_WINDOWS)
+@pytest.mark.parametrize(("width", "scheme"), WINDOWS)
 def test_charts_are_drawn(browser: Browser, tmp_path: Path, width: int, scheme: str) -> None:
     charts = [
         line_chart(EVIL, [Series(EVIL, [1, 2], [1.0, 2.0]), Series("b", [1], [2.0])], x_label=EVIL, y_label="nats"),

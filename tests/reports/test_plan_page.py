@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from report_pages import LOOKS_OF_WINDOWS, chart_specs, check_looks, opened, points
+from report_pages import WINDOWS, chart_specs, check_looks, opened, points
 
 from fourfold.planning.plan_record import REFUSED_EACH, PlanRecord, plan_request
 from fourfold.planning.request import request_from_options
@@ -123,7 +123,7 @@ def test_the_timeline_is_the_step(model: str, machine: str, gpus: int, batch: in
             assert rank_bars[-1].kind == REST and rank_bars[-1].end == pytest.approx(best.seconds)
 
 
-@pytest.mark.parametrize(("width", "scheme"), LOOKS_OF_WINDOWS)
+@pytest.mark.parametrize(("width", "scheme"), WINDOWS)
 def test_the_page_is_legible(result: PlanRecord, page_file: Path, browser: Browser, width: int, scheme: str) -> None:
     best = result.plan.best
     with opened(browser, page_file, width, scheme) as page:
@@ -148,7 +148,7 @@ def test_rows_are_kept_and_sorted(page_file: Path, browser: Browser) -> None:
 
         def column(name: str) -> list[str]:
             cells = table.locator(f"tbody tr:not([hidden]) td:nth-child({headers.index(name) + 1})")
-            return cells.all_text_contents()
+            return cells.all_inner_texts()
 
         everything = len(column("zero"))
         table.get_by_label("keep rows by zero").fill("1,2")

@@ -149,8 +149,8 @@ def test_one_step_is_enough(tmp_path):
 
 
 def test_a_long_run_makes_a_small_page_that_keeps_the_spikes(tmp_path):
-    records = [record(step, loss=3 + step % 7 / 100) for step in range(1, 25_001)]
-    records[15_451]["loss"] = 42.5
+    records = [record(step, loss=3 + step % 7 / 100) for step in range(1, 100_001)]
+    records[61_803]["loss"] = 42.5
     path = write_run_report(make_run(tmp_path, records))
     assert path.stat().st_size < 2_000_000
     losses = values(path.read_text(), "Loss")[0]

@@ -126,7 +126,7 @@ def test_a_kill_at_any_moment_costs_no_bit(
         moment = time.monotonic() + chance.uniform(0, 3)
         wait_until(lambda: time.monotonic() >= moment or steps_of(path) > 0, process)  # a fast start is over sooner
     else:
-        wait_for_steps(path, chance.randint(1, steps // 2), process)
+        wait_for_steps(path, chance.randint(1, steps - 4), process)
         time.sleep(chance.uniform(0, 0.05))
     kill(process, victim)
     errors = ended(process)

@@ -73,7 +73,7 @@ IN_PARTS = [
     "x all_gather up: tokens",
     "x reduce_scatter down: outputs",
 ]
-"""Between the sum of one layer and the gather of the next lies no product."""
+"""No product lies between the sum of one layer and the gather of the next."""
 
 
 @pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.slow)])
