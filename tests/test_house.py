@@ -26,6 +26,7 @@ ROOMS = (
     "environment",
     "exit_codes",
     "heartbeat",
+    "turns",
     "config",
     "huggingface/architectures",
     "run_file",

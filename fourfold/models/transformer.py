@@ -6,6 +6,7 @@ Shapes: B sequences, S tokens, H hidden, N heads, K key-value heads, D head_dim,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -66,13 +67,18 @@ class Transformer(nn.Module):
         if x_BSH is None:
             x_BSH = self.embed(tokens_BS, positions_BS)
         contexts = self.attention_tables(positions_BS, document_ends_BE)
-        for block in self.blocks:
-            x_BSH = block(x_BSH, contexts[block.layer_type])
+        x_BSH = self.run_blocks(x_BSH, contexts)
         if self.norm is None or self.lm_head is None:
             return x_BSH
         reference = () if reference_B is None else (reference_B,)
         out: Tensor = self.lm_head(self.norm(x_BSH), labels_BS, loss_scale, *reference)
         return out
+
+    def run_blocks(self, x_BSH: Tensor, contexts: Mapping[LayerType, AttentionContext]) -> Tensor:
+        """The hidden states after all blocks."""
+        for block in self.blocks:
+            x_BSH = block(x_BSH, contexts[block.layer_type])
+        return x_BSH
 
     @property
     def blocks(self) -> list[Block]:

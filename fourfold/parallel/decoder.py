@@ -49,7 +49,8 @@ def parallelize_decoder(model: Transformer, grid: Grid, run: RunConfig, layouts:
     if run.training.float8 != "none":
         use_float8(model, run.training.float8)
     if run.overlap.batch_parts > 1 and grid.x.size * grid.y.size > 1:
-        interleave(model, run.overlap.batch_parts, attention_split(run), grid)
+        across_blocks = run.activation_checkpoint.mode != "full"  # else each block runs again on its own
+        interleave(model, run.overlap.batch_parts, attention_split(run), grid, across_blocks)
     recompute(model, run.activation_checkpoint)
     if run.training.compile:
         compile_blocks(model, run.parallel)

@@ -7,70 +7,118 @@ need each other in the attention alone. The backward, and a block's recomputatio
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fourfold.config.layout import AttentionSplit
+from fourfold.config.model import LayerType
 from fourfold.models.causal_attention import AttentionContext
 from fourfold.models.mlp import MLP
 from fourfold.models.transformer import Block, Transformer, normed
 from fourfold.parallel.context import context_of_sequences
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.linear import Linear4D, LinearGroup
-from fourfold.parallel.linear_steps import Steps, Until, WeightGradientsLater
+from fourfold.parallel.linear_steps import WeightGradientsLater
 from fourfold.parallel.recompute import RECOMPUTES
+from fourfold.turns import Steps, Until, in_turn
 
-T = TypeVar("T")
 
-
-def interleave(model: Transformer, parts: int, split: AttentionSplit, grid: Grid) -> None:
+def interleave(model: Transformer, parts: int, split: AttentionSplit, grid: Grid, across_blocks: bool) -> None:
     """Run the blocks of a model, whose layers are on the grid, for parts of a micro-batch in turn.
 
-    split: how y shares the attention. A batch that does not divide into parts is run whole.
+    split: how y shares the attention; across_blocks: a part need not wait at the end of a block for the others. A batch
+    that does not divide into parts is run whole.
     """
     multiple, ranks = (grid.y.size, grid.x.size) if split == "batch" else (1, 1)
+    how = Parts(parts, multiple, split != "sequence", ranks, run_ahead=grid.y.size == 1)
     for block in model.blocks:
         block.__class__ = InterleavedBlock
-        vars(block).update(parts=parts, runs_ahead=grid.y.size == 1)
-        vars(block).update(multiple=multiple, by_tokens=split != "sequence", token_ranks=ranks)
+        vars(block).update(parts=how)
+    if across_blocks:
+        model.__class__ = InterleavedTransformer
+        vars(model).update(parts=how)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a micro-batch is divided."""
+
+    number: int
+    multiple: int
+    """A part has a multiple of these sequences."""
+    by_tokens: bool
+    """Parts may be tokens of all sequences."""
+    token_ranks: int
+    """Ranks that share the tokens of the residual stream, where attention reads them sequence by sequence."""
+    run_ahead: bool
+    """Parts may be at different steps. With y, most collectives would then run behind the products of one part only."""
+
+    def dim(self, x_BTh: Tensor) -> int | None:
+        """The dim that is divided, that of sequences or of tokens; None if neither can be."""
+        sequences, tokens = x_BTh.shape[:2]
+        if sequences % (self.number * self.multiple) == 0:
+            return 0
+        return 1 if self.by_tokens and tokens % self.number == 0 else None
+
+    def run(self, visits: Sequence[Visit], x_BTh: Tensor, contexts: Mapping[LayerType, AttentionContext]) -> Tensor:
+        """Take all parts through consecutive blocks."""
+        dim = self.dim(x_BTh)
+        assert dim is not None
+        size = x_BTh.shape[dim] // self.number
+        if dim == 1:
+            for visit in visits:
+                core, context = visit.block.self_attn.core, contexts[visit.block.layer_type]
+                visit.joined = JoinedAttention(core, context, self.token_ranks)
+
+        def through(index: int, part_BTh: Tensor) -> Steps[Tensor]:
+            own = contexts
+            if dim == 0:
+                place = slice(index * size, (index + 1) * size)
+                own = {kind: context_of_sequences(context, place) for kind, context in contexts.items()}
+            for visit in visits:
+                part_BTh = visit.enter(part_BTh)
+                steps = visit.block.steps(part_BTh, own[visit.block.layer_type], index, visit.joined, visit.is_last)
+                part_BTh = yield from steps
+                visit.leave(index, part_BTh)
+            return part_BTh
+
+        return torch.cat(in_turn(map(through, range(self.number), x_BTh.split(size, dim)), self.run_ahead), dim)
+
+
+class InterleavedTransformer(Transformer):
+    """A decoder in which parts of the micro-batch enter a block while others are in the one before."""
+
+    parts: Parts
+
+    def run_blocks(self, x_BTh: Tensor, contexts: Mapping[LayerType, AttentionContext]) -> Tensor:
+        if self.parts.dim(x_BTh) is None:
+            return super().run_blocks(x_BTh, contexts)
+        blocks = cast("list[InterleavedBlock]", self.blocks)
+        visits = [Visit(block, is_called=False, is_last=block is blocks[-1]) for block in blocks]
+        return self.parts.run(visits, x_BTh, contexts)
 
 
 class InterleavedBlock(Block):
     """A block whose collectives run while other parts of the micro-batch compute."""
 
-    parts: int
-    multiple: int
-    """A part has a multiple of these sequences."""
-    by_tokens: bool
-    """Parts may be tokens of all sequences."""
-    runs_ahead: bool
-    """Parts may be at different steps. With y, most collectives would then run behind the products of one part only."""
-    token_ranks: int
-    """Ranks that share the tokens of the residual stream, where attention reads them sequence by sequence."""
+    parts: Parts
 
     def forward(self, x_BTh: Tensor, context: AttentionContext) -> Tensor:
-        sequences, tokens = x_BTh.shape[:2]
-        if sequences % (self.parts * self.multiple) == 0:
-            size = sequences // self.parts
-            places = [slice(first, first + size) for first in range(0, sequences, size)]
-            parts = zip(x_BTh.split(size), places, strict=True)
-            workers = [self.steps(part, context_of_sequences(context, place)) for part, place in parts]
-            return torch.cat(in_turn(workers, self.runs_ahead))
-        if self.by_tokens and tokens % self.parts == 0:
-            joined = JoinedAttention(lambda q, k, v: self.self_attn.core(q, k, v, context), self.token_ranks)
-            workers = [self.steps(part, context, joined) for part in x_BTh.split(tokens // self.parts, 1)]
-            return torch.cat(in_turn(workers, self.runs_ahead), 1)
-        return super().forward(x_BTh, context)
+        if self.parts.dim(x_BTh) is None:
+            return super().forward(x_BTh, context)
+        return self.parts.run([Visit(self, is_called=True, is_last=True)], x_BTh, {self.layer_type: context})
 
-    def steps(self, x_BTh: Tensor, context: AttentionContext, joined: JoinedAttention | None = None) -> Steps[Tensor]:
-        """``Block.forward``, in steps that end where a collective has started.
+    def steps(
+        self, x_BTh: Tensor, context: AttentionContext, index: int, joined: JoinedAttention | None, is_last: bool
+    ) -> Steps[Tensor]:
+        """``Block.forward`` of one part, in steps that end where a collective has started.
 
-        joined: the attention of all parts, where each has only some tokens of its sequences.
+        joined: the attention of all parts, where each has only some tokens of its sequences; is_last: no other block
+        reads the result at once.
         """
         assert isinstance(self.mlp, MLP), "parts do not take turns where there are experts"
         qkv, o_proj, up, down_proj = self.self_attn.qkv, self.self_attn.o_proj, self.mlp.up, self.mlp.down_proj
@@ -83,9 +131,9 @@ class InterleavedBlock(Block):
         if joined is None:
             heads = self.self_attn.core(q, k, v, context)
         else:
-            joined.give(q, k, v)
+            joined.give(index, q, k, v)
             yield Until.OTHERS
-            heads = joined.take()
+            heads = joined.take(index)
         o_proj_steps = o_proj.steps(heads, hidden_by=of_up, before_gather=True)
         attended_BTh = x_BTh + normed((yield from o_proj_steps), self.attention_output_layernorm)
         mlp_reads_BTh = x_BTh if self.parallel_residual else attended_BTh
@@ -94,7 +142,7 @@ class InterleavedBlock(Block):
             return attended_BTh + normed(self.mlp.down(*up_BSf), self.mlp_output_layernorm)
         # Where no norm reads it, nothing does: a recomputed block ends when all parts have come to the last product.
         ends_early = RECOMPUTES.get() and self.mlp_output_layernorm is None
-        down_steps = down_proj.steps(self.mlp.activation(*up_BSf), pause=ends_early)
+        down_steps = down_proj.steps(self.mlp.activation(*up_BSf), pause=ends_early, before_gather=not is_last)
         mlp_BTh = yield from down_steps
         return attended_BTh + normed(mlp_BTh, self.mlp_output_layernorm)
 
@@ -105,65 +153,63 @@ class JoinedAttention:
     ranks: each sequence of a part has t tokens from every one of so many ranks, one rank's after the other's.
     """
 
-    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], ranks: int) -> None:
-        self._attend, self._ranks = attend, ranks
-        self._given: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._attended = deque[Tensor]()
+    def __init__(self, attend: Callable[..., Tensor], context: AttentionContext, ranks: int) -> None:
+        self._attend, self._context, self._ranks = attend, context, ranks
+        self._given: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._attended: dict[int, Tensor] = {}
 
-    def give(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Add the next part."""
-        self._given.append((q, k, v))
+    def give(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Add a part."""
+        self._given[index] = q, k, v
 
-    def take(self) -> Tensor:
-        """The output of the next part, once all have been given."""
-        if not self._attended:
-            parts, given = len(self._given), zip(*self._given, strict=True)
-            self._given = []
+    def take(self, index: int) -> Tensor:
+        """The output of a part, once all have been given."""
+        if self._given:
+            parts, given = len(self._given), zip(*(self._given[i] for i in sorted(self._given)), strict=True)
+            self._given = {}
             q, k, v = (
                 torch.stack([t.unflatten(1, (self._ranks, -1)) for t in each], 2).flatten(1, 3) for each in given
             )
-            whole = self._attend(q, k, v).unflatten(1, (self._ranks, parts, -1))
-            self._attended.extend(part.flatten(1, 2).contiguous() for part in whole.unbind(2))
-        return self._attended.popleft()
+            whole = self._attend(q, k, v, self._context).unflatten(1, (self._ranks, parts, -1))
+            self._attended = {i: part.flatten(1, 2).contiguous() for i, part in enumerate(whole.unbind(2))}
+        return self._attended.pop(index)
 
 
-@dataclass(eq=False)
-class _Part(Generic[T]):
-    steps: Steps[T]
-    until: Until | None = None
-    """Condition for its next step; None if it can go on at once."""
-    products: int = -1
-    """Steps with products that all parts together had taken when its last step ended."""
+class Visit:
+    """One block, as all parts pass it.
 
-
-def in_turn(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:
-    """Run all parts step by step, the part that has waited longest first; returns their results, in the same order.
-
-    runs_ahead: prefer parts for which another has computed a product since they began to wait, and of these one that is
-    about to gather, so that products hide its gather too.
+    is_called: by its own forward, so that its hooks run by themselves. If not, they run when the first part enters, and
+    when the last has left: FSDP2's gather its weights, and free them. The backward takes the steps from the last to the
+    first, so that what hooks add to the graph comes before all parts, or after them, there too.
     """
-    waiting, results, products = [_Part(steps) for steps in workers], list[T](), 0
-    while waiting:
-        if all(part.until is Until.OTHERS for part in waiting):
-            for part in waiting:
-                part.until = None
-        part = _next(waiting, products) if runs_ahead else waiting[0]
-        waiting.remove(part)
-        has_input = part.until is Until.GATHERED
-        try:
-            part.until = next(part.steps)
-        except StopIteration as end:
-            results.append(end.value)
-        else:
-            waiting.append(part)
-        if has_input or part.until in (Until.SUMMED, Until.SUMMED_TO_GATHER):
-            products += 1
-        part.products = products
-    return results
 
+    def __init__(self, block: InterleavedBlock, is_called: bool, is_last: bool) -> None:
+        self.block, self.is_called, self.is_last = block, is_called, is_last
+        self.joined: JoinedAttention | None = None
+        self._entered, self._left = 0, dict[int, Tensor]()
 
-def _next(waiting: list[_Part[T]], products: int) -> _Part[T]:
-    able = [part for part in waiting if part.until is not Until.OTHERS]
-    ready = [part for part in able if part.products < products or part.until is None]
-    to_gather = [part for part in ready if part.until is Until.SUMMED_TO_GATHER]
-    return (to_gather or ready or able)[0]
+    def enter(self, x_BTh: Tensor) -> Tensor:
+        """The input of the next part."""
+        self._entered += 1
+        if self.is_called or self._entered > 1:
+            return x_BTh
+        args: tuple[Any, ...] = (x_BTh,)
+        for key, hook in self.block._forward_pre_hooks.items():
+            if key in self.block._forward_pre_hooks_with_kwargs:
+                changed = hook(self.block, args, {})
+                args = args if changed is None else changed[0]
+            else:
+                changed = hook(self.block, args)
+                args = args if changed is None else changed if isinstance(changed, tuple) else (changed,)
+        entered: Tensor = args[0]
+        return entered
+
+    def leave(self, index: int, x_BTh: Tensor) -> None:
+        """Note the output of a part."""
+        self._left[index] = x_BTh
+        if self.is_called or len(self._left) < self.block.parts.number:
+            return
+        outputs = [self._left.pop(i) for i in range(self.block.parts.number)]
+        for key, hook in self.block._forward_hooks.items():
+            with_kwargs = key in self.block._forward_hooks_with_kwargs
+            hook(self.block, (), *(({},) if with_kwargs else ()), outputs)

@@ -17,7 +17,7 @@ from fourfold.config.run import OverlapConfig
 from fourfold.models.lora import LoRALinear
 from fourfold.parallel.communicate import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from fourfold.parallel.grid import Axis, Grid
-from fourfold.parallel.linear_steps import Steps, WeightGradientsLater, linear_steps, run
+from fourfold.parallel.linear_steps import WeightGradientsLater, linear_steps, run
 from fourfold.parallel.products import (
     Products,
     adapter_gradients,
@@ -25,6 +25,7 @@ from fourfold.parallel.products import (
     add_to_output,
 )
 from fourfold.parallel.sharding import Tile, Tiled
+from fourfold.turns import Steps
 
 if TYPE_CHECKING:
     from fourfold.parallel.deferred import WeightGradients

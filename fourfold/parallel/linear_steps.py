@@ -9,8 +9,7 @@ two steps other work can go on: the steps of another part of the batch (``interl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from enum import Enum, auto
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
@@ -19,28 +18,13 @@ from torch import Tensor
 from fourfold.models.autograd import Context, Function, FunctionOfMany, not_compiled
 from fourfold.parallel.communicate import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from fourfold.parallel.products import add_to_input_gradient
+from fourfold.turns import Steps, Until
 
 if TYPE_CHECKING:
     from fourfold.parallel.linear import Linear4D
 
 T = TypeVar("T")
 
-
-class Until(Enum):
-    """Condition for a part's next step."""
-
-    GATHERED = auto()
-    """Its input is gathered; it computes with that."""
-    SUMMED = auto()
-    """The products of the last step are summed."""
-    SUMMED_TO_GATHER = auto()
-    """The same, where it starts the next gather without a product between."""
-    OTHERS = auto()
-    """All other parts of the micro-batch have reached the same point."""
-
-
-Steps = Generator[Until, None, T]
-"""Work in steps, with a result at the end."""
 
 Tensors = tuple[Tensor, ...]
 

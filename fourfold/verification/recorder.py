@@ -104,8 +104,11 @@ class Recorder(TorchDispatchMode):
             self._settle()
             self.window = window
 
-        def enter_late_in_the_backward(module: torch.nn.Module, inputs: tuple[Any, ...], out: Tensor) -> None:
-            out.register_hook(lambda _: enter("late"))
+        def enter_late_in_the_backward(
+            module: torch.nn.Module, inputs: tuple[Any, ...], out: Tensor | list[Tensor]
+        ) -> None:
+            first = out if isinstance(out, Tensor) else out[0]  # of several parts the first comes last in the backward
+            first.register_hook(lambda _: enter("late"))
 
         if len(layers) > 1:
             layers[0].register_forward_pre_hook(lambda *_: enter("early"))

@@ -10,8 +10,9 @@ from tiny_runs import LLAMA, tiny_run
 
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
-from fourfold.parallel.interleave import JoinedAttention, in_turn
-from fourfold.parallel.linear_steps import Steps, Until
+from fourfold.models.causal_attention import AttentionContext
+from fourfold.parallel.interleave import JoinedAttention
+from fourfold.turns import Steps, Until, in_turn
 
 
 def taken_in_turn(parts: int, ends: list[Until], runs_ahead: bool = True) -> str:
@@ -80,16 +81,16 @@ def test_attention_sees_all_tokens_in_order(ranks: int) -> None:
     x_BSF = torch.arange(2 * 12 * 3).reshape(2, 12, 3).float()
     seen: list[torch.Tensor] = []
 
-    def attend(*qkv: torch.Tensor) -> torch.Tensor:
-        seen.extend(qkv)
-        return qkv[0] + 100
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        seen.extend((q, k, v))
+        return q + 100
 
-    joined = JoinedAttention(attend, ranks)
+    joined = JoinedAttention(attend, AttentionContext(None, None), ranks)
     shares = [share.chunk(3, 1) for share in x_BSF.chunk(ranks, 1)]
     parts = [torch.cat(part, 1) for part in zip(*shares, strict=True)]
-    for part in parts:
-        joined.give(part, -part, 2 * part)
-    for part in parts:
-        torch.testing.assert_close(joined.take(), part + 100)
+    for index, part in reversed(list(enumerate(parts))):
+        joined.give(index, part, -part, 2 * part)
+    for index, part in enumerate(parts):
+        torch.testing.assert_close(joined.take(index), part + 100)
     for found, expected in zip(seen, (x_BSF, -x_BSF, 2 * x_BSF), strict=True):
         torch.testing.assert_close(found, expected)

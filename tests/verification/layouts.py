@@ -218,6 +218,23 @@ SLOW_CASES: dict[str, Case] = {
         {"x": 2, "z": 2},
         FULL | {"overlap": {"batch_parts": 2}},
     ),
+    "x2 z2 in four parts": (DEEP_LLAMA, {"x": 2, "z": 2}, FOUR_PARTS),
+    "x2 y2 z2 in parts, weights gathered late": (
+        DEEP_GPT,
+        {"x": 2, "y": 2, "z": 2},
+        TWO_PARTS | {"overlap": {"batch_parts": 2, "weight_prefetch": 0}},
+    ),
+    "x2 dp2 zero 3 in four parts, some parts recomputed": (
+        DEEP_LLAMA,
+        {"x": 2, "dp": 2, "zero": 3},
+        {"overlap": {"batch_parts": 4, "weight_prefetch": 3}, "training": {"micro_batch_size": 4}} | SELECTIVE | PACKED,
+    ),
+    "pp2 x2 z2 in parts": (DEEP_LLAMA, {"pp": 2, "x": 2, "z": 2}, TWO_PARTS | GOLDFISH),
+    "x2 z2 olmo adapters, parts of tokens": (
+        OLMO2 | {"num_hidden_layers": 4},
+        {"x": 2, "z": 2},
+        TOKENS_IN_FOUR | ADAPTERS,
+    ),
     "x2 y2 parts of tokens": (LLAMA, {"x": 2, "y": 2}, TOKENS_IN_TWO | FULL),
     "x2 z2 parts of packed tokens": (QWEN, {"x": 2, "z": 2}, TOKENS_IN_FOUR | SELECTIVE | PACKED),
     "x2 y2 parts of tokens, y shares the batch": (

@@ -37,10 +37,10 @@ PARTS = [
     ),
     Mutant(
         "parts of a batch change places",
-        "parallel.interleave",
-        "            results.append(end.value)",
-        "            results.insert(0, end.value)",
-        GPT | {"num_hidden_layers": 3},  # an even number of exchanges is none
+        "turns",
+        "results[part.index] = end.value",
+        "results[-part.index] = end.value",
+        GPT,
         Y2,
         TWO_PARTS,
     ),
