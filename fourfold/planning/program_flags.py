@@ -72,6 +72,8 @@ class Program(Cases):
     """Selective recompute runs the attention core again."""
     recomputes_mlp: Number = True
     """Selective recompute runs the MLP's activation again."""
+    recomputes_norms: Number = True
+    """Selective recompute runs the norms before attention and MLP again."""
     recomputes_gathers: Number = True
     """Selective recompute repeats the gathers over x and y."""
     recomputes_per_op: Number = False
@@ -102,7 +104,7 @@ class Program(Cases):
 OWN_PROGRAM = Program()
 
 OTHER_PROGRAM = Program(
-    is_fourfold=False, gate_first=False, recomputes_attention=True, recomputes_mlp=False, recomputes_gathers=False,
-    recompute_stops_early=False,
+    is_fourfold=False, gate_first=False, recomputes_attention=True, recomputes_mlp=False, recomputes_norms=False,
+    recomputes_gathers=False, recompute_stops_early=False,
 )  # fmt: skip
 """The defaults of programs other than fourfold."""

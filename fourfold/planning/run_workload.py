@@ -96,6 +96,7 @@ def workload_of(run: RunConfig) -> Workload:
         shards_per_node=run.overlap.shards_per_node,
         recomputes_attention="attention" in recompute.modules,
         recomputes_mlp="mlp" in recompute.modules,
+        recomputes_norms="norms" in recompute.modules,
         recomputes_gathers="gathers" in recompute.modules,
     )
     return Workload(model_shape(run.model), layout, step, program)

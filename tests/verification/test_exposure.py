@@ -94,11 +94,12 @@ def test_parts_of_a_micro_batch_hide_each_others_collectives(parts: int) -> None
         assert recomputed[name] == 1 / parts
 
 
-@pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.slow)])
-def test_three_parts_over_x_alone_run_ahead(mode: str) -> None:
+@pytest.mark.parametrize(("mode", "blocks"), [("none", 1), pytest.param("full", 2, marks=pytest.mark.slow)])
+def test_three_parts_over_x_alone_run_ahead(mode: str, blocks: int) -> None:
+    """Of two blocks the first begins with a gather that nothing hides; where they are recomputed, both do."""
     sections = {"training": {"micro_batch_size": 3, "global_batch_size": 3}, "overlap": {"batch_parts": 3}}
     shares = exposed_of(GPT, {"x": 2}, **sections, activation_checkpoint={"mode": mode})
-    assert [shares[name] for name in IN_PARTS] == [1 / 3, 0, 0, 1 / 3]
+    assert [shares[name] for name in IN_PARTS] == [1 / 3 * blocks / 2, 0, 0, 1 / 3 * blocks / 2]
 
 
 AROUND_ATTENTION = ["y reduce_scatter qkv: outputs", "y all_gather o_proj: inputs", "y all_gather qkv: output gradient"]
@@ -278,42 +279,64 @@ AGREEMENT = {
     "y4": ({"y": 4}, 2, 1, "none"),
     "x4 y2": ({"x": 4, "y": 2}, 2, 1, "none"),
     "x4 y2 selective": ({"x": 4, "y": 2}, 2, 1, "selective"),
-    "x4 y2 recomputed in parts": ({"x": 4, "y": 2}, 2, 2, "full"),
-    "x8 in parts": ({"x": 8}, 2, 2, "none"),
-    "x8 recomputed in four parts": ({"x": 8}, 4, 4, "full"),
-    "x8 in parts of tokens": ({"x": 8}, 1, 4, "none"),
     "x8 y2 recomputed": ({"x": 8, "y": 2}, 2, 1, "full"),
-    "x8 y2 recomputed in four parts": ({"x": 8, "y": 2}, 4, 4, "full"),
     "z16": ({"z": 16}, 1, 1, "none"),
     "dp16 zero 3": ({"dp": 16, "zero": 3}, 1, 1, "none"),
     "x8 z4": ({"x": 8, "z": 4}, 1, 1, "none"),
     "x4 y2 z8 recomputed": ({"x": 4, "y": 2, "z": 8}, 1, 1, "full"),
     "x2 y4 z4": ({"x": 2, "y": 4, "z": 4}, 1, 1, "none"),
+    "x8 in parts": ({"x": 8}, 2, 2, "none"),
+    "x8 in three parts": ({"x": 8}, 3, 3, "selective"),
+    "x8 recomputed in four parts": ({"x": 8}, 4, 4, "full"),
+    "x8 in parts of tokens": ({"x": 8}, 1, 4, "none"),
+    "x8 recomputed in parts of tokens": ({"x": 8}, 1, 4, "full"),
+    "y4 in four parts": ({"y": 4}, 4, 4, "none"),
+    "x4 y2 recomputed in parts": ({"x": 4, "y": 2}, 2, 2, "full"),
+    "x4 y2 selective in four parts": ({"x": 4, "y": 2}, 4, 4, "selective"),
+    "x4 y2 recomputed in parts of tokens": ({"x": 4, "y": 2}, 1, 4, "full"),
+    "x8 y2 recomputed in four parts": ({"x": 8, "y": 2}, 4, 4, "full"),
 }
 """Grid, sequences of a micro-batch, its parts, recompute."""
-BOUNDS = {"x": 0.15, "y": 0.10, "z": 0.15}
-"""Largest difference of the planner's exposed seconds from the trace's, as a share of the trace's."""
-Y_IN_PARTS = {"x": 0.30, "y": 0.30, "z": 0.15}
-"""The same with parts and y: the planner does not follow which part waits for which."""
+GPT_20B = {"preset": "gpt-20b", "num_hidden_layers": 16}
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("machine_name", ["dgx-a100", "frontier"])
-@pytest.mark.parametrize("name", AGREEMENT)
-def test_exposed_seconds_of_the_planner_are_those_of_the_trace(name: str, machine_name: str) -> None:
-    (grid, sequences, parts, mode), machine = AGREEMENT[name], load_machine(machine_name)
+def assert_agreement(
+    model: dict[str, Any], grid: dict[str, int], sequences: int, parts: int, mode: str, machine: Machine, bound: float
+) -> None:
+    """Check the planner's exposed seconds against the trace's; bound: the largest difference, as a share of these."""
     training = {"micro_batch_size": sequences, "global_batch_size": sequences * grid.get("z", 1) * grid.get("dp", 1),
                 "seq_length": 2048, "train_steps": 1, "precision": "bf16"}  # fmt: skip
     run = make_run({
-        "model": {"preset": "gpt-20b", "num_hidden_layers": 16}, "data": {"source": "python-stdlib"},
+        "model": model, "data": {"source": "python-stdlib"},
         "parallel": grid, "training": training, "overlap": {"batch_parts": parts},
         "activation_checkpoint": {"mode": mode},
     })  # fmt: skip
     exposed = Counter[str]()
     for line in trace(run, machine=machine).collectives:
         assert line.exposed_seconds is not None
-        exposed[line.axis if line.axis in "xy" else "z"] += line.exposed_seconds
+        if not line.purpose.startswith("embed"):  # the planner counts them with the logits
+            exposed[line.axis if line.axis in "xy" else "z"] += line.exposed_seconds
     predicted = predict(workload_of(run), machine, constants_for(machine)).parts
-    bounds = Y_IN_PARTS if parts > 1 and "y" in grid else BOUNDS
     for axis, seconds in {"x": predicted["x"], "y": predicted["y"], "z": predicted["z"] + predicted["dp"]}.items():
-        assert seconds == pytest.approx(exposed[axis], rel=bounds[axis], abs=2e-4), axis
+        assert seconds == pytest.approx(exposed[axis], rel=bound, abs=2e-4), axis
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("machine_name", ["dgx-a100", "frontier"])
+@pytest.mark.parametrize("name", AGREEMENT)
+def test_exposed_seconds_of_the_planner_are_those_of_the_trace(name: str, machine_name: str) -> None:
+    grid, sequences, parts, mode = AGREEMENT[name]
+    assert_agreement(GPT_20B, grid, sequences, parts, mode, load_machine(machine_name), 0.10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(("grid", "parts"), [({"x": 8}, 4), ({"x": 4, "y": 2}, 4), ({"x": 2, "y": 4}, 2)], ids=str)
+@pytest.mark.parametrize(
+    "model", [{}, {"norm_placement": "after"}, {"norm_placement": "around"}, {"parallel_residual": True}], ids=str
+)
+def test_parts_of_other_blocks_take_the_planners_time(
+    model: dict[str, Any], grid: dict[str, int], parts: int, mode: str
+) -> None:
+    llama = {"preset": "llama3-8b", "num_hidden_layers": 8, **model}
+    assert_agreement(llama, grid, 4, parts, mode, load_machine("frontier"), 0.10)

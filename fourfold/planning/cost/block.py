@@ -15,19 +15,18 @@ from fourfold.planning.cost.terms import attention_core, host, pointwise
 from fourfold.planning.cost.terms.collective import Group, gather_seconds, group_of, reduce_seconds
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
-from fourfold.planning.workload import CP_METHODS, Workload
+from fourfold.planning.workload import CP_METHODS, ModelShape, Workload
 
 
 @dataclass(frozen=True)
 class BlockTime(Cases):
     """Seconds of one block (head: of the head), of one micro-batch. They depend on x, y, cp, ep and the micro-batch.
 
-    forward, backward: computation; attention_forward, activation_forward, x_again, y_again: the parts that selective
-    recompute repeats; last_product, last_sum: those at the end, which full recompute skips; hideable_x, hideable_y:
-    collectives of the backward that can run during ``weight_gradients``; gate_sum, up_sum, qkv_sum: sums over y of
-    gate, of gate and up, and of queries, keys and values; up_product: the product that can hide that of gate;
-    launch_forward, launch_backward: host seconds, without those of experts; experts: the part of them in all others,
-    their exchanges over ep and launches.
+    forward, backward: computation; attention_forward, activation_forward, x_again, y_again, norms_again (sums over y):
+    the parts that selective recompute repeats; last_product, last_sum: those at the end, which full recompute skips;
+    hideable_x, hideable_y: collectives of the backward that can run during ``weight_gradients``; gate_sum: the sum of
+    gate over y; up_product: the product that can hide it; launch_forward, launch_backward: host seconds, without those
+    of experts; experts: the part of them in all others, their exchanges over ep and launches.
     """
 
     forward: Number
@@ -38,6 +37,7 @@ class BlockTime(Cases):
     last_sum: Number
     x_again: Number
     y_again: Number
+    norms_again: Number
     x_forward: Number
     x_backward: Number
     y_forward: Number
@@ -45,8 +45,6 @@ class BlockTime(Cases):
     hideable_x: Number
     hideable_y: Number
     gate_sum: Number
-    up_sum: Number
-    qkv_sum: Number
     up_product: Number
     weight_gradients: Number
     launch_forward: Number
@@ -67,7 +65,7 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
     x_group = group_of(layout.x, 1, machine, constants)
     y_group = group_of(layout.y, layout.x, machine, constants)
     forward, input_gradients, weight_gradients = _products(part, rates)
-    attend, attend_backward = _attention(part, rates, machine)
+    attend, attend_backward = attention_seconds(part, rates, machine)
     pointwise_forward, pointwise_backward = (size / parts / rates.bandwidth for size in pointwise_traffic(work))
     x_forward, x_backward, hideable_x = _over_x(part, x_group)
     y_forward, y_backward, hideable_y = _over_y(part, y_group)
@@ -87,6 +85,7 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
         "last_sum": np.where(model.output_norms, 0, x_forward / 4),
         "x_again": x_forward / 2,
         "y_again": gather_seconds(part.step.item_bytes * part.tokens * model.queries / layout.x, 1, y_group),
+        "norms_again": norms_before(model) * norm_seconds(part, y_group),
         "x_forward": x_forward,
         "x_backward": x_backward,
         "y_forward": y_forward,
@@ -94,10 +93,6 @@ def block_time(work: Workload, machine: Machine, constants: Constants) -> BlockT
         "hideable_x": hideable_x,
         "hideable_y": hideable_y,
         "gate_sum": _gate_sum(part, y_group),
-        "qkv_sum": gather_seconds(
-            part.step.item_bytes * part.tokens * (model.queries + 2 * model.keys) / layout.x, 1, y_group
-        ),
-        "up_sum": reduce_seconds(part.step.item_bytes * part.tokens * model.mean_gate_up / layout.x, 1, y_group),
         "up_product": up,
         "weight_gradients": weight_gradients,
         "launch_forward": launch_forward,
@@ -168,7 +163,7 @@ def _products(work: Workload, rates: Rates) -> tuple[Number, Number, Number]:
     return forward, inputs, weights
 
 
-def _attention(work: Workload, rates: Rates, machine: Machine) -> tuple[Number, Number]:
+def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[Number, Number]:
     """Forward and backward of the attention core; each rank has its share of heads (or sequences, or queries)."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     queries = layout.micro_batch * step.seq * model.queries / model.head_dim / (layout.x * layout.y * layout.cp)
@@ -300,11 +295,29 @@ def _over_y(work: Workload, group: Group) -> tuple[Number, Number, Number]:
     model, layout = work.model, work.layout
     item = work.step.item_bytes * work.tokens / layout.x
     qkv, queries = model.queries + 2 * model.keys, model.queries
-    statistics = model.norms / 2 * reduce_seconds(4 * work.tokens / layout.x, 1, group)
+    statistics = model.norms / 2 * norm_seconds(work, group)
     sums = np.where(work.program.is_fourfold, model.mean_gate_up / np.maximum(model.mean_inner, 1), model.mlps)
     forward = gather_seconds(item * (qkv + queries), 2, group) + reduce_seconds(item * model.mean_gate_up, sums, group)
     hideable = reduce_seconds(item * model.mean_inner, model.mlps, group) + gather_seconds(item * queries, 1, group)
-    return forward + 2 * statistics, hideable + gather_seconds(item * qkv, 1, group) + 2 * statistics, hideable
+    others = 2 * statistics + whole_keys_seconds(work, group)
+    return forward + others, hideable + gather_seconds(item * qkv, 1, group) + others, hideable
+
+
+def norm_seconds(work: Workload, group: Group) -> Number:
+    """Seconds of the sum over y of a norm's statistics."""
+    return reduce_seconds(4 * work.tokens / work.layout.x, 1, group)
+
+
+def norms_before(model: ModelShape) -> Number:
+    """Norms of what attention and MLP read."""
+    return np.where(model.output_norms, np.maximum(model.norms - 2, 0), 2)
+
+
+def whole_keys_seconds(work: Workload, group: Group) -> Number:
+    """Seconds of gathering keys and values over y where its ranks share the queries, or of summing their gradients."""
+    split = np.asarray(work.program.is_fourfold, bool) & (attention_over_y(work) == "sequence")
+    size = 2 * work.step.item_bytes * work.tokens * work.model.keys / work.layout.x
+    return np.where(split, gather_seconds(size, 1, group), 0.0)
 
 
 def _gate_sum(work: Workload, group: Group) -> Number:

@@ -7,6 +7,7 @@ import numpy as np
 from fourfold.planning.cases import Number
 from fourfold.planning.cost.block import BlockTime
 from fourfold.planning.cost.expert_sizes import has_experts
+from fourfold.planning.cost.in_turn import exposed_in_turn
 from fourfold.planning.cost.terms.bubble import transfer_seconds
 from fourfold.planning.cost.terms.collective import gather_seconds, group_of, reduce_seconds
 from fourfold.planning.machines.constants import Constants
@@ -24,14 +25,15 @@ def forwards_again(work: Workload) -> Number:
     return np.where(work.layout.recompute == 2, work.layout.recomputing, 0.0)
 
 
-def exposed_x_and_y(work: Workload, constants: Constants, block: BlockTime) -> tuple[Number, Number]:
+def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> tuple[Number, Number]:
     """Seconds of tensor-parallel collectives of one block, those repeated by recompute included, that stay exposed."""
     layout, program, exposed = work.layout, work.program, constants.exposed
     again = forwards_again(work)
     gathers = np.where((layout.recompute == 1) & program.recomputes_gathers, layout.recomputing, 0.0)
     x_whole = block.x_forward - np.where(program.recompute_stops_early, block.last_sum, 0.0)
     x = block.x_forward + again * x_whole + gathers * block.x_again + block.x_backward
-    y = block.y_forward * (1 + again) + gathers * block.y_again + block.y_backward
+    norms = np.where((layout.recompute == 1) & program.recomputes_norms, layout.recomputing, 0.0)
+    y = block.y_forward * (1 + again) + gathers * block.y_again + norms * block.norms_again + block.y_backward
     # Weight gradients that are computed apart come too late to hide anything.
     overlap = np.asarray(program.overlap_x, bool) & ~layout.split_backward
     hideable_x, hideable_y = block.hideable_x + gathers * block.x_again, block.hideable_y + gathers * block.y_again
@@ -44,41 +46,9 @@ def exposed_x_and_y(work: Workload, constants: Constants, block: BlockTime) -> t
     hidden_x = hidden_x + np.where(program.is_fourfold, again * first * (1 - work.model.sparse), 0.0)
     gate = hidden(block.gate_sum, block.up_product, exposed)
     hidden_y = hidden_y + np.where(program.gate_first, gate * (1 + again), 0.0)
-    by_parts_x, by_parts_y = _hidden_by_parts(work, constants, block)
+    in_turn_x, in_turn_y = exposed_in_turn(work, machine, constants)
     takes_turns = work.parts > 1
-    return x - np.where(takes_turns, by_parts_x, hidden_x), y - np.where(takes_turns, by_parts_y, hidden_y)
-
-
-def _hidden_by_parts(work: Workload, constants: Constants, block: BlockTime) -> tuple[Number, Number]:
-    """Seconds of ``exposed_x_and_y`` that the products of other parts of the micro-batch hide.
-
-    Exposed remain, as the trace has it: one part's first gather and last sum over x in the forward, and with two parts
-    or with y also its sum of o_proj and gather of up, between which lies no product; in a recomputation also one part's
-    sum of up over y, and without it the gather of one part's gradients as the backward begins. Where parts are tokens,
-    one part's collectives over y around the attention, which waits for all. A part hides nothing of its own: of the
-    computation all but one part's is beside them. Collectives over x, on the faster links, are hidden first.
-    """
-    layout, again, one = work.layout, forwards_again(work), 1 / work.parts
-    computes = (block.forward, again * (block.forward - block.last_product), block.backward
-                - np.where(layout.split_backward, block.weight_gradients, 0.0))  # fmt: skip
-    over_x = (block.x_forward, again * (block.x_forward - block.last_sum), block.x_backward)
-    over_y = (block.y_forward, again * block.y_forward, block.y_backward)
-    in_step = (work.parts < 3) | (layout.y > 1)
-    # A recomputation runs beside the gather of the output's gradients, which keeps its first gathers waiting as long.
-    exposed_of_x = (np.where(in_step, one, one / 2), one, np.where(layout.recompute == 2, 0.0, one / 4))
-    of_qkv, of_heads = (np.where(work.parts_are_tokens, sums, 0.0) for sums in (block.qkv_sum, block.y_again))
-    sums_over_y = (of_qkv + of_heads, of_qkv + of_heads + block.up_sum, of_qkv)
-    exposed_of_y = [
-        one * sums / np.maximum(whole, 1e-30)
-        for sums, whole in zip(sums_over_y, (block.y_forward, block.y_forward, block.y_backward), strict=True)
-    ]
-    hidden_x = hidden_y = 0.0
-    for compute, x, y, of_x, of_y in zip(computes, over_x, over_y, exposed_of_x, exposed_of_y, strict=True):
-        x, y = (1 - of_x) * x, (1 - of_y) * y
-        beside = (1 - one) * compute
-        hidden_x = hidden_x + hidden(x, beside, constants.exposed)
-        hidden_y = hidden_y + hidden(y, np.maximum(beside - x, 0.0), constants.exposed)
-    return hidden_x, hidden_y
+    return np.where(takes_turns, in_turn_x, x - hidden_x), np.where(takes_turns, in_turn_y, y - hidden_y)
 
 
 def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:

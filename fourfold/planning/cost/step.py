@@ -134,7 +134,7 @@ def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockT
     if has_experts(work):
         of_experts = _seconds_for_a_weight(states_of_experts(work), machine, constants)
         for_weights = for_weights + work.model.expert_weights * of_experts
-    x, y = exposed_x_and_y(work, constants, block)
+    x, y = exposed_x_and_y(work, machine, constants, block)
     layer = _Layer(
         compute=block.forward + block.backward + for_weights,
         recompute=_recompute(work, block),

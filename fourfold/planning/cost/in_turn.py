@@ -1,0 +1,125 @@
+"""Exposed seconds of blocks whose parts of a micro-batch take turns, event by event as the trace times them.
+
+The order of events does not depend on how long they take. It is recorded once for each kind of block
+(``turn_events``), and then timed for many layouts at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from fourfold.planning.cases import Number, unique_rows
+from fourfold.planning.cost.block import norms_before
+from fourfold.planning.cost.part_time import PartTime, part_time
+from fourfold.planning.cost.tensor_sizes import attention_over_y
+from fourfold.planning.cost.turn_events import Event, Kind, events_of
+from fourfold.planning.machines.constants import Constants
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.workload import Workload
+
+KEY = ("x", "y", "cp", "micro_batch", "cp_method", "batch_parts", "recompute", "recompute_every", "schedule", "pp")
+"""Columns of a layout that decide what this module returns."""
+
+
+def waits(events: Sequence[Event], block: int, time: PartTime, slowed: Number) -> dict[str, Number]:
+    """Seconds that a step waits for the collectives of a block, by axis (``verification.exposure``).
+
+    Collectives of one axis run one after the other, those of two beside each other; slowed: the time that a hidden one
+    adds to the computation beside it, as a share of its own.
+    """
+    now = computed = 0.0
+    free: dict[str, Number] = {"x": 0.0, "y": 0.0}
+    waited: dict[str, Number] = {"x": 0.0, "y": 0.0}
+    flying: dict[tuple[object, ...], tuple[Number, Number, Number]] = {}
+    for kind, what, axis, of_block, flight in events:
+        if kind == "compute":
+            seconds = getattr(time, what)
+            now, computed = now + seconds, computed + seconds
+        elif kind == "issue":
+            seconds = getattr(time, what)
+            free[axis] = np.maximum(now, free[axis]) + seconds
+            flying[flight] = free[axis], seconds, computed
+        elif flight in flying:
+            end, seconds, before = flying.pop(flight)
+            wait = np.maximum(end - now, 0.0)
+            wait = wait + slowed * np.minimum(np.maximum(seconds - wait, 0.0), computed - before)
+            now = now + wait
+            if block == of_block:
+                waited[axis] = waited[axis] + wait
+    return waited
+
+
+def exposed_in_turn(work: Workload, machine: Machine, constants: Constants) -> tuple[Number, Number]:
+    """Seconds of collectives over x and y of one block that stay exposed where parts take turns; 0 elsewhere."""
+    if not np.any(work.parts > 1):
+        return 0.0, 0.0
+    layout = work.layout
+    others = [value for cases in (work.model, work.step, work.program) for value in vars(cases).values()]
+    varying = [value for value in others if np.ndim(value)]
+    shape = np.broadcast_shapes(*(np.shape(value) for value in (*varying, *(getattr(layout, name) for name in KEY))))
+    if not shape:
+        x, y = _of_blocks(work.but(x=np.atleast_1d(layout.x)), machine, constants)
+        return x[0], y[0]
+    places = np.flatnonzero(np.broadcast_to(work.parts > 1, shape))
+    work = work.take(places)
+    first = back = np.arange(len(places))
+    if not varying:
+        first, back = unique_rows([np.broadcast_to(getattr(work.layout, name), back.shape) for name in KEY])
+    exposed = np.zeros((2, *shape))
+    exposed[:, places] = _of_blocks(work.take(first), machine, constants)[:, back]
+    return exposed[0], exposed[1]
+
+
+def _of_blocks(work: Workload, machine: Machine, constants: Constants) -> np.ndarray:
+    """[2, n]: exposed over x and over y in the mean block, of which a share recomputes."""
+    count = len(work.parts)
+    share = np.where(np.greater(work.layout.recompute, 0), work.layout.recomputing, 1.0)
+    share = np.broadcast_to(share, (count,))
+    exposed: np.ndarray = share * _of_kinds(work, machine, constants)
+    rest = np.flatnonzero(share < 1)
+    if len(rest):
+        exposed[:, rest] += (1 - share[rest]) * _of_kinds(work.take(rest).but(recompute=0), machine, constants)
+    return exposed
+
+
+def _of_kinds(work: Workload, machine: Machine, constants: Constants) -> np.ndarray:
+    """[2, n]: exposed over x and over y in a block."""
+    time = part_time(work, machine, constants)
+    exposed = np.zeros((2, len(work.parts)))
+    for kind, places in _kinds_of(work):
+        waited = waits(*events_of(kind), time.take(places), constants.exposed)
+        exposed[0, places], exposed[1, places] = waited["x"], waited["y"]
+    return exposed
+
+
+def _kinds_of(work: Workload) -> Iterator[tuple[Kind, np.ndarray]]:
+    """Every kind of block, and the places of the cases that have it."""
+    model, layout, program = work.model, work.layout, work.program
+    columns = {
+        "parts": work.parts,
+        "x": np.greater(layout.x, 1),
+        "y": np.greater(layout.y, 1),
+        "tokens": work.parts_are_tokens,
+        "recompute": layout.recompute,
+        "split_backward": layout.split_backward,
+        "overlap": program.overlap_x,
+        "gate": np.greater(model.gate_up, model.inner),
+        "gate_first": program.gate_first,
+        "parallel_residual": model.parallel_residual,
+        "norms_before": norms_before(model) > 0,
+        "norms_after": model.output_norms,
+        "whole_keys": attention_over_y(work) == "sequence",
+        "attention_again": program.recomputes_attention,
+        "activation_again": program.recomputes_mlp,
+        "norms_again": program.recomputes_norms,
+        "gathers_again": program.recomputes_gathers,
+    }
+    count = len(work.parts)
+    each = {name: np.broadcast_to(column, (count,)).astype(int) for name, column in columns.items()}
+    first, back = unique_rows(list(each.values()))
+    for number, place in enumerate(first):
+        kind: dict[str, Any] = {name: int(column[place]) for name, column in each.items()}
+        yield Kind(**kind), np.flatnonzero(back == number)

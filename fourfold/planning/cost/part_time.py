@@ -1,0 +1,83 @@
+"""Seconds of each product and collective of one part of a micro-batch in one block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fourfold.planning.cases import Cases, Number
+from fourfold.planning.cost.block import attention_seconds, norm_seconds, whole_keys_seconds
+from fourfold.planning.cost.rates import Rates, linear_seconds
+from fourfold.planning.cost.terms.collective import gather_seconds, group_of, reduce_seconds
+from fourfold.planning.machines.constants import Constants
+from fourfold.planning.machines.machine import Machine
+from fourfold.planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class PartTime(Cases):
+    """Seconds of products by layer, with those of their gradients, and of collectives by layer and axis. Each gather
+    over x of a block takes as long as each sum."""
+
+    qkv: Number
+    qkv_input_gradient: Number
+    qkv_weight_gradient: Number
+    o_proj: Number
+    o_proj_input_gradient: Number
+    o_proj_weight_gradient: Number
+    up: Number
+    up_input_gradient: Number
+    up_weight_gradient: Number
+    down: Number
+    down_input_gradient: Number
+    down_weight_gradient: Number
+    half_up: Number
+    """The product of up alone, or of gate."""
+    attention: Number
+    attention_backward: Number
+    qkv_x: Number
+    o_proj_x: Number
+    up_x: Number
+    down_x: Number
+    qkv_y: Number
+    o_proj_y: Number
+    up_y: Number
+    """The sum of up alone, or of gate."""
+    down_y: Number
+    norm_y: Number
+    keys_y: Number
+    """Keys and values, where the ranks of y share the queries."""
+
+
+def part_time(work: Workload, machine: Machine, constants: Constants) -> PartTime:
+    """Seconds for each case of ``work``, dense blocks only."""
+    part = work.but(micro_batch=work.layout.micro_batch / work.parts)
+    model, layout, rates, item = work.model, work.layout, Rates(work, machine, constants), work.step.item_bytes
+    x_group, y_group = group_of(layout.x, 1, machine, constants), group_of(layout.y, layout.x, machine, constants)
+    hidden, qkv = model.hidden / layout.y, (model.queries + 2 * model.keys) / layout.x
+    queries, inner = model.queries / layout.x, model.inner / layout.x
+    shapes = {
+        "qkv": (hidden, qkv),
+        "o_proj": (queries, hidden),
+        "up": (hidden, model.gate_up / layout.x),
+        "down": (inner, hidden),
+    }
+    seconds: dict[str, Number] = {}
+    over_x = gather_seconds(item * part.tokens * hidden, 1, x_group)
+    for name, (features, out) in shapes.items():
+        output, of_input, of_weight = linear_seconds(part.tokens, features, out, item, rates, rates.matmul)
+        seconds |= {name: output, f"{name}_input_gradient": of_input, f"{name}_weight_gradient": of_weight}
+        seconds[f"{name}_x"] = over_x
+    attention, attention_backward = attention_seconds(part, rates, machine)
+    token = item * part.tokens
+    return PartTime(
+        **seconds,
+        half_up=seconds["up"] / 2,
+        attention=attention,
+        attention_backward=attention_backward,
+        qkv_y=gather_seconds(token * qkv, 1, y_group),
+        o_proj_y=gather_seconds(token * queries, 1, y_group),
+        up_y=reduce_seconds(token * inner, 1, y_group),
+        down_y=reduce_seconds(token * inner, 1, y_group),
+        norm_y=norm_seconds(part, y_group),
+        keys_y=whole_keys_seconds(part, y_group),
+    )

@@ -1,0 +1,225 @@
+"""Events of blocks whose parts of a micro-batch take turns, in the order in which the layers have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from fourfold.turns import Steps, Until, in_turn
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What decides the order of a block's events."""
+
+    parts: int
+    x: bool
+    """Several ranks share x."""
+    y: bool
+    tokens: bool
+    """Parts are tokens of all sequences, and attention waits for all of them."""
+    recompute: int
+    """Index into ``workload.RECOMPUTE``."""
+    split_backward: bool
+    """Weight gradients are computed apart."""
+    overlap: bool
+    """Sums of input gradients run behind weight gradients."""
+    gate: bool
+    gate_first: bool
+    parallel_residual: bool
+    norms_before: bool
+    norms_after: bool
+    whole_keys: bool
+    """The ranks of y share the queries, and gather keys and values."""
+    attention_again: bool
+    """Selective recompute runs it again; or the activation, the norms before attention and MLP, the gathers."""
+    activation_again: bool
+    norms_again: bool
+    gathers_again: bool
+
+
+class Event(NamedTuple):
+    """A computation, the start of a collective, or the wait for one.
+
+    what: the name of its duration in ``PartTime``; flight: which collective of the block it is.
+    """
+
+    kind: Literal["compute", "issue", "wait"]
+    what: str
+    axis: str = ""
+    block: int = -1
+    flight: tuple[object, ...] = ()
+
+
+class Linear(NamedTuple):
+    """A linear layer: the axis whose ranks share its input, and that over which its products are summed.
+
+    gathers: its input is gathered, and not a copy on each rank; shares: each rank has a share of the sum.
+    """
+
+    name: str
+    reads: str
+    gathers: bool
+    writes: str
+    shares: bool
+
+
+QKV, O_PROJ = Linear("qkv", "x", True, "y", True), Linear("o_proj", "y", True, "x", True)
+UP, DOWN = Linear("up", "x", True, "y", False), Linear("down", "y", False, "x", True)
+
+
+class Recording:
+    """The events of the forward of some blocks, and for each node of autograd's graph those of its backward."""
+
+    def __init__(self, kind: Kind, blocks: int, again: bool = False) -> None:
+        """again: in a recomputation, which ends when all is there that the backward reads."""
+        self._kind, self._again = kind, again
+        self.forward: list[Event] = []
+        self.backward: list[list[Event]] = []
+        self.first_read = 0
+        """The backward's first node that reads a saved tensor, from the end."""
+        in_turn((self._through(part, blocks) for part in range(kind.parts)), runs_ahead=not kind.y)
+
+    def _through(self, part: int, blocks: int) -> Steps[None]:
+        for block in range(blocks):
+            yield from self._block((block, part), is_last=block == blocks - 1)
+
+    def _block(self, place: tuple[int, int], is_last: bool) -> Steps[None]:
+        """The events of ``parallel.interleave.InterleavedBlock.steps``."""
+        kind = self._kind
+        waits_for_up = kind.x and not kind.parallel_residual
+        self._norm(place, kind.norms_before, "attention", again=kind.norms_again)
+        yield from self._linear(place, QKV)
+        if kind.tokens:
+            yield Until.OTHERS
+        self._attention(place)
+        yield from self._linear(place, O_PROJ, hides=UP if waits_for_up else None, before_gather=True)
+        self._norm(place, kind.norms_after, "attention's output")
+        self._norm(place, kind.norms_before, "mlp", again=kind.norms_again)
+        yield from self._linear(place, UP, later=waits_for_up)
+        ends_early = self._again and not kind.norms_after
+        down = self._linear(place, DOWN, ends_early=ends_early, before_gather=not is_last)
+        if kind.recompute == 1 and kind.activation_again:
+            for _ in down:  # the recomputed part runs as a whole
+                pass
+        else:
+            yield from down
+        if not ends_early:
+            self._norm(place, kind.norms_after, "mlp's output")
+
+    def _linear(
+        self,
+        place: tuple[int, int],
+        layer: Linear,
+        *,
+        ends_early: bool = False,
+        later: bool = False,
+        hides: Linear | None = None,
+        before_gather: bool = False,
+    ) -> Steps[None]:
+        """The events of ``parallel.linear_steps.linear_steps``."""
+        kind, name = self._kind, layer.name
+        reads, writes = (getattr(kind, axis) for axis in (layer.reads, layer.writes))
+        from_input = Event("issue", f"{name}_{layer.reads}", layer.reads, *_flight(place, name, "tokens"))
+        of_output = Event("issue", f"{name}_{layer.writes}", layer.writes, *_flight(place, name, "outputs"))
+        gathers, shares = reads and layer.gathers, writes and layer.shares
+        summed = from_input._replace(flight=_flight(place, name, "input gradient")[1])
+        gathered_back = of_output._replace(flight=_flight(place, name, "output gradient")[1])
+        if reads:
+            self._node([from_input] if gathers else [], [_wait(summed)])
+            if gathers:
+                yield Until.GATHERED
+        backward = list(self._gathers_again(place, layer))
+        backward += [_wait(gathered_back)] if shares else []
+        backward += [Event("compute", f"{name}_input_gradient")]
+        if reads:
+            backward += [summed] if kind.overlap else [summed, _wait(summed)]
+        backward += [] if later else self._weight_gradients(place, layer)
+        self._node([_wait(from_input)] if gathers else [], backward, reads_saved=True)
+        if ends_early:
+            if writes:
+                yield Until.SUMMED
+            yield Until.OTHERS
+            return
+        products = [Event("compute", name)]
+        sums = [of_output] if writes else []
+        if layer is UP and kind.gate and kind.y:
+            gate = of_output._replace(flight=_flight(place, name, "gate")[1])
+            products = [Event("compute", "half_up"), gate, *([] if kind.gate_first else [_wait(gate)])]
+            products += [Event("compute", "half_up")]
+            sums += [gate]
+        self._node([*products, *sums[:1]], [])
+        if not writes:
+            return
+        yield Until.SUMMED_TO_GATHER if before_gather else Until.SUMMED
+        after = [gathered_back] if shares else []
+        self._node([_wait(each) for each in sums], after + (self._weight_gradients(place, hides) if hides else []))
+
+    def _gathers_again(self, place: tuple[int, int], layer: Linear) -> Iterator[Event]:
+        kind = self._kind
+        if kind.recompute == 1 and kind.gathers_again and layer.gathers and getattr(kind, layer.reads):
+            yield Event("issue", f"{layer.name}_{layer.reads}", layer.reads, *_flight(place, layer.name, "again"))
+
+    def _weight_gradients(self, place: tuple[int, int], layer: Linear) -> list[Event]:
+        if self._kind.split_backward:
+            return []
+        waits = [_wait(event) for event in self._gathers_again(place, layer)]
+        return [*waits, Event("compute", f"{layer.name}_weight_gradient")]
+
+    def _attention(self, place: tuple[int, int]) -> None:
+        kind = self._kind
+        if kind.tokens and place[1] > 0:
+            return
+        together = kind.parts if kind.tokens else 1
+        computed = [Event("compute", "attention")] * together
+        again = computed if kind.recompute == 1 and kind.attention_again else []
+        backward = [*again, *[Event("compute", "attention_backward")] * together]
+        if kind.whole_keys:
+            keys, gradients = (Event("issue", "keys_y", "y", *_flight(place, "keys", way)) for way in ("there", "back"))
+            computed, backward = [keys, _wait(keys), *computed], [*backward, gradients, _wait(gradients)]
+        self._node(computed, backward, reads_saved=True)
+
+    def _norm(self, place: tuple[int, int], is_there: bool, name: str, again: bool = False) -> None:
+        """A sum over y in the forward, and one in the backward, which wait for them at once."""
+        if not is_there:
+            return
+        forward, backward = list[Event](), list[Event]()
+        if self._kind.y:
+            there, back = (Event("issue", "norm_y", "y", *_flight(place, name, way)) for way in ("there", "back"))
+            repeated = [there, _wait(there)] if again and self._kind.recompute == 1 else []
+            forward, backward = [there, _wait(there)], [*repeated, back, _wait(back)]
+        self._node(forward, backward, reads_saved=True)
+
+    def _node(self, forward: Sequence[Event], backward: list[Event], reads_saved: bool = False) -> None:
+        self.forward += forward
+        self.backward.append(backward)
+        if reads_saved:
+            self.first_read = len(self.backward) - 1
+
+
+def _flight(place: tuple[int, int], *name: str) -> tuple[int, tuple[object, ...]]:
+    """The block of a collective, and its key."""
+    return place[0], (*place, *name)
+
+
+def _wait(event: Event) -> Event:
+    return event._replace(kind="wait")
+
+
+@lru_cache
+def events_of(kind: Kind) -> tuple[list[Event], int]:
+    """The events of a step of some consecutive blocks, and the number of the one that stands for all.
+
+    Blocks that are recomputed run one by one, others hand parts to each other, so that one between two stands for all.
+    """
+    blocks = 1 if kind.recompute == 2 else 3
+    recording = Recording(kind, blocks)
+    events = list(recording.forward)
+    for number in reversed(range(len(recording.backward))):
+        if kind.recompute == 2 and number == recording.first_read:
+            again = Recording(kind, blocks, again=True).forward
+            events += [event._replace(flight=("again", *event.flight)) for event in again]
+        events += recording.backward[number]
+    return events, blocks // 2
