@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from pool import Pool
@@ -11,7 +13,7 @@ from tiny_runs import LLAMA, tiny_run
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.models.causal_attention import AttentionContext
-from fourfold.parallel.interleave import JoinedAttention
+from fourfold.parallel.interleave import JoinedAttention, Parts, Visit
 from fourfold.turns import Steps, Until, in_turn
 
 
@@ -39,6 +41,12 @@ def test_parts_run_ahead_where_products_hide_what_they_start() -> None:
     assert taken_in_turn(3, ends, runs_ahead=False) == "a0 b0 c0 a1 b1 c1 a2 b2 c2 a3 b3 c3 a4 b4 c4"
 
 
+def test_a_part_enters_the_next_block_before_the_last_computes_its_mlp() -> None:
+    ends = [Until.GATHERED, Until.SUMMED_TO_GATHER, Until.GATHERED, Until.SUMMED_TO_GATHER] * 2
+    taken = taken_in_turn(3, ends).split()
+    assert taken.index("a4") < taken.index("c3") < taken.index("a5")
+
+
 def test_parts_wait_for_the_others() -> None:
     ends = [Until.GATHERED, Until.OTHERS, Until.SUMMED_TO_GATHER, Until.GATHERED]
     taken = taken_in_turn(3, ends).split()
@@ -60,6 +68,21 @@ def test_parts_divide_the_micro_batch() -> None:
         tiny_run(LLAMA, {"x": 2}, **in_threes)
     with pytest.raises(UserError, match=r"= 2 cannot be split into overlap\.batch_parts = 3; .* of 3 works"):
         tiny_run(LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}, {"y": 4}, **in_threes)
+
+
+def test_hooks_of_a_block_run_when_the_first_part_enters_and_when_the_last_has_left() -> None:
+    block: Any = torch.nn.Identity()
+    block.parts, seen = Parts(2, 1, by_tokens=True, token_ranks=1, run_ahead=True), []
+    block.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+    block.register_forward_pre_hook(lambda _, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True)
+    block.register_forward_hook(lambda _, args, out: seen.append(out))
+    block.register_forward_hook(lambda _, args, kwargs, out: seen.append(out), with_kwargs=True)
+    visit, one, two = Visit(block, is_called=False, is_last=True), torch.tensor(1), torch.tensor(2)
+    assert visit.enter(one) == 4 and visit.enter(one) == 1
+    visit.leave(1, two)
+    assert not seen
+    visit.leave(0, one)
+    assert seen == [[one, two], [one, two]]
 
 
 def logits_body(rank: int, world_size: int, run: RunConfig) -> list[torch.Tensor]:
