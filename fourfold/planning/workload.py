@@ -277,6 +277,11 @@ class Workload(Cases):
         return (self.parts > 1) & (self.together == self.layout.micro_batch)
 
     @property
+    def passes_blocks(self) -> Number:
+        """Parts of a micro-batch enter a block while others are in the one before; recomputed blocks wait for all."""
+        return (self.parts > 1) & np.not_equal(self.layout.recompute, RECOMPUTE.index("full"))
+
+    @property
     def tokens(self) -> Number:
         """Tokens of a micro-batch on one rank, gathered over x."""
         return self.layout.micro_batch * self.step.seq / self.layout.cp

@@ -176,7 +176,7 @@ def _freed_by_then(work: Workload, layers: Number, last: Number, block: BlockByt
 def _weights(work: Workload, layers: Number, tables: Tables, block: BlockBytes, freed: Number) -> Number:
     """Bytes of gathered weights or 16-bit copies on a rank, and of a block's whole gradients while they are summed,
     beyond what is free by then."""
-    gathered = np.minimum(1 + work.program.prefetch, layers)
+    gathered = np.minimum(1 + work.program.prefetch + work.passes_blocks, layers)
     if block.dense is None:
         held = _gathered(work, layers, tables, work.model, work.model, gathered, 0)
         return held + np.maximum(_summed(work, work.model) - freed, 0)

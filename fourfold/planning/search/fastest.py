@@ -193,7 +193,7 @@ def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np
 
 
 def _candidates(work: Workload, scores: Scores) -> np.ndarray:
-    """Places of the points that may be among the fastest ``RANKED`` in more parts, which also need less memory."""
+    """Places of the points that may be among the fastest ``RANKED`` in more parts, which may need less memory."""
     may_fit = (scores.reason == 0) | ((scores.reason == OUT_OF_MEMORY) & (scores.p_oom < HOPELESS))
     limit = np.inf
     if len(scores.fits):
