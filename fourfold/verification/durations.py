@@ -13,6 +13,7 @@ from fourfold.config.run import RunConfig
 from fourfold.planning.calibration.machine_constants import constants_for
 from fourfold.planning.cost.block import kernel_of
 from fourfold.planning.cost.rates import Rates
+from fourfold.planning.cost.tensor_sizes import capped_scores, caps_scores
 from fourfold.planning.cost.terms import attention_core
 from fourfold.planning.cost.terms.bubble import transfer_seconds
 from fourfold.planning.cost.terms.collective import gather_seconds, group_of, reduce_seconds
@@ -42,6 +43,8 @@ class Durations:
         self._rates, self._kernel = Rates(work, machine, self._constants), kernel_of(work, machine)
         self._item, self._seq = float(work.step.item_bytes), int(work.step.seq)
         self._gpus = run.parallel.world_size
+        self._capped = float(capped_scores(work).computed) if caps_scores(work) else 0.0
+        """Keys that a query's scores are computed for where they are capped, which takes single operations."""
         self.exposed = float(self._constants.exposed)
         """Share of a hidden collective by which the computation beside it is slower."""
         # The same shapes come again in every layer.
@@ -61,6 +64,8 @@ class Durations:
             if "documents" in name:  # ours, [B, S, N, D]; documents may be whole sequences
                 queries, keys = queries.transpose(1, 2), keys.transpose(1, 2)
             sequences, heads, tokens, width = queries.shape
+            if self._capped and "documents" in name:
+                return self._of_capped(sequences * heads * tokens, width, backward)
             causal = "documents" in name or any(arg is True for arg in args)
             return self._attention(sequences * heads, tokens, keys.shape[2], width, causal, backward)
         return 0
@@ -83,6 +88,13 @@ class Durations:
         flops = 4 * heads * queries * keys * width / (2 if causal else 1)
         seconds = attention_core.flash_seconds(flops, self._seq, width, rate=self._rates.attention, kernel=self._kernel)
         return picoseconds(seconds * (attention_core.BACKWARD if backward else 1))
+
+    def _of_capped(self, queries: int, width: int, backward: bool) -> int:
+        rates = self._rates
+        seconds = attention_core.capped_seconds(
+            queries * self._capped, width, rate=rates.matmul, bandwidth=rates.bandwidth
+        )
+        return picoseconds(seconds[backward])
 
     def _of_collective(self, operation: str, axis: str, size: int, ranks: int, stride: int) -> int:
         if axis == "pp" and operation == "send":

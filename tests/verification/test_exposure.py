@@ -7,14 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from tiny_runs import GPT, LLAMA, tiny_run
 
 from fourfold.planning.calibration.machine_constants import constants_for
-from fourfold.planning.cost.block import block_time
+from fourfold.planning.cost.block import attention_seconds, block_time
+from fourfold.planning.cost.rates import Rates
 from fourfold.planning.machines.machine import Machine, load_machine
 from fourfold.planning.run_workload import workload_of
 from fourfold.planning.search.plan import predict
 from fourfold.run_file.load import make_run
+from fourfold.verification.durations import PICOSECOND, Durations
 from fourfold.verification.exposure import Flights
 from fourfold.verification.trace import trace
 
@@ -340,3 +343,17 @@ def test_parts_of_other_blocks_take_the_planners_time(
 ) -> None:
     llama = {"preset": "llama3-8b", "num_hidden_layers": 8, **model}
     assert_agreement(llama, grid, 4, parts, mode, load_machine("frontier"), 0.10)
+
+
+@pytest.mark.parametrize("cap", [0.0, 30.0])
+def test_attention_takes_the_planners_time(cap: float) -> None:
+    """With capped scores it is single operations, which take longer than a fused kernel."""
+    run = tiny_run(LLAMA | {"attn_logit_softcapping": cap}, {})
+    machine, work = load_machine("dgx-a100"), workload_of(run)
+    durations = Durations(run, machine)
+    sizes = run.training.micro_batch_size, run.training.seq_length, run.model.num_attention_heads, run.model.head_dim
+    heads_BSND = torch.empty(sizes, device="meta")
+    planned = attention_seconds(work, Rates(work, machine, constants_for(machine)), machine)
+    forward = durations.operation("attend_documents", [heads_BSND] * 3)
+    backward = durations.operation("attend_documents_backward", [heads_BSND] * 4)
+    assert [forward, backward] == pytest.approx([float(seconds) / PICOSECOND for seconds in planned], rel=1e-3)

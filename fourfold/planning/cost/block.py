@@ -182,14 +182,9 @@ def attention_seconds(work: Workload, rates: Rates, machine: Machine) -> tuple[N
     backward = np.where(program.flash, attention_core.BACKWARD * flash, backward)
     if not np.any(caps_scores(work)):
         return forward, backward
-    scores = queries * capped_scores(work).computed
-    own = (attention_core.CAPPED_FORWARD, 1.0), (attention_core.CAPPED_BACKWARD, attention_core.BACKWARD)
-    ours = [
-        attention_core.unfused_seconds(products * scores, model.head_dim, **how, moved_per_score=moved / products)
-        for moved, products in own
-    ]
-    capped = caps_scores(work)
-    return np.where(capped, ours[0], forward), np.where(capped, ours[1], backward)
+    capped = attention_core.capped_seconds(queries * capped_scores(work).computed, model.head_dim, **how)
+    is_capped = caps_scores(work)
+    return np.where(is_capped, capped[0], forward), np.where(is_capped, capped[1], backward)
 
 
 def keys_computed(work: Workload) -> Number:

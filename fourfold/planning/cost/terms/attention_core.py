@@ -62,3 +62,12 @@ def unfused_seconds(
     the scores, and their depth (or width) is only ``head_dim``."""
     products = 2 * 2 * scores * head_dim / (0.5 * rate)
     return products + scores * moved_per_score / bandwidth
+
+
+def capped_seconds(scores: Number, width: Number, *, rate: Number, bandwidth: Number) -> tuple[Number, Number]:
+    """Seconds of the forward and of the backward with capped scores, in single operations."""
+    one, several = (
+        unfused_seconds(products * scores, width, rate=rate, bandwidth=bandwidth, moved_per_score=moved / products)
+        for moved, products in ((CAPPED_FORWARD, 1.0), (CAPPED_BACKWARD, BACKWARD))
+    )
+    return one, several
