@@ -78,24 +78,26 @@ def _of_blocks(work: Workload, machine: Machine, constants: Constants) -> np.nda
     count = len(work.parts)
     share = np.where(np.greater(work.layout.recompute, 0), work.layout.recomputing, 1.0)
     share = np.broadcast_to(share, (count,))
-    exposed: np.ndarray = share * _of_kinds(work, machine, constants)
+    exposed: np.ndarray = share * _of_kinds(work, work.passes_blocks, machine, constants)
     rest = np.flatnonzero(share < 1)
     if len(rest):
-        exposed[:, rest] += (1 - share[rest]) * _of_kinds(work.take(rest).but(recompute=0), machine, constants)
+        others = work.take(rest)
+        of_others = _of_kinds(others.but(recompute=0), others.passes_blocks, machine, constants)
+        exposed[:, rest] += (1 - share[rest]) * of_others
     return exposed
 
 
-def _of_kinds(work: Workload, machine: Machine, constants: Constants) -> np.ndarray:
+def _of_kinds(work: Workload, passes_blocks: Number, machine: Machine, constants: Constants) -> np.ndarray:
     """[2, n]: exposed over x and over y in a block."""
     time = part_time(work, machine, constants)
     exposed = np.zeros((2, len(work.parts)))
-    for kind, places in _kinds_of(work):
+    for kind, places in _kinds_of(work, passes_blocks):
         waited = waits(*events_of(kind), time.take(places), constants.exposed)
         exposed[0, places], exposed[1, places] = waited["x"], waited["y"]
     return exposed
 
 
-def _kinds_of(work: Workload) -> Iterator[tuple[Kind, np.ndarray]]:
+def _kinds_of(work: Workload, passes_blocks: Number) -> Iterator[tuple[Kind, np.ndarray]]:
     """Every kind of block, and the places of the cases that have it."""
     model, layout, program = work.model, work.layout, work.program
     columns = {
@@ -104,6 +106,7 @@ def _kinds_of(work: Workload) -> Iterator[tuple[Kind, np.ndarray]]:
         "y": np.greater(layout.y, 1),
         "tokens": work.parts_are_tokens,
         "recompute": layout.recompute,
+        "passes_blocks": passes_blocks,
         "split_backward": layout.split_backward,
         "overlap": program.overlap_x,
         "gate": np.greater(model.gate_up, model.inner),

@@ -22,6 +22,8 @@ class Kind:
     """Parts are tokens of all sequences, and attention waits for all of them."""
     recompute: int
     """Index into ``workload.RECOMPUTE``."""
+    passes_blocks: bool
+    """Parts enter a block while others are in the one before."""
     split_backward: bool
     """Weight gradients are computed apart."""
     overlap: bool
@@ -212,9 +214,9 @@ def _wait(event: Event) -> Event:
 def events_of(kind: Kind) -> tuple[list[Event], int]:
     """The events of a step of some consecutive blocks, and the number of the one that stands for all.
 
-    Blocks that are recomputed run one by one, others hand parts to each other, so that one between two stands for all.
+    Where parts pass from block to block, one between two others stands for all.
     """
-    blocks = 1 if kind.recompute == 2 else 3
+    blocks = 3 if kind.passes_blocks else 1
     recording = Recording(kind, blocks)
     events = list(recording.forward)
     for number in reversed(range(len(recording.backward))):
