@@ -54,6 +54,15 @@ PARTS = [
         {"overlap": {"batch_parts": 4}},
     ),
     Mutant(
+        "a part of a sequence takes the attention of another",
+        "parallel.interleave",
+        "return self._attended.pop(index)",
+        "return self._attended.popitem()[1]",
+        GPT,
+        X2Y2,
+        {"overlap": {"batch_parts": 4}},
+    ),
+    Mutant(
         "every part of a batch takes the first one's documents",
         "parallel.context",
         "len(table) == 1 else table[sequences]",
