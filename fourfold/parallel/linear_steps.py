@@ -199,7 +199,7 @@ class _Multiply(FunctionOfMany):
         products = (layer.product(gathered, *own) for layer, own in by_layer)
         if writing is None:
             return tuple(products)
-        writing.start(_start_sum(products, layers[0]))
+        writing.start(_start_sum(products, len(layers), layers[0]))
         return (gathered.new_empty(0),)
 
     @staticmethod
@@ -260,14 +260,15 @@ def _start_input_gradient(partial: Tensor, first: Linear4D, reading: Transit[Ten
     return partial.new_empty(0)
 
 
-def _start_sum(partials: Iterator[Tensor], first: Linear4D) -> Callable[[], Tensors]:
-    """Sum the layers' products over the ranks: one by one behind the next product, or this rank's shares together."""
+def _start_sum(partials: Iterator[Tensor], count: int, first: Linear4D) -> Callable[[], Tensors]:
+    """Sum ``count`` layers' products over the ranks: one by one behind the next product, or this rank's shares together."""
     (axis, dim), why = first.writes, _why(first, "outputs")
     if dim is None:
         sums: list[Pending] = []
-        for partial in partials:  # the sum of gate runs behind the product of up
+        for number, partial in enumerate(partials, 1):  # the sum of gate runs behind the product of up
             started = start_all_reduce(partial, axis, why)
-            sums.append(started if first.overlap.gate_sum else Pending(started.wait()))
+            runs_on = number == count or first.overlap.gate_sum
+            sums.append(started if runs_on else Pending(started.wait()))
         return lambda: tuple(started.wait() for started in sums)
     products = tuple(partials)
     sizes = [product.shape[-1] for product in products]

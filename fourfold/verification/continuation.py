@@ -57,16 +57,19 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Poin
     # All layers are the same but the first, the last, and those whose weights are gathered ahead. With a single
     # micro-batch gradients outgrow activations only after some layers.
     few = (3 if target.micro_batches > 1 else 4) + run.overlap.weight_prefetch
+    # Where every n-th block recomputes, n of them are like the next n, and the last one's place among them counts.
+    period = 1 if run.activation_checkpoint.mode == "none" else run.activation_checkpoint.every
+    few += (target.layers - few) % period
     counts = [target.layers]
     backlog = timed and grid.z == 1 and grid.zero == 0 and grid.dp * grid.cp > 1
     deals = run.optimizer.name == "muon" and grid.world_size > grid.pp
     if (
         not (backlog or deals)
-        and target.layers > few + 1
+        and target.layers > few + period
         and run.model.first_k_dense_replace < few
         and all(len(layers) == target.layers for layers in layers_of_rank(run, pp_rank))
     ):
-        counts = [few, few + 1]
+        counts = [few, few + period]
     return [point._replace(layers=layers) for point, layers in itertools.product(pipelines, counts)]
 
 

@@ -105,6 +105,8 @@ CONTINUED = [
     pytest.param(LLAMA, {"z": 4, "zero": 3}, {"activation_checkpoint": {"mode": "selective"}}, marks=pytest.mark.slow),
     pytest.param(GPT, {"z": 4, "dp": 2, "zero": 2}, {"overlap": {"shards_per_node": 2}}, marks=pytest.mark.slow),
     pytest.param(LLAMA, {}, {}, marks=pytest.mark.slow),
+    (LLAMA, {"x": 2}, {"activation_checkpoint": {"mode": "full", "every": 2}}),
+    pytest.param(GPT, {"z": 2}, {"activation_checkpoint": {"mode": "selective", "every": 3}}, marks=pytest.mark.slow),
     (LLAMA, {"x": 2}, {"training": {"global_batch_size": 2}}),
     pytest.param(GPT, {"z": 2}, {"training": {"global_batch_size": 4}} | FULL, marks=pytest.mark.slow),
 ]
@@ -116,7 +118,8 @@ def test_continuing_from_few_layers_is_exact(
 ) -> None:
     ranks = grid.get("z", 1) * grid.get("dp", 1)
     training = {"global_batch_size": 2 * ranks * 5, "seq_length": 16, **sections.get("training", {})}
-    run = tiny_run(model | {"num_hidden_layers": 7}, grid, **(sections | {"training": training}))
+    every = sections.get("activation_checkpoint", {}).get("every", 1)
+    run = tiny_run(model | {"num_hidden_layers": 6 + every}, grid, **(sections | {"training": training}))
     assert trace(run) == trace(run, whole=True)
 
 

@@ -20,21 +20,34 @@ from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
 
-KEY = ("x", "y", "cp", "micro_batch", "cp_method", "batch_parts", "recompute", "recompute_every", "schedule", "pp")
+KEY = (
+    "x",
+    "y",
+    "cp",
+    "micro_batch",
+    "cp_method",
+    "batch_parts",
+    "recompute",
+    "recompute_every",
+    "schedule",
+    "pp",
+    "interleave",
+)
 """Columns of a layout that decide what this module returns."""
 
 
-def waits(events: Sequence[Event], block: int, time: PartTime, slowed: Number) -> dict[str, Number]:
-    """Seconds that a step waits for the collectives of a block, by axis (``verification.exposure``).
+def waits(events: Sequence[Event], shares: Sequence[Number], time: PartTime, slowed: Number) -> dict[str, Number]:
+    """Seconds that a step waits for collectives, by axis (``verification.exposure``): the mean over blocks.
 
-    Collectives of one axis run one after the other, those of two beside each other; slowed: the time that a hidden one
-    adds to the computation beside it, as a share of its own.
+    Collectives of one axis run one after the other, those of two beside each other. shares: how many of the blocks each
+    one stands for, as a share of all; slowed: the time that a hidden collective adds to the computation beside it, as a
+    share of its own.
     """
     now = computed = 0.0
     free: dict[str, Number] = {"x": 0.0, "y": 0.0}
     waited: dict[str, Number] = {"x": 0.0, "y": 0.0}
     flying: dict[tuple[object, ...], tuple[Number, Number, Number]] = {}
-    for kind, what, axis, of_block, flight in events:
+    for kind, what, axis, block, flight in events:
         if kind == "compute":
             seconds = getattr(time, what)
             now, computed = now + seconds, computed + seconds
@@ -47,8 +60,7 @@ def waits(events: Sequence[Event], block: int, time: PartTime, slowed: Number) -
             wait = np.maximum(end - now, 0.0)
             wait = wait + slowed * np.minimum(np.maximum(seconds - wait, 0.0), computed - before)
             now = now + wait
-            if block == of_block:
-                waited[axis] = waited[axis] + wait
+            waited[axis] = waited[axis] + shares[block] * wait
     return waited
 
 
@@ -91,8 +103,12 @@ def _of_kinds(work: Workload, passes_blocks: Number, machine: Machine, constants
     """[2, n]: exposed over x and over y in a block."""
     time = part_time(work, machine, constants)
     exposed = np.zeros((2, len(work.parts)))
-    for kind, places in _kinds_of(work, passes_blocks):
-        waited = waits(*events_of(kind), time.take(places), constants.exposed)
+    blocks = work.model.layers / (work.layout.pp * work.layout.interleave)  # of a stage
+    blocks = np.broadcast_to(blocks, (len(work.parts),))
+    for kind, places in _kinds_of(work, passes_blocks & (blocks >= 2)):
+        few = 1 / blocks[places]
+        shares = (few, 1 - 2 * few, few) if kind.passes_blocks else (1.0,)
+        waited = waits(events_of(kind), shares, time.take(places), constants.exposed)
         exposed[0, places], exposed[1, places] = waited["x"], waited["y"]
     return exposed
 

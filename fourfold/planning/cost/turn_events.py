@@ -210,12 +210,10 @@ def _wait(event: Event) -> Event:
     return event._replace(kind="wait")
 
 
-@lru_cache
-def events_of(kind: Kind) -> tuple[list[Event], int]:
-    """The events of a step of some consecutive blocks, and the number of the one that stands for all.
-
-    Where parts pass from block to block, one between two others stands for all.
-    """
+@lru_cache(maxsize=1024)
+def events_of(kind: Kind) -> list[Event]:
+    """The events of a step of three consecutive blocks, the first, one for all between, and the last; of one block
+    where parts do not pass from block to block."""
     blocks = 3 if kind.passes_blocks else 1
     recording = Recording(kind, blocks)
     events = list(recording.forward)
@@ -224,4 +222,4 @@ def events_of(kind: Kind) -> tuple[list[Event], int]:
             again = Recording(kind, blocks, again=True).forward
             events += [event._replace(flight=("again", *event.flight)) for event in again]
         events += recording.backward[number]
-    return events, blocks // 2
+    return events
