@@ -98,7 +98,7 @@ class InterleavedTransformer(Transformer):
         if self.parts.dim(x_BTh) is None:
             return super().run_blocks(x_BTh, contexts)
         blocks = cast("list[InterleavedBlock]", self.blocks)
-        visits = [Visit(block, is_called=False, is_last=block is blocks[-1]) for block in blocks]
+        visits = [HookedVisit(block, is_last=block is blocks[-1]) for block in blocks]
         return self.parts.run(visits, x_BTh, contexts)
 
 
@@ -110,7 +110,7 @@ class InterleavedBlock(Block):
     def forward(self, x_BTh: Tensor, context: AttentionContext) -> Tensor:
         if self.parts.dim(x_BTh) is None:
             return super().forward(x_BTh, context)
-        return self.parts.run([Visit(self, is_called=True, is_last=True)], x_BTh, {self.layer_type: context})
+        return self.parts.run([Visit(self, is_last=True)], x_BTh, {self.layer_type: context})
 
     def steps(
         self, x_BTh: Tensor, context: AttentionContext, index: int, joined: JoinedAttention | None, is_last: bool
@@ -176,23 +176,39 @@ class JoinedAttention:
 
 
 class Visit:
-    """One block, as all parts pass it.
+    """One block, as all parts pass it, called by its own forward.
 
-    is_called: by its own forward, so that its hooks run by themselves. If not, they run when the first part enters, and
-    when the last has left: FSDP2's gather its weights, and free them. The backward takes the steps from the last to the
-    first, so that what hooks add to the graph comes before all parts, or after them, there too.
+    is_last: no other block gathers the result.
     """
 
-    def __init__(self, block: InterleavedBlock, is_called: bool, is_last: bool) -> None:
-        self.block, self.is_called, self.is_last = block, is_called, is_last
+    def __init__(self, block: InterleavedBlock, is_last: bool) -> None:
+        self.block, self.is_last = block, is_last
         self.joined: JoinedAttention | None = None
-        self._entered, self._left = 0, dict[int, Tensor]()
 
     def enter(self, x_BTh: Tensor) -> Tensor:
         """The input of the next part."""
-        self._entered += 1
-        if self.is_called or self._entered > 1:
+        return x_BTh
+
+    def leave(self, index: int, x_BTh: Tensor) -> None:
+        """Note the output of a part."""
+
+
+class HookedVisit(Visit):
+    """One block that is not called: its hooks run when the first part enters, and when the last has left.
+
+    FSDP2's hooks gather its weights, and free them. They also sum its gradients, from a node of autograd's graph that
+    is made as the first part enters. Of the nodes that can run, autograd takes the one that was made last: this one
+    comes after all others of the block.
+    """
+
+    def __init__(self, block: InterleavedBlock, is_last: bool) -> None:
+        super().__init__(block, is_last)
+        self._has_entered, self._left = False, dict[int, Tensor]()
+
+    def enter(self, x_BTh: Tensor) -> Tensor:
+        if self._has_entered:
             return x_BTh
+        self._has_entered = True
         args: tuple[Any, ...] = (x_BTh,)
         for key, hook in self.block._forward_pre_hooks.items():
             if key in self.block._forward_pre_hooks_with_kwargs:
@@ -200,16 +216,16 @@ class Visit:
                 args = args if changed is None else changed[0]
             else:
                 changed = hook(self.block, args)
-                args = args if changed is None else changed if isinstance(changed, tuple) else (changed,)
+                assert changed is None, "hooks that change the input take keyword arguments, as FSDP2's does"
         entered: Tensor = args[0]
         return entered
 
     def leave(self, index: int, x_BTh: Tensor) -> None:
-        """Note the output of a part."""
         self._left[index] = x_BTh
-        if self.is_called or len(self._left) < self.block.parts.number:
+        if len(self._left) < self.block.parts.number:
             return
         outputs = [self._left.pop(i) for i in range(self.block.parts.number)]
         for key, hook in self.block._forward_hooks.items():
-            with_kwargs = key in self.block._forward_hooks_with_kwargs
-            hook(self.block, (), *(({},) if with_kwargs else ()), outputs)
+            more: list[Any] = [{}] if key in self.block._forward_hooks_with_kwargs else []
+            changed = hook(self.block, (), *more, outputs)
+            assert changed is None or all(a is b for a, b in zip(changed, outputs, strict=True)), "outputs have gone on"

@@ -4,7 +4,8 @@
 
 Each step is an autograd function. The backward runs them from the last to the first, and mirrors them: it starts to
 gather gradients where the forward waits for a sum, and waits for their sum where the forward starts to gather. Between
-two steps other work can go on: the steps of another part of the batch (``interleave``), or a block's recomputation.
+two steps other work can go on: the steps of another part of the batch (``interleave``), or a block's recomputation. The
+planner has the same steps (``planning.cost.turn_events``).
 """
 
 from __future__ import annotations
@@ -261,7 +262,7 @@ def _start_input_gradient(partial: Tensor, first: Linear4D, reading: Transit[Ten
 
 
 def _start_sum(partials: Iterator[Tensor], count: int, first: Linear4D) -> Callable[[], Tensors]:
-    """Sum ``count`` layers' products over the ranks: one by one behind the next product, or this rank's shares together."""
+    """Sum ``count`` products over the ranks: one by one behind the next product, or this rank's shares together."""
     (axis, dim), why = first.writes, _why(first, "outputs")
     if dim is None:
         sums: list[Pending] = []

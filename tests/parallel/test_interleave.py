@@ -13,7 +13,7 @@ from tiny_runs import LLAMA, tiny_run
 from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.models.causal_attention import AttentionContext
-from fourfold.parallel.interleave import JoinedAttention, Parts, Visit
+from fourfold.parallel.interleave import HookedVisit, JoinedAttention, Parts
 from fourfold.turns import Steps, Until, in_turn
 
 
@@ -73,11 +73,11 @@ def test_parts_divide_the_micro_batch() -> None:
 def test_hooks_of_a_block_run_when_the_first_part_enters_and_when_the_last_has_left() -> None:
     block: Any = torch.nn.Identity()
     block.parts, seen = Parts(2, 1, by_tokens=True, token_ranks=1, run_ahead=True), []
-    block.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
-    block.register_forward_pre_hook(lambda _, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True)
+    block.register_forward_pre_hook(lambda *_: None)
+    block.register_forward_pre_hook(lambda _, args, kwargs: ((args[0] * 4,), kwargs), with_kwargs=True)
     block.register_forward_hook(lambda _, args, out: seen.append(out))
     block.register_forward_hook(lambda _, args, kwargs, out: seen.append(out), with_kwargs=True)
-    visit, one, two = Visit(block, is_called=False, is_last=True), torch.tensor(1), torch.tensor(2)
+    visit, one, two = HookedVisit(block, is_last=True), torch.tensor(1), torch.tensor(2)
     assert visit.enter(one) == 4 and visit.enter(one) == 1
     visit.leave(1, two)
     assert not seen

@@ -172,7 +172,7 @@ class Recording:
 
     def _attention(self, place: tuple[int, int]) -> None:
         kind = self._kind
-        if kind.tokens and place[1] > 0:
+        if kind.tokens and place[1] > 0:  # the first part is the first to go on, and computes for all
             return
         together = kind.parts if kind.tokens else 1
         computed = [Event("compute", "attention")] * together

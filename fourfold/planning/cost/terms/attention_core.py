@@ -66,8 +66,8 @@ def unfused_seconds(
 
 def capped_seconds(scores: Number, width: Number, *, rate: Number, bandwidth: Number) -> tuple[Number, Number]:
     """Seconds of the forward and of the backward with capped scores, in single operations."""
-    one, several = (
+    forward, backward = (
         unfused_seconds(products * scores, width, rate=rate, bandwidth=bandwidth, moved_per_score=moved / products)
         for moved, products in ((CAPPED_FORWARD, 1.0), (CAPPED_BACKWARD, BACKWARD))
     )
-    return one, several
+    return forward, backward
