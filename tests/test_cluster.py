@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -79,5 +80,4 @@ def test_on_the_cluster(nodes: int, per_node: int, grid: str, switch: str) -> No
         pytest.skip(out.strip())
     assert "4 processes, 400mbit a link" in out and f"only {switch}" in out
     listed = subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
-    own = f"ff{cluster.pid}"  # what another cluster on this machine left is not this one's
-    assert not [line for line in listed.splitlines() if line.split()[0].split("@")[0].split("-")[0] == own]
+    assert not re.search(rf"^ff{cluster.pid}\b", listed, re.MULTILINE)  # what another cluster left is not this one's

@@ -64,10 +64,10 @@ class Parts:
             return 0
         return 1 if self.by_tokens and tokens % self.number == 0 else None
 
-    def run(self, visits: Sequence[Visit], x_BTh: Tensor, contexts: Mapping[LayerType, AttentionContext]) -> Tensor:
-        """Take all parts through consecutive blocks."""
-        dim = self.dim(x_BTh)
-        assert dim is not None
+    def run(
+        self, visits: Sequence[Visit], x_BTh: Tensor, dim: int, contexts: Mapping[LayerType, AttentionContext]
+    ) -> Tensor:
+        """Take all parts of ``dim`` through consecutive blocks."""
         size = x_BTh.shape[dim] // self.number
         if dim == 1:
             for visit in visits:
@@ -95,11 +95,12 @@ class InterleavedTransformer(Transformer):
     parts: Parts
 
     def run_blocks(self, x_BTh: Tensor, contexts: Mapping[LayerType, AttentionContext]) -> Tensor:
-        if self.parts.dim(x_BTh) is None:
+        dim = self.parts.dim(x_BTh)
+        if dim is None:
             return super().run_blocks(x_BTh, contexts)
         blocks = cast("list[InterleavedBlock]", self.blocks)
         visits = [HookedVisit(block, is_last=block is blocks[-1]) for block in blocks]
-        return self.parts.run(visits, x_BTh, contexts)
+        return self.parts.run(visits, x_BTh, dim, contexts)
 
 
 class InterleavedBlock(Block):
@@ -108,9 +109,10 @@ class InterleavedBlock(Block):
     parts: Parts
 
     def forward(self, x_BTh: Tensor, context: AttentionContext) -> Tensor:
-        if self.parts.dim(x_BTh) is None:
+        dim = self.parts.dim(x_BTh)
+        if dim is None:
             return super().forward(x_BTh, context)
-        return self.parts.run([Visit(self, is_last=True)], x_BTh, {self.layer_type: context})
+        return self.parts.run([Visit(self, is_last=True)], x_BTh, dim, {self.layer_type: context})
 
     def steps(
         self, x_BTh: Tensor, context: AttentionContext, index: int, joined: JoinedAttention | None, is_last: bool

@@ -99,7 +99,7 @@ def test_parts_of_a_micro_batch_hide_each_others_collectives(parts: int) -> None
 
 @pytest.mark.parametrize(("mode", "blocks"), [("none", 1), pytest.param("full", 2, marks=pytest.mark.slow)])
 def test_three_parts_over_x_alone_run_ahead(mode: str, blocks: int) -> None:
-    """Of two blocks the first begins with a gather that nothing hides; where they are recomputed, both do."""
+    """Nothing hides the first gather: that of the first block alone, or with full recompute that of each block."""
     sections = {"training": {"micro_batch_size": 3, "global_batch_size": 3}, "overlap": {"batch_parts": 3}}
     shares = exposed_of(GPT, {"x": 2}, **sections, activation_checkpoint={"mode": mode})
     assert [shares[name] for name in IN_PARTS] == [1 / 3 * blocks / 2, 0, 0, 1 / 3 * blocks / 2]

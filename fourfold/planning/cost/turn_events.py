@@ -12,7 +12,7 @@ from fourfold.turns import Steps, Until, in_turn
 
 @dataclass(frozen=True)
 class Kind:
-    """What decides the order of a block's events."""
+    """Properties that decide the order of a block's events."""
 
     parts: int
     x: bool
@@ -124,11 +124,9 @@ class Recording:
         """The events of ``parallel.linear_steps.linear_steps``."""
         kind, name = self._kind, layer.name
         reads, writes = (getattr(kind, axis) for axis in (layer.reads, layer.writes))
-        from_input = Event("issue", f"{name}_{layer.reads}", layer.reads, *_flight(place, name, "tokens"))
-        of_output = Event("issue", f"{name}_{layer.writes}", layer.writes, *_flight(place, name, "outputs"))
+        from_input, summed = (_issue(name, layer.reads, place, what) for what in ("tokens", "input gradient"))
+        of_output, gathered_back = (_issue(name, layer.writes, place, what) for what in ("outputs", "output gradient"))
         gathers, shares = reads and layer.gathers, writes and layer.shares
-        summed = from_input._replace(flight=_flight(place, name, "input gradient")[1])
-        gathered_back = of_output._replace(flight=_flight(place, name, "output gradient")[1])
         if reads:
             self._node([from_input] if gathers else [], [_wait(summed)])
             if gathers:
@@ -148,7 +146,7 @@ class Recording:
         products = [Event("compute", name)]
         sums = [of_output] if writes else []
         if layer is UP and kind.gate and kind.y:
-            gate = of_output._replace(flight=_flight(place, name, "gate")[1])
+            gate = _issue(name, layer.writes, place, "gate")
             products = [Event("compute", "half_up"), gate, *([] if kind.gate_first else [_wait(gate)])]
             products += [Event("compute", "half_up")]
             sums += [gate]
@@ -162,7 +160,7 @@ class Recording:
     def _gathers_again(self, place: tuple[int, int], layer: Linear) -> Iterator[Event]:
         kind = self._kind
         if kind.recompute == 1 and kind.gathers_again and layer.gathers and getattr(kind, layer.reads):
-            yield Event("issue", f"{layer.name}_{layer.reads}", layer.reads, *_flight(place, layer.name, "again"))
+            yield _issue(layer.name, layer.reads, place, "again")
 
     def _weight_gradients(self, place: tuple[int, int], layer: Linear) -> list[Event]:
         if self._kind.split_backward:
@@ -179,7 +177,7 @@ class Recording:
         again = computed if kind.recompute == 1 and kind.attention_again else []
         backward = [*again, *[Event("compute", "attention_backward")] * together]
         if kind.whole_keys:
-            keys, gradients = (Event("issue", "keys_y", "y", *_flight(place, "keys", way)) for way in ("there", "back"))
+            keys, gradients = (_issue("keys", "y", place, way) for way in ("there", "back"))
             computed, backward = [keys, _wait(keys), *computed], [*backward, gradients, _wait(gradients)]
         self._node(computed, backward, reads_saved=True)
 
@@ -189,7 +187,7 @@ class Recording:
             return
         forward, backward = list[Event](), list[Event]()
         if self._kind.y:
-            there, back = (Event("issue", "norm_y", "y", *_flight(place, name, way)) for way in ("there", "back"))
+            there, back = (_issue("norm", "y", place, f"{name}, {way}") for way in ("there", "back"))
             repeated = [there, _wait(there)] if again and self._kind.recompute == 1 else []
             forward, backward = [there, _wait(there)], [*repeated, back, _wait(back)]
         self._node(forward, backward, reads_saved=True)
@@ -201,9 +199,9 @@ class Recording:
             self.first_read = len(self.backward) - 1
 
 
-def _flight(place: tuple[int, int], *name: str) -> tuple[int, tuple[object, ...]]:
-    """The block of a collective, and its key."""
-    return place[0], (*place, *name)
+def _issue(of: str, axis: str, place: tuple[int, int], what: str) -> Event:
+    """The start of a collective over an axis; of: a layer, norm or keys; place: block and part."""
+    return Event("issue", f"{of}_{axis}", axis, place[0], (*place, of, what))
 
 
 def _wait(event: Event) -> Event:
