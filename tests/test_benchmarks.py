@@ -28,7 +28,18 @@ ARGUMENTS = {
     "train_cpu": ["--only", "b"],
     "loki_decode": ["--kernels", "torch"],  # the others compile for seconds
 }
-SLOW = {"moe_cpu", "one_step", "pipeline_bubble", "scale", "startup", "train_cpu", "tuner_cpu", "watchdog_cost"}
+SLOW = {
+    "moe_cpu",
+    "one_step",
+    "pipeline_bubble",
+    "products",
+    "scale",
+    "startup",
+    "train_cpu",
+    "tuner_cpu",
+    "tuner_replay",
+    "watchdog_cost",
+}
 
 
 @pytest.mark.parametrize(

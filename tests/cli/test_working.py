@@ -43,6 +43,7 @@ def test_a_search_shows_a_bar_on_a_terminal_and_nothing_in_a_pipe() -> None:
     assert piped.stdout.startswith("{") and piped.stderr == ""
 
 
+@pytest.mark.slow
 def test_work_in_other_processes_shows_a_bar_too(tmp_path: Path) -> None:
     path = run_file(tmp_path, "/nowhere/corpus", parallel__z=2)
     output, shown = on_terminal("parity", path, "--json", "--steps", "1")

@@ -231,6 +231,7 @@ def members(count: int, length: int, noise: float = 0.0) -> list[AuditDocument]:
     return [AuditDocument(RANDOM.integers(0, 250, length), None, 50, number, planted) for number in range(count)]
 
 
+@pytest.mark.slow
 def test_the_near_duplicate_law_is_what_happens() -> None:
     table = {"strategy": "hash-table", "include_target": True}  # the target is one of the h
     for noise, h, k, options in (

@@ -53,13 +53,13 @@ def moved(rank: int, world_size: int, sizes: dict[str, int], name: str, per_node
     return found
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("sizes", "name", "per_node"),
     [
-        ({"z": 4}, "z", 2),
         ({"x": 2, "z": 4}, "z", 2),
         ({"dp": 2, "cp": 2, "z": 2}, "dp_cp_z", 4),
+        ({"z": 4}, "z", 2),
         ({"z": 6}, "z", 3),
         ({"z": 6}, "z", 2),
         ({"pp": 2, "dp": 4}, "dp_cp_z", 2),

@@ -26,9 +26,9 @@ from fourfold.planning.cost.memory import (
     runtime_bytes,
     stage_memory,
 )
-from fourfold.planning.cost.step import PARTS
+from fourfold.planning.cost.step import PARTS, step_seconds
 from fourfold.planning.machines.constants import Constants, prior_constants
-from fourfold.planning.machines.machine import Machine, load_machine
+from fourfold.planning.machines.machine import Machine, load_machine, stack_machines
 from fourfold.planning.planned_run import write_run
 from fourfold.planning.request import request_from_options
 from fourfold.planning.run_workload import workload_of, workload_of_model
@@ -180,6 +180,19 @@ def test_beyond_a_break_even_another_layout_is_best_and_before_it_this_one(plan:
         ]
         same = again.seconds[again.order][np.all(on_grid, axis=0)[again.order]].min()
         assert (same <= again.seconds[again.order[0]] * (1 + 1e-9)) == is_best
+
+
+def test_several_machines_at_once_are_each_alone(plan: Plan) -> None:
+    """Also where parts take turns, some layouts recompute a share of their blocks, and some have no parts."""
+    work = plan.found.work.take(plan.found.order[:40]).but(
+        batch_parts=np.tile([1, 2, 2, 4], 10),
+        recompute=np.tile([0, 1, 2, 1], 10),
+        recompute_every=np.tile([1, 1, 2], 14)[:40],
+    )
+    machines = [changed_machine(H100, "node", factor) for factor in np.geomspace(0.1, 4, 40)]
+    alone = [step_seconds(work.take(np.array([i])), machine, PRIOR)[0] for i, machine in enumerate(machines)]
+    assert step_seconds(work, stack_machines(machines), PRIOR) == pytest.approx(alone, rel=1e-12)
+    assert len(set(alone)) > 20
 
 
 @pytest.mark.slow

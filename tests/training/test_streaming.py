@@ -72,9 +72,10 @@ def test_a_run_that_stops_and_changes_its_grid_sees_what_one_process_sees(tmp_pa
 
 @pytest.mark.parametrize(
     ("grid", "shuffled"),
-    [pytest.param({}, 0, marks=pytest.mark.slow), ({"dp": 2}, 8)],
+    [({}, 0), ({"dp": 2}, 8)],
     ids=["one process", "dp 2, shuffled"],
 )
+@pytest.mark.slow
 def test_a_run_that_went_back_in_its_stream_is_as_one_without_the_bad_batch(
     tmp_path: Path, pool: Pool, grid: dict[str, int], shuffled: int
 ) -> None:

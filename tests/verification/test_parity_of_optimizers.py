@@ -60,7 +60,7 @@ SLOW_CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_layout_steps_as_one_process_does(pool: Pool, name: str, tmp_path: Path) -> None:
     check(pool, CASES[name], tmp_path)

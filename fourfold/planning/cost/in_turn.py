@@ -69,19 +69,19 @@ def exposed_in_turn(work: Workload, machine: Machine, constants: Constants) -> t
     if not np.any(work.parts > 1):
         return 0.0, 0.0
     layout = work.layout
-    others = [value for cases in (work.model, work.step, work.program) for value in vars(cases).values()]
-    varying = [value for value in others if np.ndim(value)]
+    others = [value for cases in (work.model, work.step, work.program, machine) for value in vars(cases).values()]
+    varying = [value for value in others if isinstance(value, np.ndarray) and value.ndim]
     shape = np.broadcast_shapes(*(np.shape(value) for value in (*varying, *(getattr(layout, name) for name in KEY))))
     if not shape:
         x, y = _of_blocks(work.but(x=np.atleast_1d(layout.x)), machine, constants)
         return x[0], y[0]
     places = np.flatnonzero(np.broadcast_to(work.parts > 1, shape))
-    work = work.take(places)
+    work, machine = work.take(places), machine.take(places)
     first = back = np.arange(len(places))
     if not varying:
         first, back = unique_rows([np.broadcast_to(getattr(work.layout, name), back.shape) for name in KEY])
     exposed = np.zeros((2, *shape))
-    exposed[:, places] = _of_blocks(work.take(first), machine, constants)[:, back]
+    exposed[:, places] = _of_blocks(work.take(first), machine.take(first), constants)[:, back]
     return exposed[0], exposed[1]
 
 
@@ -94,7 +94,7 @@ def _of_blocks(work: Workload, machine: Machine, constants: Constants) -> np.nda
     rest = np.flatnonzero(share < 1)
     if len(rest):
         others = work.take(rest)
-        of_others = _of_kinds(others.but(recompute=0), others.passes_blocks, machine, constants)
+        of_others = _of_kinds(others.but(recompute=0), others.passes_blocks, machine.take(rest), constants)
         exposed[:, rest] += (1 - share[rest]) * of_others
     return exposed
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.planning.cost.step import PARTS
-from fourfold.planning.machines.machine import Machine
-from fourfold.planning.search.fastest import RANKED, evaluate, in_parts, score
+from fourfold.planning.cost.step import PARTS, step_seconds
+from fourfold.planning.machines.machine import Machine, stack_machines
+from fourfold.planning.search.fastest import RANKED, in_parts, score
 from fourfold.planning.search.plan import Plan, Prediction, of_blocks, predict
 from fourfold.planning.search.space import AXES, PIPELINES, REASONS, refusal, rejections
 from fourfold.planning.workload import SCHEDULES
@@ -80,29 +80,39 @@ def break_evens(plan: Plan) -> list[BreakEven]:
         return []
     work = plan.found.work.take(order).with_float_arrays()
     grids = np.stack([np.asarray(getattr(work.layout, axis)) for axis in AXES], axis=1)
+    of_best = (grids == grids[0]).all(axis=1)
 
-    def overtaker(field: str, factor: float) -> int | None:
-        """The best candidate when a constant is multiplied by ``factor``, if it is on another grid and faster."""
-        seconds = evaluate(work, changed_machine(plan.machine, field, factor), plan.constants)[1]
-        best = int(np.argmin(seconds))
-        return best if seconds[best] < (1 - TIE) * seconds[(grids == grids[0]).all(axis=1)].min() else None
+    def overtakers(fields: Sequence[str], factors: np.ndarray) -> np.ndarray:
+        """The best candidate for each field when it is multiplied by its factor; -1 where the best grid stays it."""
+        machines = stack_machines(
+            [changed_machine(plan.machine, *change) for change in zip(fields, factors, strict=True)]
+        )
+        each = work.map_arrays(lambda array: np.tile(array, len(factors)))
+        seconds = step_seconds(each, machines.take(np.repeat(np.arange(len(factors)), len(order))), plan.constants)
+        seconds = seconds.reshape(len(factors), len(order))
+        stays = seconds.min(axis=1) >= (1 - TIE) * seconds[:, of_best].min(axis=1)
+        return np.where(stays, -1, seconds.argmin(axis=1))
 
-    found = []
+    flips = []
     for what, (field, unit, size) in KNOBS.items():
         if field == "achieved":
             field = RATES.get(int(plan.best.work.step.bits), field)
-        now = getattr(plan.machine, field)
         for factors in (FACTORS, 1 / FACTORS):
-            flip = next((i for i, factor in enumerate(factors[1:]) if overtaker(field, factor) is not None), None)
-            if flip is None:
-                continue
-            holds, lost = factors[flip], factors[flip + 1]
-            for _ in range(HALVINGS):
-                between = np.sqrt(holds * lost)
-                holds, lost = (between, lost) if overtaker(field, between) is None else (holds, between)
-            other = predict(plan.found.point(order[overtaker(field, lost)]), plan.machine, plan.constants)
-            found.append(BreakEven(what, now / size, float(now * lost / size), unit, other.describe()))
-    return found
+            places = np.flatnonzero(overtakers([field] * len(factors), factors)[1:] >= 0)
+            if len(places):
+                flips.append((what, field, unit, size, factors[places[0]], factors[places[0] + 1]))
+    if not flips:
+        return []
+    whats, fields, units, sizes, *between_two = (list(column) for column in zip(*flips, strict=True))
+    holds, lost = np.array(between_two)
+    for _ in range(HALVINGS):
+        between = np.sqrt(holds * lost)
+        stays = overtakers(fields, between) < 0
+        holds, lost = np.where(stays, between, holds), np.where(stays, lost, between)
+    others = [predict(plan.found.point(order[place]), plan.machine, plan.constants).describe()
+              for place in overtakers(fields, lost)]  # fmt: skip
+    now = [getattr(plan.machine, field) / size for field, size in zip(fields, sizes, strict=True)]
+    return [BreakEven(*each) for each in zip(whats, now, (now * lost).tolist(), units, others, strict=True)]
 
 
 def changed_machine(machine: Machine, field: str, factor: float) -> Machine:
