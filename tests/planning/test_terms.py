@@ -144,6 +144,17 @@ def test_bubble_and_micro_batches_under_way_are_those_of_the_schedules_that_run(
     assert told == pytest.approx(held, abs=0.5)
 
 
+def test_all_wait_for_the_slowest_device() -> None:
+    work = workload_of_model(ModelConfig(**PRESETS["gpt-5b"])).but(seq=2048, batch=512, z=64, dp=np.array([2, 8, 32]))
+    devices, nodes, equal = (
+        step_parts(work, replace(A100, spread=spread), replace(PRIOR, dispersion=dispersion))["compute"]
+        for spread, dispersion in ((0.02, 0.005), (0.0, 0.005), (0.0, 0.0))
+    )
+    gpus = np.array([128, 512, 2048])
+    assert devices / equal == pytest.approx(1 + 0.02 * np.sqrt(2 * np.log(gpus)))
+    assert nodes / equal == pytest.approx(1 + 0.005 * np.sqrt(2 * np.log(gpus / 8)))
+
+
 def test_host_and_device_overlap() -> None:
     assert overlapped(1.0, 0.1) == pytest.approx(1.0, rel=1e-3)
     assert overlapped(0.1, 1.0) == pytest.approx(1.0, rel=1e-3)

@@ -87,7 +87,7 @@ def step_parts(
     z_tables = tables * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
     z = z_layers * traffic.of_z + z_tables * traffic.table_of_z
     logits = block.head + ends.table + np.where(several, 0.0, block.embedding + ends.table)
-    dispersion = 1 + constants.dispersion * slowest_of(layout.gpus / machine.gpus_per_node)
+    dispersion = _slowest(work, machine, constants)
     parts = {
         "compute": layers * layer.compute * dispersion,
         "recompute": layers * (layer.recompute * dispersion + layer.offload),
@@ -122,10 +122,20 @@ def micro_batch_seconds(work: Workload, machine: Machine, constants: Constants, 
     return (repeated - _gradient_sum(work, constants, block, traffic)) / work.micro_batches
 
 
-def slowest_of(nodes: Number) -> Number:
-    """Standard deviations by which the slowest of many nodes is slower than their mean: √(2 ln n),
+def _slowest(work: Workload, machine: Machine, constants: Constants) -> Number:
+    """The time of the slowest device for the same operations, for which all wait, over the mean.
+
+    It is that of the slowest node where the devices' own spread was not measured.
+    """
+    gpus = work.layout.gpus
+    of_nodes = constants.dispersion * slowest_of(gpus / machine.gpus_per_node)
+    return 1 + np.where(np.greater(machine.spread, 0), machine.spread * slowest_of(gpus), of_nodes)
+
+
+def slowest_of(count: Number) -> Number:
+    """Standard deviations by which the slowest of many is slower than their mean: √(2 ln n),
     the growth of the largest of n normal variables (Cramér 1946, section 28.6)."""
-    return np.sqrt(2 * np.log(np.maximum(nodes, 1)))
+    return np.sqrt(2 * np.log(np.maximum(count, 1)))
 
 
 def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> _Layer:

@@ -33,7 +33,8 @@ class Machine(Cases):
     ring; ring_hop: of a rank, measured, in rings that leave a node, where 0 the steps'; launch: host time of a kernel;
     reserved: bytes that the runtime takes of a device. nn, nt, tn: the share of the achieved rate that products reach
     whose operands are as stored, or whose second or first is transposed: input gradients, outputs and weight gradients
-    of linear layers.
+    of linear layers. spread: standard deviation of the devices' times for the same product, as a share, where it was
+    measured (0: it was not).
     """
 
     name: str
@@ -66,6 +67,7 @@ class Machine(Cases):
     nn: Number = 1.0
     nt: Number = 1.0
     tn: Number = 1.0
+    spread: Number = 0.0
     price_per_gpu_hour: float | None = None
     watts_per_gpu: float | None = None
     mtbf_gpu_hours: float | None = None
@@ -78,7 +80,7 @@ class Machine(Cases):
 
 SECTIONS = {
     "device": ("units", "peak", "achieved", "achieved_fp8", "achieved_fp32", "attention",
-               "attention_half", "flash2", "flash2_half", "memory", "memory_bandwidth", "reserved"),
+               "attention_half", "flash2", "flash2_half", "memory", "memory_bandwidth", "reserved", "spread"),
     "layouts": ("nn", "nt", "tn"),
     "node": ("gpus_per_node", "domain", "intra2", "intra4", "intra8", "intra_far", "host"),
     "network": ("node",),
@@ -97,6 +99,7 @@ _OPTIONAL = {
     "attention_half",
     "flash2",
     "flash2_half",
+    "spread",
 }
 
 
