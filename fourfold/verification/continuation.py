@@ -8,6 +8,7 @@ it. ``tests/verification/test_trace.py`` shows that this is exact.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -16,18 +17,21 @@ from fourfold.config.stages import rank_of_stage, stage_layers, stages_per_rank
 
 
 class Point(NamedTuple):
-    """A run as one of its pipeline's ranks sees it: how many layers its stages have, and how many micro-batches run."""
+    """A run as one of its pipeline's ranks sees it: how many layers its stages have, how many micro-batches run, and
+    how many layers are before its first stage."""
 
     layers: int
     micro_batches: int
     pp: int
     pp_rank: int
+    before: int
 
 
 def point_of(run: RunConfig, pp_rank: int) -> Point:
     """The run itself."""
-    layers = max(len(layers) for layers in layers_of_rank(run, pp_rank))
-    return Point(layers, run.gradient_accumulation_steps, run.parallel.pp, pp_rank)
+    stages = layers_of_rank(run, pp_rank)
+    layers = max(len(layers) for layers in stages)
+    return Point(layers, run.gradient_accumulation_steps, run.parallel.pp, pp_rank, stages[0].start)
 
 
 def layers_of_rank(run: RunConfig, pp_rank: int) -> list[range]:
@@ -45,7 +49,7 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Poin
     target, grid = point_of(run, pp_rank), run.parallel
     pipelines = [target]
     if grid.pp > 1 and grid.schedule == "1F1B":
-        pipelines = _short_pipelines(target)
+        pipelines = _short_pipelines(run, target)
     elif grid.pp > 1:
         # Filled, and by whole rounds: the other schedules know only some numbers of micro-batches.
         filled, more = 2 * grid.pp * stages_per_rank(grid), grid.pp
@@ -57,8 +61,10 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Poin
     # All layers are the same but the first, the last, and those whose weights are gathered ahead. With a single
     # micro-batch gradients outgrow activations only after some layers.
     few = (3 if target.micro_batches > 1 else 4) + run.overlap.weight_prefetch
-    # Where every n-th block recomputes, n of them are like the next n, and the last one's place among them counts.
-    period = 1 if run.activation_checkpoint.mode == "none" else run.activation_checkpoint.every
+    # Where every n-th block recomputes, or slides, n of them are like the next n, and the last one's place among them
+    # counts.
+    recomputed = 1 if run.activation_checkpoint.mode == "none" else run.activation_checkpoint.every
+    period = math.lcm(recomputed, _types(run))
     few += (target.layers - few) % period
     counts = [target.layers]
     backlog = timed and grid.z == 1 and grid.zero == 0 and grid.dp * grid.cp > 1
@@ -73,28 +79,52 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Poin
     return [point._replace(layers=layers) for point, layers in itertools.product(pipelines, counts)]
 
 
-def _short_pipelines(target: Point) -> list[Point]:
-    """The same end, or a middle, of 1F1B pipelines with two and three stages behind it."""
+def _types(run: RunConfig) -> int:
+    """The number of layers after which their kinds of attention repeat."""
+    return len(run.model.layer_types) or 1
+
+
+def _short_pipelines(run: RunConfig, target: Point) -> list[Point]:
+    """The same end, or a middle, of 1F1B pipelines with two and three stages behind it.
+
+    All middles that begin with a layer of the same kind have the same points.
+    """
     behind = target.pp - 1 - target.pp_rank
     if behind <= 3 or target.micro_batches < behind + 3:
         filled = [behind + 3, behind + 4]
         return [target._replace(micro_batches=m) for m in filled] if target.micro_batches > filled[-1] else [target]
     place = min(target.pp_rank, 1)
-    return [Point(target.layers, few + 3, pp=place + 1 + few, pp_rank=place) for few in (2, 3)]
+    least = max(run.model.first_k_dense_replace, place)
+    before = min(target.before, least + (target.before - least) % _types(run))
+    return [Point(target.layers, few + 3, pp=place + 1 + few, pp_rank=place, before=before) for few in (2, 3)]
 
 
 def run_at(run: RunConfig, point: Point) -> RunConfig:
     """The run in the size of a point."""
     training, grid, model = run.training, run.parallel, run.model
-    stages = point.pp * stages_per_rank(grid)
     if point != point_of(run, point.pp_rank)._replace(micro_batches=point.micro_batches):
-        # Which layers the other ranks have makes no difference to this one.
-        split = (point.layers,) * stages if point.pp > 1 else None
-        grid = grid.model_copy(update={"pp": point.pp, "layers_per_stage": split})
-        model = model.model_copy(update={"num_hidden_layers": point.layers * stages})
+        split = _split(run, point)
+        grid = grid.model_copy(update={"pp": point.pp, "layers_per_stage": split if point.pp > 1 else None})
+        model = model.model_copy(update={"num_hidden_layers": sum(split)})
     batch = point.micro_batches * training.micro_batch_size * grid.batch_ranks
     training = training.model_copy(update={"global_batch_size": batch, "compile": False})
     return run.model_copy(update={"parallel": grid, "model": model, "training": training})
+
+
+def _split(run: RunConfig, point: Point) -> tuple[int, ...]:
+    """The layers of each stage. How other ranks share theirs makes no difference to this one, but its own stages begin
+    with layers of the same kinds as in the run, and the pipeline has as many layers where others can take them."""
+    grid = run.parallel.model_copy(update={"pp": point.pp})
+    stages = point.pp * stages_per_rank(grid)
+    own = [stage for stage in range(stages) if rank_of_stage(stage, grid) == point.pp_rank]
+    starts = [layers.start for layers in layers_of_rank(run, point.pp_rank)] if len(own) > 1 else [point.before]
+    split = [point.layers if stage in own else 1 for stage in range(stages)]
+    after, end = 0, 0
+    for stage, start in zip([*own, stages], [*starts, run.model.num_hidden_layers], strict=True):
+        if stage > after:
+            split[after] = start - end - (stage - after - 1)
+        after, end = stage + 1, start + point.layers
+    return tuple(split)
 
 
 def continue_sent(values: Mapping[Point, int], target: Point) -> int:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from tiny_runs import GPT, LLAMA, QWEN, tiny_run
+from tiny_runs import DEEPSEEK, GEMMA2, GPT, LLAMA, QWEN, tiny_run
 
 from fourfold.config.run import RunConfig
 from fourfold.parallel.grid import Grid
 from fourfold.run_file.load import make_run
 from fourfold.training.job import Job
 from fourfold.verification.batches import random_micro_batches
+from fourfold.verification.continuation import layers_of_rank, run_at, small_points
 from fourfold.verification.recorder import Recorder
 from fourfold.verification.trace import TraceReport, trace
 
@@ -97,7 +98,9 @@ def test_a_block_sends_what_the_formulas_say(model: dict[str, Any], grid: dict[s
 
 
 FULL = {"activation_checkpoint": {"mode": "full"}}
+THIRDS = GEMMA2 | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 CONTINUED = [
+    pytest.param(THIRDS, {"x": 2}, {"training": {"global_batch_size": 2}} | FULL, marks=pytest.mark.slow),
     pytest.param(LLAMA, {"x": 2, "y": 2, "z": 2}, {}, marks=pytest.mark.slow),
     pytest.param(GPT, {"y": 2, "z": 2, "dp": 2}, FULL, marks=pytest.mark.slow),
     pytest.param(QWEN, {"x": 2, "dp": 2, "zero": 1}, {"training": {"precision": "bf16"}}, marks=pytest.mark.slow),
@@ -119,8 +122,44 @@ def test_continuing_from_few_layers_is_exact(
     ranks = grid.get("z", 1) * grid.get("dp", 1)
     training = {"global_batch_size": 2 * ranks * 5, "seq_length": 16, **sections.get("training", {})}
     every = sections.get("activation_checkpoint", {}).get("every", 1)
-    run = tiny_run(model | {"num_hidden_layers": 6 + every}, grid, **(sections | {"training": training}))
+    layers = 6 + every if "layer_types" not in model else 11
+    run = tiny_run(model | {"num_hidden_layers": layers}, grid, **(sections | {"training": training}))
     assert trace(run) == trace(run, whole=True)
+
+
+PIPELINES = [
+    (LLAMA, {"pp": 6}),
+    (THIRDS, {"pp": 6}),
+    (DEEPSEEK | {"num_hidden_layers": 12, "first_k_dense_replace": 3}, {"pp": 6}),
+    (LLAMA | {"num_hidden_layers": 32}, {"pp": 2, "x": 2}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "grid"), PIPELINES)
+def test_continuing_from_short_pipelines_is_exact(model: dict[str, Any], grid: dict[str, int]) -> None:
+    training = {"global_batch_size": 9, "micro_batch_size": 1, "seq_length": 16}
+    run = tiny_run({"num_hidden_layers": 12} | model, grid, training=training)
+    assert trace(run) == trace(run, whole=True)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("pp", [2, 6])
+def test_small_pipelines_have_layers_of_the_same_kinds(pp: int, schedule: str) -> None:
+    """In each stage of the rank that is traced, as many as they have."""
+    kinds = THIRDS | DEEPSEEK | {"num_hidden_layers": 72, "first_k_dense_replace": 3}
+    run = tiny_run(kinds, {"pp": pp, "schedule": schedule}, training={"global_batch_size": 96, "micro_batch_size": 1})
+    for pp_rank in range(pp):
+        points = small_points(run, pp_rank)
+        for point in points:
+            small = run_at(run, point)
+            stages = zip(layers_of_rank(run, pp_rank), layers_of_rank(small, point.pp_rank), strict=True)
+            for true, traced in stages:
+                assert len(traced) == point.layers and kinds_of(small, traced) == kinds_of(run, true[: point.layers])
+
+
+def kinds_of(run: RunConfig, layers: range) -> list[tuple[bool, bool]]:
+    return [(run.model.is_sliding(layer), run.model.is_sparse(layer)) for layer in layers]
 
 
 def recorded_body(rank: int, world_size: int, run: RunConfig) -> tuple[dict[tuple[str, str, str], int], int]:
