@@ -80,7 +80,7 @@ def decode(step: DecodeStep) -> Tensor:
     task = (
         _padded_to_fours(step.query_BKGd), _padded_to_fours(step.query_BKGD.float() * step.scaling),
         *_rows(step.proxy_BKSd), *_rows(step.key_BKSD), *_rows(step.value_BKSD),
-        heads, length, group, k_B, int(k_B.max()), reduce, _flags(step.visible_BS, batch), _flags(step.always_BS, batch),
+        heads, length, group, k_B, k_B.max(), reduce, _flags(step.visible_BS, batch), _flags(step.always_BS, batch),
         out_RHD.numpy(),
     )  # fmt: skip
     wanted = torch.get_num_threads()
