@@ -126,13 +126,13 @@ def loss_and_gradients(
         partial_nv = x_Nh[chunk] @ weight.T
         logits_mv = reduce_scatter(partial_nv, head.y, 0, "lm_head: logits").float()
         my_labels_m = labels_N[chunk].chunk(head.y.size)[head.y.rank]
-        chunk_loss, dlogits_mv = cross_entropy(logits_mv, my_labels_m, head, wants_dx or wants_dw)
+        factors: Tensor | float = loss_scale
+        if weights_BS is not None:
+            factors = weights_BS.flatten()[chunk].chunk(head.y.size)[head.y.rank] * loss_scale
+        chunk_loss, dlogits_mv = cross_entropy(logits_mv, my_labels_m, head, factors if any(wanted) else None)
         loss += chunk_loss
         if dlogits_mv is None:
             continue
-        if weights_BS is not None:
-            dlogits_mv *= weights_BS.flatten()[chunk].chunk(head.y.size)[head.y.rank][:, None]
-        dlogits_mv *= loss_scale
         dlogits_nv = all_gather(dlogits_mv.to(weight.dtype), head.y, 0, "lm_head: logits' gradient")
         if dx_Nh is not None:
             torch.mm(dlogits_nv, weight, out=dx_Nh[chunk])
@@ -152,18 +152,19 @@ def cross_entropy(
     logits_mv: Tensor,
     labels_m: Tensor,
     head: ParallelHead,
-    wants_gradient: bool,
+    factors: Tensor | float | None,
     total: Callable[[Tensor], Tensor] = torch.sum,
 ) -> tuple[Tensor, Tensor | None]:
     """The sum of the losses of m tokens whose logits are split over x, and its gradient, written over the logits.
 
-    total: what to make of the losses [m] in place of their sum.
+    factors: of the gradient, one for all tokens or [m]; None: no gradient is wanted. total: what to make of the losses
+    [m] in place of their sum.
     """
     real, rows = head.real_columns(), logits_mv.shape[1]
     slopes_mv = None
     if head.softcap:
         logits_mv.div_(head.softcap).tanh_()
-        slopes_mv = logits_mv.square().neg_().add_(1) if wants_gradient else None
+        slopes_mv = logits_mv.square().neg_().add_(1) if factors is not None else None
         logits_mv.mul_(head.softcap)
     if real < rows:
         logits_mv[:, real:] = -torch.inf
@@ -180,10 +181,10 @@ def cross_entropy(
         normalizer_m, target_m = both_x2m[:, 0].logsumexp(0), both_x2m[:, 1].sum(0)
     kept_m = labels_m != IGNORE_INDEX
     loss = total((normalizer_m - target_m) * kept_m)
-    if not wants_gradient:
+    if factors is None:
         return loss, None
-    gradient_mv = exp_mv.mul_(((largest_m - normalizer_m).exp() * kept_m)[:, None])
-    gradient_mv.scatter_add_(1, columns_m1, -(mine_m & kept_m)[:, None].to(gradient_mv.dtype))
+    gradient_mv = exp_mv.mul_(((largest_m - normalizer_m).exp() * kept_m * factors)[:, None])
+    gradient_mv.scatter_add_(1, columns_m1, -((mine_m & kept_m) * factors).to(gradient_mv.dtype)[:, None])
     return loss, gradient_mv if slopes_mv is None else gradient_mv.mul_(slopes_mv)
 
 

@@ -69,7 +69,7 @@ class PreferenceHead(ParallelHead):
             chunk = slice(begin, min(begin + size, x_Nh.shape[0]))
             logits_mv = reduce_scatter(x_Nh[chunk] @ weight.T, self.y, 0, "lm_head: logits").float()
             labels_m, rows_m = (t[chunk].chunk(self.y.size)[self.y.rank] for t in (labels_N, rows_N))
-            losses_m, _ = cross_entropy(logits_mv, labels_m, self, wants_gradient=False, total=lambda losses: losses)
+            losses_m, _ = cross_entropy(logits_mv, labels_m, self, None, total=lambda losses: losses)
             found_B.index_add_(0, rows_m, losses_m, alpha=-1)
         for axis in (self.y, self.cp):
             found_B = all_reduce(found_B, axis, "lm_head: log-probabilities of answers")

@@ -244,8 +244,8 @@ EMBEDDING_AND_HEAD = [
     Mutant(
         "the gradient of the logits is scaled by y",
         "parallel.head",
-        "dlogits_mv *= loss_scale",
-        "dlogits_mv *= loss_scale / head.y.size",
+        "factors: Tensor | float = loss_scale",
+        "factors: Tensor | float = loss_scale / head.y.size",
         grid=Y2,
     ),
 ]
