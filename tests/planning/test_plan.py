@@ -16,6 +16,7 @@ from fourfold.config.presets import PRESETS
 from fourfold.errors import UserError
 from fourfold.planning import plan_record, scaling
 from fourfold.planning.calibration.published import figures, weak_scaling
+from fourfold.planning.cases import stack
 from fourfold.planning.cost.memory import (
     CACHED,
     CATEGORIES,
@@ -182,16 +183,18 @@ def test_beyond_a_break_even_another_layout_is_best_and_before_it_this_one(plan:
         assert (same <= again.seconds[again.order[0]] * (1 + 1e-9)) == is_best
 
 
-def test_several_machines_at_once_are_each_alone(plan: Plan) -> None:
+def test_several_machines_and_constants_at_once_are_each_alone(plan: Plan) -> None:
     """Also where parts take turns, some layouts recompute a share of their blocks, and some have no parts."""
     work = plan.found.work.take(plan.found.order[:40]).but(
         batch_parts=np.tile([1, 2, 2, 4], 10),
         recompute=np.tile([0, 1, 2, 1], 10),
         recompute_every=np.tile([1, 1, 2], 14)[:40],
     )
+    cases = [work.take(np.array([i])) for i in range(40)]
     machines = [changed_machine(H100, "node", factor) for factor in np.geomspace(0.1, 4, 40)]
-    alone = [step_seconds(work.take(np.array([i])), machine, PRIOR)[0] for i, machine in enumerate(machines)]
-    assert step_seconds(work, stack_machines(machines), PRIOR) == pytest.approx(alone, rel=1e-12)
+    constants = [replace(PRIOR, exposed=exposed, matmul=0.8 + exposed) for exposed in np.geomspace(0.01, 0.2, 40)]
+    alone = [step_seconds(*case)[0] for case in zip(cases, machines, constants, strict=True)]
+    assert step_seconds(work, stack_machines(machines), stack(constants)) == pytest.approx(alone, rel=1e-12)
     assert len(set(alone)) > 20
 
 

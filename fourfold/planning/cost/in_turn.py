@@ -69,19 +69,19 @@ def exposed_in_turn(work: Workload, machine: Machine, constants: Constants) -> t
     if not np.any(work.parts > 1):
         return 0.0, 0.0
     layout = work.layout
-    others = [value for cases in (work.model, work.step, work.program, machine) for value in vars(cases).values()]
-    varying = [value for value in others if isinstance(value, np.ndarray) and value.ndim]
+    others = (work.model, work.step, work.program, machine, constants)
+    varying = [v for cases in others for v in vars(cases).values() if isinstance(v, np.ndarray) and v.ndim]
     shape = np.broadcast_shapes(*(np.shape(value) for value in (*varying, *(getattr(layout, name) for name in KEY))))
     if not shape:
         x, y = _of_blocks(work.but(x=np.atleast_1d(layout.x)), machine, constants)
         return x[0], y[0]
     places = np.flatnonzero(np.broadcast_to(work.parts > 1, shape))
-    work, machine = work.take(places), machine.take(places)
+    work, machine, constants = work.take(places), machine.take(places), constants.take(places)
     first = back = np.arange(len(places))
     if not varying:
         first, back = unique_rows([np.broadcast_to(getattr(work.layout, name), back.shape) for name in KEY])
     exposed = np.zeros((2, *shape))
-    exposed[:, places] = _of_blocks(work.take(first), machine.take(first), constants)[:, back]
+    exposed[:, places] = _of_blocks(work.take(first), machine.take(first), constants.take(first))[:, back]
     return exposed[0], exposed[1]
 
 
@@ -94,7 +94,7 @@ def _of_blocks(work: Workload, machine: Machine, constants: Constants) -> np.nda
     rest = np.flatnonzero(share < 1)
     if len(rest):
         others = work.take(rest)
-        of_others = _of_kinds(others.but(recompute=0), others.passes_blocks, machine.take(rest), constants)
+        of_others = _of_kinds(others.but(recompute=0), others.passes_blocks, machine.take(rest), constants.take(rest))
         exposed[:, rest] += (1 - share[rest]) * of_others
     return exposed
 
@@ -108,7 +108,7 @@ def _of_kinds(work: Workload, passes_blocks: Number, machine: Machine, constants
     for kind, places in _kinds_of(work, passes_blocks & (blocks >= 2)):
         few = 1 / blocks[places]
         shares = (few, 1 - 2 * few, few) if kind.passes_blocks else (1.0,)
-        waited = waits(events_of(kind), shares, time.take(places), constants.exposed)
+        waited = waits(events_of(kind), shares, time.take(places), constants.take(places).exposed)
         exposed[0, places], exposed[1, places] = waited["x"], waited["y"]
     return exposed
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.planning.cases import Number
+from fourfold.planning.cases import Cases, Number
 
 
 @dataclass(frozen=True)
-class Constants:
+class Constants(Cases):
     """Fractions of the machine's rates, and times.
 
     matmul: of the achieved rate (training is longer and hotter than a benchmark); attention: of the fused kernel's
