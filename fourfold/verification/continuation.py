@@ -17,8 +17,8 @@ from fourfold.config.stages import rank_of_stage, stage_layers, stages_per_rank
 
 
 class Point(NamedTuple):
-    """A run as one of its pipeline's ranks sees it: how many layers its stages have, how many micro-batches run, and
-    how many layers are before its first stage."""
+    """A run as one of its pipeline's ranks sees it: the layers of each of its stages, the micro-batches, and the layers
+    before its first stage."""
 
     layers: int
     micro_batches: int
@@ -61,10 +61,10 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Poin
     # All layers are the same but the first, the last, and those whose weights are gathered ahead. With a single
     # micro-batch gradients outgrow activations only after some layers.
     few = (3 if target.micro_batches > 1 else 4) + run.overlap.weight_prefetch
-    # Where every n-th block recomputes, or slides, n of them are like the next n, and the last one's place among them
-    # counts.
+    # Kinds of blocks repeat: every n-th recomputes, and attention repeats its types. Whole periods are alike, and the
+    # last block's place in its period counts.
     recomputed = 1 if run.activation_checkpoint.mode == "none" else run.activation_checkpoint.every
-    period = math.lcm(recomputed, _types(run))
+    period = math.lcm(recomputed, _type_period(run))
     few += (target.layers - few) % period
     counts = [target.layers]
     backlog = timed and grid.z == 1 and grid.zero == 0 and grid.dp * grid.cp > 1
@@ -79,23 +79,23 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Poin
     return [point._replace(layers=layers) for point, layers in itertools.product(pipelines, counts)]
 
 
-def _types(run: RunConfig) -> int:
-    """The number of layers after which their kinds of attention repeat."""
+def _type_period(run: RunConfig) -> int:
+    """The number of layers after which the kinds of attention repeat."""
     return len(run.model.layer_types) or 1
 
 
 def _short_pipelines(run: RunConfig, target: Point) -> list[Point]:
     """The same end, or a middle, of 1F1B pipelines with two and three stages behind it.
 
-    All middles that begin with a layer of the same kind have the same points.
+    All middles that begin at the same place in the period of the kinds of layers have the same points.
     """
     behind = target.pp - 1 - target.pp_rank
     if behind <= 3 or target.micro_batches < behind + 3:
         filled = [behind + 3, behind + 4]
         return [target._replace(micro_batches=m) for m in filled] if target.micro_batches > filled[-1] else [target]
     place = min(target.pp_rank, 1)
-    least = max(run.model.first_k_dense_replace, place)
-    before = min(target.before, least + (target.before - least) % _types(run))
+    alike = max(run.model.first_k_dense_replace, place)  # from here on the kinds repeat
+    before = min(target.before, alike + (target.before - alike) % _type_period(run))
     return [Point(target.layers, few + 3, pp=place + 1 + few, pp_rank=place, before=before) for few in (2, 3)]
 
 
@@ -112,18 +112,18 @@ def run_at(run: RunConfig, point: Point) -> RunConfig:
 
 
 def _split(run: RunConfig, point: Point) -> tuple[int, ...]:
-    """The layers of each stage. How other ranks share theirs makes no difference to this one, but its own stages begin
-    with layers of the same kinds as in the run, and the pipeline has as many layers where others can take them."""
+    """The layers of each stage. This rank's stages begin with the same kinds of layers as in the run; those of other
+    ranks, which are not built, take the layers between."""
     grid = run.parallel.model_copy(update={"pp": point.pp})
     stages = point.pp * stages_per_rank(grid)
     own = [stage for stage in range(stages) if rank_of_stage(stage, grid) == point.pp_rank]
     starts = [layers.start for layers in layers_of_rank(run, point.pp_rank)] if len(own) > 1 else [point.before]
     split = [point.layers if stage in own else 1 for stage in range(stages)]
-    after, end = 0, 0
+    next_stage, next_layer = 0, 0
     for stage, start in zip([*own, stages], [*starts, run.model.num_hidden_layers], strict=True):
-        if stage > after:
-            split[after] = start - end - (stage - after - 1)
-        after, end = stage + 1, start + point.layers
+        if stage > next_stage:
+            split[next_stage] = start - next_layer - (stage - next_stage - 1)
+        next_stage, next_layer = stage + 1, start + point.layers
     return tuple(split)
 
 

@@ -42,9 +42,14 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
-@pytest.mark.fast_cases(15)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=[pytest.mark.slow] if (number + place) % 2 else [], id=f"{name}-{dtype}")
+        for number, name in enumerate(MODELS)
+        for place, dtype in enumerate((torch.float32, torch.bfloat16))
+    ],
+)
 def test_round_trip_is_bit_identical(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "hf", name, dtype)
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -63,7 +68,6 @@ def test_round_trip_is_bit_identical(name: str, dtype: torch.dtype, tmp_path: Pa
         assert torch.equal(first(tokens()).logits, second(tokens()).logits)
 
 
-@pytest.mark.fast_cases(12)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_config_made_anew_says_the_same(name: str, tmp_path: Path) -> None:
     """Without the original's config.json: transformers computes the same from the one that we write."""

@@ -57,10 +57,10 @@ def moved(rank: int, world_size: int, sizes: dict[str, int], name: str, per_node
 @pytest.mark.parametrize(
     ("sizes", "name", "per_node"),
     [
-        ({"x": 2, "z": 4}, "z", 2),
-        ({"dp": 2, "cp": 2, "z": 2}, "dp_cp_z", 4),
         ({"z": 4}, "z", 2),
+        ({"dp": 2, "cp": 2, "z": 2}, "dp_cp_z", 4),
         ({"z": 6}, "z", 3),
+        ({"x": 2, "z": 4}, "z", 2),
         ({"z": 6}, "z", 2),
         ({"pp": 2, "dp": 4}, "dp_cp_z", 2),
         ({"dp": 2, "z": 2, "y": 2}, "dp_cp_z", 2),

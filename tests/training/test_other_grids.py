@@ -171,8 +171,7 @@ def test_pairs_of_grids(pool: Pool, tmp_path: Path, prefix: str, first: dict[str
     assert_close(run, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("steps", "stops"), [(12, 3), (200, 10)])
+@pytest.mark.parametrize(("steps", "stops"), [(12, 3), pytest.param(200, 10, marks=pytest.mark.slow)])
 def test_each_sample_is_seen_once(pool: Pool, tmp_path: Path, prefix: str, steps: int, stops: int) -> None:
     """Whatever grids a run goes through: the ranks of each step read its samples, and no others."""
     grids: list[dict[str, Any]] = [{"dp": 2}, {"x": 2}, {"z": 2, "dp": 2}, {}, {"cp": 2}, {"pp": 2}, {"dp": 4}]

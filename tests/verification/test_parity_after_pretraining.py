@@ -70,7 +70,7 @@ def test_the_trace_counts_averages_and_the_second_pass_of_pairs() -> None:
     assert twice.bytes == 2 * once.bytes
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_layout_computes_what_one_process_computes(pool: Pool, name: str, tmp_path: Path) -> None:
     check(pool, CASES[name], tmp_path)

@@ -130,7 +130,7 @@ def _flags(flags_BS: Tensor | None, batch: int) -> np.ndarray:
 @_compiled_for_threads
 def _decode(
     threads, query_RHd, query_RHD, proxies, proxy_R, keys, key_R, values, value_R,
-    heads, length, group, k_B, most, reduce, visible_BS, kept_BS, out_RHD,
+    heads, length, group, k_B, largest_k, reduce, visible_BS, kept_BS, out_RHD,
 ):  # fmt: skip
     """Each thread computes its rows one after another in the same workspace; threads synchronize once, at the end.
 
@@ -141,7 +141,7 @@ def _decode(
     for thread in prange(threads):
         scores_HS = np.empty((H, length), np.float32)
         ranks_S = np.empty(length, np.uint32)
-        chosen_k = np.empty(most, np.uint32)
+        chosen_k = np.empty(largest_k, np.uint32)
         for row in range(rows * thread // threads, rows * (thread + 1) // threads):
             sequence = row // heads
             visible_S, kept_S = visible_BS[sequence], kept_BS[sequence]

@@ -87,10 +87,10 @@ def step_parts(
     z_tables = tables * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
     z = z_layers * traffic.of_z + z_tables * traffic.table_of_z
     logits = block.head + ends.table + np.where(several, 0.0, block.embedding + ends.table)
-    dispersion = _slowest(work, machine, constants)
+    slowdown = _slowdown(work, machine, constants)
     parts = {
-        "compute": layers * layer.compute * dispersion,
-        "recompute": layers * (layer.recompute * dispersion + layer.offload),
+        "compute": layers * layer.compute * slowdown,
+        "recompute": layers * (layer.recompute * slowdown + layer.offload),
         "x": layers * layer.x + tables * block.head_x,
         "y": layers * layer.y + tables * block.head_y,
         "z": z,
@@ -99,7 +99,7 @@ def step_parts(
         "dp": _gradient_sum(work, constants, block, traffic) + (z_layers + z_tables - z),
         "pp": exposed_pp(work, machine, constants),
         "bubble": _bubble(work, block, layer, ends),
-        "logits": tables * logits * dispersion,
+        "logits": tables * logits * slowdown,
         "launch": layers * layer.launch,
         "optimizer": _optimizer(work, machine, constants),
         "other": constants.step,
@@ -122,10 +122,10 @@ def micro_batch_seconds(work: Workload, machine: Machine, constants: Constants, 
     return (repeated - _gradient_sum(work, constants, block, traffic)) / work.micro_batches
 
 
-def _slowest(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """The time of the slowest device for the same operations, for which all wait, over the mean.
+def _slowdown(work: Workload, machine: Machine, constants: Constants) -> Number:
+    """How many times the mean the slowest device takes, for which all wait.
 
-    It is that of the slowest node where the devices' own spread was not measured.
+    Where the spread of devices was not measured, the slowest node decides.
     """
     gpus = work.layout.gpus
     of_nodes = constants.dispersion * slowest_of(gpus / machine.gpus_per_node)

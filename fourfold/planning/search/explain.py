@@ -25,8 +25,8 @@ KNOBS = {
 RATES = {8: "achieved_fp8", 32: "achieved_fp32"}
 """Fields of the matmul rate for precisions other than 16 bits."""
 FACTORS = np.geomspace(1, 8, 31)
-HALVINGS = 6
-"""Bisections between two factors, for a break-even to a thousandth."""
+FINER = 65
+"""Factors from one of these to the next, for a break-even to a thousandth."""
 TIE = 1e-9
 """Layouts whose steps differ by less, as a share, are equally fast: weights over z or ZeRO 3 over dp send the same."""
 
@@ -82,37 +82,31 @@ def break_evens(plan: Plan) -> list[BreakEven]:
     grids = np.stack([np.asarray(getattr(work.layout, axis)) for axis in AXES], axis=1)
     of_best = (grids == grids[0]).all(axis=1)
 
-    def overtakers(fields: Sequence[str], factors: np.ndarray) -> np.ndarray:
-        """The best candidate for each field when it is multiplied by its factor; -1 where the best grid stays it."""
-        machines = stack_machines(
-            [changed_machine(plan.machine, *change) for change in zip(fields, factors, strict=True)]
-        )
+    def first_lost(field: str, factors: np.ndarray) -> tuple[int, int] | None:
+        """The place of the first factor of a constant with which a layout on another grid is the fastest, and its
+        place among the candidates."""
+        machines = stack_machines([changed_machine(plan.machine, field, factor) for factor in factors])
         each = work.map_arrays(lambda array: np.tile(array, len(factors)))
         seconds = step_seconds(each, machines.take(np.repeat(np.arange(len(factors)), len(order))), plan.constants)
         seconds = seconds.reshape(len(factors), len(order))
-        stays = seconds.min(axis=1) >= (1 - TIE) * seconds[:, of_best].min(axis=1)
-        return np.where(stays, -1, seconds.argmin(axis=1))
+        lost = seconds.min(axis=1) < (1 - TIE) * seconds[:, of_best].min(axis=1)
+        return (place := int(lost.argmax()), int(seconds[place].argmin())) if lost.any() else None
 
-    flips = []
+    found = []
     for what, (field, unit, size) in KNOBS.items():
         if field == "achieved":
             field = RATES.get(int(plan.best.work.step.bits), field)
+        now = getattr(plan.machine, field)
         for factors in (FACTORS, 1 / FACTORS):
-            places = np.flatnonzero(overtakers([field] * len(factors), factors)[1:] >= 0)
-            if len(places):
-                flips.append((what, field, unit, size, factors[places[0]], factors[places[0] + 1]))
-    if not flips:
-        return []
-    whats, fields, units, sizes, *between_two = (list(column) for column in zip(*flips, strict=True))
-    holds, lost = np.array(between_two)
-    for _ in range(HALVINGS):
-        between = np.sqrt(holds * lost)
-        stays = overtakers(fields, between) < 0
-        holds, lost = np.where(stays, between, holds), np.where(stays, lost, between)
-    others = [predict(plan.found.point(order[place]), plan.machine, plan.constants).describe()
-              for place in overtakers(fields, lost)]  # fmt: skip
-    now = [getattr(plan.machine, field) / size for field, size in zip(fields, sizes, strict=True)]
-    return [BreakEven(*each) for each in zip(whats, now, (now * lost).tolist(), units, others, strict=True)]
+            flip = first_lost(field, factors)
+            if flip is None:
+                continue
+            between = np.geomspace(factors[flip[0] - 1], factors[flip[0]], FINER)
+            flip = first_lost(field, between)
+            assert flip is not None, "the last of these factors is one with which it has lost"
+            other = predict(plan.found.point(order[flip[1]]), plan.machine, plan.constants)
+            found.append(BreakEven(what, now / size, float(now * between[flip[0]] / size), unit, other.describe()))
+    return found
 
 
 def changed_machine(machine: Machine, field: str, factor: float) -> Machine:
