@@ -38,6 +38,7 @@ CPU = torch.device("cpu")
 
 GRIDS: dict[str, dict[str, int]] = {
     "dp=4": {"dp": 4},
+    "dp=4 zero=2": {"dp": 4, "zero": 2},
     "z=4": {"z": 4},
     "dp=2 z=2": {"dp": 2, "z": 2},
     "x=2 z=2": {"x": 2, "z": 2},
