@@ -10,7 +10,6 @@ from fourfold.planning.calibration.memory_cases import CAPACITIES, FitCases, mem
 from fourfold.planning.calibration.rows import Row
 from fourfold.planning.cases import stack
 from fourfold.planning.cost.memory import CACHED, SPREAD, UNUSABLE, normal_share, peak_memory, runtime_bytes
-from fourfold.planning.machines.machine import stack_machines
 from fourfold.planning.search.fastest import MAX_P_OUT_OF_MEMORY
 from validation_page.cells import percent, table
 
@@ -48,7 +47,7 @@ def allocator_share(rows: list[Row]) -> float:
 
 def memory_parts(rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Bytes of the runtime, allocated by the step, and measured, of rows with memory."""
-    work, machine = stack([row.work for row in rows]), stack_machines([row.machine for row in rows])
+    work, machine = stack([row.work for row in rows]), stack([row.machine for row in rows])
     runtime = np.where(work.program.count_runtime, runtime_bytes(work, machine), 0)
     measured = np.array([row.memory_gb * 1e9 for row in rows if row.memory_gb is not None])
     return runtime, (peak_memory(work, machine) - runtime) / (1 + CACHED), measured

@@ -18,11 +18,12 @@ from fourfold.planning.calibration.machine_fit import fit_machine
 from fourfold.planning.calibration.measured_run import compare_run
 from fourfold.planning.calibration.rows import read_rows
 from fourfold.planning.calibration.score import fit_rows, predict_rows
+from fourfold.planning.cases import stack
 from fourfold.planning.cost.block import block_time
 from fourfold.planning.cost.memory import CATEGORIES, stage_memory
 from fourfold.planning.cost.step import step_seconds
 from fourfold.planning.machines.constants import NAMES, moved, prior_constants
-from fourfold.planning.machines.machine import load_machine, parse_machine, stack_machines
+from fourfold.planning.machines.machine import load_machine, parse_machine
 from fourfold.planning.machines.write import machine_toml, measured_machine
 from fourfold.planning.run_workload import workload_of, workload_of_model
 from fourfold.planning.workload import Workload
@@ -43,7 +44,7 @@ def cases() -> Workload:
 
 
 def fitted(seconds: np.ndarray, work: Workload) -> Calibration:
-    machine = stack_machines([load_machine("dgx-a100")] * len(seconds))
+    machine = stack([load_machine("dgx-a100")] * len(seconds))
     return fit(work, machine, seconds, ["dgx-a100"] * len(seconds), ["p"] * len(seconds))
 
 

@@ -29,7 +29,7 @@ from fourfold.planning.cost.memory import (
 )
 from fourfold.planning.cost.step import PARTS, step_seconds
 from fourfold.planning.machines.constants import Constants, prior_constants
-from fourfold.planning.machines.machine import Machine, load_machine, stack_machines
+from fourfold.planning.machines.machine import Machine, load_machine
 from fourfold.planning.planned_run import write_run
 from fourfold.planning.request import request_from_options
 from fourfold.planning.run_workload import workload_of, workload_of_model
@@ -194,7 +194,7 @@ def test_several_machines_and_constants_at_once_are_each_alone(plan: Plan) -> No
     machines = [changed_machine(H100, "node", factor) for factor in np.geomspace(0.1, 4, 40)]
     constants = [replace(PRIOR, exposed=exposed, matmul=0.8 + exposed) for exposed in np.geomspace(0.01, 0.2, 40)]
     alone = [step_seconds(*case)[0] for case in zip(cases, machines, constants, strict=True)]
-    assert step_seconds(work, stack_machines(machines), stack(constants)) == pytest.approx(alone, rel=1e-12)
+    assert step_seconds(work, stack(machines), stack(constants)) == pytest.approx(alone, rel=1e-12)
     assert len(set(alone)) > 20
 
 

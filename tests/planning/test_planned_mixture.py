@@ -17,7 +17,7 @@ from fourfold.planning.cost.memory import peak_memory, stage_memory
 from fourfold.planning.cost.stage_split import blocks_of
 from fourfold.planning.cost.step import step_parts
 from fourfold.planning.machines.constants import prior_constants
-from fourfold.planning.machines.machine import load_machine, stack_machines
+from fourfold.planning.machines.machine import load_machine
 from fourfold.planning.run_workload import workload_of
 from fourfold.planning.search.fastest import search
 from fourfold.planning.search.plan import predict
@@ -164,7 +164,7 @@ def test_the_fullest_rank_of_a_pipeline_with_dense_first_layers(schedule: str, m
         assert float(peak_memory(work, H100)) == pytest.approx(max(held), rel=1e-9)
         cases.append(work)
         peaks.append(max(held))
-    together = peak_memory(stack(cases), stack_machines([H100] * len(cases)))
+    together = peak_memory(stack(cases), stack([H100] * len(cases)))
     assert together == pytest.approx(np.array(peaks), rel=1e-9)
 
 
@@ -226,7 +226,7 @@ def test_the_search_divides_experts_in_every_legal_way() -> None:
 def test_a_step_with_experts_in_a_stack_of_dense_ones_is_the_same() -> None:
     """Rows of both kinds are predicted together."""
     mixture, dense = work_of({"dp": 4, "ep": 2}), work_of({"dp": 4}, {"num_experts": 0, "moe_intermediate_size": 0})
-    machine, constants = stack_machines([H100, H100]), constants_for(H100)
+    machine, constants = stack([H100, H100]), constants_for(H100)
     together = step_parts(stack([mixture, dense]), machine, constants)
     for place, work in enumerate((mixture, dense)):
         alone = step_parts(work, H100, constants)

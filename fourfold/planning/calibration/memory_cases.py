@@ -16,7 +16,6 @@ import numpy as np
 from fourfold.planning.calibration.rows import Row
 from fourfold.planning.cases import stack
 from fourfold.planning.cost.memory import needed_bytes, p_out_of_memory, peak_memory
-from fourfold.planning.machines.machine import stack_machines
 
 CAPACITIES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.25, 1.4, 1.7, 2.0)
 """Memory of the devices, relative to what a run needs."""
@@ -49,7 +48,7 @@ class FitCases(NamedTuple):
 def memory_cases(rows: Sequence[Row]) -> FitCases:
     """Put every run whose memory was measured on devices of ``CAPACITIES``."""
     rows = [row for row in rows if row.memory_gb is not None]
-    work, machine = stack([row.work for row in rows]), stack_machines([row.machine for row in rows])
+    work, machine = stack([row.work for row in rows]), stack([row.machine for row in rows])
     measured = np.array([row.memory_gb * 1e9 for row in rows if row.memory_gb is not None])
     # A run that had room held blocks that it did not need.
     needed, held = needed_bytes(measured, work, machine), peak_memory(work, machine)

@@ -14,7 +14,6 @@ from fourfold.planning.calibration.rows import Row
 from fourfold.planning.cases import stack
 from fourfold.planning.cost.memory import p_out_of_memory, peak_memory
 from fourfold.planning.cost.step import step_seconds
-from fourfold.planning.machines.machine import stack_machines
 
 MIN_SWEEP, MIN_RANKED = 3, 8
 """Least points of a sweep for its regret, and for its rank correlation."""
@@ -53,7 +52,7 @@ def fit_rows(rows: Sequence[Row], known: bool = True) -> Calibration:
         raise UserError("no row to calibrate on has a step time; give step_seconds")
     return fit(
         stack([row.work for row in timed]),
-        stack_machines([row.machine for row in timed]),
+        stack([row.machine for row in timed]),
         np.array([row.seconds for row in timed]),
         [row.machine.name for row in timed],
         [row.source for row in timed],
@@ -65,7 +64,7 @@ def predict_rows(rows: Sequence[Row], calibration: Calibration) -> list[Scored]:
     """Predict step time and memory of every row."""
     if not rows:
         return []
-    work, machine = stack([row.work for row in rows]), stack_machines([row.machine for row in rows])
+    work, machine = stack([row.work for row in rows]), stack([row.machine for row in rows])
     constants = calibration.stacked([row.machine.name for row in rows], [row.source for row in rows])
     seconds = np.broadcast_to(step_seconds(work, machine, constants), (len(rows),))
     memory = peak_memory(work, machine)

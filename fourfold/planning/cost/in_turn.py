@@ -69,8 +69,8 @@ def exposed_in_turn(work: Workload, machine: Machine, constants: Constants) -> t
     if not np.any(work.parts > 1):
         return 0.0, 0.0
     layout = work.layout
-    parts = (work.model, work.step, work.program, machine, constants)
-    varying = [v for cases in parts for v in vars(cases).values() if isinstance(v, np.ndarray) and v.ndim]
+    inputs = (work.model, work.step, work.program, machine, constants)
+    varying = [v for cases in inputs for v in vars(cases).values() if isinstance(v, np.ndarray) and v.ndim]
     shape = np.broadcast_shapes(*(np.shape(value) for value in (*varying, *(getattr(layout, name) for name in KEY))))
     if not shape:
         x, y = _of_blocks(work.but(x=np.atleast_1d(layout.x)), machine, constants)

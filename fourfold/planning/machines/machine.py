@@ -5,13 +5,10 @@ Machines are TOML files (``fourfold/planning/machines``), in which every constan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from fourfold.errors import UserError
 from fourfold.parsing import parse_toml
@@ -189,10 +186,3 @@ def _extent(table: dict[str, Any], where: str) -> tuple[tuple[str, tuple[float, 
         if ends[0] > ends[1]:
             raise UserError(f"{where}: calibrated_range.{name} = {ends!r} must begin with the smaller number")
     return tuple((name, (float(low), float(high))) for name, (low, high) in table.items())
-
-
-def stack_machines(machines: Sequence[Machine]) -> Machine:
-    """Stack many machines into one whose constants are arrays, with an entry for each."""
-    names = [field.name for field in fields(Machine) if field.type == "Number"]
-    numbers: dict[str, Number] = {name: np.array([getattr(machine, name) for machine in machines]) for name in names}
-    return Machine(name="several", **numbers)

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from fourfold.planning.cases import stack
 from fourfold.planning.cost.step import PARTS, step_seconds
-from fourfold.planning.machines.machine import Machine, stack_machines
+from fourfold.planning.machines.machine import Machine
 from fourfold.planning.search.fastest import RANKED, in_parts, score
 from fourfold.planning.search.plan import Plan, Prediction, of_blocks, predict
 from fourfold.planning.search.space import AXES, PIPELINES, REASONS, refusal, rejections
@@ -85,7 +86,7 @@ def break_evens(plan: Plan) -> list[BreakEven]:
     def first_lost(field: str, factors: np.ndarray) -> tuple[int, int] | None:
         """The place of the first factor of a constant with which a layout on another grid is the fastest, and its
         place among the candidates."""
-        machines = stack_machines([changed_machine(plan.machine, field, factor) for factor in factors])
+        machines = stack([changed_machine(plan.machine, field, factor) for factor in factors])
         each = work.map_arrays(lambda array: np.tile(array, len(factors)))
         seconds = step_seconds(each, machines.take(np.repeat(np.arange(len(factors)), len(order))), plan.constants)
         seconds = seconds.reshape(len(factors), len(order))
