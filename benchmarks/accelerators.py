@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -26,11 +27,20 @@ class Accelerators(TorchDispatchMode):
     ) -> Any:
         begin = time.perf_counter()
         result = operator(*args, **(kwargs or {}))
-        flops: Callable[..., int] | None = flop_registry.get(operator._overloadpacket)
+        flops = _flops(operator)
         if flops is not None:
             end = begin + flops(*args, **(kwargs or {}), out_val=result) / self.flops_per_second
             time.sleep(max(0.0, end - time.perf_counter()))
         return result
+
+
+def _flops(operator: Any) -> Callable[..., int] | None:
+    """What counts the operations of a matrix product; None for other operators."""
+    packet = operator._overloadpacket
+    if packet == torch.ops.aten.addmm_:  # torch's table has only the other one
+        packet = torch.ops.aten.addmm
+    counts: Callable[..., int] | None = flop_registry.get(packet)
+    return counts
 
 
 def accelerators(gflops_per_second: float) -> AbstractContextManager[object]:

@@ -15,22 +15,15 @@ import os
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks.accelerators import accelerators
 from benchmarks.cluster_runs import ALL, CPU, NONE, add_cluster, cluster_run, grid_of, products, size_of
-from benchmarks.peers import Step
-from benchmarks.ranks import fourfold, one_step, random_batch
-from fourfold.config.run import RunConfig
-from fourfold.parallel import communicate, fsdp_on_gloo
+from benchmarks.limits import communication_of, without_communication
+from benchmarks.ranks import fourfold, interleave, random_batch
 from fourfold.parallel.grid import Grid
 
 ACTS_ON = {
@@ -41,20 +34,6 @@ ACTS_ON = {
     "shards_per_node": "z",
 }
 """The axes whose collectives a switch hides."""
-COLLECTIVES = {
-    "all_gather": [(communicate, "all_gather_single"), (fsdp_on_gloo, "all_gather_single")],
-    "all_reduce": [(dist, "all_reduce")],
-    "all_to_all": [(dist, "all_to_all_single")],
-}
-"""Where a step on gloo calls each, without cp and pp."""
-
-
-class Collective(NamedTuple):
-    """A collective of a step, to be repeated."""
-
-    call: Callable[..., Any]
-    shapes: list[tuple[torch.Size, torch.dtype]]
-    group: dist.ProcessGroup | None
 
 
 def main() -> int:
@@ -76,10 +55,12 @@ def main() -> int:
     plain = runs["none"]
     grid = Grid(plain.parallel, "cpu")
     steps = {name: fourfold(run, CPU, grid=grid) for name, run in runs.items()}
-    steps["computation"] = _without_communication(fourfold(plain, CPU, grid=grid))
-    steps["communication"] = _alone(fourfold(plain, CPU, grid=grid), random_batch(plain, 0, CPU))
+    limits = {
+        "computation": without_communication(fourfold(plain, CPU, grid=grid)),
+        "communication": communication_of(fourfold(plain, CPU, grid=grid), random_batch(plain, 0, CPU)),
+    }
     with accelerators(arguments.gflops):
-        times = _times(steps, plain, arguments.rounds)
+        times = interleave(steps, plain, CPU, arguments.rounds, 1e-4, limits, warm_ups=0)
     if dist.get_rank() == 0:
         rows = _rows(times)
         _print(arguments, rows)
@@ -95,74 +76,6 @@ def _shards_per_node(grid_sizes: dict[str, int]) -> int:
     tensor = grid_sizes.get("x", 1) * grid_sizes.get("y", 1)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // tensor
     return per_node if 1 < per_node < grid_sizes.get("z", 1) else 1
-
-
-@contextmanager
-def _replaced(make: Callable[[str, Any], Callable[..., Any]]) -> Iterator[None]:
-    """Replace every collective by what ``make`` returns for its kind and the function that carries it out."""
-    with ExitStack() as stack:
-        for kind, places in COLLECTIVES.items():
-            for module, name in places:
-                stack.enter_context(mock.patch.object(module, name, make(kind, getattr(module, name))))
-        yield
-
-
-class Done:
-    """The work of a collective that is complete."""
-
-    def wait(self) -> bool:
-        return True
-
-
-def _without_communication(step: Step) -> Step:
-    def copy(kind: str, _: Any) -> Callable[..., Done]:
-        def collective(out: Tensor, part: Any = None, *rest: Any, **options: Any) -> Done:
-            if kind != "all_reduce":
-                out.view(-1, part.numel()).copy_(part.clone().view(1, -1))
-            return Done()
-
-        return collective
-
-    def alone(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
-        with _replaced(copy):
-            return step(tokens_BS, labels_BS)
-
-    return alone
-
-
-def _alone(step: Step, batch: tuple[Tensor, Tensor]) -> Step:
-    """The collectives of a step, one after the other."""
-    collectives: list[Collective] = []
-
-    def record(kind: str, call: Any) -> Callable[..., Any]:
-        def collective(*tensors: Any, **options: Any) -> Any:
-            shapes = [(tensor.shape, tensor.dtype) for tensor in tensors if isinstance(tensor, Tensor)]
-            collectives.append(Collective(call, shapes, options.get("group")))
-            return call(*tensors, **options)
-
-        return collective
-
-    with _replaced(record):
-        step(*batch)
-
-    def alone(*_: Tensor) -> Tensor:
-        for call, shapes, group in collectives:
-            call(*(torch.zeros(shape, dtype=dtype) for shape, dtype in shapes), group=group)
-        return torch.zeros(())
-
-    return alone
-
-
-def _times(steps: dict[str, Step], run: RunConfig, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every contender's steps, after one that is not timed; all must compute the same first loss."""
-    losses = {name: one_step(step, random_batch(run, 0, CPU))[1] for name, step in steps.items()}
-    same = [loss for name, loss in losses.items() if name not in ("computation", "communication")]
-    assert max(same) - min(same) < 1e-4, f"losses of the first step differ: {losses}"
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for i in range(rounds):
-        for name, step in steps.items():
-            times[name].append(one_step(step, random_batch(run, 1 + i, CPU))[0])
-    return times
 
 
 def _rows(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:

@@ -146,22 +146,36 @@ def one_step(step: Step, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:
     return time.perf_counter() - begin, loss
 
 
-def interleave(steps: dict[str, Step], run: RunConfig, device: torch.device, rounds: int, tolerance: float) -> Times:
-    """Warm every contender up, then time one step of each in turn, ``rounds`` times over.
+def interleave(
+    steps: dict[str, Step],
+    run: RunConfig,
+    device: torch.device,
+    rounds: int,
+    tolerance: float,
+    limits: dict[str, Step] | None = None,
+    warm_ups: int = 1,
+) -> Times:
+    """Time one step of every contender in turn, ``rounds`` times over.
 
-    All start from the same weights: their losses before the first update must agree within ``tolerance``, or they do
-    not do the same work.
+    The first step of each is not timed: all start from the same weights, so their losses before the first update must
+    agree within ``tolerance``, or they do not do the same work. limits: parts of a step, timed with the contenders;
+    their losses mean nothing. warm_ups: further steps that are not timed.
     """
     losses = {name: one_step(step, random_batch(run, 0, device))[1] for name, step in steps.items()}
     first = next(iter(losses.values()))
     for name, loss in losses.items():
         assert abs(loss - first) < tolerance, f"{name} does other work: losses before the first update are {losses}"
-    for step in steps.values():
-        one_step(step, random_batch(run, 1, device))
-    times: Times = {name: [] for name in steps}
+    limits = limits or {}
+    for step in limits.values():
+        one_step(step, random_batch(run, 0, device))
+    timed = steps | limits
+    for i in range(warm_ups):
+        for step in timed.values():
+            one_step(step, random_batch(run, 1 + i, device))
+    times: Times = {name: [] for name in timed}
     for i in range(rounds):
-        batch = random_batch(run, 2 + i, device)
-        for name, step in steps.items():
+        batch = random_batch(run, 1 + warm_ups + i, device)
+        for name, step in timed.items():
             times[name].append(one_step(step, batch)[0])
     return times
 

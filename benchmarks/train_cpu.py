@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.limits import products_of, without_communication
 from benchmarks.options import add_tiny
 from benchmarks.peers import distributed_data_parallel, fsdp2_tensor_parallel, hugging_face
 from benchmarks.ranks import (
@@ -48,6 +49,12 @@ GRIDS: dict[str, dict[str, int]] = {
 """Grids of four processes."""
 
 TENSOR_GRID = "x=2 z=2"
+NEAR_DDP = {"fourfold dp=4": 0.95, "fourfold z=4": 0.95, "fourfold dp=2 z=2": 0.95}
+"""The least ratios to DistributedDataParallel that are aimed at."""
+ALONE = ", no communication"
+"""The limit of a grid: its step with collectives that only copy."""
+PRODUCTS = "products and attention alone"
+"""The limit of all contenders in one process, which call the same kernels for these."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,11 @@ def _compared(letter: str, size: Size, comparisons: Comparisons) -> list[Row]:
 Comparisons = dict[str, list[tuple[str, str, float | None]]]
 
 ONE_PROCESS: Comparisons = {
-    "fp32": [("fourfold", "Hugging Face", 1.0), ("Hugging Face", "Hugging Face", None)],
+    "fp32": [
+        ("fourfold", "Hugging Face", 1.0),
+        ("Hugging Face", "Hugging Face", None),
+        (PRODUCTS, "Hugging Face", None),
+    ],
     "bf16": [
         ("fourfold, bf16 weights", "HF, bf16 weights", 1.0),
         ("fourfold, fp32 master", "HF, autocast", 1.0),
@@ -145,6 +156,8 @@ COMPILED: Comparisons = {
         ("fourfold, compiled", "HF, compiled", 1.05),
         ("HF, compiled", "Hugging Face", None),
         ("fourfold", "Hugging Face", None),
+        (PRODUCTS, "Hugging Face", None),
+        (PRODUCTS, "HF, compiled", None),
     ]
 }
 """Contender, whom it is compared with, and the least ratio that is aimed at. Like is compared with like: weights in
@@ -156,6 +169,7 @@ def _time_one_process(size: Size, section: str) -> Times:
         return fourfold(one_micro_batch_run({}, size.batch, size.seq_length, size.model, **training), CPU)
 
     run = one_micro_batch_run({}, size.batch, size.seq_length, size.model)
+    limits = {} if section == "bf16" else {PRODUCTS: products_of(ours(), random_batch(run, 0, CPU))}
     if section == "fp32":
         steps = {"fourfold": ours(), "Hugging Face": hugging_face(run, CPU)}
     elif section == "compiled":
@@ -172,17 +186,15 @@ def _time_one_process(size: Size, section: str) -> Times:
             "HF, bf16 weights": hugging_face(run, CPU, torch.bfloat16),
             "HF, autocast": hugging_face(run, CPU, autocast=torch.bfloat16),
         }
-    return interleave(steps, run, CPU, size.rounds, tolerance=2e-2 if section == "bf16" else 1e-4)
+    return interleave(steps, run, CPU, size.rounds, 2e-2 if section == "bf16" else 1e-4, limits)
 
 
 def four_processes(size: Size) -> list[Row]:
     times = run_on_ranks(4, 1, _time_four_processes, size)
-    grids = [name for name in times if name.startswith("fourfold")]
-    best = min(grids, key=lambda name: statistics.median(times[name]))
-    rows = [_row("b", size, times, name, "DDP", 0.95 if name == best else None) for name in [*grids, "DDP"]]
-    for name in (f"fourfold {TENSOR_GRID}", "FSDP2 + DTensor TP"):
-        goal = 1.3 if name.startswith("fourfold") else None
-        rows.append(_row("c", size, times, name, "FSDP2 + DTensor TP", goal))
+    tensor, ddp, peer = f"fourfold {TENSOR_GRID}", "DDP", "FSDP2 + DTensor TP"
+    rows = [_row("b", size, times, name, ddp, NEAR_DDP.get(name)) for name in times if name != peer]
+    for name, goal in {tensor: 1.5, f"{TENSOR_GRID}{ALONE}": None, peer: None}.items():
+        rows.append(_row("c", size, times, name, peer, goal))
     return rows
 
 
@@ -191,7 +203,10 @@ def _time_four_processes(size: Size) -> Times:
     steps = {f"fourfold {grid}": fourfold(run, CPU) for grid, run in runs.items()}
     steps["DDP"] = distributed_data_parallel(runs[TENSOR_GRID])
     steps["FSDP2 + DTensor TP"] = fsdp2_tensor_parallel(runs[TENSOR_GRID])
-    return interleave(steps, runs[TENSOR_GRID], CPU, size.rounds, tolerance=1e-4)
+    limits = {
+        f"{grid}{ALONE}": without_communication(fourfold(run, CPU)) for grid, run in runs.items() if run.parallel.z > 1
+    }
+    return interleave(steps, runs[TENSOR_GRID], CPU, size.rounds, 1e-4, limits)
 
 
 def first_steps(size: Size) -> list[Row]:

@@ -17,6 +17,7 @@ HELPERS = {
     "cluster_overlap",
     "cluster_runs",
     "gpu",
+    "limits",
     "options",
     "peers",
     "ranks",

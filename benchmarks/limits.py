@@ -1,0 +1,130 @@
+"""Limits of a step: its computation without communication, its collectives alone, its products and attention alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from benchmarks.peers import Step
+from fourfold.parallel import communicate, fsdp_on_gloo
+
+Batch = tuple[Tensor, Tensor]
+
+COLLECTIVES = {
+    "all_gather": [(communicate, "all_gather_single"), (fsdp_on_gloo, "all_gather_single")],
+    "all_reduce": [(dist, "all_reduce")],
+    "all_to_all": [(dist, "all_to_all_single")],
+}
+"""Where a step on gloo calls each, without cp and pp."""
+PRODUCTS = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::addmm_",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+}
+
+
+class Collective(NamedTuple):
+    """A collective of a step, to be repeated."""
+
+    call: Callable[..., Any]
+    shapes: list[tuple[torch.Size, torch.dtype]]
+    group: dist.ProcessGroup | None
+
+
+class Done:
+    """The work of a collective that is complete."""
+
+    def wait(self) -> bool:
+        return True
+
+
+class Products(TorchDispatchMode):
+    """Keeps every matrix product and attention, with copies of what they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if operator._schema.name in PRODUCTS:
+            self.calls.append((operator, *tree_map_only(Tensor, Tensor.clone, (args, kwargs))))
+        return operator(*args, **kwargs)
+
+
+def without_communication(step: Step) -> Step:
+    """The step, with collectives that only copy this rank's part."""
+
+    def copy(kind: str, _: Any) -> Callable[..., Done]:
+        def collective(out: Tensor, part: Any = None, *rest: Any, **options: Any) -> Done:
+            if kind != "all_reduce":
+                out.view(-1, part.numel()).copy_(part.clone().view(1, -1))
+            return Done()
+
+        return collective
+
+    def alone(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        with _replaced(copy):
+            return step(tokens_BS, labels_BS)
+
+    return alone
+
+
+def communication_of(step: Step, batch: Batch) -> Step:
+    """The collectives of a step, one after the other."""
+    collectives: list[Collective] = []
+
+    def record(kind: str, call: Any) -> Callable[..., Any]:
+        def collective(*tensors: Any, **options: Any) -> Any:
+            shapes = [(tensor.shape, tensor.dtype) for tensor in tensors if isinstance(tensor, Tensor)]
+            collectives.append(Collective(call, shapes, options.get("group")))
+            return call(*tensors, **options)
+
+        return collective
+
+    with _replaced(record):
+        step(*batch)
+
+    def alone(*_: Tensor) -> Tensor:
+        for call, shapes, group in collectives:
+            call(*(torch.zeros(shape, dtype=dtype) for shape, dtype in shapes), group=group)
+        return torch.zeros(())
+
+    return alone
+
+
+def products_of(step: Step, batch: Batch) -> Step:
+    """The matrix products and attention kernels of a step, forward and backward, one after the other."""
+    with Products() as products:
+        step(*batch)
+
+    def alone(*_: Tensor) -> Tensor:
+        for operator, args, kwargs in products.calls:
+            operator(*args, **kwargs)
+        return torch.zeros(())
+
+    return alone
+
+
+@contextmanager
+def _replaced(make: Callable[[str, Any], Callable[..., Any]]) -> Iterator[None]:
+    """Replace every collective by what ``make`` returns for its kind and the function that carries it out."""
+    with ExitStack() as stack:
+        for kind, places in COLLECTIVES.items():
+            for module, name in places:
+                stack.enter_context(mock.patch.object(module, name, make(kind, getattr(module, name))))
+        yield
