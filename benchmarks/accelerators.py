@@ -11,6 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+ATEN = torch.ops.aten
+FLOPS: dict[Any, Callable[..., int]] = flop_registry | {ATEN.addmm_: flop_registry[ATEN.addmm]}  # torch's lacks addmm_
+
 
 class Accelerators(TorchDispatchMode):
     """Computes every matrix product, and sleeps until a device of ``flops_per_second`` would be done with it.
@@ -27,20 +30,11 @@ class Accelerators(TorchDispatchMode):
     ) -> Any:
         begin = time.perf_counter()
         result = operator(*args, **(kwargs or {}))
-        flops = _flops(operator)
+        flops = FLOPS.get(operator._overloadpacket)
         if flops is not None:
             end = begin + flops(*args, **(kwargs or {}), out_val=result) / self.flops_per_second
             time.sleep(max(0.0, end - time.perf_counter()))
         return result
-
-
-def _flops(operator: Any) -> Callable[..., int] | None:
-    """What counts the operations of a matrix product; None for other operators."""
-    packet = operator._overloadpacket
-    if packet == torch.ops.aten.addmm_:  # torch's table has only the other one
-        packet = torch.ops.aten.addmm
-    counts: Callable[..., int] | None = flop_registry.get(packet)
-    return counts
 
 
 def accelerators(gflops_per_second: float) -> AbstractContextManager[object]:

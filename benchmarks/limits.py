@@ -15,24 +15,14 @@ from torch.utils._pytree import tree_map_only
 
 from benchmarks.peers import Step
 from fourfold.parallel import communicate, fsdp_on_gloo
-
-Batch = tuple[Tensor, Tensor]
+from fourfold.verification.durations import PRODUCTS, is_attention
 
 COLLECTIVES = {
     "all_gather": [(communicate, "all_gather_single"), (fsdp_on_gloo, "all_gather_single")],
     "all_reduce": [(dist, "all_reduce")],
     "all_to_all": [(dist, "all_to_all_single")],
 }
-"""Where a step on gloo calls each, without cp and pp."""
-PRODUCTS = {
-    "aten::mm",
-    "aten::addmm",
-    "aten::addmm_",
-    "aten::bmm",
-    "aten::baddbmm",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
-}
+"""The functions that issue each on gloo; cp, pp and experts have others."""
 
 
 class Collective(NamedTuple):
@@ -50,8 +40,8 @@ class Done:
         return True
 
 
-class Products(TorchDispatchMode):
-    """Keeps every matrix product and attention, with copies of what they read."""
+class RecordedProducts(TorchDispatchMode):
+    """Records every call of a matrix product or an attention, with copies of its operands."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,18 +51,21 @@ class Products(TorchDispatchMode):
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if operator._schema.name in PRODUCTS:
+        name = operator._overloadpacket.__name__
+        if name in PRODUCTS or is_attention(name):
             self.calls.append((operator, *tree_map_only(Tensor, Tensor.clone, (args, kwargs))))
         return operator(*args, **kwargs)
 
 
 def without_communication(step: Step) -> Step:
-    """The step, with collectives that only copy this rank's part."""
+    """The step, with collectives that only copy this rank's part to where the parts of all ranks belong."""
 
     def copy(kind: str, _: Any) -> Callable[..., Done]:
         def collective(out: Tensor, part: Any = None, *rest: Any, **options: Any) -> Done:
             if kind != "all_reduce":
-                out.view(-1, part.numel()).copy_(part.clone().view(1, -1))
+                for place in out.view(-1, part.numel()):
+                    if place.data_ptr() != part.data_ptr():  # FSDP2's part is in its place already
+                        place.copy_(part.flatten())
             return Done()
 
         return collective
@@ -84,7 +77,7 @@ def without_communication(step: Step) -> Step:
     return alone
 
 
-def communication_of(step: Step, batch: Batch) -> Step:
+def communication_of(step: Step, batch: tuple[Tensor, Tensor]) -> Step:
     """The collectives of a step, one after the other."""
     collectives: list[Collective] = []
 
@@ -107,9 +100,9 @@ def communication_of(step: Step, batch: Batch) -> Step:
     return alone
 
 
-def products_of(step: Step, batch: Batch) -> Step:
+def products_of(step: Step, batch: tuple[Tensor, Tensor]) -> Step:
     """The matrix products and attention kernels of a step, forward and backward, one after the other."""
-    with Products() as products:
+    with RecordedProducts() as products:
         step(*batch)
 
     def alone(*_: Tensor) -> Tensor:

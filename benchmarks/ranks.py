@@ -155,20 +155,17 @@ def interleave(
     limits: dict[str, Step] | None = None,
     warm_ups: int = 1,
 ) -> Times:
-    """Time one step of every contender in turn, ``rounds`` times over.
+    """Time one step of every contender in turn, ``rounds`` times over, after one step of each that is not timed.
 
-    The first step of each is not timed: all start from the same weights, so their losses before the first update must
-    agree within ``tolerance``, or they do not do the same work. limits: parts of a step, timed with the contenders;
-    their losses mean nothing. warm_ups: further steps that are not timed.
+    All start from the same weights, so their first losses must agree within ``tolerance``, or they do not do the same
+    work. limits: parts of a step, timed in the same rounds; their losses are not compared. warm_ups: further steps
+    that are not timed.
     """
-    losses = {name: one_step(step, random_batch(run, 0, device))[1] for name, step in steps.items()}
-    first = next(iter(losses.values()))
-    for name, loss in losses.items():
-        assert abs(loss - first) < tolerance, f"{name} does other work: losses before the first update are {losses}"
-    limits = limits or {}
-    for step in limits.values():
-        one_step(step, random_batch(run, 0, device))
-    timed = steps | limits
+    timed = steps | (limits or {})
+    losses = {name: one_step(step, random_batch(run, 0, device))[1] for name, step in timed.items()}
+    first = losses[next(iter(steps))]
+    for name in steps:
+        assert abs(losses[name] - first) < tolerance, f"{name} does other work: first losses are {losses}"
     for i in range(warm_ups):
         for step in timed.values():
             one_step(step, random_batch(run, 1 + i, device))

@@ -3,7 +3,8 @@
     python -m benchmarks.train_cpu [--rounds 7] [--json results.json]
 
 Contenders of a section live in the same processes and take their steps in turn, so that other work on the machine
-strikes all alike; a ratio is the median over the rounds. Needs ``pip install fourfold[benchmarks]``.
+strikes all alike; a ratio is the median over the rounds. Beside them stand limits: a step without communication, and
+its products and attention alone. Needs ``pip install fourfold[benchmarks]``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from benchmarks.ranks import (
     ratio,
     run_on_ranks,
 )
+from fourfold.parallel.grid import Grid
 
 CPU = torch.device("cpu")
 
@@ -49,12 +51,11 @@ GRIDS: dict[str, dict[str, int]] = {
 """Grids of four processes."""
 
 TENSOR_GRID = "x=2 z=2"
-NEAR_DDP = {"fourfold dp=4": 0.95, "fourfold z=4": 0.95, "fourfold dp=2 z=2": 0.95}
-"""The least ratios to DistributedDataParallel that are aimed at."""
-ALONE = ", no communication"
+DDP_GOALS = {"fourfold dp=4": 0.95, "fourfold z=4": 0.95, "fourfold dp=2 z=2": 0.95}
+NO_COMMUNICATION = ", no communication"
 """The limit of a grid: its step with collectives that only copy."""
-PRODUCTS = "products and attention alone"
-"""The limit of all contenders in one process, which call the same kernels for these."""
+PRODUCTS_ALONE = "products and attention alone"
+"""The limit of one process: those of fourfold's step that is not compiled. All contenders call these kernels."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ ONE_PROCESS: Comparisons = {
     "fp32": [
         ("fourfold", "Hugging Face", 1.0),
         ("Hugging Face", "Hugging Face", None),
-        (PRODUCTS, "Hugging Face", None),
+        (PRODUCTS_ALONE, "Hugging Face", None),
     ],
     "bf16": [
         ("fourfold, bf16 weights", "HF, bf16 weights", 1.0),
@@ -156,8 +157,8 @@ COMPILED: Comparisons = {
         ("fourfold, compiled", "HF, compiled", 1.05),
         ("HF, compiled", "Hugging Face", None),
         ("fourfold", "Hugging Face", None),
-        (PRODUCTS, "Hugging Face", None),
-        (PRODUCTS, "HF, compiled", None),
+        (PRODUCTS_ALONE, "Hugging Face", None),
+        (PRODUCTS_ALONE, "HF, compiled", None),
     ]
 }
 """Contender, whom it is compared with, and the least ratio that is aimed at. Like is compared with like: weights in
@@ -169,7 +170,7 @@ def _time_one_process(size: Size, section: str) -> Times:
         return fourfold(one_micro_batch_run({}, size.batch, size.seq_length, size.model, **training), CPU)
 
     run = one_micro_batch_run({}, size.batch, size.seq_length, size.model)
-    limits = {} if section == "bf16" else {PRODUCTS: products_of(ours(), random_batch(run, 0, CPU))}
+    limits = {} if section == "bf16" else {PRODUCTS_ALONE: products_of(ours(), random_batch(run, 0, CPU))}
     if section == "fp32":
         steps = {"fourfold": ours(), "Hugging Face": hugging_face(run, CPU)}
     elif section == "compiled":
@@ -191,20 +192,22 @@ def _time_one_process(size: Size, section: str) -> Times:
 
 def four_processes(size: Size) -> list[Row]:
     times = run_on_ranks(4, 1, _time_four_processes, size)
-    tensor, ddp, peer = f"fourfold {TENSOR_GRID}", "DDP", "FSDP2 + DTensor TP"
-    rows = [_row("b", size, times, name, ddp, NEAR_DDP.get(name)) for name in times if name != peer]
-    for name, goal in {tensor: 1.5, f"{TENSOR_GRID}{ALONE}": None, peer: None}.items():
+    ours, peer = f"fourfold {TENSOR_GRID}", "FSDP2 + DTensor TP"
+    rows = [_row("b", size, times, name, "DDP", DDP_GOALS.get(name)) for name in times if name != peer]
+    for name, goal in {ours: 1.5, f"{TENSOR_GRID}{NO_COMMUNICATION}": None, peer: None}.items():
         rows.append(_row("c", size, times, name, peer, goal))
     return rows
 
 
 def _time_four_processes(size: Size) -> Times:
     runs = {grid: one_micro_batch_run(GRIDS[grid], size.batch, size.seq_length, size.model) for grid in size.grids}
-    steps = {f"fourfold {grid}": fourfold(run, CPU) for grid, run in runs.items()}
+    grids = {name: Grid(run.parallel, "cpu") for name, run in runs.items()}
+    steps = {f"fourfold {name}": fourfold(run, CPU, grid=grids[name]) for name, run in runs.items()}
     steps["DDP"] = distributed_data_parallel(runs[TENSOR_GRID])
     steps["FSDP2 + DTensor TP"] = fsdp2_tensor_parallel(runs[TENSOR_GRID])
     limits = {
-        f"{grid}{ALONE}": without_communication(fourfold(run, CPU)) for grid, run in runs.items() if run.parallel.z > 1
+        f"{name}{NO_COMMUNICATION}": without_communication(fourfold(run, CPU, grid=grids[name]))
+        for name, run in runs.items()
     }
     return interleave(steps, runs[TENSOR_GRID], CPU, size.rounds, 1e-4, limits)
 

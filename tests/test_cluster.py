@@ -48,7 +48,8 @@ def test_accelerators_take_their_time_and_change_no_result() -> None:
     with accelerators(0.01):
         emulated = left @ right
         emulated.sum().backward()
-    products = 2 * (2 * 64 * 128 * 32)  # the output, and the gradient of right
+        torch.zeros(64, 32).addmm_(left, right.detach())
+    products = 3 * (2 * 64 * 128 * 32)  # the output, and the gradient of right, and a product added to a sum
     assert torch.equal(plain, emulated)
     assert time.perf_counter() - begin >= products / 0.01e9
 

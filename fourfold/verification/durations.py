@@ -21,7 +21,7 @@ from fourfold.planning.cost.terms.matmul import matmul_seconds
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.run_workload import workload_of
 
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
+PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_scaled_mm"}
 PICOSECOND = 1e-12
 """Durations are whole numbers of these, so that sums of them are exact."""
 

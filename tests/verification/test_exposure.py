@@ -357,3 +357,10 @@ def test_attention_takes_the_planners_time(cap: float) -> None:
     forward = durations.operation("attend_documents", [heads_BSND] * 3)
     backward = durations.operation("attend_documents_backward", [heads_BSND] * 4)
     assert [forward, backward] == pytest.approx([float(seconds) / PICOSECOND for seconds in planned], rel=1e-3)
+
+
+def test_a_product_added_to_a_sum_takes_a_products_time() -> None:
+    """As the weight gradient of the head in float32, a chunk of logits at a time."""
+    durations = Durations(tiny_run(LLAMA, {}), load_machine("dgx-a100"))
+    total, left, right = (torch.empty(sizes, device="meta") for sizes in ((64, 32), (64, 128), (128, 32)))
+    assert durations.operation("addmm_", [total, left, right]) == durations.operation("mm", [left, right]) > 0
