@@ -26,7 +26,10 @@ def calibrate(
         ),
     ] = "laptop",
     processes: Annotated[
-        int | None, typer.Option(help="Local processes of the microbenchmark. Default: one per GPU, or 2 without GPUs.")
+        int | None,
+        typer.Option(
+            min=1, max=256, help="Local processes of the microbenchmark. Default: one per GPU, or 2 without GPUs."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -48,6 +48,8 @@ def generate(
         raise UserError(
             "--attention loki and --basis BASIS.safetensors go together (fourfold loki calibrate makes one)"
         )
+    if loki_values and basis is None:
+        raise UserError(f"--loki {loki_values[0]} is for --attention loki; add that and --basis, or leave --loki out")
     with importing():
         from fourfold.data.transformers_tokenizer import load_any_tokenizer
         from fourfold.huggingface.export_model import as_huggingface

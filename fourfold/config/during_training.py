@@ -36,7 +36,7 @@ class EMAConfig(Strict):
     """An exponential moving average of the trained weights (arXiv 1703.01780): float32, cut over the grid as they are.
 
     It is saved with them, validated beside them, and written by `fourfold export-hf --ema`
-    ([training.md](validation.md#a-moving-average-of-the-weights)).
+    ([validation.md](validation.md#a-moving-average-of-the-weights)).
     """
 
     decay: float = Field(

@@ -39,6 +39,8 @@ class WriteFailed(UserError):
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an OSError of the block, such as a full disk, into a ``WriteFailed`` that names ``path``."""
+    if not path.name:
+        raise WriteFailed(f"cannot write {path}: it is a folder; add the name of a file")
     try:
         yield
     except OSError as error:

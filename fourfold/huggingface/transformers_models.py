@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 
 from fourfold.data.transformers_tokenizer import import_transformers
 from fourfold.errors import UserError, first_line
+from fourfold.huggingface.weight_names import BUFFERS
 from fourfold.models.dtypes import DTYPES
 
 
@@ -23,7 +24,7 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
     wanted = "auto" if dtype == "auto" else DTYPES[dtype]
     device = checked_device(device)
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # no table of keys: the one kind that matters is an error below
+    transformers.logging.set_verbosity_error()  # no table of keys: those that matter are errors below
     try:
         model, keys = transformers.AutoModelForCausalLM.from_pretrained(
             str(name), dtype=wanted, use_safetensors=True, output_loading_info=True
@@ -35,6 +36,9 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
         transformers.logging.set_verbosity(verbosity)
     if keys["missing_keys"]:
         raise UserError(f"cannot load the model {name}: its files lack the tensor {min(keys['missing_keys'])}")
+    surplus = [key for key in keys["unexpected_keys"] if not key.endswith(BUFFERS)]
+    if surplus:
+        raise UserError(f"cannot load the model {name}: its config.json has no place for the tensor {min(surplus)}")
     return model
 
 

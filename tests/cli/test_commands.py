@@ -208,6 +208,12 @@ def test_prepare_refuses(
     assert not list(tmp_path.glob("out/a.*[nx]"))  # no .bin, no .idx, no .json
 
 
+def test_generate_refuses_loki_without_its_attention(cli: Cli) -> None:
+    assert "--loki d=4 is for --attention loki" in one_sentence(
+        cli("generate", "--model", "none", "--prompt", "a", "--loki", "d=4")
+    )
+
+
 def test_report_refuses(cli: Cli, tmp_path: Path) -> None:
     assert "does not exist" in one_sentence(cli("report", tmp_path / "none"))
     assert not (tmp_path / "none").exists()

@@ -185,6 +185,7 @@ def test_a_hugging_face_model_is_the_preset(cli: Cli, tmp_path: Path) -> None:
         ),
         (("--model", "gpt2", "--gpus", 8, "--limit", "micro_batch=1", "--limit", "micro_batch=2"), "(micro_batch)"),
         (("--model", "gpt2", "--gpus", 2, "--write", "/no/such/folder/x.toml"), "cannot write /no/such/folder/x.toml"),
+        (("--model", "gpt2", "--gpus", 2, "--write", "."), "cannot write .: it is a folder"),
         (("--model", "gpt2", "--gpus", 8, "--limit", "schedule=ZBV"), "schedule= takes one of 1F1B, "),
         (("--model", "gpt2", "--gpus", 1024, "--global-batch", 1024, "--limit", "micro_batch=16777216"), "is legal"),
         (("scaling", "--model", "gpt2", "--gpus", "8,-4"), "--gpus 8,-4"),
@@ -359,6 +360,10 @@ def test_calibrate_on_a_table(cli: Cli, tmp_path: Path) -> None:
     assert dict(load_machine(str(target)).efficiency)["matmul"] > 0
     code, _, error = cli("calibrate", "--out", tmp_path / "mine", "--from", tmp_path / "a.csv")
     assert code == 2 and "must end in .toml" in error
+    (tmp_path / "steps.jsonl").touch()
+    for path, sentence in (("none", "none does not exist"), ("steps.jsonl", "has no run.toml beside it")):
+        code, _, error = cli("calibrate", "--out", target, "--from", tmp_path / path)
+        assert code == 2 and sentence in error
 
 
 def test_training_shows_what_was_predicted_once_its_machine_is_calibrated(cli: Cli, tmp_path: Path) -> None:

@@ -28,3 +28,13 @@ def test_a_missing_tensor_is_refused_and_not_filled_at_random(tmp_path: Path) ->
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(UserError, match=f"its files lack the tensor {MISSING}"):
         load_model(folder)
+
+
+def test_a_tensor_without_a_place_is_refused_and_not_left_out(tmp_path: Path) -> None:
+    """An audit of a part of a model would say that the model has memorized less."""
+    folder = make_model(tmp_path / "model", "llama")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    last = config["num_hidden_layers"] - 1
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": last}), encoding="utf-8")
+    with pytest.raises(UserError, match=f"has no place for the tensor model.layers.{last}."):
+        load_model(folder)

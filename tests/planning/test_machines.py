@@ -68,6 +68,7 @@ def test_shipped_constants_are_there_for_every_level() -> None:
         (("[latency]", "[[latency]]"), "latency must be a section"),
         (('name = "', 'efficiency = 3\nname = "'), "efficiency must be a section"),
         (('name = "', 'name = ["a"] # "'), "name = .* must be text"),
+        (('name = "', 'name = "two\\n'), "name = .* must be text of one line"),
     ],
 )
 def test_a_wrong_machine_file_is_a_sentence(change: tuple[str, str], sentence: str) -> None:

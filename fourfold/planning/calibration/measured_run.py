@@ -60,9 +60,11 @@ def compare_run(run: RunConfig, machine: Machine, seconds: Sequence[float], memo
 
 def row_of_run(path: Path, machine: Machine) -> Row:
     """A row of a run's median step, from its metrics.jsonl and the run.toml beside it."""
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; give the metrics.jsonl of a run, or a table of rows (.csv)")
     run_file = path.with_name("run.toml")
     if not run_file.is_file():
-        raise UserError(f"{run_file} does not exist: metrics.jsonl must be in the folder of its run")
+        raise UserError(f"{path} has no run.toml beside it; give the metrics.jsonl in a run's folder, or rows (.csv)")
     try:
         records = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:

@@ -125,8 +125,8 @@ def parse_machine(text: str, where: str) -> Machine:
     except ValueError as error:
         raise UserError(f"{where} is not valid TOML: {error}") from None
     values: dict[str, Any] = {"name": table.pop("name", Path(where).stem)}
-    if not isinstance(values["name"], str):
-        raise UserError(f"{where}: name = {values['name']!r} must be text")
+    if not isinstance(values["name"], str) or not values["name"].isprintable():
+        raise UserError(f"{where}: name = {values['name']!r} must be text of one line")
     table.pop("sources", None)
     efficiency = _efficiency(_section(table, "efficiency", where), where)
     extent = _extent(_section(table, "calibrated_range", where), where)
