@@ -134,8 +134,8 @@ RULES: tuple[Divides | Rule, ...] = (
                 else f"neither training.micro_batch_size = {s.micro_batch} nor a rank's {s.seq // (s.cp * s.x)} tokens "
                 f"of a sequence (over cp·x = {s.cp * s.x}) can be split into"
             )
-            + f" overlap.batch_parts = {s.batch_parts}; a micro_batch_size of "
-            f"{round_to_multiple(s.micro_batch, s.batch_parts)} works, and so does batch_parts = 1"
+            + f" overlap.batch_parts = {s.batch_parts}; batch_parts = "
+            f"{_largest_divisor(s.micro_batch, s.batch_parts)} works"
         ),
     ),
     Rule(
@@ -144,7 +144,8 @@ RULES: tuple[Divides | Rule, ...] = (
         lambda run, s: (
             f"overlap.shards_per_node = {s.shards_per_node} and the ranks of a shard group (z = {s.z}"
             + (f", dp·cp·z = {s.dp * s.cp * s.z}" if s.zero else "")
-            + ") must divide each other, so that all nodes have as many of them; shards_per_node = 1 works"
+            + ") must divide each other, so that all nodes have as many of them; shards_per_node = "
+            f"{_largest_divisor(s.z, s.shards_per_node)} works"
         ),
     ),
     Rule(
@@ -267,6 +268,11 @@ RULES: tuple[Divides | Rule, ...] = (
     ),
 )
 """A layout is refused for the first rule that it breaks."""
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    """The largest divisor that is at most ``most``."""
+    return max(divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0)
 
 
 def _is_split(counts: tuple[int, ...], stages: int, layers: int) -> bool:

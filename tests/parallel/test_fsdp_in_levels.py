@@ -120,16 +120,17 @@ def order_of_levels(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("grid", "per_node"),
-    [({"z": 4}, 3), ({"z": 6}, 4), ({"z": 4, "dp": 2, "zero": 1}, 3), ({"z": 3, "dp": 4, "zero": 2}, 2)],
+    ("grid", "per_node", "works"),
+    [({"z": 4}, 3, 2), ({"z": 6}, 4, 3), ({"z": 4, "dp": 2, "zero": 1}, 3, 2), ({"z": 3, "dp": 4, "zero": 2}, 2, 1)],
     ids=str,
 )
-def test_nodes_that_do_not_divide_a_shard_group_are_refused(grid: dict[str, int], per_node: int) -> None:
+def test_nodes_that_do_not_divide_a_shard_group_are_refused(grid: dict[str, int], per_node: int, works: int) -> None:
     batch = {"global_batch_size": 24, "micro_batch_size": 1}
     with pytest.raises(
-        UserError, match=rf"shards_per_node = {per_node} .*\(z = {grid['z']}\D.* shards_per_node = 1 works"
+        UserError, match=rf"shards_per_node = {per_node} .*\(z = {grid['z']}\D.* shards_per_node = {works} works"
     ):
         tiny_run(LLAMA, grid, training=batch, overlap={"shards_per_node": per_node})
+    tiny_run(LLAMA, grid, training=batch, overlap={"shards_per_node": works})
 
 
 @pytest.mark.parametrize(

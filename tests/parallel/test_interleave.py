@@ -64,9 +64,9 @@ def test_a_recomputation_that_ends_early_keeps_the_order_of_the_forward() -> Non
 
 def test_parts_divide_the_micro_batch() -> None:
     in_threes = {"overlap": {"batch_parts": 3}, "training": {"micro_batch_size": 2}}
-    with pytest.raises(UserError, match=r"nor a rank's 16 tokens .* overlap\.batch_parts = 3; .* of 3 works"):
+    with pytest.raises(UserError, match=r"nor a rank's 16 tokens .* overlap\.batch_parts = 3; batch_parts = 2 works"):
         tiny_run(LLAMA, {"x": 2}, **in_threes)
-    with pytest.raises(UserError, match=r"= 2 cannot be split into overlap\.batch_parts = 3; .* of 3 works"):
+    with pytest.raises(UserError, match=r"= 2 cannot be split into overlap\.batch_parts = 3; batch_parts = 2 works"):
         tiny_run(LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}, {"y": 4}, **in_threes)
 
 
