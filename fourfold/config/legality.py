@@ -272,7 +272,7 @@ RULES: tuple[Divides | Rule, ...] = (
 
 def _largest_divisor(number: int, most: int) -> int:
     """The largest divisor that is at most ``most``."""
-    return max(divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0)
+    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
 
 
 def _is_split(counts: tuple[int, ...], stages: int, layers: int) -> bool:

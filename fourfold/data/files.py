@@ -38,7 +38,10 @@ class WriteFailed(UserError):
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block, such as a full disk, into a ``WriteFailed`` that names ``path``."""
+    """Turn an OSError of the block, such as a full disk, into a ``WriteFailed`` that names ``path``.
+
+    A path that ends in no name is refused before.
+    """
     if not path.name:
         raise WriteFailed(f"cannot write {path}: it is a folder; add the name of a file")
     try:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from fourfold.data.transformers_tokenizer import import_transformers
 from fourfold.errors import UserError, first_line
-from fourfold.huggingface.weight_names import BUFFERS
+from fourfold.huggingface.weight_names import BUFFERS, FORMATS
 from fourfold.models.dtypes import DTYPES
 
 
@@ -36,7 +36,10 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
         transformers.logging.set_verbosity(verbosity)
     if keys["missing_keys"]:
         raise UserError(f"cannot load the model {name}: its files lack the tensor {min(keys['missing_keys'])}")
-    surplus = [key for key in keys["unexpected_keys"] if not key.endswith(BUFFERS)]
+    config = model.config
+    known = FORMATS.get(config.model_type)
+    beyond = known.names_beyond(config.num_hidden_layers, config.to_dict()) if known is not None else ()
+    surplus = [key for key in keys["unexpected_keys"] if not key.startswith(beyond) and not key.endswith(BUFFERS)]
     if surplus:
         raise UserError(f"cannot load the model {name}: its config.json has no place for the tensor {min(surplus)}")
     return model

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,6 +140,11 @@ class Format:
     """Tensors that join the rows of our parameters head by head."""
     layers_beyond: str | None = None
     """Their key for the number of layers after the last, which predict further tokens and are left out."""
+
+    def names_beyond(self, last: int, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """The beginnings of the names of layers that are left out, after the ``last``."""
+        count = config.get(self.layers_beyond) if self.layers_beyond is not None else 0
+        return tuple(f"model.layers.{n}." for n in range(last, last + count)) if isinstance(count, int) else ()
 
 
 FORMATS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), Format(_LLAMA)) | {

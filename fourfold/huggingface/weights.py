@@ -12,7 +12,7 @@ from torch import Tensor
 from fourfold.config.model import ModelConfig
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import family_of, read_config
-from fourfold.huggingface.weight_names import BUFFERS, FORMATS, HEAD, Format, Piece, TheirTensor, head_of, name_map
+from fourfold.huggingface.weight_names import BUFFERS, FORMATS, HEAD, Piece, TheirTensor, head_of, name_map
 from fourfold.models.tensor_files import TensorFiles, whole_or_part
 from fourfold.models.transformer import parameter_shapes
 
@@ -83,7 +83,7 @@ class Pretrained:
         return [name, name.removeprefix(FORMATS[self.kind].prefix), *modules]
 
     def _check_nothing_left(self, model: ModelConfig, config: Mapping[str, Any]) -> None:
-        beyond = _layers_beyond(FORMATS[self.kind], model, config)
+        beyond = FORMATS[self.kind].names_beyond(model.num_hidden_layers, config)
         left = {name for name in set(self.files.shapes) - set(self._names.values()) if not name.startswith(beyond)}
         for name in sorted(left):
             if name in (HEAD, head_of(self.kind)) and model.tie_word_embeddings:
@@ -112,10 +112,3 @@ class Pretrained:
             f"{self.files.file_of[head]}: {head} differs from {embedding}, and config.json has tie_word_embeddings = "
             "true; set it to false there"
         )
-
-
-def _layers_beyond(files: Format, model: ModelConfig, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The beginnings of the names of layers that are left out."""
-    count = config.get(files.layers_beyond) if files.layers_beyond is not None else 0
-    last = model.num_hidden_layers
-    return tuple(f"model.layers.{n}." for n in range(last, last + count)) if isinstance(count, int) else ()

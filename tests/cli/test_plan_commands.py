@@ -361,7 +361,9 @@ def test_calibrate_on_a_table(cli: Cli, tmp_path: Path) -> None:
     code, _, error = cli("calibrate", "--out", tmp_path / "mine", "--from", tmp_path / "a.csv")
     assert code == 2 and "must end in .toml" in error
     (tmp_path / "steps.jsonl").touch()
-    for path, sentence in (("none", "none does not exist"), ("steps.jsonl", "has no run.toml beside it")):
+    (tmp_path / "run").mkdir()
+    missing = "has no run.toml beside it"
+    for path, sentence in (("none", "none does not exist"), ("steps.jsonl", missing), ("run", missing)):
         code, _, error = cli("calibrate", "--out", target, "--from", tmp_path / path)
         assert code == 2 and sentence in error
 

@@ -38,3 +38,12 @@ def test_a_tensor_without_a_place_is_refused_and_not_left_out(tmp_path: Path) ->
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": last}), encoding="utf-8")
     with pytest.raises(UserError, match=f"has no place for the tensor model.layers.{last}."):
         load_model(folder)
+
+
+def test_a_layer_that_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "glm4_moe")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    last = config["num_hidden_layers"] - 1
+    announced = {"num_hidden_layers": last, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config | announced), encoding="utf-8")
+    assert load_model(folder).config.num_hidden_layers == last

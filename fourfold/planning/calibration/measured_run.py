@@ -60,7 +60,7 @@ def compare_run(run: RunConfig, machine: Machine, seconds: Sequence[float], memo
 
 def row_of_run(path: Path, machine: Machine) -> Row:
     """A row of a run's median step, from its metrics.jsonl and the run.toml beside it."""
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"{path} does not exist; give the metrics.jsonl of a run, or a table of rows (.csv)")
     run_file = path.with_name("run.toml")
     if not run_file.is_file():
