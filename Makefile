@@ -1,4 +1,4 @@
-# Everything from a fresh machine: `make demo` trains a small model, `make test` runs the tests.
+# On a fresh machine, `make demo` trains a small model and `make test` runs the tests. Both install what they need.
 PYTHON ?= python3
 VENV := .venv
 OUT ?= gpu-results
@@ -11,6 +11,13 @@ export PYTHONDONTWRITEBYTECODE :=
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/fourfold train examples/demo.toml
+	@printf '\n%s\n' 'Try next:' \
+		'  $(VENV)/bin/fourfold train examples/demo.toml --set name=dp --set parallel.x=1 --set parallel.z=1 --set parallel.dp=4' \
+		'      the same training on another grid: compare the losses' \
+		'  $(VENV)/bin/fourfold parity examples/parity.toml' \
+		'      every gradient of a grid against one process in float64' \
+		'  $(VENV)/bin/fourfold plan --model llama3-8b --machine dgx-h100 --gpus 64 --global-batch 256 --tokens 1e12' \
+		'      the fastest layouts of Llama 3 8B on 64 GPUs, and how long the training takes'
 
 test: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .

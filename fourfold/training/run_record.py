@@ -140,6 +140,7 @@ class RunRecord:
         seconds = time.perf_counter() - self.started
         steps = outcome.steps - self.first_step
         facts: dict[str, Fact] = {
+            "grid": self.facts["grid"],
             "steps": outcome.steps,
             "final loss": outcome.loss,
             "tokens/s, everything included": steps * self.tokens_per_step / seconds if steps else None,
