@@ -14,6 +14,7 @@ import pytest
 import torch
 from command_line import Cli, Result, exit_code
 from forked_starter import ForkedStarter
+from hypothesis import HealthCheck, settings
 from pool import Pool, prepare_fork_server
 from report_pages import chromium
 from sampling import Sampling, add_options, mark_long_matrices
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 gc.disable()  # while the tests are imported: collections take a fifth of that time, and find nothing
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 

@@ -21,9 +21,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from patience import PATIENCE
+
 from fourfold.processes import end_with_parent, keep_gloo_local
 
-ECHO_SECONDS = 10.0
+ECHO_SECONDS = 60.0
 """How long after one rank's failure the others may take: they should fail soon, for they lose a peer."""
 
 
@@ -64,7 +66,7 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="fourfold-pool-")
         self._runs = 0
 
-    def run(self, world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, world_size: int, body: Callable[..., Any], *args: Any, timeout: float = PATIENCE) -> list[Any]:
         """Call ``body(rank, world_size, *args)``, a function of a module, on every rank; what they returned.
 
         The first exception of a rank is raised here. Ranks that hang or die cost the pool a restart.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,15 @@ def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path: Path, monkeypatc
         "slow": ["-c", "import time; time.sleep(60)"],
     }
     monkeypatch.setattr("benchmarks.gpu.parts", lambda *_: programs)
-    monkeypatch.setattr("benchmarks.gpu.SECONDS", 2)
+    run = subprocess.run
+
+    def run_or_be_late(command: list[str], **options: Any) -> Any:
+        if "time.sleep" in command[-1]:
+            raise subprocess.TimeoutExpired(command, options["timeout"])
+        return run(command, **options)
+
+    monkeypatch.setattr("benchmarks.gpu.subprocess.run", run_or_be_late)
     code, record = gpu_record(tmp_path, monkeypatch)
     assert code == 1
     results = {name: (part["result"], part["figures"]) for name, part in record["parts"].items()}
-    assert results == {"good": ("done", [1]), "bad": ("exit code 3", None), "slow": ("not done in 2 s", None)}
+    assert results == {"good": ("done", [1]), "bad": ("exit code 3", None), "slow": ("not done in 600 s", None)}

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from tiny_huggingface import make_model
 
 from fourfold.errors import UserError
@@ -58,5 +59,5 @@ def test_parallelize_prints_nothing(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "llama gqa tied", vocab_size=257)
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     command = [sys.executable, "-c", PARALLELIZE, str(folder), str(tmp_path / "saved")]
-    ran = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=PATIENCE)
     assert (ran.returncode, ran.stderr) == (0, "")

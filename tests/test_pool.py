@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE
 from pool import Pool, RemoteTraceback
 
 from fourfold.errors import UserError
@@ -43,7 +44,7 @@ def process_id(rank: int, world_size: int) -> int:
 
 def hang_on_rank_1(rank: int, world_size: int) -> None:
     if rank == 1:
-        time.sleep(60)
+        time.sleep(2 * PATIENCE)
 
 
 def die_on_rank_1(rank: int, world_size: int) -> None:
@@ -82,7 +83,7 @@ def test_ranks_that_hang_or_die_are_replaced() -> None:
     try:
         pool.run(2, process_id)
         with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 were not done with hang_on_rank_1"):
-            pool.run(2, hang_on_rank_1, timeout=1.0)
+            pool.run(2, hang_on_rank_1, timeout=15.0)
         with pytest.raises(RuntimeError, match="rank 1 of 2 died: exit code 7"):
             pool.run(2, die_on_rank_1)
     finally:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from patience import PATIENCE
 from pool import Pool
 from saved_jobs import equal, new_job, tensors_of, train
 from tiny_corpus import run_file
@@ -135,7 +136,7 @@ def fourfold(*arguments: object) -> subprocess.CompletedProcess[str]:
     code = "import sys; from fourfold.cli.app import main; sys.argv[0] = 'fourfold'; main()"
     command = [sys.executable, "-c", code, *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli, files_in, one_sentence
+from patience import PATIENCE
 from tiny_corpus import run_file
 
 from fourfold import __version__
@@ -45,7 +46,7 @@ def modules_after(*arguments: object) -> tuple[int, set[str]]:
         "print('\\n' + json.dumps([code, list(sys.modules)]))"
     )
     command = [sys.executable, "-c", code, json.dumps(["fourfold", *map(str, arguments)])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     exit_code, modules = json.loads(done.stdout.splitlines()[-1])
     return exit_code, set(modules)
 

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from command_line import Cli, files_in, one_sentence
+from patience import PATIENCE, wait_until
 from report_pages import chart_specs
 from tiny_corpus import run_file
 
@@ -24,7 +24,7 @@ from fourfold.training import loop
 def in_a_process(*arguments: object) -> subprocess.CompletedProcess[str]:
     code = "import sys; from fourfold.cli.app import main; sys.argv[0] = 'fourfold'; main()"
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_train(cli: Cli, tmp_path: Path, prefix: str) -> None:
@@ -91,13 +91,9 @@ def test_local_workers_stopped_by_sigterm_save_and_exit_with_3(tmp_path: Path, p
         [sys.executable, "-c", code, "train", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
-    give_up = time.monotonic() + 120
-    while not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < give_up, "it did not begin to train"
-        time.sleep(0.05)
+    wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 2, process)
     process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, errors) == (3, "")
     assert "a signal or the time limit, after saving" in output
     steps = metrics.read_text().count("\n")

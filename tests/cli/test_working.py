@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from tiny_corpus import run_file
 
 from fourfold.cli.working import working
@@ -30,7 +31,7 @@ def on_terminal(*arguments: object) -> tuple[str, str]:
     except OSError:  # the other end is closed
         pass
     os.close(outside)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, shown
     return output, shown.decode()
 

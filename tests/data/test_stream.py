@@ -9,10 +9,12 @@ import weakref
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from patience import PATIENCE, wait_until
 from tiny_hub import make_dataset, texts_of
 
 from fourfold.config.loss_masks import GoldfishConfig
@@ -47,7 +49,7 @@ class Listed:
 
 
 def streamed(*streams: Any, batch: int = 4, **options: Any) -> StreamedWindows:
-    options = {"look_back": LOOK_BACK, "ahead": 8, "timeout": 20.0, **options}
+    options = {"look_back": LOOK_BACK, "ahead": 8, "timeout": PATIENCE, **options}
     return StreamedWindows("hf:tales", streams, ByteTokenizer(), S, batch, **options)
 
 
@@ -267,18 +269,11 @@ def test_goldfish_drops_the_same_tokens_of_a_text_wherever_it_is_cut() -> None:
 
 def test_a_slow_source_stalls_no_step_that_is_buffered() -> None:
     released = threading.Event()
-    source = Listed(["x" * 4 * S] * 50, wait=lambda number: number < 6 or released.wait(30))
+    source = Listed(["x" * 4 * S] * 50, wait=lambda number: number < 6 or released.wait(PATIENCE))
     loader = Loader(streamed(source, look_back=0, ahead=24), S, 4, 4, masks=(), prefetch=True)
-    latest = time.monotonic() + 10
-    loader.step(0)
-    while source.given < 6 and time.monotonic() < latest:
-        time.sleep(0.01)
-    began = time.monotonic()
-    loader.step(1)
-    loader.step(2)
-    loader.step(3)
-    loader.step(4)
-    assert time.monotonic() - began < 5  # the source stands still all the while
+    for step in range(5):
+        loader.step(step)
+    assert source.given == 6, "the source stands still all the while"
     released.set()
     assert loader.step(5)[0].tokens.shape == (4, S)
     loader.dataset.close()
@@ -296,23 +291,36 @@ def test_the_buffer_is_bounded() -> None:
 
 def test_a_dead_source_is_a_sentence_after_its_timeout() -> None:
     released = threading.Event()
-    samples = streamed(Listed(TEXTS, wait=lambda number: number != 5 or released.wait(30)), timeout=0.5)
-    began = time.monotonic()
+    samples = streamed(Listed(TEXTS, wait=lambda number: number != 5 or released.wait(PATIENCE)), timeout=0.5)
     with pytest.raises(UserError, match=r"hf:tales has given no text for 0.5 s; check the network"):
         samples.read(np.arange(40))
-    assert 0.4 < time.monotonic() - began < 3
     released.set()
     samples.close()
 
 
-def test_a_slow_source_is_not_dead_while_a_block_is_read() -> None:
-    """16 documents at 0.1 s take three times the timeout; then none comes."""
-    released = threading.Event()
-    slow = Listed(TEXTS, wait=lambda number: time.sleep(0.1) if number < 16 else released.wait(30))
-    samples = streamed(slow, timeout=0.5, order=lambda documents: ShuffledDocuments(documents, 16, 3))
-    began = time.monotonic()
+def test_a_slow_source_is_not_dead_while_a_block_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 documents at 0.4 s take many times the timeout; then none comes. The source moves the clock."""
+    released, now, looks = threading.Event(), 0.0, 0
+
+    def monotonic() -> float:
+        nonlocal looks
+        looks += 1
+        return now
+
+    def wait(number: int) -> None:
+        nonlocal now
+        now += 0.4 if number < 16 else 1
+        if number == 8:  # as long as the reader has not asked whether the source is dead
+            before = looks
+            wait_until(lambda: looks > before)
+        if number >= 16:
+            released.wait(PATIENCE)
+
+    monkeypatch.setattr("fourfold.data.stream.time", SimpleNamespace(monotonic=monotonic))
+    samples = streamed(
+        Listed(TEXTS, wait=wait), timeout=0.5, order=lambda documents: ShuffledDocuments(documents, 16, 3)
+    )
     assert samples.read([0]).numbers.tolist() == [0]
-    assert time.monotonic() - began > 1.5
     with pytest.raises(UserError, match=r"hf:tales has given no text for 0.5 s"):
         samples.read(np.arange(1, 200))
     released.set()
@@ -331,11 +339,13 @@ def test_a_source_that_fails_is_a_sentence() -> None:
 
 def test_closing_ends_a_read_that_waits() -> None:
     released = threading.Event()
-    loader = Loader(streamed(Listed(TEXTS, wait=lambda number: released.wait(30))), S, 4, 4, prefetch=True)
-    threading.Timer(0.3, loader.dataset.close).start()
-    threading.Timer(0.5, released.set).start()
+    loader = Loader(streamed(Listed(TEXTS, wait=lambda number: released.wait(PATIENCE))), S, 4, 4, prefetch=True)
+    closing = threading.Timer(0.3, loader.dataset.close)
+    closing.start()
     with pytest.raises(UserError, match="is closed"):
         loader.step(0)
+    released.set()
+    closing.join()
     loader.close()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from markdown import REPOSITORY, blocks_of
+from patience import PATIENCE
 
 PAGE = REPOSITORY / "docs" / "api.md"
 
@@ -22,7 +23,7 @@ def test_the_examples_run(workplace: Path) -> None:
     (workplace / "program.py").write_text("\n".join(examples), encoding="utf-8")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
     done = subprocess.run(
-        [sys.executable, "program.py"], cwd=workplace, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "program.py"], cwd=workplace, env=environment, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
 

@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import pytest
 import typer
 from markdown import PAGES, REPOSITORY, Block, blocks_of
+from patience import PATIENCE, wait_until
 
 from fourfold.cli.app import app
 from fourfold.config.run import RunConfig
@@ -148,7 +148,7 @@ def run_block(command: list[str], workplace: Path) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=900,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, f"{command[-1]}\n{done.stdout}"
     return done.stdout
@@ -180,6 +180,11 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def accepts(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 @contextlib.contextmanager
 def serving(text: str, port: int, workplace: Path) -> Iterator[None]:
     """A block that runs until it is stopped, from when its port answers."""
@@ -193,19 +198,13 @@ def serving(text: str, port: int, workplace: Path) -> Iterator[None]:
             start_new_session=True,
         )
     try:
-        until = time.monotonic() + 300
-        while True:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            running = server.poll() is None and time.monotonic() < until
-            assert running, (workplace / "server.log").read_text(encoding="utf-8")
-            time.sleep(0.5)
+        wait_until(lambda: accepts(port) or server.poll() is not None)
+        assert server.poll() is None, (workplace / "server.log").read_text(encoding="utf-8")
         yield
     finally:
         with contextlib.suppress(ProcessLookupError):  # it has ended
             os.killpg(server.pid, signal.SIGTERM)
-        server.wait(60)
+        server.wait(PATIENCE)
 
 
 @pytest.mark.slow

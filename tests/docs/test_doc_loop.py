@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from markdown import REPOSITORY, blocks_of
+from patience import PATIENCE
 from pool import Pool
 from tiny_huggingface import make_model
 
@@ -38,7 +39,7 @@ def torchrun(program: str, folder: Path, processes: int) -> str:
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert run.returncode == 0, run.stderr
     return run.stdout

@@ -90,7 +90,7 @@ def test_loading_needs_a_process_its_own_part_and_little_more(
     training = {"global_batch_size": 8, "micro_batch_size": 1, "seq_length": 64, "train_steps": 1}
     table = {"model": {"from_hf": str(tmp_path / "hf")}, "data": {"source": "python-stdlib"}, "parallel": parallel}
     run = make_run({**table, "training": training})
-    for added, own, largest in pool.run(4, memory_body, run, timeout=250.0):
+    for added, own, largest in pool.run(4, memory_body, run):
         print(
             f"{parallel}: added {added:,}, own {own:,}, largest {largest:,}: own + {(added - own) / largest:.2f} × it"
         )
@@ -109,7 +109,7 @@ def test_an_import_holds_one_tensor(kind: str, pool: Pool, tmp_path: Path) -> No
     """One tensor in our names: all experts of a layer are one."""
     needs_linux()
     write_model(tmp_path / "hf", kind)
-    (added,) = pool.run(1, import_body, tmp_path / "hf", tmp_path / "ours", timeout=250.0)
+    (added,) = pool.run(1, import_body, tmp_path / "hf", tmp_path / "ours")
     largest = 2 * max(map(math.prod, parameter_shapes(MODELS[kind]).values()))
     print(f"import: {added:,} bytes, the largest tensor {largest:,}, the model {MODELS[kind].num_parameters * 2:,}")
     assert added < 2 * largest

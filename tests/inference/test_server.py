@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 from command_line import Cli, exit_code
+from patience import PATIENCE, wait_until
 from tiny_corpus import make_corpus, run_file
 
 from fourfold.data.tokenizer import train_bpe
@@ -56,8 +56,16 @@ def free_port() -> int:
 def ask(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"http://localhost:{port}{path}", data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         return json.loads(answer.read())
+
+
+def answers(port: int) -> bool:
+    try:
+        ask(port, "/health")
+    except (urllib.error.URLError, ConnectionError):
+        return False
+    return True
 
 
 @pytest.mark.slow
@@ -68,20 +76,13 @@ def test_transformers_serves_a_run(trained: Path) -> None:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        give_up = time.monotonic() + 300
-        while True:
-            try:
-                ask(port, "/health")
-                break
-            except (urllib.error.URLError, ConnectionError):
-                assert process.poll() is None and time.monotonic() < give_up, process.communicate()[0]
-                time.sleep(0.5)
+        wait_until(lambda: answers(port), process)
         assert [model["id"] for model in ask(port, "/v1/models")["data"]] == ["run"]
         body = {"model": "run", "prompt": "grid axis", "max_tokens": 4, "temperature": 0}
         answer = ask(port, "/v1/completions", body)
     finally:
         process.send_signal(signal.SIGTERM)
-        printed, _ = process.communicate(timeout=60)
+        printed, _ = process.communicate(timeout=PATIENCE)
     assert isinstance(answer["choices"][0]["text"], str) and answer["usage"]["completion_tokens"] <= 4, printed
     assert "Traceback" not in printed
 
@@ -157,17 +158,10 @@ def test_the_server_ends_in_order_where_fourfold_is_killed(exported: Path) -> No
         "server.serve('small', 'vllm', 'localhost', 8000)"
     )
     process = subprocess.Popen([sys.executable, "-c", serve], env={**os.environ, "TMPDIR": str(exported.parent)})
-    wait_for(there, process)
+    wait_until(there.exists, process)
     process.kill()
     process.wait()
-    wait_for(ended)
-
-
-def wait_for(file: Path, process: subprocess.Popen[bytes] | None = None) -> None:
-    give_up = time.monotonic() + 60
-    while not file.exists():
-        assert time.monotonic() < give_up and (process is None or process.poll() is None)
-        time.sleep(0.05)
+    wait_until(ended.exists)
 
 
 def test_an_ignored_signal_stays_ignored(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from fourfold.environment import Place
 from fourfold.errors import UserError
 
 IMPORTED_BY = os.getpid()
+LONG = 3600
+"""Seconds that a worker sleeps that must be ended by others: more than tests wait for its end."""
 
 
 def who_imported(place: Place) -> tuple[int, int]:
@@ -23,7 +25,7 @@ def end_the_starter(place: Place, folder: str) -> None:
         while len(list(Path(folder).glob("?"))) < place.world_size:
             time.sleep(0.01)
         os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(LONG)
 
 
 def sum_of_ranks(place: Place, scale: float) -> dict[str, object]:
@@ -54,13 +56,13 @@ def crash_on_rank_2(place: Place, folder: str) -> None:
     write_process_id(place, folder)
     if place.rank == 2:
         raise ZeroDivisionError("rank 2 divides by zero")
-    time.sleep(60)
+    time.sleep(LONG)
 
 
 def be_killed(place: Place) -> None:
     if place.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(LONG)
 
 
 def leave(place: Place) -> None:
@@ -69,7 +71,7 @@ def leave(place: Place) -> None:
 
 def sleep(place: Place, folder: str) -> None:
     write_process_id(place, folder)
-    time.sleep(60)
+    time.sleep(LONG)
 
 
 class InterruptedStart:

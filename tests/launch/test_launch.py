@@ -12,6 +12,7 @@ import launch_bodies
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE, wait_until
 
 from fourfold.environment import Place
 from fourfold.errors import UserError
@@ -44,21 +45,13 @@ def start_parent(body: str, folder: Path) -> tuple[subprocess.Popen[str], list[i
         text=True,
     )
     files = [folder / str(rank) for rank in range(2)]
-    give_up = time.monotonic() + 60
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < give_up, "the workers did not start"
-        time.sleep(0.02)
+    wait_until(lambda: all(file.exists() for file in files), parent)
     return parent, [int(file.read_text()) for file in files]
 
 
-def are_gone(process_ids: list[int]) -> bool:
-    """Whether the processes end within a few seconds; their parent may no longer be there to collect them."""
-    give_up = time.monotonic() + 10
-    while time.monotonic() < give_up:
-        if not any(is_running(process_id) for process_id in process_ids):
-            return True
-        time.sleep(0.02)
-    return False
+def wait_for_end_of(process_ids: list[int]) -> None:
+    """Return when the processes have ended; their parent may no longer be there to collect them."""
+    wait_until(lambda: not any(map(is_running, process_ids)))
 
 
 def is_running(process_id: int) -> bool:
@@ -87,7 +80,7 @@ def test_workers_are_forked_from_one_that_has_imported_the_modules() -> None:
 def test_workers_end_with_their_starter(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match=r"^worker \d of 2 was ended by SIGKILL"):
         run_workers(launch_bodies.end_the_starter, [str(tmp_path)], 2)
-    assert are_gone([int(file.read_text()) for file in tmp_path.glob("?")])
+    wait_for_end_of([int(file.read_text()) for file in tmp_path.glob("?")])
 
 
 def test_a_process_knows_when_it_was_started(capfd: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +140,7 @@ def test_launched_process_is_not_aborted_after_an_error() -> None:
         )
         for rank in "01"
     ]
-    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=PATIENCE)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 2], errors
     assert "Connection" in errors[0]  # of rank 0, to its peer
     assert errors[1] == ""
@@ -160,13 +153,11 @@ def test_user_error_of_a_worker_is_the_parents(capfd: pytest.CaptureFixture[str]
 
 
 def test_crash_of_a_worker_ends_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    start = time.monotonic()
     with pytest.raises(WorkerFailed, match=r"^worker 2 of 4 failed:\nTraceback") as failure:
         run_workers(launch_bodies.crash_on_rank_2, [str(tmp_path)], 4)
     assert str(failure.value).count("ZeroDivisionError: rank 2 divides by zero") == 1
     assert capfd.readouterr() == ("", "")
-    assert are_gone([int(file.read_text()) for file in tmp_path.glob("?")])
-    assert time.monotonic() - start < 30
+    wait_for_end_of([int(file.read_text()) for file in tmp_path.glob("?")])
 
 
 def test_death_of_a_worker_is_told() -> None:
@@ -179,34 +170,34 @@ def test_death_of_a_worker_is_told() -> None:
 def test_killed_parent_leaves_no_orphan(tmp_path: Path) -> None:
     parent, workers = start_parent("sleep", tmp_path)
     parent.kill()
-    assert are_gone(workers)
+    wait_for_end_of(workers)
     parent.communicate()
 
 
 def test_sigterm_is_passed_on_so_that_workers_can_save(tmp_path: Path) -> None:
     parent, workers = start_parent("save_at_sigterm", tmp_path)
     parent.send_signal(signal.SIGTERM)
-    assert parent.communicate(timeout=30) == ("saved\n", "")
+    assert parent.communicate(timeout=PATIENCE) == ("saved\n", "")
     assert parent.returncode == 0
-    assert are_gone(workers)
+    wait_for_end_of(workers)
 
 
 def test_sigterm_that_no_worker_handles_ends_the_job(tmp_path: Path) -> None:
     parent, workers = start_parent("sleep", tmp_path)
     parent.send_signal(signal.SIGTERM)
-    assert parent.communicate(timeout=30) == ("", "")
+    assert parent.communicate(timeout=PATIENCE) == ("", "")
     assert parent.returncode == 128 + signal.SIGTERM
-    assert are_gone(workers)
+    wait_for_end_of(workers)
 
 
 def test_interrupt_ends_the_job_and_workers_are_silent(tmp_path: Path) -> None:
     parent, workers = start_parent("sleep", tmp_path)
     for process_id in (*workers, parent.pid):  # as a terminal does
         os.kill(process_id, signal.SIGINT)
-    _, errors = parent.communicate(timeout=30)
+    _, errors = parent.communicate(timeout=PATIENCE)
     assert errors.count("Traceback") == 1, errors
     assert errors.endswith("KeyboardInterrupt\n")
-    assert are_gone(workers)
+    wait_for_end_of(workers)
 
 
 def test_an_interrupt_while_workers_start_ends_the_job() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli
+from patience import PATIENCE
 from tiny_corpus import run_file
 from typer import main
 
@@ -181,5 +182,5 @@ def test_two_nodes_meet_and_train(cli: Cli, tmp_path: Path, prefix: str) -> None
         subprocess.Popen(["bash", "job.sh", "localhost"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE)
         for _ in range(2)
     ]
-    assert [node.communicate(timeout=300) and node.returncode for node in nodes] == [0, 0]
+    assert [node.communicate(timeout=PATIENCE) and node.returncode for node in nodes] == [0, 0]
     assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().count("\n") == 8

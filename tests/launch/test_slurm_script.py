@@ -8,12 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from command_line import Cli
+from patience import PATIENCE, wait_until
 from tiny_corpus import run_file
 
 from fourfold.config.run import RunConfig
@@ -231,7 +231,7 @@ def test_what_is_started_again(tmp_path: Path, code: int, restarts: int, last_sa
     if restarts:
         environment["SLURM_RESTART_COUNT"] = str(restarts)
     process = start(tmp_path, environment)
-    printed, _ = process.communicate(timeout=30)
+    printed, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == code
     assert calls_of_scontrol(tmp_path) == (["requeue 7"] if again else []), printed
     assert ("started again, as restart" in printed) == again
@@ -244,7 +244,7 @@ def test_the_setup_comes_before_the_site_and_is_kept(tmp_path: Path) -> None:
     (tmp_path / "setup.sh").write_text("export NCCL_CROSS_NIC=0\nfalse\n")
     (tmp_path / "job.sh").write_text(make_script(tmp_path, "alps", setup="setup.sh"))
     process = start(tmp_path, stand_ins(tmp_path, srun='#!/bin/bash\necho "$NCCL_CROSS_NIC $NCCL_NET"\n'))
-    assert process.communicate(timeout=30)[0] == "0 AWS Libfabric\n"
+    assert process.communicate(timeout=PATIENCE)[0] == "0 AWS Libfabric\n"
     assert process.returncode == 0
 
 
@@ -271,16 +271,13 @@ def test_a_job_saves_at_the_signal_starts_again_and_ends(cli: Cli, tmp_path: Pat
     process = start(tmp_path, environment)
     try:
         metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
-        give_up = time.monotonic() + 300
-        while not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
-            assert process.poll() is None and time.monotonic() < give_up, process.communicate()
-            time.sleep(0.05)
+        wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 2, process)
         os.kill(int((tmp_path / "srun.pid").read_text()), signal.SIGUSR1)
-        printed, _ = process.communicate(timeout=300)
+        printed, _ = process.communicate(timeout=PATIENCE)
     finally:
         if process.poll() is None:
             os.kill(int((tmp_path / "srun.pid").read_text()), signal.SIGTERM)
-            process.communicate(timeout=60)
+            process.communicate(timeout=PATIENCE)
     assert process.returncode == 3, printed
     assert calls_of_scontrol(tmp_path) == [requeue]
     (saved,) = (tmp_path / "runs" / "run" / "checkpoints").glob("step_*")
@@ -288,7 +285,7 @@ def test_a_job_saves_at_the_signal_starts_again_and_ends(cli: Cli, tmp_path: Pat
 
     run_file(tmp_path, prefix, training__train_steps=steps + 2, **changes)
     process = start(tmp_path, environment | {"SLURM_RESTART_COUNT": "1"})
-    printed, _ = process.communicate(timeout=300)
+    printed, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, printed
     assert calls_of_scontrol(tmp_path) == [requeue]
     assert metrics.read_text().count("\n") == steps + 2

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli
+from patience import PATIENCE
 from tiny_corpus import make_corpus
 from tiny_huggingface import make_model
 
@@ -34,7 +35,7 @@ def test_two_arms_side_by_side(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for arms in ("standard", "standard,noisy4"):  # what is done is not done again
         done = subprocess.run(
-            [*command, "--arms", arms], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300
+            [*command, "--arms", arms], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=PATIENCE
         )
         assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results.json").read_text())

@@ -188,9 +188,7 @@ def compiled_body(rank: int, world_size: int, run: RunConfig) -> list[float]:
 @pytest.mark.parametrize("grid", [{}, {"x": 2}], ids=str)
 def test_compiled_blocks_compute_the_same(pool: Pool, grid: dict[str, int]) -> None:
     plain, compiled = (
-        pool.run(max(1, grid.get("x", 1)), compiled_body, tiny_run(LLAMA, grid, training={"compile": c}), timeout=600)[
-            0
-        ]
+        pool.run(max(1, grid.get("x", 1)), compiled_body, tiny_run(LLAMA, grid, training={"compile": c}))[0]
         for c in (False, True)
     )
     assert compiled == pytest.approx(plain, rel=1e-4)

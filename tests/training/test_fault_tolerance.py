@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command_line import Cli
+from patience import PATIENCE, wait_until
 from poisoned_runs import same_tensors, tensors_at, train_without
 from pool import Pool
 from tiny_corpus import run_file
@@ -21,8 +23,8 @@ from train_processes import (
     checkpoint_steps,
     children_of,
     endless,
+    steps_of,
     wait_for_steps,
-    wait_until,
     with_change,
     workers_of,
 )
@@ -51,14 +53,12 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [1, 0])
 def test_a_rank_that_was_stopped_is_named(tmp_path: Path, prefix: str, start: Start, stopped: int) -> None:
-    path = endless(tmp_path, prefix, parallel__x=2, fault_tolerance__timeout=3, fault_tolerance__max_restarts=0)
+    path = endless(tmp_path, prefix, parallel__x=2, fault_tolerance__timeout=20, fault_tolerance__max_restarts=0)
     process = start(path)
     wait_for_steps(path, 2, process)
     os.kill(worker(process, stopped), signal.SIGSTOP)
-    began = time.monotonic()
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == HANG, errors
-    assert time.monotonic() - began < 33
     assert re.search(rf"hang: rank {stopped} of 2 \(process \d+ on .*\) fell silent \d+ s ago at step \d+", errors)
     assert "is stopped; stacks of all ranks are in" in errors
     (folder,) = (tmp_path / "runs" / "run" / "hangs").iterdir()
@@ -102,7 +102,7 @@ def test_a_step_that_always_fails_is_found(tmp_path: Path, prefix: str, start: S
     changes = {"parallel__x": 2, "checkpoint__interval": 2, "fault_tolerance__max_restarts": 1}
     path = run_file(tmp_path, prefix, fault_tolerance__failing_step=answer, **changes)
     process = start(path, environ=with_change(tmp_path, "fourfold.training.job", FAIL_IN_STEP_4))
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert errors.count("ZeroDivisionError: the batch of step 4") == 2
     named = "fourfold: step 4 failed 2 times in a row (fault_tolerance.max_restarts = 1)"
     if answer == "stop":
@@ -150,7 +150,7 @@ def test_torchrun_starts_again(
     wait_for_steps(path, 3, process)
     for process_id in [worker(process, rank) for rank in killed]:
         os.kill(process_id, signal.SIGKILL)
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert len(losses(tmp_path)) == 40
     assert 40 in checkpoint_steps(tmp_path)
@@ -168,7 +168,7 @@ def test_the_second_sigterm_ends_a_job_that_cannot_save(tmp_path: Path, prefix: 
     time.sleep(1)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 128 + signal.SIGTERM, errors
     assert "Stopped. There is no checkpoint yet" in errors
 
@@ -180,7 +180,7 @@ def test_a_job_that_does_not_save_in_its_period_of_grace_ends(tmp_path: Path, pr
     wait_for_steps(path, 2, process)
     os.kill(worker(process, 1), signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 128 + signal.SIGTERM, errors
 
 
@@ -193,7 +193,7 @@ def test_a_signal_during_the_start_stops_before_the_first_step(
     process = start(path)
     wait_until(lambda: imports_torch(process.pid) or any(map(imports_torch, children_of(process.pid))), process)
     process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=300)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == STOPPED, errors
     assert "Stopped. There is no checkpoint yet: no step is lost" in output
 
@@ -210,17 +210,22 @@ def test_a_job_without_its_watchdog_goes_on(tmp_path: Path, prefix: str, start: 
     for child in children_of(process.pid):
         os.kill(child, signal.SIGKILL)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == STOPPED, errors
     assert len(checkpoint_steps(tmp_path)) == 1
 
 
-def test_the_limit_of_time_saves_and_stops(tmp_path: Path, prefix: str, cli: Cli) -> None:
-    path = endless(tmp_path, prefix, fault_tolerance__max_wall_time=0.05)  # 3 s: a busy machine starts slowly
+def test_the_limit_of_time_saves_and_stops(
+    tmp_path: Path, prefix: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that passes the limit when two steps are recorded."""
+    path = endless(tmp_path, prefix, fault_tolerance__max_wall_time=1)
+    clock = SimpleNamespace(monotonic=lambda: 60.0 if steps_of(path) >= 2 else 0.0)
+    monkeypatch.setattr("fourfold.launch.stop_signals.time", clock)
     code, output, _ = cli("train", path)
     assert code == STOPPED
     (step,) = checkpoint_steps(tmp_path)
-    assert 0 < step < 100_000
+    assert step == 3
     assert "a signal or the time limit, after saving" in output
     assert f"step_{step}: no step is lost. The same command continues from it." in output
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli
+from patience import PATIENCE, wait_until
 from tiny_corpus import run_file
 from train_processes import (
     FOURFOLD,
@@ -24,7 +25,6 @@ from train_processes import (
     endless,
     heed_hangup,
     wait_for_steps,
-    wait_until,
 )
 
 from fourfold.launch import stop_signals
@@ -42,7 +42,7 @@ def test_the_first_interrupt_saves(
     process = start(path)
     wait_for_steps(path, 2, process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group at once
-    output, errors = process.communicate(timeout=300)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 3, errors
     assert errors.count("saving a checkpoint after this step; Ctrl-C once more stops without it") == 1
     assert "Traceback" not in errors
@@ -85,7 +85,7 @@ def test_the_second_interrupt_stops(tmp_path: Path, prefix: str, start: Start, p
     assert process.stderr is not None
     assert any("Ctrl-C once more" in line for line in process.stderr)
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert re.search(r"Stopped\. The newest checkpoint is .*step_2: 1 step is lost\. The same command contin", errors)
@@ -99,7 +99,7 @@ def test_an_interrupt_before_the_first_step_stops(tmp_path: Path, prefix: str, s
     wait_until(lambda: len(children_of(process.pid)) >= 2, process)  # they still import torch
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=300)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 3, errors
     assert "Stopped. There is no checkpoint yet: no step is lost, and the same command starts again." in output
     assert "Traceback" not in errors
@@ -128,7 +128,7 @@ def test_a_closed_terminal_saves(tmp_path: Path, prefix: str) -> None:
     os.close(theirs)
     wait_for_steps(path, 2, process)
     os.close(ours)
-    assert process.wait(timeout=60) == 3
+    assert process.wait(timeout=PATIENCE) == 3
     assert len(checkpoint_steps(tmp_path)) == 1
     assert (tmp_path / "runs" / "run" / "report.html").is_file()
 
@@ -140,7 +140,7 @@ def test_an_interrupt_of_torchrun_saves(tmp_path: Path, prefix: str, start: Star
     process = start(path, torchrun)
     wait_for_steps(path, 2, process)
     os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=300)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert errors.count("saving a checkpoint after this step") == 1, errors
     assert len(checkpoint_steps(tmp_path)) == 1
     assert output.count("no step is lost") == 1

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli
+from patience import PATIENCE, wait_until
 from poisoned_runs import same_tensors, tensors_at
 from tiny_corpus import run_file
-from train_processes import FOURFOLD, ONE_THREAD, Start, steps_of, wait_for_steps, wait_until, with_change, workers_of
+from train_processes import FOURFOLD, ONE_THREAD, Start, steps_of, wait_for_steps, with_change, workers_of
 
 from fourfold.run_file.load import load_run
 from fourfold.training.metrics import read_metrics
 
-LIMIT = 300
-"""Seconds in which a job must have ended."""
 SETTINGS: dict[str, dict[str, object]] = {
     "x 2": {"parallel__x": 2},
     "z 2": {"parallel__z": 2},
@@ -46,7 +45,7 @@ def whole(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
         if (setting, steps) not in folders:
             folder = folders[setting, steps] = tmp_path_factory.mktemp("whole")
             path = killable(folder, prefix, steps, **SETTINGS[setting])
-            subprocess.run([*FOURFOLD, "train", str(path)], env=ONE_THREAD, check=True, timeout=LIMIT)
+            subprocess.run([*FOURFOLD, "train", str(path)], env=ONE_THREAD, check=True, timeout=PATIENCE)
         return folders[setting, steps]
 
     return run
@@ -67,11 +66,8 @@ def assert_the_same(folder: Path, other: Path, steps: int, cli: Cli) -> None:
 
 def ended(process: subprocess.Popen[str]) -> str:
     """Wait until a job has ended, and every process of its session; returns its standard error."""
-    _, errors = process.communicate(timeout=LIMIT)
-    give_up = time.monotonic() + 30
-    while left := _processes_of(process.pid):
-        assert time.monotonic() < give_up, f"{left} outlived the job"
-        time.sleep(0.05)
+    _, errors = process.communicate(timeout=PATIENCE)
+    wait_until(lambda: not _processes_of(process.pid))
     return errors
 
 

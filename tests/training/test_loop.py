@@ -16,6 +16,7 @@ from fourfold.config.run import RunConfig
 from fourfold.data.indexed import IndexedWriter
 from fourfold.errors import UserError
 from fourfold.run_file.load import load_run
+from fourfold.training.flops import mfu, peak_flops
 from fourfold.training.job import Job
 from fourfold.training.optimizer import learning_rate
 from fourfold.training.outcome import Outcome
@@ -35,12 +36,13 @@ def test_a_run_from_beginning_to_end(finished: tuple[RunConfig, Outcome]) -> Non
     assert metrics[0]["loss"] == pytest.approx(math.log(257), abs=0.2)
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.5  # it learns
     assert metrics[-1]["validation_loss"] < metrics[3]["validation_loss"]
+    peak = peak_flops(torch.cuda.get_device_name(), torch.float32) if torch.cuda.is_available() else None
     for record in metrics:
         assert record["grad_norm"] > 0
         assert record["tokens_per_second"] == pytest.approx(128 / record["step_seconds"])
         assert 0.9 < record["trained_token_share"] <= 1
         assert record["peak_memory_bytes"] > 2**20
-        assert record["mfu"] is None  # nobody publishes a peak of this processor
+        assert record["mfu"] == mfu(record["model_tflops_per_device"], peak)
     assert load_run(run_dir / "run.toml") == run
     assert checkpoints_of(run) == ["step_6", "step_8"]
     assert outcome.checkpoint == str(run_dir / "checkpoints" / "step_8")

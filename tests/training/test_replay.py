@@ -44,7 +44,7 @@ def test_flipped_bits_are_found_and_the_rank_is_named(pool: Pool, grid: dict[str
     """All that changed a gradient or a copy; the others lay where no label is, or were lost in rounding."""
     run = tiny_run(LLAMA, grid, checks={"replay_interval": 1})
     kinds = tuple(kind for kind in KINDS if kind != "stale weight" or copies(grid))
-    everyone: list[list[Trial]] = pool.run(run.parallel.world_size, flip_bits, run, kinds, times, timeout=600)
+    everyone: list[list[Trial]] = pool.run(run.parallel.world_size, flip_bits, run, kinds, times)
     found, tried = Counter(t.kind for t in everyone[0] if t.named), Counter(t.kind for t in everyone[0])
     for trial, *others in zip(*everyone, strict=True):
         if trial.named:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import Cli
+from patience import PATIENCE
 from poisoned_runs import (
     KILL,
     LARGE_GRADIENT,
@@ -309,7 +310,7 @@ def test_local_workers_say_it_once(tmp_path: Path, prefix: str, policy: str, cod
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == code, done.stderr
     (sentence,) = done.stderr.splitlines()

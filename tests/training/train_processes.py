@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
+from patience import wait_until
 from tiny_corpus import run_file
 
 FOURFOLD = [sys.executable, "-c", "import sys; from fourfold.cli.app import main; sys.argv[0] = 'fourfold'; main()"]
@@ -54,14 +54,6 @@ def steps_of(path: Path) -> int:
 
 def wait_for_steps(path: Path, steps: int, process: subprocess.Popen[str]) -> None:
     wait_until(lambda: steps_of(path) >= steps, process)
-
-
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    give_up = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < give_up, "it did not come so far"
-        time.sleep(0.01)
 
 
 def checkpoint_steps(folder: Path) -> list[int]:

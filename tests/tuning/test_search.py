@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fake_trials import fake_search, true_seconds
+from patience import PATIENCE
 from report_pages import chart_specs, check_page
 
 from fourfold.errors import UserError
@@ -189,7 +190,7 @@ def test_a_torn_line_of_the_ledger_is_dropped_and_another_file_refused(tmp_path:
 
 def test_interrupted_trials_wait_for_a_place(tmp_path: Path) -> None:
     folder = tmp_path / "s"
-    first, begun = fake_search(folder, what_of=lambda index: "hang", trials=4, at_once=4, timeout=60.0)
+    first, begun = fake_search(folder, what_of=lambda index: "hang", trials=4, at_once=4, timeout=PATIENCE)
     start = first.start
 
     def stop_at_the_last(*place: Any) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli, one_sentence
+from patience import PATIENCE
 from tiny_corpus import run_file
 
 from fourfold.config.run import RunConfig
@@ -51,7 +52,7 @@ def result_of(attempt: Attempt) -> Result:
     return result
 
 
-def local(run: RunConfig, trial: Path, timeout: float = 300, limit: float | None = None) -> Result:
+def local(run: RunConfig, trial: Path, timeout: float = PATIENCE, limit: float | None = None) -> Result:
     process = LocalTrial(trial / "run.toml", trial, {"OMP_NUM_THREADS": "1"})  # other tests have the other cores
     result = result_of(attempt_of(process, run, trial, timeout, limit))
     assert process.exit_code() is not None, "nothing is left behind"
@@ -65,7 +66,7 @@ def test_a_trial_is_a_few_steps_of_a_run_of_its_own(tmp_path: Path, prefix: str)
     assert run.training.train_steps == 5
     result = local(run, trial)
     assert result.outcome == "done", result.reason
-    assert result.seconds is not None and 0 < result.seconds < 60
+    assert result.seconds is not None and result.seconds > 0
     assert result.memory_bytes is not None and 5e7 < result.memory_bytes < 5e9
     assert result.wall_seconds > result.seconds
     assert not list(trial.rglob("*.safetensors")) and not (trial / "run" / "sample.txt").exists()
@@ -80,7 +81,7 @@ def test_a_process_beyond_its_memory_is_ended(tmp_path: Path, prefix: str) -> No
 
 def test_a_trial_that_takes_too_long_is_ended(tmp_path: Path, prefix: str) -> None:
     run, trial = tiny_trial(tmp_path, prefix)
-    result = local(run, trial, timeout=0.2)
+    result = local(run, trial, timeout=0)
     assert result.outcome == "hung"
     assert result.reason == "not done after 0 s, with 0 steps taken"
 
@@ -166,7 +167,7 @@ def test_a_trial_may_be_a_job(tmp_path: Path, prefix: str, monkeypatch: pytest.M
     run, trial = tiny_trial(tmp_path, prefix)
     site = parse_site("gpus_per_node = 1", where="here.toml")
     process = SlurmTrial(trial / "run.toml", trial, site, SlurmJob(1, "00:20:00"))
-    result = result_of(attempt_of(process, run, trial, 300, None))
+    result = result_of(attempt_of(process, run, trial, PATIENCE, None))
     assert result.outcome == "done", result.reason
     script = (trial / "job.sh").read_text()
     assert "#SBATCH --no-requeue" in script and "crashes >= 0" in script
@@ -175,15 +176,15 @@ def test_a_trial_may_be_a_job(tmp_path: Path, prefix: str, monkeypatch: pytest.M
 def test_a_job_in_the_queue_does_not_hang_and_is_cancelled_at_the_end(
     tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waiting = "#!/bin/bash\necho '41;cluster'\nexec sleep 60\n"
+    waiting = "#!/bin/bash\necho '41;cluster'\nexec sleep 3600\n"
     on_path(tmp_path / "bin", monkeypatch, sbatch=waiting, scancel=f"#!/bin/bash\necho $1 > {tmp_path}/cancelled\n")
     run, trial = tiny_trial(tmp_path, prefix)
     site = parse_site("gpus_per_node = 1", where="here.toml")
     process = SlurmTrial(trial / "run.toml", trial, site, SlurmJob(1))
     attempt = attempt_of(process, run, trial, timeout=0.0, limit=None)
-    until = time.monotonic() + 0.5
-    while time.monotonic() < until:
+    for _ in range(10):
         assert attempt.result(None, None) is None, "its time has not begun"
+        time.sleep(0.05)
     process.end()
     name = (tmp_path / "cancelled").read_text().strip().removeprefix("--name=")
     assert f"#SBATCH --job-name={name}\n" in (trial / "job.sh").read_text()
@@ -193,7 +194,7 @@ def test_a_job_that_is_not_accepted_says_why(tmp_path: Path, prefix: str, monkey
     on_path(tmp_path / "bin", monkeypatch, sbatch="#!/bin/bash\necho 'sbatch: error: no such account' >&2\nexit 1\n")
     run, trial = tiny_trial(tmp_path, prefix)
     site = parse_site("gpus_per_node = 1", where="here.toml")
-    result = result_of(attempt_of(SlurmTrial(trial / "run.toml", trial, site, SlurmJob(1)), run, trial, 300, None))
+    result = result_of(attempt_of(SlurmTrial(trial / "run.toml", trial, site, SlurmJob(1)), run, trial, PATIENCE, None))
     assert (result.outcome, result.reason) == ("crashed", "sbatch: error: no such account")
 
 

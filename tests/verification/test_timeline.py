@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from command_line import Cli
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import wait_until
 from pool import Pool
 from tiny_corpus import run_file
 from tiny_runs import GPT, LLAMA, tiny_run
@@ -45,8 +47,11 @@ def profiled_body(rank: int, world_size: int, run: RunConfig, folder: Path, late
     job.initialize(0)
     before = methods_of_torch()
     timeline, ends = Timeline(run, job, None, folder), []
+    processes = [0] * world_size
+    dist.all_gather_object(processes, os.getpid())
     for step in range(6):
         if rank == late:
+            wait_until(lambda: sleeps(processes[0]))  # in its first collective of the step
             time.sleep(LATE)
         job.train_step(random_micro_batches(run, step, grid, device), step)
         ends.append(time.perf_counter())
@@ -54,6 +59,15 @@ def profiled_body(rank: int, world_size: int, run: RunConfig, folder: Path, late
         assert (methods_of_torch() == before) == (step not in (1, 2, 3))  # only while steps are recorded
     timeline.close()
     return (ends[4] - ends[1]) / 3
+
+
+def sleeps(process_id: int) -> bool:
+    """Whether a process waits for others: a busy machine may keep it from running, but it is ready to run then."""
+    for _ in range(10):
+        if Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def profiled(pool: Pool, run: RunConfig, folder: Path, late: int | None = None) -> tuple[dict[str, Any], list[float]]:
