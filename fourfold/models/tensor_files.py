@@ -86,6 +86,21 @@ class TensorFiles:
                     opened.get_slice(name)[(chunk, *slices[1:])]
                 )
 
+    def are_equal(self, name: str, other: str) -> bool:
+        """Compare all values of two tensors, a few rows at a time."""
+        shape, dtype = self.shapes[name], torch.promote_types(self.dtype(name), self.dtype(other))
+        if self.shapes[other] != shape:
+            return False
+        step = max(1, CHUNK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+        for begin in range(0, shape[0], step):
+            slices = (slice(begin, min(begin + step, shape[0])), *(slice(0, n) for n in shape[1:]))
+            pair = [torch.empty(slices[0].stop - begin, *shape[1:], dtype=dtype) for _ in range(2)]
+            for out, each in zip(pair, (name, other), strict=True):
+                self.read_into(out, each, slices)
+            if not torch.equal(*pair):
+                return False
+        return True
+
     def _listed(self) -> dict[str, Path]:
         """The file of every tensor according to the index; empty where one file has all."""
         if (self.folder / SINGLE_FILE).exists():  # transformers reads it too, and not the index

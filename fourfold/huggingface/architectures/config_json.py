@@ -15,7 +15,7 @@ from fourfold.config.model import ModelConfig
 from fourfold.config.presets import filled
 from fourfold.errors import UserError, first_line
 from fourfold.extras import import_extra
-from fourfold.huggingface.architectures.families import FAMILIES, LAYER_NUMBERS, MISSING, ROPE_KEYS, Family
+from fourfold.huggingface.architectures.families import FAMILIES, LAYER_NUMBERS, MISSING, REQUIRED, ROPE_KEYS, Family
 from fourfold.parsing import parse_json
 
 CONFIG_FILE = "config.json"
@@ -30,6 +30,8 @@ DECISIVE_KEYS = (
 """Keys of [model] that decide which family a model can be."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+OF_SLIDING = {"rope_type", "rope_theta"}
+"""Keys that the table of the rotary embeddings of sliding layers may have."""
 
 MOST_LAYERS = 10_000
 """Layers whose kinds are listed one by one; no model has so many."""
@@ -75,7 +77,7 @@ def model_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     family = FAMILIES[family_of(config, where)]
     renamed = {theirs: config[other] for other, theirs in family.other_names.items() if other in config}
     given = {**family.defaults, **renamed, **config}
-    for key, values in family.required.items():
+    for key, values in (REQUIRED | family.required).items():
         if given.get(key, values[0]) not in values:
             raise UserError(f"{where}: {key} = {given[key]!r}; the decoder here computes only {values[0]!r}")
     if given.get("quantization_config"):
@@ -144,14 +146,19 @@ def _windows(given: Mapping[str, Any], family: Family, where: str) -> dict[str, 
 
 
 def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """The keys of [model] for the rotary embeddings, from those of transformers 4 (rope_scaling, …) or 5."""
-    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    """The keys of [model] for the rotary embeddings, from those of transformers 4 (rope_scaling, …) or 5.
+
+    A file may have both: transformers prefers rope_scaling, which cards of models say to add for long texts.
+    """
+    tables = {key: given.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
+    for key, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise UserError(f"{where}: {key} = {table!r} is not a table of the rotary embeddings' type and factors")
     local: dict[str, Any] = {}
-    if family.rope_local_theta is not None:
-        local, rope = _local_rope(given, family, rope, where)
-    if not isinstance(rope, Mapping):
-        raise UserError(f"{where}: the rotary embeddings are {rope!r}, not a table of their type and factors")
-    rope = dict(rope)
+    if family.rope_local_theta is None:
+        rope = dict(tables["rope_scaling"] or tables["rope_parameters"])
+    else:
+        local, rope = _local_rope(given, family, tables["rope_parameters"], tables["rope_scaling"], where)
     theta = _first(rope.pop("rope_theta", None), given.get(family.rope_theta), 10000.0)
     part = given.get(family.partial_rotary_factor or "partial_rotary_factor")
     part = _first(rope.pop("partial_rotary_factor", None), part, 1.0)
@@ -184,27 +191,27 @@ def _rope(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any
     return always | {"rope_scaling": {"rope_type": kind, **scaling}}
 
 
-def _local_rope(given: Mapping[str, Any], family: Family, rope: Any, where: str) -> tuple[dict[str, Any], Any]:
-    """The base of sliding layers, and the table of the others."""
-    base = given.get("rope_local_base_freq") if family.reads_local_theta else None
-    if isinstance(rope, Mapping) and rope.keys() & {FULL, SLIDING}:
-        own = rope.get(SLIDING) or {}
-        if (
-            not isinstance(own, Mapping)
-            or own.get("rope_type", "default") != "default"
-            or own.keys() - {"rope_type", "rope_theta"}
-        ):
-            raise UserError(
-                f"{where}: the rotary embeddings of sliding layers are {own!r}; only rope_type = 'default' is computed"
-            )
-        base, rope = own.get("rope_theta", base), rope.get(FULL) or {}
-    elif given.get("rope_parameters"):  # transformers ignores one table for all layers
+def _local_rope(
+    given: Mapping[str, Any], family: Family, tables: Mapping[str, Any], scaling: Mapping[str, Any], where: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The base of sliding layers, and the table of full layers, which rope_scaling changes."""
+    if tables and not tables.keys() & {FULL, SLIDING}:  # transformers ignores one table for all layers
         raise UserError(f"{where}: rope_parameters has no table of '{FULL}' or '{SLIDING}'")
-    base = _first(base, family.rope_local_theta)
+    own, full = tables.get(SLIDING) or {}, tables.get(FULL) or {"rope_type": "default"}
+    if not isinstance(own, Mapping) or own.get("rope_type", "default") != "default" or own.keys() - OF_SLIDING:
+        raise UserError(
+            f"{where}: the rotary embeddings of sliding layers are {own!r}; only rope_type = 'default' is computed"
+        )
+    if not isinstance(full, Mapping):
+        raise UserError(f"{where}: the rotary embeddings of full layers are {full!r}, not a table")
+    base = given.get("rope_local_base_freq") if family.reads_local_theta else None
+    if not family.reads_local_theta and "rope_theta" in full:
+        base = given["rope_theta"]
+    base = _first(own.get("rope_theta"), base, family.rope_local_theta)
     _check_number("the rope_theta of sliding layers", base, where)
     if base <= 1:
         raise UserError(f"{where}: the rope_theta of sliding layers, {base}, is not above 1")
-    return {"rope_local_base_freq": float(base)}, rope
+    return {"rope_local_base_freq": float(base)}, {**full, **scaling}
 
 
 def _first_dense(given: Mapping[str, Any], where: str) -> int:

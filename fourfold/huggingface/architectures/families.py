@@ -16,6 +16,9 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
 }
 """The keys that decide the rotary frequencies, by their type."""
 
+REQUIRED: dict[str, tuple[Any, ...]] = {"is_causal": (True,)}
+"""Keys of every family that must have one of these values, because the decoder computes nothing else."""
+
 
 @dataclass(frozen=True)
 class Family:
