@@ -65,6 +65,8 @@ class Recipe:
 
 DEFAULTS = {"zero": 0, "schedule": "1F1B"}
 """Keys of [parallel] that are not 1 where a run file leaves them out."""
+HEADER = ("run file", "machine", "GPUs", "layout", "GB", "of", "s a step", "MFU", "model PFLOP/s", "Megatron PFLOP/s",
+          "published")  # fmt: skip
 MODES = ("none", "selective", "full")
 AXONN_GPUS = {
     "perlmutter": (512, 1024, 2048, 4096, 4096, 4096, 4096, 4096, 4096),
@@ -90,7 +92,7 @@ def of_axonn() -> list[Recipe]:
                     model,
                     gpus,
                     9216 if gpus % 3 == 0 else 8192,  # sequences; 6,144 GPUs need a multiple of 3
-                    published=f"{pflops:,} PFLOP/s" if pflops else "",
+                    published=f"{pflops:,}" if pflops else "",
                 )
             )
     return recipes
@@ -103,7 +105,7 @@ def of_frontier_study() -> list[Recipe]:
             size = row["model"].removeprefix("frontier-")
             title = f"The {size.upper()} model of the Frontier study (arXiv 2312.12705) on {row['gpus']:,} GCDs"
             common = (row["machine"], title, row["model"], row["gpus"], row["batch"], row["seq"])
-            published = f"{row['pflops']:,} PFLOP/s"
+            published = f"{row['pflops']:,}"
             layout = tuple(row["layout"].items())
             recipes += [
                 Recipe(
@@ -211,7 +213,7 @@ def row(recipe: Recipe) -> tuple[str, ...]:
     if run.lora.rank:
         memory = json.loads(TRACED.read_text(encoding="utf-8"))[recipe.path]["total_peak"]
         layout = f"{run.parallel.describe()}, LoRA, {run.activation_checkpoint.mode} recompute"
-        return link, machine.name, gpus, layout, f"{memory / 1e9:.1f} (traced)", of, "", "", "", ""
+        return link, machine.name, gpus, layout, f"{memory / 1e9:.1f} (traced)", of, *[""] * (len(HEADER) - 6)
     found = prediction(recipe)
     work = found.work
     risk = f" (too much with a probability of {found.p_oom:.0%})" if found.p_oom > MAX_P_OUT_OF_MEMORY else ""
@@ -224,15 +226,15 @@ def row(recipe: Recipe) -> tuple[str, ...]:
         of,
         f"{found.seconds:.3g}",
         f"{found.utilization(work.model_flops()):.1%}",
-        f"{work.megatron_flops() / found.seconds / 1e15:,.1f}" if found.gpus > 8 else "",
+        f"{found.pflops(work.model_flops()):,.1f}" if found.gpus > 8 else "",
+        f"{found.pflops(work.megatron_flops()):,.1f}" if recipe.published else "",
         recipe.published,
     )
 
 
 def page() -> str:
-    header = ("run file", "machine", "GPUs", "layout", "GB", "of", "s a step", "MFU", "PFLOP/s", "published")
     rows = [row(recipe) for recipe in RECIPES]
-    table = [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
+    table = [f"| {' | '.join(cells)} |" for cells in (HEADER, ["---"] * len(HEADER), *rows)]
     return TEMPLATE.read_text(encoding="utf-8").replace("@recipes@", "\n".join(table))
 
 

@@ -19,7 +19,7 @@ def published_section(calibration: Calibration) -> list[str]:
     return [
         "## Published figures",
         "",
-        "PFLOP/s of the whole job, counting recompute and the full attention square, with the constants that fourfold",
+        "Megatron PFLOP/s of the whole job (full recompute and the whole attention square count), with the constants fourfold",
         "ships. *As run*: the published layout, or, where it is not published, the fastest one that the program",
         "supports (AxoNN: x, y, z, dp, full recompute; on Frontier and Perlmutter the fastest of the 20 that its own",
         "model of communication puts first, as its authors chose, `calibration/axonn_layouts.py`). *Best*: the",

@@ -29,10 +29,10 @@ class Point:
     published_pflops: float | None
 
     @property
-    def pflops(self) -> float:
-        """PFLOP/s of all GPUs, counting recompute and the full attention square as published figures do."""
+    def pflops(self) -> tuple[float, float]:
+        """PFLOP/s of all GPUs: model FLOPs, as MFU counts, and Megatron-LM's count, as published figures do."""
         assert self.best is not None
-        return float(self.best.work.megatron_flops() / self.best.seconds / 1e15)
+        return self.best.pflops(self.best.work.model_flops()), self.best.pflops(self.best.work.megatron_flops())
 
     def record(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -41,7 +41,8 @@ class Point:
         record = self.best.record()
         record = {key: value for key, value in record.items() if key not in ("parts", "stages")}
         return {"gpus": self.gpus, "layout": self.best.describe(), **record, "efficiency": self.efficiency,
-                "megatron_pflops": self.pflops, "published_pflops": self.published_pflops}  # fmt: skip
+                "model_pflops": self.pflops[0], "megatron_pflops": self.pflops[1],
+                "published_pflops": self.published_pflops}  # fmt: skip
 
 
 def sizes_of(text: str) -> list[int]:

@@ -296,18 +296,27 @@ class Workload(Cases):
     def tokens_per_step(self) -> Number:
         return 1.0 * self.step.batch * self.step.seq
 
+    @property
+    def token_matrices(self) -> Number:
+        """Matrix entries that a token is multiplied by: the blocks' and the head's, padded rows included."""
+        gates = self.model.sparse * self.model.shared_gate * self.model.hidden
+        return self.model.layers * (self.model.active_weights + gates) + self.model.vocab * self.model.hidden
+
+    @property
+    def token_attention(self) -> Number:
+        """FLOPs of one token's attention to the keys that it sees, in the forward of all blocks."""
+        return 4.0 * self.model.layers * self.model.keys_seen(self.step.seq) * self.model.queries
+
     def model_flops(self) -> Number:
-        """FLOPs of one step: six per token and matrix entry, head included, and the attention to the keys seen."""
-        model = self.model
-        attention = 12.0 * model.layers * model.keys_seen(self.step.seq) * model.queries
-        return self.tokens_per_step * (
-            6 * (model.layers * model.active_weights + model.vocab * model.hidden) + attention
-        )
+        """Count the FLOPs of one step that the model needs: three forwards, without recompute.
+
+        MFU is made of these, in plans as in the logs of runs (``training.flops``).
+        """
+        return self.tokens_per_step * 3 * (2 * self.token_matrices + self.token_attention)
 
     def hardware_flops(self) -> Number:
-        """Model FLOPs plus those of recompute."""
-        model, recompute = self.model, self.layout.recompute
-        attention = 4.0 * model.layers * model.keys_seen(self.step.seq) * model.queries
+        """Add to the model FLOPs what the layout recomputes. HFU is made of these."""
+        model, recompute, attention = self.model, self.layout.recompute, self.token_attention
         last = self.program.recompute_stops_early * (1 - 1 * model.output_norms) * model.hidden * model.mean_inner
         full = 2 * model.layers * (model.active_weights - last) + attention
         selective = np.where(self.program.recomputes_attention, attention, 0)
@@ -315,8 +324,10 @@ class Workload(Cases):
         return self.model_flops() + self.tokens_per_step * again * self.layout.recomputing
 
     def megatron_flops(self) -> Number:
-        """Hardware FLOPs with everything recomputed and without the causal mask (Narayanan et al. 2021,
-        arXiv 2104.04473, equation 3), the convention of many published figures."""
+        """Count as Megatron-LM publishes: everything recomputed, whatever the layout recomputes, and no causal mask.
+
+        Only for comparison with published figures (Narayanan et al. 2021, arXiv 2104.04473, equation 3).
+        """
         model = self.model
         attention = 16.0 * model.layers * self.step.seq * model.queries
         blocks = 8 * model.layers * model.active_weights

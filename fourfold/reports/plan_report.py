@@ -13,7 +13,17 @@ from fourfold.reports.basic_charts import Series, line_chart, stacked_bars
 from fourfold.reports.layout_charts import choice_lines, memory_chart
 from fourfold.reports.layout_columns import gigabytes
 from fourfold.reports.layout_sample import FASTEST, Shown, shown_layouts
-from fourfold.reports.plan_terminal import COLUMNS, costs_sentence, doubts, largest_parts, slower_by, tune_command
+from fourfold.reports.plan_terminal import (
+    COLUMNS,
+    costs_sentence,
+    doubts,
+    flop_headers,
+    flop_note,
+    flop_rates,
+    largest_parts,
+    slower_by,
+    tune_command,
+)
 from fourfold.reports.timeline_chart import step_timeline
 
 if TYPE_CHECKING:
@@ -53,16 +63,18 @@ def write_plan_report(path: Path, result: PlanRecord) -> None:
 def write_scaling_report(path: Path, points: Sequence[Point], model: str, machine: str, weak: bool) -> None:
     """Write the page of a scaling curve."""
     kind = "Weak" if weak else "Strong"
+    published = any(point.published_pflops is not None for point in points)
+    header = ["GPUs", "layout", "s/step", "MFU", "HFU", "efficiency", *flop_headers(published)]
     rows = [
         [f"{p.gpus:,}", p.best.describe(), f"{p.best.seconds:.4g}",
          f"{p.best.utilization(p.best.work.model_flops()):.1%}",
-         f"{p.best.utilization(p.best.work.hardware_flops()):.1%}", f"{p.efficiency:.1%}", f"{p.pflops:,.0f}",
-         "" if p.published_pflops is None else f"{p.published_pflops:,.0f}"]
-        if p.best is not None else [f"{p.gpus:,}", p.why_not, *[""] * 6]
+         f"{p.best.utilization(p.best.work.hardware_flops()):.1%}", f"{p.efficiency:.1%}",
+         *flop_rates(p, published)]
+        if p.best is not None else [f"{p.gpus:,}", p.why_not, *[""] * (len(header) - 2)]
         for p in points
     ]  # fmt: skip
-    header = ["GPUs", "layout", "s/step", "MFU", "HFU", "efficiency", "PFLOP/s", "published PFLOP/s"]
     sections = [html.charts([], [_curve(points)]), html.table(header, rows, words=True)]
+    sections.append(f"<p>{escape(flop_note(published))}</p>")
     write_output(path, html.page(f"{model} on {machine}", f"{kind} scaling, replanned at each size", sections))
 
 

@@ -22,6 +22,7 @@ COLUMNS = {"best": "best", "runner_up": "best on another grid", "yours": "yours"
 """Names of the explained layouts."""
 PARTS_NAMED = 7
 """The most parts of the waterfall."""
+MEGATRON_COUNT = "Megatron PFLOP/s count full recompute, whatever the layout recomputes, and the whole attention square"
 CURVE = ("s/step", "GB", "MFU", "tokens/s/GPU")
 """Numbers of a scaling curve, whose other columns need the room of 80 characters."""
 
@@ -169,13 +170,29 @@ def scaling_table(points: Sequence[Point], weak: bool) -> None:
         if point.best is None:
             continue
         numbers = predicted(point.best, None)
-        rows.append([size, *map(numbers.__getitem__, CURVE), f"{point.efficiency:.1%}", f"{point.pflops:,.1f}"])
-        if published:
-            rows[-1].append("" if point.published_pflops is None else f"{point.published_pflops:,.1f}")
-    header = ["GPUs", *CURVE, "efficiency", "PFLOP/s", *(["published"] if published else [])]
+        rows.append([size, *map(numbers.__getitem__, CURVE), f"{point.efficiency:.1%}", *flop_rates(point, published)])
+    header = ["GPUs", *CURVE, "efficiency", *flop_headers(published)]
     print_table(f"{'Weak' if weak else 'Strong'} scaling", header, rows)
     print_table("Layouts", ["GPUs", "layout"], layouts, words=["layout"])
-    Console().print("PFLOP/s include recompute and the full attention square, as published figures do.")
+    Console().print(flop_note(published))
+
+
+def flop_headers(published: bool) -> list[str]:
+    """Name the columns of ``flop_rates``, each by what it counts."""
+    return ["model PFLOP/s", *(["Megatron PFLOP/s", "published"] if published else [])]
+
+
+def flop_rates(point: Point, published: bool) -> list[str]:
+    """Format the PFLOP/s of a size; where figures of a curve are published, also in their convention."""
+    model, megatron = point.pflops
+    figure = "" if point.published_pflops is None else f"{point.published_pflops:,.1f}"
+    return [f"{model:,.1f}", *([f"{megatron:,.1f}", figure] if published else [])]
+
+
+def flop_note(published: bool) -> str:
+    """Say which FLOPs the columns count."""
+    note = "Model PFLOP/s are those of MFU: no recompute, and only the keys that the attention sees."
+    return f"{note} {MEGATRON_COUNT}; published figures count so." if published else note
 
 
 def validation_tables(result: Validation, with_rows: bool) -> None:
@@ -189,7 +206,7 @@ def validation_tables(result: Validation, with_rows: bool) -> None:
             for f in record["figures"]
         ]  # fmt: skip
         header = ["model", "machine", "GPUs", "published", "as run", "error", "best", "layout"]
-        print_table("Published figures (PFLOP/s)", header, rows, words=["machine", "layout"])
+        print_table("Published figures (Megatron PFLOP/s)", header, rows, words=["machine", "layout"])
         rows = [
             [f"{r['gpus']:,}", r["model"], f"{r['efficiency']:.1%}",
              "" if r["published"] is None else f"{r['published']:.1%}", r["layout"]]
@@ -197,6 +214,7 @@ def validation_tables(result: Validation, with_rows: bool) -> None:
         ]  # fmt: skip
         header = ["GPUs", "model", "efficiency", "published", "layout"]
         print_table("AxoNN's weak scaling", header, rows, words=["model", "layout"])
+        console.print(f"{MEGATRON_COUNT}.")
         return
     everything = {"all": {**record, "count": record["rows"]}, **record["by_source"], "others": record["others"],
                   "mixtures": record["mixtures"], "doubtful": record["doubtful"],

@@ -4,17 +4,18 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from fourfold.config.model import ModelConfig
+from fourfold.planning.run_workload import workload_of_model
 
 if TYPE_CHECKING:
     import torch
 
 FLOP_FORMULA = (
-    "training FLOPs per token = 3 x forward; forward = 2 x matmul parameters (LM head included, embedding lookup "
-    "excluded) + layers x 4 x S x heads x head_dim / 2 (causal attention)"
+    "training FLOPs per token = 3 x forward, without recompute; forward = 2 x matmul parameters (LM head with padding, "
+    "no embedding lookup) + layers x 4 x K x heads x head_dim, K keys: S / 2 (causal), fewer in a sliding window"
 )
-"""PaLM's formula (Chowdhery et al. 2022, appendix B), 6N + 12 x layers x heads x head_dim x S, with two changes: of
-causal attention only the half that is not masked counts (6 in place of 12), and N is the parameters that are
-multiplied: of a mixture of experts, the router and the experts that a token goes to."""
+"""PaLM's formula (Chowdhery et al. 2022, appendix B), 6N + 12 x layers x heads x head_dim x S, with two changes. Only
+the keys that a token sees count (S / 2 of a causal mask, not S). N is the parameters that are multiplied: of a mixture
+of experts, the router and the experts that a token goes to."""
 
 
 class FlopCount(NamedTuple):
@@ -28,23 +29,15 @@ class FlopCount(NamedTuple):
 def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -> FlopCount:
     """Count the model FLOPs of one token of a decoder by `FLOP_FORMULA`.
 
-    A multiplication and an addition are two FLOPs. Attention is QK^T and PV, 2·S·heads·head_dim each per token when
-    every position sees all S; a causal token sees S/2 on average (exactly (S+1)/2), hence the division by two.
-    Backward is twice the forward: one product for the input gradient, one for the weight gradient. Norms, softmax,
-    rotary embedding and activation functions are left out, as in the source. A `frozen` model (LoRA) has no weight
-    gradients; its adapters are left out too.
+    The planner counts the same (``Workload.model_flops``). Attention is QK^T and PV, 2·K·heads·head_dim FLOPs each
+    per token that sees K keys. A causal token sees S/2 on average (exactly (S+1)/2). Backward is twice the forward: one
+    matmul for the input gradient, one for the weight gradient. Norms, softmax, rotary embedding and activation functions
+    are left out, as in the source. A `frozen` model (LoRA) has no weight gradients, and its adapters are left out too.
     """
-    hidden, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
-    attention_projections = hidden * model.head_dim * (2 * heads + 2 * kv_heads)  # q and output; k and v
-    dense = hidden * model.intermediate_size * (3 if model.gated_mlp else 2)
-    active = model.num_experts_per_tok * model.moe_intermediate_size + model.shared_expert_intermediate_size
-    mixture = hidden * (3 * active + model.num_experts + model.shared_expert_gate)
-    mlps = (model.num_hidden_layers - model.sparse_layers) * dense + model.sparse_layers * mixture
-    matmul_parameters = model.num_hidden_layers * attention_projections + mlps + hidden * model.vocab_size
-    causal_attention = model.num_hidden_layers * 4 * seq_length * heads * model.head_dim // 2
-    forward = 2 * matmul_parameters + causal_attention
-    training = 3 * forward - (2 * matmul_parameters if frozen else 0)
-    return FlopCount(matmul_parameters, forward, training)
+    work = workload_of_model(model).but(seq=seq_length)
+    matrices, attention = round(work.token_matrices), round(work.token_attention)
+    forward = 2 * matrices + attention
+    return FlopCount(matrices, forward, 3 * forward - (2 * matrices if frozen else 0))
 
 
 def model_tflops_per_device(training_flops_per_token: int, tokens_per_second: float, num_devices: int) -> float:

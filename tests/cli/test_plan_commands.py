@@ -301,6 +301,23 @@ def test_a_scaling_curve_is_readable_in_80_columns(cli: Cli, monkeypatch: pytest
     header = next(line for line in lines if "GPUs" in line)
     assert all(name in header for name in ("s/step", "tokens/s/GPU", "efficiency", "PFLOP/s", "published"))
     assert "620.1" in out and "100.0%" in out and "4,096" in out
+    assert "model" in out and "Megatron PFLOP/s count full recompute" in " ".join(out.split())
+
+
+def test_the_flops_of_a_scaling_curve_are_those_of_mfu(cli: Cli, tmp_path: Path) -> None:
+    """Also where the layout recomputes nothing, and Megatron-LM's convention would count a full recompute."""
+    page = tmp_path / "scaling.html"
+    command = ("plan", "scaling", "--model", "llama3-8b", "--machine", "dgx-h100", "--gpus", "16:32", "--seq", 8192,
+               "--global-batch", 64, "--limit", "recompute=none,selective", "--limit", "pp=1", "--limit", "y=1",
+               "--limit", "batch_parts=1")  # fmt: skip
+    points = json.loads(cli(*command, "--json")[1])["points"]
+    _, out, _ = cli(*command, "--report", page)
+    for point in points:
+        rate = point["mfu"] * point["gpus"] * load_machine("dgx-h100").peak / 1e15
+        assert point["model_pflops"] == pytest.approx(rate) and point["megatron_pflops"] > 1.3 * rate
+        for shown in (out, page.read_text(encoding="utf-8")):
+            assert re.search(rf"\b{rate:,.1f}\b", shown) and "Megatron" not in shown
+            assert "Model PFLOP/s are those of MFU" in shown
 
 
 @pytest.mark.slow

@@ -52,6 +52,18 @@ def test_agrees_with_palm_up_to_the_causal_half():
     assert palm - count.training == 6 * 2 * 4 * 3 * 10
 
 
+def test_padded_rows_of_the_head_are_multiplied_too():
+    assert count_of(vocab_size=25, pad_vocab_size_to_multiple_of=32) == count_of()
+
+
+def test_a_sliding_layer_counts_the_keys_in_its_window():
+    """One of two layers sees at most 8 of 64 keys."""
+    full = count_of(64)
+    slid = count_of(64, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+    seen = sum(min(query + 0.5, 8) for query in range(64)) / 64  # as the causal half counts S / 2, not (S + 1) / 2
+    assert full.forward - slid.forward == pytest.approx(4 * 4 * 3 * (64 / 2 - seen), rel=0.01)
+
+
 @pytest.mark.parametrize("gated", [True, False])
 def test_linear_layers_agree_with_the_flop_counter(gated):
     """The matmul part, forward and backward, on the linear layers of the tiny decoder run one after another."""

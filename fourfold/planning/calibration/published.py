@@ -51,13 +51,13 @@ class Figure:
 
     @property
     def as_run_pflops(self) -> float:
-        """PFLOP/s in the published convention, which counts recompute and the full attention square."""
-        return float(self.as_run.work.megatron_flops() / self.as_run.seconds / 1e15)
+        """PFLOP/s in Megatron-LM's count, which published figures follow."""
+        return self.as_run.pflops(self.as_run.work.megatron_flops())
 
     @property
     def best_pflops(self) -> float:
-        """PFLOP/s in the same convention at the best layout's speed."""
-        return float(self.as_run.work.megatron_flops() / self.best.seconds / 1e15)
+        """PFLOP/s in the same count at the best layout's speed."""
+        return self.best.pflops(self.as_run.work.megatron_flops())
 
     def record(self) -> dict[str, Any]:
         return {
@@ -126,7 +126,7 @@ MEGATRON = {
 
 
 def weak_scaling(calibration: Calibration) -> list[dict[str, Any]]:
-    """Predict AxoNN's weak scaling on Frontier: efficiency by hardware FLOP/s per GPU."""
+    """Predict AxoNN's weak scaling on Frontier: efficiency in Megatron-LM's count of FLOP/s per GPU."""
     rows = []
     for curve in published_table()["weak_scaling"]:
         machine = load_machine(curve["machine"])
@@ -135,7 +135,7 @@ def weak_scaling(calibration: Calibration) -> list[dict[str, Any]]:
         for gpus, model in ((int(g), m) for g, m in curve["models"].items()):
             base = base_of(model, curve["seq"], curve["batch"])
             best = fastest_of_axonn(model, base, machine, constants, gpus)
-            rate = float(best.work.megatron_flops() / best.seconds / gpus / 1e12)
+            rate = best.pflops(best.work.megatron_flops()) / gpus * 1e3
             first = first or rate
             rows.append({
                 "source": curve["source"], "machine": machine.name, "model": model, "gpus": gpus,

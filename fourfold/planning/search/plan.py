@@ -56,6 +56,10 @@ class Prediction:
         """``flops`` of a step relative to the GPUs' bf16 peak, in whichever precision it runs."""
         return float(flops / (self.seconds * self.gpus * self.machine.peak))
 
+    def pflops(self, flops: float) -> float:
+        """Return the PFLOP/s of all GPUs together, for ``flops`` of a step."""
+        return float(flops / self.seconds / 1e15)
+
     def describe(self) -> str:
         """The layout in one line; axes of size 1 are left out."""
         return describe_layout(self.work)
