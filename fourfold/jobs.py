@@ -12,8 +12,9 @@ from fourfold.environment import read_environment
 from fourfold.launch.job_processes import run_on_grid
 from fourfold.launch.local_workers import WorkerFailed
 from fourfold.planning.machines.machine import load_machine
+from fourfold.training.attempts import count_starts
 from fourfold.training.machine_memory import check_machine_memory
-from fourfold.training.run_folder import ATTEMPTS_FILE, folder_of, where_it_continues
+from fourfold.training.run_folder import folder_of, where_it_continues
 
 if TYPE_CHECKING:  # these import torch, which the parent of local workers does not need
     from fourfold.config.run import RunConfig
@@ -43,7 +44,7 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
     callbacks += ["fourfold.evaluation.tasks_in_training:TasksInTraining"] if run.evaluation.interval else []
     callbacks += ["fourfold.verification.timeline:Timeline"] if profile else []
     for restarts in itertools.count():
-        began = time.time()
+        began, starts = time.time(), count_starts(folder_of(run))
         try:
             outcome: Outcome = run_on_grid(
                 "fourfold.training.loop:train",
@@ -56,7 +57,7 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
                 started=began if restarts or started is None else started,
             )
         except WorkerFailed as failure:
-            if not _may_restart(run, began):
+            if not _may_restart(run, starts):
                 raise
             print(f"fourfold: {failure}\nfourfold: starting again; {where_it_continues(run)}", file=sys.stderr)
         else:
@@ -64,10 +65,9 @@ def train(run: RunConfig, profile: bool = False, started: float | None = None) -
     return outcome
 
 
-def _may_restart(run: RunConfig, began: float) -> bool:
-    """True where the attempt had begun to train; what fails before that fails again."""
-    attempts = folder_of(run) / ATTEMPTS_FILE
-    began_to_train = attempts.is_file() and attempts.stat().st_mtime >= began
+def _may_restart(run: RunConfig, starts: int) -> bool:
+    """True if the attempt had begun to train, after ``starts`` recorded starts; what fails before that fails again."""
+    began_to_train = count_starts(folder_of(run)) > starts
     return run.fault_tolerance.max_restarts > 0 and run.checkpoint.resume == "auto" and began_to_train
 
 

@@ -1,10 +1,12 @@
-"""Settings of processes: cores, gloo's network interface, and their end with the process that started them."""
+"""Settings of processes: cores, gloo's network interface, output, and their end with the process that started them."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
+import io
 import multiprocessing
 import os
 import signal
@@ -12,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any, TextIO
 
 PR_SET_PDEATHSIG = 1
 
@@ -51,6 +54,60 @@ def prepare_environment(world_size: int) -> None:
     """Divide the cores among the workers, and keep gloo on this machine; called before torch is imported."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // world_size)))
     keep_gloo_local()
+
+
+class _LossyFile(io.FileIO):
+    """A file that discards what it cannot write, because of any error or only because nobody reads any more."""
+
+    def __init__(self, descriptor: int, errors: frozenset[int] | None) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._errors = errors
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            if self._errors is not None and error.errno not in self._errors:
+                raise
+            return memoryview(content).nbytes
+
+
+@contextlib.contextmanager
+def lossy_output(any_error: bool = False) -> Iterator[None]:
+    """Discard what this process prints while the block runs once its reader (``head``, a terminal) has gone.
+
+    Args:
+        any_error: Also discard it when the disk of a log is full. Otherwise such an error is raised.
+    """
+    before = sys.stdout, sys.stderr
+    errors = None if any_error else frozenset((errno.EPIPE, errno.EIO))
+    sys.stdout, sys.stderr = (_lossy(stream, errors) for stream in before)
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # the block has raised it, or closed the stream
+                stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _lossy(stream: TextIO, errors: frozenset[int] | None) -> TextIO:
+    """Return a stream that writes to the same file; ``stream`` itself if a program has put something else there."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    try:
+        stream.flush()
+        raw = _LossyFile(stream.fileno(), errors)
+    except OSError:
+        return stream
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        stream.encoding,
+        stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 def end_with_starter(number: int = signal.SIGKILL) -> None:

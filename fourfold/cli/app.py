@@ -35,6 +35,7 @@ from fourfold.cli.tune_matmul import tune_matmul
 from fourfold.errors import UserError, sentence
 from fourfold.exit_codes import CRASH, HANG, REFUSED
 from fourfold.launch.local_workers import JobHung, WorkerFailed
+from fourfold.processes import lossy_output
 
 if TYPE_CHECKING:
     from typer._click import Context
@@ -85,9 +86,13 @@ def version(show: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def main() -> None:
-    """Run a command. A user's mistake exits with 2 and one sentence, a worker's crash with 1 and its traceback."""
+    """Run a command. A user's mistake exits with 2 and one sentence, a worker's crash with 1 and its traceback.
+
+    When the reader of its output has gone (``| head``), the command does its work without a word.
+    """
     try:
-        app(prog_name="fourfold")
+        with lossy_output():
+            app(prog_name="fourfold")
     except UserError as error:
         print(f"fourfold: {sentence(error)}", file=sys.stderr)
         sys.exit(REFUSED)
@@ -96,6 +101,10 @@ def main() -> None:
             problem = f"{reprlib.repr(error.filename)} is too long for the name of a file"
         elif isinstance(error, PermissionError) and error.filename is not None:
             problem = f"cannot open {error.filename}: {error.strerror}"
+        elif error.errno == errno.EMFILE:
+            problem = "this process may not open more files; raise the limit, for example with: ulimit -n 4096"
+        elif error.errno == errno.ENOSPC and error.filename is None:
+            problem = f"cannot write the output: {error.strerror}"
         else:
             raise
         print(f"fourfold: {problem}", file=sys.stderr)

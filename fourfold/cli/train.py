@@ -12,8 +12,10 @@ import typer
 
 from fourfold.cli.options import Overrides, RunFile
 from fourfold.exit_codes import STOPPED, ended_by
+from fourfold.processes import lossy_output
 
 
+@lossy_output(any_error=True)
 def train(
     run_file: RunFile,
     overrides: Overrides = [],  # noqa: B006 (typer reads it, nobody writes it)

@@ -159,6 +159,8 @@ def read_numbers(folder: Path, with_optimizer: bool) -> Numbers:
     """Read the numbers of a checkpoint. Raises ``UserError`` where it has none and an optimizer needs them."""
     try:
         numbers: Numbers = parse_json((folder / PROGRESS_FILE).read_text())
+        if not isinstance(numbers, dict) or any(set(of_one) != {"numbers", "tensors"} for of_one in numbers.values()):
+            raise ValueError(f"{PROGRESS_FILE} does not have numbers and tensors of each parameter")
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is not a checkpoint of a parallelized model: {error}") from None
     if with_optimizer and not numbers:

@@ -17,7 +17,7 @@ from fourfold.environment import Place, read_environment, rendezvous
 from fourfold.errors import UserError
 from fourfold.launch.local_workers import run_workers
 from fourfold.launch.stop_signals import held_stop_signals
-from fourfold.processes import importing, keep_gloo_local
+from fourfold.processes import end_with_starter, importing, keep_gloo_local, lossy_output
 
 if TYPE_CHECKING:  # torch is imported where it is used: the parent of local workers never needs it
     import torch
@@ -71,6 +71,8 @@ def _run_here(
         keep_gloo_local()
         place = Place(0, 0, 1, 1, launcher="local")
     else:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_starter()  # torchrun leaves its processes running when it is killed
         _check_world_size(place, world_size)
         host, port = rendezvous(os.environ, place)
         meeting_point = f"tcp://{host}:{port}"
@@ -88,8 +90,11 @@ def run_in_group(
     """Take this process's part in run_on_grid. meeting_point: torch's init_method; None for a group of one."""
     with importing():
         call = imported(function)
-    with _default_group(place, meeting_point, device_of(place, wanted_device), timeout):
-        return call(place, *args)
+    with lossy_output(any_error=True), _default_group(place, meeting_point, device_of(place, wanted_device), timeout):
+        try:
+            return call(place, *args)
+        except SystemExit as end:  # the job itself never raises it, so its code says nothing about the job
+            raise RuntimeError(f"something called sys.exit({end.code!r}) before the job was done") from end
 
 
 def imported(function: str) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from fourfold.exit_codes import HANG, ended_by
 from fourfold.heartbeat import Beat, Heartbeat
 from fourfold.launch.stop_signals import STOP_SIGNALS
+from fourfold.processes import lossy_output
 
 STACK_SIGNAL = signal.SIGQUIT
 """The signal at which a rank writes its stacks; no scheduler sends it."""
@@ -76,6 +77,11 @@ class Report(NamedTuple):
 
 def main(watch: Watch) -> None:
     """Watch the rank until it ends, hangs, or does not stop when it should."""
+    with lossy_output(any_error=True):
+        _watch(watch)
+
+
+def _watch(watch: Watch) -> None:
     heart = Heartbeat(watch.heartbeat)
     interval = min(1.0, watch.timeout / 10)
     number, silent = -1, 0.0

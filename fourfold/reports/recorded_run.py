@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from fourfold.errors import UserError
+from fourfold.parsing import parse_json
 from fourfold.reports.curve_charts import Place
 from fourfold.reports.numbers import counted
 from fourfold.training.attempts import resumed_at
@@ -113,9 +113,9 @@ def read_summary(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        summary = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {error.lineno} is not JSON; fix or delete the file.") from None
+        summary = parse_json(read_text(path))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); fix or delete the file.") from None
     if not isinstance(summary, dict) or any(isinstance(value, dict | list) for value in summary.values()):
         raise UserError(f"{path} is not an object of label to text or number; fix or delete the file.")
     return summary

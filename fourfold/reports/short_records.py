@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from fourfold.training.metrics import read_metrics
 
@@ -42,4 +42,12 @@ class ExpertRecord(BaseModel):
 
 def read_short_record(path: Path, shape: type[BaseModel]) -> list[dict[str, Any]]:
     """Read the lines of a record; none where there is no file. Raises ``UserError`` for a line of another shape."""
-    return read_metrics(path, partial(shape.model_validate, strict=True)) if path.is_file() else []
+    return read_metrics(path, partial(_check, shape)) if path.is_file() else []
+
+
+def _check(shape: type[BaseModel], record: dict[str, Any]) -> None:
+    try:
+        shape.model_validate(record, strict=True)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None

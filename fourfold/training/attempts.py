@@ -11,6 +11,7 @@ from typing import Any
 from fourfold.config.run import RunConfig
 from fourfold.data.files import writing
 from fourfold.errors import UserError
+from fourfold.parsing import parse_json
 from fourfold.training.bad_steps import BAD_STEPS_FILE, leaves_out, note_bad_step, read_bad_steps, samples_of
 from fourfold.training.metrics import steps_taken
 from fourfold.training.run_folder import ATTEMPTS_FILE
@@ -32,6 +33,11 @@ def note_start(run_dir: Path, restarts: int, run: RunConfig, first_step: int) ->
 def note_end(run_dir: Path) -> None:
     """Record that this attempt ended normally."""
     _append(run_dir, {"ended": True})
+
+
+def count_starts(run_dir: Path) -> int:
+    """Return how many attempts of a run have begun to train."""
+    return sum("restarts" in line for line in _read(run_dir))
 
 
 def resumed_at(run_dir: Path) -> list[int]:
@@ -75,7 +81,7 @@ def _read(run_dir: Path) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     for line in text.split("\n"):
         with suppress(ValueError):
-            if isinstance(read := json.loads(line), dict):
+            if isinstance(read := parse_json(line), dict):
                 lines.append(read)
     return lines
 

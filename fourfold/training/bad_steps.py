@@ -13,9 +13,9 @@ BAD_STEPS_FILE = "bad_steps.jsonl"
 
 
 def read_bad_steps(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines so far, oldest first."""
+    """Read the lines so far, oldest first. Raises ``UserError`` for a line whose ``skips`` are no steps."""
     path = run_dir / BAD_STEPS_FILE
-    return read_metrics(path) if path.is_file() else []
+    return read_metrics(path, _check) if path.is_file() else []
 
 
 def note_bad_step(run_dir: Path, line: dict[str, Any]) -> None:
@@ -42,3 +42,9 @@ def samples_of(step: int, global_batch_size: int) -> list[int]:
 def leaves_out(line: dict[str, Any], step: int) -> bool:
     """True where this line says that the batch of a step, counted from 1, is to be left out."""
     return step in line.get("skips", ())
+
+
+def _check(line: dict[str, Any]) -> None:
+    skips = line.get("skips", [])
+    if not isinstance(skips, list) or not all(type(step) is int for step in skips):
+        raise ValueError(f"skips = {json.dumps(skips)} must be a list of steps, such as [{line['step']}]")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from fourfold.data.files import write_output, writing
-from fourfold.errors import UserError
+from fourfold.errors import UserError, first_line
 from fourfold.parsing import parse_json
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = 
 
     A last line without an end of line that does not parse was torn by a crash and is left out; so are empty lines.
     Raises UserError with the line number for any other line that is not a JSON object with an integer "step", and
-    when there is no such file. So it does for a line whose object `check` refuses with a ValueError.
+    when there is no such file. So it does for a line whose object `check` refuses with a ValueError, whose first line
+    says what is wrong.
     """
     if not path.is_file():
         raise UserError(f"{path} does not exist: give the folder of a run that has trained at least one step.")
@@ -119,8 +120,8 @@ def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = 
         try:
             if check is not None:
                 check(record)
-        except ValueError:
-            raise UserError(f"{path}, line {number} lacks what such a line has: fix or delete that line.") from None
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {first_line(error)}: fix or delete that line.") from None
         records.append(record)
     return records
 

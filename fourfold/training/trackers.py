@@ -181,7 +181,7 @@ CLIENTS: Mapping[str, Callable[[TrackedRun, int], Tracker]] = {
 
 def _known_id(file: Path, first_step: int) -> str | None:
     """The tracker's id of a run that goes on; None for one that begins, or was not tracked until now."""
-    return file.read_text().strip() if first_step and file.is_file() else None
+    return file.read_text(errors="replace").strip() if first_step and file.is_file() else None
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

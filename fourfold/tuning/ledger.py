@@ -7,7 +7,6 @@ ignore and propose again.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,6 +17,7 @@ import numpy as np
 
 from fourfold.data.files import writing
 from fourfold.errors import UserError
+from fourfold.parsing import parse_json
 from fourfold.extras import import_extra
 from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES
 from fourfold.tuning.candidates import Candidates
@@ -190,7 +190,7 @@ def _drop_torn_line(journal: Path) -> None:
             os.truncate(journal, len(whole))
     try:
         for line in whole.splitlines():
-            json.loads(line)
+            parse_json(line)
     except ValueError:
         raise UserError(f"{journal} is damaged, or no ledger; choose another --out, or remove the file") from None
 

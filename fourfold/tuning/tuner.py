@@ -13,6 +13,8 @@ from pathlib import Path
 
 from fourfold.config.run import RunConfig
 from fourfold.data.files import locked_folder, write_output, writing
+from fourfold.errors import UserError
+from fourfold.parsing import parse_json
 from fourfold.planning.machines.constants import Constants
 from fourfold.planning.machines.machine import Machine
 from fourfold.planning.planned_run import planned_run
@@ -141,7 +143,10 @@ class Search:
     def _result_found(self, folder: Path, index: int) -> Result | None:
         """The result of a trial that nobody noted in the ledger; None where it has none."""
         if (folder / RESULT_FILE).is_file():
-            return Result(**json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")))
+            try:
+                return Result(**parse_json((folder / RESULT_FILE).read_text(encoding="utf-8")))
+            except (TypeError, ValueError, AssertionError):
+                raise UserError(f"{folder / RESULT_FILE} is damaged; remove {folder}, and the trial begins again") from None
         run = trial_run(self.subject.run(index), folder, self.settings.steps)
         return measured(folder, run, self.subject.machine, self.subject.on_gpu, None)
 
