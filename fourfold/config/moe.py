@@ -13,8 +13,9 @@ class MoEConfig(Strict):
     capacity_factor: float = Field(
         0.0,
         ge=0,
-        description="An expert takes at most this many times its equal share of the tokens of a sequence, the first "
-        "ones; the rest skip it. 0: no limit.",
+        description="In training, an expert takes at most this many times its equal share of the tokens of a sequence, "
+        "the first ones. Later tokens skip it. Padding does not count. Validation, audits, evaluation, and exports have "
+        "no limit. 0: no limit.",
     )
     load_balancing_loss: float = Field(
         0.0, ge=0, description="Coefficient of the load-balancing loss: experts × load × router probability, per token."

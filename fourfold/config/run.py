@@ -288,6 +288,11 @@ class RunConfig(Strict):
             )
         if self.masks.goldfish.strategy != "none":
             raise ValueError("dpo compares whole answers; set masks.goldfish.strategy = 'none'")
+        if self.moe.capacity_factor:
+            raise ValueError(
+                f"moe.capacity_factor = {self.moe.capacity_factor} drops rows in training, and dpo compares with a "
+                "reference that drops none; set moe.capacity_factor = 0"
+            )
         return self
 
     @model_validator(mode="after")

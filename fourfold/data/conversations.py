@@ -93,7 +93,7 @@ class PackedConversations:
         room = self.seq_length + 1
         stream = np.full((len(windows), self.look_back + room), self.padding, dtype=np.int64)
         documents = np.full_like(stream, NO_DOCUMENT)
-        answers = np.zeros((len(windows), room), dtype=bool)
+        answers, is_data = (np.zeros((len(windows), room), dtype=bool) for _ in range(2))
         for row, window in enumerate(windows.tolist()):
             place = 0
             for number, conversation in enumerate(self._windows[window].tolist()):
@@ -105,7 +105,8 @@ class PackedConversations:
                 documents[row, self.look_back :][here] = number
                 place += length
             documents[row, self.look_back + place :] = len(self._windows[window])
-        return Windows(stream, documents, numbers, self.look_back, answers)
+            is_data[row, :place] = True
+        return Windows(stream, documents, numbers, self.look_back, answers, is_data=is_data)
 
 
 def pack(lengths: Sequence[int] | NDArray[np.integer], room: int) -> list[NDArray[np.int64]]:

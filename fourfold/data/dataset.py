@@ -34,6 +34,8 @@ class Windows:
     """[samples, seq_length + 1]: the tokens of conversations that belong to an answer; None for text."""
     reference: NDArray[np.float32] | None = None
     """[samples]: the log-probabilities that the reference of preference optimization gives the answers."""
+    is_data: NDArray[np.bool_] | None = None
+    """[samples, seq_length + 1]: false for padding. None: there is no padding."""
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -134,6 +136,7 @@ class Mixture:
         documents = np.empty_like(stream)
         answers = np.ones((len(place), self.seq_length + 1), dtype=bool)
         reference: NDArray[np.float32] | None = None
+        is_data: NDArray[np.bool_] | None = None
         for index in np.unique(source):
             rows = np.flatnonzero(source == index)
             windows = self.sources[index].read(own_number[rows])
@@ -143,7 +146,10 @@ class Mixture:
             if windows.reference is not None:
                 reference = np.empty(len(place), dtype=np.float32) if reference is None else reference
                 reference[rows] = windows.reference
-        return Windows(stream, documents, numbers, self.look_back, answers, reference)
+            if windows.is_data is not None:  # then every source pads, because data.format is one for all sources
+                is_data = np.empty_like(answers) if is_data is None else is_data
+                is_data[rows] = windows.is_data
+        return Windows(stream, documents, numbers, self.look_back, answers, reference, is_data)
 
 
 def windows_of(

@@ -30,6 +30,9 @@ class MicroBatch(Generic[Array]):
     sequences with fewer; None: it may."""
     reference: Array | None = None
     """[B], float32: the reference's log-probability of each sequence's labels, for preference optimization."""
+    is_data: Array | None = None
+    """[B, S], bool: false for padding, which experts neither compute nor count. Prompts and masked tokens are data.
+    None: all tokens are data."""
 
     def map(self, function: Callable[[Array], Other]) -> "MicroBatch[Other]":
         """Apply ``function`` to every field that is not None."""
@@ -37,8 +40,8 @@ class MicroBatch(Generic[Array]):
         def of(field: Array | None) -> Other | None:
             return None if field is None else function(field)
 
-        others = (of(field) for field in (self.labels, self.positions, self.document_ends, self.reference))
-        return MicroBatch(function(self.tokens), *others)
+        others = (self.labels, self.positions, self.document_ends, self.reference, self.is_data)
+        return MicroBatch(function(self.tokens), *map(of, others))
 
 
 class Loader:
@@ -115,7 +118,7 @@ class Loader:
         documents = np.ascontiguousarray(windows.documents[:, :-1])
         positions = positions_of(documents)
         rows = [slice(begin, begin + self.micro_batch_size) for begin in range(0, len(tokens), self.micro_batch_size)]
-        reference = windows.reference
+        reference, is_data = windows.reference, windows.is_data
         return [
             MicroBatch(
                 tokens[row],
@@ -123,6 +126,7 @@ class Loader:
                 positions[row],
                 document_ends(documents[row]),
                 None if reference is None else reference[row],
+                None if is_data is None else np.ascontiguousarray(is_data[row, :-1]),
             )
             for row in rows
         ]

@@ -69,13 +69,14 @@ class PreferencePairs:
         """Read the samples of these numbers (int [B], from 0), in this order."""
         documents = self.documents_of(numbers)
         stream = np.full((len(documents), self.seq_length + 1), self.padding, dtype=np.int64)
-        is_padding = np.ones_like(stream)
+        is_data = np.zeros(stream.shape, dtype=bool)
         answers = np.zeros(stream.shape, dtype=bool)
         for row, document in enumerate(documents.tolist()):
             start = int(self._offsets[document])
             length = min(int(self._offsets[document + 1]) - start, self.seq_length + 1)
             stream[row, :length] = self.corpus.read(start, length)
             answers[row, :length] = self.answers.read(start, length)
-            is_padding[row, :length] = 0
+            is_data[row, :length] = True
         reference = None if self.reference is None else self.reference[documents]
-        return Windows(stream, is_padding, np.asarray(numbers, dtype=np.int64), 0, answers, reference)
+        numbers = np.asarray(numbers, dtype=np.int64)
+        return Windows(stream, (~is_data).astype(np.int64), numbers, 0, answers, reference, is_data)

@@ -83,7 +83,7 @@ class AttentionCore(nn.Module):
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """Tables that the attention of all layers of a kind reads."""
+    """What all layers of a kind read in addition to their hidden states: attention its tables, experts ``is_data``."""
 
     cos_BS1d: Tensor | None = None
     """Rotary tables; None with learned positions. B is 1 where all sequences have the same positions."""
@@ -94,6 +94,8 @@ class AttentionContext:
     """Place of the first query in the sequence, when the queries are only a part of it."""
     window: int = 0
     """Tokens that a query sees, itself included; 0: all before it."""
+    is_data_BS: Tensor | None = None
+    """False for padding; None: there is no padding."""
 
 
 class AttentionTables(nn.Module):
@@ -103,14 +105,17 @@ class AttentionTables(nn.Module):
         super().__init__()
         self.config = config
 
-    def forward(self, positions_BS: Tensor, document_ends_BE: Tensor | None) -> dict[LayerType, AttentionContext]:
+    def forward(
+        self, positions_BS: Tensor, document_ends_BE: Tensor | None, is_data_BS: Tensor | None = None
+    ) -> dict[LayerType, AttentionContext]:
         config = self.config
         shared, contexts = self._rotary(positions_BS, local=False), {}
         for kind in config.kinds_of_layers:
             slides = kind == "sliding_attention"
             has_own = slides and config.rope_local_base_freq > 0
             cos_BS1d, sin_BS1d = self._rotary(positions_BS, local=True) if has_own else shared
-            tables = AttentionContext(cos_BS1d, sin_BS1d, window=config.sliding_window if slides else 0)
+            window = config.sliding_window if slides else 0
+            tables = AttentionContext(cos_BS1d, sin_BS1d, window=window, is_data_BS=is_data_BS)
             contexts[kind] = self.with_documents(tables, document_ends_BE, positions_BS)
         return contexts
 

@@ -7,7 +7,6 @@ width of an expert.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple, Self
 
@@ -25,7 +24,7 @@ class Mixture(nn.Module):
     """Σ_k w_tk · expert_tk(x_t), and the shared expert's output where there is one."""
 
     capacity_factor = 0.0
-    """An expert takes this many times its equal share of a sequence's rows; 0: all."""
+    """In training an expert takes this many times its equal share of a sequence's rows; 0: all."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -35,14 +34,16 @@ class Mixture(nn.Module):
         self.shared_expert = MLP(config, shared) if shared else None
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_expert_gate else None
 
-    def forward(self, x_BSH: Tensor) -> Tensor:
-        length, x_TH = x_BSH.shape[1], x_BSH.flatten(0, 1)
-        routing = self.gate(x_TH)
-        kept_TK = None
-        if self.capacity_factor:
-            experts_BSK = routing.experts_TK.unflatten(0, (-1, length))
-            kept_TK = within_capacity(experts_BSK, self.gate.num_experts, self.capacity_factor).flatten(0, 1)
-        order = order_by_expert(routing.experts_TK, kept_TK, self.gate.num_experts)
+    def forward(self, x_BSH: Tensor, is_data_BS: Tensor | None = None) -> Tensor:
+        """is_data_BS: false for padding, which no expert takes."""
+        x_TH, experts = x_BSH.flatten(0, 1), self.gate.num_experts
+        routing, kept_TK = self.gate(x_TH), None
+        experts_BSK = routing.experts_TK.unflatten(0, x_BSH.shape[:2])
+        if is_data_BS is not None:
+            experts_BSK = experts_BSK.masked_fill(~is_data_BS[..., None], experts)
+        if self.capacity_factor and self.training:
+            kept_TK = within_capacity(experts_BSK, experts, self.capacity_factor).flatten(0, 1)
+        order = order_by_expert(experts_BSK.flatten(0, 1), kept_TK, experts)
         sizes: list[int] = order.sizes_E.tolist()
         rows_NH = self.experts(take_rows(x_TH, order, sum(sizes)), sizes)
         out_BSH = combine(rows_NH, order, routing.weights_TK).view_as(x_BSH)
@@ -61,7 +62,7 @@ class Routing(NamedTuple):
     logits_TE: Tensor
     """The router's outputs, float32."""
     experts_TK: Tensor
-    """Numbers of the chosen experts, the best first."""
+    """Numbers of the chosen experts, the best first. On the grid the number of experts stands for none: padding."""
     weights_TK: Tensor
     """The factors on their outputs, float32."""
 
@@ -209,20 +210,24 @@ def _by_token(rows_NH: Tensor, inverse_N: Tensor, chosen: int) -> Tensor:
     return rows_TKH
 
 
-def capacity(factor: float, length: int, chosen: int, num_experts: int) -> int:
-    """Rows of one sequence that an expert takes (GShard, arXiv 2006.16668, section 3.2)."""
-    return math.ceil(factor * length * chosen / num_experts)
+def capacity(factor: float, lengths_B: Tensor, chosen: int, num_experts: int) -> Tensor:
+    """Rows of each sequence that an expert takes (GShard, arXiv 2006.16668, section 3.2); padding has no length."""
+    return (factor * lengths_B.double() * chosen / num_experts).ceil()
 
 
 def within_capacity(experts_BSK: Tensor, num_experts: int, factor: float) -> Tensor:
-    """True for the rows that their expert takes, [B, S, K]: the first of every whole sequence."""
-    sequences, length, chosen = experts_BSK.shape
-    groups_B1 = num_experts * torch.arange(sequences, device=experts_BSK.device)[:, None]
+    """True for the rows that their expert takes, [B, S, K]: the first of every whole sequence.
+
+    Padding has the expert ``num_experts``, and its rows mean nothing.
+    """
+    sequences, _, chosen = experts_BSK.shape
+    groups_B1 = (num_experts + 1) * torch.arange(sequences, device=experts_BSK.device)[:, None]
     keys_N = (experts_BSK.flatten(1) + groups_B1).flatten()
     order_N = keys_N.argsort(stable=True)
     sorted_N = keys_N[order_N]
     places_N = torch.arange(len(keys_N), device=keys_N.device)
     before_N = torch.empty_like(keys_N)
     before_N[order_N] = places_N - torch.searchsorted(sorted_N, sorted_N)  # rows of its expert before it
-    kept_N: Tensor = before_N < capacity(factor, length, chosen, num_experts)
-    return kept_N.view_as(experts_BSK)
+    lengths_B = (experts_BSK[..., 0] < num_experts).sum(1)
+    kept_BN = before_N.view(sequences, -1) < capacity(factor, lengths_B, chosen, num_experts)[:, None]
+    return kept_BN.view_as(experts_BSK)

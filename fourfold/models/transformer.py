@@ -53,6 +53,7 @@ class Transformer(nn.Module):
         loss_scale: Tensor | float = 1.0,
         x_BSH: Tensor | None = None,
         reference_B: Tensor | None = None,
+        is_data_BS: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, S, vocab_size], or with labels the sum of the losses of the positions not IGNORE_INDEX; without
         the last layer its hidden states [B, S, H].
@@ -60,13 +61,14 @@ class Transformer(nn.Module):
         positions_BS: each token's position (default 0, 1, 2, …); document_ends_BE: where the documents of a sequence
         end, when attention must not leave them (default: no such limit), the last at S, repeated in rows with fewer;
         loss_scale: the factor by which the caller multiplies the sum before the backward; x_BSH: the hidden states of
-        the layers before, where there are any; reference_B: for a head of preference optimization.
+        the layers before, where there are any; reference_B: for a head of preference optimization; is_data_BS: false
+        for padding, which experts leave out (default: there is no padding).
         """
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
         if x_BSH is None:
             x_BSH = self.embed(tokens_BS, positions_BS)
-        contexts = self.attention_tables(positions_BS, document_ends_BE)
+        contexts = self.attention_tables(positions_BS, document_ends_BE, is_data_BS)
         x_BSH = self.run_blocks(x_BSH, contexts)
         if self.norm is None or self.lm_head is None:
             return x_BSH
@@ -119,7 +121,8 @@ class Block(nn.Module):
             self.self_attn(normed(x_BSH, self.input_layernorm), context), self.attention_output_layernorm
         )
         mlp_reads_BSH = x_BSH if self.parallel_residual else attended_BSH
-        mlp_BSH = self.mlp(normed(mlp_reads_BSH, self.post_attention_layernorm))
+        padding = () if isinstance(self.mlp, MLP) else (context.is_data_BS,)
+        mlp_BSH = self.mlp(normed(mlp_reads_BSH, self.post_attention_layernorm), *padding)
         return attended_BSH + normed(mlp_BSH, self.mlp_output_layernorm)
 
 

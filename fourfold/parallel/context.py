@@ -74,7 +74,11 @@ class DocumentTables(AttentionTables):
         self, tables: AttentionContext, document_ends_BE: Tensor | None, positions_BS: Tensor
     ) -> DocumentContext:
         return DocumentContext(
-            tables.cos_BS1d, tables.sin_BS1d, window=tables.window, document_ends_BE=document_ends_BE
+            tables.cos_BS1d,
+            tables.sin_BS1d,
+            window=tables.window,
+            is_data_BS=tables.is_data_BS,
+            document_ends_BE=document_ends_BE,
         )
 
 

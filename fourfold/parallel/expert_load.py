@@ -1,4 +1,4 @@
-"""The load of the experts: counted in every step, and what follows from it for the router.
+"""The load of the experts: counted in every step, and what follows from it for the router. Padding does not count.
 
 Balance by a loss: E · Σ_e f_e P_te for each token t, with P its router probabilities (Fedus et al. 2021, arXiv
 2101.03961, eq. 4), but f_e the share of the rows that went to e in the *last step's whole batch*. The loss is then a
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from fourfold.config.model import ModelConfig
 from fourfold.config.run import RunConfig
+from fourfold.data.loader import MicroBatch
 from fourfold.models.autograd import Context, Function
 from fourfold.models.mixture import is_router_bias
-from fourfold.parallel.communicate import purpose
+from fourfold.parallel.communicate import all_reduce, purpose
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.sharding import Tiled
 from fourfold.parallel.state import LocalShard
@@ -43,7 +44,8 @@ class ExpertLoad:
     def __init__(self, run: RunConfig, grid: Grid, device: torch.device) -> None:
         model = run.model
         self.run, self.grid, self.experts, self.chosen = run, grid, model.num_experts, model.num_experts_per_tok
-        self.tokens = run.training.global_batch_size * run.training.seq_length
+        self.tokens: Tensor | int = 1
+        """Tokens of the step's data, on all ranks together."""
         shape = (model.num_hidden_layers, self.experts)
         self.rows_LE = torch.zeros(shape, dtype=torch.float64, device=device)
         """Rows of every expert of the last step's batch, before any is dropped; zero before the first step."""
@@ -61,10 +63,18 @@ class ExpertLoad:
             if isinstance(router, CountedRouter):
                 router.load = self
 
-    def begin(self, loss_scale: float) -> None:
-        """Begin to count a step. loss_scale: of fp16."""
+    def begin(self, loss_scale: float, micro_batches: Sequence[MicroBatch[Tensor]]) -> None:
+        """Begin to count a step of these micro-batches. loss_scale: of fp16."""
         self._sums.zero_()
+        self.tokens = self._data_tokens([batch.is_data for batch in micro_batches if batch.is_data is not None])
         self.factor, self.counting = loss_scale / self.tokens, True
+
+    def _data_tokens(self, masks_BS: Sequence[Tensor]) -> Tensor | int:
+        """The tokens of a step that are not padding; every process has masks, or none has."""
+        if not masks_BS:
+            return self.run.training.global_batch_size * self.run.training.seq_length
+        mine = torch.stack([is_data_BS.sum() for is_data_BS in masks_BS]).sum()
+        return all_reduce(mine, self.grid.tokens, "data tokens").clamp(min=1)
 
     def finish(self) -> None:
         """Sum what was counted over all ranks; those of y have counted the same rows."""
@@ -139,22 +149,23 @@ class ExpertLoad:
             "router_entropy": figures["entropy"].tolist(),
         }
 
-    def with_losses(self, logits_TE: Tensor, layer: int) -> Tensor:
+    def with_losses(self, logits_TE: Tensor, layer: int, is_data_T: Tensor | None) -> Tensor:
         """The router's logits, whose gradient in the backward includes those of the losses."""
         moe = self.run.moe
         if not self.counting or not (moe.load_balancing_loss or moe.z_loss):
             return logits_TE
-        return _WithLosses.apply(logits_TE, self, self._factors_E(layer))
+        return _WithLosses.apply(logits_TE, self, self._factors_E(layer), is_data_T)
 
     @torch.no_grad()
-    def count(self, layer: int, logits_TE: Tensor, rows_E: Tensor) -> None:
+    def count(self, layer: int, logits_TE: Tensor, rows_E: Tensor, is_data_T: Tensor | None) -> None:
         """Count the rows of some tokens for every expert, and their losses."""
         if not self.counting:
             return
-        probabilities_TE = router_probabilities(logits_TE, self.run.model)
+        probabilities_TE, z_T = router_probabilities(logits_TE, self.run.model), logits_TE.logsumexp(-1).square()
+        if is_data_T is not None:
+            probabilities_TE, z_T = probabilities_TE * is_data_T[:, None], z_T * is_data_T
         balance = (probabilities_TE @ self._factors_E(layer)).sum()
-        z = logits_TE.logsumexp(-1).square().sum()
-        entropy = torch.special.entr(probabilities_TE).sum()
+        entropy, z = torch.special.entr(probabilities_TE).sum(), z_T.sum()
         figures = torch.stack([balance, z, entropy, torch.zeros_like(z)])
         self._sums[layer] += torch.cat([rows_E.double(), figures.double()])
 
@@ -187,15 +198,18 @@ class _WithLosses(Function):
     """The identity; backward adds the gradients of the losses of each token."""
 
     @staticmethod
-    def forward(ctx: Context[ExpertLoad], logits_TE: Tensor, load: ExpertLoad, factors_E: Tensor) -> Tensor:
-        ctx.save_for_backward(logits_TE, factors_E)
+    def forward(
+        ctx: Context[ExpertLoad], logits_TE: Tensor, load: ExpertLoad, factors_E: Tensor, is_data_T: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(logits_TE, factors_E, is_data_T)
         ctx.kept = load
         return logits_TE.view_as(logits_TE)
 
     @staticmethod
-    def backward(ctx: Context[ExpertLoad], grad_TE: Tensor) -> tuple[Tensor, None, None]:
-        (logits_TE, factors_E), load = ctx.saved_tensors, ctx.kept
+    def backward(ctx: Context[ExpertLoad], grad_TE: Tensor) -> tuple[Tensor, None, None, None]:
+        (logits_TE, factors_E, is_data_T), load = ctx.saved_tensors, ctx.kept
         model, moe = load.run.model, load.run.moe
+        factor = load.factor if is_data_T is None else load.factor * is_data_T[:, None]
         if moe.load_balancing_loss:
             # Of E Σ f_e P_e, with P = s / Σ s: (E f_e − its sum with P) times P_e for softmax, and P_e (1 − s_e) else.
             # E f_e − 1 has the same differences, and is exactly zero for an even load.
@@ -205,9 +219,9 @@ class _WithLosses(Function):
             )
             uneven_E = factors_E - 1
             above_TE = uneven_E - (probabilities_TE @ uneven_E)[:, None]
-            grad_TE = grad_TE + slope_TE * above_TE * (moe.load_balancing_loss * load.factor)
+            grad_TE = grad_TE + slope_TE * above_TE * (moe.load_balancing_loss * factor)
         if moe.z_loss:
             normalizer_T1 = logits_TE.logsumexp(-1, keepdim=True)
             z_TE = (logits_TE - normalizer_T1).exp() * (2 * normalizer_T1)
-            grad_TE = grad_TE + z_TE * (moe.z_loss * load.factor)
-        return grad_TE, None, None
+            grad_TE = grad_TE + z_TE * (moe.z_loss * factor)
+        return grad_TE, None, None, None

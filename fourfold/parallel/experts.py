@@ -21,7 +21,7 @@ from fourfold.parallel.sharding import Tile, Tiled
 
 
 class ParallelMixture(nn.Module):
-    """The mixture of one layer: this rank's tokens [B, T, h] go in and come out."""
+    """The mixture of one layer: this rank's tokens [B, T, h] go in and come out. Padding goes to no expert."""
 
     def __init__(self, mixture: Mixture, grid: Grid, overlap: OverlapConfig, layer: int) -> None:
         super().__init__()
@@ -35,14 +35,18 @@ class ParallelMixture(nn.Module):
         gate = mixture.shared_expert_gate
         self.shared_expert_gate = None if gate is None else SharedExpertGate(gate, grid)
 
-    def forward(self, x_BTh: Tensor) -> Tensor:
+    def forward(self, x_BTh: Tensor, is_data_BS: Tensor | None = None) -> Tensor:
+        """is_data_BS: false for padding, of the tokens of all ranks of x."""
         x_Th, experts = x_BTh.flatten(0, 1), self.gate.num_experts
-        routing, kept_TK, load = self.gate(x_Th), None, self.gate.load
-        if self.capacity_factor:
+        is_data_T = None
+        if is_data_BS is not None:
+            is_data_T = is_data_BS.chunk(self.grid.x.size, dim=1)[self.grid.x.rank].flatten()
+        routing, kept_TK, load = self.gate(x_Th, is_data_T), None, self.gate.load
+        if self.capacity_factor and self.training:  # else a document's score would depend on its neighbors
             experts_BTK = routing.experts_TK.unflatten(0, x_BTh.shape[:2])
             kept_BTK = within_capacity_of_sequences(experts_BTK, experts, self.capacity_factor, self.grid)
             kept_TK = kept_BTK.flatten(0, 1)
-            self.gate.count_dropped(kept_TK)
+            self.gate.count_dropped(kept_TK | (routing.experts_TK == experts))
         order = order_by_expert(routing.experts_TK, kept_TK, experts)
         if load is not None and load.planned is not None:
             traffic = self.dispatch.planned_traffic(order.sizes_E, load.planned_rows(len(order.place_N)))

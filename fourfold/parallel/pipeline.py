@@ -117,7 +117,7 @@ class _Step:
             hidden.requires_grad_(torch.is_grad_enabled())
         batch, model = self.micro_batches[op.micro_batch], self.pipeline.stages[op.stage].model
         inputs = (batch.tokens, batch.labels, batch.positions, batch.document_ends)
-        out = model(*inputs, self.loss_scale, hidden, batch.reference)
+        out = model(*inputs, self.loss_scale, hidden, batch.reference, batch.is_data)
         if op.stage == self.pipeline.last_stage:
             self.outputs.append(out.detach())
         else:

@@ -26,16 +26,20 @@ class ParallelRouter(BiasInFloat32, CountedRouter):
         self.add_tile("weight", router.weight, Tile(y=1, partial_over=("x",)), grid)
         self.add_tile(BIAS, router.e_score_correction_bias, Tile(sharded=False), grid)
 
-    def forward(self, x_Th: Tensor) -> Routing:
+    def forward(self, x_Th: Tensor, is_data_T: Tensor | None = None) -> Routing:
+        """is_data_T: false for padding, which has the expert ``num_experts`` and does not count."""
         logits_TE = sum_of(F.linear(x_Th.float(), self.weight.float()), self.y, "router: logits")
         if self.load is not None:
-            logits_TE = self.load.with_losses(logits_TE, self.layer)
+            logits_TE = self.load.with_losses(logits_TE, self.layer, is_data_T)
         scores_TE = self.choice.scores(logits_TE)
         # A rounding error in the recomputation must not send a token elsewhere.
-        experts_TK = remembered(self, lambda: self.choice.experts(scores_TE, self.e_score_correction_bias))
+        chosen_TK = remembered(self, lambda: self.choice.experts(scores_TE, self.e_score_correction_bias))
+        experts_TK = chosen_TK
+        if is_data_T is not None:
+            experts_TK = chosen_TK.masked_fill(~is_data_T[:, None], self.num_experts)
         if self.load is not None and not RECOMPUTES.get():
-            self.load.count(self.layer, logits_TE.detach(), count_rows(experts_TK, self.num_experts))
-        return Routing(logits_TE, experts_TK, self.choice.weights(scores_TE, experts_TK))
+            self.load.count(self.layer, logits_TE.detach(), count_rows(experts_TK, self.num_experts), is_data_T)
+        return Routing(logits_TE, experts_TK, self.choice.weights(scores_TE, chosen_TK))
 
     def count_dropped(self, kept_TK: Tensor) -> None:
         """Count the rows that no expert takes."""

@@ -181,6 +181,8 @@ def micro_batches(
         _check_tokens(batch, run.model.vocab_size)
         if not run.data.mask_documents:
             batch = replace(batch, positions=None, document_ends=None)
+        if not run.model.num_experts:
+            batch = replace(batch, is_data=None)
         found.append(share_of_sequences(batch.map(tensor), cp))
     return found
 

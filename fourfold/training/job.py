@@ -119,7 +119,7 @@ class Job:
         factor = 1.0 if self.loss_scale is None else self.loss_scale.scale
         scale = factor / kept.clamp(min=1)
         if self.expert_load is not None:
-            self.expert_load.begin(factor)
+            self.expert_load.begin(factor, micro_batches)
         if self.pipeline is None:
             losses = []
             for number, micro_batch in enumerate(micro_batches, start=1):
@@ -138,7 +138,9 @@ class Job:
         """The sum of the losses of one micro-batch, or without labels its logits; without a pipeline."""
         doing("forward and backward of a micro-batch")
         inputs = (micro_batch.tokens, micro_batch.labels, micro_batch.positions, micro_batch.document_ends)
-        result: Tensor = self.stages[0].model(*inputs, loss_scale, None, micro_batch.reference)
+        result: Tensor = self.stages[0].model(
+            *inputs, loss_scale, None, micro_batch.reference, micro_batch.is_data
+        )
         return result
 
     def finish_gradients(self) -> None:
@@ -220,11 +222,20 @@ class Job:
 
     @torch.no_grad()
     def outputs(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Tensor]:
-        """The outputs of the last stage for every micro-batch; nothing on the ranks of other stages."""
-        if self.pipeline is not None:
-            outputs = self.pipeline.forward(micro_batches)
-        else:
-            outputs = [self.forward(micro_batch) for micro_batch in micro_batches]
+        """The outputs of the last stage for every micro-batch; nothing on the ranks of other stages.
+
+        Experts take all their rows: ``moe.capacity_factor`` is for training.
+        """
+        try:
+            for stage in self.stages.values():
+                stage.model.eval()
+            if self.pipeline is not None:
+                outputs = self.pipeline.forward(micro_batches)
+            else:
+                outputs = [self.forward(micro_batch) for micro_batch in micro_batches]
+        finally:
+            for stage in self.stages.values():
+                stage.model.train()
         for stage in self.stages.values():
             stage.free_gathered()
         return outputs

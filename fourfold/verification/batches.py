@@ -19,7 +19,8 @@ from fourfold.training.corpora import micro_batches
 class RandomSamples:
     """Samples of random tokens for a loader, each a function of its number alone.
 
-    Which labels count is random too, and very uneven: of the first sequence of a batch all, of the last 5 %.
+    Which labels count is random too, and very uneven: of the first sequence of a batch all, of the last 5 %. With
+    experts up to half of a sequence is padding, because experts must not count it.
     """
 
     def __init__(self, run: RunConfig) -> None:
@@ -29,7 +30,7 @@ class RandomSamples:
             run.model.vocab_size,
             training.global_batch_size,
         )
-        self.beta = run.dpo.beta
+        self.beta, self.is_padded = run.dpo.beta, run.model.num_experts > 0
         self.goldfish = goldfish_mask(run.masks.goldfish, (), training.seq_length, training.global_batch_size)
         self.look_back = 0 if self.goldfish is None else self.goldfish.look_back
 
@@ -47,8 +48,19 @@ class RandomSamples:
         tokens = np.stack([generator.integers(self.vocab_size, size=length) for generator in generators])
         starts = [np.flatnonzero(generator.random(length) < 4 / self.seq_length) for generator in generators]
         documents = documents_of(starts, length)
-        first = documents[:, self.look_back, None]
-        return Windows(tokens, documents - first, numbers, self.look_back, reference=self.reference(numbers))
+        documents -= documents[:, self.look_back, None]
+        if not self.is_padded:
+            return Windows(tokens, documents, numbers, self.look_back, reference=self.reference(numbers))
+        is_padding = np.arange(length) - self.look_back >= self.data_tokens(numbers)[:, None]
+        tokens[is_padding] = 0
+        documents[is_padding] = self.seq_length  # a document of its own
+        is_data = ~is_padding[:, self.look_back :]
+        return Windows(tokens, documents, numbers, self.look_back, None, self.reference(numbers), is_data)
+
+    def data_tokens(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[samples]: tokens of each window before its padding."""
+        most = self.seq_length + 1
+        return np.array([np.random.default_rng((4, number)).integers(most // 2, most + 1) for number in numbers])
 
     def reference(self, numbers: NDArray[np.int64]) -> NDArray[np.float32] | None:
         """Log-probabilities of a reference near a model that knows nothing, so that no margin is far from zero."""
@@ -63,7 +75,10 @@ class RandomSamples:
         """[samples, S]: the labels that no mask of the run file leaves out."""
         shares = 1 - 0.95 * (numbers % self.batch) / max(1, self.batch - 1)
         drawn = [np.random.default_rng((2, number)).random(self.seq_length) for number in numbers]
-        return np.stack(drawn) < shares[:, None]
+        kept: NDArray[np.bool_] = np.stack(drawn) < shares[:, None]
+        if self.is_padded:
+            kept &= np.arange(1, self.seq_length + 1) < self.data_tokens(numbers)[:, None]
+        return kept
 
 
 def random_micro_batches(run: RunConfig, step: int, grid: Grid, device: torch.device) -> list[MicroBatch[Tensor]]:

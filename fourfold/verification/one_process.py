@@ -29,9 +29,9 @@ from fourfold.verification.reference_labels import document_ends, kept_tokens, p
 from fourfold.verification.reference_optimizer import ReferenceOptimizer
 
 Parameters = Mapping[str, Tensor]
-Logits = Callable[[Parameters, Tensor, Tensor, Tensor | None], Tensor]
-"""(parameters by our names, tokens [B, S], positions [B, S], documents [B, S] that attention must not leave) →
-logits [B, S, V]."""
+Logits = Callable[[Parameters, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+"""(parameters by our names, tokens [B, S], positions [B, S], documents [B, S] that attention must not leave, false
+[B, S] for padding) → logits [B, S, V]."""
 
 
 class Figures(NamedTuple):
@@ -55,6 +55,8 @@ class Sequences:
     documents_BS: Tensor | None
     reference_B: Tensor | None
     """With [dpo]: the log-probability that its reference gives the kept tokens of each sequence."""
+    is_data_BS: Tensor | None
+    """False for padding; None: there is no padding."""
 
 
 class Reference:
@@ -82,8 +84,9 @@ class Reference:
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
         with InFloat64() if self.dtype == torch.float64 else contextlib.nullcontext():
             for first in range(0, len(batch.tokens_BS), size):
-                part = self._loss(batch, slice(first, first + size)) / kept
-                (part + self.router_losses.of(self.logits)).backward()
+                rows = slice(first, first + size)
+                part = self._loss(batch, rows) / kept
+                (part + self.router_losses.of(self.logits, batch, rows)).backward()
                 loss += part.detach()
         gradients = {name: p.grad.clone() for name, p in self.trained.items() if p.grad is not None}
         norm = nn.utils.clip_grad_norm_(self.trained.values(), max_grad_norm)
@@ -107,7 +110,8 @@ class Reference:
         """The sum of the losses of some sequences."""
         documents_BS = None if batch.documents_BS is None else batch.documents_BS[rows]
         parameters = {**self.frozen, **self.trained}
-        logits_BSV = self.logits(parameters, batch.tokens_BS[rows], batch.positions_BS[rows], documents_BS)
+        is_data_BS = None if batch.is_data_BS is None else batch.is_data_BS[rows]
+        logits_BSV = self.logits(parameters, batch.tokens_BS[rows], batch.positions_BS[rows], documents_BS, is_data_BS)
         kept_BS = batch.kept_BS[rows]
         if batch.reference_B is not None:
             log_probs_BSV = logits_BSV.log_softmax(-1)
@@ -135,6 +139,7 @@ class Reference:
             positions_BS,
             documents_BS if apart else None,
             None if windows.reference is None else torch.from_numpy(windows.reference).to(self.device),
+            None if windows.is_data is None else torch.from_numpy(windows.is_data[:, :-1]).to(self.device),
         )
 
 
@@ -151,11 +156,16 @@ class PlainLogits:
                 block.mlp.gate.register_forward_hook(partial(self._note, int(layer)))
 
     def __call__(
-        self, parameters: Parameters, tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None
+        self,
+        parameters: Parameters,
+        tokens_BS: Tensor,
+        positions_BS: Tensor,
+        documents_BS: Tensor | None,
+        is_data_BS: Tensor | None,
     ) -> Tensor:
         document_ends_BE = None if documents_BS is None else document_ends(documents_BS)
         inputs = (tokens_BS, None, positions_BS, document_ends_BE)
-        out: Tensor = functional_call(self.model, dict(parameters), inputs)
+        out: Tensor = functional_call(self.model, dict(parameters), inputs, {"is_data_BS": is_data_BS})
         return out
 
     def _note(self, layer: int, router: nn.Module, inputs: tuple[Tensor, ...], routing: Routing) -> None:
@@ -163,20 +173,23 @@ class PlainLogits:
 
 
 class RouterLosses:
-    """The losses and the biases of routers; the load is that of the step before."""
+    """The losses and the biases of routers, over the tokens of the data. The load is from the step before."""
 
     def __init__(self, run: RunConfig, device: torch.device) -> None:
         self.run, self.device = run, device
         self.load: dict[int, Tensor] = {}
         self.rows: dict[int, Tensor] = {}
 
-    def of(self, logits: Logits) -> Tensor:
-        """The losses of the sequences that went through the decoder last, as a share of the step's mean."""
+    def of(self, logits: Logits, batch: Sequences, sequences: slice) -> Tensor:
+        """The losses of the sequences of a batch, which went through the decoder last, as a share of the step's mean.
+        """
         run, model = self.run, self.run.model
+        all_BS = torch.ones_like(batch.tokens_BS, dtype=torch.bool) if batch.is_data_BS is None else batch.is_data_BS
+        is_data_T = all_BS[sequences].flatten()
         total = torch.zeros((), device=self.device)
         for layer, routing in logits.routings.items() if isinstance(logits, PlainLogits) else ():
-            logits_TE, experts = routing.logits_TE, torch.arange(model.num_experts, device=self.device)
-            rows = (routing.experts_TK[..., None] == experts).sum((0, 1))
+            logits_TE, experts = routing.logits_TE[is_data_T], torch.arange(model.num_experts, device=self.device)
+            rows = (routing.experts_TK[is_data_T][..., None] == experts).sum((0, 1))
             self.rows[layer] = self.rows.get(layer, torch.zeros_like(rows)) + rows
             scores_TE = logits_TE.softmax(-1) if model.router_score == "softmax" else logits_TE.sigmoid()
             probabilities_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
@@ -185,7 +198,7 @@ class RouterLosses:
             balance = model.num_experts * (probabilities_TE * share_E).sum()
             z = logits_TE.exp().sum(-1).log().pow(2).sum()
             total = total + run.moe.load_balancing_loss * balance + run.moe.z_loss * z
-        return total / (run.training.global_batch_size * run.training.seq_length)
+        return total / all_BS.sum()
 
     @torch.no_grad()
     def end_step(self, parameters: Parameters) -> None:

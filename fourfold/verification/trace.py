@@ -210,7 +210,9 @@ def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_l
         for _ in range(run.gradient_accumulation_steps):
             batch = MicroBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(fields)))
             reference = torch.zeros(len(batch.tokens)) if run.dpo.beta else None
-            micro_batches.append(share_of_sequences(replace(batch, reference=reference), grid.cp))
+            is_padded = run.model.num_experts > 0 and run.data.format != "text"
+            is_data = torch.ones(shape, dtype=torch.bool) if is_padded else None
+            micro_batches.append(share_of_sequences(replace(batch, reference=reference, is_data=is_data), grid.cp))
         recorder = Recorder(grid, durations)
         recorder.exclude(micro_batches)
         with recorder:

@@ -45,7 +45,14 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
         knows_kinds = FAMILIES[config["model_type"]].lists_layer_types
         return by_kind if knows_kinds else by_kind[SLIDING if run.model.sliding_window else FULL]
 
-    def logits(parameters: Parameters, tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None) -> Tensor:
+    def logits(
+        parameters: Parameters,
+        tokens_BS: Tensor,
+        positions_BS: Tensor,
+        documents_BS: Tensor | None,
+        is_data_BS: Tensor | None,
+    ) -> Tensor:
+        # Padding comes last, so that no token of the data sees it: is_data_BS changes no logit that counts.
         joined = (t.joined([p.of(merged(parameters, p.name)) for p in t.pieces]) for t in tensors)
         theirs = in_modules(model, {t.name: whole for t, whole in zip(tensors, joined, strict=True)})
         mask = None if documents_BS is None else masks(documents_BS, next(iter(theirs.values())).dtype)

@@ -92,8 +92,8 @@ EXPERTS = [
     on_grid(
         "the balance loss is a mean over micro-batches of their own loads",
         "parallel.expert_load",
-        "_WithLosses.apply(logits_TE, self, self._factors_E(layer))",
-        "_WithLosses.apply(logits_TE, self, self.experts * router_probabilities(logits_TE, self.run.model).mean(0))",
+        "_WithLosses.apply(logits_TE, self, self._factors_E(layer),",
+        "_WithLosses.apply(logits_TE, self, self.experts * router_probabilities(logits_TE, self.run.model).mean(0),",
         MIXTURE,
         EP2,
         LOSSES,
@@ -128,8 +128,8 @@ EXPERTS = [
     on_grid(
         "the bias counts in the weights of the experts too",
         "parallel.router",
-        "self.choice.weights(scores_TE, experts_TK)",
-        "self.choice.weights(scores_TE + self.e_score_correction_bias, experts_TK)",
+        "self.choice.weights(scores_TE, chosen_TK)",
+        "self.choice.weights(scores_TE + self.e_score_correction_bias, chosen_TK)",
         DEEPSEEK,
         EP2,
         BIAS,
