@@ -38,11 +38,12 @@ from fourfold.training.job import Job, StepResult
 from fourfold.training.outcome import Outcome
 from fourfold.training.reference_model import install_reference
 from fourfold.training.replay import Replay
+from fourfold.training.resume_warnings import warn_of_changes
 from fourfold.training.run_folder import folder_of, open_run_folder
 from fourfold.training.run_record import RunRecord
 from fourfold.training.sample import sample_text
 from fourfold.training.step_checks import LEFT_OUT, StepChecks, figures_of_all_ranks
-from fourfold.training.streaming import continue_stream, stream_position, warn_of_changes
+from fourfold.training.streaming import continue_stream, stream_position
 from fourfold.training.supervision import supervised
 
 

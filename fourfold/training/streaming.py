@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from fourfold.checkpoints.saved_state import StreamPosition, read_state
-from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.parallel.communicate import purpose
 from fourfold.parallel.together import failing_together
@@ -71,21 +69,3 @@ def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> No
                     "back, or set checkpoint.resume = 'never'"
                 )
         stream.go_to(steps, saved.positions)
-
-
-def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
-    """Warn where the data or the loss masks are not those that the checkpoint was trained with."""
-    saved = read_state(checkpoint)
-    was_streamed = saved.stream is not None and corpora.stream is None
-    if was_streamed or saved.first_samples not in (None, corpora.first_samples):
-        print(
-            f"warning: the training data gives other samples than before the checkpoint {checkpoint}: a corpus or a "
-            "weight has changed; text that was read before it may be read again",
-            file=sys.stderr,
-        )
-    if saved.masks not in (None, run.masks.model_dump(mode="json")):
-        print(
-            f"warning: [masks] is not that of the steps before the checkpoint {checkpoint}, which were trained on "
-            "other tokens; give the run another name to train all steps alike",
-            file=sys.stderr,
-        )

@@ -198,3 +198,67 @@ def test_the_sample_is_the_same_on_every_grid(
     outcomes = pool.run(1, train_on_ranks, one) + pool.run(4, train_on_ranks, other)
     texts = [outcome.sample for outcome in outcomes]
     assert len(set(texts)) == 1
+
+
+CHANGED = {
+    "optimizer__betas": [0.5, 0.6],
+    "optimizer__weight_decay": 0.5,
+    "lr_scheduler__decay_style": "linear",
+    "training__precision": "bf16",
+}
+
+
+def warnings_in(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if line.startswith("warning: ")]
+
+
+def test_a_resumed_run_names_every_changed_key_of_the_optimization(
+    finished: tuple[RunConfig, Outcome], pool: Pool, tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Once, on one process and on another grid. A key of the layout is none of them."""
+    named = (
+        'training.precision = "fp32" → "bf16", optimizer.betas = [0.9, 0.95] → [0.5, 0.6], '
+        'optimizer.weight_decay = 0.1 → 0.5, lr_scheduler.decay_style = "cosine" → "linear"'
+    )
+    changes = {
+        "checkpoint__resume": f"{Path(finished[1].checkpoint or '').parent}/step_6",
+        "training__micro_batch_size": 1,
+    }
+    train(make(tmp_path / "same", prefix, **changes))
+    assert warnings_in(capfd.readouterr().err) == []
+    train(make(tmp_path / "one", prefix, **changes, **CHANGED))
+    on_one = warnings_in(capfd.readouterr().err)
+    assert len(on_one) == 2 and "step_6: " + named + "; " in on_one[0]
+    pool.run(4, train_on_ranks, make(tmp_path / "grid", prefix, **changes, **CHANGED, parallel__x=2, parallel__z=2))
+    assert warnings_in(capfd.readouterr().err) == on_one
+
+
+def test_an_extended_run_says_that_its_learning_rate_jumps(
+    tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(make(tmp_path, prefix, training__train_steps=4))
+    run = make(tmp_path, prefix, training__train_steps=8)
+    train(run)
+    keys, jump = warnings_in(capfd.readouterr().err)
+    assert "training.train_steps = 4 → 8" in keys
+    last, first = (metrics_of(run)[step]["lr"] for step in (3, 4))
+    assert first > 2 * last
+    assert f"the learning rate jumps from {last:.3g} in step 4 to {first:.3g} in step 5" in jump
+
+
+def test_a_constant_rate_is_extended_without_a_warning(
+    tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for steps in (2, 3):
+        train(make(tmp_path, prefix, training__train_steps=steps, lr_scheduler__decay_style="constant"))
+    assert warnings_in(capfd.readouterr().err) == []
+
+
+def test_a_checkpoint_that_is_older_than_the_saved_settings_resumes_silently(
+    tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as older:
+        older.setattr("fourfold.checkpoints.saved_state.optimization_settings", lambda run: None)
+        train(make(tmp_path, prefix, training__train_steps=2))
+    assert train(make(tmp_path, prefix, training__train_steps=3, **CHANGED)).steps == 3
+    assert warnings_in(capfd.readouterr().err) == []

@@ -1,0 +1,87 @@
+"""Warnings of a resumed run: what differs from the steps before its checkpoint, though no file refuses it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from fourfold.checkpoints.saved_state import OptimizationSettings, optimization_settings, read_state
+from fourfold.config.run import RunConfig
+from fourfold.training.corpora import Corpora
+from fourfold.training.optimizer import learning_rate
+
+JUMP = 0.01
+"""A learning rate jumps if it differs from the rate of the old schedule by more than this share of the larger one."""
+
+
+def warn_of_changes(corpora: Corpora, checkpoint: Path, run: RunConfig) -> None:
+    """Warn if the data, the loss masks or the optimization are not those that the checkpoint was trained with."""
+    saved = read_state(checkpoint)
+    was_streamed = saved.stream is not None and corpora.stream is None
+    if was_streamed or saved.first_samples not in (None, corpora.first_samples):
+        _warn(
+            f"the training data gives other samples than before the checkpoint {checkpoint}: a corpus or a weight has "
+            "changed; text that was read before it may be read again"
+        )
+    if saved.masks not in (None, run.masks.model_dump(mode="json")):
+        _warn(
+            f"[masks] is not that of the steps before the checkpoint {checkpoint}, which were trained on other tokens; "
+            "give the run another name to train all steps alike"
+        )
+    if saved.optimization is not None:
+        for warning in optimization_warnings(saved.optimization, optimization_settings(run), saved.step, checkpoint):
+            _warn(warning)
+
+
+def optimization_warnings(
+    was: OptimizationSettings, now: OptimizationSettings, step: int, checkpoint: Path
+) -> Iterator[str]:
+    """Name every key that changes how the weights are trained, and say if the learning rate jumps.
+
+    Args:
+        was: Settings of the steps before the checkpoint.
+        now: Settings of the steps after it.
+        step: Number of steps that were taken before the checkpoint.
+        checkpoint: Path of the checkpoint, for the message.
+    """
+    before, after = was.by_key(), now.by_key()
+    changed = [
+        f"{key} = {json.dumps(before[key])} → {json.dumps(value)}"
+        for key, value in after.items()
+        if before[key] != value and (has_effect(key, was) or has_effect(key, now))
+    ]
+    if changed and step < now.training.train_steps:
+        yield (
+            f"these keys differ from the checkpoint {checkpoint}: {', '.join(changed)}; the next steps use the new "
+            "values, set a key back to train on as before"
+        )
+        last, planned, rate = rate_at(was, max(step - 1, 0)), rate_at(was, step), rate_at(now, step)
+        if abs(rate - planned) > JUMP * max(rate, planned):
+            yield (
+                f"the learning rate jumps from {last:.3g} in step {step} to {rate:.3g} in step {step + 1}, where the "
+                f"schedule of the checkpoint has {planned:.3g}"
+            )
+
+
+def rate_at(settings: OptimizationSettings, step: int) -> float:
+    """Return the learning rate of step ``step``, counted from 0."""
+    return learning_rate(step, settings.training.train_steps, settings.optimizer.lr, settings.lr_scheduler)
+
+
+def has_effect(key: str, settings: OptimizationSettings) -> bool:
+    """Return False if the other settings make a key meaningless."""
+    style = settings.lr_scheduler.decay_style
+    match key:
+        case "training.train_steps" | "lr_scheduler.min_lr_ratio":
+            return style != "constant"
+        case "lr_scheduler.decay_ratio":
+            return style == "wsd"
+        case "optimizer.momentum":
+            return settings.optimizer.name == "muon"
+    return True
+
+
+def _warn(sentence: str) -> None:
+    print(f"warning: {sentence}", file=sys.stderr)
