@@ -69,7 +69,6 @@ LONG_FUNCTIONS = {
     "fourfold.cli.prepare.prepare": "its options, one a line",
     "fourfold.cli.tune.tune": "its options, one a line",
     "fourfold.data.prepare_conversations.prepare_conversations": "one pass over the conversations",
-    "fourfold.inference.loki.triton_kernels.decode": "one GPU kernel",
     "fourfold.training.loop._train": "one run from start to end",
 }
 """Functions of more than 60 lines, and why each stays in one piece."""
@@ -83,6 +82,21 @@ PUBLIC_DESPITE_UNDERSCORE = {
     "_tp_plan": "transformers'",
     "_loglikelihood_tokens": "lm-eval's TemplateLM, which calls it",
 }
+CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time", "perf_counter_ns", "monotonic_ns"}
+WITH_A_CLOCK = {
+    "patience.py": "gives up a wait",
+    "pool.py": "gives up a wait, and orders the failures of ranks",
+    "sampling.py": "starts no test after the time that an option names",
+    "test_kill_sweep.py": "kills at a random moment of the start",
+    "test_pool.py": "a rank hangs, which the pool must notice",
+    "test_stream.py": "a source is dead, which the reader must notice",
+    "test_tracking.py": "a tracker hangs, which the end must notice",
+    "test_trial_processes.py": "a trial hangs, which the search must notice",
+    "test_timeline.py": "the time of recorded steps is inside of the time that their process takes",
+}
+"""Test files with a clock or a short time limit, and why. All other tests move a clock of their own: machines differ
+in speed."""
+SHORTEST_TIMEOUT = 300
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 ONE_MAKERS = {"amdsmi", "apex", "cupy", "flash_attn", "nvidia", "pynvml", "rocm", "transformer_engine", "xformers"}
 """Packages for the GPUs of one maker."""
@@ -236,7 +250,7 @@ def test_no_import_points_upwards() -> None:
         for other in imports(module)
         if ROOMS.index(room(other)) > ROOMS.index(room(module))
     }
-    assert upward - KNOWN_UPWARD == set()
+    assert upward == KNOWN_UPWARD
 
 
 def test_nothing_imports_what_only_one_maker_of_gpus_has() -> None:
@@ -274,7 +288,7 @@ def test_no_file_is_too_long() -> None:
 
 def test_long_functions_are_listed_with_a_reason() -> None:
     found = {name for name, lines in functions() if lines > LONGEST_FUNCTION}
-    assert found <= LONG_FUNCTIONS.keys()
+    assert found == LONG_FUNCTIONS.keys()
 
 
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
@@ -285,3 +299,33 @@ def test_tests_use_public_names_only(path: Path) -> None:
 def test_test_files_have_names_of_their_own() -> None:
     names = Counter(path.name for path in TESTS if path.name != "conftest.py")
     assert [name for name, times in names.items() if times > 1] == []
+
+
+def clocks_read(path: Path) -> set[str]:
+    """Calls of a clock, and limits of time that a busy machine may exceed, in a test file."""
+    found = set()
+    for node in (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)):
+        if isinstance(node.func, ast.Attribute) and node.func.attr in CLOCKS:
+            found.add(node.func.attr)
+        limits = [each.value for each in node.keywords if each.arg == "timeout"]
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("communicate", "wait", "join"):
+            limits += node.args
+        found.update(
+            f"timeout={each.value}"
+            for each in limits
+            if isinstance(each, ast.Constant) and isinstance(each.value, int | float) and each.value < SHORTEST_TIMEOUT
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    "source", ["a = time.perf_counter()", "process.communicate(timeout=30)", "run(a, timeout=1.5)", "event.wait(10)"]
+)
+def test_every_kind_of_time_limit_is_seen(source: str, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(source)
+    assert clocks_read(tmp_path / "a.py")
+
+
+def test_tests_do_not_depend_on_the_speed_of_the_machine() -> None:
+    found = {path.name: clocks for path in TESTS if (clocks := clocks_read(path))}
+    assert found.keys() == WITH_A_CLOCK.keys(), found

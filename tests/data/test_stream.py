@@ -299,21 +299,23 @@ def test_a_dead_source_is_a_sentence_after_its_timeout() -> None:
 
 
 def test_a_slow_source_is_not_dead_while_a_block_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 documents at 0.4 s take many times the timeout; then none comes. The source moves the clock."""
-    released, now, looks = threading.Event(), 0.0, 0
+    """16 documents at 0.4 s take many times the timeout; then none comes. The clock is the test's."""
+    released, now, looks, is_dead = threading.Event(), 0.0, 0, False
 
     def monotonic() -> float:
-        nonlocal looks
+        nonlocal looks, now
         looks += 1
+        now += 0.1 * is_dead
         return now
 
     def wait(number: int) -> None:
-        nonlocal now
-        now += 0.4 if number < 16 else 1
-        if number == 8:  # as long as the reader has not asked whether the source is dead
+        nonlocal now, is_dead
+        if number in (0, 8):  # until the reader waits, and has asked whether the source is dead
             before = looks
             wait_until(lambda: looks > before)
-        if number >= 16:
+        now += 0.4
+        if number == 16:
+            is_dead = True
             released.wait(PATIENCE)
 
     monkeypatch.setattr("fourfold.data.stream.time", SimpleNamespace(monotonic=monotonic))

@@ -19,7 +19,7 @@ from fourfold.config.run import ParallelConfig, RunConfig
 from fourfold.models.initialize import initialize
 from fourfold.models.norms import RMSNorm
 from fourfold.models.transformer import Transformer
-from fourfold.parallel.communicate import PURPOSE
+from fourfold.parallel.communicate import ON_WAIT, PURPOSE
 from fourfold.parallel.grid import Grid
 from fourfold.parallel.norm import Norm
 from fourfold.parallel.sharding import Tile
@@ -63,7 +63,7 @@ def test_bf16_follows_fp32(pool: Pool, grid: dict[str, int], master: str) -> Non
 
 
 class _Order(TorchDispatchMode):
-    """The names of matrix products and collectives in the order in which they are issued."""
+    """The matmuls and collectives in the order in which they are issued."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,26 +83,37 @@ def order_body(rank: int, world_size: int, run: RunConfig) -> list[str]:
     micro_batches = random_micro_batches(run, 0, job.grid, job.device)[:1]
     kept = job.count_kept(micro_batches)
     with _Order() as order:
+        token = ON_WAIT.set(lambda result: order.issued.append("wait"))
         job.forward_backward(micro_batches, kept)
+        ON_WAIT.reset(token)
     return order.issued
 
 
-def test_input_gradients_are_reduced_while_weight_gradients_are_computed(pool: Pool) -> None:
-    """OAR, as far as a CPU shows it: the collective is issued before the matrix product that hides it."""
-    run = tiny_run(LLAMA, {"x": 2, "y": 2})
-    issued = pool.run(4, order_body, run)[0]
-    weight_gradient = "mm (44, 64) (64, 32)"  # of up or gate: [F/x, tokens] × [tokens, H/y], 8 ranks' F = 176 / 2
-    weight_gradient = weight_gradient.replace("44", "88")
-    at = issued.index("up: input gradient")
-    assert issued[at + 1] == weight_gradient
-    assert issued[at - 1] != weight_gradient
+def after(issued: list[str], collective: str, layers: int) -> list[str]:
+    """For every time that a collective is issued, what follows up to the first wait."""
+    places = [at for at, line in enumerate(issued) if line == collective]
+    assert len(places) == layers, "the collective has another name"
+    return [",".join(issued[at + 1 : issued.index("wait", at)]) for at in places]
 
 
-def test_gate_is_summed_while_up_is_computed(pool: Pool) -> None:
-    issued = pool.run(2, order_body, tiny_run(LLAMA, {"y": 2}))[0]
-    at = issued.index("up: outputs")
-    product, again = issued[at + 1 : at + 3]
-    assert product == issued[at - 1] and product.startswith("mm") and again == "up: outputs"
+@pytest.mark.parametrize("overlap", [True, False])
+def test_input_gradients_are_reduced_while_weight_gradients_are_computed(pool: Pool, overlap: bool) -> None:
+    """Between the start of the reduction and the wait for it are the matmuls that hide it, or nothing."""
+    run = tiny_run(LLAMA, {"x": 2, "y": 2}, overlap={"input_gradients": overlap})
+    model, tokens = run.model, run.training.micro_batch_size * run.training.seq_length
+    weight_gradient = f"mm {(model.intermediate_size // 2, tokens)} {(tokens, model.hidden_size // 2)}"
+    hidden_by = after(pool.run(4, order_body, run)[0], "up: input gradient", model.num_hidden_layers)
+    assert [text.startswith(weight_gradient) for text in hidden_by] == [overlap] * model.num_hidden_layers, hidden_by
+    assert overlap or not any(hidden_by)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gate_is_summed_while_up_is_computed(pool: Pool, overlap: bool) -> None:
+    run = tiny_run(LLAMA, {"y": 2}, overlap={"gate_sum": overlap})
+    model, tokens = run.model, run.training.micro_batch_size * run.training.seq_length
+    matmul = f"mm {(tokens, model.hidden_size // 2)} {(model.hidden_size // 2, model.intermediate_size)}"
+    hidden_by = after(pool.run(2, order_body, run)[0], "up: outputs", 2 * model.num_hidden_layers)
+    assert [text.startswith(matmul) for text in hidden_by] == [overlap, False] * model.num_hidden_layers, hidden_by
 
 
 def evaluation_body(rank: int, world_size: int, run: RunConfig) -> list[str]:
@@ -116,6 +127,12 @@ def test_evaluation_computes_no_gradient(pool: Pool) -> None:
     issued = pool.run(2, evaluation_body, tiny_run(LLAMA, {"y": 2}))[0]
     assert "lm_head: logits" in issued
     assert not any("gradient" in line for line in issued)
+    trained = pool.run(2, order_body, tiny_run(LLAMA, {"y": 2}))[0]
+    assert any("gradient" in line for line in trained), "the name that is looked for above"
+    matmuls_after_logits = [
+        sum(line.startswith("mm") for line in lines[lines.index("lm_head: logits") :]) for lines in (issued, trained)
+    ]
+    assert matmuls_after_logits[0] == 0 < matmuls_after_logits[1]
 
 
 def stray_body(rank: int, world_size: int, run: RunConfig) -> bool:

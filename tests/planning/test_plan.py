@@ -56,23 +56,30 @@ def plan() -> Plan:
     return make_plan(base("llama3-70b", 8192, 256), H100, PRIOR, GPUS)
 
 
-@pytest.mark.parametrize(("zero", "repeated"), [(0, 0.0), (3, 1.0)])
-def test_a_micro_batch_has_the_weight_gathers_over_dp_but_not_the_gradient_sum(zero: int, repeated: float) -> None:
-    work = base("llama3-8b", 2048, 64).but(pp=2, dp=8, zero=zero, micro_batch=1)
-    found = predict(work, H100, PRIOR)
-    assert found.parts["dp"] > 0
-    parts = sum(found.parts[name] for name in ("compute", "recompute", "x", "y", "z", "cp", "launch"))
-    expected = (parts + repeated * found.parts["dp"]) / work.micro_batches
-    assert found.micro_batch_seconds == pytest.approx(expected, rel=1e-12)
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_micro_batch_takes_as_long_as_one_more_adds_to_the_layers(zero: int) -> None:
+    """One more adds a gather of the weights over dp, but no sum of gradients, which comes once a step."""
+    fewer, more = (
+        predict(base("llama3-8b", 2048, batch).but(pp=2, dp=8, zero=zero, micro_batch=1), H100, PRIOR)
+        for batch in (64, 128)
+    )
+    of_layers = set(PARTS) - {"pp", "bubble", "logits", "optimizer", "other"}
+    added = sum(more.parts[name] - fewer.parts[name] for name in of_layers) / (128 - 64) * 8
+    assert fewer.parts["dp"] / (64 / 8) > 0.04 * added, "more than the tolerance below"
+    assert fewer.micro_batch_seconds == pytest.approx(added, rel=0.01)
 
 
 def test_the_best_is_first_and_fits(plan: Plan) -> None:
-    assert plan.best is plan.ranked[0]
+    legal = np.flatnonzero(np.isfinite(plan.found.seconds))
+    for index in np.random.default_rng(0).choice(legal, 200, replace=False):
+        other = predict(plan.found.point(index), H100, PRIOR)
+        assert other.seconds >= plan.best.seconds or other.p_oom > 0.05, other.describe()
     assert [p.seconds for p in plan.ranked] == sorted(p.seconds for p in plan.ranked)
     assert all(p.p_oom <= 0.05 and p.memory_bytes < H100.memory for p in plan.ranked)
     record = plan.best.record()
     assert np.prod([record["parallel"][axis] for axis in AXES]) == GPUS
-    assert record["step_seconds"] == pytest.approx(sum(record["parts"][part] for part in PARTS))
+    assert record["step_seconds"] == pytest.approx(plan.found.seconds[plan.found.order[0]])
+    assert min(record["parts"][part] for part in PARTS) >= 0 and set(record["parts"]) == set(PARTS)
     assert record["mfu"] <= record["hfu"] < 0.8
     assert record["tokens_per_second_per_gpu"] == pytest.approx(256 * 8192 / record["step_seconds"] / GPUS)
 
