@@ -123,6 +123,7 @@ def prepare(
     """
     from fourfold.data import prepare as data
     from fourfold.data.canaries import Canaries
+    from fourfold.data.files import WriteFailed
     from fourfold.data.prepare_conversations import prepare_conversations
 
     if format != "text":
@@ -159,20 +160,24 @@ def prepare(
         wanted = Canaries(canaries, _numbers(repeats), canary_tokens, canary_noise, canary_shift, canaries_from)
     elif (repeats, canary_tokens, canary_noise, canary_shift, canaries_from) != ("0,1,4,16", 100, 0.0, 0, None):
         raise UserError("--repeats and the --canary options need --canaries N, the number of documents to plant")
-    summary = data.prepare(
-        inputs,
-        out,
-        tokenizer=tokenizer,
-        train_tokenizer_vocab=train_tokenizer,
-        workers=workers,
-        eos_token=eos_token,
-        bos_token=bos_token,
-        text_key=text_key,
-        encoding=encoding,
-        validation_fraction=validation_fraction,
-        canaries=wanted,
-        force=force,
-    )
+    try:
+        summary = data.prepare(
+            inputs,
+            out,
+            tokenizer=tokenizer,
+            train_tokenizer_vocab=train_tokenizer,
+            workers=workers,
+            eos_token=eos_token,
+            bos_token=bos_token,
+            text_key=text_key,
+            encoding=encoding,
+            validation_fraction=validation_fraction,
+            canaries=wanted,
+            force=force,
+        )
+    except WriteFailed as error:
+        kept = f"; what is finished stays in {out}.parts for the next attempt" if Path(f"{out}.parts").exists() else ""
+        raise UserError(f"{error}{kept}") from error
     _show(summary)
 
 

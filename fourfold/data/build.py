@@ -9,7 +9,7 @@ from pathlib import Path
 from fourfold.config.run import RunConfig
 from fourfold.data.conversations import PackedConversations
 from fourfold.data.dataset import Mixture, Samples, TokenWindows
-from fourfold.data.files import locked
+from fourfold.data.files import locked, writing
 from fourfold.data.hub import HubDataset
 from fourfold.data.manifest import corpus_tokenizer, read_manifest
 from fourfold.data.preferences import PreferencePairs
@@ -91,10 +91,9 @@ def ensure_builtin(
     label = f"bpe{vocab_size}" if tokenizer is None else load_tokenizer(tokenizer).fingerprint[:12]
     stem = f"{name}-{platform.python_version()}-{label}"
     cache = Path(cache_dir)
-    cache.mkdir(parents=True, exist_ok=True)
     prefix = cache / stem
     if read_manifest(prefix) is None:
-        with locked(cache / f"{stem}.lock", wait=True):
+        with writing(cache), locked(cache / f"{stem}.lock", wait=True):
             if read_manifest(prefix) is None:
                 _prepare_into(prefix, name, tokenizer, vocab_size)
     return str(prefix)

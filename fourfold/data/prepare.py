@@ -213,10 +213,8 @@ def unfinished(prefix: Path) -> Iterator[Path]:
     if prefix.name in ("", ".."):
         raise UserError(f"--out {prefix} is a folder; name the corpus in it, such as {prefix / 'corpus'}")
     parts = Path(f"{prefix}.parts")
-    try:
+    with _saying("choose another output prefix"), writing(parts):
         parts.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{parts} cannot be made ({error.strerror}); choose another output prefix") from error
     with writing(parts), locked(parts / "lock", wait=False):
         try:
             yield parts
