@@ -84,6 +84,8 @@ class DataConfig(Strict):
             raise ValueError("give either data.train (corpora) or data.source (built-in text, or hf:NAME)")
         if self.is_streamed and self.tokenizer is None:
             raise ValueError(f"source = '{self.source}' needs data.tokenizer: 'bytes', or a tokenizer.json")
+        if self.tokenizer == "bytes" and (self.eos_token or self.bos_token):
+            raise ValueError("data.eos_token and data.bos_token need a tokenizer.json, and data.tokenizer is 'bytes'")
         for key in ("text_key", "eos_token", "bos_token", "streams", "shuffle_buffer", "read_ahead", "read_timeout"):
             if not self.is_streamed and getattr(self, key) != DataConfig.model_fields[key].default:
                 raise ValueError(f"{key} is of a streamed source = 'hf:NAME'; remove it")

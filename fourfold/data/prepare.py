@@ -81,16 +81,15 @@ def prepare(
 ) -> PrepareSummary:
     """Tokenize `inputs` into OUT.bin, OUT.idx and OUT.json, each document followed by the end-of-document token.
 
-    An interrupted preparation continues: finished parts stay in OUT.parts until the end. A corpus already made from
-    the same unchanged files in the same way is left as it is, unless `force`; any other one at OUT is replaced.
-    OUT.json is written last: if it exists, the corpus is complete.
+    An interrupted preparation continues from OUT.parts. A corpus already made from the same unchanged files in the same
+    way is left as it is, unless `force`; any other one at OUT is replaced. OUT.json is written last: if it exists, the
+    corpus is complete.
 
     Args:
         inputs: See `list_inputs`.
         output_prefix: OUT, without a suffix.
-        tokenizer: "bytes", or the path of a tokenizer.json, which is copied to OUT-tokenizer.json. Give this or
-            `train_tokenizer_vocab`.
-        train_tokenizer_vocab: Trains a tokenizer of this size on the input, into OUT-tokenizer.json.
+        tokenizer: "bytes", or the path of a tokenizer.json, which is copied to OUT-tokenizer.json.
+        train_tokenizer_vocab: Instead trains a tokenizer of this size on the input, into OUT-tokenizer.json.
         workers: Processes, by default one per core. The result does not depend on it.
         eos_token: The special token that ends every document. Default: the tokenizer's own, see ``HFTokenizer``.
         bos_token: The special token that begins every document, or "auto" for the tokenizer's own. Default: none.
@@ -103,43 +102,59 @@ def prepare(
         force: Makes a corpus again that is there already.
 
     Raises:
-        UserError: Input or options cannot work, or a file cannot be written. Names the file, and the line if there is
-            one.
+        UserError: Input or options cannot work (names the file and line), or a file cannot be written.
     """
     began = time.monotonic()
-    encoding = None if encoding is None else text_encoding(encoding)
     ends = (eos_token, bos_token)
     identity = _checked(tokenizer, train_tokenizer_vocab, workers, validation_fraction, canaries, *ends)
     names = [str(item) for item in inputs]
+    encoding = None if encoding is None else text_encoding(encoding)
     request = _Request(names, list_inputs(names), text_key, identity, validation_fraction, seed, canaries, encoding)
     prefix = Path(output_prefix)
     if not force and (finished := _finished(prefix, request)) is not None:
         return PrepareSummary(*finished, _files(prefix, *finished, canaries), time.monotonic() - began, reused=True)
-    if encoding is not None and not any(file.path.endswith(TEXT_SUFFIXES) for file in request.files):
-        raise UserError(f"--encoding {encoding} is for {' and '.join(TEXT_SUFFIXES)} files, and the input has none")
+    wanted = train_tokenizer_vocab if tokenizer is None else tokenizer
+    assert wanted is not None, "_checked refuses neither"
+    train, validation, notes = _make(request, prefix, wanted, ends, workers or available_cores(), force)
+    files = _files(prefix, train, validation, canaries)
+    return PrepareSummary(train, validation, files, time.monotonic() - began, reused=False, notes=notes)
+
+
+def _make(
+    request: _Request,
+    prefix: Path,
+    tokenizer: str | Path | int,
+    ends: tuple[str | None, str | None],
+    workers: int,
+    force: bool,
+) -> tuple[Manifest, Manifest | None, tuple[str, ...]]:
+    """Make the corpus; `tokenizer` may be the size of one to train. Returns the manifests, and notes for the user."""
+    if request.encoding is not None and not any(file.path.endswith(TEXT_SUFFIXES) for file in request.files):
+        kinds = " and ".join(TEXT_SUFFIXES)
+        raise UserError(f"--encoding {request.encoding} is for {kinds} files, and the input has none")
     with unfinished(prefix) as parts:
         if force:
             _remove_all_but(parts, set())
         trained = parts / f"tokenizer-{request.tokens_digest()}.json"
-        if train_tokenizer_vocab is not None and not trained.is_file():
-            _train(request, train_tokenizer_vocab, trained)
-        name = str(trained if tokenizer is None else tokenizer)
+        if isinstance(tokenizer, int) and not trained.is_file():
+            _train(request, tokenizer, trained)
+        name = str(trained if isinstance(tokenizer, int) else tokenizer)
         loaded = load_tokenizer(name, *ends)
-        shards = cut(request.files, text_key, name, loaded, encoding)
+        shards = cut(request.files, request.text_key, name, loaded, request.encoding)
         _remove_all_but(parts, {trained.stem} | {shard.key for shard in shards})
-        tokenize_all(shards, parts, workers or available_cores())
-        splits = merge(shards, parts, loaded.vocab_size, validation_fraction, seed)
+        tokenize_all(shards, parts, workers)
+        splits = merge(shards, parts, loaded.vocab_size, request.validation_fraction, request.seed)
         _check_filled(splits, request)
-        if canaries is not None:
+        if request.canaries is not None:
             with _saying(f"the tokenized text stays in {parts} for the next attempt"):
-                splits["train"] = plant(splits["train"], canaries, loaded, text_key, ledger_path(prefix))
+                ledger = ledger_path(prefix)
+                splits["train"] = plant(splits["train"], request.canaries, loaded, request.text_key, ledger)
         else:
             ledger_path(prefix).unlink(missing_ok=True)  # of a corpus that was here before
-        made = _publish(splits, prefix, request, loaded)
+        train, validation = _publish(splits, prefix, request, loaded)
         decoded = [named_files(f"read as {how}", paths) for how, paths in decodings(shards, parts).items()]
         _remove_all_but(parts, set())
-    notes = (*decoded, *notes_on(names, loaded))
-    return PrepareSummary(*made, _files(prefix, *made, canaries), time.monotonic() - began, reused=False, notes=notes)
+    return train, validation, (*decoded, *notes_on(request.inputs, loaded))
 
 
 def _checked(

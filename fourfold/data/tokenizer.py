@@ -102,12 +102,12 @@ class HFTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        self.eod_id = self._find_eod() if eod is None else self._special(eod, "--eos-token")
+        self.eod_id = self._find_eod() if eod is None else self._special(eod, "eos_token")
         own_bos = self._named("bos_token")
         self.begins_documents = bos is not None
-        self.bos_id = own_bos if bos in (None, OWN) else self._special(bos, "--bos-token")
+        self.bos_id = own_bos if bos in (None, OWN) else self._special(bos, "bos_token")
         if self.begins_documents and self.bos_id is None:
-            raise UserError(f"--bos-token {OWN}: {self.path.parent} names no bos_token; name one of {self._specials()}")
+            raise UserError(f"bos_token {OWN}: {self.path.parent} names no bos_token; name one of {self._specials()}")
         self.usually_begins = own_bos is not None and self._tokenizer.encode("").ids[:1] == [own_bos]
         self.special_ids = tuple(sorted({self.eod_id, *self._special_names()}))
         begin = f"\nbos {self.bos_id}" if self.begins_documents else ""

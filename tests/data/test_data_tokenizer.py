@@ -1,7 +1,9 @@
 """Tokenizers: bytes, a trained BPE, and what a tokenizer.json may bring along."""
 
 import json
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
@@ -12,8 +14,10 @@ from fourfold.data.indexed import IndexedDataset
 from fourfold.data.manifest import corpus_tokenizer
 from fourfold.data.prepare import prepare
 from fourfold.data.prepare_conversations import prepare_conversations
+from fourfold.data.stream import Position, cut
 from fourfold.data.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer, train_bpe
 from fourfold.errors import UserError
+from fourfold.huggingface.tokenizer_file import write_tokenizer as write_exported
 
 DEEPSEEK_END = "<｜end▁of▁sentence｜>"
 TEXT = "def größe(n):\n\treturn n * 2  # 二 🙂\n"
@@ -120,7 +124,7 @@ def test_a_named_end_of_documents_is_kept_by_the_corpus(tmp_path: Path) -> None:
     )
     (tmp_path / "a.txt").write_text(TEXT)
     with pytest.raises(
-        UserError, match=r"--eos-token </s> is no special token of .*; its special tokens: <bos>, <eos>, <pad>"
+        UserError, match=r"eos_token </s> is no special token of .*; its special tokens: <bos>, <eos>, <pad>"
     ):
         prepare([tmp_path / "a.txt"], tmp_path / "c", tokenizer=folder, eos_token="</s>")
     prepare([tmp_path / "a.txt"], tmp_path / "c", tokenizer=folder, eos_token="<pad>")
@@ -150,6 +154,9 @@ def test_documents_begin_with_a_token_only_if_it_is_asked_for(tmp_path: Path) ->
         assert tokens(bos) == [0, *tokens("plain")] and begun.notes == ()
         made_with = corpus_tokenizer(tmp_path / bos)
         assert (made_with.begins_documents, made_with.bos_id, made_with.eod_id) == (True, 0, 1)
+    endless = SimpleNamespace(read=lambda place: ((number, TEXT) for number in count()))
+    window = next(cut(endless, load_tokenizer(folder, bos="auto"), Position(), 2 * len(tokens("auto")), 0))
+    assert window.tokens.tolist() == [*tokens("auto"), *tokens("auto"), 0]
     with pytest.raises(UserError, match="made with different tokenizers"):
         check_one_tokenizer([tmp_path / "plain", tmp_path / "auto"])
     rows = tmp_path / "rows.jsonl"
@@ -161,6 +168,19 @@ def test_documents_begin_with_a_token_only_if_it_is_asked_for(tmp_path: Path) ->
     assert flags.read(0, flags.tokens).tolist() == [0] * (1 + len(asked)) + [1] * (len(answered) + 1)
     with pytest.raises(UserError, match="does not go with --canaries"):
         prepare([rows], tmp_path / "x", tokenizer=folder, bos_token="auto", canaries=Canaries(1, (0,)))
+
+
+def test_an_exported_tokenizer_begins_texts_as_the_corpus_does(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = write_tokenizer(tmp_path / "t", ["<bos>", "<eos>"], [], tokenizer_config={"bos_token": "<bos>"})
+    model = SimpleNamespace(vocab_size=1000)
+    for bos, begin in ((None, []), ("<bos>", [0])):
+        out = tmp_path / f"out {bos}"
+        out.mkdir()
+        about = write_exported(out, HFTokenizer(folder, bos=bos), model)
+        assert about == {"bos_token_id": begin[0] if begin else None, "eos_token_id": 1}
+        [ids] = HFTokenizer(folder).encode_batch([TEXT])
+        assert transformers.AutoTokenizer.from_pretrained(out)(TEXT)["input_ids"] == [*begin, *ids]
 
 
 def test_refusals(tmp_path: Path) -> None:
