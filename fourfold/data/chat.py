@@ -139,7 +139,8 @@ class ChatTemplate:
                 raise ValueError(f"the chat template does not write the tools of the row; {remedy} tools")
             if not re.search(rf"\b{re.escape(key)}\b", template):
                 raise ValueError(f"the chat template has no variable {key}; {remedy} chat_template_kwargs")
-        for key in {key for message in messages for key, value in message.items() if value not in ("", [], {})}:
+        given = (key for message in messages for key, value in message.items() if value not in ("", [], {}))
+        for key in dict.fromkeys(given):
             if key in _ALWAYS_USED or is_harmless(key, self.ignored):
                 continue
             where = [number for number, message in enumerate(messages, start=1) if key in message]
@@ -212,6 +213,8 @@ class ChatTemplate:
 
     def _tail(self, options: Mapping[str, Any]) -> str:
         """What the options have the template write behind every conversation."""
+        if not options:
+            return ""
         plain, full = self._text([_user(_PROBE)]), self._text([_user(_PROBE)], options)
         return full.removeprefix(plain) if plain and full and full.startswith(plain) else ""
 
