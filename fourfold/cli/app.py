@@ -103,8 +103,8 @@ def main() -> None:
             problem = f"cannot open {error.filename}: {error.strerror}"
         elif error.errno == errno.EMFILE:
             problem = "this process may not open more files; raise the limit, for example with: ulimit -n 4096"
-        elif error.errno == errno.ENOSPC and error.filename is None:
-            problem = f"cannot write the output: {error.strerror}"
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+            problem = f"cannot write {error.filename or 'the output'}: {error.strerror}"
         else:
             raise
         print(f"fourfold: {problem}", file=sys.stderr)

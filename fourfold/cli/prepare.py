@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from fourfold.data.prepare import PrepareSummary
 
 
+_TEXT = "Options of --format text"
+
+
 def prepare(
     inputs: Annotated[
         list[str],
@@ -30,40 +33,83 @@ def prepare(
     ] = None,
     train_tokenizer: Annotated[
         int | None,
-        typer.Option(metavar="VOCAB", help="Train a byte-level BPE tokenizer of this size on the input instead."),
+        typer.Option(
+            metavar="VOCAB",
+            help="Train a byte-level BPE tokenizer of this size on the input instead.",
+            rich_help_panel=_TEXT,
+        ),
     ] = None,
     format: Annotated[
         Literal["text", "sft", "preferences"],
         typer.Option(
-            help="sft: rows of messages, or of prompt and completion. preferences: rows of prompt, chosen and rejected."
+            help="sft: conversations (messages, ShareGPT, Alpaca, prompt and completion). preferences: rows of prompt, "
+            "chosen and rejected."
         ),
     ] = "text",
     chat_template: Annotated[
         Path | None,
         typer.Option(help="A Jinja file, for sft and preferences. Default: the one in the tokenizer's folder."),
     ] = None,
-    text_key: Annotated[str, typer.Option(help="The key, or column, that holds the text.")] = "text",
-    encoding: Annotated[str, typer.Option(help="Encoding of .txt files, such as latin-1 or utf-16.")] = "utf-8",
+    ignore_key: Annotated[
+        list[str] | None,
+        typer.Option(help="With sft and preferences: a key of rows or messages to drop. Others are refused."),
+    ] = None,
+    text_key: Annotated[
+        str, typer.Option(help="The key, or column, that holds the text; several with commas.", rich_help_panel=_TEXT)
+    ] = "text",
+    encoding: Annotated[
+        str | None,
+        typer.Option(
+            help="Encoding, such as latin-1, of .txt files that are not UTF-8 and have no byte-order mark.",
+            rich_help_panel=_TEXT,
+        ),
+    ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Processes; one per core by default. The result is the same.")
+        int | None,
+        typer.Option(help="Processes, one per core by default. The result is the same.", rich_help_panel=_TEXT),
+    ] = None,
+    eos_token: Annotated[
+        str | None,
+        typer.Option(metavar="TOKEN", help="The special token that ends documents. Default: the tokenizer's own."),
+    ] = None,
+    bos_token: Annotated[
+        str | None,
+        typer.Option(metavar="TOKEN|auto", help="Begin documents with this special token; auto: the tokenizer's own."),
     ] = None,
     validation_fraction: Annotated[
         float, typer.Option(help="Share of the documents to hold out into OUT-validation.")
     ] = 0.0,
     canaries: Annotated[
-        int | None, typer.Option(help="Documents to plant for each number of --repeats, as an audit's probes.")
+        int | None,
+        typer.Option(
+            help="Documents to plant for each number of --repeats, as an audit's probes.", rich_help_panel=_TEXT
+        ),
     ] = None,
     repeats: Annotated[
-        str, typer.Option(help="How many times canaries are planted; those planted 0 times are the control.")
+        str,
+        typer.Option(
+            help="How many times canaries are planted; those planted 0 times are the control.", rich_help_panel=_TEXT
+        ),
     ] = "0,1,4,16",
-    canary_tokens: Annotated[int, typer.Option(help="Tokens of a canary.")] = 100,
-    canary_noise: Annotated[float, typer.Option(help="Share of each copy's tokens that are replaced at random.")] = 0.0,
-    canary_shift: Annotated[int, typer.Option(help="Cut up to this many tokens off the start of each copy.")] = 0,
+    canary_tokens: Annotated[int, typer.Option(help="Tokens of a canary.", rich_help_panel=_TEXT)] = 100,
+    canary_noise: Annotated[
+        float, typer.Option(help="Share of each copy's tokens that are replaced at random.", rich_help_panel=_TEXT)
+    ] = 0.0,
+    canary_shift: Annotated[
+        int, typer.Option(help="Cut up to this many tokens off the start of each copy.", rich_help_panel=_TEXT)
+    ] = 0,
     canaries_from: Annotated[
         str | None,
-        typer.Option(metavar="FILE.jsonl|random", help="Texts of the canaries. Default: taken from the input."),
+        typer.Option(
+            metavar="FILE.jsonl|random",
+            help="Texts of the canaries. Default: taken from the input.",
+            rich_help_panel=_TEXT,
+        ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Build the corpus again, even if it is complete.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Build the corpus again, even if it is complete.", rich_help_panel=_TEXT),
+    ] = False,
 ) -> None:
     """Tokenize text into a corpus to train on.
 
@@ -77,6 +123,7 @@ def prepare(
     """
     from fourfold.data import prepare as data
     from fourfold.data.canaries import Canaries
+    from fourfold.data.files import WriteFailed
     from fourfold.data.prepare_conversations import prepare_conversations
 
     if format != "text":
@@ -85,7 +132,7 @@ def prepare(
             "--canaries": canaries,
             "--workers": workers,
             "--text-key": text_key != "text",
-            "--encoding": encoding != "utf-8",
+            "--encoding": encoding,
             "--force": force,
         }
         for name, value in refused.items():
@@ -98,30 +145,39 @@ def prepare(
             out,
             tokenizer=tokenizer,
             chat_template=chat_template,
+            eos_token=eos_token,
+            bos_token=bos_token,
+            ignored_keys=ignore_key or (),
             validation_fraction=validation_fraction,
             format=format,
         )
         _show(summary)
         return
-    if chat_template is not None:
-        raise UserError("--chat-template is for --format sft and preferences")
+    if chat_template is not None or ignore_key:
+        raise UserError("--chat-template and --ignore-key are for --format sft and preferences")
     wanted = None
     if canaries is not None:
         wanted = Canaries(canaries, _numbers(repeats), canary_tokens, canary_noise, canary_shift, canaries_from)
     elif (repeats, canary_tokens, canary_noise, canary_shift, canaries_from) != ("0,1,4,16", 100, 0.0, 0, None):
         raise UserError("--repeats and the --canary options need --canaries N, the number of documents to plant")
-    summary = data.prepare(
-        inputs,
-        out,
-        tokenizer=tokenizer,
-        train_tokenizer_vocab=train_tokenizer,
-        workers=workers,
-        text_key=text_key,
-        encoding=encoding,
-        validation_fraction=validation_fraction,
-        canaries=wanted,
-        force=force,
-    )
+    try:
+        summary = data.prepare(
+            inputs,
+            out,
+            tokenizer=tokenizer,
+            train_tokenizer_vocab=train_tokenizer,
+            workers=workers,
+            eos_token=eos_token,
+            bos_token=bos_token,
+            text_key=text_key,
+            encoding=encoding,
+            validation_fraction=validation_fraction,
+            canaries=wanted,
+            force=force,
+        )
+    except WriteFailed as error:
+        kept = f"; what is finished stays in {out}.parts for the next attempt" if Path(f"{out}.parts").exists() else ""
+        raise UserError(f"{error}{kept}") from error
     _show(summary)
 
 
@@ -136,6 +192,8 @@ def _show(summary: PrepareSummary) -> None:
             what += f", {manifest.trained_tokens / manifest.tokens:.1%} of them trained"
         typer.echo(what)
     typer.echo(f"tokenizer: {summary.train.vocab_size:,} ids, stored as {summary.train.dtype}")
+    for note in summary.notes:
+        typer.echo(note)
     typer.echo(f"{summary.seconds:.1f} s: {', '.join(map(str, summary.files))}")
 
 

@@ -45,6 +45,12 @@ class DataConfig(Strict):
     )
 
     text_key: str = Field("text", description="hf: the column that holds the text.")
+    eos_token: str | None = Field(
+        None, description="hf: the special token that ends every document. Default: the tokenizer's own."
+    )
+    bos_token: str | None = Field(
+        None, description="hf: the special token that begins every document, or 'auto' for the tokenizer's own."
+    )
     streams: int = Field(
         1,
         ge=1,
@@ -78,7 +84,9 @@ class DataConfig(Strict):
             raise ValueError("give either data.train (corpora) or data.source (built-in text, or hf:NAME)")
         if self.is_streamed and self.tokenizer is None:
             raise ValueError(f"source = '{self.source}' needs data.tokenizer: 'bytes', or a tokenizer.json")
-        for key in ("text_key", "streams", "shuffle_buffer", "read_ahead", "read_timeout"):
+        if self.tokenizer == "bytes" and (self.eos_token or self.bos_token):
+            raise ValueError("data.eos_token and data.bos_token need a tokenizer.json, and data.tokenizer is 'bytes'")
+        for key in ("text_key", "eos_token", "bos_token", "streams", "shuffle_buffer", "read_ahead", "read_timeout"):
             if not self.is_streamed and getattr(self, key) != DataConfig.model_fields[key].default:
                 raise ValueError(f"{key} is of a streamed source = 'hf:NAME'; remove it")
         return self

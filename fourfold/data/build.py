@@ -9,7 +9,7 @@ from pathlib import Path
 from fourfold.config.run import RunConfig
 from fourfold.data.conversations import PackedConversations
 from fourfold.data.dataset import Mixture, Samples, TokenWindows
-from fourfold.data.files import locked
+from fourfold.data.files import locked, writing
 from fourfold.data.hub import HubDataset
 from fourfold.data.manifest import corpus_tokenizer, read_manifest
 from fourfold.data.preferences import PreferencePairs
@@ -60,7 +60,7 @@ def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:
     return StreamedWindows(
         str(dataset),
         dataset.streams(data.streams, data.text_key),
-        load_tokenizer(data.tokenizer),
+        load_tokenizer(data.tokenizer, data.eos_token, data.bos_token),
         training.seq_length,
         training.global_batch_size,
         look_back,
@@ -91,10 +91,9 @@ def ensure_builtin(
     label = f"bpe{vocab_size}" if tokenizer is None else load_tokenizer(tokenizer).fingerprint[:12]
     stem = f"{name}-{platform.python_version()}-{label}"
     cache = Path(cache_dir)
-    cache.mkdir(parents=True, exist_ok=True)
     prefix = cache / stem
     if read_manifest(prefix) is None:
-        with locked(cache / f"{stem}.lock", wait=True):
+        with writing(cache), locked(cache / f"{stem}.lock", wait=True):
             if read_manifest(prefix) is None:
                 _prepare_into(prefix, name, tokenizer, vocab_size)
     return str(prefix)
@@ -108,14 +107,16 @@ def tokenizer_of_run(run: RunConfig) -> Tokenizer | None:
     data = run.data
     if data.is_streamed:
         assert data.tokenizer is not None, "config/run.py checks it"
-        return load_tokenizer(data.tokenizer)
+        return load_tokenizer(data.tokenizer, data.eos_token, data.bos_token)
     if data.source is not None:
         return corpus_tokenizer(ensure_builtin(data.source, data.tokenizer, data.cache_dir, run.model.vocab_size))
     prefix = data.train[0].path
-    made_with = corpus_tokenizer(prefix) if read_manifest(prefix) is not None else None
+    manifest = read_manifest(prefix)
+    made_with = None if manifest is None else corpus_tokenizer(prefix)
     if data.tokenizer is None:
         return made_with
-    tokenizer = load_tokenizer(data.tokenizer)
+    ends = () if manifest is None or data.tokenizer == "bytes" else (manifest.eod_id, manifest.bos_id)
+    tokenizer = load_tokenizer(data.tokenizer, *ends)
     if made_with is not None and made_with.fingerprint != tokenizer.fingerprint:
         raise UserError(
             f"data.tokenizer = '{data.tokenizer}' is not the tokenizer that made {prefix}.bin; "

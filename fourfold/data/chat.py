@@ -1,20 +1,26 @@
 """Tokenizes a conversation by the chat template of a model, and marks the tokens of the assistant."""
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.data.tokenizer import Tokenizer
+from fourfold.data.conversation_rows import is_harmless
+from fourfold.data.tokenizer import Tokenizer, as_document, begin_of
 from fourfold.data.transformers_tokenizer import open_tokenizer
 from fourfold.errors import UserError
+from fourfold.parsing import parse_json
 
 Message = Mapping[str, Any]
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE = "probe"
+_ALWAYS_USED = ("role", "content")
 
 
 class ChatTemplate:
@@ -25,23 +31,33 @@ class ChatTemplate:
     answer adds to the prompt before it, up to the end of the turn, without whitespace after that. A token is the
     assistant's if its first character is.
 
+    A message may have `weight`: an answer of weight 0 is not trained. A key of a message that makes no difference to
+    the text is refused, unless it is harmless or among `ignored`.
+
     Raises UserError without transformers, a tokenizer or a template.
     """
 
-    def __init__(self, folder: str | Path, template: str | Path | None = None) -> None:
+    def __init__(self, folder: str | Path, template: str | Path | None = None, ignored: Collection[str] = ()) -> None:
         if str(folder) == "bytes":
             raise UserError(
                 "the tokenizer 'bytes' has no chat template, so messages cannot be rendered; give the folder of a "
                 "model, or rows of prompt and completion"
             )
         self.folder = Path(folder) if Path(folder).is_dir() else Path(folder).parent
+        self.ignored = ignored
         self._tokenizer = open_tokenizer(str(self.folder))
         if template is not None:
             try:
                 self._tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
             except (OSError, ValueError) as error:
                 raise UserError(f"the chat template {template} cannot be read: {error}") from error
-        if not isinstance(self._tokenizer.chat_template, str):
+        found = self._tokenizer.chat_template
+        if isinstance(found, dict) and "default" not in found:
+            raise UserError(
+                f"{self.folder} has several chat templates ({', '.join(sorted(found))}), and none is named default; "
+                "give one with --chat-template"
+            )
+        if found is None:
             raise UserError(
                 f"{self.folder} has no chat template (chat_template.jinja, or in tokenizer_config.json); give one with "
                 "--chat-template"
@@ -52,75 +68,254 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The text of the template."""
-        return str(self._tokenizer.chat_template)
+        """The text of the template, or of all of them."""
+        found = self._tokenizer.chat_template
+        return "".join(found.values()) if isinstance(found, dict) else str(found)
 
-    def encode(self, messages: Sequence[Message], prompt: int = 0) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def encode(
+        self, messages: Sequence[Message], prompt: int = 0, options: Mapping[str, Any] | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return the tokens, and whether each is trained. Raises ValueError for an invalid conversation.
 
-        prompt: messages at the beginning of which nothing is trained, answers of the assistant included.
+        Args:
+            messages: The conversation.
+            prompt: Messages at the beginning of which nothing is trained, answers of the assistant included.
+            options: Variables of the template, such as tools.
         """
-        _check(messages)
-        text = self._render(messages)
+        options = options or {}
+        template = str(self._tokenizer.get_chat_template(None, options.get("tools")))
+        weights = _weights(messages)
+        messages = [self._prepared(number, message) for number, message in enumerate(messages, start=1)]
+        text = self._render(messages, options)
+        self._check_used(messages, options, text, template)
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         begins = np.array([begin for begin, _ in encoding["offset_mapping"]], dtype=np.int64)
-        if _MARKED.search(self.source):
-            marked = self._applied(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-            trained = np.array(marked["assistant_masks"], dtype=bool)
+        if _MARKED.search(template):
+            marked = self._applied(messages, options, tokenize=True, return_assistant_tokens_mask=True)
+            trained = _weighted(np.array(marked["assistant_masks"], dtype=bool), weights)
         else:
             trained = np.zeros(len(begins), dtype=bool)
-            for begin, end in self._answers(messages, text):
+            for begin, end in self._answers(messages, options, text, weights):
                 trained |= (begins >= begin) & (begins < end)
         if prompt:
-            asked = self._render(messages[:prompt])
+            asked = self._render(messages[:prompt], options)
             if not text.startswith(asked):
-                raise ValueError("the chat template writes the prompt otherwise where an answer follows it")
+                raise ValueError("the chat template writes the prompt differently when an answer follows it")
             trained &= begins >= len(asked)
         return np.array(encoding["input_ids"], dtype=np.int64), trained
 
-    def _answers(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
-        """Characters [begin, end) of every answer in the whole text."""
+    def _answers(
+        self, messages: Sequence[Message], options: Mapping[str, Any], text: str, weights: Sequence[int | None]
+    ) -> list[tuple[int, int]]:
+        """Characters [begin, end) of every answer in the whole text, except for those of weight 0."""
         found: list[tuple[int, int]] = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
+        tail = self._tail(options)
+        for number, weight in enumerate(weights):
+            if not weight:
                 continue
-            prompt = self._render(messages[:number], add_generation_prompt=True)
-            answered = self._render(messages[: number + 1])
+            answered = self._render(messages[: number + 1], options).removesuffix(tail)
+            if number == 0:  # transformers renders no empty conversation
+                prompt = answered[: _first_answer(answered, self._header, messages[0].get("content"))]
+            else:
+                prompt = self._render(messages[:number], options, add_generation_prompt=True).removesuffix(tail)
             if not (answered.startswith(prompt) and text.startswith(answered)):
+                other = "when others follow" if answered.startswith(prompt) else "from the prompt of generation"
                 raise ValueError(
-                    f"the template renders message {number + 1} differently when others follow, so its tokens cannot "
-                    "be identified; mark answers in the template with {% generation %} … {% endgeneration %}"
+                    f"the template renders message {number + 1} differently {other}, so its tokens cannot be "
+                    "identified; give --chat-template a file that marks answers with {% generation %} … "
+                    "{% endgeneration %}, such as qwen3_training.jinja for Qwen 3, which TRL has for many models "
+                    "(https://github.com/huggingface/trl/tree/main/trl/chat_templates)"
                 )
             trimmed = answered.rstrip()
             end = len(trimmed) if trimmed.endswith(self._special) else len(answered)
             found.append((len(prompt), end))
         return found
 
-    def _applied(self, messages: Sequence[Message], **options: Any) -> Any:
-        """Render the messages as text, ids or a table of both, depending on the options."""
-        return self._tokenizer.apply_chat_template([dict(message) for message in messages], **options)
+    def _check_used(self, messages: Sequence[Message], options: Mapping[str, Any], text: str, template: str) -> None:
+        """Raise ValueError for tools, template variables and keys of messages that the template does not use."""
+        remedy = "remove it, or drop it with --ignore-key"
+        for key in options:
+            if key == "tools" and self._text(messages, {**options, key: None}) == text:
+                raise ValueError(f"the chat template does not write the tools of the row; {remedy} tools")
+            if not re.search(rf"\b{re.escape(key)}\b", template):
+                raise ValueError(f"the chat template has no variable {key}; {remedy} chat_template_kwargs")
+        given = (key for message in messages for key, value in message.items() if value not in ("", [], {}))
+        for key in dict.fromkeys(given):
+            if key in _ALWAYS_USED or is_harmless(key, self.ignored):
+                continue
+            where = [number for number, message in enumerate(messages, start=1) if key in message]
+            if key == "name" and all(messages[number - 1]["role"] == "tool" for number in where):
+                continue  # says which call the message answers, as tool_call_id does
+            without = [{name: value for name, value in message.items() if name != key} for message in messages]
+            if self._text(without, options) == text:
+                raise ValueError(
+                    f"message {where[0]} has {key}, which the chat template does not write; {remedy} {key}"
+                )
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    def _prepared(self, number: int, message: Message) -> dict[str, Any]:
+        """Return a message as the template takes it: without nulls, and with the kind of content that it writes."""
+        kept = {key: value for key, value in message.items() if value is not None and key not in self.ignored}
+        kept.pop("weight", None)
+        content = kept.get("content")
+        if isinstance(content, list):
+            texts = [_text_of(number, part) for part in content]
+            kept["content"] = [_part(text) for text in texts] if self._takes_parts else "".join(texts)
+        elif isinstance(content, str) and not self._takes_text:
+            kept["content"] = [_part(content)]
+        elif not isinstance(content, str) and not (content is None and kept.get("tool_calls")):
+            raise ValueError(f"message {number} has no content that is text or a list of text parts")
+        if kept.get("tool_calls"):
+            kept["tool_calls"] = [self._call(number, call) for call in kept["tool_calls"]]
+        return kept
+
+    def _call(self, number: int, call: Any) -> Any:
+        """Return a tool call with its arguments as an object, or as JSON if the template writes them as they are."""
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise ValueError(f"message {number} has a tool call that is not an object with a function")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = parse_json(arguments or "{}")
+            except ValueError as error:
+                raise ValueError(
+                    f"message {number} has arguments of a tool call that are not JSON ({error})"
+                ) from error
+        if not self._takes_objects and arguments is not None:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        function = {**function, "arguments": arguments}
+        return {**call, "function": function} if "function" in call else function
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        """False for a template that writes content only in parts."""
+        return not self._takes_parts or _PROBE in (self._text([_user(_PROBE)]) or "")
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template iterates content, and does not write a list as Python or JSON prints it."""
+        text = self._text([_user([_part(_PROBE)])]) or ""
+        return _PROBE in text and "[{" not in text
+
+    @cached_property
+    def _takes_objects(self) -> bool:
+        """Whether the template turns the arguments of a tool call into JSON itself."""
+        objects, texts = (
+            self._text([_user(_PROBE), _calling(each)]) for each in ({_PROBE: 1}, json.dumps({_PROBE: 1}))
+        )
+        return texts is None if objects is None else f"{{'{_PROBE}'" not in objects
+
+    @cached_property
+    def _header(self) -> str:
+        """What the template writes before an answer."""
+        asked = self._text([_user(_PROBE)]) or ""
+        return (self._text([_user(_PROBE)], add_generation_prompt=True) or "").removeprefix(asked)
+
+    def _tail(self, options: Mapping[str, Any]) -> str:
+        """What the options have the template write behind every conversation."""
+        if not options:
+            return ""
+        plain, full = self._text([_user(_PROBE)]), self._text([_user(_PROBE)], options)
+        return full.removeprefix(plain) if plain and full and full.startswith(plain) else ""
+
+    def _applied(self, messages: Sequence[Message], options: Mapping[str, Any], **more: Any) -> Any:
+        """Render the messages as text, or as a table of ids."""
+        return self._tokenizer.apply_chat_template([dict(message) for message in messages], **options, **more)
+
+    def _render(
+        self, messages: Sequence[Message], options: Mapping[str, Any], add_generation_prompt: bool = False
+    ) -> str:
         try:
-            return str(self._applied(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
+            return str(self._applied(messages, options, tokenize=False, add_generation_prompt=add_generation_prompt))
         except Exception as error:  # a template may raise any exception
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
+
+    def _text(
+        self, messages: Sequence[Message], options: Mapping[str, Any] | None = None, add_generation_prompt: bool = False
+    ) -> str | None:
+        """The text, or None if the template refuses the messages."""
+        try:
+            return self._render(messages, options or {}, add_generation_prompt)
+        except ValueError:
+            return None
 
 
 def encode_completion(
     prompt: str, completion: str, tokenizer: Tokenizer
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """A prompt and its completion, each tokenized by itself as at inference, and the end of the document."""
+    """A prompt and its completion, each tokenized by itself as at inference, as one document."""
     asked, answered = tokenizer.encode_batch([prompt, completion])
-    ids = [*asked, *answered, tokenizer.eod_id]
-    return np.array(ids, dtype=np.int64), np.arange(len(ids)) >= len(asked)
+    ids = as_document([*asked, *answered], tokenizer)
+    return np.array(ids, dtype=np.int64), np.arange(len(ids)) >= len(begin_of(tokenizer)) + len(asked)
 
 
-def _check(messages: Sequence[Message]) -> None:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+def _weights(messages: Sequence[Message]) -> list[int | None]:
+    """Return for each message 1 if it is trained, 0 if its `weight` forbids that, and None if it is no answer."""
+    if not messages:
         raise ValueError("messages is not a list of messages")
+    found: list[int | None] = []
     for number, message in enumerate(messages, start=1):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"message {number} is not an object with role and content")
-    if all(message["role"] != "assistant" for message in messages):
+        is_answer, weight = message["role"] == "assistant", message.get("weight")
+        if weight not in ((None, 0, 1) if is_answer else (None, 0)):
+            raise ValueError(f"message {number} has weight {weight!r}; an answer has 0 (not trained) or 1, others none")
+        found.append((1 if weight is None else int(weight)) if is_answer else None)
+    if all(weight is None for weight in found):
         raise ValueError("no message is the assistant's, so there is nothing to train")
+    return found
+
+
+def _weighted(marked: NDArray[np.bool_], weights: Sequence[int | None]) -> NDArray[np.bool_]:
+    """Leave answers of weight 0 out of the tokens that the template marks."""
+    answers = [weight for weight in weights if weight is not None]
+    if all(answers):
+        return marked
+    edges = np.flatnonzero(np.diff(marked, prepend=False, append=False)).reshape(-1, 2)
+    if len(edges) != len(answers):
+        raise ValueError(
+            f"the chat template marks {len(edges)} parts of {len(answers)} answers, so an answer of weight 0 cannot be "
+            "identified; remove it from the row"
+        )
+    for weight, (begin, end) in zip(answers, edges.tolist(), strict=True):
+        marked[begin:end] &= bool(weight)
+    return marked
+
+
+def _first_answer(text: str, header: str, content: Any) -> int:
+    """Return the character at which the answer begins in the text of a conversation that begins with it."""
+    sought = header or (content if isinstance(content, str) else "").strip()
+    at = text.find(sought) if sought else -1
+    if at < 0:
+        raise ValueError(
+            "the first message is the assistant's, and the chat template does not show where it begins; begin with a "
+            "message of the user, or mark answers in the template with {% generation %} … {% endgeneration %}"
+        )
+    return at + len(header)
+
+
+def _text_of(number: int, part: Any) -> str:
+    """Return the text of a part of a message's content."""
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise ValueError(f"message {number} has a part of type {kind}; only parts of type text can be trained")
+    if unused := [key for key, value in part.items() if key not in ("type", "text") and value is not None]:
+        raise ValueError(f"message {number} has a part with {unused[0]}, which would not be used; remove it")
+    return str(part["text"])
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def _calling(arguments: Any) -> dict[str, Any]:
+    function = {"name": _PROBE, "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "123456789", "type": "function", "function": function}],
+    }

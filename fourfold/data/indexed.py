@@ -19,6 +19,7 @@ import os
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
@@ -55,6 +56,14 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size < _UINT16_VOCABULARY else np.dtype("<i4")
 
 
+def check_exists(prefix: str | Path) -> None:
+    """Raise UserError if a file of a corpus is missing."""
+    for path in (idx_path(prefix), bin_path(prefix)):
+        if not path.is_file():
+            where = "" if path.is_absolute() else f" in {Path.cwd()}, where the paths of corpora begin"
+            raise UserError(f"{path} does not exist{where}; `fourfold prepare INPUTS --out {prefix}` makes it")
+
+
 class IndexedDataset:
     """A corpus on disk, seen as one stream of tokens with known document starts.
 
@@ -71,10 +80,7 @@ class IndexedDataset:
         self.prefix = str(prefix)
         self._idx = idx_path(prefix)
         self._bin = bin_path(prefix)
-        for path in (self._idx, self._bin):
-            if not path.is_file():
-                where = "" if path.is_absolute() else f" in {Path.cwd()}, where the paths of corpora begin"
-                raise UserError(f"{path} does not exist{where}; `fourfold prepare INPUTS --out {prefix}` makes it")
+        check_exists(prefix)
         self._map_index()
         self._bin_bytes = self._bin.stat().st_size
         self._check_documents()
@@ -232,13 +238,15 @@ class IndexedWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
-        if kind is not None:
+        try:
+            with suppress(*[] if kind is None else [OSError]):  # of a full disk, which the block has reported
+                self._file.close()
+            if kind is None:
+                # The index last: if it exists, the tokens do.
+                os.replace(self._temporary, self._bin)
+                write_whole(self._idx, self._index())
+        finally:
             self._temporary.unlink(missing_ok=True)
-            return
-        # The index last: where it exists, the tokens do.
-        os.replace(self._temporary, self._bin)
-        write_whole(self._idx, self._index())
 
     def _index(self) -> bytes:
         lengths = np.array(self._lengths, dtype="<i4")

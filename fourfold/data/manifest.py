@@ -46,6 +46,8 @@ class Manifest:
     """"text", or "sft" for conversations."""
     trained_tokens: int | None = None
     """Tokens of answers, for conversations."""
+    bos_id: int | None = None
+    """The token that begins every document; None if documents begin with their text."""
 
 
 _MANIFEST = TypeAdapter(Manifest)
@@ -111,6 +113,7 @@ def write_manifests(
             fingerprint=tokenizer.fingerprint,
             vocab_size=tokenizer.vocab_size,
             eod_id=tokenizer.eod_id,
+            bos_id=tokenizer.bos_id if tokenizer.begins_documents else None,
             dtype=token_dtype(tokenizer.vocab_size).name,
             **request,
         )
@@ -153,7 +156,7 @@ def corpus_tokenizer(prefix: str | Path) -> Tokenizer:
     if manifest is None:
         raise UserError(f"{manifest_path(prefix)} does not exist, so the tokenizer of this corpus is unknown")
     name = "bytes" if manifest.tokenizer == "bytes" else Path(prefix).parent / manifest.tokenizer
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(name, manifest.eod_id, manifest.bos_id)
     if tokenizer.fingerprint != manifest.fingerprint:
         raise UserError(f"{name} is not the tokenizer that made {prefix}.bin; prepare the corpus again")
     return tokenizer

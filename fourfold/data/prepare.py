@@ -10,15 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from fourfold.data.canaries import Canaries, ledger_path, plant
-from fourfold.data.files import locked
+from fourfold.data.files import locked, writing
 from fourfold.data.indexed import IndexedDataset, bin_path, idx_path
 from fourfold.data.manifest import Manifest, Split, manifest_path, read_manifest, validation_prefix, write_manifests
 from fourfold.data.merge import falls_within, merge
 from fourfold.data.progress import show_progress
-from fourfold.data.shards import cut, digest
-from fourfold.data.sources import UTF_8, InputFile, check_encoding, list_inputs, read_documents, text_encoding
+from fourfold.data.shards import cut, decodings, digest
+from fourfold.data.sources import TEXT_SUFFIXES, InputFile, left_out, list_inputs, read_documents
+from fourfold.data.text_encoding import UnreadableFile, named_files, text_encoding, unreadable
 from fourfold.data.tokenize_shards import tokenize_all
-from fourfold.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from fourfold.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, train_bpe
 from fourfold.errors import UserError
 from fourfold.processes import available_cores
 
@@ -35,6 +36,8 @@ class PrepareSummary:
     files: list[Path]
     seconds: float
     reused: bool
+    notes: tuple[str, ...] = ()
+    """What a user should know of how the input was read, such as files that were left out."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class _Request:
     validation_fraction: float
     seed: int
     canaries: Canaries | None
-    encoding: str = UTF_8
+    encoding: str | None = None
 
     def digest(self) -> str:
         planted = [] if self.canaries is None else [asdict(self.canaries)]
@@ -56,7 +59,7 @@ class _Request:
 
     def tokens_digest(self) -> str:
         files = [[file.path, file.size, file.mtime_ns] for file in self.files]
-        encoding = [] if self.encoding == UTF_8 else [self.encoding]
+        encoding = [] if self.encoding is None else [self.encoding]
         return digest([files, self.text_key, self.tokenizer, *encoding])
 
 
@@ -67,8 +70,10 @@ def prepare(
     tokenizer: str | Path | None = None,
     train_tokenizer_vocab: int | None = None,
     workers: int | None = None,
+    eos_token: str | None = None,
+    bos_token: str | None = None,
     text_key: str = "text",
-    encoding: str = UTF_8,
+    encoding: str | None = None,
     validation_fraction: float = 0.0,
     seed: int = 0,
     canaries: Canaries | None = None,
@@ -76,49 +81,80 @@ def prepare(
 ) -> PrepareSummary:
     """Tokenize `inputs` into OUT.bin, OUT.idx and OUT.json, each document followed by the end-of-document token.
 
-    `inputs`: see `list_inputs`. Either `tokenizer` ("bytes" or the path of a tokenizer.json, which is copied to
-    OUT-tokenizer.json) or `train_tokenizer_vocab` (train one of that size on the input, into OUT-tokenizer.json).
-    `encoding`: that of .txt and .txt.gz files. `workers`: processes, by default one per core; the result does not
-    depend on it. `validation_fraction`: the share of the documents, chosen by a hash of their number and `seed`, that
-    goes to OUT-validation instead. `canaries`: documents to plant among those of the training split, with their ledger
-    in OUT-canaries.jsonl.
+    An interrupted preparation continues from OUT.parts. A corpus already made from the same unchanged files in the same
+    way is left as it is, unless `force`; any other one at OUT is replaced. OUT.json is written last: if it exists, the
+    corpus is complete.
 
-    An interrupted preparation continues: finished parts stay in OUT.parts until the end. A corpus already made from
-    the same unchanged files in the same way is left as it is, unless `force`; any other one at OUT is replaced.
-    OUT.json is written last: if it exists, the corpus is complete.
+    Args:
+        inputs: See `list_inputs`.
+        output_prefix: OUT, without a suffix.
+        tokenizer: "bytes", or the path of a tokenizer.json, which is copied to OUT-tokenizer.json.
+        train_tokenizer_vocab: Instead trains a tokenizer of this size on the input, into OUT-tokenizer.json.
+        workers: Processes, by default one per core. The result does not depend on it.
+        eos_token: The special token that ends every document. Default: the tokenizer's own, see ``HFTokenizer``.
+        bos_token: The special token that begins every document, or "auto" for the tokenizer's own. Default: none.
+        text_key: The key or column of the text, or several with commas: the first that a row has.
+        encoding: The encoding of .txt and .txt.gz files that are not UTF-8 and have no byte-order mark.
+        validation_fraction: The share of the documents, chosen by a hash of their number and `seed`, that goes to
+            OUT-validation instead.
+        seed: See `validation_fraction`.
+        canaries: Documents to plant in the training split, with their ledger in OUT-canaries.jsonl.
+        force: Makes a corpus again that is there already.
 
-    Raises UserError for input or options that cannot work, naming the file and line.
+    Raises:
+        UserError: Input or options cannot work (names the file and line), or a file cannot be written.
     """
     began = time.monotonic()
-    encoding = text_encoding(encoding)
-    identity = _checked(tokenizer, train_tokenizer_vocab, workers, validation_fraction, canaries)
+    ends = (eos_token, bos_token)
+    identity = _checked(tokenizer, train_tokenizer_vocab, workers, validation_fraction, canaries, *ends)
     names = [str(item) for item in inputs]
+    encoding = None if encoding is None else text_encoding(encoding)
     request = _Request(names, list_inputs(names), text_key, identity, validation_fraction, seed, canaries, encoding)
     prefix = Path(output_prefix)
     if not force and (finished := _finished(prefix, request)) is not None:
         return PrepareSummary(*finished, _files(prefix, *finished, canaries), time.monotonic() - began, reused=True)
-    check_encoding(request.files, encoding)
+    wanted = train_tokenizer_vocab if tokenizer is None else tokenizer
+    assert wanted is not None, "_checked refuses neither"
+    train, validation, notes = _make(request, prefix, wanted, ends, workers or available_cores(), force)
+    files = _files(prefix, train, validation, canaries)
+    return PrepareSummary(train, validation, files, time.monotonic() - began, reused=False, notes=notes)
+
+
+def _make(
+    request: _Request,
+    prefix: Path,
+    tokenizer: str | Path | int,
+    ends: tuple[str | None, str | None],
+    workers: int,
+    force: bool,
+) -> tuple[Manifest, Manifest | None, tuple[str, ...]]:
+    """Make the corpus; `tokenizer` may be the size of one to train. Returns the manifests, and notes for the user."""
+    if request.encoding is not None and not any(file.path.endswith(TEXT_SUFFIXES) for file in request.files):
+        kinds = " and ".join(TEXT_SUFFIXES)
+        raise UserError(f"--encoding {request.encoding} is for {kinds} files, and the input has none")
     with unfinished(prefix) as parts:
         if force:
             _remove_all_but(parts, set())
         trained = parts / f"tokenizer-{request.tokens_digest()}.json"
-        if train_tokenizer_vocab is not None and not trained.is_file():
-            _train(request, train_tokenizer_vocab, trained)
-        name = str(trained if tokenizer is None else tokenizer)
-        loaded = load_tokenizer(name)
-        shards = cut(request.files, text_key, name, loaded.fingerprint, encoding)
+        if isinstance(tokenizer, int) and not trained.is_file():
+            _train(request, tokenizer, trained)
+        name = str(trained if isinstance(tokenizer, int) else tokenizer)
+        loaded = load_tokenizer(name, *ends)
+        shards = cut(request.files, request.text_key, name, loaded, request.encoding)
         _remove_all_but(parts, {trained.stem} | {shard.key for shard in shards})
-        tokenize_all(shards, parts, workers or available_cores())
-        splits = merge(shards, parts, loaded.vocab_size, validation_fraction, seed)
+        tokenize_all(shards, parts, workers)
+        splits = merge(shards, parts, loaded.vocab_size, request.validation_fraction, request.seed)
         _check_filled(splits, request)
-        if canaries is not None:
+        if request.canaries is not None:
             with _saying(f"the tokenized text stays in {parts} for the next attempt"):
-                splits["train"] = plant(splits["train"], canaries, loaded, text_key, ledger_path(prefix))
+                ledger = ledger_path(prefix)
+                splits["train"] = plant(splits["train"], request.canaries, loaded, request.text_key, ledger)
         else:
             ledger_path(prefix).unlink(missing_ok=True)  # of a corpus that was here before
-        made = _publish(splits, prefix, request, loaded)
+        train, validation = _publish(splits, prefix, request, loaded)
+        decoded = [named_files(f"read as {how}", paths) for how, paths in decodings(shards, parts).items()]
         _remove_all_but(parts, set())
-    return PrepareSummary(*made, _files(prefix, *made, canaries), time.monotonic() - began, reused=False)
+    return train, validation, (*decoded, *notes_on(request.inputs, loaded))
 
 
 def _checked(
@@ -127,6 +163,8 @@ def _checked(
     workers: int | None,
     fraction: float,
     canaries: Canaries | None,
+    eos_token: str | None,
+    bos_token: str | None,
 ) -> str:
     """Raise UserError for options that cannot work; the fingerprint of the tokenizer, or what to train."""
     if (tokenizer is None) == (train_vocab is None):
@@ -138,7 +176,26 @@ def _checked(
     check_fraction(fraction)
     if canaries is not None:
         canaries.check()
-    return f"train {train_vocab}" if tokenizer is None else load_tokenizer(tokenizer).fingerprint
+        if bos_token is not None:
+            raise UserError("--bos-token does not go with --canaries, which are planted as text alone; leave one out")
+    if tokenizer is not None:
+        return load_tokenizer(tokenizer, eos_token, bos_token).fingerprint
+    if (eos_token, bos_token) != (None, None):
+        raise UserError(
+            "--eos-token and --bos-token go with --tokenizer; a trained one ends documents with <|endoftext|>"
+        )
+    return f"train {train_vocab}"
+
+
+def notes_on(inputs: list[str], tokenizer: Tokenizer | None) -> list[str]:
+    """Return what a user should know: files that were left out, and a beginning-of-text token that was."""
+    others = left_out(inputs)
+    notes = [named_files("left out, of a kind that is not read", others)] if others else []
+    if isinstance(tokenizer, HFTokenizer) and tokenizer.usually_begins and not tokenizer.begins_documents:
+        notes.append(
+            "documents begin without the token that this tokenizer begins texts with; --bos-token auto adds it"
+        )
+    return notes
 
 
 def check_fraction(validation_fraction: float) -> None:
@@ -171,11 +228,9 @@ def unfinished(prefix: Path) -> Iterator[Path]:
     if prefix.name in ("", ".."):
         raise UserError(f"--out {prefix} is a folder; name the corpus in it, such as {prefix / 'corpus'}")
     parts = Path(f"{prefix}.parts")
-    try:
+    with _saying("choose another output prefix"), writing(parts):
         parts.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{parts} cannot be made ({error.strerror}); choose another output prefix") from error
-    with locked(parts / "lock", wait=False):
+    with writing(parts), locked(parts / "lock", wait=False):
         try:
             yield parts
         finally:
@@ -208,12 +263,18 @@ def _train(request: _Request, vocab_size: int, path: Path) -> None:
 
     def texts(advance: Callable[[int], None]) -> Iterator[str]:
         number = 0
+        failed: list[UnreadableFile] = []
         for file in request.files:
-            for text in read_documents(file.path, request.text_key, encoding=request.encoding):
-                if share >= 1 or falls_within(np.array([number]), share, _TRAINING_SAMPLE_SEED)[0]:
-                    yield text
-                number += 1
+            try:
+                for text in read_documents(file.path, request.text_key, encoding=request.encoding):
+                    if share >= 1 or falls_within(np.array([number]), share, _TRAINING_SAMPLE_SEED)[0]:
+                        yield text
+                    number += 1
+            except UnreadableFile as error:
+                failed.append(error)
             advance(file.size)
+        if failed:
+            raise unreadable(failed)
 
     with show_progress("train tokenizer", total) as advance:
         train_bpe(texts(advance), vocab_size, path)

@@ -1,19 +1,20 @@
 """Prepares a corpus on disk from conversations: tokens, and a flag for each that is trained."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.data.chat import ChatTemplate, encode_completion
+from fourfold.data.conversation_rows import Completion, Conversation, read_pair, read_row
 from fourfold.data.indexed import IndexedWriter, bin_path, idx_path
 from fourfold.data.manifest import Split, manifest_path, trained_prefix, validation_prefix, write_manifests
 from fourfold.data.merge import falls_within
-from fourfold.data.prepare import PrepareSummary, check_fraction, unfinished
+from fourfold.data.prepare import PrepareSummary, check_fraction, notes_on, unfinished
 from fourfold.data.shards import digest
 from fourfold.data.sources import list_inputs, read_rows
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
@@ -29,26 +30,41 @@ def prepare_conversations(
     *,
     tokenizer: str | Path,
     chat_template: str | Path | None = None,
+    eos_token: str | None = None,
+    bos_token: str | None = None,
+    ignored_keys: Collection[str] = (),
     validation_fraction: float = 0.0,
     seed: int = 0,
     format: Literal["sft", "preferences"] = "sft",
 ) -> PrepareSummary:
     """Tokenize conversations into OUT.bin, OUT.idx and OUT.json, and a flag for each trained token into OUT-trained.*.
 
-    A row has `messages`, a list of {role, content} that the chat template of `tokenizer`'s folder (or `chat_template`)
-    renders, or `prompt` and `completion`. With `format` "preferences" it has `chosen` and `rejected`, each an answer to
-    `prompt` or such a list of messages, and becomes two documents, one after the other. `validation_fraction`: the
-    share of the rows, chosen by a hash of their number and `seed`, that goes to OUT-validation instead. OUT.json is
-    written last.
+    Rows are described in ``conversation_rows``. With `format` "preferences" a row becomes two documents, the chosen
+    answer and then the rejected one. OUT.json is written last.
 
-    Raises UserError naming the file and the line for what cannot be read or rendered.
+    Args:
+        inputs: See `list_inputs`.
+        output_prefix: OUT, without a suffix.
+        tokenizer: "bytes", or the folder of a model, whose chat template renders messages.
+        chat_template: A Jinja file with another template.
+        eos_token: The special token that ends a completion. Default: the tokenizer's own, see ``HFTokenizer``.
+        bos_token: The special token before a prompt of a completion, or "auto" for the tokenizer's own. Default: none.
+            Chat templates write their own.
+        ignored_keys: Keys of rows and messages to drop. Another key that is not used is refused.
+        validation_fraction: The share of the rows, chosen by a hash of their number and `seed`, that goes to
+            OUT-validation instead.
+        seed: See `validation_fraction`.
+        format: "sft" or "preferences".
+
+    Raises:
+        UserError: A row cannot be read or rendered, or a file cannot be written. Names the file and the line.
     """
     began = time.monotonic()
     prefix, names = Path(output_prefix), [str(item) for item in inputs]
     check_fraction(validation_fraction)
     files = list_inputs(names)
-    loaded = load_tokenizer(tokenizer)
-    reader = _Rows(tokenizer, loaded, chat_template, format)
+    loaded = load_tokenizer(tokenizer, eos_token, bos_token)
+    reader = _Rows(tokenizer, loaded, chat_template, format, ignored_keys)
     with unfinished(prefix):
         splits = {"train": Split(prefix, trained=0)}
         if validation_fraction:
@@ -87,16 +103,25 @@ def prepare_conversations(
         )
     prefixes = [p for split in splits.values() for p in (split.prefix, trained_prefix(split.prefix))]
     paths = [path(each) for each in prefixes for path in (bin_path, idx_path)]
-    return PrepareSummary(train, validation, paths, time.monotonic() - began, reused=False)
+    notes = tuple(notes_on(names, loaded)) if reader.has_completions else tuple(notes_on(names, None))
+    return PrepareSummary(train, validation, paths, time.monotonic() - began, reused=False, notes=notes)
 
 
 class _Rows:
-    """Reads rows of either kind; the template is loaded when the first conversation needs it."""
+    """Reads rows of either format; the template is loaded when the first conversation needs it."""
 
-    def __init__(self, name: str | Path, tokenizer: Tokenizer, chat_template: str | Path | None, format: str) -> None:
+    def __init__(
+        self,
+        name: str | Path,
+        tokenizer: Tokenizer,
+        chat_template: str | Path | None,
+        format: str,
+        ignored: Collection[str],
+    ) -> None:
         self._name, self._tokenizer, self._template_file = name, tokenizer, chat_template
-        self._parts = _pair_of if format == "preferences" else _row_alone
+        self._parts, self._ignored = read_pair if format == "preferences" else read_row, ignored
         self._template: ChatTemplate | None = None
+        self.has_completions = False
 
     @property
     def identity(self) -> str:
@@ -108,7 +133,7 @@ class _Rows:
         for where, row in read_rows(path):
             documents = []
             try:
-                for part in self._parts(row):
+                for part in self._parts(row, self._ignored):
                     ids, trained = self._encode(part)
                     if not trained.any():
                         raise ValueError("nothing of the conversation is trained; its answers may be empty")
@@ -117,44 +142,18 @@ class _Rows:
                 raise UserError(f"{where}: {error}") from error
             yield documents
 
-    def _encode(self, row: dict[str, Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        if "messages" in row:
-            if self._template is None:
-                self._template = ChatTemplate(self._name, self._template_file)
-            return self._template.encode(row["messages"], row.get("prompt_messages", 0))
-        if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
-            return encode_completion(row["prompt"], row["completion"], self._tokenizer)
-        raise ValueError(
-            f"a row has messages, or prompt and completion; this one has {', '.join(sorted(row)) or 'nothing'}"
-        )
+    def _encode(self, part: Conversation | Completion) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        if isinstance(part, Completion):
+            self.has_completions = True
+            return encode_completion(part.prompt, part.text, self._tokenizer)
+        if self._template is None:
+            self._template = ChatTemplate(self._name, self._template_file, self._ignored)
+        return self._template.encode(part.messages, part.prompt, part.options)
 
 
-def _row_alone(row: dict[str, Any]) -> list[dict[str, Any]]:
-    return [row]
-
-
-def _pair_of(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row of chosen and rejected answers as two rows, the chosen one first."""
-    prompt, answers = row.get("prompt"), [row.get("chosen"), row.get("rejected")]
-    if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
-        return [{"prompt": prompt, "completion": answer} for answer in answers]
-    if all(isinstance(answer, list) for answer in answers) and isinstance(prompt, list | None):
-        lists = [[*(prompt or []), *answer] for answer in answers if isinstance(answer, list)]
-        asked = len(prompt) if prompt else _shared_messages(*lists)
-        return [{"messages": messages, "prompt_messages": asked} for messages in lists]
-    raise ValueError(
-        "a row has prompt, chosen and rejected as texts, or chosen and rejected as lists of messages; this one has "
-        f"{', '.join(sorted(row)) or 'nothing'}"
-    )
-
-
-def _shared_messages(chosen: list[Any], rejected: list[Any]) -> int:
-    """Messages with which both answers begin; without a prompt of its own they are the prompt."""
-    pairs = enumerate(zip(chosen, rejected, strict=False))
-    return next((number for number, (one, other) in pairs if one != other), 0)
-
-
-def _text_bytes(row: dict[str, Any]) -> int:
-    of_messages = [message["content"] for message in row.get("messages", [])]
-    texts = of_messages or [row["prompt"], row["completion"]]
-    return sum(len(text.encode()) for text in texts if isinstance(text, str))
+def _text_bytes(part: Conversation | Completion) -> int:
+    if isinstance(part, Completion):
+        return len((part.prompt + part.text).encode())
+    contents = [message.get("content") or "" for message in part.messages]
+    texts = [each if isinstance(each, str) else "".join(piece["text"] for piece in each) for each in contents]
+    return sum(len(text.encode()) for text in texts)

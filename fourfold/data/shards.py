@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from io import BytesIO
@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from fourfold.data.files import write_whole
 from fourfold.data.indexed import IndexedDataset, IndexedWriter
-from fourfold.data.sources import UTF_8, InputFile, read_documents
-from fourfold.data.tokenizer import Tokenizer, load_tokenizer
+from fourfold.data.sources import InputFile, read_documents
+from fourfold.data.text_encoding import UnreadableFile, unreadable
+from fourfold.data.tokenizer import Tokenizer, as_document, load_tokenizer
+from fourfold.errors import UserError
 
 SMALLEST_SHARD = 1 << 20  # bytes
 _MOST_SHARDS = 8192
@@ -38,7 +40,9 @@ class Shard:
     text_key: str
     tokenizer: str
     fingerprint: str
-    encoding: str = UTF_8
+    eod: int | None
+    bos: int | None
+    encoding: str | None = None
 
     @property
     def bytes(self) -> int:
@@ -48,7 +52,7 @@ class Shard:
     @property
     def key(self) -> str:
         """The name of the result: equal exactly if tokenizer and input (by size and modification time) are equal."""
-        encoding = [] if self.encoding == UTF_8 else [self.encoding]
+        encoding = [] if self.encoding is None else [self.encoding]
         return digest([[asdict(piece) for piece in self.pieces], self.text_key, self.fingerprint, *encoding])
 
 
@@ -58,9 +62,11 @@ def digest(content: object) -> str:
 
 
 def cut(
-    files: Sequence[InputFile], text_key: str, tokenizer: str, fingerprint: str, encoding: str = UTF_8
+    files: Sequence[InputFile], text_key: str, name: str, tokenizer: Tokenizer, encoding: str | None = None
 ) -> list[Shard]:
     """Cut the input into shards of similar size, in input order: small files together, large .jsonl files in parts.
+
+    `name`: of the tokenizer, for other processes to open it by.
 
     The sizes depend on the input alone, not on the number of processes, so that a restart finds the same shards.
     """
@@ -75,32 +81,54 @@ def cut(
             room = shard_bytes
         groups[-1].append(piece)
         room -= piece.stop - piece.start
-    return [Shard(tuple(group), text_key, tokenizer, fingerprint, encoding) for group in groups]
+    bos = tokenizer.bos_id if tokenizer.begins_documents else None
+    about = (text_key, name, tokenizer.fingerprint, tokenizer.eod_id, bos, encoding)
+    return [Shard(tuple(group), *about) for group in groups]
 
 
 def tokenize(shard: Shard, folder: Path) -> None:
     """Write the corpus of one shard into `folder`, and then a file that marks it as complete."""
-    tokenizer = _load_once(shard.tokenizer, shard.fingerprint)
+    tokenizer = _load_once(shard.tokenizer, shard.fingerprint, shard.eod, shard.bos)
     text_bytes: list[int] = []
-    with IndexedWriter(folder / shard.key, tokenizer.vocab_size) as writer:
-        for texts in _batches(shard):
-            text_bytes.extend(len(text.encode()) for text in texts)
-            for ids in tokenizer.encode_batch(texts):
-                ids.append(tokenizer.eod_id)
-                writer.add_document(ids)
+    decoded: dict[str, list[str]] = {}
+    try:
+        with IndexedWriter(folder / shard.key, tokenizer.vocab_size) as writer:
+            for texts in _batches(shard, decoded):
+                text_bytes.extend(len(text.encode()) for text in texts)
+                for ids in tokenizer.encode_batch(texts):
+                    writer.add_document(as_document(ids, tokenizer))
+    except MemoryError as error:
+        files = ", ".join(piece.file.path for piece in shard.pieces[:3])
+        raise UserError(
+            f"a document of {files} does not fit into memory while it is tokenized; split it, or lower --workers"
+        ) from error
     buffer = BytesIO()
     np.save(buffer, np.array(text_bytes, dtype=np.int64), allow_pickle=False)
+    write_whole(_report(shard, folder), json.dumps(decoded).encode())
     write_whole(_mark(shard, folder), buffer.getvalue())
 
 
 def is_done(shard: Shard, folder: Path) -> bool:
     """Return whether `tokenize` has completed this shard in `folder`."""
-    return _mark(shard, folder).is_file()
+    return _mark(shard, folder).is_file() and _report(shard, folder).is_file()
 
 
 def result(shard: Shard, folder: Path) -> tuple[IndexedDataset, NDArray[np.int64]]:
     """The corpus of a completed shard, and the bytes of text in each of its documents."""
     return IndexedDataset(folder / shard.key), np.load(_mark(shard, folder), allow_pickle=False)
+
+
+def decodings(shards: Iterable[Shard], folder: Path) -> dict[str, list[str]]:
+    """How text files of completed shards were decoded that are not UTF-8, and which."""
+    found: dict[str, list[str]] = {}
+    for shard in shards:
+        for how, paths in json.loads(_report(shard, folder).read_bytes()).items():
+            found.setdefault(how, []).extend(paths)
+    return found
+
+
+def _report(shard: Shard, folder: Path) -> Path:
+    return folder / f"{shard.key}.decoded.json"
 
 
 def _mark(shard: Shard, folder: Path) -> Path:
@@ -114,25 +142,31 @@ def _pieces(files: Sequence[InputFile], most_bytes: int) -> Iterator[Piece]:
             yield Piece(file, start, min(start + step, file.size))
 
 
-def _batches(shard: Shard) -> Iterator[list[str]]:
+def _batches(shard: Shard, decoded: dict[str, list[str]]) -> Iterator[list[str]]:
     texts: list[str] = []
     characters = 0
+    failed: list[UnreadableFile] = []
     for piece in shard.pieces:
         is_part = piece.start > 0 or piece.stop < piece.file.size
         start, stop = (piece.start, piece.stop) if is_part else (0, None)
-        for text in read_documents(piece.file.path, shard.text_key, start, stop, shard.encoding):
-            texts.append(text)
-            characters += len(text)
-            if characters >= _CHARACTERS_AT_ONCE:
-                yield texts
-                texts, characters = [], 0
+        try:
+            for text in read_documents(piece.file.path, shard.text_key, start, stop, shard.encoding, decoded):
+                texts.append(text)
+                characters += len(text)
+                if characters >= _CHARACTERS_AT_ONCE:
+                    yield texts
+                    texts, characters = [], 0
+        except UnreadableFile as error:  # the others too, so that one message names all
+            failed.append(error)
+    if failed:
+        raise unreadable(failed)
     if texts:
         yield texts
 
 
 @lru_cache(maxsize=1)
-def _load_once(name: str, fingerprint: str) -> Tokenizer:
+def _load_once(name: str, fingerprint: str, eod: int | None, bos: int | None) -> Tokenizer:
     """Keep the tokenizer: a process tokenizes many shards with it."""
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(name, eod, bos)
     assert tokenizer.fingerprint == fingerprint, f"{name} changed while it was in use"
     return tokenizer

@@ -1,19 +1,19 @@
 """Reads documents from text, JSON lines, Parquet and Arrow files, folders of them, Python's library, and the Hub."""
 
-import codecs
 import glob
 import gzip
 import json
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from fourfold.data import hub
+from fourfold.data.text_encoding import UnknownEncoding, UnreadableFile, decode
 from fourfold.errors import UserError
 from fourfold.extras import import_extra
 from fourfold.parsing import parse_json
@@ -23,11 +23,14 @@ SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 ARROW = ".arrow"
 """The kind of file that `datasets` keeps in its cache; only a name hf:… leads to one."""
 TABLES = (".parquet", ARROW)
-UTF_8 = "utf-8"
+TEXT_SUFFIXES = (".txt", ".txt.gz")
+LONGEST_TEXT = 2**31 - 1
+"""Bytes of a compressed text file, or of a line: a document has at most so many tokens in the format on disk."""
 
 _KNOWN = ", ".join(SUFFIXES)
-_TEXT_SUFFIXES = (".txt", ".txt.gz")
-_MOST_NAMED = 10  # files named in one message
+_BLOCK = 1 << 24
+_SPLIT = "a text file is one document, so split it, or write its documents as lines of a .jsonl file"
+_OTHER_KEY = "choose one with --text-key, or several as in --text-key text,content"
 _STDLIB_LEAST_BYTES = 5_000_000
 _INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 _TEST_FOLDERS = {"test", "tests", "idle_test"}
@@ -42,6 +45,12 @@ class InputFile:
     path: str
     size: int
     mtime_ns: int
+
+
+def left_out(inputs: Iterable[str | Path]) -> list[Path]:
+    """List the files that folders and globs of `inputs` hold and ``list_inputs`` does not read; hidden ones are not."""
+    found = [path for item in inputs for path in _matching(str(item)) if path.is_file()]
+    return [path for path in found if not _is_input(path)]
 
 
 def list_inputs(inputs: Iterable[str | Path]) -> list[InputFile]:
@@ -61,54 +70,34 @@ def list_inputs(inputs: Iterable[str | Path]) -> list[InputFile]:
     return files
 
 
-def text_encoding(name: str) -> str:
-    """Return Python's own name of a text encoding. Raises UserError for an unknown one."""
-    try:
-        b"x".decode(name, errors="replace")
-        return codecs.lookup(name).name
-    except LookupError:
-        raise UserError(
-            f"--encoding {name} is not a text encoding of Python; utf-8, latin-1, cp1252 and utf-16 are some"
-        ) from None
-
-
-def check_encoding(files: Sequence[InputFile], encoding: str) -> None:
-    """Raise a UserError that names every text file that is not in this encoding."""
-    texts = [Path(file.path) for file in files if file.path.endswith(_TEXT_SUFFIXES)]
-    if encoding != UTF_8 and not texts:
-        raise UserError(f"--encoding {encoding} is for {' and '.join(_TEXT_SUFFIXES)} files, and the input has none")
-    wrong, unreadable = [], []
-    for path in texts:
-        try:
-            with _naming(path):
-                _decoded(path, encoding)
-        except UnicodeDecodeError as error:
-            wrong.append((path, error.start))
-        except UserError as error:
-            unreadable.append(str(error))
-    problems = unreadable[:_MOST_NAMED]
-    if len(unreadable) > _MOST_NAMED:
-        problems.append(f"{len(unreadable) - _MOST_NAMED} more files cannot be read")
-    if wrong:
-        problems.append(_not_of_encoding(wrong, len(texts), encoding))
-    if problems:
-        raise UserError("; ".join(problems))
-
-
 def read_documents(
-    path: str | Path, text_key: str = "text", start: int = 0, stop: int | None = None, encoding: str = UTF_8
+    path: str | Path,
+    text_key: str = "text",
+    start: int = 0,
+    stop: int | None = None,
+    encoding: str | None = None,
+    decoded: dict[str, list[str]] | None = None,
 ) -> Iterator[str]:
     """Yield the documents of one file that have any text.
 
-    A .txt or .txt.gz file is one document in `encoding`; so is a .py file, which is left out unless it is UTF-8. In
-    the other kinds every row is a document, under `text_key`. For .jsonl, `start` and `stop` keep the lines that begin
-    at bytes [start, stop), so that several processes can share a large file.
+    A .txt or .txt.gz file is one document, decoded by ``text_encoding.decode``. So is a .py file, which is left out
+    unless it is UTF-8. In the other kinds every row is a document.
 
-    Raises UserError with the file, and the line if there is one, for what cannot be read.
+    Args:
+        path: The file.
+        text_key: The key or column of the text, or several after each other with commas: the first that a row has.
+        start: With `stop`, keeps the lines of a .jsonl file that begin at bytes [start, stop), so that several
+            processes can share a large file.
+        stop: See `start`.
+        encoding: The encoding of a text file that is not UTF-8 and has no byte-order mark.
+        decoded: Gets the path of a text file that is not UTF-8, under how it was decoded.
+
+    Raises:
+        UserError: The file cannot be read; names the line if there is one.
     """
     path = Path(path)
     with _naming(path):
-        for text in _reader(path, text_key, start, stop, encoding):
+        for text in _reader(path, text_key, start, stop, encoding, {} if decoded is None else decoded):
             if text:
                 yield text
 
@@ -141,46 +130,45 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise UnreadableFile(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except MemoryError as error:
+        raise UnreadableFile(f"{path} does not fit into memory; {_SPLIT}") from error
 
 
-def _reader(path: Path, text_key: str, start: int, stop: int | None, encoding: str) -> Iterator[str | None]:
+def _reader(
+    path: Path, text_key: str, start: int, stop: int | None, encoding: str | None, decoded: dict[str, list[str]]
+) -> Iterator[str | None]:
     if path.name.endswith((".jsonl", ".jsonl.gz")):
         return (text for _, text in _parsed_lines(path, partial(_text, key=text_key), start, stop))
     assert start == 0, path
     if path.name.endswith(TABLES):
         return _read_column(path, text_key)
-    return _read_text(path, encoding)
+    return _read_text(path, encoding, decoded)
 
 
-def _read_text(path: Path, encoding: str) -> Iterator[str]:
-    is_python = path.suffix == ".py"
+def _read_text(path: Path, encoding: str | None, decoded: dict[str, list[str]]) -> Iterator[str]:
     try:
-        yield _decoded(path, UTF_8 if is_python else encoding)
-    except UnicodeDecodeError as error:
-        if not is_python:
-            raise UserError(_not_of_encoding([(path, error.start)], 1, encoding)) from error
+        text, how = decode(path, _content(path), None if path.suffix == ".py" else encoding)
+    except UnknownEncoding:
+        if path.suffix != ".py":
+            raise
+        return
+    if how is not None:
+        decoded.setdefault(how, []).append(str(path))
+    yield text
 
 
-def _decoded(path: Path, encoding: str) -> str:
-    content = path.read_bytes()
-    if path.suffix == ".gz":
-        content = gzip.decompress(content)
-    return content.decode("utf-8-sig" if encoding == UTF_8 else encoding)
-
-
-def _not_of_encoding(wrong: Sequence[tuple[Path, int]], files: int, encoding: str) -> str:
-    """Return the message about these of so many text files, each with the place of its first wrong byte."""
-    name = "UTF-8" if encoding == UTF_8 else encoding
-    others = [other for other in ("latin-1", "utf-16", "cp1252") if codecs.lookup(other).name != encoding]
-    remedy = f"name their encoding with --encoding (such as {others[0]} or {others[1]}), or convert them with iconv"
-    if files == 1:
-        path, byte = wrong[0]
-        return f"{path} is not {name} text (byte {byte}); {remedy.replace('their', 'its').replace('them', 'it')}"
-    named = ", ".join(f"{path} (byte {byte})" for path, byte in wrong[:_MOST_NAMED])
-    more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
-    are = "is" if len(wrong) == 1 else "are"
-    return f"{len(wrong)} of {files} text files {are} not {name}: {named}{more}; {remedy}"
+def _content(path: Path) -> bytes | bytearray:
+    """The bytes of a file, decompressed block by block: a few megabytes may expand to any size."""
+    if path.suffix != ".gz":
+        return path.read_bytes()
+    content = bytearray()
+    with _opened(path) as file:
+        while block := file.read(_BLOCK):
+            content += block
+            if len(content) > LONGEST_TEXT:
+                raise UnreadableFile(f"{path} expands to more than {LONGEST_TEXT:,} bytes; {_SPLIT}")
+    return content
 
 
 @dataclass(frozen=True)
@@ -211,9 +199,11 @@ def _parsed_lines(
             file.seek(start - 1)
             file.readline()
         begin = file.tell()
-        while (stop is None or begin < stop) and (content := file.readline()):
+        while (stop is None or begin < stop) and (content := file.readline(LONGEST_TEXT)):
             line = _Line(path, begin)
             begin += len(content)
+            if len(content) == LONGEST_TEXT and not content.endswith(b"\n"):
+                raise UserError(f"{line} has more than {LONGEST_TEXT:,} bytes; a line is one document, so split it")
             if content.isspace():
                 continue
             try:
@@ -229,13 +219,19 @@ def _opened(path: Path) -> BinaryIO:
 def _text(line: bytes, key: str) -> str | None:
     """Return the text in one JSON line; raises ValueError for an invalid one."""
     row = _row(line, f' with "{key}"')
-    if key not in row:
-        raise ValueError(f'no key "{key}" among {", ".join(sorted(row)) or "none"}; choose one with --text-key')
-    text = row[key]
+    if (found := _first_key(key, row)) is None:
+        raise ValueError(f'no key "{key}" among {", ".join(sorted(row)) or "none"}; {_OTHER_KEY}')
+    text = row[found]
     if text is not None and not isinstance(text, str):
-        raise ValueError(f'"{key}" holds a {type(text).__name__}, not text; choose another with --text-key')
+        raise ValueError(f'"{found}" holds a {type(text).__name__}, not text; choose another with --text-key')
     # JSON may escape half a character ("\\ud800"), which no encoding of Unicode can hold.
     return text and text.encode(errors="replace").decode()
+
+
+def _first_key(key: str, names: Iterable[str]) -> str | None:
+    """Return the first of the keys in `key`, which commas may separate, that is among the names."""
+    known = set(names)
+    return next((each for each in (key, *key.split(",")) if each in known), None)
 
 
 def _row(line: bytes, having: str = "") -> dict[str, Any]:
@@ -243,7 +239,7 @@ def _row(line: bytes, having: str = "") -> dict[str, Any]:
     try:
         row = parse_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise ValueError("not UTF-8") from error
+        raise ValueError("not UTF-8, the encoding of JSON; convert the file with iconv") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at character {error.pos + 1})") from error
     except ValueError as error:  # a number too long, or lists too deep
@@ -255,13 +251,13 @@ def _row(line: bytes, having: str = "") -> dict[str, Any]:
 
 def _read_column(path: Path, key: str) -> Iterator[str | None]:
     with _opened_table(path) as (schema, batches):
-        if key not in schema.names:
-            raise UserError(f'{path} has no column "{key}" among {", ".join(schema.names)}; choose one with --text-key')
-        kind = schema.field(key).type
+        if (found := _first_key(key, schema.names)) is None:
+            raise UserError(f'{path} has no column "{key}" among {", ".join(schema.names)}; {_OTHER_KEY}')
+        kind = schema.field(found).type
         if str(kind) not in ("string", "large_string"):
-            raise UserError(f'{path}: column "{key}" holds {kind}, not text; choose another with --text-key')
-        for batch in batches([key]):
-            yield from batch.column(key).to_pylist()
+            raise UserError(f'{path}: column "{found}" holds {kind}, not text; choose another with --text-key')
+        for batch in batches([found]):
+            yield from batch.column(found).to_pylist()
 
 
 @contextmanager
@@ -288,22 +284,23 @@ def _expand(item: str) -> list[Path]:
     if item.startswith(hub.PREFIX):
         return hub.HubDataset.parse(item).cached_files()
     path = Path(item)
-    if path.is_dir():
-        files = (file for file in sorted(path.rglob("*")) if _is_input(file))
-        shown = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-        return shown or _nothing_in(item)
-    if path.is_file():
-        if not _is_input(path):
-            raise UserError(f"{item} is of an unknown kind; readable are {_KNOWN}")
-        return [path]
-    if glob.has_magic(item):
-        found = [Path(name) for name in sorted(glob.glob(item, recursive=True)) if _is_input(Path(name))]
-        return found or _nothing_in(item)
+    if path.is_file() and not _is_input(path):
+        raise UserError(f"{item} is of an unknown kind; readable are {_KNOWN}")
+    if path.exists() or glob.has_magic(item):
+        found = [path for path in _matching(item) if _is_input(path)]
+        if not found:
+            raise UserError(f"{item} holds no file of a readable kind ({_KNOWN})")
+        return found
     raise UserError(f'input {item} does not exist; give a file, a folder, a glob, "{PYTHON_STDLIB}", or hf:NAME')
 
 
-def _nothing_in(item: str) -> NoReturn:
-    raise UserError(f"{item} holds no file of a readable kind ({_KNOWN})")
+def _matching(item: str) -> list[Path]:
+    """List what a folder (searched recursively, hidden names left out), a file or a glob names, sorted."""
+    path = Path(item)
+    if path.is_dir():
+        files = sorted(path.rglob("*"))
+        return [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    return [path] if path.exists() else [Path(name) for name in sorted(glob.glob(item, recursive=True))]
 
 
 def _is_input(path: Path) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fourfold.data.dataset import Windows, windows_of
-from fourfold.data.tokenizer import Tokenizer
+from fourfold.data.tokenizer import Tokenizer, as_document
 from fourfold.errors import UserError
 
 _GLANCE = 0.1  # seconds between looks at whether to end
@@ -59,7 +59,7 @@ def cut(
 ) -> Iterator[Window]:
     """Cut a stream of documents into windows of ``seq_length`` + 1 tokens, neighbors sharing one, from a position on.
 
-    The windows are those of a corpus in which every document is followed by the end-of-document token.
+    The windows are the windows of a corpus that `fourfold prepare` makes of the same documents.
     """
     tokens = np.empty(0, dtype=np.int64)
     starts: list[tuple[int, Any]] = []  # where documents start in ``tokens``, and their places
@@ -67,7 +67,7 @@ def cut(
     for place, text in documents.read(position.place):
         [ids] = tokenizer.encode_batch([text])
         starts.append((len(tokens) - skip, place))
-        tokens = np.concatenate([tokens, np.array([*ids, tokenizer.eod_id], dtype=np.int64)[skip:]])
+        tokens = np.concatenate([tokens, np.array(as_document(ids, tokenizer), dtype=np.int64)[skip:]])
         skip = 0
         while len(tokens) > before + seq_length:
             length = before + seq_length + 1

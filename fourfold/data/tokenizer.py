@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -13,7 +13,12 @@ from fourfold.errors import UserError
 from fourfold.parsing import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
-_END_OF_DOCUMENT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+OWN = "auto"
+"""Asks for the beginning-of-text token that the tokenizer itself names."""
+_USUAL_NAMES = (
+    *(END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]"),
+    *("<｜end▁of▁sentence｜>", "[EOS]", "<EOS_TOKEN>", "<seed:eos>"),
+)
 _SMALLEST_BPE = 257  # 256 bytes and the end of a document
 
 
@@ -25,7 +30,9 @@ class Tokenizer(Protocol):
     eod_id: int
     """The id that ends a document."""
     bos_id: int | None
-    """The id that begins a text, where the model has one."""
+    """The id that begins a text, if the model has one."""
+    begins_documents: bool
+    """Whether a document of a corpus begins with `bos_id`."""
     special_ids: tuple[int, ...]
     """The ids that are not text, ascending."""
     fingerprint: str
@@ -46,6 +53,7 @@ class ByteTokenizer:
     vocab_size: int = 257
     eod_id: int = 256
     bos_id: int | None = None
+    begins_documents: bool = False
     special_ids: tuple[int, ...] = (256,)
     fingerprint: str = "bytes"
 
@@ -61,16 +69,25 @@ class ByteTokenizer:
 class HFTokenizer:
     """A tokenizer.json of the Hugging Face library.
 
-    `path`: the file, or a folder that holds a tokenizer.json; `eod`: the token that ends a document, by default
-    the first that exists of <|endoftext|>, <|end_of_text|>, </s>, <eos>, [SEP].
+    The token that ends a document is, in this order: `eod`; the `eos_token` of the tokenizer_config.json in the same
+    folder; the first special token of `eos_token_id` in generation_config.json, or else in config.json; the first
+    special token with a usual name, such as <|endoftext|> or </s>. It is always special, so text never contains it.
+    Padding is the same token.
 
     The name of a special token inside a text is encoded as plain characters: a document that mentions <|endoftext|>
     must not end there. Truncation and padding of the file are switched off.
 
-    Raises UserError if the file is missing or not a tokenizer, or has no token that ends a document.
+    Args:
+        path: The file, or a folder that holds a tokenizer.json.
+        eod: The token that ends a document, or its id.
+        bos: The token that begins a document, its id, or "auto" for the `bos_token` of tokenizer_config.json. By
+            default a document begins with its text.
+
+    Raises:
+        UserError: The file is missing or not a tokenizer, or has no such token.
     """
 
-    def __init__(self, path: str | Path, eod: str | None = None) -> None:
+    def __init__(self, path: str | Path, eod: str | int | None = None, bos: str | int | None = None) -> None:
         self.path = Path(path)
         if self.path.is_dir():
             self.path = self.path / "tokenizer.json"
@@ -85,11 +102,16 @@ class HFTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        self.eod_id = self._find_eod(eod)
-        self.bos_id = self._find_bos()
-        added = self._tokenizer.get_added_tokens_decoder()
-        self.special_ids = tuple(sorted({self.eod_id} | {i for i, token in added.items() if token.special}))
-        self.fingerprint = hashlib.sha256(content + f"\neod {self.eod_id}".encode()).hexdigest()
+        self.eod_id = self._find_eod() if eod is None else self._special(eod, "eos_token")
+        own_bos = self._named("bos_token")
+        self.begins_documents = bos is not None
+        self.bos_id = own_bos if bos in (None, OWN) else self._special(bos, "bos_token")
+        if self.begins_documents and self.bos_id is None:
+            raise UserError(f"bos_token {OWN}: {self.path.parent} names no bos_token; name one of {self._specials()}")
+        self.usually_begins = own_bos is not None and self._tokenizer.encode("").ids[:1] == [own_bos]
+        self.special_ids = tuple(sorted({self.eod_id, *self._special_names()}))
+        begin = f"\nbos {self.bos_id}" if self.begins_documents else ""
+        self.fingerprint = hashlib.sha256(content + f"\neod {self.eod_id}{begin}".encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text; uses all cores unless TOKENIZERS_PARALLELISM=false."""
@@ -99,25 +121,74 @@ class HFTokenizer:
         """The text of these ids, special tokens left out."""
         return self._tokenizer.decode(list(ids))
 
-    def _find_bos(self) -> int | None:
-        """Find it in the tokenizer_config.json that a model has beside its tokenizer.json."""
-        config = self.path.with_name("tokenizer_config.json")
-        if self.path.name != "tokenizer.json" or not config.is_file():
-            return None
-        try:
-            token = parse_json(config.read_text(encoding="utf-8")).get("bos_token")
-        except (OSError, ValueError, AttributeError) as error:
-            raise UserError(f"{config} cannot be read: {error}") from error
-        name = token.get("content") if isinstance(token, dict) else token
-        return self._tokenizer.token_to_id(name) if isinstance(name, str) else None
+    def _special_names(self) -> dict[int, str]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {number: token.content for number, token in added.items() if token.special}
 
-    def _find_eod(self, eod: str | None) -> int:
-        names = _END_OF_DOCUMENT_NAMES if eod is None else (eod,)
-        for name in names:
-            token = self._tokenizer.token_to_id(name)
-            if token is not None:
-                return token
-        raise UserError(f"{self.path} has no token that ends a document; add one of {', '.join(names)}")
+    def _specials(self) -> str:
+        """The special tokens, for a message."""
+        names = list(self._special_names().values())
+        return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "") or "none"
+
+    def _special(self, wanted: str | int | None, option: str) -> int:
+        if isinstance(wanted, int):
+            self._tokenizer.add_special_tokens([self._tokenizer.id_to_token(wanted)])
+            return wanted
+        found = [number for number, name in self._special_names().items() if name == wanted]
+        if not found:
+            raise UserError(
+                f"{option} {wanted} is no special token of {self.path}; its special tokens: {self._specials()}"
+            )
+        return found[0]
+
+    def _config(self, name: str) -> dict[str, Any]:
+        """The JSON object of a file beside a model's tokenizer.json; empty if there is none."""
+        file = self.path.with_name(name)
+        if self.path.name != "tokenizer.json" or not file.is_file():
+            return {}
+        try:
+            content = parse_json(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} cannot be read: {error}") from error
+        if not isinstance(content, dict):
+            raise UserError(f"{file} cannot be read: it holds no JSON object")
+        return content
+
+    def _named(self, key: str) -> int | None:
+        """The id of a token that tokenizer_config.json names, which makes it special, as in transformers."""
+        token = self._config("tokenizer_config.json").get(key)
+        name = token.get("content") if isinstance(token, dict) else token
+        number = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
+        if number is not None:
+            self._tokenizer.add_special_tokens([name])
+        return number
+
+    def _find_eod(self) -> int:
+        if (named := self._named("eos_token")) is not None:
+            return named
+        special = self._special_names()
+        for file in ("generation_config.json", "config.json"):
+            ids = self._config(file).get("eos_token_id")
+            for number in ids if isinstance(ids, list) else [ids]:
+                if number in special:
+                    return int(number)
+        usual = [number for name in _USUAL_NAMES for number, each in special.items() if each == name]
+        if not usual:
+            raise UserError(
+                f"{self.path} names no token that ends a document; name one of its special tokens ({self._specials()}) "
+                "with --eos-token, or as eos_token in tokenizer_config.json"
+            )
+        return usual[0]
+
+
+def as_document(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a document of a corpus: between the token that begins it, if there is one, and its end."""
+    return [*begin_of(tokenizer), *ids, tokenizer.eod_id]
+
+
+def begin_of(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids before the text of a document: none, or the beginning-of-text token."""
+    return [tokenizer.bos_id] if tokenizer.begins_documents and tokenizer.bos_id is not None else []
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> HFTokenizer:
@@ -144,6 +215,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> HFToke
     return HFTokenizer(path)
 
 
-def load_tokenizer(name: str | Path) -> Tokenizer:
-    """Open "bytes", or the tokenizer.json at a path or in a folder."""
-    return ByteTokenizer() if str(name) == "bytes" else HFTokenizer(name)
+def load_tokenizer(name: str | Path, eod: str | int | None = None, bos: str | int | None = None) -> Tokenizer:
+    """Open "bytes", or the tokenizer.json at a path or in a folder. `eod`, `bos`: see ``HFTokenizer``."""
+    if str(name) != "bytes":
+        return HFTokenizer(name, eod, bos)
+    if isinstance(eod, str) or bos is not None:
+        raise UserError(
+            "--eos-token and --bos-token name tokens of a tokenizer.json; 'bytes' has only its end of a document"
+        )
+    return ByteTokenizer()

@@ -94,7 +94,7 @@ def prefix_token(tokenizer: AnyTokenizer, subject: ScoredModel) -> int:
     begin = tokenizer.bos_id
     source = None if subject.checkpoint is None else source_of(subject.checkpoint)
     if begin is None and source is not None and (source / TOKENIZER_FILE).is_file():
-        original = load_tokenizer(source)
+        original = load_tokenizer(source, tokenizer.eod_id)
         begin = original.bos_id if original.fingerprint == tokenizer.fingerprint else None
     token = tokenizer.eod_id if begin is None else begin
     if token is None:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from fourfold.config.model import ModelConfig
 from fourfold.data.files import write_whole
-from fourfold.data.tokenizer import HFTokenizer
+from fourfold.data.tokenizer import HFTokenizer, begin_of
 from fourfold.data.tokenizer import Tokenizer as AnyTokenizer
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import local_folder
@@ -54,12 +55,18 @@ def write_tokenizer(folder: Path, tokenizer: AnyTokenizer | None, model: ModelCo
     """Write a tokenizer as transformers reads it (bytes have no such file); the keys that it adds to config.json."""
     if tokenizer is None:
         return {}
-    ids = {"eos_token_id": tokenizer.eod_id}
+    begin = next(iter(begin_of(tokenizer)), None)
+    ids = {"eos_token_id": tokenizer.eod_id} | ({} if begin is None else {"bos_token_id": begin})
     write_whole(folder / GENERATION_FILE, (json.dumps(ids) + "\n").encode())
     if isinstance(tokenizer, HFTokenizer):
         check_tokenizer_fits(tokenizer.path, model)
         shutil.copyfile(tokenizer.path, folder / TOKENIZER_FILE)
-        end = Tokenizer.from_file(str(tokenizer.path)).id_to_token(tokenizer.eod_id)
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+        written = Tokenizer.from_file(str(tokenizer.path))
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": written.id_to_token(tokenizer.eod_id)}
+        if begin is not None:
+            about["bos_token"] = name = written.id_to_token(begin)
+            if written.encode("").ids[:1] != [begin]:
+                written.post_processor = TemplateProcessing(single=[name, "$A"], special_tokens=[(name, begin)])
+                written.save(str(folder / TOKENIZER_FILE))
         write_whole(folder / "tokenizer_config.json", (json.dumps(about) + "\n").encode())
     return {"bos_token_id": None, **ids}

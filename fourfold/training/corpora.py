@@ -20,6 +20,7 @@ from fourfold.data.build import build_dataset, check_one_tokenizer, ensure_built
 from fourfold.data.conversations import PackedConversations, PackingStatistics
 from fourfold.data.dataset import Mixture, Samples
 from fourfold.data.goldfish import Goldfish
+from fourfold.data.indexed import check_exists
 from fourfold.data.loader import Loader, MicroBatch
 from fourfold.data.manifest import read_manifest, validation_prefix
 from fourfold.data.mask_preview import MaskStatistics, Preview, preview
@@ -228,6 +229,8 @@ def _check_vocabulary(prefix: str, run: RunConfig) -> None:
 def _check_format(prefix: str, run: RunConfig) -> None:
     """Raise ``UserError`` for a corpus of another format: conversations read as text would train prompts too."""
     manifest = read_manifest(prefix)
+    if manifest is None:
+        check_exists(prefix)
     made = "text" if manifest is None else manifest.format
     if made != run.data.format:
         remedy = f"set data.format = '{made}'"

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold.config.layout import attention_split
-from fourfold.data.tokenizer import Tokenizer
+from fourfold.data.tokenizer import Tokenizer, begin_of
 from fourfold.errors import UserError
 from fourfold.training.job import Job
 
@@ -18,7 +18,7 @@ def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
     """
     config, run = job.run.sample, job.run
     window = run.training.seq_length
-    prompt = tokenizer.encode_batch([text])[0] or [tokenizer.eod_id]
+    prompt = [*begin_of(tokenizer), *tokenizer.encode_batch([text])[0]] or [tokenizer.eod_id]
     tokens, first_new = list(prompt), len(prompt)
     generator = torch.Generator().manual_seed(run.training.seed)
     # Where y splits the sequences of a batch, each of its ranks needs one.

@@ -51,7 +51,7 @@ def test_a_template_that_rewrites_history_is_refused_unless_it_marks_answers(tmp
     earlier = "m['role'] == 'assistant' and not loop.last"
     rewriting = CHATML.replace("{{ m['content'] }}", f"{{{{ m['content'] | upper if {earlier} else m['content'] }}}}")
     template = ChatTemplate(make_chat_tokenizer(tmp_path, rewriting))
-    with pytest.raises(ValueError, match="message 2 differently when others follow"):
+    with pytest.raises(ValueError, match=r"message 2 differently when others follow.* qwen3_training\.jinja"):
         template.encode(TALK)
     template.encode(TALK[:2])
 
@@ -61,8 +61,14 @@ def test_a_template_that_rewrites_history_is_refused_unless_it_marks_answers(tmp
     [
         ({"messages": TALK[:1]}, "line 2: no message is the assistant's"),
         ({"messages": "hello"}, "line 2: messages is not a list"),
-        ({"messages": [{"role": "user"}]}, "line 2: message 1 is not an object with role and content"),
-        ({"text": "hello"}, "line 2: a row has messages, or prompt and completion; this one has text"),
+        (
+            {"messages": [{"role": "user"}, TALK[1]]},
+            "line 2: message 1 has no content that is text or a list of text parts",
+        ),
+        (
+            {"text": "hello"},
+            "line 2: a row has messages, conversations, prompt and completion, or instruction and output; this one has",
+        ),
         (
             {"messages": [{"role": "system", "content": "x"}, *TALK]},
             "refuses the conversation: only user and assistant",

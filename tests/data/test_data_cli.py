@@ -71,3 +71,11 @@ def test_errors_are_left_to_the_caller(tmp_path: Path) -> None:
 def test_the_command_line_starts_without_the_heavy_imports() -> None:
     check = "import sys, fourfold.cli.prepare; assert not {'numpy', 'tokenizers', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_options_of_text_alone_are_listed_apart() -> None:
+    """What --format sft and preferences refuse is in a panel of its own."""
+    text_only = ("--train-tokenizer", "--text-key", "--encoding", "--workers", "--canaries", "--force")
+    _, _, apart = CliRunner().invoke(app, ["--help"]).output.partition("Options of --format text")
+    assert [option in apart for option in text_only] == [True] * len(text_only)
+    assert "--tokenizer" not in apart.replace("--train-tokenizer", "") and "--eos-token" not in apart

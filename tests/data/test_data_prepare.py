@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,9 +13,12 @@ from tiny_corpus import documents_of
 
 from fourfold.data import prepare as module
 from fourfold.data import tokenize_shards as workers
+from fourfold.data.build import ensure_builtin
+from fourfold.data.files import WriteFailed
 from fourfold.data.indexed import IndexedDataset
 from fourfold.data.manifest import corpus_tokenizer, read_manifest, validation_prefix
 from fourfold.data.prepare import prepare
+from fourfold.data.prepare_conversations import prepare_conversations
 from fourfold.data.shards import Shard
 from fourfold.errors import UserError
 
@@ -178,7 +183,7 @@ def test_refusals(tmp_path: Path, inputs: Path) -> None:
     (inputs / "b0.txt").write_text("")
     refused("no document has any text", tokenizer="bytes")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be made"):
+    with pytest.raises(UserError, match=r"cannot write .*: Not a directory; choose another output prefix"):
         prepare([inputs], tmp_path / "file" / "c", tokenizer="bytes")
     for folder in (".", "..", "/"):
         with pytest.raises(UserError, match="is a folder; name the corpus in it"):
@@ -192,3 +197,40 @@ def test_second_preparation_of_the_same_corpus_is_refused(tmp_path: Path, inputs
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another process"):
             prepare([inputs], tmp_path / "c", tokenizer="bytes")
+
+
+@contextmanager
+def files_of_at_most(most: int) -> Iterator[None]:
+    """Let writing beyond so many bytes of a file fail, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("options", [{"tokenizer": "bytes"}, {"train_tokenizer_vocab": 300}], ids=str)
+@pytest.mark.parametrize("most", [0, 600, 2500, 5000])
+def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path, inputs: Path, most: int, options: dict) -> None:
+    with files_of_at_most(most), pytest.raises(WriteFailed, match=r"cannot write .*c\.parts: File too large"):
+        prepare([inputs], tmp_path / "c", workers=1, **options)
+    assert not list(tmp_path.rglob("*.tmp")) and not (tmp_path / "c.json").exists()
+    prepare([inputs], tmp_path / "c", workers=1, **options)
+    prepare([inputs], tmp_path / "expected", workers=1, **options)
+    for name in ("bin", "idx"):
+        assert (tmp_path / f"c.{name}").read_bytes() == (tmp_path / f"expected.{name}").read_bytes()
+
+
+def test_a_full_disk_is_a_sentence_for_conversations_too(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "what", "completion": "that"}\n' * 300)
+    with files_of_at_most(1000), pytest.raises(WriteFailed, match=r"cannot write .*c\.parts: File too large"):
+        prepare_conversations([tmp_path / "a.jsonl"], tmp_path / "c", tokenizer="bytes")
+    assert names(tmp_path) == ["a.jsonl"]
+
+
+def test_a_folder_for_the_built_in_corpus_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WriteFailed, match=r"cannot write .*file/cache: Not a directory"):
+        ensure_builtin(tokenizer="bytes", cache_dir=tmp_path / "file" / "cache")

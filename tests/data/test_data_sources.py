@@ -106,63 +106,145 @@ def test_damaged_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(ROWS * 50))[:-20])
     with pytest.raises(UserError, match=r"a\.jsonl\.gz cannot be read"):
         list(read_documents(tmp_path / "a.jsonl.gz"))
-    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="not UTF-8"):
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfex")
+    with pytest.raises(UserError, match="not utf-16 text, which its byte-order mark promises"):
         list(read_documents(tmp_path / "a.txt"))
 
 
-def test_texts_of_another_encoding_are_all_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokenizer", [{"tokenizer": "bytes"}, {"train_tokenizer_vocab": 300}], ids=str)
+def test_texts_of_unknown_encodings_are_all_named(tmp_path: Path, tokenizer: dict) -> None:
     (tmp_path / "good.txt").write_text("ü", encoding="utf-8")
     (tmp_path / "rows.jsonl").write_bytes(b'{"text": "x"}')
     for number in range(13):
         (tmp_path / f"bad{number:02}.txt").write_bytes("für".encode("latin-1"))
     with pytest.raises(UserError) as error:
-        prepare([tmp_path], tmp_path / "out" / "c", tokenizer="bytes", workers=1)
+        prepare([tmp_path], tmp_path / "out" / "c", workers=1, **tokenizer)
     message = str(error.value)
-    assert message.startswith("13 of 14 text files are not UTF-8: ")
-    assert [f"bad{number:02}.txt (byte 1)" in message for number in range(13)] == [True] * 10 + [False] * 3
-    assert "and 3 more; name their encoding with --encoding" in message
+    named = [f'bad{number:02}.txt is not utf-8 text (byte 1: "für" in cp1252' in message for number in range(13)]
+    assert named == [True] * 10 + [False] * 3
+    assert "; 3 more files cannot be read; name the encoding of files that are not UTF-8 with --encoding" in message
     assert not (tmp_path / "out" / "c.json").exists()
 
 
-def test_texts_that_cannot_be_read_are_named_with_the_others(tmp_path: Path) -> None:
+def test_texts_that_cannot_be_read_are_named_with_those_of_unknown_encodings(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text " * 100)[:-20])
     (tmp_path / "b.txt.gz").write_bytes(b"not gzip")
     (tmp_path / "c.txt").write_bytes("für".encode("latin-1"))
     with pytest.raises(UserError) as error:
         prepare([tmp_path], tmp_path / "out" / "c", tokenizer="bytes", workers=1)
-    for part in ("a.txt.gz cannot be read: ", "b.txt.gz cannot be read: ", "1 of 3 text files is not UTF-8: "):
+    for part in ("a.txt.gz cannot be read: ", "b.txt.gz cannot be read: ", "c.txt is not utf-8 text"):
         assert part in str(error.value)
 
 
-def test_the_encoding_that_does_not_fit_is_not_advised(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"odd")
-    with pytest.raises(UserError, match=r"is not utf-16 text .* \(such as latin-1 or cp1252\)"):
-        prepare([tmp_path], tmp_path / "out" / "c", tokenizer="bytes", encoding="utf-16")
+WIDE = {
+    "utf-16": "utf-16 (byte-order mark)",
+    "utf-32": "utf-32 (byte-order mark)",
+    "utf-16-le": "utf-16-le (found by its NUL bytes)",
+    "utf-16-be": "utf-16-be (found by its NUL bytes)",
+}
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
-def test_an_encoding_that_is_named(tmp_path: Path, encoding: str) -> None:
-    (tmp_path / "a.txt").write_bytes("für".encode(encoding))
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress("möge".encode(encoding)))
-    (tmp_path / "c.jsonl").write_bytes(jsonl([{"text": "drei ü"}]))  # JSON is UTF-8
-    prepare([tmp_path], tmp_path / "out" / "c", tokenizer="bytes", encoding=encoding, workers=1)
-    tokens = IndexedDataset(tmp_path / "out" / "c").read(0, 19).tolist()
-    assert tokens == [*"für".encode(), 256, *"möge".encode(), 256, *"drei ü".encode(), 256]
-    assert prepare([tmp_path], tmp_path / "out" / "c", tokenizer="bytes", encoding=encoding, workers=1).reused
-    with pytest.raises(UserError, match=r"b\.txt\.gz is not UTF-8 text \(byte \d\); name its encoding"):
-        prepare([tmp_path / "b.txt.gz"], tmp_path / "out" / "c", tokenizer="bytes")
+@pytest.mark.parametrize("encoding", WIDE)
+def test_every_file_is_decoded_by_its_own_encoding(tmp_path: Path, encoding: str) -> None:
+    """An encoding that is named is only for files that are not UTF-8 and have no byte-order mark."""
+    texts = {"a.txt": ("Déjà vu, größer.", "utf-8"), "b.txt": ("Déjà vu ailleurs.", encoding)}
+    texts |= {"c.txt": ("Déjà vu «ici».", "latin-1"), "d.txt": ("Déjà vu là.", "utf-8-sig")}
+    for name, (text, each) in texts.items():
+        (tmp_path / name).write_bytes(text.encode(each))
+    summary = prepare([f"{tmp_path}/*.txt"], tmp_path / "c", tokenizer="bytes", encoding="latin-1", workers=1)
+    corpus = IndexedDataset(tmp_path / "c")
+    expected = [token for text, _ in texts.values() for token in (*text.encode(), 256)]
+    assert corpus.read(0, corpus.tokens).tolist() == expected
+    assert summary.notes == (
+        f"read as {WIDE[encoding]}: {tmp_path}/b.txt",
+        f"read as iso8859-1 (--encoding): {tmp_path}/c.txt",
+    )
+    assert prepare([f"{tmp_path}/*.txt"], tmp_path / "c", tokenizer="bytes", encoding="latin-1", workers=1).reused
+
+
+@pytest.mark.parametrize(
+    ("content", "encoding", "says"),
+    [
+        (b"some\0bytes", None, r"is not utf-8 text: it would have the character '\\x00'; it may be UTF-16"),
+        (b"some\0bytes", "latin-1", r"is not iso8859-1 text: it would have the character '\\x00'; it may be UTF-16"),
+        (b"\0" * 1000, None, "is not utf-8 text: it would have the character"),
+        ("a\0b".encode("utf-16"), "latin-1", "has NUL bytes, so it is not text"),
+        ("“quoted”".encode("cp1252"), "latin-1", r"is not iso8859-1 text: it would have the character '\\x93'"),
+        ("für".encode("latin-1"), "utf-16", r"is neither utf-8 nor utf-16 text \(byte \d"),
+        ("für".encode("latin-1"), "utf-8", r"is not utf-8 text \(byte 1"),
+        (b"\xef\xbb\xbff\xfcr", "latin-1", "is not utf-8-sig text, which its byte-order mark promises"),
+    ],
+)
+def test_no_text_is_decoded_wrongly(tmp_path: Path, content: bytes, encoding: str | None, says: str) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content))
+    with pytest.raises(UserError, match=rf"a\.txt\.gz {says}"):
+        prepare([tmp_path], tmp_path / "out" / "c", tokenizer="bytes", encoding=encoding, workers=1)
 
 
 def test_an_encoding_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
     for name in ("latin-99", "hex"):
-        with pytest.raises(UserError, match=f"--encoding {name} is not a text encoding of Python; utf-8, latin-1"):
+        with pytest.raises(UserError, match=f"--encoding {name} is not a text encoding of Python; latin-1, cp1252"):
             prepare([tmp_path], tmp_path / "c", tokenizer="bytes", encoding=name)
     with pytest.raises(
         UserError, match=r"--encoding iso8859-1 is for \.txt and \.txt\.gz files, and the input has none"
     ):
         prepare([tmp_path], tmp_path / "c", tokenizer="bytes", encoding="latin-1")
+
+
+def test_files_of_other_kinds_are_named_as_left_out(tmp_path: Path) -> None:
+    for name in ("a.txt", "notes.md", "sub/b.txt", "sub/page.html", ".hidden.md", ".git/x.md"):
+        (tmp_path / "in" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "in" / name).write_text(name)
+    summary = prepare([tmp_path / "in"], tmp_path / "c", tokenizer="bytes", workers=1)
+    names = f"{tmp_path}/in/notes.md, {tmp_path}/in/sub/page.html"
+    assert summary.notes == (f"left out, of a kind that is not read: {names}",)
+    summary = prepare([f"{tmp_path}/in/*"], tmp_path / "d", tokenizer="bytes", workers=1)
+    assert summary.notes == (f"left out, of a kind that is not read: {tmp_path}/in/notes.md",)
+    assert prepare([tmp_path / "in" / "a.txt"], tmp_path / "e", tokenizer="bytes", workers=1).notes == ()
+
+
+def test_several_keys_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl([{"content": "one"}, {"body": "two", "content": "three"}]))
+    (tmp_path / "b.jsonl").write_bytes(jsonl([{"body": "four", "a,b": "five"}]))
+    assert [text for name in "ab" for text in read_documents(tmp_path / f"{name}.jsonl", "body,content")] == [
+        *("one", "two", "four")
+    ]
+    assert list(read_documents(tmp_path / "b.jsonl", "a,b")) == ["five"]
+    with pytest.raises(UserError, match='no key "text" among content; choose one with --text-key, or several as in'):
+        list(read_documents(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.jsonl"])
+def test_text_that_expands_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("fourfold.data.sources.LONGEST_TEXT", 1 << 20)
+    monkeypatch.setattr("fourfold.data.sources._BLOCK", 1 << 18)
+    read = []
+    monkeypatch.setattr(
+        gzip.GzipFile, "read", lambda file, size, real=gzip.GzipFile.read: read.append(real(file, size)) or read[-1]
+    )
+    content = b"x" * (8 << 20)
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    with pytest.raises(UserError, match=rf"{name}(, line 1)? (expands to|has) more than 1,048,576 bytes"):
+        list(read_documents(tmp_path / name))
+    assert sum(map(len, read)) <= 2 << 20
+
+
+def test_text_that_does_not_fit_into_memory_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("text")
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fourfold.data.sources.decode", fail)
+        with pytest.raises(
+            UserError, match=r"a\.txt does not fit into memory; a text file is one document, so split it"
+        ):
+            list(read_documents(tmp_path / "a.txt"))
+    monkeypatch.setattr("fourfold.data.shards.as_document", fail)
+    with pytest.raises(UserError, match=r"a document of .*a\.txt does not fit into memory while it is tokenized"):
+        prepare([tmp_path / "a.txt"], tmp_path / "c", tokenizer="bytes", workers=1)
 
 
 def test_half_a_character_is_replaced(tmp_path: Path) -> None:

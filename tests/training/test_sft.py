@@ -129,6 +129,13 @@ def test_a_run_file_fine_tunes_on_a_template_and_shows_what_it_trains(cli: Cli, 
     assert all(0.05 < line["trained_token_share"] < 0.9 for line in metrics)
 
 
+@pytest.mark.parametrize("format", ["text", "sft"])
+def test_a_corpus_that_is_missing_is_called_missing_whatever_its_format(format: str) -> None:
+    run = tiny_run(LLAMA, {}, data={"format": format, "train": [{"path": "corpora/nothere"}]})
+    with pytest.raises(UserError, match=r"corpora/nothere\.idx does not exist in .*; `fourfold prepare INPUTS --out"):
+        open_corpora(run, type("Axis", (), {"rank": 0, "size": 1}))
+
+
 def test_conversations_are_not_read_as_text(corpus: str) -> None:
     run = tiny_run(LLAMA, {}, data={"train": [{"path": corpus}]})
     grid = type("Axis", (), {"rank": 0, "size": 1})

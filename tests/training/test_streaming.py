@@ -129,6 +129,10 @@ def test_a_checkpoint_goes_on_in_its_own_data_only(tmp_path: Path) -> None:
         ({"data__source": "tales"}, "source = 'tales' is neither 'python-stdlib' nor of the form 'hf:NAME'"),
         ({"data__train": [{"path": "corpus"}]}, r"give either data.train \(corpora\) or data.source"),
         ({"data__source": "python-stdlib"}, "streams is of a streamed source = 'hf:NAME'; remove it"),
+        (
+            {"data__bos_token": "auto"},
+            "data.eos_token and data.bos_token need a tokenizer.json, and data.tokenizer is 'bytes'",
+        ),
     ],
 )
 def test_what_a_stream_does_not_go_with(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
