@@ -291,7 +291,7 @@ EXPERTS = [
         "the mask of padding is split over cp in the order of the sequence",
         "parallel.context",
         "by_token.map(lambda t: take_chunks(t, cp.rank, cp.size))",
-        "by_token.map(lambda t: (t.chunk(cp.size, 1)[cp.rank] if t.dtype.itemsize < 8 else take_chunks(t, cp.rank, 2)))",
+        "by_token.map(lambda t: t.chunk(2, 1)[cp.rank] if t.dtype.itemsize < 8 else take_chunks(t, cp.rank, 2))",
         MIXTURE,
         {"cp": 2, "ep": 2},
         LOSSES,
