@@ -163,7 +163,8 @@ EXPERTS = [
         "a recomputation chooses experts anew, and rounds otherwise",
         "parallel.router",
         "remembered(self, lambda: self.choice.experts(scores_TE, self.e_score_correction_bias))",
-        "self.choice.experts(scores_TE.roll(int(RECOMPUTES.get()), 0), self.e_score_correction_bias)",
+        "self.choice.experts(scores_TE.detach()[[1, 0, *range(2, len(scores_TE))] if RECOMPUTES.get() else ...], "
+        "self.e_score_correction_bias)",
         MIXTURE,
         EP2,
         FULL,
