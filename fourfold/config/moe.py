@@ -14,8 +14,8 @@ class MoEConfig(Strict):
         0.0,
         ge=0,
         description="In training, an expert takes at most this many times its equal share of the tokens of a sequence, "
-        "the first ones. Later tokens skip it. Padding does not count. Validation, audits, evaluation, and exports have "
-        "no limit. 0: no limit.",
+        "the first ones. Later tokens skip it. Padding does not count. Validation, audits, evaluation, and exports "
+        "have no limit. 0: no limit.",
     )
     load_balancing_loss: float = Field(
         0.0, ge=0, description="Coefficient of the load-balancing loss: experts × load × router probability, per token."

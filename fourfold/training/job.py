@@ -138,9 +138,7 @@ class Job:
         """The sum of the losses of one micro-batch, or without labels its logits; without a pipeline."""
         doing("forward and backward of a micro-batch")
         inputs = (micro_batch.tokens, micro_batch.labels, micro_batch.positions, micro_batch.document_ends)
-        result: Tensor = self.stages[0].model(
-            *inputs, loss_scale, None, micro_batch.reference, micro_batch.is_data
-        )
+        result: Tensor = self.stages[0].model(*inputs, loss_scale, None, micro_batch.reference, micro_batch.is_data)
         return result
 
     def finish_gradients(self) -> None:

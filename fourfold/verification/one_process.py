@@ -181,8 +181,7 @@ class RouterLosses:
         self.rows: dict[int, Tensor] = {}
 
     def of(self, logits: Logits, batch: Sequences, sequences: slice) -> Tensor:
-        """The losses of the sequences of a batch, which went through the decoder last, as a share of the step's mean.
-        """
+        """The losses of the batch's sequences that went through the decoder last, as a share of the step's mean."""
         run, model = self.run, self.run.model
         all_BS = torch.ones_like(batch.tokens_BS, dtype=torch.bool) if batch.is_data_BS is None else batch.is_data_BS
         is_data_T = all_BS[sequences].flatten()

@@ -281,6 +281,8 @@ def _once_a_step_lines(run: RunConfig, stages: list[Stage]) -> Iterator[Line]:
     if grid.dp * grid.cp * grid.z > 1:
         tokens = axis_name(run, ("dp", "cp", "z"))
         yield Line(tokens, "all_reduce", "kept tokens", 1, 8)
+        if run.model.num_experts and run.data.format != "text":
+            yield Line(tokens, "all_reduce", "data tokens", 1, 8)
         yield Line(tokens, "all_reduce", "loss", 1, 4)
     if grid.pp > 1:
         yield Line("pp", "all_reduce", "loss", 1, 4)

@@ -117,6 +117,13 @@ def test_formulas_equal_the_trace_with_a_capacity(grid: dict[str, int], factor: 
     assert_equal_to_the_trace(run_of(QWEN_MOE, grid, mode, capacity_factor=factor))
 
 
+def test_formulas_equal_the_trace_of_conversations() -> None:
+    model, grid, mode = CASES[0]
+    run = run_of(model, grid, mode)
+    padded = run.data.model_copy(update={"format": "sft", "mask_documents": True})
+    assert_equal_to_the_trace(run.model_copy(update={"data": padded}))
+
+
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("model", "grid", "mode"), [*CASES, *MORE], ids=str)
 def test_formulas_equal_the_trace_with_muon(model: dict[str, Any], grid: dict[str, Any], mode: str) -> None:

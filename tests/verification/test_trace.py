@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,7 +166,12 @@ def recorded_body(rank: int, world_size: int, run: RunConfig) -> tuple[dict[tupl
     grid, device = Grid(run.parallel, "cpu"), torch.device("cpu")
     job = Job(run, grid, device)
     job.initialize(0)
-    micro_batches = random_micro_batches(run, 0, grid, device)
+    # The trace has no padding, and for text no mask of it.
+    masks = run.model.num_experts > 0 and run.data.format != "text"
+    micro_batches = [
+        replace(batch, is_data=torch.ones_like(batch.tokens, dtype=torch.bool) if masks else None)
+        for batch in random_micro_batches(run, 0, grid, device)
+    ]
     with Recorder(grid) as recorder:
         recorder.own(job)
         recorder.start()

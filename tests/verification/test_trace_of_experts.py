@@ -121,11 +121,14 @@ def test_continuing_from_few_layers_is_exact(
     assert trace(run) == trace(run, whole=True)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("grid", [{"z": 2, "dp": 2, "ep": 2}, {"x": 2, "dp": 2, "ep": 2, "zero": 1}], ids=str)
-def test_a_real_run_sends_what_the_trace_says(pool: Pool, grid: dict[str, int]) -> None:
-    """With all experts of each token chosen the load is even."""
-    run = tiny_run(MIXTURE | {"num_experts_per_tok": 4}, grid, training={"device": "cpu"})
+@pytest.mark.parametrize(
+    "data", [{"source": "python-stdlib"}, {"format": "sft", "train": [{"path": "nowhere"}]}], ids=["text", "sft"]
+)
+def test_a_real_run_sends_what_the_trace_says(pool: Pool, data: dict[str, Any], grid: dict[str, int]) -> None:
+    """With all experts of each token chosen the load is even. Data that pads needs the number of its tokens, too."""
+    run = tiny_run(MIXTURE | {"num_experts_per_tok": 4}, grid, data=data, training={"device": "cpu"})
     traced = trace(run)
     for collectives, parameters in pool.run(4, recorded_body, run):
         assert collectives == by_line(traced)
