@@ -84,16 +84,17 @@ def lossy_output(any_error: bool = False) -> Iterator[None]:
     sys.stdout, sys.stderr = (_lossy(stream, errors) for stream in before)
     try:
         yield
-        sys.stdout.flush()
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # the block has raised it, or closed the stream
+            with contextlib.suppress(OSError, ValueError):  # a full disk, or the block has closed the stream
                 stream.flush()
         sys.stdout, sys.stderr = before
 
 
-def _lossy(stream: TextIO, errors: frozenset[int] | None) -> TextIO:
+def _lossy(stream: TextIO | None, errors: frozenset[int] | None) -> TextIO:
     """Return a stream that writes to the same file; ``stream`` itself if a program has put something else there."""
+    if stream is None:  # the shell has closed it
+        return open(os.devnull, "w")
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from command_line import Cli
+from command_line import Cli, exit_code
 from patience import PATIENCE, wait_until
 from poisoned_runs import same_tensors, tensors_at, train_without
 from pool import Pool
@@ -35,6 +35,7 @@ from fourfold.launch.watchdog_process import Report, describe
 from fourfold.run_file.load import load_run
 from fourfold.training.attempts import note_start
 from fourfold.training.bad_steps import read_bad_steps
+from fourfold.training.job import Job
 from fourfold.training.metrics import read_metrics
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=2"]
@@ -234,3 +235,31 @@ def test_the_limit_of_time_before_the_first_step(tmp_path: Path, prefix: str, cl
     code, output, _ = cli("train", endless(tmp_path, prefix, fault_tolerance__max_wall_time=1e-9))
     assert code == STOPPED and not checkpoint_steps(tmp_path)
     assert "a signal or the time limit, before the first checkpoint" in output and "Done" not in output
+
+
+@pytest.mark.parametrize("code", [0, 3, "the end", None])
+def test_a_step_that_leaves_the_program_is_a_crash(
+    tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch, code: object
+) -> None:
+    """Whatever its exit code says: a library in the step knows nothing about the job."""
+
+    def update(*_: object) -> None:
+        sys.exit(code)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Job, "update", update)
+    with pytest.raises(RuntimeError, match=re.escape(f"sys.exit({code!r}) before the job was done")):
+        exit_code("train", run_file(tmp_path, prefix))
+
+
+@pytest.mark.slow
+def test_ranks_end_with_their_torchrun(tmp_path: Path, prefix: str, start: Start) -> None:
+    path = endless(tmp_path, prefix, parallel__x=2)
+    process = start(path, [*TORCHRUN, "--standalone", "--nproc-per-node=2", "-m", "fourfold"])
+    wait_for_steps(path, 2, process)
+    ranks = children_of(process.pid)
+    assert len(ranks) == 2
+    process.kill()
+    process.communicate(
+        timeout=300
+    )  # returns when nobody has its output open: the ranks and their watchdogs have ended
+    assert not any(Path(f"/proc/{rank}/exe").exists() for rank in ranks)
