@@ -31,7 +31,6 @@ from train_processes import (
 
 from fourfold.errors import UserError
 from fourfold.exit_codes import HANG, STOPPED
-from fourfold.launch.watchdog_process import Report, describe
 from fourfold.run_file.load import load_run
 from fourfold.training.attempts import note_start
 from fourfold.training.bad_steps import read_bad_steps
@@ -67,20 +66,6 @@ def test_a_rank_that_was_stopped_is_named(tmp_path: Path, prefix: str, start: St
         report = json.loads((folder / f"rank_{rank:05}.json").read_text())
         assert any("training/loop.py" in line for line in report["stacks"])
     assert (folder / "hang.txt").read_text() in errors
-
-
-def test_the_first_that_fell_silent_is_named_where_none_is_stopped(tmp_path: Path) -> None:
-    def report(rank: int, last_sign: float, state: str = "S") -> Report:
-        return Report(rank, "host", 100 + rank, state, 7, "layers.0.mlp.up: output (over y)", last_sign, 60.0, [])
-
-    reports = [report(0, 50.0), report(1, 40.0), report(2, 45.0)]
-    assert describe(reports, 3, tmp_path).startswith("hang: rank 1 of 3 (process 101 on host) fell silent 60 s ago")
-    assert "while: layers.0.mlp.up: output (over y)" in describe(reports, 3, tmp_path)
-    reports[2] = report(2, 45.0, "D")
-    assert describe(reports, 3, tmp_path).startswith("hang: rank 1 of 3")
-    reports[2] = report(2, 45.0, "T")
-    assert describe(reports, 3, tmp_path).startswith("hang: rank 2 of 3")
-    assert "no report came from ranks 3, 4" in describe(reports, 5, tmp_path)
 
 
 FAIL_IN_STEP_4 = """

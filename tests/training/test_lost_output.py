@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import Cli, exit_code
+from command_line import exit_code
 from tiny_corpus import run_file
 from train_processes import FOURFOLD, steps_of
 
@@ -36,7 +36,7 @@ def test_a_job_whose_output_nobody_reads_trains_to_its_end(
     try:
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(nobody_reads, descriptor)
-            monkeypatch.setattr(sys, name, open(nobody_reads, "w", closefd=False))
+            monkeypatch.setattr(sys, name, io.TextIOWrapper(io.FileIO(nobody_reads, "w", closefd=False)))
         assert exit_code("train", path) == DONE
     finally:
         monkeypatch.undo()

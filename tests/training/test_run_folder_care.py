@@ -154,7 +154,7 @@ def test_a_damaged_record_of_bad_steps_is_named_before_the_first_step(
     path = run(tmp_path, prefix, 2)
     record = tmp_path / "runs" / "run" / BAD_STEPS_FILE
     record.parent.mkdir(parents=True)
-    record.write_text('{"step": 3, "action": "skip"}\n{"step": 2, "skips": %s}\n' % skips)
+    record.write_text(f'{{"step": 3, "action": "skip"}}\n{{"step": 2, "skips": {skips}}}\n')
     code, _, errors = cli("train", path)
     assert code == 2
     expected = f"skips = {skips} must be a list of steps, such as [2]: fix or delete that line."
