@@ -16,7 +16,7 @@ GROUPS = 64
 """Process groups that have room in the memory; a grid has at most about thirty."""
 
 _HEAD, _TEXT = struct.Struct("<QQQQd"), 512
-_GROUP = struct.Struct("<Q56s")
+_GROUP, _COUNT = struct.Struct("<Q56s"), struct.Struct("<Q")
 
 SIZE = _HEAD.size + _TEXT + GROUPS * _GROUP.size
 """Bytes of the memory."""
@@ -55,21 +55,21 @@ class Heartbeat:
         self._step, self._before = step + 1, self._count
         self.beat("reading the batch")
 
-    def join(self, group: str) -> None:
+    def join(self, group: str) -> tuple[int, Iterator[int]]:
         """Note that this process is in a group, unless that is known."""
         if group not in self._entered:
             assert len(self._entered) < GROUPS, "the memory has too little room"
             place = _HEAD.size + _TEXT + len(self._entered) * _GROUP.size
             self._entered[group] = (place, itertools.count(1))
             _GROUP.pack_into(self._memory, place, 0, group.encode())
+        return self._entered[group]
 
     def beat(self, doing: str, group: str = "") -> None:
         """Note what begins now: a collective if a group is named, by a name that only its members use."""
         self._count += 1
         if group:
-            self.join(group)
-            place, count = self._entered[group]
-            _GROUP.pack_into(self._memory, place, next(count), group.encode())
+            place, count = self._entered.get(group) or self.join(group)
+            _COUNT.pack_into(self._memory, place, next(count))
         text = doing.encode(errors="replace")[: _TEXT - 1] + b"\0"
         self._memory[_HEAD.size : _HEAD.size + len(text)] = text
         _HEAD.pack_into(self._memory, 0, self._count, self._begun, self._step, self._before, time.time())

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -248,3 +249,37 @@ def test_ranks_end_with_their_torchrun(tmp_path: Path, prefix: str, start: Start
         timeout=300
     )  # returns when nobody has its output open: the ranks and their watchdogs have ended
     assert not any(Path(f"/proc/{rank}/exe").exists() for rank in ranks)
+
+
+@pytest.mark.slow
+def test_a_new_node_takes_the_place_of_one_that_was_lost(tmp_path: Path, prefix: str, start: Start, cli: Cli) -> None:
+    """Two agents of torchrun, started by the script that fourfold writes, stand for two nodes."""
+    path = run_file(tmp_path, prefix, parallel__x=2, training__train_steps=40, checkpoint__interval=2)
+    script = tmp_path / "job.sh"
+    assert cli("launch", "torchrun", path, "--nodes", 2, "--output", script)[0] == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script.write_text(script.read_text().replace(":29500", f":{port}"))
+    environ = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    agents = [start(path, ["bash", str(script), "127.0.0.1"], environ)]
+    wait_until(lambda: listens(port), agents[0])  # the first agent is the one where all agents meet
+    agents.append(start(path, ["bash", str(script), "127.0.0.1"], environ))
+    wait_for_steps(path, 3, agents[0])
+    second = children_of(agents[1].pid)
+    agents[1].kill()  # its rank ends with it
+    agents[1].communicate(timeout=300)
+    assert not any(Path(f"/proc/{rank}/exe").exists() for rank in second)
+    agents[1] = start(path, ["bash", str(script), "127.0.0.1"], environ)
+    for agent in agents:
+        _, errors = agent.communicate(timeout=300)
+        assert agent.returncode == 0, errors
+    assert len(losses(tmp_path)) == 40
+    attempts = [json.loads(line) for line in (tmp_path / "runs" / "run" / "attempts.jsonl").read_text().splitlines()]
+    assert [line.get("first_step", 0) > 0 for line in attempts] == [False, True, False]
+    assert attempts[-1] == {"ended": True}
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
