@@ -16,7 +16,13 @@ import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from fourfold.errors import UserError
+
 PR_SET_PDEATHSIG = 1
+
+LEAST_FILES, ENOUGH_FILES = 64, 4096
+"""Open files of a process: as few as two local processes need, and as many as a large job does, whose rank 0 holds a
+connection to every rank, and NCCL several to each peer."""
 
 
 def available_cores() -> int:
@@ -43,6 +49,24 @@ def importing() -> Iterator[None]:
     finally:
         if collected:
             gc.enable()
+
+
+def raise_file_limit() -> None:
+    """Let this process and its children open as many files as the system allows, up to ``ENOUGH_FILES``.
+
+    Raises ``UserError`` where even two processes could not connect to each other.
+    """
+    import resource  # POSIX only, so not at the top of a file that other systems import
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < LEAST_FILES:
+        raise UserError(
+            f"this process may open {most} files, and a job needs {LEAST_FILES} or more; raise the limit, for example "
+            f"with: ulimit -n {ENOUGH_FILES}"
+        )
 
 
 def keep_gloo_local() -> None:
@@ -84,16 +108,17 @@ def lossy_output(any_error: bool = False) -> Iterator[None]:
     sys.stdout, sys.stderr = (_lossy(stream, errors) for stream in before)
     try:
         yield
-        sys.stdout.flush()
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # the block has raised it, or closed the stream
+            with contextlib.suppress(OSError, ValueError):  # a full disk, or the block has closed the stream
                 stream.flush()
         sys.stdout, sys.stderr = before
 
 
-def _lossy(stream: TextIO, errors: frozenset[int] | None) -> TextIO:
+def _lossy(stream: TextIO | None, errors: frozenset[int] | None) -> TextIO:
     """Return a stream that writes to the same file; ``stream`` itself if a program has put something else there."""
+    if stream is None:  # the shell has closed it
+        return open(os.devnull, "w")
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     try:

@@ -92,7 +92,10 @@ def main() -> None:
     """
     try:
         with lossy_output():
-            app(prog_name="fourfold")
+            try:
+                app(prog_name="fourfold")
+            finally:
+                sys.stdout.flush()  # here a full disk is still an error
     except UserError as error:
         print(f"fourfold: {sentence(error)}", file=sys.stderr)
         sys.exit(REFUSED)

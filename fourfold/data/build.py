@@ -2,14 +2,13 @@
 
 import os
 import platform
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from fourfold.config.run import RunConfig
 from fourfold.data.conversations import PackedConversations
 from fourfold.data.dataset import Mixture, Samples, TokenWindows
-from fourfold.data.files import locked, writing
+from fourfold.data.files import locked, temporary_folder, writing
 from fourfold.data.hub import HubDataset
 from fourfold.data.manifest import corpus_tokenizer, read_manifest
 from fourfold.data.preferences import PreferencePairs
@@ -127,10 +126,10 @@ def tokenizer_of_run(run: RunConfig) -> Tokenizer | None:
 
 def _prepare_into(prefix: Path, name: str, tokenizer: str | Path | None, vocab_size: int) -> None:
     """Prepare in a private folder and move the files, so that even without locks nobody sees half a corpus."""
-    with tempfile.TemporaryDirectory(dir=prefix.parent, prefix=f".{prefix.name}-") as private:
+    with temporary_folder(prefix.parent, f".{prefix.name}-") as private:
         summary = prepare(
             [name],
-            Path(private) / prefix.name,
+            private / prefix.name,
             tokenizer=tokenizer,
             train_tokenizer_vocab=vocab_size if tokenizer is None else None,
             validation_fraction=_VALIDATION_FRACTION,

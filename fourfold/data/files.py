@@ -1,15 +1,21 @@
 """Files and folders that appear whole or not at all, and a lock between processes."""
 
 import errno
+import glob
 import os
+import platform
 import shutil
+import tempfile
+import uuid
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fourfold.errors import UserError
 
-_LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+"""EBADF is NFS's answer for a folder."""
 
 
 def temporary_name(path: Path) -> Path:
@@ -87,14 +93,56 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     if path.exists():
         raise UserError(f"{path} exists; choose another folder, or remove it")
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with writing(path):
-            unfinished.mkdir(parents=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_folder(path.parent, f".{path.name}.", ".partial") as unfinished:
             yield unfinished
             os.replace(unfinished, path)
+
+
+@contextmanager
+def temporary_folder(parent: Path | None = None, prefix: str = "fourfold-", suffix: str = "") -> Iterator[Path]:
+    """Yield a new folder in ``parent`` (by default the system's for temporary files), and remove it after the block.
+
+    Folders of the same prefix and suffix are removed too if a process of this machine has left them, as after
+    ``kill -9``. Their owners hold a lock, which the kernel frees: unlike a process id, it is never someone else's.
+    Folders of other machines stay, since their locks may not be visible here.
+    """
+    mode = 0o700 if parent is None else 0o777
+    parent = Path(tempfile.gettempdir()) if parent is None else parent
+    prefix += f"{zlib.crc32(platform.node().encode()):08x}-"
+    for folder in parent.glob(f"{glob.escape(prefix)}*{glob.escape(suffix)}"):
+        _remove_abandoned(folder)
+    while True:
+        folder = parent / f"{prefix}{uuid.uuid4().hex[:12]}{suffix}"
+        folder.mkdir(mode)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # another process found it before it was locked
+            continue
+        _lock(descriptor, wait=True, refusal="")
+        if _is_at(folder, descriptor):
+            break
+        os.close(descriptor)
+    try:
+        yield folder
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove a folder that nobody has locked. It stays if its file system has no locks, or it is another user's."""
+    import fcntl
+
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_uid == os.getuid():
+                shutil.rmtree(folder)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from fourfold.data.files import temporary_folder
 from fourfold.doctor.finding import Finding, error, ok, warning
 from fourfold.environment import Place
 from fourfold.errors import UserError
@@ -48,7 +47,7 @@ class Measured:
 def examine_collective(place: Place | None) -> Iterator[Finding]:
     """All-reduce over the launcher's processes, or else over all GPUs of this machine, or else two processes."""
     world_size = place.world_size if place is not None else torch.cuda.device_count() or 2
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
+    with temporary_folder() as folder:
         log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": f"{folder}/nccl.%h.%p"}
         if "NCCL_DEBUG" not in os.environ:
             os.environ.update(log)
@@ -60,7 +59,7 @@ def examine_collective(place: Place | None) -> Iterator[Finding]:
             return
         yield all_reduce(measured)
         several_machines = place is not None and place.world_size > place.local_world_size
-        text = "".join(path.read_text(errors="replace") for path in sorted(Path(folder).iterdir()))
+        text = "".join(path.read_text(errors="replace") for path in sorted(folder.iterdir()))
         yield from nccl_network(text, several_machines)
 
 

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 
 from fourfold.doctor.finding import Finding, ok, warning
 from fourfold.doctor.network_interfaces import CLASSES
+from fourfold.processes import ENOUGH_FILES
 from fourfold.training.console import format_bytes
-
-ENOUGH_FILES = 4096
-"""Rank 0 holds a connection to every rank, and NCCL several to each peer."""
 
 
 def examine_limits() -> Iterator[Finding]:

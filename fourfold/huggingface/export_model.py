@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +17,7 @@ from fourfold.checkpoints.find import STATE_FILE, newest_checkpoint
 from fourfold.checkpoints.saved_weights import SavedWeights
 from fourfold.config.model import ModelConfig
 from fourfold.data.build import tokenizer_of_run
-from fourfold.data.files import new_folder, write_whole
+from fourfold.data.files import new_folder, temporary_folder, write_whole
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.errors import UserError
 from fourfold.huggingface.adapters import Merged, open_base, write_adapter
@@ -135,8 +134,8 @@ def as_huggingface(name: str) -> Iterator[tuple[str, str | None]]:
         yield found, found
         return
     checkpoint = _newest(path)
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as temporary:
-        folder = Path(temporary) / "model"
+    with temporary_folder() as temporary:
+        folder = temporary / "model"
         export_huggingface(checkpoint, folder, merge=SavedWeights(checkpoint).state.lora is not None)
         if (folder / TOKENIZER_FILE).is_file():
             yield str(folder), str(folder)

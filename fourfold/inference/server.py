@@ -8,13 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from fourfold.data.files import temporary_folder
 from fourfold.errors import UserError
 from fourfold.huggingface.export_model import as_huggingface
 from fourfold.processes import end_with_starter
@@ -49,14 +49,14 @@ def serve(
     with (
         _passed_on() as server,
         as_huggingface(model) as (folder, tokenizer),
-        tempfile.TemporaryDirectory(prefix="fourfold-") as place,
+        temporary_folder() as place,
     ):
         if tokenizer in (None, "bytes"):
             raise UserError(
                 f"{model} has no tokenizer that a server can use; train with one, or export the model with --tokenizer"
             )
         # Servers call a model by the path that they are given, so they get one that is only the name.
-        link = Path(place, name)
+        link = place / name
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(Path(folder).absolute())
         code = server.run([sys.executable, *start, name, "--host", host, "--port", str(port), *options], place)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fourfold.data.files import temporary_folder
 from fourfold.environment import Place, read_environment, rendezvous
 from fourfold.errors import UserError
 from fourfold.launch.local_workers import run_workers
 from fourfold.launch.stop_signals import held_stop_signals
-from fourfold.processes import end_with_starter, importing, keep_gloo_local, lossy_output
+from fourfold.processes import end_with_starter, importing, keep_gloo_local, lossy_output, raise_file_limit
 
 if TYPE_CHECKING:  # torch is imported where it is used: the parent of local workers never needs it
     import torch
@@ -44,13 +43,14 @@ def run_on_grid(
     were started here. Raises UserError for a launcher that does not fit, or when a worker raises it, and WorkerFailed
     for a defect.
     """
+    raise_file_limit()
     place = read_environment(os.environ)
     started = started or time.time()
     if place is not None or world_size == 1:
         with held_stop_signals() if heeds_stop_signals else contextlib.nullcontext():
             return _run_here(place, function, args, world_size, wanted_device, timeout, started)
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
-        meeting_point = Path(folder, "store").as_uri()  # a file, since another program could take a port
+    with temporary_folder() as folder:
+        meeting_point = (folder / "store").as_uri()  # a file, since another program could take a port
         task = (meeting_point, function, args, wanted_device, timeout)
         modules = [function.partition(":")[0], "fourfold.parallel.process_group"]
         return run_workers(run_in_group, task, world_size, heeds_stop_signals, restarts, modules, started)

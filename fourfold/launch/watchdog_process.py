@@ -73,6 +73,11 @@ class Report(NamedTuple):
     last_sign: float
     silent_seconds: float
     stacks: list[str]
+    steps_begun: int = 0
+    signs_of_step: int = 0
+    """Signs of life since the step began."""
+    entered: dict[str, int] = {}  # noqa: RUF012 (nobody writes it)
+    """Collectives that the rank has entered, by process group."""
 
 
 def main(watch: Watch) -> None:
@@ -167,8 +172,7 @@ def declare_hang(watch: Watch, heart: Heartbeat, silent: float) -> None:
 def describe(reports: list[Report], world_size: int, folder: Path) -> str:
     """Name the rank that fell silent, and list what the others were doing."""
     missing = sorted(set(range(world_size)) - {report.rank for report in reports})
-    # All others wait for the one that fell silent first, and so sent their last sign after it.
-    first = min(reports, key=lambda report: (report.state not in STOPPED, report.last_sign))
+    first = awaited(reports)
     state = {"T": " and is stopped", "t": " and is stopped by a debugger", "D": " and waits for a disk"}
     lines = [
         f"hang: rank {first.rank} of {world_size} (process {first.process} on {first.host}) fell silent "
@@ -185,6 +189,31 @@ def describe(reports: list[Report], world_size: int, folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def awaited(reports: list[Report]) -> Report:
+    """Return the rank that all other ranks wait for, directly or through ranks that wait too.
+
+    This is a rank that was stopped, or one that has done less than its peers while no peer has done less. If no rank is
+    behind, it is the rank that has been silent for longest; clocks are compared only within a machine.
+    """
+    stopped = [report for report in reports if report.state in STOPPED]
+    behind = [one for one in reports if any(_is_behind(one, other) for other in reports)]
+    last = [one for one in behind if not any(_is_behind(other, one) for other in reports)]
+    candidates = stopped or last or behind or reports
+    fewest = min(report.signs_of_step for report in candidates)
+    slowest = [report for report in candidates if not behind or report.signs_of_step == fewest]
+    oldest: dict[str, Report] = {}
+    for report in sorted(slowest, key=lambda report: report.last_sign):
+        oldest.setdefault(report.host, report)
+    return max(oldest.values(), key=lambda report: report.silent_seconds)
+
+
+def _is_behind(one: Report, other: Report) -> bool:
+    """True if one rank is in an earlier step than the other, or has entered fewer collectives of a group of both."""
+    if one.steps_begun != other.steps_begun:
+        return one.steps_begun < other.steps_begun
+    return any(count < other.entered.get(group, 0) for group, count in one.entered.items())
+
+
 def _report(watch: Watch, beat: Beat, silent: float) -> Report:
     state = _state(watch.process)
     return Report(
@@ -197,6 +226,9 @@ def _report(watch: Watch, beat: Beat, silent: float) -> Report:
         beat.time or time.time() - silent,
         silent,
         [],
+        beat.steps_begun,
+        beat.number - beat.signs_before_step,
+        beat.entered,
     )
 
 

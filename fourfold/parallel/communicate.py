@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.heartbeat import doing
+from fourfold.heartbeat import doing, is_watched
 from fourfold.models.autograd import differentiable
 from fourfold.parallel.grid import Axis
 
@@ -39,9 +39,20 @@ PURPOSE: ContextVar[Purpose | None] = ContextVar("purpose", default=None)
 
 
 @contextmanager
-def purpose(why: str, operation: str | None = None, axis: str = "all ranks") -> Iterator[None]:
-    """Name the purpose of the collectives issued inside, and their axis for the watchdog."""
-    doing(why, axis)
+def purpose(
+    why: str, operation: str | None = None, axis: Axis | str = "all ranks", sender: int | None = None
+) -> Iterator[None]:
+    """Name the purpose of the collectives issued inside, and for the watchdog their axis, "" if there are none.
+
+    All ranks of the axis must come here equally often: the watchdog compares how often each of them has.
+
+    Args:
+        sender: The rank on the axis that sends, for a message between two ranks.
+    """
+    if is_watched() and isinstance(axis, Axis):
+        doing(why, axis.name, axis.members if sender is None else f"{axis.members} from {sender}")
+    elif is_watched():
+        doing(why, str(axis), str(axis))
     token = PURPOSE.set(Purpose(why, operation))
     try:
         yield
@@ -70,7 +81,7 @@ def start_all_gather(part: Tensor, axis: Axis, dim: int, why: str) -> Pending:
     if axis.size == 1:
         return Pending(part)
     out = part.new_empty((axis.size, *part.shape))
-    with purpose(why, axis=axis.name):
+    with purpose(why, axis=axis):
         work = all_gather_single(out.view(-1), part.contiguous().view(-1), group=axis.group, async_op=True)
     return Pending(out, [work], lambda parts: _join(parts, dim))
 
@@ -82,11 +93,11 @@ def start_reduce_scatter(partial: Tensor, axis: Axis, dim: int, why: str) -> Pen
     parts = partial.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
     if by_all_to_all(axis.group):
         received = torch.empty_like(parts)
-        with purpose(why, axis=axis.name):
+        with purpose(why, axis=axis):
             work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group, async_op=True)
         return Pending(received, [work], sum_parts)
     out = parts.new_empty(parts.shape[1:])
-    with purpose(why, axis=axis.name):
+    with purpose(why, axis=axis):
         work = reduce_scatter_single(out.view(-1), parts.view(-1), group=axis.group, async_op=True)
     return Pending(out, [work])
 
@@ -96,7 +107,7 @@ def start_all_reduce(partial: Tensor, axis: Axis, why: str) -> Pending:
     if axis.size == 1:
         return Pending(partial)
     partial = partial.contiguous()
-    with purpose(why, axis=axis.name):
+    with purpose(why, axis=axis):
         work = dist.all_reduce(partial, group=axis.group, async_op=True)
     return Pending(partial, [work])
 
@@ -110,7 +121,7 @@ def start_rotate(tensor: Tensor, axis: Axis, why: str) -> Pending:
         dist.P2POp(dist.isend, tensor, after, axis.group),
         dist.P2POp(dist.irecv, received, before, axis.group),
     ]
-    with purpose(why, axis=axis.name):
+    with purpose(why, axis=axis):
         return Pending(received, dist.batch_isend_irecv(operations))
 
 
@@ -122,20 +133,20 @@ def swap(tensor: Tensor, pair: Axis, why: str) -> Tensor:
     tensor = tensor.contiguous()
     received, peer = torch.empty_like(tensor), _other(pair)
     operations = [dist.P2POp(dist.isend, tensor, peer, pair.group), dist.P2POp(dist.irecv, received, peer, pair.group)]
-    with purpose(why, "all_reduce", pair.name):
+    with purpose(why, "all_reduce", pair):
         return Pending(received, dist.batch_isend_irecv(operations)).wait()
 
 
 def start_send(tensor: Tensor, pair: Axis, why: str) -> Pending:
     """Send to the other rank of a pair; the tensor must not change until ``wait`` returns it."""
     tensor = tensor.contiguous()
-    with purpose(why, axis=pair.name):
+    with purpose(why, axis=pair, sender=pair.rank):
         return Pending(tensor, [_started(dist.isend(tensor, _other(pair), group=pair.group))])
 
 
 def start_receive(out: Tensor, pair: Axis, why: str) -> Pending:
     """Receive into ``out`` from the other rank of a pair."""
-    with purpose(why, axis=pair.name):
+    with purpose(why, axis=pair, sender=1 - pair.rank):
         return Pending(out, [_started(dist.irecv(out, _other(pair), group=pair.group))])
 
 
@@ -153,7 +164,7 @@ def all_to_all(parts: Tensor, axis: Axis, why: str) -> Tensor:
     """Send part i of the first dim to rank i of ``axis``; returns the parts received, in the order of the ranks."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
-    with purpose(why, "all_to_all", axis.name):
+    with purpose(why, "all_to_all", axis):
         work = dist.all_to_all_single(received.view(-1), parts.view(-1), group=axis.group, async_op=True)
     return Pending(received, [work]).wait()
 
@@ -165,7 +176,7 @@ def send_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[
     """
     rows = rows.contiguous()
     out = rows.new_empty(sum(received), *rows.shape[1:])
-    with purpose(why, "all_to_all", axis.name):
+    with purpose(why, "all_to_all", axis):
         work = dist.all_to_all_single(out, rows, list(received), list(sent), group=axis.group, async_op=True)
     return Pending(out, [work]).wait()
 

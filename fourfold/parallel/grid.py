@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fourfold.config.run import AXES, ParallelConfig
 from fourfold.errors import UserError
+from fourfold.heartbeat import join
 from fourfold.parallel.process_group import (
     ensure_process_group,
     group_among,
@@ -32,6 +34,12 @@ class Axis:
     size: int
     rank: int
     group: dist.ProcessGroup
+
+    @cached_property
+    def members(self) -> str:
+        """A name of the group that only its ranks have. Groups of one name differ in their first or last rank."""
+        ranks = dist.get_process_group_ranks(self.group)
+        return f"{self.name} of {ranks[0]}-{ranks[-1]}"
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,8 @@ class Grid:
         """Axes that ``shards`` has divided, by name and ranks in a node."""
         for axis in (*self._axes.values(), *self.neighbors.values()):
             limit_waiting(axis.group, device_type)
+            if axis.size > 1:
+                join(axis.members)
         self.x, self.y, self.z, self.cp, self.pp = (self._axes[name] for name in ("x", "y", "z", "cp", "pp"))
         self.batch, self.replicas, self.tokens = (self._axes[name] for name in ("dp_z", "dp_cp", "dp_cp_z"))
         # For FSDP2: the processes that split the tokens, as one axis and as (dp·cp, z).

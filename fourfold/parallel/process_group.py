@@ -12,10 +12,11 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # they are public
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # they are public
 
 from fourfold.environment import Place, read_environment, rendezvous
 from fourfold.errors import UserError
+from fourfold.parallel.attempt_store import attempt_store
 from fourfold.parallel.numa import bind_to_gpu
 from fourfold.processes import keep_gloo_local
 
@@ -91,19 +92,17 @@ def start_process_group(place: Place, meeting_point: str | None, device: torch.d
 
 
 def _store(meeting_point: str | None, place: Place, timeout: timedelta) -> Store | None:
-    """The store in which the processes meet; None for a file, which torch opens.
-
-    torchrun starts processes again with the store of its agent, in which the keys of those that died still are.
-    """
+    """The store in which the processes meet; None for a file, which torch opens."""
     if meeting_point is None:
         return HashStore()
     url = urlsplit(meeting_point)
     if url.scheme == "file":
         return None
     assert url.hostname is not None and url.port is not None, meeting_point
-    is_server = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    tcp_store = TCPStore(url.hostname, url.port, place.world_size, is_server, timeout, multi_tenant=True)
-    return PrefixStore(f"/attempt_{place.restarts}", tcp_store)
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_server = place.rank == 0 and not of_agent
+    store = TCPStore(url.hostname, url.port, place.world_size, is_server, timeout, multi_tenant=True)
+    return attempt_store(store, place.rank, place.world_size, timeout) if of_agent else store
 
 
 def limit_waiting(group: dist.ProcessGroup, device_type: str) -> None:

@@ -79,7 +79,7 @@ class Replay:
             places = [index for index, (_, shard, _) in enumerate(tensors) if is_copied(shard)]
             mine = sums[places]
             both = torch.cat([mine, ~mine])  # ~ reverses the order: the largest of ~ is ~ of the smallest
-            with purpose("checksums of replicas"):
+            with purpose("checksums of replicas", axis=axis):
                 dist.all_reduce(both, dist.ReduceOp.MAX, group=axis.group)
             largest, smallest = both[: len(places)], ~both[len(places) :]
             differing[places] |= largest != smallest

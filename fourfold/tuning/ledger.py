@@ -17,8 +17,8 @@ import numpy as np
 
 from fourfold.data.files import writing
 from fourfold.errors import UserError
-from fourfold.parsing import parse_json
 from fourfold.extras import import_extra
+from fourfold.parsing import parse_json
 from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES
 from fourfold.tuning.candidates import Candidates
 from fourfold.tuning.result import Result, Trial

@@ -146,7 +146,9 @@ class Search:
             try:
                 return Result(**parse_json((folder / RESULT_FILE).read_text(encoding="utf-8")))
             except (TypeError, ValueError, AssertionError):
-                raise UserError(f"{folder / RESULT_FILE} is damaged; remove {folder}, and the trial begins again") from None
+                raise UserError(
+                    f"{folder / RESULT_FILE} is damaged; remove {folder}, and the trial begins again"
+                ) from None
         run = trial_run(self.subject.run(index), folder, self.settings.steps)
         return measured(folder, run, self.subject.machine, self.subject.on_gpu, None)
 

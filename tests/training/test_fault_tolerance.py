@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from command_line import Cli
+from command_line import Cli, exit_code
 from patience import PATIENCE, wait_until
 from poisoned_runs import same_tensors, tensors_at, train_without
 from pool import Pool
@@ -31,10 +32,10 @@ from train_processes import (
 
 from fourfold.errors import UserError
 from fourfold.exit_codes import HANG, STOPPED
-from fourfold.launch.watchdog_process import Report, describe
 from fourfold.run_file.load import load_run
 from fourfold.training.attempts import note_start
 from fourfold.training.bad_steps import read_bad_steps
+from fourfold.training.job import Job
 from fourfold.training.metrics import read_metrics
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=2"]
@@ -66,20 +67,6 @@ def test_a_rank_that_was_stopped_is_named(tmp_path: Path, prefix: str, start: St
         report = json.loads((folder / f"rank_{rank:05}.json").read_text())
         assert any("training/loop.py" in line for line in report["stacks"])
     assert (folder / "hang.txt").read_text() in errors
-
-
-def test_the_first_that_fell_silent_is_named_where_none_is_stopped(tmp_path: Path) -> None:
-    def report(rank: int, last_sign: float, state: str = "S") -> Report:
-        return Report(rank, "host", 100 + rank, state, 7, "layers.0.mlp.up: output (over y)", last_sign, 60.0, [])
-
-    reports = [report(0, 50.0), report(1, 40.0), report(2, 45.0)]
-    assert describe(reports, 3, tmp_path).startswith("hang: rank 1 of 3 (process 101 on host) fell silent 60 s ago")
-    assert "while: layers.0.mlp.up: output (over y)" in describe(reports, 3, tmp_path)
-    reports[2] = report(2, 45.0, "D")
-    assert describe(reports, 3, tmp_path).startswith("hang: rank 1 of 3")
-    reports[2] = report(2, 45.0, "T")
-    assert describe(reports, 3, tmp_path).startswith("hang: rank 2 of 3")
-    assert "no report came from ranks 3, 4" in describe(reports, 5, tmp_path)
 
 
 FAIL_IN_STEP_4 = """
@@ -234,3 +221,65 @@ def test_the_limit_of_time_before_the_first_step(tmp_path: Path, prefix: str, cl
     code, output, _ = cli("train", endless(tmp_path, prefix, fault_tolerance__max_wall_time=1e-9))
     assert code == STOPPED and not checkpoint_steps(tmp_path)
     assert "a signal or the time limit, before the first checkpoint" in output and "Done" not in output
+
+
+@pytest.mark.parametrize("code", [0, 3, "the end", None])
+def test_a_step_that_leaves_the_program_is_a_crash(
+    tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch, code: object
+) -> None:
+    """Whatever its exit code says: a library in the step knows nothing about the job."""
+
+    def update(*_: object) -> None:
+        sys.exit(code)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Job, "update", update)
+    with pytest.raises(RuntimeError, match=re.escape(f"sys.exit({code!r}) before the job was done")):
+        exit_code("train", run_file(tmp_path, prefix))
+
+
+@pytest.mark.slow
+def test_ranks_end_with_their_torchrun(tmp_path: Path, prefix: str, start: Start) -> None:
+    path = endless(tmp_path, prefix, parallel__x=2)
+    process = start(path, [*TORCHRUN, "--standalone", "--nproc-per-node=2", "-m", "fourfold"])
+    wait_for_steps(path, 2, process)
+    ranks = children_of(process.pid)
+    assert len(ranks) == 2
+    process.kill()
+    process.communicate(
+        timeout=300
+    )  # returns when nobody has its output open: the ranks and their watchdogs have ended
+    assert not any(Path(f"/proc/{rank}/exe").exists() for rank in ranks)
+
+
+@pytest.mark.slow
+def test_a_new_node_takes_the_place_of_one_that_was_lost(tmp_path: Path, prefix: str, start: Start, cli: Cli) -> None:
+    """Two agents of torchrun, started by the script that fourfold writes, stand for two nodes."""
+    path = run_file(tmp_path, prefix, parallel__x=2, training__train_steps=40, checkpoint__interval=2)
+    script = tmp_path / "job.sh"
+    assert cli("launch", "torchrun", path, "--nodes", 2, "--output", script)[0] == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script.write_text(script.read_text().replace(":29500", f":{port}"))
+    environ = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    agents = [start(path, ["bash", str(script), "127.0.0.1"], environ)]
+    wait_until(lambda: listens(port), agents[0])  # the first agent is the one where all agents meet
+    agents.append(start(path, ["bash", str(script), "127.0.0.1"], environ))
+    wait_for_steps(path, 3, agents[0])
+    second = children_of(agents[1].pid)
+    agents[1].kill()  # its rank ends with it
+    agents[1].communicate(timeout=300)
+    assert not any(Path(f"/proc/{rank}/exe").exists() for rank in second)
+    agents[1] = start(path, ["bash", str(script), "127.0.0.1"], environ)
+    for agent in agents:
+        _, errors = agent.communicate(timeout=300)
+        assert agent.returncode == 0, errors
+    assert len(losses(tmp_path)) == 40
+    attempts = [json.loads(line) for line in (tmp_path / "runs" / "run" / "attempts.jsonl").read_text().splitlines()]
+    assert [line.get("first_step", 0) > 0 for line in attempts] == [False, True, False]
+    assert attempts[-1] == {"ended": True}
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,14 @@ import pytest
 from command_line import Cli, exit_code
 from tiny_corpus import run_file
 
+from fourfold import jobs
 from fourfold.checkpoints import remains
+from fourfold.launch.local_workers import WorkerFailed
 from fourfold.run_file.load import load_run
-from fourfold.training.attempts import note_end, note_start
-from fourfold.training.run_folder import ATTEMPTS_FILE, open_run_folder
+from fourfold.training.attempts import count_starts, note_end, note_start
+from fourfold.training.bad_steps import BAD_STEPS_FILE
+from fourfold.training.metrics import steps_taken
+from fourfold.training.run_folder import ATTEMPTS_FILE, folder_of, open_run_folder
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +145,49 @@ def test_a_torn_line_does_not_keep_a_run_from_starting(tmp_path: Path, prefix: s
         '{"restarts": 1, "steps_taken": 0, "first_step": 0}',
         '{"ended": true}',
     ]
+
+
+@pytest.mark.parametrize("skips", ["5", '"2"', "null", "[2.5]", "[[2]]", "[true]"])
+def test_a_damaged_record_of_bad_steps_is_named_before_the_first_step(
+    cli: Cli, tmp_path: Path, prefix: str, skips: str
+) -> None:
+    path = run(tmp_path, prefix, 2)
+    record = tmp_path / "runs" / "run" / BAD_STEPS_FILE
+    record.parent.mkdir(parents=True)
+    record.write_text(f'{{"step": 3, "action": "skip"}}\n{{"step": 2, "skips": {skips}}}\n')
+    code, _, errors = cli("train", path)
+    assert code == 2
+    expected = f"skips = {skips} must be a list of steps, such as [2]: fix or delete that line."
+    assert errors.splitlines()[-1] == f"fourfold: {record}, line 2: {expected}"
+    assert steps_taken(record.parent) == 0
+
+
+def test_a_line_nested_too_deeply_does_not_keep_a_run_from_starting(tmp_path: Path, prefix: str) -> None:
+    (tmp_path / ATTEMPTS_FILE).write_text("[" * 100_000 + "\n" + '{"restarts": 0, "steps_taken": 0}\n')
+    note_start(tmp_path, 0, load_run(run(tmp_path, prefix, 8)), 0)
+    assert count_starts(tmp_path) == 2
+
+
+@pytest.mark.parametrize("begins_to_train", [True, False])
+def test_a_failed_job_starts_again_if_it_had_begun_to_train_whatever_the_clocks_say(
+    tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch, begins_to_train: bool
+) -> None:
+    config = load_run(run(tmp_path, prefix, 8, parallel__x=2, fault_tolerance__max_restarts=2))
+    folder, outcomes = folder_of(config), ["fails", "ends"]
+    folder.mkdir(parents=True)
+    note_start(folder, 0, config, 0)  # of an earlier job
+
+    def run_on_grid(*_: object, restarts: int, **__: object) -> str:
+        if begins_to_train:
+            note_start(folder, restarts, config, 0)
+            os.utime(folder / ATTEMPTS_FILE, (0, 0))  # the file server's clock is behind
+        if outcomes.pop(0) == "fails":
+            raise WorkerFailed("worker 1 of 2 was ended by SIGKILL")
+        return "ended"
+
+    monkeypatch.setattr(jobs, "run_on_grid", run_on_grid)
+    if begins_to_train:
+        assert jobs.train(config) == "ended"
+    else:
+        with pytest.raises(WorkerFailed):
+            jobs.train(config)

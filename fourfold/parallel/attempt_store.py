@@ -1,0 +1,50 @@
+"""The store in which the processes of one attempt meet, when torchrun's agents keep one server for all attempts."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # they are public
+
+POLL_SECONDS = 0.02
+
+
+def attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Return a part of ``store`` that only the ranks of this attempt know. Every rank of the attempt calls this.
+
+    Keys of earlier attempts stay in the store, and TORCHELASTIC_RESTART_COUNT does not tell attempts apart: each agent
+    counts its own restarts (github.com/pytorch/pytorch/issues/135712). So each rank asks with a word that it has just
+    drawn. Rank 0 answers to that word with the name of the attempt, until all ranks have taken it. A word of an earlier
+    attempt is answered too, but nobody reads that answer.
+
+    Raises:
+        DistStoreError: A rank did not come in time.
+    """
+    if rank == 0:
+        name = uuid.uuid4().hex
+        _answer(store, name, world_size, timeout)
+    else:
+        word = uuid.uuid4().hex
+        store.set(f"/ask/{rank}", word)
+        store.wait([f"/answer/{word}"], timeout)
+        name = store.get(f"/answer/{word}").decode()
+        store.set(f"/taken/{name}/{rank}", "")
+    return PrefixStore(f"/attempt/{name}", store)
+
+
+def _answer(store: Store, name: str, world_size: int, timeout: timedelta) -> None:
+    deadline = time.monotonic() + timeout.total_seconds()
+    answered: dict[int, bytes] = {}
+    waiting = list(range(1, world_size))
+    while waiting:
+        for rank in waiting:
+            if store.check([f"/ask/{rank}"]) and (word := store.get(f"/ask/{rank}")) != answered.get(rank):
+                store.set(f"/answer/{word.decode()}", name)
+                answered[rank] = word
+        waiting = [rank for rank in waiting if not store.check([f"/taken/{name}/{rank}"])]
+        if waiting and time.monotonic() > deadline:
+            raise dist.DistStoreError(f"nothing came from ranks {waiting[:10]} in {timeout.total_seconds():.0f} s")
+        time.sleep(POLL_SECONDS if waiting else 0)
