@@ -19,7 +19,7 @@ from fourfold.cli.app import PANELS
         ("frobnicate", "no command 'frobnicate'; there are plan, trace, tune"),
         ("launch slrum run.toml", "no command 'slrum' for `launch`; did you mean 'slurm'?"),
         ("plan valdate rows.csv", "no command 'valdate' for `plan`; did you mean 'validate'?"),
-        ("train", "RUN.toml is missing for `train`; for example fourfold train "),
+        ("train", "RUN.toml is missing for `train`; `fourfold train --help` describes it"),
         ("launch slurm run.toml", "--site is missing for `launch slurm`; for example fourfold launch slurm"),
         ("plan --model gpt2 --top 0", "--top 0: must be greater than or equal to 1"),
         ("plan --model gpt2 --gpus many", "--gpus many: must be a whole number, as 8"),
