@@ -62,8 +62,8 @@ def check_layout(run: RunConfig) -> None:
             )
         if training.compile and grid.x * grid.y * grid.cp == 1:
             raise UserError(
-                "training.compile = true lays out the matmuls of whole blocks itself, if x, y and cp are 1; set "
-                "training.tuned_products = 'off', or compile = false"
+                "training.compile = true lays out the matmuls of whole blocks itself, if x, y and cp are 1; "
+                "set training.tuned_products = 'off', or compile = false"
             )
 
 
