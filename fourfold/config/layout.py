@@ -58,7 +58,8 @@ def check_layout(run: RunConfig) -> None:
     if training.tuned_products != "off":
         if training.float8 != "none":
             raise UserError(
-                f"training.float8 = '{training.float8}' lays out its matmuls itself; set training.tuned_products = 'off'"
+                f"training.float8 = '{training.float8}' lays out its matmuls itself; "
+                "set training.tuned_products = 'off'"
             )
         if training.compile and grid.x * grid.y * grid.cp == 1:
             raise UserError(
